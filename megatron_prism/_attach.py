@@ -10,7 +10,7 @@ import os
 import sys
 
 
-def wanted(argv: "list[str] | None" = None) -> bool:
+def emulation_is_asked_for(argv: "list[str] | None" = None) -> bool:
     """Whether this process was asked for emulation: a ``--prism-*`` flag or ``PRISM_ARGS``.
 
     ``--prism-mem-…`` are pytest's.
@@ -22,7 +22,7 @@ def wanted(argv: "list[str] | None" = None) -> bool:
 
 def autoload() -> None:
     """Called by torch; must be cheap and must never raise."""
-    if not wanted():
+    if not emulation_is_asked_for():
         return
     from megatron_prism.emulate import exit_status, import_hooks
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, given, steps
+from megatron_prism.cli.output import check_outputs, console, steps, write_data
 from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
@@ -97,7 +97,7 @@ def hang(args: argparse.Namespace) -> int:
     rows += [{"role": "victim", **dataclasses.asdict(one)} for one in found.victims]
     if args.watch and args.json:  # a line, for what reads logs
         print(json.dumps(found.to_json()))
-    elif not given(args, found.to_json() | more, rows):
+    elif not write_data(args, found.to_json() | more, rows):
         for hit in planted.hits if planted is not None else ():
             print(f"planted: {hit}")
         print(found)

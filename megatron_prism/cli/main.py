@@ -25,11 +25,11 @@ from megatron_prism.cli.output import (
     check_outputs,
     check_working_directory,
     console,
-    given,
     output_failed,
     prepare,
     print_table,
     visible,
+    write_data,
 )
 from megatron_prism.cli.patches import patches
 from megatron_prism.cli.predict import predict
@@ -100,7 +100,7 @@ def emulate(args: argparse.Namespace) -> int:
     result = recipe_job.emulate(
         recipe, out, force=args.force, console=console(stderr=args.json), verbose=args.verbose
     )
-    given(args, result.to_json(), [dict(one) for one in result.ranks])
+    write_data(args, result.to_json(), [dict(one) for one in result.ranks])
     return 0
 
 
@@ -109,7 +109,7 @@ def recipes(args: argparse.Namespace) -> int:
     from megatron_prism.core import recipe
 
     rows = {name: recipe.summary(file) for name, file in recipe.shipped().items()}
-    if given(args, rows, [{"recipe": name, "shows": text} for name, text in rows.items()]):
+    if write_data(args, rows, [{"recipe": name, "shows": text} for name, text in rows.items()]):
         return 0
     print_table(("recipe", "what it shows"), rows.items())
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, given, print_table
+from megatron_prism.cli.output import check_outputs, console, print_table, write_data
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
 
@@ -174,7 +174,7 @@ def _record(args: argparse.Namespace, places: list[str], settings: dict[str, str
     check_outputs([Path(args.out)], args.force, places)
     made = _measure(places[0], settings.get("alloc", ""), _device(settings))
     path = memory_baseline.save(made, args.out, force=args.force)
-    if given(args, json.loads(path.read_text(encoding="utf-8")), _rows(made)):
+    if write_data(args, json.loads(path.read_text(encoding="utf-8")), _rows(made)):
         return 0
     _overview(made)
     console().print(f"wrote {args.out}")
@@ -270,7 +270,7 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
         raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
     names = list(made.classes) if chosen is None else [chosen]
     made = replace(made, classes={name: made.classes[name] for name in names})
-    if given(args, made.to_json(), _rows(made)):
+    if write_data(args, made.to_json(), _rows(made)):
         return 0
     _overview(made)
     for name in names:
@@ -329,7 +329,7 @@ def _report(
     out = {name: text.strip() for name, text in (runs_out or {}).items()}
     value = {"schema": "prism.memory_changes/1", "against": path, "failures": len(failed),
              "changes": shown, "runs_out": out}  # fmt: skip
-    if given(args, value, shown):
+    if write_data(args, value, shown):
         return 1 if failed else 0
     for change in changes:
         if change.what != "same":

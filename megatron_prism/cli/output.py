@@ -30,7 +30,7 @@ __all__ = [
     "check_outputs",
     "check_working_directory",
     "console",
-    "given",
+    "write_data",
     "output_failed",
     "prepare",
     "print_json",
@@ -162,7 +162,7 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def given(
+def write_data(
     args: argparse.Namespace, value: object, rows: Iterable[Mapping[str, object]] | None = None
 ) -> bool:
     """Print ``value`` if JSON is wanted, and say so; write ``rows``, its table, if CSV is wanted.
@@ -203,7 +203,7 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
     talk = console(stderr=True)
     if not talk.is_terminal:
         lines = Lines(talk.print)
-        yield lambda part: lines.tell(f"prism: {what}: {part:.0%}")
+        yield lambda part: lines.show(f"prism: {what}: {part:.0%}")
         return
     with Progress(console=talk, transient=True) as bar:
         task = bar.add_task(what, total=None)

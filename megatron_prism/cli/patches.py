@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_prism.cli.output import console, given, print_table
+from megatron_prism.cli.output import console, print_table, write_data
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 
@@ -39,7 +39,9 @@ def patches(args: argparse.Namespace) -> int:
          "reason": one.patch.reason, "read_at": one.patch.source}
         for one in found
     ]  # fmt: skip
-    if given(args, {"schema": "prism.patches/1", "megatron_core": release, "targets": rows}, rows):
+    if write_data(
+        args, {"schema": "prism.patches/1", "megatron_core": release, "targets": rows}, rows
+    ):
         return 1 if missing else 0
     head = ("patch", "purpose", "state", "target")
     shown = [(r["patch"], r["purpose"], r["state"], f"{r['target']}  {r['why']}") for r in rows]

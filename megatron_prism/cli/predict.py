@@ -19,11 +19,11 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.output import (
     check_outputs,
     console,
-    given,
     print_table,
     progress,
     steps,
     warn_without_times,
+    write_data,
 )
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
@@ -317,7 +317,7 @@ def predict(args: argparse.Namespace) -> int:
     found = _predict(args, settings)
     if args.html is not None:
         write_whole(Path(args.html), found.to_html(), force=args.force)
-    if given(args, found.to_json(), [dataclasses.asdict(one) for one in found.quantiles]):
+    if write_data(args, found.to_json(), [dataclasses.asdict(one) for one in found.quantiles]):
         return 0
     show(found, args.verbose)
     if found.study is not None:
@@ -394,7 +394,7 @@ def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         )
     if args.html is not None:
         write_whole(Path(args.html), found.to_html(), force=args.force)
-    if given(args, found.to_json(), [dataclasses.asdict(one) for one in found.layouts]):
+    if write_data(args, found.to_json(), [dataclasses.asdict(one) for one in found.layouts]):
         return 0
     show_comparison(found, args.verbose)
     return 0

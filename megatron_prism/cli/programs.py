@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, given, print_table
+from megatron_prism.cli.output import check_outputs, console, print_table, write_data
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 
@@ -115,7 +115,7 @@ def show(args: argparse.Namespace) -> int:
         for rank, ops in found.items()
         for index, op in ops.items()
     ]
-    if not given(args, rows, rows):
+    if not write_data(args, rows, rows):
         for rank, ops in found.items():
             _print_ops(programs, rank, ops)
     return 0
@@ -137,7 +137,7 @@ def _given_programs(args: argparse.Namespace, programs: Programs) -> bool:
     ]
     source = {key: job_settings.short(value) for key, value in programs.source.items()}
     value = {"world": str(programs.world), "source": source, "programs": rows}
-    return given(args, value, rows)
+    return write_data(args, value, rows)
 
 
 def _peak(program: Program) -> int | None:
@@ -230,7 +230,7 @@ def diff(args: argparse.Namespace) -> int:
     made = [difference(rank, a(rank), b(rank), settings.get("norm", 0.0)) for rank in both]
     found = [one for one in made if one is not None]
     value = {"ranks": both, "differences": [one.to_json() for one in found]}
-    if not given(args, value, [one.to_json() for one in found]):
+    if not write_data(args, value, [one.to_json() for one in found]):
         print("\n".join(one.to_text() for one in found), end="")
         alike = [rank for rank in both if all(one.rank != rank for one in found)]
         if alike:
@@ -284,7 +284,7 @@ def classes(args: argparse.Namespace) -> int:
         }
         for index in range(len(found))
     ]
-    if given(args, {"world": str(made.programs.world), "classes": rows}, rows):
+    if write_data(args, {"world": str(made.programs.world), "classes": rows}, rows):
         return 0
     console().print(str(made))
     print_table(
@@ -323,7 +323,7 @@ def check(args: argparse.Namespace) -> int:
         rows.append({"kind": circle.verdict, "group": circle.group, "ranks": ranks,
                      "call": circle.seq, "picture": "\n".join(circle.chain),
                      "likely": circle.headline()})  # fmt: skip
-    if given(args, rows, rows):
+    if write_data(args, rows, rows):
         return 1 if rows else 0
     print(made)
     for finding in found:
@@ -360,7 +360,7 @@ def calibrate(args: argparse.Namespace) -> int:
     settings = arguments.read(args.settings, keys, "calibrate")
     talk = console(stderr=args.json)
     calibrating.calibrate(args.out, settings.get("processes"), force=args.force, console=talk)
-    given(args, json.loads(args.out.read_text(encoding="utf-8")))
+    write_data(args, json.loads(args.out.read_text(encoding="utf-8")))
     return 0
 
 
@@ -382,7 +382,7 @@ def _host(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_whole(args.out, found.to_json(), force=args.force)
         out.print(f"wrote {args.out}; prism replay DIR host={args.out}")
-    given(args, json.loads(found.to_json()))
+    write_data(args, json.loads(found.to_json()))
     return 0
 
 
@@ -403,5 +403,5 @@ def _from_nccl_tests(args: argparse.Namespace) -> int:
         where = "one host" if run.per_node == run.ranks else f"{run.per_node} per host"
         out.print(f"{run.path}: {run.op}, {run.ranks} ranks, {where}, {len(run.rows)} sizes")
     out.print(f"wrote {args.out}: {stored['source']}")
-    given(args, stored)
+    write_data(args, stored)
     return 0

@@ -17,9 +17,9 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.output import (
     check_outputs,
     console,
-    given,
     print_table,
     warn_without_times,
+    write_data,
 )
 from megatron_prism.core.errors import UnitError, UsageError
 from megatron_prism.core.files import ArtefactFolder, write_whole
@@ -110,7 +110,7 @@ def replay(args: argparse.Namespace) -> int:
     value: dict[str, object] = dict(metrics)
     if other is not None:
         value = {"first": metrics, "second": other.to_json() if metrics else {}}
-    if given(args, value, cast("list[dict[str, object]]", metrics.get("classes"))):
+    if write_data(args, value, cast("list[dict[str, object]]", metrics.get("classes"))):
         pass
     elif other is not None:
         _show_pair((names[0], timeline), (names[1], other))

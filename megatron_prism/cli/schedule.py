@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import console, given
+from megatron_prism.cli.output import console, write_data
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UnsupportedError, UsageError
 
@@ -62,7 +62,7 @@ def schedule(args: argparse.Namespace) -> int:
         for number, steps in enumerate(times.stages)
         for step in steps
     ]
-    if given(args, _as_json(recorded, times), rows):
+    if write_data(args, _as_json(recorded, times), rows):
         return 0
     to = console()
     to.print(_title(recorded, times))

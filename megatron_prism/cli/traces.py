@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, given
+from megatron_prism.cli.output import check_outputs, console, write_data
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import write_whole
 
@@ -43,7 +43,9 @@ def import_(args: argparse.Namespace) -> int:
     write(found, args.out, force=args.force)
     for name, value in (("variability", varies.variability()), ("import", varies.to_json())):
         write_whole(args.out / f"{name}.json", json.dumps(value, indent=1) + "\n", force=True)
-    if not given(args, varies.to_json(), [dataclasses.asdict(one) for one in varies.components]):
+    if not write_data(
+        args, varies.to_json(), [dataclasses.asdict(one) for one in varies.components]
+    ):
         print(varies.to_text(), end="")
     console(stderr=True).print(f"wrote {args.out}")
     return 0
@@ -86,7 +88,7 @@ def compare(args: argparse.Namespace) -> int:
     for name, text in ((args.html, made.to_html), (args.trace, made.to_chrome_trace)):
         if name is not None:
             write_whole(Path(name), text(), force=args.force)
-    if not given(args, made.to_json(), [dataclasses.asdict(one) for one in made.ranks]):
+    if not write_data(args, made.to_json(), [dataclasses.asdict(one) for one in made.ranks]):
         print(made.to_text(), end="")
     for path in outputs:
         console(stderr=True).print(f"wrote {path}")

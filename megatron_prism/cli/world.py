@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import console, given, print_table
+from megatron_prism.cli.output import console, print_table, write_data
 from megatron_prism.core.errors import UnitError, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def world(args: argparse.Namespace) -> int:
         stages = ((s, the_world.matching(pp=s).tolist()) for s in the_world.stages)
         rows = [{"stage": s, "size": len(all_of), "ranks": all_of} for s, all_of in stages]
     sizes = {"size": the_world.size, "vpp": the_world.vpp, **the_world.axis_sizes()}
-    if given(args, {"sizes": sizes, "ranks": found}, rows):
+    if write_data(args, {"sizes": sizes, "ranks": found}, rows):
         return 0
     _print_world(the_world, ranks, release)
     return 0

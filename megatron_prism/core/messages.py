@@ -29,7 +29,7 @@ class Lines:
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write, self._last = write, time.monotonic()
 
-    def tell(self, text: Callable[[], str] | str) -> None:
+    def show(self, text: Callable[[], str] | str) -> None:
         """Write ``text``, or what it returns, if it is time."""
         now = time.monotonic()
         if now - self._last >= EVERY_S:

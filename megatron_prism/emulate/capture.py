@@ -312,7 +312,7 @@ class StockCapture(TrainingListener):
         """Write the slice, and say so."""
         path = self.finish()
         host = f" on {socket.gethostname()}" if self._num_processes > 1 else ""
-        print(f"prism: {self.recorded()} in {path}{host}{self.said()}", file=sys.stderr)
+        print(f"prism: {self.recorded()} in {path}{host}{self.remarks()}", file=sys.stderr)
 
     def recorded(self) -> str:
         """What was recorded, in words."""
@@ -347,7 +347,7 @@ class StockCapture(TrainingListener):
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 
-    def said(self) -> str:
+    def remarks(self) -> str:
         """What to say of device and host beside the slice."""
         found = f"; {self.links}" if self.links is not None else ""
         if self.host is not None:

@@ -73,7 +73,7 @@ class Witness(CallGuard):
         found = more[1] if len(more) > 1 else ()
         self.differs.append(f"{call.name} #{number + 1} of {call.group}: {'; '.join(found)}")
 
-    def said(self) -> dict[str, object]:
+    def summary(self) -> dict[str, object]:
         """Plain values: calls, frames at the call in question, what peers would call otherwise."""
         return {"calls": self.calls, "frames": self.frames, "differs": self.differs,
                 "compared": self._compared}  # fmt: skip

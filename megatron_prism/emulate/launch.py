@@ -209,9 +209,9 @@ class _Reported(TrainingListener):
         self.emit("step", done=min(done, total), total=total)
 
     def finished(self) -> None:
-        self.tell(self.capture.recorded() + self.capture.said())
+        self.report(self.capture.recorded() + self.capture.remarks())
 
-    def tell(self, said: str) -> None:
+    def report(self, said: str) -> None:
         """Give the result: that the slice is there, and ``said`` of it."""
         live = self.run.tier.live
         peak = None if live is None else live.high.bytes
@@ -220,7 +220,7 @@ class _Reported(TrainingListener):
     def is_there(self, _: str) -> None:
         """The job's arguments are those of the slice that is there already: that is all."""
         if self.capture.store.path(self.run.options.rank).exists():
-            self.tell("is there already")
+            self.report("is there already")
             exit_status.leave(0)
 
 

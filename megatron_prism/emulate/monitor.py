@@ -243,7 +243,7 @@ class TrainingMonitor:
         entry.losses = {} if self.shapes_only else {k: float(v) for k, v in (losses or {}).items()}
         entry.grad_norm = None if grad_norm is None or self.shapes_only else float(grad_norm)
 
-    def asked(self, args: Any) -> int:
+    def steps_to_make(self, args: Any) -> int:
         """Train steps that this run makes: from 0 or where its checkpoint was (args.iteration) to
         --train-iters, or to where Megatron leaves before (training.py:3317 @0.19.0)."""
         begin, end = int(getattr(args, "iteration", 0) or 0), args.train_iters or 0
@@ -280,7 +280,7 @@ class TrainingMonitor:
             return
         self.finished = True
         args = get_args()
-        wanted = max(0, self.asked(args) - self.skipped)
+        wanted = max(0, self.steps_to_make(args) - self.skipped)
         early = any(  # nobody knows after how many steps
             getattr(args, name, None) for name in ("exit_duration_in_mins", "exit_signal_handler")
         )

@@ -135,7 +135,7 @@ def world_of_sizes(size: int, given: Mapping[str, Any]) -> World:
         raise WorldError(error.message, fix=_in_flags(error.fix)) from None
 
 
-def _alone(args: argparse.Namespace, k: int) -> bool:
+def _captured_separately(args: argparse.Namespace, k: int) -> bool:
     """Whether ranks may be captured each in a process of its own."""
     return k == 1 and bool(args.prism_capture) and not args.prism_pace
 
@@ -157,7 +157,7 @@ def local_ranks(
         text = str(args.prism_ranks)
         ranks = tuple(world.select(text))
         named = "=" not in text
-        if len(ranks) > k and named and _alone(args, k):
+        if len(ranks) > k and named and _captured_separately(args, k):
             return ranks  # each in a process of its own
         if len(ranks) > k and named:
             raise UsageError(
@@ -200,16 +200,16 @@ def without_engine() -> bool:
         return False
     words = sys.argv
 
-    def given(flag: str) -> set[str]:
+    def values_of(flag: str) -> set[str]:
         found = [b for a, b in zip(words, [*words[1:], ""], strict=True) if a == flag]
         return {*found, *(word.partition("=")[2] for word in words if word.startswith(flag + "="))}
 
-    rotary = "rope" in given("--position-embedding-type")
+    rotary = "rope" in values_of("--position-embedding-type")
     rotary = rotary or "--use-rotary-position-embeddings" in words
     needs = rotary and not {"--no-rope-fusion", "--multi-latent-attention"} & set(words)
     if needs or "--use-precision-aware-optimizer" in words:
         return False
-    return given("--transformer-impl") == {"local"}
+    return values_of("--transformer-impl") == {"local"}
 
 
 HANG_FLAGS: dict[str, dict[str, Any]] = {
@@ -638,7 +638,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         stop=args.prism_break,
         debugger=args.prism_debugger,
         watch=args.prism_watch,
-        stages=args.prism_ranks == STAGES and _alone(args, k),
+        stages=args.prism_ranks == STAGES and _captured_separately(args, k),
         payload=args.prism_payload,
         iterations=_iterations(args.prism_iteration, argv),
         verbose=args.prism_verbose,

@@ -339,12 +339,12 @@ class PayloadReplayer(_Keyed):
         work = self.through(group, op, answer, args, kwargs)
         filled = [] if op == "send" or len(group.ranks) < 2 else _filled(op, args)
         if filled:
-            given = [self._given(f"{key}.{place}", one) for place, one in enumerate(filled)]
+            given = [self._fill(f"{key}.{place}", one) for place, one in enumerate(filled)]
             self.replayed += all(given)
             self.missing += not all(given)
         return work
 
-    def _given(self, key: str, tensor: torch.Tensor) -> bool:
+    def _fill(self, key: str, tensor: torch.Tensor) -> bool:
         """Fill ``tensor`` with the record of ``key``, if there is one of its kind."""
         _, _, record = self._file.at.get(key, _NOTHING)
         if (record.dtype, record.shape) != (str(tensor.dtype), list(tensor.shape)):

@@ -231,7 +231,7 @@ class RankJob:
         group = parallel_state.get_pipeline_model_parallel_group()
         with group.in_place_of(stage):
             rank = self.recipe.world.rank_at(pp=stage)
-            return sections.tell(recorded, rank, self._schedule)
+            return sections.record_as(recorded, rank, self._schedule)
 
     def _stand_ins(self) -> list[str]:
         """What this module put in the place of production kernels."""
@@ -453,7 +453,7 @@ def run(
     before = _train(job, world, recorder, how.get("short", False))
     summary = job.summary(world, before, built - start, time.perf_counter() - built)
     if witness is not None:
-        summary["witness"] = witness.said()
+        summary["witness"] = witness.summary()
     if slices is not None and job.program is not None:
         slices.put(job.program)
         if monitor.repeats is not None:

@@ -121,7 +121,7 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
                     selector.unregister(worker.events)
                     running.remove(worker)
                     done[worker.task.rank] = _finish(worker, bars)
-                lines.tell(lambda: _far(running, bars, len(done), len(tasks)))
+                lines.show(lambda: _far(running, bars, len(done), len(tasks)))
         finally:
             for worker in running:
                 worker.process.kill()

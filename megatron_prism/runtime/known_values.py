@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PLACEHOLDER", "Unknown", "UnknownCount", "follow", "forget", "known", "learn"]
+__all__ = ["PLACEHOLDER", "Unknown", "UnknownCount", "follow", "forget", "learn", "value_of"]
 
 PLACEHOLDER = 2.0
 _CELL = "_prism_known"
@@ -60,7 +60,7 @@ class UnknownCount(int):
     """A whole number that depends on data: 0, also for what computes with it."""
 
 
-def known(tensor: torch.Tensor) -> torch.Tensor | None:
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a meta tensor on the host, if it has a known one."""
     cell = getattr(tensor, _CELL, None)
     return None if cell is None or cell[0] is None else cell[0].reshape(tensor.shape)
@@ -103,7 +103,7 @@ def follow(
         return
     if not writes and (not isinstance(out, torch.Tensor) or out.numel() != 1):
         return
-    values = [known(one) for one in tensors]
+    values = [value_of(one) for one in tensors]
     if any(value is None for value in values):
         for one in tensors if name[:1] == "_" else tensors[:1]:  # _amp_…_ writes to the others too
             if writes:

@@ -205,7 +205,7 @@ class Values:
         found = self._noise.get(id(tensor))
         return found is not None and found() is tensor
 
-    def told(self, tensor: torch.Tensor, tokens: torch.Tensor) -> None:
+    def fill_vectors(self, tensor: torch.Tensor, tokens: torch.Tensor) -> None:
         """``tensor`` [s, b, h], which is noise, is of ``tokens`` [s, b]: give it their vectors."""
         self._noise.pop(id(tensor), None)
         self._vectors.fill(tensor, tokens)

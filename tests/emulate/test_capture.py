@@ -224,12 +224,12 @@ def test_what_is_timed_does_not_follow_a_clocked_iteration(simulated, wanted):
 )
 def test_a_host_that_was_disturbed_is_said(simulated, used, ms, says):
     capture, _ = simulated("cuda", 11)
-    assert capture.said() == ""  # nothing is known before the end
+    assert capture.remarks() == ""  # nothing is known before the end
     ops = {"host": np.array([-1, used / 2 * 1e6, used / 2 * 1e6], dtype=np.int64)}
     capture.program = SimpleNamespace(hosts=np.array(ms) * 1e6, ops=ops)
-    assert bool(capture.said()) == says
+    assert bool(capture.remarks()) == says
     if says:
-        assert "took 612 ms for an iteration, 414 for the quickest" in capture.said()
+        assert "took 612 ms for an iteration, 414 for the quickest" in capture.remarks()
 
 
 def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):

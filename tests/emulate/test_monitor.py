@@ -114,7 +114,7 @@ def test_a_run_that_ends_early_needs_its_own_steps():
 def test_the_steps_of_a_run_end_where_megatron_leaves(more, steps):
     """--prism-capture, --prism-world and memory take their iterations by that number."""
     assert (
-        TrainingMonitor().asked(
+        TrainingMonitor().steps_to_make(
             types.SimpleNamespace(**{"train_iters": 500, "iteration": 0, **more})
         )
         == steps

@@ -111,7 +111,9 @@ def test_other_files_of_the_real_job_are_left_alone(local, module, capsys):
     else:
         assert set(left.values()) == {None}
         assert "--moe-routing-trace-path, --logits-save-dir" in said
-    variables.set_global_variables(SimpleNamespace(world_size=4))  # 0.16 has none of them
+    # 0.16 has none of them
+    without = SimpleNamespace(world_size=4, tokenizer_type="NullTokenizer")
+    variables.set_global_variables(without)
     assert capsys.readouterr().err == ""
 
 

@@ -66,7 +66,7 @@ def test_only_noise_that_came_as_an_activation_is_told():
     assert values.is_noise(came)
     assert not values.is_noise(gradient)
     assert not values.is_noise(other)
-    values.told(came, torch.zeros(4, 1, dtype=torch.int64))
+    values.fill_vectors(came, torch.zeros(4, 1, dtype=torch.int64))
     assert torch.equal(came[0], came[3])
     assert not values.is_noise(came)  # once
 

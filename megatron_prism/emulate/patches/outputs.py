@@ -75,7 +75,7 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
     not hold, it "loads" as the model has it."""
     unsaved: set[str] = set()
 
-    def given(
+    def arguments_if_emulated(
         original: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> dict[str, Any] | None:
         if context.monitor.loop is None or context.is_real():
@@ -83,7 +83,7 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
         return inspect.signature(original).bind(*args, **kwargs).arguments
 
     def save(original: Original, *args: object, **kwargs: object) -> object:
-        asked = given(original, args, kwargs)
+        asked = arguments_if_emulated(original, args, kwargs)
         if asked is None:
             return original(*args, **kwargs)
         context.monitor.outside_step(gathered=False, begun=True)
@@ -94,7 +94,7 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
         return module.AsyncRequest(None, (), []) if asked.get("async_sharded_save") else None
 
     def load(original: Original, *args: object, **kwargs: object) -> object:
-        asked = given(original, args, kwargs)
+        asked = arguments_if_emulated(original, args, kwargs)
         if asked is None or not (context.meta or str(asked["checkpoint_dir"]) in unsaved):
             return original(*args, **kwargs)
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace

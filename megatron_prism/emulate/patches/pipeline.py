@@ -39,7 +39,7 @@ def tokens_of(labels: torch.Tensor, length: int, place: int, parts: int) -> torc
     return tokens.t() if tokens.shape[-1] == length else None
 
 
-def _tell(model: Any, labels: torch.Tensor) -> None:
+def _fill_received(model: Any, labels: torch.Tensor) -> None:
     """Give what ``model`` has received as noise the vectors of its tokens."""
     world, received = current(), getattr(model.decoder, "input_tensor", None)
     if world is None or received is None or not world.values.is_noise(received):
@@ -54,7 +54,7 @@ def _tell(model: Any, labels: torch.Tensor) -> None:
     def fill() -> None:
         tokens = tokens_of(labels, received.shape[0], place, parts)
         if tokens is not None and tokens.shape == received.shape[:-1]:
-            world.values.told(received, tokens)
+            world.values.fill_vectors(received, tokens)
 
     world.aside(fill)  # the real job has it from another rank
 
@@ -92,7 +92,7 @@ def _received_tokens(module: ModuleType, context: PatchContext) -> None:
     def call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
         if labels is not None:
-            _tell(self, labels)
+            _fill_received(self, labels)
         return original(self, *args, **kwargs)
 
     context.replace(module, call)

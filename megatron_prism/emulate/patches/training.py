@@ -136,14 +136,14 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
     """Count the optimizer steps that really happen, and turn a run without any into an error."""
     monitor = context.monitor
 
-    def beside(begun: bool = True) -> None:
+    def outside_step(begun: bool = True) -> None:
         """What comes now leaves gathered parameters behind where gathers overlap."""
         monitor.outside_step(bool(getattr(megatron_args(), "overlap_param_gather", False)), begun)
 
     def step(original: Original, *args: Any, **kwargs: Any) -> Any:
         optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
         _label_optimizer(optimizer, monitor)
-        wanted = monitor.asked(megatron_args())
+        wanted = monitor.steps_to_make(megatron_args())
         if not monitor.iterations and (before := getattr(megatron_args(), "curr_iteration", 0)):
             monitor.resumed(before)
         model = args[2] if len(args) > 2 else None
@@ -152,7 +152,7 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
             result = original(*args, **kwargs)
             monitor.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
         if _followed_by_more(megatron_args()):
-            beside(begun=False)
+            outside_step(begun=False)
         return result
 
     def whole(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
             return original(*args, **kwargs)
 
     def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
-        beside()
+        outside_step()
         with monitor.part("evaluation"):
             return original(*args, **kwargs)
 
@@ -170,7 +170,7 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
         return result
 
     def gathers(original: Original, *args: Any, **kwargs: Any) -> Any:
-        beside()
+        outside_step()
         return original(*args, **kwargs)
 
     context.replace(module, step, "train_step")
@@ -415,7 +415,7 @@ def _materialised(module: ModuleType, context: PatchContext) -> None:
     is_meta: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
     package = module.__name__.rpartition(".")[0]
 
-    def asked(tensor: torch.Tensor) -> bool:
+    def is_meta_to_others(tensor: torch.Tensor) -> bool:
         by_fsdp = sys._getframe(1).f_globals.get("__name__", "").startswith(package)
         return not by_fsdp and is_meta(tensor)
 
@@ -426,7 +426,7 @@ def _materialised(module: ModuleType, context: PatchContext) -> None:
                 fix="leave --fp8-param-gather out, or --prism-tier cuda",
             )
         changes = ProcessChanges()
-        changes.set(torch.Tensor, "is_meta", property(asked))
+        changes.set(torch.Tensor, "is_meta", property(is_meta_to_others))
         try:
             return original(*args, **kwargs)
         finally:

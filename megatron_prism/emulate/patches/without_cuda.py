@@ -213,7 +213,7 @@ def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
     """(what, what to do) -> whether the model asks for it."""
     fp8 = getattr(config, "fp8", None)
 
-    def asked(name: str) -> Any:
+    def in_fp8(name: str) -> Any:
         return fp8 and getattr(config, name, False)
 
     recipe = getattr(config, "fp8_recipe", None)
@@ -229,7 +229,7 @@ def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
          f"one of {', '.join(_RECIPES)}, {cuda}"): fp8 and other,
         ("attention in FP8 (fp8_dot_product_attention or fp8_multi_head_attention of the model's "
          "configuration) has no stand-in without a GPU", f"leave them out, {cuda}"):
-        asked("fp8_dot_product_attention") or asked("fp8_multi_head_attention"),
+        in_fp8("fp8_dot_product_attention") or in_fp8("fp8_multi_head_attention"),
     }  # fmt: skip
 
 

@@ -265,7 +265,7 @@ class LiveBytes(TorchDispatchMode):
             left, self._silent = self._silent, outer
             if outer is None:
                 for number, size in left.items():
-                    self._tell(number, size)
+                    self._notify(number, size)
                 changed, self._changed = self._changed, {}
                 self.pass_by(changed.values())
             self._mark()
@@ -348,7 +348,7 @@ class LiveBytes(TorchDispatchMode):
         if self._silent is not None and before is None:
             self._silent[number] = size
         else:
-            self._tell(number, size - known)
+            self._notify(number, size - known)
         if self.now > self._seen:
             self._mark()
 
@@ -367,14 +367,14 @@ class LiveBytes(TorchDispatchMode):
                 self.count += 1
                 self._alive[storage._cdata] = (size, self.count - 1, before[2])
                 self.now += size
-                self._tell(self.count - 1, size)
+                self._notify(self.count - 1, size)
                 if self.now > self._seen:
                     self._mark()
             return answer
 
         changes.set(torch.UntypedStorage, "resize_", resize_)
 
-    def _tell(self, number: int, change: int) -> None:
+    def _notify(self, number: int, change: int) -> None:
         if not change:  # to the history 0 bytes mean something else
             return
         if self.history is not None:

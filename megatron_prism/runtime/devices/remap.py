@@ -49,9 +49,9 @@ _READS: dict[object, str] = {
 _OF_HOST = "core/tensor_parallel/random.py"
 _NUMBERS = {
     torch.Tensor.item: lambda t: _number(t),
-    torch.Tensor.__float__: lambda t: float(_known(t, PLACEHOLDER)),
-    torch.Tensor.__int__: lambda t: int(_known(t, PLACEHOLDER)),
-    torch.Tensor.__index__: lambda t: int(_known(t, PLACEHOLDER)),
+    torch.Tensor.__float__: lambda t: float(_value_or(t, PLACEHOLDER)),
+    torch.Tensor.__int__: lambda t: int(_value_or(t, PLACEHOLDER)),
+    torch.Tensor.__index__: lambda t: int(_value_or(t, PLACEHOLDER)),
 }
 _LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
     getattr(torch.cuda, f"{name}Tensor"): dtype
@@ -70,16 +70,16 @@ _LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
 _UNKNOWN, _COUNT = Unknown(PLACEHOLDER), UnknownCount(0)
 
 
-def _known(tensor: torch.Tensor, otherwise: float) -> float:
+def _value_or(tensor: torch.Tensor, otherwise: float) -> float:
     """The number in a tensor of one element, if it is known."""
-    value = known_values.known(tensor)
+    value = known_values.value_of(tensor)
     return otherwise if value is None else value.item()
 
 
 def _number(tensor: torch.Tensor) -> float | int | bool:
     if tensor.dtype == torch.bool:
-        return _known(tensor, False)
-    return _known(tensor, _UNKNOWN if tensor.is_floating_point() else _COUNT)
+        return _value_or(tensor, False)
+    return _value_or(tensor, _UNKNOWN if tensor.is_floating_point() else _COUNT)
 
 
 def _filled(shape: Sequence[int], value: Any) -> Any:
@@ -197,7 +197,7 @@ class Remap(TorchFunctionMode):
 
     def _false(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args[0].is_meta:
-            return bool(_known(args[0], False))
+            return bool(_value_or(args[0], False))
         return func(*args, **kwargs)
 
     def _equal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -213,7 +213,7 @@ class Remap(TorchFunctionMode):
 
     def _host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args[0].is_meta:
-            value = known_values.known(args[0])
+            value = known_values.value_of(args[0])
             empty = torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu")
             return empty if value is None else value.clone()
         return func(*args, **kwargs)

@@ -162,10 +162,10 @@ def _barrier(group: PrismGroup, opts: object = None) -> Move:
     return Move(0, 0, 0, 0, COPY, 1, 0, 0, 0, ())
 
 
-def _alone(find: Callable[..., Move | None]) -> Callable[..., Move | None]:
+def _of_one_tensor(find: Callable[..., Move | None]) -> Callable[..., Move | None]:
     """``find`` for a coalesced call of one tensor, as Megatron makes one of every bucket."""
 
-    def found(
+    def move(
         group: PrismGroup,
         outs: Sequence[torch.Tensor],
         ins: Sequence[torch.Tensor],
@@ -173,7 +173,7 @@ def _alone(find: Callable[..., Move | None]) -> Callable[..., Move | None]:
     ) -> Move | None:
         return find(group, outs[0], ins[0], opts) if len(outs) == len(ins) == 1 else None
 
-    return found
+    return move
 
 
 move_of: dict[str, Callable[..., Move | None]] = {
@@ -182,12 +182,12 @@ move_of: dict[str, Callable[..., Move | None]] = {
     "broadcast": _broadcast,
     "_allgather_base": _all_gather,
     "all_gather_single": _all_gather,
-    "allgather_into_tensor_coalesced": _alone(_all_gather),
-    "all_gather_single_coalesced": _alone(_all_gather),
+    "allgather_into_tensor_coalesced": _of_one_tensor(_all_gather),
+    "all_gather_single_coalesced": _of_one_tensor(_all_gather),
     "_reduce_scatter_base": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter,
-    "reduce_scatter_tensor_coalesced": _alone(_reduce_scatter),
-    "reduce_scatter_single_coalesced": _alone(_reduce_scatter),
+    "reduce_scatter_tensor_coalesced": _of_one_tensor(_reduce_scatter),
+    "reduce_scatter_single_coalesced": _of_one_tensor(_reduce_scatter),
     "alltoall_base": _all_to_all,
     "all_to_all_single": _all_to_all,
     "send": _send,

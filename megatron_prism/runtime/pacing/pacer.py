@@ -225,12 +225,12 @@ class Pacer(CallListener):
             made = self._in_order(group, stream, call, answer, args, kwargs)
         else:
             lane = self.lane((id(group), args[1]) if pair else id(group))
-            made = self._beside(lane, stream, group, call, answer, args, kwargs)
+            made = self._on_own_stream(lane, stream, group, call, answer, args, kwargs)
         while perf_counter_ns() < begin + call.host:
             pass
         return made
 
-    def _beside(
+    def _on_own_stream(
         self,
         lane: _Lane,
         stream: int,

@@ -80,7 +80,7 @@ def meet(store: dist.Store, processes: int, where: str) -> None:
     store.wait([f"{key}/all"])
 
 
-def _made(size: int) -> tuple[int, str]:
+def _make_file(size: int) -> tuple[int, str]:
     """(descriptor, name) of a new file of ``size`` bytes, all of them there.
 
     UsageError if there is no room: a file with holes would end the process when it is written to.
@@ -124,7 +124,7 @@ class Shared:
                 fix="run each rank alone, without torchrun",
             )
         if process == 0:
-            handle, name = _made(size)
+            handle, name = _make_file(size)
             store.set("prism/pace/file", f"{name} {table}")
         else:
             name = store.get("prism/pace/file").decode().split()[0]

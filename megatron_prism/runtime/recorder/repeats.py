@@ -69,7 +69,7 @@ class _Step:
     result: StepValue
 
     @property
-    def made(self) -> int:
+    def num_storages(self) -> int:
         """How many storages it made."""
         return self.end.storages - self.begin.storages
 
@@ -141,7 +141,7 @@ class Repeats:
         pattern = self._forwards.get(chunk)
         if pattern is not None and number < self._last:
             give(inputs if isinstance(inputs, list) else [inputs])
-            own = self._live.reserve(pattern.made)
+            own = self._live.reserve(pattern.num_storages)
             self._written[key] = own
             moved = _Moved(pattern.given, self._numbers(inputs), {pattern.born: own})
             self._write(pattern, number, moved)
@@ -175,7 +175,7 @@ class Repeats:
                 raise NotRepeatedError
             spans = {
                 forward.born: self._written.pop(key),
-                pattern.born: self._live.reserve(pattern.made),
+                pattern.born: self._live.reserve(pattern.num_storages),
             }
             moved = _Moved(pattern.given, self._numbers(inputs, others), spans)
             self._write(pattern, number, moved)
@@ -353,7 +353,7 @@ class _Like:
     def of(tensor: torch.Tensor) -> _Like:
         return _Like(tensor.shape, tensor.dtype, tensor.requires_grad)
 
-    def made(self) -> torch.Tensor:
+    def empty(self) -> torch.Tensor:
         return torch.empty(
             self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad
         )
@@ -401,7 +401,7 @@ class Sections:
             self._again(("rest", None, 0))
         return self._told is not None
 
-    def tell(self, builder: Builder, rank: int, run: Callable[[], object]) -> Program:
+    def record_as(self, builder: Builder, rank: int, run: Callable[[], object]) -> Program:
         """The program of ``rank``, which ``run()`` makes the schedule of.
 
         builder : what was recorded of the iteration whose sections these are
@@ -435,7 +435,7 @@ class Sections:
             rows.append((*row[:_HANDLE], handle, batch, *row[_BATCH + 1 :]))
         used = {row[_BATCH] for row in rows if row[_BATCH] >= 0}
         self._recorder.repeat((rows, [], [], []), len(used))
-        return each_tensor(section.result, _Like.made, _Like)
+        return each_tensor(section.result, _Like.empty, _Like)
 
     def _moved(self, handle: int) -> int:
         """A handle of the recorded iteration as it is in the one that is told."""

@@ -466,7 +466,7 @@ class FP8GlobalStateManager:
         """Only CUDA graphs ask for it."""
 
 
-def _known(recipe: Recipe) -> Recipe:
+def _supported(recipe: Recipe) -> Recipe:
     if recipe.nvfp4() or recipe.custom():
         refuse(f"recipe {type(recipe).__name__}", fix="delayed, tensorwise, blockwise or mxfp8")
     if recipe.fp8_dpa or recipe.fp8_mha:
@@ -497,7 +497,7 @@ def autocast(
         return
     if calibrating:
         refuse("FP8 calibration")
-    manager.enter(_known(wanted), amax_reduction_group or fp8_group)
+    manager.enter(_supported(wanted), amax_reduction_group or fp8_group)
     try:
         yield
     finally:
@@ -512,7 +512,7 @@ def fp8_model_init(
 ) -> Iterator[None]:
     """Layers made inside have parameters in FP8 (quantization.py:878 @v2.20.2)."""
     manager = FP8GlobalStateManager
-    known = _known(recipe or DelayedScaling())
+    known = _supported(recipe or DelayedScaling())
     before = manager._parameters, manager.FP8_RECIPE
     manager._parameters, manager.FP8_RECIPE = enabled, known
     try:
