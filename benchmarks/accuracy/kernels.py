@@ -1,10 +1,10 @@
 """Where two recorded turns of one rank spend the device's time, by kind of kernel.
 
 ``python -m benchmarks.accuracy.kernels REAL/kernels-0.json EMULATED/kernels-0.json [STEPS]`` (what
-``turns.py --kernels`` keeps in its work folder) prints for every kind how many kernels ran and for
+``run.py --kernels`` keeps in its work folder) prints for every kind how many kernels ran and for
 how many ms, how long nothing ran, quartiles of the calls with and without computing beside them,
 with STEPS products by eighths of an iteration, and the kernels whose sums differ most.
-``turns.py --json`` keeps the same of every rank (``summary``).
+``run.py`` keeps the same of every rank (``summary``).
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
 
 
 def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated, monkeypatch):
-    """``turns.py --alone-steps 26 --between 5``: stops behind steps 5, 10, 15, 20 and 25."""
+    """``run.py --alone-steps 26 --between 5``: stops behind steps 5, 10, 15, 20 and 25."""
     monkeypatch.setattr(stock_capture, "_running", [])
     stock_capture.disturbed()  # nobody captures
     capture, log = simulated("cuda", 26, (5, 10, 15, 20, 25))
