@@ -181,6 +181,7 @@ def attach(options: flags.Options, session: Session) -> Any:
         changes=session.changes,
         iterations=run.options.iterations,
         recording=run.recording,
+        profiles=run.options.out and run.options.out.with_name(run.options.out.name + ".profile"),
     )
     monitor.host(context.start, run.options, run.monitor, session.changes)
     patch.apply(patches_for(run.tier.name), context)

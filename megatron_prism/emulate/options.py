@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from megatron_prism.core.errors import UsageError, WorldError
 from megatron_prism.core.files import check_writable
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
 from megatron_prism.hang.fault_plan import Fault, load_plan, parse
 
@@ -161,25 +162,25 @@ def local_ranks(
             return ranks  # each in a process of its own
         if len(ranks) > k and named:
             raise UsageError(
-                f"--prism-ranks {text} names {len(ranks)} ranks, but there "
+                f"--prism-ranks {text} names {counted(len(ranks), 'rank')}, but there "
                 f"{'is one process' if k == 1 else f'are {k} processes'}",
                 fix=f"start with torchrun --nproc-per-node {len(ranks)}, one process per rank; "
                 "to record each for itself: --prism-capture DIR, without torchrun",
             )
         if len(ranks) > k:  # coordinates match many equal ranks
             taken = f"rank {ranks[0]} runs" if k == 1 else f"ranks {format_ranks(ranks[:k])} run"
-            said = f"--prism-ranks {text} matches {len(ranks):,} ranks, of which {taken}"
+            said = f"--prism-ranks {text} matches {counted(len(ranks), 'rank')}, of which {taken}"
             print(f"prism: {said}", file=sys.stderr)
         ranks = ranks[:k]
     if len(ranks) < k:
         raise UsageError(
             f"{k} processes were started, but --prism-ranks {args.prism_ranks} names {len(ranks)}",
-            fix=f"name {k} ranks, or start {len(ranks)} processes",
+            fix=f"name {counted(k, 'rank')}, or start {len(ranks)} processes",
         )
     for rank in ranks:
         if not 0 <= rank < world.size:
             raise WorldError(
-                f"rank {rank} is outside the world of {world.size} ranks",
+                f"rank {rank} is outside the world of {counted(world.size, 'rank')}",
                 fix=f"choose a rank between 0 and {world.size - 1}, or raise --prism-world-size",
             )
     return ranks
@@ -285,6 +286,9 @@ def hang_options(
     if args.prism_fault_plan:
         faults += load_plan(args.prism_fault_plan)
     programs = Path(args.prism_world) if args.prism_world else None
+    if programs is not None and args.prism_world.isdecimal() and not programs.exists():
+        raise UsageError(f"--prism-world {programs}: there is no such folder of programs",
+                         fix=f"--prism-world-size {programs}")  # fmt: skip
     policy = args.prism_mismatch or ("off" if programs is None else "strict")
     strict = policy != "off"
     if args.prism_check_order and (programs is None or not strict):
@@ -389,7 +393,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--prism-record": {
         "default": None,
         "metavar": "PATH",
-        "help": "record control values and MoE routing for a later --prism-values recorded:PATH",
+        "help": "record control values and MoE routing for a later --prism-values recorded:PATH; "
+        "with all ranks local this run is the real job, and writes its checkpoints",
     },
     "--prism-capture": {
         "default": None,

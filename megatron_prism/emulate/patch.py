@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -144,6 +145,7 @@ class PatchContext:
     iterations : the first and the last that are wanted of a job with a checkpoint, or None
     recording  : keeps values that steer the program, or gives them back
     local_flash : Megatron's local attention takes memory as a fused one would (of recipes)
+    profiles   : where traces of a profiler go, or None
     """
 
     start: Callable[[], VirtualWorld]
@@ -155,6 +157,7 @@ class PatchContext:
     iterations: tuple[int, int] | None = None
     recording: ValueRecorder | ValueReplayer | None = None
     local_flash: bool = False
+    profiles: Path | None = None
     _applying: Patch | None = None
 
     @property
@@ -167,6 +170,11 @@ class PatchContext:
         arguments know the size of the world."""
         size = world_size or torch.distributed.get_world_size()
         return len(self.local_ranks) == size and not self.meta
+
+    def writes(self, world_size: int | None = None) -> bool:
+        """Whether this run is the real job, of which a recording is made, and writes among its files;
+        as ``is_real``."""
+        return isinstance(self.recording, ValueRecorder) and self.is_real(world_size)
 
     def replace(self, module: ModuleType, call: Callable[..., Any], *paths: str) -> None:
         """Replace functions of ``module`` by ``call``, whose first argument is the original.

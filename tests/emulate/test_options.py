@@ -180,6 +180,13 @@ def test_selectors(selector, rank):
     assert options.rank == rank
 
 
+def test_a_number_of_ranks_is_no_folder_of_programs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="--prism-world 4") as caught:
+        read("--prism-world 4")
+    assert caught.value.fix == "--prism-world-size 4"
+
+
 @given(st.sets(st.integers(0, 31), min_size=1, max_size=4))
 def test_processes_run_the_ranks_in_ascending_order(ranks):
     text = ",".join(map(str, ranks))
@@ -390,7 +397,7 @@ def test_a_usage_error_ends_the_process_with_exit_code_2(monkeypatch, capsys):
     assert caught.value.code == 2
     out, err = capsys.readouterr()
     assert not out
-    assert "prism: error: rank 9 is outside a world of 1 ranks\n  fix: " in err
+    assert "prism: error: rank 9 is outside a world of 1 rank\n  fix: " in err
 
 
 def test_an_unknown_policy_is_refused_before_anything_starts():

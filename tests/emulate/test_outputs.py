@@ -1,10 +1,11 @@
-"""What an emulated job does not write among the real job's files; a job of local ranks does.
+"""What an emulated job does not write among the real job's files; a recorded real one does.
 
 Megatron's modules are stand-ins that have the one function; whether these are Megatron's names is
 for ``tests/megatron/test_copied_command_lines.py``.
 """
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patch import PatchContext
 from megatron_prism.emulate.patches import outputs
+from megatron_prism.runtime.recorded_values import ValueRecorder
 
 EMULATED, REAL = (1,), (0, 1, 2, 3)
 
@@ -32,8 +34,11 @@ def module(monkeypatch):
     return names, calls
 
 
-def context(local, meta=False):
-    return PatchContext(lambda: None, TrainingMonitor(), meta, local, local[0])
+def context(local, meta=False, recorded=None, **more):
+    recorded = local == REAL if recorded is None else recorded
+    recording = ValueRecorder(Path(), local[0], {}) if recorded else None
+    monitor = TrainingMonitor()
+    return PatchContext(lambda: None, monitor, meta, local, local[0], recording=recording, **more)
 
 
 def test_a_job_is_real_when_no_rank_is_virtual_and_values_are_there(module):
@@ -41,6 +46,13 @@ def test_a_job_is_real_when_no_rank_is_virtual_and_values_are_there(module):
     assert not context(REAL, meta=True).is_real()
     assert not context(EMULATED).is_real()
     assert context(EMULATED).is_real(world_size=1)
+
+
+def test_only_the_real_job_that_is_recorded_writes(module):
+    assert context(REAL).writes()
+    assert not context(REAL, recorded=False).writes()
+    assert not context(EMULATED, recorded=True).writes()
+    assert not context(REAL, meta=True).writes()
 
 
 def test_gradients_are_not_saved_and_that_is_said_once(module, capsys):
@@ -75,6 +87,18 @@ def test_pytorchs_profiler_is_off_where_ranks_are_virtual(
     said = capsys.readouterr().err
     assert ("--use-pytorch-profiler is off" in said and "\n  fix: " in said) is not left
     assert bool(said) is not left
+
+
+def test_pytorchs_profiler_writes_beside_what_the_run_writes(module, monkeypatch, tmp_path, capsys):
+    names, _ = module
+    settings = SimpleNamespace(profile=True, use_pytorch_profiler=True, tensorboard_dir="real")
+    monkeypatch.setattr(outputs, "megatron_args", lambda: settings)
+    training = names("train")
+    patching.apply("no-traces", training, context(EMULATED, profiles=tmp_path / "out.profile"))
+    training.train("model")
+    assert settings.profile
+    assert settings.tensorboard_dir.startswith(str(tmp_path / "out.profile"))
+    assert "out.profile" in capsys.readouterr().err
 
 
 def test_an_iteration_that_megatron_skips_is_counted(module):

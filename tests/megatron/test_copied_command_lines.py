@@ -27,7 +27,8 @@ TRACES = """--profile-ranks 0 --use-pytorch-profiler --save-wgrads-interval 2
 --save-dgrads-interval 2"""
 MOE = "--num-experts 8 --expert-model-parallel-size 8 --moe-grouped-gemm"
 OWN = """--prism-world-size 1 --global-batch-size 1 --log-progress --save {place}/own
---save-interval 2"""
+--save-interval 2 --prism-record {place}/recording"""
+ALONE = OWN.replace("own", "alone").partition("--prism-record")[0]
 SPARSE = """--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 8
 --qk-pos-emb-head-dim 8 --v-head-dim 8 --experimental-attention-variant dsa --no-rope-fusion
 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8"""
@@ -53,6 +54,8 @@ JOBS = {
     "--prism-tier meta",
     "sparse attention": f"{ONE} {SPARSE} --prism-ranks 3 --prism-tier cpu",
     "own": f"{OWN} --prism-ranks 0 --prism-tier cpu",
+    "alone": f"{ALONE} --prism-ranks 0 --prism-tier cpu {TRACES} --profile "
+    "--profile-step-start 1 --profile-step-end 2 --prism-out {place}/traced",
 }
 LATER = {
     "load, rank 0": f"{ONE} {LOAD} --train-iters 5 --prism-ranks 0 --prism-tier cpu",
@@ -145,7 +148,16 @@ def test_what_would_need_a_package_or_values_trains(name, jobs):
     assert "3 optimizer steps applied of 3" in said
 
 
-def test_a_job_of_local_ranks_alone_is_real_and_writes(jobs):
+def test_a_job_that_nobody_records_is_none_to_save_also_if_no_rank_is_virtual(jobs):
+    found, place = jobs
+    status, said = found["alone"]
+    assert status == 0, said[-3000:]
+    assert not (place / "alone").exists()
+    assert said.count("checkpoints are not written") == 1
+    assert list((place / "traced.profile").rglob("*rank-0.json.gz"))
+
+
+def test_the_real_job_that_is_recorded_writes(jobs):
     found, place = jobs
     status, said = found["own"]
     assert status == 0, said[-3000:]

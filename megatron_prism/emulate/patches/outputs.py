@@ -1,8 +1,8 @@
 """Patches that keep an emulated job from writing to, or reading from, the real job's places.
 
-A copied command line names the folders of the real job's checkpoints and
-curves; an emulated job has no business there.  With all ranks local and values the job is real, and
-writes.
+A copied command line names the folders of the real job's checkpoints and curves; an emulated job
+has no business there, on whatever tier and however many of its ranks are local.  Only the real job
+itself, of which ``--prism-record`` makes a recording, writes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from megatron_prism.emulate.patches.startup import megatron_args
 __all__ = ["PATCHES", "weigh"]
 
 PATCHES: list[Patch] = []
+_NO_CHECKPOINTS = (
+    "prism: checkpoints are not written: --save names the real job's folder\n"
+    "  fix: --prism-record DIR, if this run is the real job and all its ranks are local\n"
+)
 
 
 @patch(
@@ -46,12 +50,11 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
     def call(original: Original, iteration: Any, *args: Any, **kwargs: Any) -> Any:
         gathered = bool(getattr(megatron_args(), "overlap_param_gather", False))
         context.monitor.outside_step(gathered, begun=True)
-        if context.is_real():
+        if context.writes():
             with context.monitor.part("checkpoint"):
                 return original(iteration, *args, **kwargs)
         if not told and context.leads:
-            why = "those of an emulated job are meaningless"
-            sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
+            sys.stderr.write(_NO_CHECKPOINTS)
         told.append(iteration)
         watched = context.monitor.hears_calls
         if context.meta and not watched and megatron_args().ckpt_format == "torch_dist":
@@ -78,7 +81,7 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
     def arguments_if_emulated(
         original: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> dict[str, Any] | None:
-        if context.monitor.loop is None or context.is_real():
+        if context.monitor.loop is None or context.writes():
             return None
         return inspect.signature(original).bind(*args, **kwargs).arguments
 
@@ -88,8 +91,7 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
             return original(*args, **kwargs)
         context.monitor.outside_step(gathered=False, begun=True)
         if not unsaved and context.leads:
-            why = "those of an emulated job are meaningless"
-            sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
+            sys.stderr.write(_NO_CHECKPOINTS)
         unsaved.add(str(asked["checkpoint_dir"]))
         return module.AsyncRequest(None, (), []) if asked.get("async_sharded_save") else None
 
@@ -110,12 +112,14 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, load, "load")
 
 
-def _only_real(context: PatchContext, instead: str = "") -> Callable[..., Any]:
-    """For ``replace``: nothing happens unless the job is real; ``instead`` is said of it once."""
+def _only(
+    allowed: Callable[[], bool], context: PatchContext, instead: str = ""
+) -> Callable[..., Any]:
+    """For ``replace``: nothing happens unless it is ``allowed``; ``instead`` is said of it once."""
     told: list[str] = []
 
     def call(original: Original, *args: Any, **kwargs: Any) -> Any:
-        if context.is_real():
+        if allowed():
             return original(*args, **kwargs)
         if instead and not told and context.leads:
             sys.stderr.write(f"prism: {instead}\n")
@@ -136,7 +140,7 @@ def _only_real(context: PatchContext, instead: str = "") -> Callable[..., Any]:
 def _no_gradients(module: ModuleType, context: PatchContext) -> None:
     """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
     said = "gradients are not written: --save names the real job's folder"
-    context.replace(module, _only_real(context, said))
+    context.replace(module, _only(context.writes, context, said))
 
 
 @patch(
@@ -296,7 +300,7 @@ def _make_states(optimizer: Any) -> None:
 )
 def _unchecked_shards(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
-    context.replace(module, _only_real(context))
+    context.replace(module, _only(context.is_real, context))
 
 
 # who would write -> the option that asks for it
@@ -322,7 +326,7 @@ def _no_writers(module: ModuleType, context: PatchContext) -> None:
     told: list[str] = []
 
     def call(option: str, original: Original, args: Any) -> Any:
-        if context.is_real(args.world_size):
+        if context.writes(args.world_size):
             return original(args)
         if option and getattr(args, option, None) and context.leads and not told:
             why = "TensorBoard, W&B and progress.txt are the real job's"
@@ -357,7 +361,7 @@ def _no_others(module: ModuleType, context: PatchContext) -> None:
 
     def call(original: Original, args: Any, *rest: Any, **kwargs: Any) -> Any:
         asked = [name for name in _OTHERS if getattr(args, name, None)]
-        if asked and not context.is_real(args.world_size):
+        if asked and not context.writes(args.world_size):
             for name in asked:
                 setattr(args, name, None)
             if context.leads:
@@ -380,7 +384,7 @@ def _no_others(module: ModuleType, context: PatchContext) -> None:
 def _no_sniffing(module: ModuleType, context: PatchContext) -> None:
     """``--gpu-sniff-test-interval`` measures GPUs and links; virtual ranks have neither."""
     said = "--gpu-sniff-test-interval measures nothing: virtual ranks have no GPUs"
-    context.replace(module, _only_real(context, said))
+    context.replace(module, _only(context.is_real, context, said))
 
 
 @patch(
@@ -405,7 +409,7 @@ def _no_progress(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 appends to a file in ``--save``; its barrier stays."""
 
     def call(original: Original, *args: Any, barrier: bool = True, **kwargs: Any) -> Any:
-        if context.is_real():
+        if context.writes():
             return original(*args, barrier=barrier, **kwargs)
         if barrier:
             torch.distributed.barrier()
@@ -423,7 +427,7 @@ def _no_progress(module: ModuleType, context: PatchContext) -> None:
 )
 def _no_throughputs(module: ModuleType, context: PatchContext) -> None:
     """At a checkpoint it reads the file back, which only rank 0's host need have."""
-    context.replace(module, _only_real(context))
+    context.replace(module, _only(context.writes, context))
 
 
 @patch(
@@ -436,18 +440,23 @@ def _no_throughputs(module: ModuleType, context: PatchContext) -> None:
 )
 def _no_traces(module: ModuleType, context: PatchContext) -> None:
     """Its handler writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under this rank's
-    name.  ``--profile`` goes with it: without a profiler it would start the one of CUDA."""
+    name: that is now beside --prism-out.  Without that ``--profile`` is off, too: without a
+    profiler it would start the one of CUDA."""
 
     def call(original: Original, *args: Any, **kwargs: Any) -> Any:
         settings = megatron_args()
         asked = settings.profile and settings.use_pytorch_profiler
-        if asked and not context.is_real():
-            settings.profile = False
+        if asked and not context.writes():
+            settings.profile = context.profiles is not None
+            if context.profiles is not None:
+                settings.tensorboard_dir = str(context.profiles / "tensorboard")
             if context.leads:
                 sys.stderr.write(
-                    "prism: --use-pytorch-profiler is off: it would write among the real "
+                    f"prism: --use-pytorch-profiler writes to {context.profiles}\n"
+                    if settings.profile
+                    else "prism: --use-pytorch-profiler is off: it would write among the real "
                     "job's traces\n"
-                    "  fix: leave it out; --profile alone works under nsys\n"
+                    "  fix: --prism-out DIR, beside which it writes then\n"
                 )
         return original(*args, **kwargs)
 
