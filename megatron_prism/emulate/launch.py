@@ -21,6 +21,7 @@ from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.files import check_writable, claimed
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
+from megatron_prism.core.units import counted
 from megatron_prism.emulate import exit_status, workers
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.options import queues, without_engine
@@ -298,8 +299,7 @@ def _add_listeners(run: Run, session: Session) -> None:
     memory = () if run.memory is None else (run.memory,)
     watch = _watch(run, session)
     run.training += (*debugger, *guards, *payloads, *memory, *_capture(run, session), *watch)
-    if options.record is not None and run.recording is not None:
-        run.training += (run.recording,)
+    run.training += observers
     told = (run.recording, run.pace, *payloads)
     run.on_arguments += [one.is_of for one in told if one is not None]
 
@@ -461,8 +461,8 @@ def _check_devices(options: flags.Options) -> None:
     here = flags.processes_here(os.environ, options.num_processes)
     if local >= have or here > have:
         raise UsageError(
-            f"{here} local ranks on {have} CUDA device{'s' * (have != 1)}: two would share one, "
-            "and NCCL cannot connect them",
+            f"{counted(here, 'local rank')} on {counted(have, 'CUDA device')}: two would share "
+            "one, and NCCL cannot connect them",
             fix=f"torchrun --nproc-per-node {have}, each rank alone, or --prism-tier cpu",
         )
 

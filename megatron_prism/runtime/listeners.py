@@ -22,6 +22,7 @@ __all__ = [
     "Answer",
     "Args",
     "CallListener",
+    "CountsIterations",
     "Kwargs",
     "LabelledCalls",
     "TrainingListener",
@@ -103,24 +104,29 @@ class CallListener(Protocol):
         return
 
 
-class LabelledCalls(CallListener, TrainingListener):
-    """Base of listeners that tell one call of a rank from another.
+class CountsIterations(CallListener, TrainingListener):
+    """Base of listeners that tell one iteration from another.
 
-    iteration : of the job, from 1, and of the job that a checkpoint is of
+    iteration : of the job, from 1, and of the job that a checkpoint is of; 0 before the first
     """
 
-    hands_on = True
-
-    def __init__(self) -> None:
-        self.iteration = self.before = 0
-        self.sites = CallSites()
-        self._labels: dict[str, Any] = {}
+    iteration = before = 0
 
     def resumed(self, iteration: int) -> None:
         self.before = iteration
 
     def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
         self.iteration = self.before + number
+
+
+class LabelledCalls(CountsIterations):
+    """Base of listeners that tell one call of a rank from another."""
+
+    hands_on = True
+
+    def __init__(self) -> None:
+        self.sites = CallSites()
+        self._labels: dict[str, Any] = {}
 
     @contextlib.contextmanager
     def scope(self, **labels: Any) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 ``ValueRecorder`` watches a run in which all ranks are local and keeps, for one rank, what steers
 sizes: the integer results of its all-gathers (MoE token counts) and its own routing decisions.
-``ValueReplayer`` gives them back in the same order to that rank alone.  Payloads are not kept: they
-steer no size.
+``ValueReplayer`` gives them back to that rank alone, in the same order in each iteration, so that a
+run may begin with any of them.  Payloads are not kept: they steer no size.
 
 File ``rank-NNNNNN.npz`` in the recording's folder: a JSON header (format, world, rank, the job's
 arguments) and one array per value.  Replay refuses another format, world, rank or arguments.
@@ -24,15 +24,15 @@ import torch
 from megatron_prism.core import foreign, job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import whole_file
-from megatron_prism.runtime.listeners import CallListener, TrainingListener
+from megatron_prism.runtime.listeners import CountsIterations
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
 
 __all__ = ["ValueRecorder", "ValueReplayer"]
 
-FORMAT = 2
-_MEMBERS = re.compile(r"(?:gather|route) .*#\d{1,9}", re.DOTALL)
+FORMAT = 3
+_MEMBERS = re.compile(r"(?:\d{1,12} )?(gather|route) .*#\d{1,9}", re.DOTALL)
 _LARGEST = 1 << 16  # elements: token counts are far smaller, activations far larger
 
 
@@ -47,7 +47,7 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:06d}.npz"
 
 
-class ValueRecorder(CallListener, TrainingListener):
+class ValueRecorder(CountsIterations):
     """Collects control values of this process; ``save`` writes them when the run has trained.
 
     header : what must match at replay, besides the format (world, rank); the job's arguments
@@ -68,12 +68,12 @@ class ValueRecorder(CallListener, TrainingListener):
         """Called by the backend after each answer (which has arrived: the backend waits)."""
         if group.size() > 1 and _steers(op, outs):
             flat = torch.cat([t.detach().reshape(-1).to(torch.int64) for t in outs])
-            self._values[f"gather {group.desc}"].append(flat.cpu().numpy())
+            self._values[f"{self.iteration} gather {group.desc}"].append(flat.cpu().numpy())
 
     def route(self, layer: int, routing: torch.Tensor) -> torch.Tensor:
         """Keep a routing map ``[tokens, experts]`` (bool), packed; returns it unchanged."""
         packed = np.packbits(routing.detach().cpu().numpy().astype(bool), axis=-1)
-        self._values[f"route {layer}"].append(packed)
+        self._values[f"{self.iteration} route {layer}"].append(packed)
         return routing
 
     def finished(self) -> None:
@@ -105,7 +105,7 @@ def check_arguments(file: Path, recorded: str | None, arguments: str) -> None:
         raise UsageError(f"{file} was recorded of another job: {'; '.join(differ)}", fix=_ANOTHER)
 
 
-class ValueReplayer(CallListener):
+class ValueReplayer(CountsIterations):
     """Gives a recording back, value by value; what it does not hold stays mirrored, and is counted.
 
     Raises UsageError for a missing, truncated or foreign file, and for another run's recording.
@@ -120,8 +120,9 @@ class ValueReplayer(CallListener):
         with foreign.reading(file, "a recording of ours", fix, absent=absent):
             found, values = foreign.read_arrays(file, dict[str, object], _MEMBERS)
             for name in sorted(values, key=_order):
-                kind, value = name.partition(" ")[0], values[name]
-                if value.dtype != (np.uint8 if kind == "route" else np.int64):
+                member, value = _MEMBERS.fullmatch(name), values[name]
+                steers = np.uint8 if member and member[1] == "route" else np.int64
+                if value.dtype != steers:
                     raise ValueError(f"{name[:80]!r} is {value.dtype}")
                 queue = self._values.setdefault(name.rpartition("#")[0], deque())
                 queue.append(value)
@@ -138,7 +139,7 @@ class ValueReplayer(CallListener):
         """Overwrite a mirrored control value by the recorded one."""
         if group.size() < 2 or not _steers(op, outs):
             return
-        value = self._next(f"gather {group.desc}", sum(t.numel() for t in outs))
+        value = self._next(f"{self.iteration} gather {group.desc}", sum(t.numel() for t in outs))
         if value is None:
             return
         start = 0
@@ -150,7 +151,7 @@ class ValueReplayer(CallListener):
     def route(self, layer: int, routing: torch.Tensor) -> torch.Tensor:
         """The recorded routing map in place of ``routing`` ``[tokens, experts]``."""
         tokens, experts = routing.shape
-        value = self._next(f"route {layer}", tokens * -(-experts // 8))
+        value = self._next(f"{self.iteration} route {layer}", tokens * -(-experts // 8))
         if value is None:
             return routing
         bits = np.unpackbits(value, axis=-1, count=experts).astype(bool)

@@ -404,13 +404,13 @@ def stored_baseline():
 
 def recording():
     file = io.BytesIO()
-    head = {"format": 2, "rank": 0, "arguments": "x"}
+    head = {"format": 3, "rank": 0, "arguments": "x"}
     np.savez_compressed(
         file,
         **{
             "head": np.frombuffer(json.dumps(head).encode(), dtype=np.uint8),
-            "gather tp#0": np.arange(4),
-            "route 1#0": np.zeros((2, 1), np.uint8),
+            "1 gather tp#0": np.arange(4),
+            "1 route 1#0": np.zeros((2, 1), np.uint8),
         },
     )
     return file.getvalue()

@@ -42,6 +42,24 @@ def test_values_come_back_in_order(folder):
     assert (replayer.replayed, replayer.missing) == (24, 0)
 
 
+def test_a_run_may_begin_with_any_iteration(tmp_path):
+    recorder = ValueRecorder(tmp_path, 2, HEADER)
+    for number in (1, 2, 3):
+        recorder.iteration_started(number, 3, None, None)
+        recorder.observe(GROUP, "all_gather", (), (counts(number),))
+        recorder.route(3, counts(number) > 50)
+    recorder.save()
+    replayer, out = ValueReplayer(tmp_path, 2, HEADER), torch.zeros(4, 8, dtype=torch.int64)
+    replayer.resumed(2)
+    replayer.iteration_started(1, 1, None, None)
+    replayer.observe(GROUP, "all_gather", (), (out,))
+    assert torch.equal(out, counts(3))
+    assert torch.equal(replayer.route(3, out > 200), counts(3) > 50)
+    replayer.iteration_started(2, 2, None, None)
+    replayer.observe(GROUP, "all_gather", (), (out,))
+    assert (replayer.replayed, replayer.missing) == (2, 1)
+
+
 def test_what_was_not_recorded_stays_and_is_counted(folder):
     replayer = ValueReplayer(folder, 2, HEADER)
     routing = torch.ones(4, 8, dtype=torch.bool)
