@@ -406,6 +406,25 @@ def _one_generator(module: ModuleType, context: PatchContext) -> None:
 
 @patch(
     PATCHES,
+    "megatron.training.training",
+    "build_train_valid_test_data_iterators",
+    reason="what data loaders draw moved the device's random state",
+    source="training/training.py:3422 @0.16.1; :4601 @0.19.0",
+    tiers=NO_CUDA,
+)
+def _seeds_of_loaders(module: ModuleType, context: PatchContext) -> None:
+    """A data loader that starts draws a seed from the host's generator.  Here that is the device's,
+    too: dropout of a job that goes on from a checkpoint would be another one than before."""
+
+    def call(original: Original, *args: object, **kwargs: object) -> object:
+        with torch.random.fork_rng(devices=[]):
+            return original(*args, **kwargs)
+
+    context.replace(module, call)
+
+
+@patch(
+    PATCHES,
     "megatron.core.transformer.dot_product_attention",
     "DotProductAttention.forward",
     reason="without a GPU there is no fused attention to run, and its memory is another class",
