@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from megatron_prism.core.errors import UsageError, shown
 from megatron_prism.core.files import check_not_taken, check_writable, write_whole
 from megatron_prism.core.messages import Lines
+from megatron_prism.core.units import format_share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -203,7 +204,7 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
     talk = console(stderr=True)
     if not talk.is_terminal:
         lines = Lines(talk.print)
-        yield lambda part: lines.show(f"prism: {what}: {part:.0%}")
+        yield lambda part: lines.show(f"prism: {what}: {format_share(part, 0)}")
         return
     with Progress(console=talk, transient=True) as bar:
         task = bar.add_task(what, total=None)

@@ -286,9 +286,10 @@ def predict(args: argparse.Namespace) -> int:
     prism predict DIR
     prism predict DIR machine=h200 calibration=h200x4.json variability=mine.json seed=1 slow=1.2
 
-    variability=fitted      spreads of the timed iterations of DIR (the default if there are five),
-                            the name of shipped ones (the default elsewhere, and with --against:
-                            public), or a JSON file like predict/variability/public.json
+    variability=fitted      how much times vary: as in the timed iterations of DIR.  The default if
+                            it has five of them
+    variability=public      as in published measurements.  The default else, and with --against
+    variability=mine.json   a file like predict/variability/public.json
     samples=2000            how many iterations of the whole world are drawn
     slow=1.2                how many times as long the one slow GPU computes (0.5: half as long)
     host=0.6                how fast hosts are, as in prism replay

@@ -18,6 +18,7 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_table, write_data
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.units import counted, format_share
 
 if TYPE_CHECKING:
     from megatron_prism.core.ops import Op
@@ -207,9 +208,8 @@ def diff(args: argparse.Namespace) -> int:
     prism diff job/ alone/ norm=1e-3        recordings (--prism-payload): what calls delivered, by
                                             norm; without norm= by every bit
 
-    Compared are step, call, group, type, elements, root, peer and splits of every call, and the
-    arithmetic between calls.  Lines of code are shown; they, events, times and memory are not
-    compared.
+    Every call is compared: step, group, type, elements, root, peer, splits.  So is the arithmetic
+    between calls.  Lines of code are shown only; events, times and memory are left out.
     """
     from megatron_prism.core.world import format_ranks
     from megatron_prism.graph.difference import difference
@@ -376,7 +376,9 @@ def _host(args: argparse.Namespace) -> int:
     out = console(stderr=args.json)
     out.print(f"measuring this host for {seconds} s")
     found = host_benchmark.measure(seconds)
-    out.print(f"host index {found.index:.3f}, spread {found.spread:.0%}: {found.source}")
+    out.print(
+        f"host index {found.index:.3f}, spread {format_share(found.spread, 0)}: {found.source}"
+    )
     for name, times in found.parts.items():
         out.print(f"  {name:<9} {times:.3f} x as long as the reference host")
     if args.out is not None:
@@ -401,7 +403,10 @@ def _from_nccl_tests(args: argparse.Namespace) -> int:
     out = console(stderr=args.json)
     for run in runs:
         where = "one host" if run.per_node == run.ranks else f"{run.per_node} per host"
-        out.print(f"{run.path}: {run.op}, {run.ranks} ranks, {where}, {len(run.rows)} sizes")
+        out.print(
+            f"{run.path}: {run.op}, {counted(run.ranks, 'rank')}, {where}, "
+            f"{counted(len(run.rows), 'size')}"
+        )
     out.print(f"wrote {args.out}: {stored['source']}")
     write_data(args, stored)
     return 0

@@ -143,8 +143,8 @@ def _title(recorded: Programs, times: ScheduleTimeline) -> str:
     release, made_by = said.pop("megatron_core"), said.pop("made_by")
     words = " ".join(f"{key}={value}" for key, value in said.items())
     return (
-        f"{words}\n{float(times.bubble):.2%} bubble, {_number(times.total)} units "
-        f"({costs}, transfers 0)\n"
+        f"{words}\n{units.format_share(float(times.bubble), 2)} bubble, "
+        f"{_number(times.total)} units ({costs}, transfers 0)\n"
         f"megatron-core {release}; {made_by}\n"
     )
 

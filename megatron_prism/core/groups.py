@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_prism.core.errors import ProgramError, WorldError
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import FAMILIES, World, family
 
 __all__ = ["Membership", "WORLD_GROUP", "named_group", "of_family", "of_lists",
@@ -143,7 +144,7 @@ def of_lists(name: str, groups: Sequence[Sequence[int]], size: int) -> Membershi
     outside = members[(members < 0) | (members >= size)]
     if outside.size:
         raise ProgramError(
-            f"group {name}: rank {outside[0]} is outside a world of {size} ranks",
+            f"group {name}: rank {outside[0]} is outside a world of {counted(size, 'rank')}",
             fix=f"choose ranks from 0 to {size - 1}",
         )
     ranks, times = np.unique(members, return_counts=True)

@@ -18,12 +18,14 @@ from fractions import Fraction
 from megatron_prism.core.errors import UnitError
 
 __all__ = [
+    "counted",
     "format_bytes",
     "format_change",
     "format_count",
     "format_ns",
     "format_percent",
     "format_rate",
+    "format_share",
     "parse_bytes",
     "parse_count",
     "parse_ns",
@@ -85,6 +87,16 @@ def parse_count(text: str | int) -> int:
 def format_count(count: int) -> str:
     """A whole number with thousands separated by commas, never rounded."""
     return f"{count:,}"
+
+
+def counted(count: int, what: str) -> str:
+    """``1 rank``, ``1,023 ranks``."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def format_share(part: float, digits: int = 1) -> str:
+    """A part of 1 as ``66.6 %``."""
+    return f"{100 * part:.{digits}f} %"
 
 
 def format_change(part: float) -> str:

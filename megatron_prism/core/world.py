@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from megatron_prism.core.errors import WorldError
+from megatron_prism.core.units import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -228,7 +229,7 @@ def orthogonal_rank_groups(
         if ranks.size and not (ranks.min() >= 0 and ranks.max() < world_size):
             outside = sorted(set(ranks[(ranks < 0) | (ranks >= world_size)].tolist()))
             raise WorldError(
-                f"ranks {outside} are outside a world of {world_size} ranks",
+                f"ranks {outside} are outside a world of {counted(world_size, 'rank')}",
                 fix=f"choose ranks from 0 to {world_size - 1}",
             )
         where = (ranks[:, None] // strides % sizes)[:, ~kept]  # int64 [ranks, axes not spanned]
@@ -355,7 +356,8 @@ class World:
         return {axis: getattr(self, axis) for axis in AXES}
 
     def __str__(self) -> str:
-        text = f"{self.size:,} ranks = tp {self.tp} x cp {self.cp} x dp {self.dp} x pp {self.pp}"
+        axes = f"tp {self.tp} x cp {self.cp} x dp {self.dp} x pp {self.pp}"
+        text = f"{counted(self.size, 'rank')} = {axes}"
         if self.vpp is not None:
             text += f", vpp {self.vpp}"
         if self.ep > 1 or self.etp != self.tp:
@@ -379,7 +381,7 @@ class World:
         """The rank itself; WorldError if the world has no such rank."""
         if not 0 <= rank < self.size:
             raise WorldError(
-                f"rank {rank} is outside a world of {self.size} ranks",
+                f"rank {rank} is outside a world of {counted(self.size, 'rank')}",
                 fix=f"choose ranks from 0 to {self.size - 1}",
             )
         return rank
@@ -516,7 +518,7 @@ def _check_sizes(world: World) -> None:
         if world.size % product:
             arithmetic = " x ".join(f"{name} {getattr(world, name)}" for name in names)
             raise WorldError(
-                f"{arithmetic} = {product} does not divide {world.size} ranks",
+                f"{arithmetic} = {product} does not divide {counted(world.size, 'rank')}",
                 fix=_sizes_that_work(world, names),
             )
 
@@ -544,4 +546,6 @@ def _sizes_that_work(world: World, names: tuple[str, ...]) -> str:
     end = min(2 * old, world.size, old + _NEAR)
     higher = next((v for v in range(bottom, end + 1) if works(v)), None)
     others = [f"{axis}={value}" for value in (lower, higher) if value is not None]
-    return sizes + (f", or keep {world.size} ranks with {' or '.join(others)}" if others else "")
+    return sizes + (
+        f", or keep {counted(world.size, 'rank')} with {' or '.join(others)}" if others else ""
+    )

@@ -24,6 +24,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Programs, load
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.units import counted
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate import recipe_job, workers
 from megatron_prism.emulate.call_guard import CallGuard
@@ -195,8 +196,10 @@ def _judge(
     lines.append(f"it comes to {where}" + ("" if same else ", not where the dumps say"))
     lines += [f"    {frame}" for frame in said["frames"]]
     waits = sum((v.op, v.group) == (now.name, now.group) for v in verdict.victims)
-    lines.append(f"{waits} of {len(verdict.victims)} victims wait in such a call; without the "
-                 f"fault the code went on: {summary['steps']} of {_STEPS} steps")  # fmt: skip
+    lines.append(
+        f"{waits} of {counted(len(verdict.victims), 'victim')} wait in such a call; "
+        f"without the fault the code went on: {summary['steps']} of {_STEPS} steps"
+    )
     return lines, right and same and summary["steps"] == _STEPS
 
 

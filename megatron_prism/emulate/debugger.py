@@ -28,7 +28,7 @@ from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.core.groups import short_names
 from megatron_prism.core.ops import PHASES, CallLabel, label
-from megatron_prism.core.units import format_bytes
+from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.hang.fault_plan import Fault, FaultMatcher
 from megatron_prism.runtime.listeners import LabelledCalls
@@ -487,7 +487,9 @@ class ValueWatch(LabelledCalls):
 
     def finished(self) -> None:
         self.stop()
-        sys.stderr.write(f"prism: no operator of {self.iteration} iterations gave {self.what}\n")
+        sys.stderr.write(
+            f"prism: no operator of {counted(self.iteration, 'iteration')} gave {self.what}\n"
+        )
 
     def stop(self) -> None:
         """Look no longer; harmless a second time."""

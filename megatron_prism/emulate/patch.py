@@ -172,8 +172,8 @@ class PatchContext:
         return len(self.local_ranks) == size and not self.meta
 
     def writes(self, world_size: int | None = None) -> bool:
-        """Whether this run is the real job, of which a recording is made, and writes among its files;
-        as ``is_real``."""
+        """Whether this run is the real job, of which a recording is made, and writes among its
+        files; as ``is_real``."""
         return isinstance(self.recording, ValueRecorder) and self.is_real(world_size)
 
     def replace(self, module: ModuleType, call: Callable[..., Any], *paths: str) -> None:

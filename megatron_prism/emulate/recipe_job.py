@@ -28,7 +28,7 @@ from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
 from megatron_prism.core.recipe import RENAMED, Model, Parallel, Recipe, Train
 from megatron_prism.core.slices import SliceStore
-from megatron_prism.core.units import format_bytes
+from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES
 from megatron_prism.emulate import job_arguments, workers
 from megatron_prism.emulate.workers import RankTask
@@ -101,7 +101,7 @@ def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
     for key, value in recipe.derived().items():
         console.print(f"  {key:<20} {value}")
     virtual = recipe.world.size - len(ranks)
-    console.print(f"  {'real here':<20} {len(ranks)} ranks; {virtual:,} are virtual")
+    console.print(f"  {'real here':<20} {counted(len(ranks), 'rank')}; {virtual:,} virtual")
 
 
 def body(

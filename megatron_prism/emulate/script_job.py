@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.slices import SliceStore
-from megatron_prism.core.units import format_bytes
+from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES, World, format_ranks
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate import workers
@@ -150,7 +150,7 @@ def capture(
     with store.writing(force):
         at_once = 1 if job.tier == "cuda" else min(os.cpu_count() or 1, 8)
         console.print(f"{Path(job.words[0]).name}: {job.world}, tier {job.tier}")
-        said = f"{len(ranks)} ranks ({format_ranks(ranks)}), {at_once} at once"
+        said = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
         console.print(f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual")
 
         def record(missing: Sequence[int]) -> list[workers.Json]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.units import format_bytes
+from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World
 from megatron_prism.emulate import exit_status, job_arguments
 from megatron_prism.emulate.monitor import PARTS
@@ -65,9 +65,10 @@ class Reporter(TrainingListener):
         options = self.options
         others = options.world.size - len(options.ranks)
         place = coordinates(options)
+        virtual = f"{counted(others, 'rank')} {'is' if others == 1 else 'are'} virtual"
         self._say(
             f"emulating rank {options.rank} of {options.world.size:,} ({place}) on tier "
-            f"{self.tier.name}; {others:,} ranks are virtual, values: {options.values}"
+            f"{self.tier.name}; {virtual}, values: {options.values}"
         )
         for what in self.tier.stand_in if options.verbose else ():
             self._say(f"  stand-in  {what}")
@@ -293,7 +294,7 @@ class Reporter(TrainingListener):
             received = store.get(f"prism/summary/{process}").decode()
             texts[options.ranks[process]] = received
         write_folder(out, options.force, {f"rank-{r:06d}.json": t for r, t in texts.items()})
-        self._say(f"wrote {out} ({len(texts)} rank{'s' * (len(texts) != 1)})")
+        self._say(f"wrote {out} ({counted(len(texts), 'rank')})")
 
 
 def _paced(pacing: Json) -> list[str]:

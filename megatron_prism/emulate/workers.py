@@ -24,6 +24,7 @@ from megatron_prism.core import program
 from megatron_prism.core.errors import MissingSlicesError, NotTrainedError, PrismError
 from megatron_prism.core.messages import Lines
 from megatron_prism.core.slices import WORLD, assemble
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _far(running: Sequence[_Worker], bars: Progress, done: int, total: int) -> s
     for worker in running:
         bar = next(one for one in bars.tasks if one.id == worker.bar)
         now.append(f"rank {worker.task.rank:,}: {bar.fields['what']}")
-    return f"  {done} of {total} ranks done; {', '.join(now)}"
+    return f"  {done} of {counted(total, 'rank')} done; {', '.join(now)}"
 
 
 def _start(task: RankTask, bars: dict[int, TaskID]) -> _Worker:
@@ -239,7 +240,7 @@ def capture_world(
     there = set(store.ranks())
     missing = tuple(rank for rank in ranks if rank not in there)
     if len(missing) < len(ranks):
-        console.print(f"  {'kept':<20} {len(ranks) - len(missing)} slices are there already")
+        console.print(f"  {'kept':<20} {counted(len(ranks) - len(missing), 'slice')} there already")
     while True:
         found += record(missing) if missing else []
         try:
@@ -250,6 +251,8 @@ def capture_world(
             missing = tuple(rank for rank in error.ranks if rank not in there)
             if not missing:
                 raise
-            console.print(f"  {len(missing):,} ranks more ({format_ranks(missing)}): {error.why}")
+            console.print(
+                f"  {counted(len(missing), 'rank')} more ({format_ranks(missing)}): {error.why}"
+            )
     program.save(made, store.folder / WORLD, force=True)
     return made, found

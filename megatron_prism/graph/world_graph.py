@@ -17,6 +17,7 @@ import numpy as np
 from megatron_prism.core.groups import Membership
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.units import counted
 from megatron_prism.graph.classes import Classes, memberships, partition
 from megatron_prism.graph.matching import Finding, check
 
@@ -57,7 +58,7 @@ class WorldGraph:
 
     def __str__(self) -> str:
         return (
-            f"{self.programs.world.size:,} ranks in {len(self.classes)} classes, "
+            f"{counted(self.programs.world.size, 'rank')} in {len(self.classes)} classes, "
             f"{self.num_ops():,} ops of which {sum(map(len, self.program_list)):,} are distinct"
         )
 

@@ -19,6 +19,7 @@ import numpy as np
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
@@ -294,7 +295,9 @@ class _Trial:
     def drive(self) -> tuple[list[str], bool | None]:
         """Run the world with the culprits as they were, and without."""
         known = [p for p in self.places.values() if p.index >= 0]
-        lines = [f"{len(known)} of {len(self.places)} ranks have one place in their programs"]
+        lines = [
+            f"{len(known)} of {counted(len(self.places), 'rank')} have one place in their programs"
+        ]
         healthy = stall.run_until_stalled(self.programs)
         lines.append("without a fault the programs come to their end" if healthy.finished
                      else "the programs hang by themselves: see prism check")  # fmt: skip

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from megatron_prism.core.files import no_collector
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang import consistency, waits
 from megatron_prism.hang.dumps import DumpSet, Entry
@@ -164,7 +165,7 @@ class _Judge:
         # files are lost, not their ranks alone: who left one and contradicts its siblings says more
         by_file = dead and not found and lost > _LOST
         if by_file and (other := self._ordered(odds) or self._odd(odds)):
-            self.evidence.append(f"{lost} ranks left no dump: they may be victims")
+            self.evidence.append(f"{counted(lost, 'rank')} left no dump: they may be victims")
             return other
         gone = self._dead(dead)
         idle = [r for r, b in found.items() if b.kind == "host stuck" and not self.state.head(r)]
@@ -240,7 +241,7 @@ class _Judge:
         there = {*self.parted.stale, *(self.state.unreadable if others_stuck else ())}
         found, lost = waits.dead_ranks(self.state, there), len(self.state.missing)
         if found and others_stuck and lost > _LOST:
-            self.evidence.append(f"{lost} ranks left no dump: they may be victims")
+            self.evidence.append(f"{counted(lost, 'rank')} left no dump: they may be victims")
             return {}
         # if most are not here, that says nothing of any of them
         return found if lost <= len(self.state.dumps) else {}

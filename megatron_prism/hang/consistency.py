@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang import waits
 from megatron_prism.hang.dumps import Dump, DumpSet, Group
@@ -119,7 +120,9 @@ def unless_moved(verdict: Diagnosis, before: DumpSet, after: DumpSet) -> Diagnos
     if not both:
         text = "no rank left a dump in both sets: what moved is not known"
     else:
-        text = f"{len(moved)} of {len(both)} ranks made calls, or saw one end, in between"
+        text = (
+            f"{len(moved)} of {counted(len(both), 'rank')} made calls, or saw one end, in between"
+        )
     evidence = (text, *verdict.evidence)
     if both and len(moved) == len(both):
         return Diagnosis("healthy", evidence=evidence, missing=verdict.missing)

@@ -23,6 +23,7 @@ from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import AXES, World, format_ranks
 
 __all__ = ["Fault", "FaultMatcher", "VALUES", "load_plan", "parse", "truth_line"]
@@ -95,7 +96,9 @@ class Fault:
             drawn_by = re.fullmatch(r"any(:[0-9]{1,9})?", text)
             count = int((drawn_by and drawn_by[1] or ":1")[1:])
             if drawn_by is None or not 0 < count <= world.size:
-                raise UsageError(f"{self}: {text} of {world.size} ranks", fix="rank=any:1")
+                raise UsageError(
+                    f"{self}: {text} of {counted(world.size, 'rank')}", fix="rank=any:1"
+                )
             drawn = random.Random(f"{seed}:{self}").sample(range(world.size), count)
             return tuple(sorted(drawn))
         if text.startswith(("node=", "rail=")):
@@ -111,7 +114,7 @@ class Fault:
         if which == "node":
             found = range(int(number) * size, min(world.size, (int(number) + 1) * size))
         if not found or which == "rail" and int(number) >= size:
-            raise UsageError(f"{self}: {text} of {world.size} ranks, {size} to a node",
+            raise UsageError(f"{self}: {text} of {counted(world.size, 'rank')}, {size} to a node",
                              fix=f"{which}=0/{size}")  # fmt: skip
         return tuple(found)
 

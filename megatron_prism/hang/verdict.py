@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from megatron_prism.core.files import rendered
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 
 __all__ = ["Culprit", "Diagnosis", "Waiting"]
@@ -103,11 +104,11 @@ class Diagnosis:
         where = f"{self.op} #{self.seq} of {self.group}" if self.group else "no known call"
         if not self.culprits:
             among = f", among ranks {format_ranks(self.candidates)}" if self.candidates else ""
-            tail = f"{len(self.victims)} ranks wait, nobody is named"
+            tail = f"{counted(len(self.victims), 'rank')} waiting, nobody is named"
             return f"{self.verdict.upper()} at {where}{among}; {tail}"
         ranks = format_ranks([c.rank for c in self.culprits])
         several = "ranks" if len(self.culprits) > 1 else "rank"
         several = f"possibly {several}" if self.confidence == "possible" else several
         kinds = ", ".join(dict.fromkeys(c.kind for c in self.culprits))
-        tail = f"{len(self.victims)} victims"
+        tail = f"{counted(len(self.victims), 'victim')}"
         return f"HANG at {where}: {several} {ranks} ({kinds}); {tail}"

@@ -24,6 +24,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.ops import CODED
 from megatron_prism.core.program import Programs
+from megatron_prism.core.units import counted
 from megatron_prism.memory import allocator, nccl_buffers
 from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse, described, estimates
 
@@ -349,7 +350,7 @@ def _change(
     steps = old["at"]["step"], new["at"]["step"]
     moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
     if old["count"] != new["count"]:
-        moved += f"{'; ' if moved else ''}{old['count']} -> {new['count']} ranks"
+        moved += f"{'; ' if moved else ''}{old['count']} -> {counted(new['count'], 'rank')}"
     return Change(what, name, new["ranks"], first, second, kinds, _origins(old, new), moved)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.ops import CODE
-from megatron_prism.core.units import format_ns
+from megatron_prism.core.units import format_ns, format_share
 from megatron_prism.replay.costs.collectives import OverlapFactors
 from megatron_prism.replay.costs.host import MODELLED, ON_TARGET
 from megatron_prism.replay.costs.prices import NO_TIME
@@ -189,7 +189,7 @@ class _Variations:
             why = "the slices have their host's delays in the segments"
             fix = "capture them again with this release"
         elif known:
-            why, fix = f"this host varies by {most - 1:.0%}, within minutes", ""
+            why, fix = f"this host varies by {format_share(most - 1, 0)}, within minutes", ""
         else:
             why = f"GPUs wait for Python, and hosts differ by up to {HOST_FACTOR} times"
             fix = "prism calibrate --host -o HOST.json on the target, then host=HOST.json"
@@ -221,7 +221,7 @@ class _Variations:
         durations = self.durations.copy()
         durations[mine] = longest = int(durations[segments & ~mine].max())
         high = self.timeline.iteration_with(durations) - self.base
-        part = f"{mine.sum() / segments.sum():.0%} of the segments say"
+        part = f"{format_share(mine.sum() / segments.sum(), 0)} of the segments say"
         why = f"{part} neither how long they take nor what they compute: the shortest kernel is "
         why += f"the least, the longest segment that is known ({format_ns(longest)}) the most"
         return Uncertainty("no time", 0, max(0, high), why, "capture them: prism capture RECIPE")

@@ -27,6 +27,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS
+from megatron_prism.core.units import counted
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay import whatif
 from megatron_prism.replay.costs import Prices, price_ops
@@ -534,7 +535,7 @@ def _slow_nics(programs: Programs, what_if: WhatIf, machine: Machine) -> tuple[S
         if rail >= machine.gpus_per_node or not ranks:
             raise UsageError(
                 f"there is no rail {rail}: nodes of {machine.name} have "
-                f"{machine.gpus_per_node} GPUs, and the job {programs.world.size:,} ranks",
+                f"{machine.gpus_per_node} GPUs, and the job {counted(programs.world.size, 'rank')}",
                 fix="slow_rail=0:0.5",
             )
         rails.append((tuple(ranks), factor, 0))

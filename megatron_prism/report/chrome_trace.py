@@ -25,6 +25,7 @@ import numpy as np
 from megatron_prism.core.job_settings import short
 from megatron_prism.core.ops import NAMES, PHASE_NAMES, label
 from megatron_prism.core.program import Program
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.verdict import Diagnosis, Waiting
 from megatron_prism.replay.timeline import Timeline
@@ -194,7 +195,8 @@ class _Track:
         classes = self.timeline.graph.classes
         ranks = format_ranks(classes.ranks(self.index).tolist())
         count = classes.counts[self.index]
-        title = f"{self.timeline.graph.class_name(self.index)}: {count:,} ranks ({_cut(ranks)})"
+        name = self.timeline.graph.class_name(self.index)
+        title = f"{name}: {counted(count, 'rank')} ({_cut(ranks)})"
         yield _meta("process_name", self.process, 0, name=self.title or title)
         yield _meta("process_sort_index", self.process, 0, sort_index=self.process)
         for thread, name in sorted(self.threads.items()):

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.ops import CODE, PHASE_NAMES, label
-from megatron_prism.core.units import format_bytes, format_ns
+from megatron_prism.core.units import format_bytes, format_ns, format_share
 from megatron_prism.replay.costs.host import MODELLED
 from megatron_prism.replay.interval import Uncertainty
 from megatron_prism.replay.timeline import Timeline, mean_parts
@@ -72,24 +72,26 @@ def _head(found: Metrics, verbose: bool) -> str:
         for one in found.uncertainties:
             rows += [("", line) for line in _uncertainty(one)]
     if found.iteration_ns:
-        rows.append(("computing", f"{found.computing:.1%} of all ranks' time"))
-        rows.append(("exposed", f"{found.exposed:.1%} communication that nothing hides"))
-        rows.append(("bubble", f"{found.bubble:.1%} waiting for other ranks, or idle"))
+        rows.append(("computing", f"{format_share(found.computing)} of all ranks' time"))
+        rows.append(("exposed", f"{format_share(found.exposed)} communication that nothing hides"))
+        rows.append(("bubble", f"{format_share(found.bubble)} waiting for other ranks, or idle"))
         rows += [("links" if not i else "", text) for i, text in enumerate(_links(found))]
         if found.host is not None:
-            rows.append(("host", f"{found.host:.1%} of the critical path: GPUs wait for Python"))
+            rows.append(
+                ("host", f"{format_share(found.host)} of the critical path: GPUs wait for Python")
+            )
         if found.host_unknown:
             size = sum(one.count for one in found.classes)
             ranks = (
                 f"slices of {found.host_unknown:,} of {size:,} ranks hold their host's delays in"
             )
             rows.append(("", f"{ranks} the segments: capture them again with this release"))
-        if found.host and (found.host_spread or 0) >= _VARIES:
-            varies = f"a host varies by {found.host_spread:.0%} from iteration to iteration"
+        if found.host and (spread := found.host_spread or 0) >= _VARIES:
+            varies = f"a host varies by {format_share(spread, 0)} from iteration to iteration"
             rows.append(("", f"{varies}, and the slowest rank's counts: prism predict"))
     rows.append(("tokens/s", _value(found.tokens_per_s, lambda v: f"{v:,.0f}")))
     rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
-    rows.append(("MFU", _value(found.mfu, lambda v: f"{v:.1%}")))
+    rows.append(("MFU", _value(found.mfu, format_share)))
     return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows)])
 
 
@@ -102,8 +104,8 @@ def _links(found: Metrics) -> list[str]:
             name = next(c.name for c in found.classes if c.index == one.owner)
             where = "NIC" if network else "NVLinks"
             way = "into" if one.into else "out of"
-            shared = f", {one.shared:.1%} shared by several calls" if one.shared else ""
-            lines.append(f"{where} {way} {name} busy {one.busy:.1%} of the time{shared}")
+            shared = f", {format_share(one.shared)} shared by several calls" if one.shared else ""
+            lines.append(f"{where} {way} {name} busy {format_share(one.busy)} of the time{shared}")
     return lines
 
 
@@ -123,7 +125,7 @@ def _basis(found: Metrics) -> str:
     total = sum(kinds.values())
     if not total:
         return "nothing takes time"
-    shares = [f"{ns / total:.0%} {kind}" for kind, ns in kinds.items() if ns]
+    shares = [f"{format_share(ns / total, 0)} {kind}" for kind, ns in kinds.items() if ns]
     modelled = any(MODELLED in source.text for source in found.sources)
     late = "as their kernels let expect" if modelled else "as in the slices"
     late = "host never late" if found.host is None else f"hosts as late {late}"
@@ -185,10 +187,10 @@ def _critical_path(found: Metrics) -> str:
     parts = sorted(sums.items(), key=lambda item: -item[1][0])
     rows = [["what the critical path is made of", "share", "steps", ""]]
     for name, (ns, count) in parts[:_PARTS]:
-        rows.append([name, f"{ns / total:.1%}", f"{count:,}", format_ns(ns)])
+        rows.append([name, format_share(ns / total), f"{count:,}", format_ns(ns)])
     rest = sum(ns for _, (ns, _) in parts[_PARTS:])
     if rest:
-        rows.append(["other", f"{rest / total:.1%}", "", format_ns(rest)])
+        rows.append(["other", format_share(rest / total), "", format_ns(rest)])
     return "\n".join(_columns(rows))
 
 
@@ -222,7 +224,7 @@ def _sources(found: Metrics, verbose: bool) -> str:
         what, _, detail = source.text.partition(" (")
         if len(source.text) < _SHORT:
             what, detail = source.text, ""
-        lines.append(f"  {source.path_ns / total:6.1%}  {what}")
+        lines.append(f"  {format_share(source.path_ns / total):>7}  {what}")
         details.setdefault(detail.removesuffix(")"))
     said = [f"  {detail}" for detail in details if detail]
     return "\n".join([*lines, *(said if verbose or not said else ["  -v says what these are"])])

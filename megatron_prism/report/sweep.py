@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_prism.core.units import format_bytes
+from megatron_prism.core.units import format_bytes, format_share
 from megatron_prism.replay.timeline import mean_parts
 from megatron_prism.report.page import render_page
 from megatron_prism.sweep.space import text as axis_text
@@ -37,7 +37,7 @@ def _seconds(ns: float) -> str:
 
 
 def _share(part: float | None) -> str:
-    return "unknown" if part is None else f"{part:.1%}"
+    return "unknown" if part is None else format_share(part)
 
 
 def render_text(sweep: Sweep) -> str:

@@ -19,6 +19,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, PHASE_NAMES, label
 from megatron_prism.core.program import Program
+from megatron_prism.core.units import counted
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.traces.programs import Imported
@@ -108,7 +109,7 @@ def compare_traces(found: Imported, predicted: Timeline) -> TraceComparison:
     shared = [rank for rank in found.ranks if rank < world.size]
     if not shared or world.size != found.programs.world.size:
         raise UsageError(
-            f"the traces are of {found.programs.world.size:,} ranks, "
+            f"the traces are of {counted(found.programs.world.size, 'rank')}, "
             f"the prediction of {world.size:,}",
             fix="capture the job that was traced, or name the slices of that job",
         )

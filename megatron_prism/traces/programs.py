@@ -29,6 +29,7 @@ from megatron_prism.core.groups import WORLD_GROUP, of_family
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, OP, UNKNOWN
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.slices import SliceStore, stand_in_for
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay import dependencies
@@ -132,13 +133,15 @@ def _ranked(found: Sequence[Recorded]) -> list[Recorded]:
     if len(sizes) > 1:
         by = {one.world: one.path for one in found}
         raise UsageError(
-            f"these are traces of two jobs: {by[sizes[0]]} is of {sizes[0]} ranks, "
+            f"these are traces of two jobs: {by[sizes[0]]} is of {counted(sizes[0], 'rank')}, "
             f"{by[sizes[1]]} of {sizes[1]}",
             fix="give the traces of one job",
         )
     size = max(*sizes, 0, 1 + max(one.rank or 0 for one in found))
     if size > 1 << 24:
-        raise UsageError(f"{found[0].path} is of a world of {size:,} ranks", fix="a real one")
+        raise UsageError(
+            f"{found[0].path} is of a world of {counted(size, 'rank')}", fix="a real one"
+        )
     for one in found:
         one.world = size
         own = {name: group for name, group in one.groups.items() if one.rank in group[1]}
@@ -365,7 +368,8 @@ def assemble(measured: Sequence[Measured]) -> Imported:
     if len(ranked) < world.size:
         traced = format_ranks([one.recorded.rank or 0 for one in ranked])
         notes.append(
-            f"{len(ranked)} of {world.size:,} ranks are traced ({traced}); they stand for the rest"
+            f"{len(ranked)} of {counted(world.size, 'rank')} traced ({traced}): they "
+            "stand for the rest"
         )
     names = _Names(ranked, world)
     groups = _guess_groups(ranked, names, notes)
@@ -610,7 +614,7 @@ def _aligned(found: list[Recorded], captured: Programs) -> Imported:
     world, notes = captured.world, list[str]()
     if wrong := [one for one in found if one.world not in (0, world.size)]:
         raise UsageError(
-            f"{wrong[0].path} is of a job of {wrong[0].world:,} ranks, "
+            f"{wrong[0].path} is of a job of {counted(wrong[0].world, 'rank')}, "
             f"the slices of {world.size:,}",
             fix="name the slices of the job that was traced",
         )

@@ -97,7 +97,7 @@ def test_progress_is_a_line_every_ten_seconds_where_nobody_looks(monkeypatch, ca
     with output.progress("drawing") as told:
         for part in (0.1, 0.2, 0.3, 0.4):
             told(part)
-    assert capsys.readouterr().err.splitlines() == ["prism: drawing: 20%", "prism: drawing: 40%"]
+    assert capsys.readouterr().err.splitlines() == ["prism: drawing: 20 %", "prism: drawing: 40 %"]
 
 
 def test_completion_knows_commands_and_options(capsys):

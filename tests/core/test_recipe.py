@@ -206,7 +206,7 @@ def test_a_bad_file_is_explained(tmp_path, text, says):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["parallel.tp=3"], "tp 3 x cp 1 x pp 4 = 12 does not divide 1024 ranks"),
+        (["parallel.tp=3"], "tp 3 x cp 1 x pp 4 = 12 does not divide 1,024 ranks"),
         (["parallel.world_size=100"], "does not divide 100 ranks"),
         (["train.global_batch_size=250"], "250 is not divisible by micro_batch_size 1 x dp 32"),
         (["train.global_batch_size=250"], "fix: use train.global_batch_size=256"),
@@ -248,7 +248,7 @@ def test_a_bad_file_is_explained(tmp_path, text, says):
         ),
         (["model.kv_lora_rank=0"], "use at least 1"),
         (["model.extra.tensor_model_parallel_size=2"], "fix: parallel.tp=2"),
-        (["parallel.pp=99999999999999999999"], "does not divide 1024 ranks"),
+        (["parallel.pp=99999999999999999999"], "does not divide 1,024 ranks"),
         (["parallel.ep=2"], "ep 2 needs experts"),
         (["train.use_distributed_optimizer=false"], "overlap_param_gather needs"),
         (["train.recompute_granularity=full"], "needs a method"),
@@ -283,7 +283,7 @@ def test_uneven_stages_and_layouts():
 def test_sizes_that_are_proposed_are_those_that_the_rest_of_the_recipe_takes():
     with pytest.raises(WorldError) as refused:  # 64 heads: not tp 5 or 10, which divide 1,000
         load("parallel.world_size=1000")
-    words = refused.value.fix.replace("keep 1000 ranks with ", "").split(" or ")
+    words = refused.value.fix.replace("keep 1,000 ranks with ", "").split(" or ")
     assert words
     for word in words:
         load(word.strip(", "))

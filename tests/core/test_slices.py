@@ -423,7 +423,7 @@ def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
         assemble(out)
     status, shown, talked = prism(*words, capsys=capsys)
     assert status == 0, talked
-    assert "1 slices are there already" in shown + talked
+    assert "1 slice there already" in shown + talked
     assert "stage 1:" in shown + talked
     assert "stage 0:" not in shown + talked
     after = first.stat()
@@ -431,7 +431,7 @@ def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
     assert second.exists()
     assert prism("check", str(out), capsys=capsys)[0] == 0
     status, shown, talked = prism(*words, capsys=capsys)  # nothing is left to do
-    assert (status, "2 slices are there already" in shown + talked) == (0, True)
+    assert (status, "2 slices there already" in shown + talked) == (0, True)
     other = [*words, "train.lr=0.001"]
     status, _, talked = prism(*other, capsys=capsys)
     assert (status, "of another job: train.lr 0.003 there, 0.001 here" in talked) == (2, True)

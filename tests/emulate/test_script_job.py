@@ -93,7 +93,7 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch)
     monkeypatch.setattr("megatron_prism.core.messages.EVERY_S", 0.0)
     out = io.StringIO()
     workers.run([task(f"{EMIT}emit('result', result={{}})")], Console(file=out))
-    assert "0 of 1 ranks done; rank 0: starting" in out.getvalue()
+    assert "0 of 1 rank done; rank 0: starting" in out.getvalue()
 
 
 def test_a_module_that_megatron_lacks_ends_with_what_to_install():

@@ -417,4 +417,4 @@ def test_programs_of_another_job_are_not_confirmed(tmp_path, capsys):
     words = ["--dumps", dumps, "--programs", world, "--recipe", "tiny-gpt_1cpu", "--confirm"]
     assert cli.main(["hang", *words]) == 2
     assert "moe.txt is of 16 ranks" in (said := capsys.readouterr().err)
-    assert "tiny-gpt_1cpu of 1 ranks" in said
+    assert "tiny-gpt_1cpu of 1 rank =" in said

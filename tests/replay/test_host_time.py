@@ -633,8 +633,9 @@ def test_reports_say_how_much_of_the_time_gpus_wait_for_python():
     found = replayed(WORLD)
     share = (100 * US + CALL_NS) / found.iteration_ns
     assert timeline_metrics(found).host == pytest.approx(share)
-    assert f"host         {share:.1%} of the critical path: GPUs wait for Python" in render_text(
-        found
+    assert (
+        f"host         {100 * share:.1f} % of the critical path: GPUs wait for Python"
+        in render_text(found)
     )
     busy = {source.text: source.busy_ns for source in timeline_metrics(found).sources}
     assert busy["measured: the host's time for segments (nobody says where)"] == 120 * US
@@ -659,7 +660,7 @@ program rank=2 ranks=2
     varied = dataclasses.replace(parse(WORLD), programs=(dataclasses.replace(one, hosts=hosts),))
     made = world_graph.build(varied)
     again = timeline.build_timeline(made, costs.price_ops(made, machine("h200")), 1)
-    assert "a host varies by 14% from iteration to iteration" in render_text(again)
+    assert "a host varies by 14 % from iteration to iteration" in render_text(again)
 
 
 def test_a_trace_shows_what_the_host_issues_when():

@@ -77,7 +77,7 @@ def test_a_segment_without_a_time_may_be_as_long_as_the_longest_known():
     assert high == pytest.approx(100e6, rel=1e-3)
     (one,) = interval(found).sources
     assert (one.what, one.low_ns) == ("no time", 0)
-    assert "33% of the segments" in one.why
+    assert "33 % of the segments" in one.why
     said = [text.partition(":")[0] for text in found.prices.used()]
     assert said == ["given", "unknown"]  # nobody says who measured the others
     known = timeline("- compute ns=100ms", "- compute kernels=3 traffic=5", tier="meta")

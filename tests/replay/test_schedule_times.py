@@ -132,7 +132,7 @@ def run(*words, capsys):
 def test_the_command_draws(megatron, capsys):
     status, out, err = run("pp=2", "microbatches=2", "shape=8x1x4", capsys=capsys)
     assert (status, err) == (0, "")
-    assert out.splitlines()[1].startswith("33.33% bubble, 9 units")
+    assert out.splitlines()[1].startswith("33.33 % bubble, 9 units")
     assert out.splitlines()[-2:] == ["stage 0  0f1f....0B--..1B--", "stage 1  ..0f0B--1f1B--...."]
     assert "Megatron's scheduler without a model" in out
 

@@ -140,7 +140,7 @@ def test_one_rank_stands_for_the_others_and_its_waits_are_theirs(tmp_path):
     two_ranks(tmp_path, slow=1.5)
     found = import_traces([tmp_path / "rank0.json.gz"])
     assert found.programs.program_of.tolist() == [0, 0]
-    assert any("1 of 2 ranks are traced" in note for note in found.notes)
+    assert any("1 of 2 ranks traced" in note for note in found.notes)
     assert any("have members without a trace" in note for note in found.notes)
     assert not found.whole.any()
 

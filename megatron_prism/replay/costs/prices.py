@@ -11,6 +11,7 @@ from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CODE, NAMES
 from megatron_prism.core.program import Program
+from megatron_prism.core.units import counted
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay.costs.collectives import Calibration, Shape, modelled
 from megatron_prism.replay.costs.host import host_ns, host_sources
@@ -138,7 +139,7 @@ def _check_fits(graph: WorldGraph, machine: Machine) -> None:
     if size > per_node and not machine.network_rate:
         raise UsageError(
             f"{size:,} ranks need {-(-size // per_node):,} nodes, and {machine.name} has no "
-            f"network between nodes (network_rate 0): it holds {per_node} ranks",
+            f"network between nodes (network_rate 0): it holds {counted(per_node, 'rank')}",
             fix="a world that fits, or a machine with a network: machine=h200",
         )
 
