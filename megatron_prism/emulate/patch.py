@@ -187,7 +187,7 @@ class PatchContext:
         assert patch is not None
         for path in paths or patch.paths(None):
             owner, name = self._place(module, path)
-            original = getattr(owner, name, None)
+            original = getattr(owner, name, None) if owner is not None else None
             changed_by: frozenset[str] = getattr(original, "__prism__", frozenset())
             if original is None or patch.name in changed_by:
                 continue
@@ -198,7 +198,7 @@ class PatchContext:
     def set(self, module: ModuleType, path: str, value: object) -> None:
         """Set a target to a stand-in."""
         owner, name = self._place(module, path)
-        if hasattr(owner, name):
+        if owner is not None and hasattr(owner, name):
             self.changes.set(owner, name, value)
 
     def _place(self, module: ModuleType, path: str) -> tuple[object, str]:

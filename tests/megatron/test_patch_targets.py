@@ -147,6 +147,10 @@ def test_a_patch_replaces_only_what_it_declares():
     with here.applying(two):
         here.replace(module, lambda original: 1 + original())
     assert module.declared() == 11
+    later = dataclasses.replace(one, targets=("OfLater.__init__ >=99",))
+    with here.applying(later):  # a class that this release lacks
+        here.replace(module, lambda original: None)
+        here.set(module, "OfLater.__init__", None)
     changes.undo()
     assert module.declared() == 1
 
