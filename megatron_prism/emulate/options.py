@@ -216,18 +216,15 @@ def without_engine() -> bool:
 HANG_FLAGS: dict[str, dict[str, Any]] = {
     "--prism-fault": {
         "action": "append",
-        "default": None,
         "metavar": "KIND@SEL",
         "help": "make a fault happen: drop@rank=37,iter=2,group=tp,nth=2 (repeatable)",
     },
     "--prism-fault-plan": {
-        "default": None,
         "metavar": "YAML",
         "help": "a list of faults as a file",
     },
     "--prism-fault-seed": {
         "type": int,
-        "default": None,
         "metavar": "N",
         "help": "draws the ranks of rank=any:K (default 0)",
     },
@@ -236,18 +233,15 @@ HANG_FLAGS: dict[str, dict[str, Any]] = {
         "help": "say which call every fault would hit, and make none happen",
     },
     "--prism-fault-truth": {
-        "default": None,
         "metavar": "FILE",
         "help": "write what was injected, a JSON line per fault: the truth that verdicts are "
         "scored with",
     },
     "--prism-world": {
-        "default": None,
         "metavar": "DIR",
         "help": "programs of the whole job (prism capture): every call is checked against them",
     },
     "--prism-mismatch": {
-        "default": None,
         "choices": ("strict", "nccl", "gloo", "off"),
         "help": "strict: stop at a call that peers would not make (default with --prism-world); "
         "nccl, gloo: only where that library would hang or abort, else warn",
@@ -299,33 +293,10 @@ def hang_options(
                         (args.prism_fault_seed is not None, "--prism-fault-seed")):  # fmt: skip
         if given and not faults:
             raise UsageError(f"{flag} without a fault", fix="--prism-fault drop@rank=0")
-    truth = Path(args.prism_fault_truth) if args.prism_fault_truth else None
-    if truth is not None:
-        if not faults or args.prism_fault_dry_run:
-            raise UsageError("--prism-fault-truth says what was injected, and nothing is",
-                             fix="--prism-fault drop@rank=0, no --prism-fault-dry-run")  # fmt: skip
-        if not truth.absolute().parent.is_dir():
-            raise UsageError(
-                f"cannot write {truth}: {truth.parent} is no folder", fix=f"mkdir -p {truth.parent}"
-            )
-        check_writable(truth.absolute().parent, "--prism-fault-truth FILE")
-        if truth.is_dir():
-            raise UsageError(f"{truth} is a folder", fix=f"--prism-fault-truth {truth / 'truth'}")
-        if truth.exists() and not args.prism_force:
-            raise UsageError(f"{truth} exists and is not overwritten", fix="--prism-force")
+    truth = _truth_file(args, bool(faults))
     for fault in faults:
-        virtual = set(fault.ranks(world, seed)) - set(local)
-        if virtual and fault.only_time:
-            _check_paced(fault, args)
-        elif virtual and fault.kind == "env":
-            raise UsageError(f"{fault}: programs do not say what a variable changes on a virtual "
-                             "rank", fix=f"--prism-ranks {min(virtual)}")  # fmt: skip
-        elif virtual and (programs is None or not strict):
-            raise UsageError(
-                f"{fault}: rank {min(virtual)} is virtual here and answers at once",
-                fix="--prism-world DIR says what it would do (prism capture), or run it with "
-                f"--prism-ranks {min(virtual)}",
-            )
+        if virtual := set(fault.ranks(world, seed)) - set(local):
+            _check_virtual(fault, min(virtual), args, strict and programs is not None)
     if strict and programs is None and len(local) < 2:
         raise UsageError(
             "one local rank, and nothing to compare its calls with",
@@ -335,6 +306,44 @@ def hang_options(
         return None
     return HangOptions(faults, seed, args.prism_fault_dry_run, programs, strict,
                        args.prism_check_order, policy, truth)  # fmt: skip
+
+
+def _truth_file(args: argparse.Namespace, faults: bool) -> Path | None:
+    """Where to write what was injected, if asked; UsageError if it cannot be written."""
+    if not args.prism_fault_truth:
+        return None
+    truth = Path(args.prism_fault_truth)
+    if not faults or args.prism_fault_dry_run:
+        raise UsageError("--prism-fault-truth says what was injected, and nothing is",
+                         fix="--prism-fault drop@rank=0, no --prism-fault-dry-run")  # fmt: skip
+    if not truth.absolute().parent.is_dir():
+        raise UsageError(
+            f"cannot write {truth}: {truth.parent} is no folder", fix=f"mkdir -p {truth.parent}"
+        )
+    check_writable(truth.absolute().parent, "--prism-fault-truth FILE")
+    if truth.is_dir():
+        raise UsageError(f"{truth} is a folder", fix=f"--prism-fault-truth {truth / 'truth'}")
+    if truth.exists() and not args.prism_force:
+        raise UsageError(f"{truth} exists and is not overwritten", fix="--prism-force")
+    return truth
+
+
+def _check_virtual(fault: Fault, rank: int, args: argparse.Namespace, compared: bool) -> None:
+    """UsageError for a fault of virtual ``rank`` that no local rank would feel.
+
+    compared : whether calls are checked against the programs of the world
+    """
+    if fault.only_time:
+        _check_paced(fault, args)
+    elif fault.kind == "env":
+        raise UsageError(f"{fault}: programs do not say what a variable changes on a virtual rank",
+                         fix=f"--prism-ranks {rank}")  # fmt: skip
+    elif not compared:
+        raise UsageError(
+            f"{fault}: rank {rank} is virtual here and answers at once",
+            fix="--prism-world DIR says what it would do (prism capture), or run it with "
+            f"--prism-ranks {rank}",
+        )
 
 
 def slow_factors(found: HangOptions | None, world: World, local: tuple[int, ...]) -> str:
@@ -370,12 +379,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--prism-world-size": {
         "type": int,
-        "default": None,
         "metavar": "W",
         "help": "ranks of the target job (default: WORLD_SIZE, or what the parallel sizes imply)",
     },
     "--prism-ranks": {
-        "default": None,
         "metavar": "SEL",
         "help": "ranks to run for real, one per process: '0,517', 'pp=3,tp=0' (default: RANK or "
         "0); with --prism-capture also one by one, 'stages' for all that the world needs",
@@ -391,23 +398,19 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "what virtual ranks hold: mirror (default), noise, recorded:PATH",
     },
     "--prism-record": {
-        "default": None,
         "metavar": "PATH",
         "help": "record control values and MoE routing for a later --prism-values recorded:PATH; "
         "with all ranks local this run is the real job, and writes its checkpoints",
     },
     "--prism-capture": {
-        "default": None,
         "metavar": "DIR",
         "help": "folder of slices: record what each local rank does in an iteration (prism show)",
     },
     "--prism-pace": {
-        "default": None,
         "metavar": "DIR",
         "help": "virtual ranks answer when they would, by the slices in DIR (captured if missing)",
     },
     "--prism-slow": {
-        "default": None,
         "metavar": "SEL:FACTOR",
         "help": "with --prism-pace: virtual ranks slower by FACTOR, 'pp=3:1.2;17:2'",
     },
@@ -420,18 +423,15 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "tier cuda: hold what the large job's NCCL communicators take (h200, or a file)",
     },
     "--prism-out": {
-        "default": None,
         "metavar": "DIR",
         "help": "artefact folder: one JSON per local rank, written when the job has trained",
     },
     "--prism-force": {"action": "store_true", "help": "replace an existing --prism-out folder"},
     "--prism-recipe": {
-        "default": None,
         "metavar": "YAML",
         "help": "the same options as a file: its 'prism:' section; flags given here win",
     },
     "--prism-payload": {
-        "default": None,
         "metavar": "CALLS",
         "help": "of which calls --prism-record also keeps what they deliver: all, or calls as "
         "--prism-break names them, with ; between them",
@@ -443,24 +443,20 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     **HANG_FLAGS,
     "--prism-break": {
-        "default": None,
         "metavar": "CALL",
         "help": "stop this rank at a call, in a debugger: '1B2 all_reduce group=tp nth=3', '2F0', "
         "'@mappings.py:31 after' (as prism show prints calls; rank=R where several are local)",
     },
     "--prism-debugger": {
-        "default": None,
         "metavar": "WHICH",
         "help": "pdb (default), or debugpy:[HOST:]PORT, to which an editor attaches",
     },
     "--prism-iteration": {
-        "default": None,
         "metavar": "N[..M]",
         "help": "with --load: run iteration N (to M) of the job from its last checkpoint before N, "
         "with the samples, learning rate and batch size of then",
     },
     "--prism-watch": {
-        "default": None,
         "metavar": "VALUE",
         "help": "stop at the first operator whose result has nan, inf, or norm>X: which module, "
         "phase, microbatch and line",
