@@ -6,6 +6,7 @@ The table is the architecture.  To change the architecture, change the table in 
 import ast
 import graphlib
 import pathlib
+import re
 import sys
 
 import pytest
@@ -140,6 +141,16 @@ def test_no_files_import_each_other_in_a_circle():
             found = {f"{of}.{name}" if f"{of}.{name}" in files else of for of, name in names}
             arrows[me] = {them for them in found & files.keys() if them != me}
     graphlib.TopologicalSorter(arrows).prepare()  # CycleError names the files
+
+
+@pytest.mark.parametrize("init", sorted(ROOT.rglob("__init__.py")), ids=lambda p: p.parent.name)
+def test_a_package_that_names_files_names_all_of_its_own(init):
+    named = set(
+        re.findall(
+            r"(?<![\w/])\w+\.py\b(?!:)", ast.get_docstring(ast.parse(init.read_text("utf-8")))
+        )
+    )
+    assert not named or named == {p.name for p in init.parent.glob("*.py") if p.stem[:2] != "__"}
 
 
 def test_few_modules_are_beside_the_packages():

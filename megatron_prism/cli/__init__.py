@@ -1,5 +1,7 @@
-"""The commands of ``prism``, in a file of their name, and what they share.
+"""The commands of ``prism``, and what they share.
 
+hang.py  memory.py  patches.py  predict.py  replay.py  schedule.py  sweep.py  world.py
+              a command each
 programs.py   capture, show, diff, classes, check; calibrate
 traces.py     import, compare
 main.py       the table of all commands and flags; run, emulate, recipes, completion

@@ -1,1 +1,14 @@
-"""What everything is made of: world, groups, collectives, programs, recipes, errors; no torch."""
+"""What everything is made of: world, groups, collectives, programs, recipes, errors; no torch.
+
+world.py  groups.py         ranks by coordinates and selectors; the members of every group
+collectives.py  ops.py      what each collective means; the kinds of ops
+program.py  program_text.py  what a rank does in an iteration, as arrays and as text
+slices.py                   folders of captured programs
+recipe.py                   jobs in YAML: schema, checks, errors
+job_settings.py             what tells one job from another
+megatron_source.py          which megatron-core is installed, and what its source defines
+foreign.py                  every file that somebody else may have written is read here
+files.py                    files and folders of results that appear whole or not at all
+process_changes.py          changes of a process that can be undone
+errors.py  messages.py  units.py  errors with a fix; lines of progress; durations, sizes, rates
+"""

@@ -1,15 +1,16 @@
 """The Megatron side: a job becomes an emulated one.
 
-options.py  launch.py  session.py     what was asked for; how it starts; what it changes
-import_hooks.py  patch.py  patches/   what is changed in Megatron, where and why
-monitor.py  summary.py  exit_status.py  did it train, what does it say, may it exit with 0?
-capture.py  job_arguments.py          slices of a job, and which job they are of
-pace.py  nvlink_keepalive.py          virtual ranks that take their time
+options.py  launch.py  session.py  what was asked for; how it starts; what it changes
+import_hooks.py  patch.py  patches/  what is changed in Megatron, where and why
+monitor.py  summary.py  exit_status.py  did it train, what does it say, may it exit with 0
+capture.py  job_arguments.py       a slice of a job, and which job it is of
+pace.py  nvlink_keepalive.py       virtual ranks that take their time
 fault_injector.py  call_guard.py  confirm.py  faults in real ranks; calls that peers would not make
-device_memory.py                      memory by phase, NCCL's memory held in reserve
-recipe_job.py  recipe_rank.py         a recipe's job without a script: all of it, one rank of it
-recipe_server.py                      many recipes from one process
-schedule.py  schedule_tape.py         schedules from Megatron's scheduler, without a model
-debugger.py  payloads.py              stop at a call or a value; keep what calls deliver
+debugger.py  payloads.py           stop at a call or a value; keep what calls deliver
+device_memory.py                   memory by phase, NCCL's memory held in reserve
+recipe_job.py  recipe_rank.py      a recipe's job without a script: all of it, one rank of it
+script_job.py                      a script's job, every rank that its world needs
+workers.py  recipe_server.py       processes of ranks; many recipes from one process
+schedule.py  schedule_tape.py      schedules from Megatron's scheduler, without a model
 calibrate.py  calibrate_rank.py  host_benchmark.py  what calls and the host cost on this machine
 """

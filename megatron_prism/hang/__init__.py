@@ -1,1 +1,17 @@
-"""Who made a job hang: dumps or programs in, a verdict out; faults to plant."""
+"""Who made a job hang: dumps or programs in, a verdict out; faults to plant.
+
+diagnose.py      all ways to a verdict: ``prism.diagnose``
+dumps.py         Flight Recorder dumps as entries, groups and status
+consistency.py   dumps of another job or of another moment
+state.py         outstanding calls of every rank
+mismatch.py      ranks whose call or order differs from their equals'
+waits.py         who waits for whom, and where that ends
+analyze.py       from all of these to culprits and victims
+verdict.py       the verdict
+alignment.py     where every rank stood in its program
+hypotheses.py    single faults that leave exactly these dumps
+export.py        dumps that a stalled job would leave
+live.py          a job that still runs on this host
+fault_plan.py    faults, by name and parameters
+fault_planting.py  faults put into programs
+"""

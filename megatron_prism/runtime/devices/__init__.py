@@ -1,10 +1,20 @@
 """Tiers, where local ranks run: ``cuda`` (the device), ``cpu`` (values), ``meta`` (shapes).
 
 ``prepare(tier, changes)`` prepares this process, before Megatron is imported: on ``cuda`` nothing
-changes; on the others ``cuda`` means another device (``remap``), torch.cuda answers without a
-driver (``cuda``), Transformer Engine is virtual where it is not installed (``te``)
-and, on ``meta``, live bytes are counted (``live_bytes``).  ``changes.undo()`` takes everything
-back.
+changes; on the others Transformer Engine is virtual where it is not installed (``te``), and:
+
+remap.py         ``cuda`` means another device
+cuda.py          torch.cuda without a driver
+kernels.py       kernels of triton, Apex and others
+state_space.py   mamba-ssm, causal-conv1d, flash-linear-attention
+local_layers.py  norm and attention without Transformer Engine and apex
+moe_dispatch.py  tokens on their way to experts
+live_bytes.py    bytes that are alive (meta)
+operators.py     shapes of simple results, and what CUDA's kernels take (meta)
+cuda_choices.py  where torch chooses otherwise on a GPU (meta)
+signatures.py    types that these share
+
+``changes.undo()`` takes everything back.
 """
 
 from __future__ import annotations
