@@ -140,7 +140,8 @@ def _recorded_routing(module: ModuleType, context: PatchContext) -> None:
     "megatron.core.transformer.moe.moe_utils",
     "HAVE_TE",
     reason="without Transformer Engine the router raises NameError",
-    source="core/transformer/moe/moe_utils.py (te_general_gemm) @0.16.1",
+    source="core/transformer/moe/moe_utils.py:34, :1192 @0.16.1; bound to None @0.19.0",
+    releases="<0.19",
     tiers=NO_CUDA,
 )
 def _name_without_te(module: ModuleType, context: PatchContext) -> None:
@@ -290,15 +291,24 @@ def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
     "megatron.core.transformer.moe.moe_utils",
     "permute",
     reason="masked_select has no meta kernel",
-    source="core/transformer/moe/moe_utils.py",
+    source="core/transformer/moe/moe_utils.py:289 @0.16.1; by argsort @0.19.0",
+    releases="<0.19",
     tiers=META,
 )
 def _static_permute(module: ModuleType, context: PatchContext) -> None:
     """The unfused permutation selects by mask, which has no shape; its size is known beforehand."""
 
-    def call(original: Original, tokens: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tokens.is_meta:
-            return original(tokens, routing_map, *args, **kwargs)
-        return moe_dispatch.permute_shapes(original, tokens, routing_map, *args, **kwargs)
+    def call(
+        original: Original,
+        tokens: torch.Tensor,
+        routing_map: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        num_out_tokens: int | None = None,
+        fused: bool = False,
+        drop_and_pad: bool = False,
+    ) -> Any:
+        if fused or drop_and_pad or num_out_tokens is None:
+            return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
+        return moe_dispatch.permute_shapes(tokens, probs, int(num_out_tokens))
 
     context.replace(module, call)

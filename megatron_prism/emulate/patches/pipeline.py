@@ -286,7 +286,7 @@ def _label_combined(module: ModuleType, context: PatchContext) -> None:
     "_batched_p2p_ops",
     "P2PCommunicator._communicate_shapes",
     reason="received activations and gradients have different scales; shapes need an oracle",
-    source="core/pipeline_parallel/p2p_communication.py:48, :66, :160",
+    source="core/pipeline_parallel/p2p_communication.py:16, :54, :165 @0.16.1; :186 @0.19.0",
 )
 def _label_receives(module: ModuleType, context: PatchContext) -> None:
     """Say which received tensor is an activation and which a gradient: their scales differ."""

@@ -121,7 +121,7 @@ def _virtual_world(module: ModuleType, context: PatchContext) -> None:
     "megatron.core.datasets.utils",
     "compile_helpers",
     reason="the 0.19.2 wheel has the compiled helper but no Makefile: make fails, the job exits",
-    source="core/datasets/utils.py:21",
+    source="core/datasets/utils.py:20 @0.16.1 and @0.19.0",
 )
 def _compile_once(module: ModuleType, context: PatchContext) -> None:
     """The dataset helper is compiled by whoever stands for rank 0, and only if it is missing."""

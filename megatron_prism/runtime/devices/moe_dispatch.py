@@ -9,8 +9,7 @@ the routing map of all ranks for the local experts with a row number for each.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,8 +33,6 @@ __all__ = [
     "permute_shapes",
     "set_copies",
 ]
-
-Permuted = tuple[torch.Tensor | None, ...]  # tokens, probs, index; more in later releases
 
 _copies = 1  # of a token, in the group
 
@@ -268,23 +265,13 @@ def masked_select(values: torch.Tensor, mask: torch.Tensor, count: int) -> torch
 
 
 def permute_shapes(
-    original: Callable[..., Permuted],
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None = None,
-    num_out_tokens: int | None = None,
-    fused: bool = False,
-    drop_and_pad: bool = False,
-    **kwargs: object,
-) -> Permuted:
+    tokens: torch.Tensor, probs: torch.Tensor | None, num_out_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Stands in for the masked selection of moe_utils.permute @0.16.1 on shapes.
 
     tokens ``[t, hidden]`` become ``[num_out_tokens, hidden]``; probs ``[t, experts]`` become
     ``[num_out_tokens]``.  Saved for backward: the index, as there.
     """
-    newer = "tokens_per_expert" in inspect.signature(original).parameters  # 0.19: argsort, static
-    if newer or fused or drop_and_pad or num_out_tokens is None:
-        return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **kwargs)
-    index = torch.empty(int(num_out_tokens), dtype=torch.int64, device=tokens.device)
+    index = torch.empty(num_out_tokens, dtype=torch.int64, device=tokens.device)
     chosen = None if probs is None else probs.T.contiguous().view(-1).index_select(0, index)
     return tokens.index_select(0, index), chosen, index
