@@ -42,6 +42,7 @@ __all__ = [
     "World",
     "family",
     "format_ranks",
+    "ranks_text",
     "implied_size",
     "orthogonal_rank_groups",
 ]
@@ -135,6 +136,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
             words.append(str(rest[at]))
             at += 1
     return ",".join(words)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0-3,9``."""
+    found = set(ranks)
+    return f"rank{'s' * (len(found) != 1)} {format_ranks(found)}"
 
 
 @dataclass(frozen=True)

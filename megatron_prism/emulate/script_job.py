@@ -148,7 +148,7 @@ def capture(
     """
     store = SliceStore(folder, job.world, {})  # workers compare the rest: Megatron knows it
     with store.writing(force):
-        at_once = 1 if job.tier == "cuda" else min(os.cpu_count() or 1, 8)
+        at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
         console.print(f"{Path(job.words[0]).name}: {job.world}, tier {job.tier}")
         said = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
         console.print(f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual")

@@ -100,7 +100,7 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    num_workers = num_workers or min(os.cpu_count() or 1, 8)
+    num_workers = num_workers or min(len(os.sched_getaffinity(0)), 8)
     waiting, running = list(tasks), list[_Worker]()
     done: dict[int, Json] = {}
     lines = Lines(lambda line: console.print(line))

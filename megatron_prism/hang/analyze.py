@@ -24,7 +24,7 @@ from megatron_prism.core.files import no_collector
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang import consistency, waits
-from megatron_prism.hang.dumps import DumpSet, Entry
+from megatron_prism.hang.dumps import DumpSet, Entry, Launch
 from megatron_prism.hang.mismatch import Mismatch, find_mismatches, find_order_conflicts
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis
@@ -95,7 +95,7 @@ def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
         judge = _Judge(parted)
         made = replace(judge.verdict(), watchdog=first(judge.state))
         if then is None:
-            return consistency.unless_running(made, parted)
+            return consistency.unless_running(made, parted, judge.differ, judge.excused)
         return consistency.unless_moved(made, found, then)
 
 
@@ -104,6 +104,8 @@ class _Judge:
         self.parted, self.state = parted, parted.state
         self.evidence: list[str] = [*parted.stale.values()][:4] + [*parted.new.values()][:4]
         self.first: Entry | None = None
+        self.excused = set(parted.new)  # who is not named though others wait for it
+        self.differ: set[Launch] = set()
         self.split = False  # whether a call differs and no majority decides
         self.among: tuple[int, ...] = ()  # where nobody is named, who may be the culprit
         self.sure = False  # whether a majority made the very call that differs
@@ -118,6 +120,7 @@ class _Judge:
         if not any(state.outstanding.values()) and not state.lates:
             return self._idle()
         odds = [odd for odd in find_mismatches(state) if self._pending(odd)]
+        self.differ = {odd.entry.launch for odd in odds}
         entered = [odd for odd in odds if self._all_came(odd.entry)]
         self.split = any(not odd.ranks for odd in entered)
         steps: tuple[Callable[[], list[Culprit]], ...] = (
@@ -173,6 +176,7 @@ class _Judge:
             who, whom = format_ranks(sorted(beyond)), format_ranks(sorted(gone))
             text = f"ranks {who} may wait outside NCCL (gloo, the store) for {whom}"
             self.evidence.append(text)
+            self.excused |= beyond
         found = gone | {r: b for r, b in found.items() if r not in beyond}
         return sorted(found.values(), key=lambda b: (b.kind != "device stuck", b.rank))
 
@@ -203,6 +207,7 @@ class _Judge:
         if extra:
             return extra
         ahead = waits.ranks_ahead(state, idle - self.parted.new.keys())
+        self.excused |= ahead
         if idle and (text := waits.why_hosts_wait(state, idle, ahead)):
             self.doubt = True
             self.evidence.append(text)

@@ -17,14 +17,14 @@ its calls for completed), and a dump that an earlier attempt, which got further,
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_prism.core.units import counted
-from megatron_prism.core.world import format_ranks
+from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import waits
-from megatron_prism.hang.dumps import Dump, DumpSet, Group
+from megatron_prism.hang.dumps import Dump, DumpSet, Entry, Group, Launch
 from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Diagnosis
 
@@ -47,8 +47,7 @@ _MIXED = ("PIPELINE", "CONTEXT", "default_pg")  # their counters may count messa
 _AHEAD = 32
 _PART = 4  # of so many dumps one may be of another moment,
 _MOVED = 6  # or one that was not aborted
-_FEW = 3  # culprits that need nothing in common
-_NODE = 8  # ranks of one host
+_FEW, _EIGHT = 2, 8  # culprits that need nothing in common; and of so many ranks one
 _FRESH_NS = 5 * 10**9  # no time-out is as short, and nobody asks for dumps as quickly
 _MOVING = {"host stuck", "device stuck", "order", "skipped call", "extra call"}
 _FEWER = 4  # times fewer ranks are further on than are behind: those few are the odd ones
@@ -91,23 +90,48 @@ def consistent_dumps(found: DumpSet) -> ConsistentDumps:
     return ConsistentDumps(state, apart | stale, new)
 
 
-def unless_running(verdict: Diagnosis, parted: ConsistentDumps) -> Diagnosis:
+def unless_running(
+    verdict: Diagnosis, parted: ConsistentDumps, differ: Collection[Launch], excused: set[int]
+) -> Diagnosis:
     """No verdict on who is behind where the job may have been running when dumps were written.
 
-    In a job that stands still for one reason, all who wait do so in the end for the culprits.
-    Where others could go on (a call of theirs has everybody), or where the culprits have nothing
-    in common, the dumps are of a running job: its counters are as old as the watchdog's last look
-    (100 ms), and dumps are written up to seconds apart.  So are they where all were written right
-    behind their last calls, or an error ended the job at once.
+    What a rank issued it has issued; what it saw end is as old as its watchdog's last look, 100 ms,
+    and dumps are of moments up to seconds apart.  So every call to which all have come may have
+    ended since, and those behind it, too (``_Queues``).  A job that stands still is not changed by
+    that: whoever waits does so in the end for the culprits.  And few stop by themselves at once.
+
+    Args:
+        differ: calls that members make differently: these do not end.
+        excused: ranks that are not named though others wait for them.
     """
-    if verdict.verdict != "deadlock" and not {c.kind for c in verdict.culprits} & _MOVING:
+    named, state = {c.rank for c in verdict.culprits}, parted.state
+    stuck = {c.kind for c in verdict.culprits} & _MOVING
+    if not stuck and (verdict.culprits or verdict.verdict != "deadlock"):
         return verdict
-    named, state, moments = {c.rank for c in verdict.culprits}, parted.state, bool(parted.stale)
-    if not (text := _may_run(verdict, state, named, moments)):
+    suspects = named or set(verdict.candidates)
+    late = f"those who look late ({ranks_text(suspects)})"
+    again = "perhaps the job was running: a second set of dumps, --then DIR, tells"
+    ages = [dump.written_ns - max(e.created_ns for e in dump.entries)
+            for dump in state.dumps.values() if dump.entries and dump.written_ns]  # fmt: skip
+    if ages and min(ages) >= 0 and max(ages) < _FRESH_NS:
+        last = f"{max(ages) / 1e9:.1f} s of their last calls"
+        text = f"all dumps were written within {last}: {again}"
+    elif free := _Queues(state, differ).free_of(suspects | excused):
+        text = (
+            f"once calls that may have ended have, not for {late} wait {ranks_text(free)}: {again}"
+        )
+    elif len(named) > 1 and (parted.stale or _by_chance(verdict, state)):
+        text = f"nothing in common have {late}, or their dumps are of several moments: {again}"
+    else:
         return verdict
-    return replace(verdict, verdict="undetermined", confidence="possible", culprits=(),
-                   candidates=tuple(sorted(named)) or verdict.candidates,
-                   evidence=(text, *verdict.evidence))  # fmt: skip
+    return replace(
+        verdict,
+        verdict="undetermined",
+        confidence="possible",
+        culprits=(),
+        candidates=tuple(sorted(suspects)),
+        evidence=(text, *verdict.evidence),
+    )
 
 
 def unless_moved(verdict: Diagnosis, before: DumpSet, after: DumpSet) -> Diagnosis:
@@ -140,35 +164,109 @@ def position(dump: Dump) -> tuple[object, ...]:
     return dict(dump.status), last, [e.launch for e in dump.entries if not e.done]
 
 
-def _may_run(verdict: Diagnosis, state: JobState, named: set[int], moments: bool) -> str:
-    """Why the job may run; "" if nothing says so."""
-    late = f"those who look late (ranks {format_ranks(sorted(named))})"
-    again = "perhaps the job was running: a second set of dumps, --then DIR, tells"
-    ages = [dump.written_ns - max(e.created_ns for e in dump.entries)
-            for dump in state.dumps.values() if dump.entries and dump.written_ns]  # fmt: skip
-    if ages and min(ages) >= 0 and max(ages) < _FRESH_NS:
-        return f"all dumps were written within {max(ages) / 1e9:.1f} s of their last calls: {again}"
-    if not named:
-        return ""
-    if free := waits.waiting_for_others(state, named):
-        return f"ranks {format_ranks(sorted(free))} wait for none of {late}: {again}"
-    if len(named) > 1 and (moments or not _one_cause(verdict, state, named)):
-        return f"nothing in common have {late}, or their dumps are of several moments: {again}"
-    return ""
+class _Queues:
+    """What every rank has outstanding, launch by launch, when everything has ended that may.
+
+    A launch may end where all have come to it, have nothing else before it and, where devices were
+    timed, have started it.
+    """
+
+    def __init__(self, state: JobState, differ: Collection[Launch]) -> None:
+        self.state, self.differ = state, set(differ)
+        self.left: dict[int, deque[list[Entry]]] = {}
+        self.open: Counter[Launch] = Counter()  # collective -> on how many ranks it has not ended
+        self.first: Counter[Launch] = Counter()  # and how many of them have nothing before it
+        for rank, calls in state.outstanding.items():
+            launches: dict[Launch, list[Entry]] = {}
+            for entry in calls:
+                launches.setdefault(entry.launch, []).append(entry)
+            self.left[rank] = deque(launches.values())
+            self.open.update([*launches])
+            self.first.update(self._first(rank))
+        self.timed = any(e.state == "started" for c in state.outstanding.values() for e in c)
+        todo = deque(self.left)
+        while todo:
+            todo += self._ended(todo.popleft())
+
+    def free_of(self, ranks: Collection[int]) -> list[int]:
+        """Who waits, and then in the end for none of ``ranks``, nor for somebody of whom dumps do
+        not say what it waits for."""
+        state, back = self.state, defaultdict[int, list[int]](list)
+        for rank in self.left:
+            for other in self._waits(rank):
+                back[other].append(rank)
+        unknown = {*state.hidden, *state.mute(), *(back.keys() - state.dumps.keys())}
+        reached = waits.reached_from({*ranks, *unknown}, back)
+        return [r for r, calls in state.outstanding.items() if calls and r not in reached]
+
+    def _ended(self, rank: int) -> list[int]:
+        """Take away the first launch of ``rank`` if it may end -> whose first launches may then."""
+        if not self.left.get(rank) or self._waits(rank):
+            return []
+        entry, again = self.left[rank][0][0], list[int]()
+        members = self._batches(rank) if entry.pair else self.state.groups[entry.group].ranks
+        for member in members:
+            if not self.left[member] or not entry.pair and self._first(member) != [entry.launch]:
+                continue  # it ended there
+            near = [e for calls in list(self.left[member])[:2] for e in calls]
+            again += [member, *(self.state.other(member, e) for e in near if e.pair)]
+            self.left[member].popleft()
+            self.first.update(self._first(member))
+        return again
+
+    def _first(self, rank: int) -> list[Launch]:
+        """Its first launch, if one is left."""
+        return [calls[0].launch for calls in list(self.left[rank])[:1]]
+
+    def _waits(self, rank: int) -> set[int]:
+        """For whom its first launch waits; empty if it may end."""
+        if not self.left.get(rank):
+            return set()
+        entry, state = self.left[rank][0][0], self.state
+        if entry.pair:
+            near = self._batches(rank)
+            return near[rank] or {other for other, others in near.items() if others}
+        members, launch = state.groups[entry.group].ranks, entry.launch
+        absent = {r for r in members if r not in state.dumps or not state.arrived(r, entry)}
+        if absent or launch in self.differ:
+            return absent or set(members)
+        if self.first[launch] == self.open[launch] and not self.timed:
+            return set()
+        mine = {r: one[0] for r in members for one in self.left[r] if one[0].launch == launch}
+        idle = {r for r, e in mine.items() if self.timed and e.state == "scheduled"}
+        return idle or {r for r in mine if self._first(r) != [launch]}
+
+    def _batches(self, rank: int) -> dict[int, set[int]]:
+        """Ranks that exchange messages with it, or with those, by what each has first -> for whom
+        each of them waits.  What is issued in one batch ends in one."""
+        found: dict[int, set[int]] = {}
+        queue = [rank]
+        while queue:
+            one = queue.pop()
+            found[one] = set()
+            for e in self.left[one][0]:
+                other, mate = self.state.other(one, e), self.state.mate(one, e)
+                if mate is None or mate not in self.left[other][0]:
+                    found[one].add(other)
+                elif self.timed and "scheduled" in (e.state, mate.state):
+                    found[one].add(one if e.state == "scheduled" else other)
+                elif other not in found:
+                    queue.append(other)
+        return found
 
 
-def _one_cause(verdict: Diagnosis, state: JobState, named: Collection[int]) -> bool:
-    """Whether one thing can hold them up: hosts on one node, at one place in the pipeline or of one
-    group, or a few of them; devices on one node.  Hosts and devices do not stand for one reason."""
-    stuck = {c.kind for c in verdict.culprits} & {"host stuck", "device stuck"}
-    one_node = len({rank // _NODE for rank in named}) == 1
-    if not stuck or len(stuck) > 1:
-        return not stuck
-    if one_node or stuck == {"device stuck"}:
-        return one_node
-    groups = (g.ranks for g in state.groups.values() if len(g.ranks) < len(state.dumps))
-    one_place = len({state.role.get(rank, rank) for rank in named}) == 1
-    return len(named) <= _FEW or one_place or any(set(named) <= set(g) for g in groups)
+def _by_chance(verdict: Diagnosis, state: JobState) -> bool:
+    """Whether they are too many to have stopped by themselves, and no group or stage as a whole,
+    which may wait for what dumps do not show.  Hosts and devices do not stand for one reason."""
+    stuck: dict[str, set[int]] = defaultdict(set)
+    for culprit in verdict.culprits:
+        if culprit.kind in ("host stuck", "device stuck"):
+            stuck[culprit.kind].add(culprit.rank)
+    ranks = set[int]().union(*stuck.values())
+    most = min(_FEW, -(-len(state.dumps) // _EIGHT))
+    units = (*(g.ranks for g in state.groups.values()), *state.siblings.values())
+    whole = any(ranks == set(unit) != state.dumps.keys() for unit in units)
+    return len(stuck) > 1 or len(ranks) > most and not whole
 
 
 def _named(found: DumpSet) -> DumpSet:

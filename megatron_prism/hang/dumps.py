@@ -41,6 +41,7 @@ __all__ = [
     "DumpSet",
     "Entry",
     "Group",
+    "Launch",
     "bounded_memory",
     "dump_files",
     "entries_of",
@@ -67,6 +68,9 @@ class Status:
     enqueued: int
     started: int
     completed: int
+
+
+Launch = tuple[str, bool, int]  # group, whether of messages, number in the group
 
 
 class Entry(NamedTuple):  # made by the million: a frozen dataclass takes four times as long
@@ -98,7 +102,7 @@ class Entry(NamedTuple):  # made by the million: a frozen dataclass takes four t
         return self.to >= 0
 
     @property
-    def launch(self) -> tuple[str, bool, int]:
+    def launch(self) -> Launch:
         """What all that is issued in one batch has in common."""
         return self.group, self.pair, self.seq
 
@@ -636,7 +640,7 @@ def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSe
     """
     files = dump_files(Path(folder))
     if processes is None:
-        processes = min(_MOST, os.cpu_count() or 1, len(files) // _EACH)
+        processes = min(_MOST, len(os.sched_getaffinity(0)), len(files) // _EACH)
     if processes < 2:
         return read_in_process(folder)
     # closed: after an error a generator lives as long as the error's frames, and its workers too

@@ -365,11 +365,11 @@ def _unbatched(
     """A message that one side posts in a batch and the other by itself: NCCL moves the first in the
     group's communicator and the second in one of the two ranks, so they never meet."""
     here = [(_batched(state, *side), *side) for side in (one, other)]
-    if here[0][0] == here[1][0]:
+    if {batched for batched, *_ in here} != {True, False}:
         return
     odd = []
     for batched, rank, entry in here:
-        kind, seen = (entry.desc, entry.op, state.step(rank, entry)), Counter[bool]()
+        kind, seen = (entry.desc, entry.op, state.step(rank, entry)), Counter[bool | None]()
         for sibling in state.siblings[state.role.get(rank, 0)]:
             alike = (e for e in state.dumps[sibling].entries if e.pair and sibling != rank
                      and (e.desc, e.op, state.step(sibling, e)) == kind)  # fmt: skip
@@ -378,15 +378,19 @@ def _unbatched(
         if seen[not batched] > seen[batched]:
             odd.append(rank)
     if len(odd) == 1:
-        words = {True: "in a batch", False: "by itself"}
-        text = ", ".join(f"rank {r} posts its {e.op} {words[b]}" for b, r, e in here)
+        how = ("by itself", "in a batch")
+        text = ", ".join(f"rank {r} posts its {e.op} {how[bool(b)]}" for b, r, e in here)
         yield Mismatch("coalescing", one[1], tuple(odd), (one[0], other[0]), text)
 
 
-def _batched(state: JobState, rank: int, entry: Entry) -> bool:
-    """Whether the record that closes a batch follows."""
+def _batched(state: JobState, rank: int, entry: Entry) -> bool | None:
+    """Whether the record that closes a batch follows; None where the records behind are not there,
+    as in dumps without calls that ended."""
     entries = state.dumps[rank].entries
-    for e in entries[entries.index(entry) :]:
+    at = entries.index(entry)
+    for record, e in enumerate(entries[at:], entry.record):
+        if e.record != record:
+            return None
         if e.group != entry.group or e.pair and e.seq != entry.seq:
             return False
         if e.op == "coalesced":

@@ -22,6 +22,7 @@ __all__ = [
     "smallest_cycle",
     "incomplete_calls",
     "ranks_where_waits_end",
+    "reached_from",
     "dead_ranks",
     "is_complete_but_held",
     "missing_dump_lines",
@@ -31,7 +32,6 @@ __all__ = [
     "complete_calls",
     "is_behind_replicas",
     "why_hosts_wait",
-    "waiting_for_others",
     "ranks_without_message",
     "waiting_ranks",
     "waiting_for_dead",
@@ -80,9 +80,9 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
             back[other].add(rank)
     found = []
     for rank in ranks:
-        reached = _reached(rank, ahead)
+        reached = reached_from([rank], ahead)
         unknown = any(not state.outstanding.get(r) for r in reached)  # may wait for anybody
-        if unknown or reached <= _reached(rank, back):
+        if unknown or reached <= reached_from([rank], back):
             found.append(rank)
     return found
 
@@ -109,8 +109,9 @@ def _queued_before(state: JobState, ranks: Iterable[int], entry: Entry) -> set[i
     return {r for r in ranks if (head := state.head(r)) and head.launch != entry.launch}
 
 
-def _reached(start: int, edges: Mapping[int, Collection[int]]) -> set[int]:
-    found, queue = {start}, [start]
+def reached_from(start: Iterable[int], edges: Mapping[int, Collection[int]]) -> set[int]:
+    """``start``, and whoever is at the end of edges from there."""
+    found, queue = set(start), [*start]
     while queue:
         more = set(edges.get(queue.pop(), ())) - found
         found |= more
@@ -441,34 +442,12 @@ def _went_on(state: JobState, rank: int, entry: Entry, few: Collection[int]) -> 
 
 def _all_wait_for(state: JobState, ranks: Collection[int]) -> bool:
     """Whether whoever waits does so in the end for one of ``ranks``."""
-    return not _not_behind(state, ranks)
-
-
-def waiting_for_others(state: JobState, ranks: Collection[int]) -> list[int]:
-    """Who waits, and in the end neither for one of ``ranks``, nor in a call with one of them, nor
-    for a rank of which no dump tells what it does."""
-    calls = [e for e in complete_calls(state) if set(ranks) & set(state.groups[e.group].ranks)]
-    with_them = {r for e in calls for r in state.groups[e.group].ranks}
-    others = {r for rank in state.outstanding for r in state.waits(rank)[1]
-              if not state.outstanding.get(r)}  # fmt: skip
-    # what is issued in one batch ends together, so a message that is answered says nothing
-    others |= {r for r in state.outstanding if (e := state.head(r)) and e.pair
-               and not state.waits(r)[1]}  # fmt: skip
-    return _not_behind(state, {*ranks, *with_them, *others})
-
-
-def _not_behind(state: JobState, ranks: Collection[int]) -> list[int]:
-    """Who waits, and in the end for none of ``ranks``."""
     back: dict[int, list[int]] = defaultdict(list)
     for rank in state.outstanding:
         for other in state.waits(rank)[1]:
             back[other].append(rank)
-    reached, queue = set(ranks), [*ranks]
-    while queue:
-        more = set(back[queue.pop()]) - reached
-        reached |= more
-        queue += more
-    return [r for r, calls in state.outstanding.items() if calls and r not in reached]
+    reached = reached_from(ranks, back)
+    return all(r in reached for r, calls in state.outstanding.items() if calls)
 
 
 def waiting_ranks(
