@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.accuracy.hang_scores [FIRST [LAST [MOST]]]``: seeds FIRST to LAST (0 to 199),
 worlds of 16 to MOST (512) ranks (``tests/helpers/random_hangs.py``).  Prints, per kind and in all,
-how many culprits are exact and how many innocents are named: with history and timing, with
-outstanding calls only (Megatron's default), and with these and the programs of the job
-(``hang/hypotheses.py``; half an hour on one core, minutes up to 64 ranks); and how often the
-culprit is at least among the ranks that remain.
+how many culprits are exact and how many innocents are named: with history and timing, and with
+outstanding calls only (Megatron's default).
+``python -m benchmarks.accuracy.hang_scores programs [FIRST [LAST [MOST]]]``: also with outstanding
+calls and the programs of the job (``hang/hypotheses.py``; half an hour on one core, minutes up to
+64 ranks), and how often the culprit is at least among the ranks that remain.
 ``python -m benchmarks.accuracy.hang_scores 8192``: how long each kind takes on 8,192 ranks.
 ``python -m benchmarks.accuracy.hang_scores history FIRST LAST``: with history and timing only,
 worlds of 16 to 8,192 ranks, a third of them of 1,024 and more.
@@ -91,7 +92,8 @@ def main() -> None:
     if sys.argv[1:2] == ["history"]:
         history(int(sys.argv[2]), int(sys.argv[3]))
         return
-    words = [int(word) for word in sys.argv[1:]]
+    explained = sys.argv[1:2] == ["programs"]
+    words = [int(word) for word in sys.argv[1 + explained :]]
     if words[:1] == [8192]:
         large(8192)
         return
@@ -107,10 +109,11 @@ def main() -> None:
         full = prism.diagnose(dumps_of(state, timing=True))
         dumps = dumps_of(state, **ACTIVE)
         found = prism.diagnose(dumps)
-        more = found
-        if not state.finished:
-            more = prism.diagnose(dumps, programs=healthy(world))
-        for name, verdict in (("history", full), ("active only", found), ("and programs", more)):
+        verdicts = {"history": full, "active only": found}
+        if explained:
+            more = found if state.finished else prism.diagnose(dumps, programs=healthy(world))
+            verdicts["and programs"] = more
+        for name, verdict in verdicts.items():
             table[name][kind][scored(verdict, culprits, state.finished)] += 1
         print(seed, kind, world.size, {n: dict(t[kind]) for n, t in table.items()}, flush=True)
     for name, kinds in table.items():
