@@ -103,22 +103,18 @@ def test_a_group_with_another_time_out_is_named():
     assert watchdog.endswith("(DATA_PARALLEL_GROUP has 600 s; the others 3,600 s)"), watchdog
 
 
-@pytest.mark.parametrize(
-    ("name", "slow"),
-    [("moe", ()), ("interleaved", ()), ("synthetic", ()), ("interleaved", (3,))],
-)
-def test_dumps_of_a_running_job_name_nobody(name, slow):
+@pytest.mark.parametrize("name", ["moe", "interleaved", "synthetic"])
+def test_dumps_of_a_running_job_name_nobody(name):
     """Dumps of moments up to 5 s apart, counters up to a poll behind, and the times of a copy.
 
-    Only whom all others wait for at every step, a straggler, looks like a rank that is stuck.
+    Where all others happen to wait for one rank, no dump tells that it is on its way.
     """
     world = World(32, tp=2, pp=4, ep=2)
     programs = healthy(world) if name == "synthetic" else hang_worlds.world(name)
-    run = running_jobs.TimedRun(running_jobs.repeated(programs, 2), seed=7, slow=slow)
+    run = running_jobs.TimedRun(running_jobs.repeated(programs, 2), seed=7)
     assert all(map(all, run.done))
-    for seed, spread in enumerate((0, 10, 100, 5000)):
+    for seed, spread in enumerate((0, 10, 100, 1000, 5000)):
         for how in ({"active_only": True, "stacks": False}, {"timing": True}):
             dumps = running_jobs.dumps_of(run, seed, spread, poll_ms=(10, 100)[seed % 2], **how)
             found = analyze.diagnose_dumps(dumps)
-            assert random_hangs.named(found) <= set(slow), (seed, spread, found)
-            assert found.exit_code in (0, 3) or found.culprits
+            assert (found.culprits, found.exit_code) in {((), 0), ((), 3)}, (seed, spread, found)

@@ -35,9 +35,9 @@ def repeated(programs, times):
 class TimedRun(stall._Run):
     """When every op of every rank was issued, started and ended, in ns."""
 
-    def __init__(self, programs, seed, slow=()):
+    def __init__(self, programs, seed):
         super().__init__(programs, {})
-        self.rng, self.slow, self.events = random.Random(seed), set(slow), []
+        self.rng, self.events = random.Random(seed), []
         self.times = {what: [[-1] * len(plan.names) for plan in self.plan]
                       for what in ("issued", "started", "ended")}  # fmt: skip
         costs = random.Random(seed)
@@ -79,8 +79,6 @@ class TimedRun(stall._Run):
             here.append((rank, op))
         elif plan.hosts[op] or plan.names[op] in (stall._WAIT, stall._RECORD):
             cost = 0
-        elif rank in self.slow:
-            cost *= 5
         for one in here if len(here) == needed else ():
             self._at(self.now + int(cost), *one)
 
