@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.accuracy import without_gpu
+from benchmarks.accuracy import captured, without_gpu
 from benchmarks.report import ROOT, Row, finish
 from megatron_prism.replay.interval import (
     CLOCKS,
@@ -212,7 +212,8 @@ def main() -> None:
     for job, count, ratio, host in between_sittings(pairs):
         print(f"  {job:60.60} {count:2} x {ratio:5.2f}  {'waits for Python' if host else ''}")
     shapes_alone: list[Pair | without_gpu.Found] = [*without_gpu.tests(), *without_gpu.one_gpu()]
-    everything = [*pairs, *ELSEWHERE, *published(), *shapes_alone]
+    kept = list(captured.jobs())
+    everything = [*pairs, *ELSEWHERE, *published(), *shapes_alone, *kept]
     print("\nreal runs outside")
     for one in everything:
         if not one.holds:
@@ -224,6 +225,7 @@ def main() -> None:
         "elsewhere": ELSEWHERE,
         "published, without a GPU": published(),
         "small, without a GPU": shapes_alone,
+        "two GPUs, kept slices": kept,
     }
     rows = []
     for name, each in kinds.items():

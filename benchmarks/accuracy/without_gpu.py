@@ -71,7 +71,16 @@ def stored() -> Any:
     return json.loads(gzip.decompress(STORED.read_bytes()))
 
 
-def _found(job: str, where: str, text: str, machine: str, real: float, index: float) -> Found:
+def evaluated(
+    job: str,
+    where: str,
+    text: str,
+    machine: str,
+    real: float,
+    index: float,
+    calibration: Path | None = None,
+) -> Found:
+    """The replay of slices beside ``real`` ns; ``index``: of the job's host, 0: unknown."""
     what_if = None
     with TemporaryDirectory() as folder:
         if index:
@@ -79,7 +88,9 @@ def _found(job: str, where: str, text: str, machine: str, real: float, index: fl
             path = Path(folder) / "host.json"
             path.write_text(HostIndex(index, 0.15, parts, where).to_json(), encoding="utf-8")
             what_if = prism.WhatIf(host=path)
-        timeline = prism.replay(parse(text), machine=machine, what_if=what_if)
+        timeline = prism.replay(
+            parse(text), machine=machine, calibration=calibration, what_if=what_if
+        )
     between, host = interval(timeline), timeline.to_json()["host"]
     return Found(job, where, timeline.iteration_ns, between.low_ns, between.high_ns, real,
                  float(host or 0))  # type: ignore[arg-type]  # fmt: skip
@@ -88,7 +99,7 @@ def _found(job: str, where: str, text: str, machine: str, real: float, index: fl
 def tests() -> Iterator[Found]:
     """The functional tests."""
     for name, row in sorted(stored()["tests"].items()):
-        yield _found(name, "8 x H100", row["program"], "h100", 1e9 * row["seconds"], 0.0)
+        yield evaluated(name, "8 x H100", row["program"], "h100", 1e9 * row["seconds"], 0.0)
 
 
 def one_gpu() -> Iterator[Found]:
@@ -96,7 +107,7 @@ def one_gpu() -> Iterator[Found]:
     for job in stored()["one_gpu"]:
         for real in job["real"]:
             where = f"{real['machine'].upper()}, index {real['index']}"
-            yield _found(job["name"], where, job["program"], real["machine"], 1e6 * real["ms"],
+            yield evaluated(job["name"], where, job["program"], real["machine"], 1e6 * real["ms"],
                          real["index"])  # fmt: skip
 
 

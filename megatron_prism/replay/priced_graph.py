@@ -188,11 +188,8 @@ def price(
             f"hangs or is wrong and has no timeline:\n\n{findings[0]}{more}",
             fix=f"prism check {path} explains every mismatch",
         )
-    prices = None if what_if.host else _prices(graph, here, there, measured, what_if)
-    hosted = _with_modelled_hosts(graph, prices)
-    if prices is None or hosted is not graph:
-        graph = hosted
-        prices = _prices(graph, here, there, measured, what_if)
+    graph = _with_modelled_hosts(graph)
+    prices = _prices(graph, here, there, measured, what_if)
     settled, buffered = None, _buffered(graph, what_if)
     if (measured is not None and measured.overlap) or _on_streams(graph):
         factors, who = (measured.overlap, measured.source) if measured is not None else ({}, "")
@@ -494,23 +491,13 @@ def _prices(
     return whatif.price_slow_nics(graph, prices, there, _slow_nics(graph.programs, what_if, there))
 
 
-_LATE = 0.5  # of a rank's computing: with less, a host is ahead of its GPU even if twice as slow
-
-
-def _with_modelled_hosts(graph: WorldGraph, prices: Prices | None) -> WorldGraph:
-    """The world in which ranks that were captured without a GPU have a host that takes time.
-
-    ``graph`` itself if none were, or if by ``prices`` (None: whatever they are) no host is late.
-    """
+def _with_modelled_hosts(graph: WorldGraph) -> WorldGraph:
+    """The world in which ranks that were captured without a GPU have a host that takes time;
+    ``graph`` itself if none were."""
     programs = graph.programs
     if programs.source.get("tier") != "meta":
         return graph
     hosted = tuple(with_modelled_host(program) for program in programs.programs)
-    if prices is not None:
-        needs = [int(program.ops["host"].clip(0).sum()) for program in hosted]
-        pairs = zip(graph.classes.programs, prices.compute, strict=True)
-        if all(needs[index] <= _LATE * int(ns.sum()) for index, ns in pairs):
-            return graph
     indices = " ".join(f"{program.rank}={MODELLED_INDEX}" for program in hosted)
     source = {**programs.source, HOST_INDEX: indices}
     return build(dataclasses.replace(programs, programs=hosted, source=source))

@@ -39,6 +39,15 @@ def test_a_host_that_is_ahead_counts_only_as_far_as_it_may_be_late():
     assert found["host"].low_ns < 0.01 * 8e6 < found["host"].high_ns < 1.75 * 6e6
 
 
+@pytest.mark.parametrize(("index", "low", "high"), [(0.7, 1.35, 2.99), (2.0, 2.99, 1.35)])
+def test_a_slow_host_of_the_capture_is_more_likely_faster_in_the_job(index, low, high):
+    """Indices of nine hosts in ten are 0.7 to 2, and each varies by 1.35."""
+    ops = "- compute ns=2ms host=10ms lead=1ms"
+    found = interval(timeline(ops, tier="cuda", host_index=f"0={index}"))
+    assert found.low_ns == pytest.approx(10e6 / low, rel=0.02)
+    assert found.high_ns == pytest.approx(10e6 * high, rel=0.02)
+
+
 def test_without_a_gpu_the_host_is_expected_to_take_longer_than_few_flops():
     found = timeline("F0 compute kernels=1000 flops=1", tier="meta")
     assert found.iteration_ns == pytest.approx(1000 * KERNEL_NS, rel=0.01)
@@ -81,5 +90,5 @@ def test_a_segment_without_a_time_may_be_as_long_as_the_longest_known():
     said = [text.partition(":")[0] for text in found.prices.used()]
     assert said == ["given", "unknown"]  # nobody says who measured the others
     known = timeline("- compute ns=100ms", "- compute kernels=3 traffic=5", tier="meta")
-    assert [text.partition(":")[0] for text in known.prices.used()] == ["measured", "modelled"]
+    assert {text.partition(":")[0] for text in known.prices.used()} == {"measured", "modelled"}
     assert interval(timeline("- compute kernels=3")).sources == ()  # of which commands warn
