@@ -96,14 +96,18 @@ def _write_timelines(made: Sweep, page: Path, force: bool) -> dict[str, str]:
 
 
 def _script(args: argparse.Namespace) -> Script:
-    from megatron_prism.emulate.options import split
+    from megatron_prism.emulate.options import from_command_line, split
     from megatron_prism.sweep.space import Script
 
     script, *words = args.job
     if not Path(script).is_file():
         raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
     ours, rest = split(words)
-    return Script(script, tuple(rest), (*args.ours, *(word for _, one in ours for word in one)))
+    made = Script(script, tuple(rest), (*args.ours, *(word for _, one in ours for word in one)))
+    from_command_line(
+        ["--prism-emulate", "--prism-ranks", "0", *made.ours]
+    )  # a typo is of no point
+    return made
 
 
 _ARRAY_JOB = """#!/bin/bash

@@ -687,14 +687,14 @@ def find(path: str | Path) -> Path:
     )
 
 
-def keys(section: type[DataclassInstance] = Recipe, prefix: str = "") -> list[str]:
-    """Every key a recipe may set, dotted, in the order of the schema."""
+def keys(section: type[DataclassInstance] = Recipe, prefix: str = "") -> dict[str, object]:
+    """Every key a recipe may set, dotted, in the order of the schema -> the type of its values."""
     hints = get_type_hints(section)
-    found: list[str] = []
+    found: dict[str, object] = {}
     for item in fields(section):
         kind = hints[item.name]
         key = f"{prefix}{item.name}"
-        found += keys(kind, f"{key}.") if _is_section(kind) else [key]
+        found |= keys(kind, f"{key}.") if _is_section(kind) else {key: kind}
     return found
 
 
@@ -764,7 +764,7 @@ def _refused(where: str, fix: str = "correct the marked place") -> Iterator[None
     except errors.MissingMandatoryValue as error:
         key = str(error.full_key)
         if _is_section(kind := get_type_hints(Recipe).get(key)):
-            key = keys(kind, f"{key}.")[0]
+            key = next(iter(keys(kind, f"{key}.")))
         raise RecipeError(
             f"{where}: {key} is missing", fix=f"add {key}=VALUE, or put it there"
         ) from None

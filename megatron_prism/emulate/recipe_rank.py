@@ -71,11 +71,13 @@ class Shortcuts(TypedDict, total=False):
     short  : the first iterations have as few microbatches as the schedule takes
     repeat : microbatches that repeat others do not run (``runtime.recorder.repeats``)
     alike  : other stages, with layers like these; their slices say nothing of memory
+    more   : (number of microbatches, where the slices of such an iteration go), which follows
     """
 
     short: bool
     repeat: bool
     alike: Sequence[int]
+    more: tuple[int, SliceStore] | None
 
 
 class RankJob:
@@ -455,15 +457,16 @@ def run(
     if witness is not None:
         summary["witness"] = witness.summary()
     if slices is not None and job.program is not None:
-        slices.put(job.program)
-        if monitor.repeats is not None:
-            for stage in how.get("alike", ()):
-                slices.put(job.as_stage(stage, monitor.repeats.sections))
         summary["recording"] = {
             "ops": len(job.program),
             "recorded_s": job.iteration_s[-1],
             "plain_s": min(job.iteration_s[1:-1] or job.iteration_s[:1]),
         }
+        _keep(job, slices, how.get("alike", ()))
+        if more := how.get("more"):
+            job.num_microbatches, other = more
+            job.iterate(recipe.train.iterations)
+            _keep(job, other, how.get("alike", ()))
     return summary
 
 
@@ -486,6 +489,15 @@ def _train(
         job.iterate(iteration)
     monitor.check(recipe.train.iterations)
     return before
+
+
+def _keep(job: RankJob, slices: SliceStore, alike: Sequence[int]) -> None:
+    """Put what was recorded of the last iteration into ``slices``."""
+    assert job.program is not None
+    slices.put(job.program)
+    if job.monitor.repeats is not None:
+        for stage in alike:
+            slices.put(job.as_stage(stage, job.monitor.repeats.sections))
 
 
 def _collect_no_garbage(session: Session) -> None:

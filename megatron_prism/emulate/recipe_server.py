@@ -76,7 +76,12 @@ class CaptureServer:
         return self._process.poll() is None
 
     def capture(
-        self, recipe: Recipe, rank: int, slices: SliceStore, alike: Sequence[int] = ()
+        self,
+        recipe: Recipe,
+        rank: int,
+        slices: SliceStore,
+        alike: Sequence[int] = (),
+        more: tuple[int, SliceStore] | None = None,
     ) -> None:
         """Put the slice of ``rank`` into ``slices``.
 
@@ -85,12 +90,13 @@ class CaptureServer:
 
         alike : other stages in the middle of the pipeline with the same layers: their slices, which
                 say nothing of memory, come along, unless one of them does anything of its own
+        more  : another number of microbatches, and where the slices of an iteration of those go
 
         Raises the PrismError that the rank ended with, NotTrainedError for a crash.
         """
-        answer = self._ask("capture", (recipe, rank, slices, alike, True))
+        answer = self._ask("capture", (recipe, rank, slices, alike, more, True))
         if answer["kind"] == "unlike":
-            answer = self._ask("capture", (recipe, rank, slices, (), False))
+            answer = self._ask("capture", (recipe, rank, slices, (), more, False))
         if answer["kind"] == "error":
             error = PrismError(answer["message"], fix=answer["fix"])
             error.exit_code = answer["exit_code"]
@@ -177,7 +183,12 @@ def _in_child(what: str, content: Any) -> Answer:
 
 
 def _capture(
-    recipe: Recipe, rank: int, slices: SliceStore, alike: Sequence[int], repeat: bool
+    recipe: Recipe,
+    rank: int,
+    slices: SliceStore,
+    alike: Sequence[int],
+    more: tuple[int, SliceStore] | None,
+    repeat: bool,
 ) -> Answer:
     from megatron_prism.emulate import recipe_rank
     from megatron_prism.runtime.recorder.repeats import NotRepeatedError
@@ -189,7 +200,8 @@ def _capture(
             events.append({"kind": kind, **fields})
 
     try:
-        recipe_rank.attempt(emit, recipe, rank, slices, short=True, repeat=repeat, alike=alike)
+        how = recipe_rank.Shortcuts(short=True, repeat=repeat, alike=alike, more=more)
+        recipe_rank.attempt(emit, recipe, rank, slices, **how)
     except NotRepeatedError:
         return {"kind": "unlike"}
     last = events[-1]

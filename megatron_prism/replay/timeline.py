@@ -7,6 +7,7 @@ that the first began from rest.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -503,6 +504,8 @@ class _Accountant:
         main = self.spans[self.spans["lane"] == lanes.index("main")]
         calls = self.spans[self.program.ops["name"][self.spans["op"]] != CODE["compute"]]
         calls = calls[np.argsort(calls["end"], kind="stable")]
+        self.ends = calls["end"].tolist()
+        self.calls = calls[["lane", "ready", "start", "end"]].tolist()
         exposed: dict[str, int] = {}
         waiting: dict[str, int] = {}
         at, idle = 0, 0
@@ -512,31 +515,25 @@ class _Accountant:
         for start, end in zip(starts, ends, strict=True):
             gap, at_gap = start - at, at
             if gap > 0:
-                idle += gap - self._explain(calls, at_gap, start, exposed, waiting)
+                idle += gap - self._explain(at_gap, start, exposed, waiting)
             at = max(at, end)
         compute = sum(end - start for start, end in zip(starts, ends, strict=True))
         return Account(total, compute, exposed, waiting, idle)
 
     def _explain(
-        self,
-        calls: np.ndarray,
-        begin: int,
-        end: int,
-        exposed: dict[str, int],
-        waiting: dict[str, int],
+        self, begin: int, end: int, exposed: dict[str, int], waiting: dict[str, int]
     ) -> int:
         """How much of the gap [begin, end) the calls that end in it explain, ns."""
-        first = np.searchsorted(calls["end"], begin, side="right")
-        last = np.searchsorted(calls["end"], end, side="right")
+        first, last = (bisect.bisect_right(self.ends, at) for at in (begin, end))
         explained, at = 0, begin
-        for call in calls[first:last]:
-            group = self.timeline.lanes[call["lane"]]
-            wait = max(0, min(int(call["start"]), end) - max(at, int(call["ready"])))
-            move = max(0, min(int(call["end"]), end) - max(at, int(call["start"])))
+        for lane, ready, began, ended in self.calls[first:last]:
+            group = self.timeline.lanes[lane]
+            wait = max(0, min(began, end) - max(at, ready))
+            move = max(0, min(ended, end) - max(at, began))
             if wait:
                 waiting[group] = waiting.get(group, 0) + wait
             if move:
                 exposed[group] = exposed.get(group, 0) + move
             explained += wait + move
-            at = max(at, int(call["end"]))
+            at = max(at, ended)
         return explained

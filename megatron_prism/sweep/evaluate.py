@@ -241,21 +241,28 @@ def _captured(base: JobLayout, family: Path, limit: int | None) -> Programs:
     The first stage comes first: it has most microbatches in flight, so where it does not fit the
     others need no capture.  Stages between the second and the last are the second in another order
     if their layers are alike, and need less memory, as they have fewer microbatches in flight.  A
-    ``.whole`` file says that no stage is missing.
+    ``.whole`` file says that no stage is missing.  Of a base that has fewer microbatches than
+    others could follow from, slices of as many are captured beside it.
     """
     folder = family / f"dp{base.world.dp}-m{base.num_microbatches}"
     whole = family / f"{folder.name}.whole"
     if whole.exists():
         return assemble(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(".*"):  # of a writer that was killed
-        path.unlink(missing_ok=True)
+    more = family / f"dp{base.world.dp}-m{base.fewest}"
+    beside = base.num_microbatches < base.fewest and not more.exists()
+    for one in (folder, more)[: 1 + beside]:
+        one.mkdir(parents=True, exist_ok=True)
+        for path in one.glob(".*"):  # of a writer that was killed
+            path.unlink(missing_ok=True)
     for stage in base.world.stages:
-        slice_ = base.capture(folder, stage, _capture_server)
+        slice_ = base.capture(folder, stage, _capture_server, more if beside else None)
         if limit is not None:
             _check_fits(slice_, stage, limit)
     made = base.assembled(folder)
     whole.touch()
+    names = {path.name for path in folder.glob("slice-*")}
+    if beside and names <= {path.name for path in more.glob("slice-*")}:
+        more.with_name(f"{more.name}.whole").touch()
     return made
 
 

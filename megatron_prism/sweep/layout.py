@@ -24,7 +24,7 @@ from megatron_prism.emulate import options, script_job
 from megatron_prism.emulate.recipe_job import megatron_flags, of_recipe, source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 
-__all__ = ["JobLayout", "RecipeLayout", "ScriptLayout", "option_value", "with_option"]
+__all__ = ["JobLayout", "RecipeLayout", "ScriptLayout", "option_value", "size_of", "with_option"]
 
 
 class JobLayout(ABC):
@@ -55,7 +55,7 @@ class JobLayout(ABC):
         pp, vpp = self.world.pp, self.world.vpp
         if pp == 1:
             return 5
-        return pp * (3 if pp == 2 else 4) if vpp and vpp > 1 else pp + 3
+        return 4 * pp if vpp and vpp > 1 else pp + 3
 
     @property
     def key(self) -> str:
@@ -79,8 +79,13 @@ class JobLayout(ABC):
         """Script and arguments that train it."""
 
     @abstractmethod
-    def capture(self, folder: Path, stage: int, server: Callable[[], CaptureServer]) -> Path:
-        """The slice of a stage's first rank, which is in ``folder`` then, and others maybe."""
+    def capture(
+        self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
+    ) -> Path:
+        """The slice of a stage's first rank, which is in ``folder`` then, and others maybe.
+
+        more : where a recipe's slices of ``fewest`` microbatches go, which cost little beside
+        """
 
     @abstractmethod
     def assembled(self, folder: Path) -> Programs:
@@ -139,11 +144,17 @@ class RecipeLayout(JobLayout):
     def command(self) -> list[str]:
         return ["pretrain_gpt.py", *megatron_flags(self.recipe)]
 
-    def capture(self, folder: Path, stage: int, server: Callable[[], CaptureServer]) -> Path:
+    def capture(
+        self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
+    ) -> Path:
         store = SliceStore(folder, self.world, source_of(self.recipe))
         rank = self.world.rank_at(pp=stage)
         if not store.path(rank).exists():
-            server().capture(self.recipe, rank, store, self._alike() if stage == 1 else ())
+            also = None
+            if more is not None:
+                long = self.resized(self.world.dp, self.fewest).recipe
+                also = self.fewest, SliceStore(more, self.world, source_of(long))
+            server().capture(self.recipe, rank, store, self._alike() if stage == 1 else (), also)
         return store.path(rank)
 
     def _alike(self) -> tuple[int, ...]:
@@ -180,8 +191,8 @@ class ScriptLayout(JobLayout):
         before = ["--prism-emulate", "--prism-ranks", "0"]
         given = options.from_command_line([*before, *ours, *words])
         assert given is not None, "--prism-emulate is among them"
-        micro = _number(words, "--micro-batch-size", 1)
-        batch = _number(words, "--global-batch-size", micro * given.world.dp)
+        micro = size_of(words, "--micro-batch-size")
+        batch = size_of(words, "--global-batch-size", micro * given.world.dp)
         if batch % (micro * given.world.dp):
             raise UsageError(
                 f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} x "
@@ -218,7 +229,9 @@ class ScriptLayout(JobLayout):
         argv = [*with_option(self.ours, "--prism-world-size", self.world.size), *self.words]
         return script_job.ScriptJob.of(self.script, argv, self.world, "meta")
 
-    def capture(self, folder: Path, stage: int, server: Callable[[], CaptureServer]) -> Path:
+    def capture(
+        self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
+    ) -> Path:
         rank = self.world.rank_at(pp=stage)
         path = SliceStore(folder, self.world, {}).path(rank)
         if not path.exists():
@@ -259,14 +272,15 @@ def option_value(words: Sequence[str], option: str) -> str | None:
     return found
 
 
-def _number(words: Sequence[str], option: str, default: int) -> int:
+def size_of(words: Sequence[str], option: str, default: int = 1) -> int:
+    """What follows an option.  UsageError for less than 1, and for what is no number."""
     text = option_value(words, option)
     if text is None:
         return default
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{option} {text} is no number", fix=f"{option} {default}") from None
+    if not text.isdecimal() or int(text) < 1:
+        said = f"{option} {text}".rstrip()
+        raise UsageError(f"{said} is no number of at least 1", fix=f"{option} {default}")
+    return int(text)
 
 
 def with_option(words: Sequence[str], option: str, value: object) -> list[str]:

@@ -6,6 +6,7 @@ reason why.  An axis has a short name, Megatron's name, or is any key of a recip
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -16,7 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+from megatron_prism.core import foreign
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.recipe import Recipe
@@ -26,6 +29,7 @@ from megatron_prism.sweep.layout import (
     RecipeLayout,
     ScriptLayout,
     option_value,
+    size_of,
     with_option,
 )
 
@@ -116,12 +120,12 @@ def parse_axes(words: Sequence[str], job: Job) -> dict[str, tuple[Value, ...]]:
     found: dict[str, tuple[Value, ...]] = {}
     for word in words:
         name, equals, text = word.partition("=")
-        axis = _axis(name.lstrip("-").replace("-", "_"), text if equals else "", job)
+        axis = _axis(name.lstrip("-").replace("-", "_").lower(), text if equals else "", job)
         if not equals or not text:
             raise UsageError(f"axis {axis} has no values", fix=f"{axis}=1,2,4 or {axis}=auto")
         if axis in found:
             raise UsageError(f"axis {axis} is given twice", fix=f"{axis}=A,B in one word")
-        found[axis] = _auto(axis, job) if text == "auto" else _values(axis, text)
+        found[axis] = _auto(axis, job) if text == "auto" else _values(axis, text, job)
     if "dp" in found and "world_size" in found:
         raise UsageError("dp and world_size say the same thing", fix="leave one of them out")
     return found
@@ -155,16 +159,24 @@ def _axis(name: str, text: str, job: Job) -> str:
     raise UsageError(f"a sweep has no axis {name}", fix=fix)
 
 
-def _values(axis: str, text: str) -> tuple[Value, ...]:
+def _values(axis: str, text: str, job: Job) -> tuple[Value, ...]:
+    """UsageError for a value that is none of a recipe's; an option of a script may have any."""
+    free = isinstance(job, Script) and axis not in AXES
+    kind: object = Value if free else recipes.keys().get(AXES.get(axis, axis), int)
     values: list[Value] = []
     for part in text.split(","):
         one: Value = _WORDS.get(part.lower(), part)
         if isinstance(one, str):
-            try:
-                one = int(one)
-            except ValueError:
-                if axis in AXES and axis != "recompute":
-                    raise UsageError(f"{axis}={part} is no number", fix=f"{axis}=1,2,4") from None
+            for read in (int, float):
+                with contextlib.suppress(ValueError):
+                    one = read(part)
+                    break
+        try:
+            foreign.shaped(one, cast(type[Value], kind))
+        except ValueError as error:
+            raise UsageError(f"{axis}={part}: {error}", fix=f"{axis}=1,2,4") from None
+        if axis in AXES and isinstance(one, int) and one < 1:
+            raise UsageError(f"{axis}={part} is less than 1", fix=f"{axis}=1,2,4")
         if one not in values or isinstance(one, bool):
             values.append(one)
     if axis == "recompute" and (bad := set(values) - {None, "selective", "full"}):
@@ -227,11 +239,11 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
         words = with_option(words, "--recompute-activations", None)
         words = with_option(words, "--recompute-method", method if full else None)
         words = with_option(words, "--recompute-num-layers", layers if full else None)
-    if "dp" in axes:
-        sizes = [option_value(words, option_of(AXES[axis])) or "1" for axis in ("tp", "pp", "cp")]
-        size = int(str(axes["dp"])) * math.prod(map(int, sizes))
-        ours = with_option(ours, "--prism-world-size", size)
     try:
+        if "dp" in axes:
+            sizes = [size_of(words, option_of(AXES[axis])) for axis in ("tp", "pp", "cp")]
+            size = int(str(axes["dp"])) * math.prod(sizes)
+            ours = with_option(ours, "--prism-world-size", size)
         return SweepPoint(axes, ScriptLayout.of(job.script, words, ours))
     except PrismError as error:
         return SweepPoint(axes, None, error.message, "no layout")
@@ -262,9 +274,8 @@ def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
     train.iterations = 2
     try:
         made = Recipe(sections["model"], parallel, train, prism, recipe.hardware, recipe.name)
-    except (PrismError, TypeError) as error:
-        said = error.message if isinstance(error, PrismError) else str(error)
-        return SweepPoint(axes, None, said, "no layout")
+    except PrismError as error:
+        return SweepPoint(axes, None, error.message, "no layout")
     return SweepPoint(axes, RecipeLayout(made))
 
 

@@ -28,12 +28,15 @@ def server():
         yield started
 
 
-def captured(server, tmp_path, settings, stage, alike=(), repeat=True):
+def captured(server, tmp_path, settings, stage, alike=(), repeat=True, more=None):
     recipe = recipes.load("tiny-gpt_1cpu", [*TINY, *settings])
     store = SliceStore(tmp_path / str(repeat), recipe.world, {})
     rank = recipe.world.rank_at(pp=stage)
-    answer = server._ask("capture", (recipe, rank, store, alike, repeat))
+    if more is not None:
+        more, store = (more, store), SliceStore(tmp_path / "few", recipe.world, {})
+    answer = server._ask("capture", (recipe, rank, store, alike, more, repeat))
     assert answer["kind"] == "captured"
+    store = store if more is None else more[1]
     return {place: load(store.path(recipe.world.rank_at(pp=place))).programs[0]
             for place in (stage, *alike)}  # fmt: skip
 
@@ -48,3 +51,17 @@ def test_what_is_written_again_is_what_running_it_records(server, tmp_path, sett
     (ran,) = captured(server, tmp_path, settings, 2, repeat=False).values()
     assert not written[2].allocations.size
     assert written[2] == dataclasses.replace(ran, allocations=ran.allocations[:0])
+
+
+@pytest.mark.parametrize("settings", [PLAIN, INTERLEAVED])
+def test_another_number_of_microbatches_beside_is_what_running_it_records(
+    server, tmp_path, settings
+):
+    few = [*settings, "train.global_batch_size=4"]  # the last one counts
+    dp, size = (2, 12) if settings is PLAIN else (1, 8)
+    beside = captured(server, tmp_path, few, 1, alike=(2,), more=size // dp)
+    alone = captured(server, tmp_path / "alone", settings, 1, alike=(2,))
+    assert np.array_equal(beside[1].live_bytes(), alone[1].live_bytes())
+    for one in (*beside.values(), *alone.values()):  # storages are numbered from the process' start
+        object.__setattr__(one, "allocations", one.allocations[:0])
+    assert beside == alone

@@ -1,5 +1,7 @@
 """Axes, points, and what falls before anything runs."""
 
+import dataclasses
+
 import pytest
 
 from megatron_prism.core import recipe as recipes
@@ -31,6 +33,10 @@ def test_axes_have_short_names_megatrons_names_and_keys_of_a_recipe():
         ("tp", "tp=1,2,4"),
         ("tp=two", "tp=1,2,4"),
         ("recompute=some", "recompute=none,selective,full"),
+        ("tp=0", "tp=1,2,4"),
+        ("dp=none", "dp=1,2,4"),
+        ("model.num_layers=x", "model.num_layers=1,2,4"),
+        ("TPP=1", "--tensor-model-parallel-size"),
     ],
 )
 def test_a_typo_names_megatrons_argument(word, says):
@@ -105,6 +111,20 @@ def test_points_of_a_script_that_make_no_layout_say_why():
     assert [point.by for point in (one, other, good)] == ["no layout", "no layout", ""]
     assert "does not divide" in one.reason
     assert "--global-batch-size 60" in other.reason
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--micro-batch-size 0", "--micro-batch-size 0 is no number"),
+        ("--micro-batch-size", "--micro-batch-size is no number"),
+        ("--pipeline-model-parallel-size two", "--pipeline-model-parallel-size two is no number"),
+    ],
+)
+def test_a_script_s_own_sizes_are_checked(words, says):
+    job = dataclasses.replace(SCRIPT, words=(*SCRIPT.words, *words.split()))
+    (point,) = space.points(job, space.parse_axes(["dp=2"], job))
+    assert says in point.reason
 
 
 def test_a_script_s_layouts_share_slices_where_replicas_and_batch_differ():

@@ -65,6 +65,19 @@ def test_points_of_one_program_are_captured_once(first, folder):
     assert all("microbatches instead of" in row.result["provenance"] for row in first.rows)
 
 
+def test_slices_of_few_microbatches_bring_those_that_any_number_follows_from(recipe, tmp_path):
+    few, many = (
+        prism.sweep(recipe, ["pp=2", f"global_batch_size={size}"], tmp_path, limit=8 << 30)
+        for size in (32, 384)
+    )
+    assert few.rows[0].result["provenance"] == "as captured"
+    assert sorted(path.name for path in tmp_path.glob("slices/*/*.whole")) == [
+        "dp4-m2.whole",
+        "dp4-m5.whole",
+    ]
+    assert "24 microbatches instead of 5" in many.rows[0].result["provenance"]
+
+
 def test_the_page_holds_every_point_and_ends_no_script_early(first):
     hostile = dataclasses.replace(first, recipe="</script><img src=x>")
     page = hostile.to_html()

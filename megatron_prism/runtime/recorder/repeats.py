@@ -106,6 +106,7 @@ class Repeats:
     def reset(self, microbatches: int) -> None:
         """A schedule of so many microbatches begins."""
         self._last = microbatches - 1
+        self.sections.reset()
         self._forwards: dict[int | None, _Step] = {}
         self._backwards: dict[int | None, _Step] = {}
         self._written: dict[Key, int] = {}  # forward -> number of the first storage it would make
@@ -372,6 +373,12 @@ class Sections:
         self._content: Builder | None = None
         self._counts: Counter[tuple[str, int | None]] = Counter()
 
+    def reset(self) -> None:
+        """A schedule begins: its sections count from 0, and replace those of the one before."""
+        self._counts.clear()
+        if self._told is None:
+            self._known = {}
+
     def call(
         self, what: str, chunk: int | None, run: Callable[[], StepValue], whole: bool = False
     ) -> StepValue:
@@ -408,7 +415,6 @@ class Sections:
         NotRepeatedError where the other stage does not make the same calls.
         """
         self._content, self._told = builder, {}
-        self._counts.clear()
         self._recorder.start(like=builder)
         try:
             run()
