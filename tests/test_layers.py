@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "memory": "graph core",
     "predict": "replay graph core",
     "hang": "replay graph core",
-    "traces": "predict replay graph core",
+    "traces": "hang predict replay graph core",
     "report": "traces sweep predict replay memory hang graph core",
     "runtime": "core",
     "emulate": "runtime hang replay predict memory graph core",

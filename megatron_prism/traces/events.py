@@ -1,4 +1,4 @@
-"""What a profiler recorded of one rank: Kineto's traces (JSON, gz or not) and Nsight's SQLite.
+"""What was recorded of one rank: Kineto's traces, Nsight's SQLite, NCCL's Flight Recorder.
 
 A Kineto trace is read in pieces: a piece ends where one event does, which is where it decodes, so a
 trace of gigabytes takes the memory of what is kept of it, and one broken event is found where it
@@ -7,7 +7,8 @@ host's operators and the profiler's steps; Python frames, flows and counters are
 
 Formats: "Trace Event Format" (Google, 2016) as libkineto/src/output_json.cpp @pytorch/kineto writes
 it; arguments of calls: record_param_comms (torch/csrc/distributed/c10d/ParamCommsUtils.hpp @2.11).
-Nsight Systems: "SQLite Schema Reference" of its User Guide.
+Nsight Systems: "SQLite Schema Reference" of its User Guide.  Flight Recorder: FlightRecorder.hpp
+and FlightRecorderDetail.hpp (torch/csrc/distributed/c10d @2.11).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sqlite3
 import stat
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +32,10 @@ import msgspec
 import numpy as np
 
 from megatron_prism.core import foreign
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.hang import dumps
 
-__all__ = ["HostCall", "Recorded", "read_trace"]
+__all__ = ["HostCall", "Recorded", "read_dumps", "read_trace"]
 
 _PIECE = 1 << 23  # bytes that are decoded at once
 _MOST_EVENT = 1 << 26  # bytes of one event, of what stands before the first and behind the last
@@ -428,3 +432,136 @@ def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
         for found in ranks:
             found.gpu = str(gpu)
     return ranks
+
+
+# -- Flight Recorder ------------------------------------------------------------------------------
+_POLL = 100_000_000  # ns: how often the watchdog looks for calls that ended (ProcessGroupNCCL.cpp)
+_ASSUMED = (
+    "calls are assumed to begin when asked for, or when the one before them in their group ends, "
+    "as the Flight Recorder does not say; what lies between calls counts as computing"
+)
+
+
+class _Timed(msgspec.Struct):
+    """What an entry says of times."""
+
+    record_id: int
+    duration_ms: float | None = None
+    time_discovered_completed_ns: int | None = None
+
+
+class _TimedDump(msgspec.Struct):
+    entries: list[_Timed]
+
+
+def read_dumps(folder: Path) -> list[Recorded]:
+    """The ranks of a folder of dumps whose calls have times.
+
+    A dump has when the host asked for each call and how long it took on the device, but not when it
+    began: then, or when the one before it in its group ended, unless it was still on its way the
+    last time that the watchdog looked.  Iterations are the period of the calls.  They end where
+    every rank is behind the same call of groups of one description, the rarest that all ranks have.
+
+    Raises:
+        UsageError: there are no dumps, they have no times, or less than two iterations.
+    """
+    ranks = {}
+    for rank, path in sorted(dumps.dump_files(folder).items()):
+        with foreign.reading(path, "a Flight Recorder dump", dumps.FIX) as place:
+            data = foreign.read_bytes(place, 1 << 28)
+            with foreign.bounded_memory(len(data)):
+                plain = data[:64].lstrip()[:1] in (b"{", b"[")
+                value = foreign.value_of_json(data) if plain else foreign.unpickled(data)
+                dump = dumps.of_value(value, rank)
+                times = {row.record_id: row for row in foreign.shaped(value, _TimedDump).entries}
+        entries = [entry for entry in dump.entries if entry.done]
+        if not any(times[entry.record].duration_ms for entry in entries if entry.record in times):
+            raise UsageError(
+                f"{path} does not say how long calls took",
+                fix="start the job with TORCH_NCCL_ENABLE_TIMING=1, and dump all entries",
+            )
+        ranks[rank] = _of_dump(path, dump, entries, times), entries
+    desc, count = _shared_mark([entries for _, entries in ranks.values()])
+    for found, entries in ranks.values():
+        marks = [e for e in entries if e.desc == desc and not e.pair and e.seq % count == 0]
+        asked = {call.fields["record"]: call.end for call in found.calls}
+        found.steps = [
+            (one.seq // count, asked[one.record] + 1, asked[other.record] + 1)
+            for one, other in itertools.pairwise(marks)
+        ]
+    return [found for found, _ in ranks.values()]
+
+
+def _of_dump(
+    path: Path, dump: dumps.Dump, entries: list[dumps.Entry], times: Mapping[int, _Timed]
+) -> Recorded:
+    """One rank; a call's kernel is what its duration says."""
+    sink, now, over = _Sink(path), 0, dict[str, int]()
+    sink.names["nccl: by its Flight Recorder"] = 0
+    for entry in entries:
+        now = max(now + 1, entry.created_ns)
+        fields = {
+            "record": entry.record,
+            "Collective name": entry.op,
+            "dtype": entry.dtypes[0] if entry.dtypes else "",
+            "In msg nelems": sum(entry.numbers[0]),
+            "Out msg nelems": sum(entry.numbers[1]),
+            "Process Group Name": entry.group,
+            f"nccl:{entry.op}/Concrete Inputs": ["", "", str(entry.to)],
+        }
+        sink.on_host(f"nccl:{entry.op}", now, now, 0, fields)
+        took = times[entry.record] if entry.record in times else _Timed(entry.record)
+        if took.duration_ms is None:
+            continue
+        length = round(1e6 * min(max(took.duration_ms, 0.0), 1e9))
+        end = max(now, over.get(entry.group, 0)) + length
+        if seen := took.time_discovered_completed_ns:
+            end = max(end, min(seen - _POLL, now + (1 << 50)))
+        over[entry.group] = end
+        sink.launch.extend((entry.record, now, 0))
+        sink.device.extend((end - length, end, 0, entry.record, 0))
+    found = sink.done()
+    found.rank, found.events = dump.rank, len(entries)
+    found.groups = {name: (one.desc, one.ranks) for name, one in dump.groups.items()}
+    found.world = max((len(one.ranks) for one in dump.groups.values()), default=0)
+    found.dropped[_ASSUMED] = len(entries)
+    return found
+
+
+def _shared_mark(ranks: list[list[dumps.Entry]]) -> tuple[str, int]:
+    """(description of groups, how many of their collectives an iteration has), the fewest that are
+    the same on all ranks."""
+    counts = []
+    for entries in ranks:
+        period = entries[len(entries) - _period(entries) :]
+        groups = {(entry.desc, entry.group) for entry in entries}
+        alone = [desc for desc, number in Counter(desc for desc, _ in groups).items() if number < 2]
+        calls = Counter(entry.desc for entry in period if not entry.pair)
+        counts.append({(desc, calls[desc]) for desc in alone if calls[desc]})
+    shared = set.intersection(*counts)
+    if not shared:
+        raise PrismError(
+            "no group of the dumps has the same collectives in every iteration of every rank",
+            fix="dump all ranks of the same iterations; "
+            "TORCH_NCCL_TRACE_BUFFER_SIZE=20000 holds more of them",
+        )
+    return min(shared, key=lambda one: (one[1], one[0]))
+
+
+def _period(entries: list[dumps.Entry]) -> int:
+    """Calls of an iteration: the last calls repeat themselves after so many."""
+    keys = [(e.group, e.op, e.numbers, e.to) for e in reversed(entries)]
+    borders, best = [0] * len(keys), 0  # Knuth, Morris & Pratt, 1977
+    for at in range(1, len(keys)):
+        size = borders[at - 1]
+        while size and keys[at] != keys[size]:
+            size = borders[size - 1]
+        borders[at] = size = size + (keys[at] == keys[size])
+        if 2 * (at + 1 - size) <= at + 1:
+            best = at + 1
+    if 2 * best < len(keys) or not best:
+        raise PrismError(
+            "the calls of a dump do not repeat: it has less than two whole iterations",
+            fix="TORCH_NCCL_TRACE_BUFFER_SIZE=20000 holds more of them",
+        )
+    return best - borders[best - 1]

@@ -29,14 +29,14 @@ from megatron_prism.core.groups import WORLD_GROUP, of_family
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, OP, UNKNOWN
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.slices import SliceStore, stand_in_for
-from megatron_prism.core.units import counted
+from megatron_prism.core.units import counted, format_ns
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay import dependencies
 from megatron_prism.replay.dependencies import COMPUTE, MEET
 from megatron_prism.replay.priced_graph import PricedGraph
 from megatron_prism.replay.timeline import durations_of, evaluate
-from megatron_prism.traces.events import Recorded, read_trace
+from megatron_prism.traces.events import Recorded, read_dumps, read_trace
 from megatron_prism.traces.timing import Call, Measured, Moment, measure
 
 __all__ = ["Imported", "assemble", "import_traces", "write"]
@@ -49,7 +49,7 @@ _SIZES = {
     "ep": "EXPERT_MODEL_PARALLEL_GROUP",
     "etp": "EXPERT_TENSOR_PARALLEL_GROUP",
 }
-Groups = dict[str, tuple[tuple[int, ...], ...]]
+_ENDS_AT_ONCE = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 
 
 @dataclass
@@ -435,33 +435,37 @@ def _with_wire(found: Imported) -> Imported:
             fix="profile the same iterations on every rank",
         )
     meet = graph.matched_calls
+    at = [
+        meet.of[int(graph.classes.of[program.rank])][found.call_op[index]]
+        for index, program in enumerate(found.programs.programs)
+    ]
+    clocks = _set_clocks(found, at)
     begun = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(measured)]
     done = [one.done[found.rows(i)].astype(float) for i, one in enumerate(measured)]
     took = [b - a for a, b in zip(begun, done, strict=True)]
     wire = np.full((len(shared), len(meet)), np.nan)
     last, free, ends = (np.zeros_like(wire) for _ in range(3))
-    nodes = {one.recorded.node or one.recorded.path for one in measured}
     members = np.zeros(len(meet), dtype=np.int64)
     size = np.ones(len(meet), dtype=np.int64)
-    at: list[np.ndarray] = [np.empty(0, np.int64)] * len(measured)
+    one_clock, clock = np.ones(len(meet), bool), np.full(len(meet), -1)
     for index, program in enumerate(found.programs.programs):
-        rank = program.rank
-        c = int(graph.classes.of[rank])
-        of = at[index] = meet.of[c][found.call_op[index]]
+        of, moved = at[index], clocks[index].moved
         wire[:, of] = np.fmin(wire[:, of], took[index])
-        last[:, of] = np.maximum(last[:, of], came[index])
-        free[:, of] += freed[index]
-        ends[:, of] += done[index]
+        last[:, of] = np.maximum(last[:, of], came[index] + moved)
+        free[:, of] += freed[index] + moved
+        ends[:, of] += done[index] + moved
         np.add.at(members, of, 1)
+        one_clock[of] &= (clock[of] < 0) | (clock[of] == clocks[index].same)
+        clock[of] = clocks[index].same
+        c = int(graph.classes.of[program.rank])
         for name, ops in program.groups().items():
-            count = len(graph.groups[name].group(rank))
+            count = len(graph.groups[name].group(program.rank))
             pairs = IS_PAIR[program.ops["name"][ops]]
             size[meet.of[c][ops]] = np.where(pairs, 2, count)
     found.whole = members >= size
-    if len(nodes) == 1:
-        shown = np.maximum(1, members)
-        together = ends / shown - np.maximum(last, free / shown)
-        wire = np.where(found.whole, np.maximum(wire, together), wire)
+    shown = np.maximum(1, members)
+    together = ends / shown - np.maximum(last, free / shown)
+    wire = np.where(found.whole & one_clock, np.maximum(wire, together), wire)
     least = wire if found.whole.all() else _fastest(found, wire, at)
     found.wire = wire
     found.skew = [np.maximum(0.0, took[i] - least[:, at[i]]) for i in range(len(measured))]
@@ -474,6 +478,57 @@ def _with_wire(found: Imported) -> Imported:
         value = typical[meet.of[c][calls]]
         ops["ns"][calls] = np.where(np.isnan(value), -1, np.nan_to_num(value)).astype(np.int64)
     return found
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Of a rank's node.
+
+    same  : number of the nodes that were set by each other
+    moved : float64 [numbers, 1] ns that its times are moved by in each iteration
+    """
+
+    same: int
+    moved: np.ndarray
+
+
+def _set_clocks(found: Imported, at: Sequence[np.ndarray]) -> list[_Clock]:
+    """Clocks of all traced ranks, those of different nodes set by when their collectives end.
+
+    A collective that every member has a part of the result of is assumed to end at once on all of
+    them, and a clock to run evenly for an iteration: the median of a node's differences in it is
+    how far its clock is off.  Nodes that share no collective keep their own.
+    """
+    nodes = [one.recorded.node or one.recorded.path for one in found.measured]
+    ends: dict[str, dict[int, np.ndarray]] = {node: {} for node in nodes}
+    for index, one in enumerate(found.measured):
+        done = one.done[found.rows(index)].astype(float)
+        for k, call in enumerate(one.calls):
+            if call.op in _ENDS_AT_ONCE:
+                ends[nodes[index]].setdefault(int(at[index][k]), done[:, k])
+    still = np.zeros((len(found.numbers), 1))
+    clocks: dict[str, _Clock] = {}
+    off = list[float]()
+    for first in ends:
+        if first not in clocks:
+            clocks[first] = _Clock(len(clocks), still)
+            known = [first]
+            for by in known:  # it grows
+                for node in [one for one in ends if one not in clocks]:
+                    both = sorted(ends[node].keys() & ends[by].keys())
+                    if both:
+                        apart = np.stack([ends[by][m] - ends[node][m] for m in both], axis=1)
+                        apart += clocks[by].moved
+                        moved = np.median(apart, axis=1, keepdims=True)
+                        clocks[node] = _Clock(clocks[by].same, moved)
+                        known.append(node)
+                        off += np.abs(apart - moved).ravel().tolist()
+    if off:
+        found.notes.append(
+            f"the clocks of {len(clocks)} nodes are set so that their collectives end at once, "
+            f"in each iteration; half of the ends are within {format_ns(round(np.median(off)))}"
+        )
+    return [clocks[node] for node in nodes]
 
 
 def _fastest(found: Imported, wire: np.ndarray, at: Sequence[np.ndarray]) -> np.ndarray:
@@ -661,13 +716,13 @@ def import_traces(
         UsageError: a file is no trace, or they are of two jobs.
         PrismError: their calls do not fit together, or are not those of ``captured``.
     """
-    files: list[Path] = []
+    found: list[Recorded] = []
     for path in map(Path, paths):
+        if path.is_dir() and not any(_TRACE.search(p.name) for p in path.iterdir()):
+            found += read_dumps(path)
+            continue
         inside = sorted(p for p in path.iterdir() if _TRACE.search(p.name)) if path.is_dir() else []
-        if path.is_dir() and not inside:
-            raise UsageError(f"{path} holds no traces", fix="files *.json, *.json.gz or *.sqlite")
-        files += inside or [path]
-    found = [one for file in files for one in read_trace(file)]
+        found += [one for file in inside or [path] for one in read_trace(file)]
     return _aligned(found, captured) if captured else assemble([measure(one) for one in found])
 
 

@@ -80,11 +80,13 @@ class Trace:
         return path
 
 
-def two_ranks(folder, iterations=4, slow=1.0):
+def two_ranks(folder, iterations=4, slow=1.0, off=0.0):
     """Two ranks: 1000 us, a call that takes 100 us once both have come, 400 us beside another call
-    of 300 us, 200 us after it.  Rank 1 computes the first part ``slow`` times as long."""
+    of 300 us, 200 us after it.  Rank 1 computes the first part ``slow`` times as long; it is on a
+    node of its own if that one's clock is ``off``, us."""
     for rank in (0, 1):
-        trace, now = Trace(rank), 1000.0
+        node = f"node{rank}" if off else "node0"
+        trace, now = Trace(rank, node=node), 1000.0 + off * rank
         for number in range(iterations):
             own, last = 1000 * (slow if rank else 1), 1000 * slow
             trace.step(number, now - 900, now + last + 100 + 1000 - 900)

@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import pickle
 import sqlite3
 
+import numpy as np
 import pytest
 from helpers.kineto import Trace, two_ranks
 
@@ -148,3 +150,51 @@ def test_nsights_export_is_read_the_same_way(tmp_path):
     assert program.samples[1].tolist() == [2_000_000, 6_000_000]
     assert found.wire[1].tolist() == [1_000_000]
     assert found.programs.source["device"] == "NVIDIA H200"
+
+
+def flight_dump(folder, rank, iterations=4, timed=True, lost=0):
+    """A rank that computes 40 ms (rank 1: 60), reduces 10 ms once both have come, and so on twice
+    an iteration; each call is asked for when the one before has ended."""
+    groups = {
+        "0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"},
+        "7": {"name": "7", "desc": "MODEL_PARALLEL_GROUP", "ranks": "[0, 1]"},
+    }
+    entries, now = [], 10**18
+    for number in range(2 * iterations):
+        asked = now + (60_000_000 if rank else 40_000_000)
+        now += 70_000_000
+        name = "7" if number % 2 else "0"
+        entries.append({
+            "record_id": number, "pg_id": int(name), "process_group": (name, groups[name]["desc"]),
+            "collective_seq_id": number // 2 + 1, "p2p_seq_id": 0, "op_id": number,
+            "profiling_name": "nccl:all_reduce", "time_created_ns": asked,
+            "input_sizes": [[1024]], "output_sizes": [[1024]], "input_dtypes": ["BFloat16"],
+            "output_dtypes": ["BFloat16"], "state": "completed", "retired": True,
+            "timeout_ms": 600_000, "is_p2p": False, "time_discovered_started_ns": None,
+            "time_discovered_completed_ns": now + 5_000_000,
+            **({"duration_ms": (now - asked) / 1e6} if timed else {}),
+        })  # fmt: skip
+    value = {"version": "2.10", "pg_config": groups, "pg_status": {}, "entries": entries[lost:]}
+    (folder / f"_dump_{rank}").write_bytes(pickle.dumps(value))
+
+
+def test_dumps_of_the_flight_recorder_with_times_are_traces(tmp_path):
+    for rank in (0, 1):
+        flight_dump(tmp_path, rank, lost=rank)  # rank 1's ring has lost its first call
+    found = import_traces([tmp_path])
+    assert found.numbers == [1, 2, 3]
+    assert [round(ns / 1e6) for ns in found.iteration_ns[:2]] == [140, 140]
+    assert found.programs.programs[1].samples[0].tolist()[0] == pytest.approx(60e6, abs=10)
+    assert np.nanmax(np.abs(found.wire - 10e6)) < 100
+    assert np.abs(found.skew[0] - 20e6).max() < 100
+    assert any("as the Flight Recorder does not say" in note for note in found.notes)
+
+
+def test_dumps_without_times_or_without_two_iterations_say_what_to_set(tmp_path):
+    flight_dump(tmp_path, 0, timed=False)
+    with pytest.raises(UsageError) as error:
+        import_traces([tmp_path])
+    assert "TORCH_NCCL_ENABLE_TIMING=1" in (error.value.fix or "")
+    flight_dump(tmp_path, 0, iterations=1)
+    with pytest.raises(PrismError, match="do not repeat"):
+        import_traces([tmp_path])

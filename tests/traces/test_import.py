@@ -136,6 +136,17 @@ def test_spreads_are_those_that_were_put_in(tmp_path):
         assert found[name].low <= found[name].spread <= found[name].high
 
 
+def test_clocks_of_nodes_are_set_by_when_their_collectives_end(tmp_path):
+    two_ranks(tmp_path, slow=1.5)
+    one = import_traces([tmp_path])
+    two_ranks(tmp_path, slow=1.5, off=7_000.5)  # us
+    two = import_traces([tmp_path])
+    assert (two.wire == one.wire).all()
+    assert all((a == b).all() for a, b in zip(two.skew, one.skew, strict=True))
+    assert any("clocks of 2 nodes are set" in note for note in two.notes)
+    assert not any("clocks" in note for note in one.notes)
+
+
 def test_one_rank_stands_for_the_others_and_its_waits_are_theirs(tmp_path):
     two_ranks(tmp_path, slow=1.5)
     found = import_traces([tmp_path / "rank0.json.gz"])
