@@ -52,7 +52,7 @@ def test_the_same_layout_is_one_point():
 def test_a_point_that_is_no_layout_says_why():
     one, other = points("tp=8", "pp=3,4")
     assert one.by == "no layout"
-    assert "does not divide 1024" in one.reason
+    assert "does not divide 1,024" in one.reason
     assert not other.by
     assert other.layout.recipe.parallel.sequence_parallel
 

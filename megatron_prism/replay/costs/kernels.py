@@ -10,6 +10,8 @@ or None for what was not measured.
   moves its data alike; below the smallest size that size's time, which is the shortest kernel's.
   In a segment a kernel's inputs were just written and may be in L2, its outputs were not: the mean
   of the times with everything in L2 that fits, and with nothing
+* a roofline: the start of a kernel, and what its flops or its bytes take; fused attention also
+  leaves multiprocessors idle at its end
 """
 
 from __future__ import annotations
@@ -209,20 +211,15 @@ class OpTable:
         return None
 
     def _attention(self, kernel: MeasuredKernel) -> float | None:
-        """Causal, by flops: 2 products forward, 5 backward, of heads x s x s x d each, halved."""
-        if not kernel.shapes or len(kernel.shapes[0]) < 3:
+        s = _causal_length(kernel)
+        if not s:  # no mask, or a part of a sequence
             return None
-        elements, d = math.prod(kernel.shapes[0]), kernel.shapes[0][-1]
-        name = _plain(kernel.name)
-        products = 2 if name == "attention" else 5
-        s = kernel.flops / (products * elements) if elements else 0
-        if s not in kernel.shapes[0][:2]:  # no mask, or a part of a sequence
-            return None
+        name, d = _plain(kernel.name), kernel.shapes[0][-1]
         dtype = _LIKE.get(kernel.dtype, kernel.dtype)
         for way in ("cudnn", "flash2"):
             grid = self.grids.get(f"{name} {way} {dtype}")
             if grid is not None:
-                alone = grid.at((elements / (s * d), s, d))
+                alone = grid.at((math.prod(kernel.shapes[0]) / (s * d), s, d))
                 return None if alone is None else alone * self.options.get(kernel.name, 1.0)
         return None
 
@@ -259,6 +256,16 @@ def _is_broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:
 def _plain(name: str) -> str:
     """A kernel's name without its options."""
     return name.removesuffix("_deterministic").removesuffix("_dropout")
+
+
+def _causal_length(kernel: MeasuredKernel) -> int:
+    """The sequence of causal attention, by flops: 2 products forward, 5 backward, of heads x s x s
+    x d each, halved; 0 if it is not causal."""
+    if not kernel.shapes or len(kernel.shapes[0]) < 3:
+        return 0
+    of_one = math.prod(kernel.shapes[0]) * (2 if _plain(kernel.name) == "attention" else 5)
+    s, rest = divmod(kernel.flops, of_one) if of_one else (0, 1)
+    return s if not rest and s in kernel.shapes[0][:2] else 0
 
 
 def _as_product(kernel: MeasuredKernel) -> tuple[str, int, int, int] | None:
@@ -449,11 +456,10 @@ def parts_of(
     for match in _KERNEL.finditer(note):
         count, name = int(match["count"] or 1), match["name"].strip()
         own = int(match["flops"]), int(match["bytes"])
-        one = None
-        if table is not None:
-            one = table.ns(MeasuredKernel.parse(name, match["shapes"], match["dtype"], *own))
+        kernel = MeasuredKernel.parse(name, match["shapes"], match["dtype"], *own)
+        one = table.ns(kernel) if table is not None else None
         if one is None:
-            roof += count * _kernel(name, *own, match["dtype"], machine)
+            roof += count * (machine.kernel_ns + _roofline(kernel, machine))
         elif name in PRODUCTS:
             products += count * one
         else:
@@ -462,8 +468,8 @@ def parts_of(
         traffic -= count * own[1]
         kernels -= count
     if kernels > 0:
-        rest = _kernel("", max(0, flops), max(0, traffic), "bfloat16", machine)
-        roof += max(rest, kernels * machine.kernel_ns)
+        rest = MeasuredKernel("", (), (), "bfloat16", max(0, flops), max(0, traffic))
+        roof += kernels * machine.kernel_ns + _roofline(rest, machine)
     return _planted(note, SegmentParts(products, others, roof))
 
 
@@ -475,9 +481,27 @@ def _planted(note: str, parts: SegmentParts) -> SegmentParts:
     return parts
 
 
-def _kernel(name: str, flops: int, num_bytes: int, dtype: str, machine: Machine) -> int:
-    rate = machine.flops.get(_TORCH.get(dtype, "bf16"), machine.flops["bf16"])
-    if _TORCH.get(dtype, "bf16") in ("bf16", "fp16"):
-        rate = machine.flops.get(_plain(name), rate)  # attention, attention_backward
-    work = max(flops / rate, num_bytes / machine.memory_rate)
-    return max(machine.kernel_ns, round(work * 1e9))
+_MULTIPROCESSORS = {"volta": 80, "ampere": 108, "hopper": 132, "blackwell": 148}  # V100 to B200
+_QUERIES = 128  # of a block of fused attention (FlashAttention-2, arXiv 2307.08691, section 3.3)
+
+
+def _roofline(kernel: MeasuredKernel, machine: Machine) -> int:
+    """ns of its work, by the larger of flops and bytes.
+
+    A block of fused attention is some queries of one head, and one multiprocessor computes it.
+    Under a causal mask the last queries see all keys, so that a block takes up to twice the mean.
+    No attention is shorter than its longest block, and half of that is what the others wait at the
+    end.  Products are not like that: of those on H100 and H200 that were measured, waves of tiles
+    (NVIDIA's Matrix Multiplication Background, DU-09799) explain nothing that sizes do not.
+    """
+    dtype, name = _TORCH.get(kernel.dtype, "bf16"), _plain(kernel.name)
+    rate = machine.flops.get(dtype, machine.flops["bf16"])
+    if dtype in ("bf16", "fp16"):
+        rate = machine.flops.get(name, rate)  # attention, attention_backward
+    flops = float(kernel.flops)
+    if name in ("attention", "attention_backward") and kernel.shapes and kernel.shapes[0]:
+        queries = max(_QUERIES, math.prod(kernel.shapes[0][:-1]))
+        longest = flops * _QUERIES / queries * (2 if _causal_length(kernel) else 1)
+        longest = min(longest, flops) * _MULTIPROCESSORS[machine.generation]
+        flops = max(longest, flops + longest / 2)
+    return round(1e9 * max(flops / rate, kernel.bytes / machine.memory_rate))
