@@ -48,10 +48,10 @@ JOBS = {
     "graph": f"{ONE} --cuda-graph-impl local --cuda-graph-scope full_iteration "
     "--no-check-for-nan-in-loss-and-grad --prism-ranks 3 --prism-tier meta",
     "graphs, layers": f"{ONE} --cuda-graph-impl transformer_engine --cuda-graph-scope attn "
-    "--prism-ranks 3 --prism-tier meta",
+    f"{MOE} --moe-token-dispatcher-type allgather --prism-ranks 3 --prism-tier meta",
     "user buffers": f"{ONE} --use-nccl-ub --prism-ranks 3 --prism-tier cpu",
-    "hashes": f"{ONE} --check-weight-hash-across-dp-replicas-interval 1 --prism-ranks 3 "
-    "--prism-tier meta",
+    "hashes": f"{ONE} --check-weight-hash-across-dp-replicas-interval 1 --test-mode "
+    "--qk-layernorm --normalization LayerNorm --prism-ranks 3 --prism-tier meta",
     "sparse attention": f"{ONE} {SPARSE} --prism-ranks 3 --prism-tier cpu",
     "own": f"{OWN} --prism-ranks 0 --prism-tier cpu",
     "alone": f"{ALONE} --prism-ranks 0 --prism-tier cpu {TRACES} --profile "

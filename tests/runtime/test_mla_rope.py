@@ -121,6 +121,10 @@ def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
     patching.apply("no-triton", SimpleNamespace(JITFunction=JITFunction), patching.context())
     with pytest.raises(UnsupportedError, match="triton kernel rotate needs a GPU"):
         JITFunction().run()
+    graphs = SimpleNamespace(CudaGraphManager=type("CudaGraphManager", (), {}))
+    patching.apply("no-graphs", graphs, patching.context())
+    with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA device"):
+        graphs.CudaGraphManager()
     module = SimpleNamespace(maybe_wrap_for_inprocess_restart=lambda pretrain: (pretrain, None))
     patching.apply("no-restarts", module, patching.context())
     assert module.maybe_wrap_for_inprocess_restart(3) == (3, None)
