@@ -24,7 +24,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -162,6 +162,17 @@ class _Sink:
         return found
 
 
+def _shift(found: Recorded, base: int) -> None:
+    """Add ``base`` ns to all times; one that 64 bits do not hold is none."""
+    if abs(base) >= 1 << 61:
+        return
+    for table in (found.device, found.host):
+        table[:, :2] += base
+    found.launch[:, 1] += base
+    found.steps = [(number, start + base, end + base) for number, start, end in found.steps]
+    found.calls = [replace(c, start=c.start + base, end=c.end + base) for c in found.calls]
+
+
 def _innermost(host: np.ndarray) -> np.ndarray:
     """Operators that hold no other of their thread, by start."""
     host = host[np.lexsort((-host[:, 1], host[:, 0], host[:, 2]))]
@@ -233,15 +244,7 @@ def _read_kineto(path: Path, packed: bool) -> Recorded:
     found.groups = {str(one.pg_name): (one.pg_desc, one.ranks) for one in told.pg_config or ()}
     properties = (head.deviceProperties or [{}])[0]
     found.gpu = str(properties.get("name", ""))
-    base = head.baseTimeNanoseconds
-    if abs(base) < 1 << 61:
-        for table, columns in ((found.device, 2), (found.host, 2)):
-            table[:, :columns] += base
-        found.launch[:, 1] += base
-        found.steps = [(n, start + base, end + base) for n, start, end in found.steps]
-        found.calls = [
-            HostCall(c.name, c.thread, c.start + base, c.end + base, c.fields) for c in found.calls
-        ]
+    _shift(found, head.baseTimeNanoseconds)
     return found
 
 
@@ -373,6 +376,11 @@ _WORK = (
     ("CUPTI_ACTIVITY_KIND_MEMCPY", "NULL"),
     ("CUPTI_ACTIVITY_KIND_MEMSET", "NULL"),
 )
+_ABOUT = (
+    ("gpu", "TARGET_INFO_GPU", "name FROM TARGET_INFO_GPU"),
+    ("node", "TARGET_INFO_SYSTEM_ENV", "value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'"),
+    ("since", "TARGET_INFO_SESSION_START_TIME", "utcEpochNs FROM TARGET_INFO_SESSION_START_TIME"),
+)
 
 
 def _read_nsight(path: Path) -> list[Recorded]:
@@ -401,8 +409,10 @@ def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
             continue
         query = f"SELECT start, end, streamId, correlationId, globalPid, {name} FROM {table}"
         for start, end, stream, correlation, process, text in base.execute(query):
+            if not _numbers(process):
+                continue
             one = sink(process)
-            if start is None or end is None or end < start:
+            if not _numbers(start, end, correlation) or end < start:
                 one.drop("events that end before they begin, or without a time")
                 continue
             label = str(texts.get(text, table.rpartition("_")[2].lower()))
@@ -412,11 +422,15 @@ def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
     if "CUPTI_ACTIVITY_KIND_RUNTIME" in tables:
         query = "SELECT correlationId, start, globalTid FROM CUPTI_ACTIVITY_KIND_RUNTIME"
         for correlation, start, thread in base.execute(query):
+            if not _numbers(correlation, start, thread):
+                continue
             one = sink(thread)
             one.launch.extend((correlation, start, one.thread(thread % _PROCESS)))
     if "NVTX_EVENTS" in tables:
         query = "SELECT start, end, globalTid, text, textId FROM NVTX_EVENTS WHERE end IS NOT NULL"
         for start, end, thread, text, number in base.execute(query):
+            if not _numbers(start, end, thread):
+                continue
             label = str(text if text is not None else texts.get(number, ""))
             one = sink(thread)
             if (step := _NVTX_STEP.fullmatch(label)) is not None:
@@ -427,11 +441,21 @@ def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
             fields = {"Input Dims": msgspec.json.decode(sizes[1])} if sizes else {}
             one.on_host(name, start, end, one.thread(thread % _PROCESS), fields)
     ranks = [one.done() for _, one in sorted(sinks.items()) if one.device]
-    if "TARGET_INFO_GPU" in tables:
-        (gpu,) = base.execute("SELECT name FROM TARGET_INFO_GPU").fetchone() or ("",)
-        for found in ranks:
-            found.gpu = str(gpu)
+    about = {
+        name: str(row[0])
+        for name, table, query in _ABOUT
+        if table in tables and (row := base.execute(f"SELECT {query}").fetchone())
+    }
+    since = about.get("since", "")
+    for found in ranks:
+        found.gpu, found.node = about.get("gpu", ""), about.get("node", "")
+        _shift(found, int(since) if since.isdecimal() and len(since) < 20 else 0)
     return ranks
+
+
+def _numbers(*values: object) -> bool:
+    """Whether they are whole numbers of 63 bits: SQLite keeps anything in any column."""
+    return all(isinstance(value, int) and abs(value) < 1 << 62 for value in values)
 
 
 # -- Flight Recorder ------------------------------------------------------------------------------
@@ -465,8 +489,13 @@ def read_dumps(folder: Path) -> list[Recorded]:
     Raises:
         UsageError: there are no dumps, they have no times, or less than two iterations.
     """
+    try:
+        files = dumps.dump_files(folder)
+    except PrismError as error:
+        fix = "files *.json, *.json.gz or *.sqlite, or dumps named _dump_0"
+        raise UsageError(f"{folder} holds no traces: {error.message}", fix=fix) from error
     ranks = {}
-    for rank, path in sorted(dumps.dump_files(folder).items()):
+    for rank, path in sorted(files.items()):
         with foreign.reading(path, "a Flight Recorder dump", dumps.FIX) as place:
             data = foreign.read_bytes(place, 1 << 28)
             with foreign.bounded_memory(len(data)):

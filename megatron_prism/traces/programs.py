@@ -18,7 +18,7 @@ import difflib
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,7 +120,7 @@ def _ranked(found: Sequence[Recorded]) -> list[Recorded]:
     if all(one.rank is None for one in found):
         for rank, one in enumerate(found):
             one.rank = rank
-    if lost := [one.path for one in found if one.rank is None]:
+    if lost := [one.path for one in found if one.rank is None or one.rank < 0]:
         raise UsageError(f"{lost[0]} does not say of which rank it is", fix="name it rank3.json.gz")
     twice = [rank for rank, count in Counter(one.rank for one in found).items() if count > 1]
     if twice:
@@ -396,8 +396,7 @@ def _joined(
     programs, call_op = [p for p, _ in made], [w for _, w in made]
     used = {name for program in programs for name in program.groups()}
     of = stand_in_for(world, [program.rank for program in programs])
-    gpu = next((one.recorded.gpu for one in ranked if one.recorded.gpu), "")
-    source = {"from": "traces", "device": gpu or "cpu"}
+    source = {"from": "traces", "device": _device(one.recorded for one in ranked)}
     joined = Programs(
         world, tuple(programs), of, {n: g for n, g in names.lists.items() if n in used}, source
     )
@@ -412,11 +411,20 @@ def _joined(
     return Imported(joined, ranked, graph, call_op, [], none, [], none, notes)
 
 
+def _device(found: Iterable[Recorded]) -> str:
+    """What ran, as far as the traces say."""
+    names = [one.gpu or ("a GPU" if len(one.device) else "cpu") for one in found]
+    return max(names, key=len)
+
+
 def _with_wire(found: Imported) -> Imported:
     """Fill in what calls took on the wire and who waited; the programs' calls get it as ``ns``."""
     measured, graph = found.measured, found.graph
     shared = set.intersection(*(set(one.numbers) for one in measured))
     found.numbers = sorted(shared)
+    origin = min((int(one.begun.min()) for one in measured if one.begun.size), default=0)
+    for one in measured:  # ns since 1970 as floating-point numbers would be rounded to 256
+        one.begun, one.done = one.begun - origin, one.done - origin
     came = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(measured)]
     freed = [np.zeros_like(one) for one in came]  # when the call before it in the group had ended
     for index, one in enumerate(measured):
@@ -689,8 +697,7 @@ def _aligned(found: list[Recorded], captured: Programs) -> Imported:
             "a stage of the pipeline has no traced rank",
             fix="trace one rank of every stage: --profile-ranks",
         ) from error
-    gpu = next((one.gpu for one in found if one.gpu), "cpu")
-    source = {**captured.source, "from": "traces", "device": gpu}
+    source = {**captured.source, "from": "traces", "device": _device(found)}
     programs = Programs(world, tuple(p for p, _ in made), of, captured.groups, source)
     graph, none = build(programs), np.empty(0)
     if findings := graph.check():

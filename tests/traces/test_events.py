@@ -120,6 +120,13 @@ def nsight(path):
             CREATE TABLE TARGET_INFO_GPU (name TEXT);
             INSERT INTO StringIds VALUES (1, 'gemm'), (2, 'ncclDevKernel_AllReduce_Sum_bf16');
             INSERT INTO TARGET_INFO_GPU VALUES ('NVIDIA H200');
+            CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INT);
+            INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES (1000000000000000000);
+            CREATE TABLE TARGET_INFO_SYSTEM_ENV (name TEXT, value TEXT);
+            INSERT INTO TARGET_INFO_SYSTEM_ENV VALUES ('Hostname', 'node7');
+            INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ('x', 'y', 0, 7, NULL, 5 << 24, 1, 1);
+            INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES ('x', 1, 'y', 1, 1);
+            INSERT INTO NVTX_EVENTS VALUES (1.5, 'z', 59, 'iteration 9', NULL, 5 << 24);
             """
         )
         thread, number = 5 << 24 | 7, 0
@@ -150,6 +157,9 @@ def test_nsights_export_is_read_the_same_way(tmp_path):
     assert program.samples[1].tolist() == [2_000_000, 6_000_000]
     assert found.wire[1].tolist() == [1_000_000]
     assert found.programs.source["device"] == "NVIDIA H200"
+    recorded = found.measured[0].recorded
+    assert (recorded.node, recorded.steps[0][1]) == ("node7", 10**18)
+    assert found.numbers == [0, 1]
 
 
 def flight_dump(folder, rank, iterations=4, timed=True, lost=0):

@@ -212,6 +212,13 @@ def test_two_jobs_in_one_folder_are_refused(tmp_path):
         import_traces([tmp_path])
     with pytest.raises(UsageError, match="two traces are of rank 0"):
         import_traces([tmp_path / "rank0.json.gz"] * 2)
+    trace = Trace(-5, 2)
+    trace.kernel(1, 10, 40)
+    with pytest.raises(UsageError, match="of which rank"):
+        import_traces([trace.write(tmp_path)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="holds no traces"):
+        import_traces([tmp_path / "empty"])
 
 
 @pytest.mark.slow
