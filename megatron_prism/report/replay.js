@@ -18,7 +18,7 @@ function figures() {
     ["computing", percent(F.computing), "of all ranks' time"],
     ["exposed", percent(F.exposed), "communication that nothing hides"],
     ["bubble", percent(F.bubble), "waiting for others, or idle"],
-    ...(F.host === null ? [] : [["host", percent(F.host), "of the critical path: GPUs wait for Python"]]),
+    ...(F.host === null || F.host < 5e-4 ? [] : [["host", percent(F.host), "of the critical path: GPUs wait for Python"]]),
     ["tokens per second", value(F.tokens_per_s, (v) => round(v, 6)), F.tokens_per_s.basis],
     ["per GPU", value(F.flops_per_gpu, (v) => `${round(v / 1e12)} TFLOP/s`), F.flops_per_gpu.basis],
     ["MFU", value(F.mfu, percent), F.mfu.basis],

@@ -34,6 +34,7 @@ __all__ = [
 _BLOCK = 8  # classes side by side
 _CLASSES = 24  # classes at all
 _PARTS = 14  # rows of the critical path
+_SHOWN = 5e-4  # of an iteration: less is 0.0 %
 _VARIES = 0.03  # of a host's time: from here on a single number misleads
 _LINKS = 2  # of a kind
 # of where the programs are from, what only scripts compare
@@ -76,7 +77,7 @@ def _head(found: Metrics, verbose: bool) -> str:
         rows.append(("exposed", f"{format_share(found.exposed)} communication that nothing hides"))
         rows.append(("bubble", f"{format_share(found.bubble)} waiting for other ranks, or idle"))
         rows += [("links" if not i else "", text) for i, text in enumerate(_links(found))]
-        if found.host is not None:
+        if (found.host or 0) >= _SHOWN:
             rows.append(
                 ("host", f"{format_share(found.host)} of the critical path: GPUs wait for Python")
             )
