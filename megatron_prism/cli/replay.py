@@ -59,8 +59,10 @@ def replay(args: argparse.Namespace) -> int:
                                 calibrate --host) by its index and those in the slices
       nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job had not; also NCCL_PROTO,
                                 NCCL_NVLS_ENABLE, NCCL_MAX_NCHANNELS, …
-      sends=buffered            sends end without their receivers while NCCL's buffers hold them (32
-                                MiB, or 8 times NCCL_BUFFSIZE); sends=buffered:8MiB
+      sends=buffered            sends end without their receivers while NCCL's buffers hold them: as
+                                many bytes as the calibration measured, with which this is the
+                                default, else 32 MiB, or 8 times NCCL_BUFFSIZE; sends=buffered:8MiB;
+                                sends=buffered:0: all wait
       network=rails             calls of a rank share its NIC and its NVLinks; network=fat-tree:4:
                                 and those above leaf switches, a fourth as many (4 to 1
                                 oversubscribed); network=none: not even if the recipe says so
@@ -181,7 +183,7 @@ def _sends(text: str) -> int:
     word, colon, size = text.partition(":")
     if word != "buffered":
         raise UnitError(f"sends are buffered, or not: {text}", fix="sends=buffered")
-    if colon and parse_bytes(size) < 1:
+    if colon and parse_bytes(size) < 0:
         raise UnitError(f"buffers of {size}", fix="sends=buffered:8MiB")
     return parse_bytes(size) if colon else -1
 
@@ -210,7 +212,7 @@ def _what_if(
     slow: Sequence[tuple[str, str]] = (),
     faster: Sequence[tuple[str, str]] = (),
     nccl: Sequence[str] = (),
-    sends: int = 0,
+    sends: int | None = None,
     slow_rail: Sequence[tuple[int, float]] = (),
     **others: Any,
 ) -> WhatIf:

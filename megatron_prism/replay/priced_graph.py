@@ -77,8 +77,8 @@ class WhatIf:
             leaf switches; ``none``: nobody holds anybody up; None: as the recipe says
             (hardware.network), else ``none``.
         buffered: bytes on their way to a peer that NCCL's buffers hold, so that sends do not wait
-            for their receivers; -1: eight channels of NCCL_BUFFSIZE, 32 MiB if that is not set; 0:
-            all wait.
+            for their receivers; 0: all wait; None: what the calibration measured, else all wait;
+            -1: that, else eight channels of NCCL_BUFFSIZE (32 MiB if that is not set).
         slow_rails: (place in the node, part of the bandwidth) of NICs, on every node.
         alone: ranks that become classes of their own, each.
     """
@@ -92,7 +92,7 @@ class WhatIf:
     host: str | os.PathLike[str] | float | None = None
     nccl: tuple[str, ...] = ()
     network: str | None = None
-    buffered: int = 0
+    buffered: int | None = None
     slow_rails: tuple[tuple[int, float], ...] = ()
     alone: tuple[int, ...] = ()
 
@@ -123,9 +123,8 @@ class PricedGraph:
     @cached_property
     def timeline(self) -> Timeline:
         """When everything happens.  PrismError if the job hangs."""
-        return build_timeline(
-            self.graph, self.prices, self.iterations, _buffered(self.graph, self.what_if)
-        )
+        buffered = _buffered(self.graph, self.what_if, self.calibration)
+        return build_timeline(self.graph, self.prices, self.iterations, buffered)
 
     def again(self, **changes: object) -> PricedGraph:
         """The same with other what-ifs: ``again(dp=64)``."""
@@ -190,7 +189,7 @@ def price(
         )
     graph = _with_modelled_hosts(graph)
     prices = _prices(graph, here, there, measured, what_if)
-    settled, buffered = None, _buffered(graph, what_if)
+    settled, buffered = None, _buffered(graph, what_if, measured)
     if (measured is not None and measured.overlap) or _on_streams(graph):
         factors, who = (measured.overlap, measured.source) if measured is not None else ({}, "")
         settled = replay_with_overlap(graph, prices, factors, who, iterations, buffered)
@@ -506,12 +505,17 @@ def _with_modelled_hosts(graph: WorldGraph) -> WorldGraph:
 _P2P_CHANNELS, _BUFFSIZE = 8, 4 << 20  # of a message of up to 64 MiB on 4 x H200; NCCL's default
 
 
-def _buffered(graph: WorldGraph, what_if: WhatIf) -> int:
+def _buffered(graph: WorldGraph, what_if: WhatIf, calibration: Calibration | None) -> int:
     """Bytes of ``WhatIf.buffered``."""
-    if what_if.buffered >= 0:
-        return what_if.buffered
+    asked, held = what_if.buffered, calibration.held if calibration is not None else 0
+    if asked is not None and asked >= 0:
+        return asked
     settings = parse(graph.programs.source.get(NCCL_ENV, ""))
-    return _P2P_CHANNELS * (settings.buffer_bytes or _BUFFSIZE)
+    each = settings.buffer_bytes or _BUFFSIZE
+    if calibration is not None and held:
+        usual = calibration.nccl.buffer_bytes if calibration.nccl is not None else None
+        return held * each // (usual or _BUFFSIZE)
+    return 0 if asked is None else _P2P_CHANNELS * each
 
 
 def _slow_nics(programs: Programs, what_if: WhatIf, machine: Machine) -> tuple[SlowNic, ...]:

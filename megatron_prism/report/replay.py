@@ -77,7 +77,7 @@ def _head(found: Metrics, verbose: bool) -> str:
         rows.append(("exposed", f"{format_share(found.exposed)} communication that nothing hides"))
         rows.append(("bubble", f"{format_share(found.bubble)} waiting for other ranks, or idle"))
         rows += [("links" if not i else "", text) for i, text in enumerate(_links(found))]
-        if (found.host or 0) >= _SHOWN:
+        if found.host is not None and found.host >= _SHOWN:
             rows.append(
                 ("host", f"{format_share(found.host)} of the critical path: GPUs wait for Python")
             )

@@ -1,5 +1,7 @@
 """Sends into NCCL's buffers: who waits for whom, and until when."""
 
+import json
+
 import pytest
 
 import megatron_prism as prism
@@ -38,6 +40,27 @@ def test_a_send_that_the_buffers_hold_does_not_wait():
 def test_one_that_they_do_not_hold_waits(messages, mib, buffered):
     (first, _), call, _ = ends(messages, mib, buffered=buffered)
     assert first >= 25 + call
+
+
+def test_eight_messages_fit_however_small():
+    """Each takes a whole step of the buffers."""
+    for messages, waits in ((8, False), (9, True)):
+        (first, _), call, _ = ends(messages, 1, buffered=64 * MIB)
+        assert (first > 20) == waits
+
+
+def test_a_calibration_says_what_sends_wait_for(tmp_path):
+    file, text = tmp_path / "c.json", {"source": "2 x H200", "held": [{"bytes": 1, "held": 0}]}
+    sends, recvs = (SEND.format(n=16 * MIB, peer=peer) for peer in (1, -1))
+    world = parse(TWO.format(sends=sends, recvs=recvs.replace("send", "recv")))
+    found = []
+    for held, asked in ((0, None), (32 * MIB, None), (32 * MIB, 0)):
+        text["held"][0]["held"] = held
+        file.write_text(json.dumps(text))
+        how = prism.WhatIf(buffered=asked)
+        made = prism.replay(world, machine="h200", iterations=1, calibration=file, what_if=how)
+        found.append(int(made.spans(0)["end"].max()) / MS > 20)
+    assert found == [True, False, True]
 
 
 def test_the_buffers_are_those_of_the_job_s_settings():

@@ -291,6 +291,7 @@ class Calibration:
     again  : the same right after another call, with what it needs in the CPU's caches
     overlap: collective -> how much it and computing slow each other down
     nccl   : NCCL's settings while they were measured; None: an earlier release did not keep them
+    held   : bytes of sends to a peer that ended while it was busy; 0: none, or nobody measured it
     path   : the file, which may have samples of single calls; "" if there is none
     """
 
@@ -300,6 +301,7 @@ class Calibration:
     again: dict[tuple[str, bool], int] = field(default_factory=dict)
     overlap: dict[str, OverlapFactors] = field(default_factory=dict)
     nccl: NcclSettings | None = None
+    held: int = 0
     path: str = ""
 
     def host_ns(self, name: str, asynchronous: bool, default: int, again: bool = False) -> int:
@@ -361,6 +363,11 @@ class _HostRow(msgspec.Struct):
     again: _HostTime | None = None  # earlier releases did not measure it
 
 
+class _HeldRow(msgspec.Struct):
+    bytes: _Size
+    held: Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
+
+
 class StoredCalibration(msgspec.Struct):
     """What ``prism calibrate`` writes."""
 
@@ -371,6 +378,7 @@ class StoredCalibration(msgspec.Struct):
     host: list[_HostRow] = []
     method: int | None = None
     nccl_env: str | None = None  # ``NCCL_ENV``
+    held: list[_HeldRow] = []
 
 
 def stored(path: str | os.PathLike[str]) -> StoredCalibration:
@@ -401,7 +409,8 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
         host = {(row.op, row.asynchronous): row.ns for row in found.host}
         again = {(row.op, row.asynchronous): row.again for row in found.host if row.again}
         nccl = None if found.nccl_env is None else parse(found.nccl_env)
-        return Calibration(table, source, host, again, overlap, nccl, path=os.fspath(path))
+        held = max((row.held for row in found.held), default=0)
+        return Calibration(table, source, host, again, overlap, nccl, held, os.fspath(path))
 
 
 def modelled(
