@@ -6,7 +6,7 @@ program.py  program_text.py  what a rank does in an iteration, as arrays and as 
 slices.py                   folders of captured programs
 recipe.py                   jobs in YAML: schema, checks, errors
 job_settings.py             what tells one job from another
-megatron_source.py          which megatron-core is installed, and what its source defines
+megatron_source.py          releases of megatron-core: tested, installed, what its source defines
 foreign.py                  every file that somebody else may have written is read here
 files.py                    files and folders of results that appear whole or not at all
 process_changes.py          changes of a process that can be undone

@@ -1,4 +1,4 @@
-"""Read which megatron-core is, or would be, imported, and what its modules define.
+"""Releases of megatron-core: which are tested, which would be imported, what its modules define.
 
 Nothing of Megatron is imported: modules are located as Python would locate them (``megatron`` is a
 namespace package, which a checkout before an installed wheel on ``sys.path`` shadows part by part)
@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 __all__ = [
+    "TESTED",
     "UNKNOWN",
     "Release",
     "locate",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 Release = tuple[int, int]
+TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # tag core_v0.19.0 reports 0.19.1
 UNKNOWN = "unknown"  # the release where there is no megatron.core
 _VERSION = ("MAJOR", "MINOR", "PATCH")
 

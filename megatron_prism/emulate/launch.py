@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.files import check_writable, claimed
-from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
+from megatron_prism.core.megatron_source import TESTED, UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
 from megatron_prism.core.units import counted
 from megatron_prism.emulate import exit_status, workers
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["attach", "attach_from_command_line", "run_script", "start_world"]
 
 _attached = False
-TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # megatron-core; tag core_v0.19.0 reports 0.19.1
 
 
 def run_script(argv: Sequence[str]) -> int:

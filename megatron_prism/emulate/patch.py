@@ -22,6 +22,7 @@ import torch
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.megatron_source import (
+    TESTED,
     Release,
     locate,
     lookup,
@@ -327,5 +328,5 @@ def _missing(patch: Patch, target: str, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"megatron-core {megatron_release()} lacks {patch.module}:{target} ({why}), and {depends} "
         f"depends on the patch {patch.name} of it: {patch.reason}",
-        fix="use a release that is supported (0.16.1 or 0.19); prism patches lists what is missing",
+        fix=f"use a tested release ({', '.join(TESTED)}); prism patches lists what is missing",
     )
