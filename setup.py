@@ -58,7 +58,7 @@ setup(
         "test": TEST,
         "dev": [*TEST, "ruff>=0.6", "mypy>=2", "types-PyYAML"],
         "docs": ["mkdocs-material>=9.5"],
-        "sweep": ["ray>=2.9", "optuna>=3"],  # prism sweep address=, trials=
+        "sweep": ["ray[client]>=2.9", "optuna>=3"],  # prism sweep address=, trials=
         "debug": ["debugpy>=1.8"],
         "training": TRAINING,
         "te": ["transformer-engine[pytorch]>=2.5"],

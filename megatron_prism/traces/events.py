@@ -99,7 +99,6 @@ class Recorded:
     calls: list[HostCall] = field(default_factory=list)
     names: tuple[str, ...] = ()
     dropped: dict[str, int] = field(default_factory=dict)
-    events: int = 0
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Recorded]:
@@ -234,7 +233,6 @@ def _read_kineto(path: Path, packed: bool) -> Recorded:
             for around, events in _pieces(file):  # noqa: B007 - of the last
                 for event in events:
                     _keep(sink, event)
-                sink.found.events += len(events)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"it is cut off or damaged: {error}") from None
     head = foreign.shaped(foreign.value_of_json(around), _Head) if around else _Head()
@@ -418,7 +416,6 @@ def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
             label = str(texts.get(text, table.rpartition("_")[2].lower()))
             code = one.names.setdefault(label, len(one.names))
             one.device.extend((start, end, one.thread(("stream", stream)), correlation, code))
-            one.found.events += 1
     if "CUPTI_ACTIVITY_KIND_RUNTIME" in tables:
         query = "SELECT correlationId, start, globalTid FROM CUPTI_ACTIVITY_KIND_RUNTIME"
         for correlation, start, thread in base.execute(query):
@@ -550,7 +547,7 @@ def _of_dump(
         sink.launch.extend((entry.record, now, 0))
         sink.device.extend((end - length, end, 0, entry.record, 0))
     found = sink.done()
-    found.rank, found.events = dump.rank, len(entries)
+    found.rank = dump.rank
     found.groups = {name: (one.desc, one.ranks) for name, one in dump.groups.items()}
     found.world = max((len(one.ranks) for one in dump.groups.values()), default=0)
     found.dropped[_ASSUMED] = len(entries)

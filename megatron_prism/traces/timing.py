@@ -121,7 +121,6 @@ class Measured:
     segments : int64 [iterations, segments] ns
     begun, done : int64 [iterations, calls], when each call was on its way
     totals   : int64 [iterations] ns, from the beginning of one to that of the next
-    busy     : int64 [iterations] ns in which anything ran
     notes    : what was left out, in words
     """
 
@@ -133,7 +132,6 @@ class Measured:
     begun: np.ndarray
     done: np.ndarray
     totals: np.ndarray
-    busy: np.ndarray
     notes: list[str] = field(default_factory=list)
 
 
@@ -264,15 +262,6 @@ class _Work:
     def since(self) -> np.ndarray:
         """When the first of all that is still to be launched begins."""
         return np.minimum.accumulate(self.start[::-1])[::-1]
-
-    def busy(self) -> int:
-        """ns in which anything of it ran."""
-        if not len(self.start):
-            return 0
-        order = np.argsort(self.start, kind="stable")
-        start, end = self.start[order], np.maximum.accumulate(self.end[order])
-        before = np.concatenate(([start[0]], end[:-1]))
-        return int(np.maximum(0, end - np.maximum(start, before)).sum())
 
 
 def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], int]:
@@ -588,6 +577,5 @@ def measure(found: Recorded, plan: Plan | None = None) -> Measured:
         times[:, :, 0],
         times[:, :, 1],
         np.array([one.end - one.begin for one in kept], dtype=np.int64),
-        np.array([one.work.busy() for one in kept], dtype=np.int64),
         notes,
     )
