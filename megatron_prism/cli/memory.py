@@ -19,7 +19,7 @@ from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.memory.baseline import Baseline, Change
+    from megatron_prism.memory.baseline import Baseline, Change, DrawnFigures, Draws
 
 __all__ = ["ACTIONS", "describe", "limit_of", "memory", "size"]
 
@@ -75,11 +75,12 @@ def annotation(change: Change, path: str) -> str:
 
 
 ACTIONS = ("record", "check", "diff", "explain", "update")
+_DRAWS = ("draws", "routing", "capacity", "limit")
 _KEYS = {
-    "record": ("alloc", "device"),
+    "record": ("alloc", "device", *_DRAWS),
     "check": ("baseline", "tol", "limit", "headroom", "leak", "device"),
     "diff": (),
-    "explain": ("class", "top", "alloc", "device"),
+    "explain": ("class", "top", "alloc", "device", *_DRAWS),
     "update": ("baseline", "device"),
 }
 _PLACES = {"record": 1, "check": 1, "diff": 2, "explain": 1, "update": 1}
@@ -92,6 +93,7 @@ def memory(args: argparse.Namespace) -> int:
     prism memory check DIR baseline=memory.json [tol=0] [limit=80GiB] [headroom=4GiB] [leak=1MiB]
     prism memory diff OLD NEW           two baselines or programs; --force: of different jobs
     prism memory explain DIR [class=pp=0] [top=12]
+    prism memory record|explain DIR … draws=500 routing=zipf:1 [capacity=1.25] [limit=80GiB]
     prism memory update DIR baseline=memory.json
 
     Exit status 1: a class grew beyond tol, appeared, vanished, exceeds limit - headroom,
@@ -99,7 +101,8 @@ def memory(args: argparse.Namespace) -> int:
     Allocated bytes are guarded; reserved is modelled and reported.  limit is held against device
     bytes, or against reserved where those are unknown.  device= is a shipped calibration of
     context, libraries and NCCL (default h200), a file of benchmarks/tools/device_memory.py, or
-    none.
+    none.  draws= iterations of an MoE job captured on tier meta get routing=: uniform, zipf:A, or a
+    folder of --prism-record; capacity= drops what is beyond that factor.
     """
     places, settings = _words(args.action, args.settings)
     if args.out is not None and args.action != "record":
@@ -123,16 +126,35 @@ def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]
     return places, settings
 
 
-def _measure(path: str, alloc: str = "", device: str = "h200") -> Baseline:
+def _measure(path: str, settings: Mapping[str, str], draws: Draws | None = None) -> Baseline:
     from megatron_prism.core.slices import open_programs
     from megatron_prism.memory.baseline import peak_memory
 
+    device = settings.get("device", "h200")
     known = None if device == "none" else device
-    return peak_memory(open_programs(path), alloc_conf=alloc, device=known)
+    alloc = settings.get("alloc", "")
+    return peak_memory(open_programs(path), alloc_conf=alloc, device=known, draws=draws)
 
 
-def _device(settings: dict[str, str]) -> str:
-    return settings.get("device", "h200")
+def _draws(settings: Mapping[str, str]) -> Draws | None:
+    """What is to be drawn; UsageError for words that need ``draws`` without it."""
+    if "draws" not in settings:
+        if given_in := [key for key in _DRAWS if key in settings]:
+            raise UsageError(f"{given_in[0]} belongs to draws", fix="draws=500 routing=zipf:1")
+        return None
+    from megatron_prism.memory import routing
+    from megatron_prism.memory.baseline import Draws
+
+    try:
+        count = arguments.count(1, 100_000, "draws=500")(settings["draws"])
+        capacity = settings.get("capacity")
+        factor = None if capacity is None else arguments.number("capacity=1.25")(capacity)
+    except UnitError as error:
+        raise UsageError(error.message, fix=error.fix) from None
+    if factor is not None and factor <= 0:
+        raise UsageError(f"capacity={factor:g} leaves no token", fix="capacity=1.25")
+    law = routing.law(settings.get("routing", "uniform"))
+    return Draws(law, count, factor, limit_of(settings))
 
 
 def size(given: Mapping[str, Any], key: str, default: int = 0) -> int:
@@ -172,7 +194,7 @@ def _record(args: argparse.Namespace, places: list[str], settings: dict[str, str
     if args.out is None:
         raise UsageError("a baseline needs a file to write", fix="-o FILE.json")
     check_outputs([Path(args.out)], args.force, places)
-    made = _measure(places[0], settings.get("alloc", ""), _device(settings))
+    made = _measure(places[0], settings, _draws(settings))
     path = memory_baseline.save(made, args.out, force=args.force)
     if write_data(args, json.loads(path.read_text(encoding="utf-8")), _rows(made)):
         return 0
@@ -188,7 +210,8 @@ def _check(args: argparse.Namespace, places: list[str], settings: dict[str, str]
     leak = size(settings, "leak", memory_baseline.LEAK)
     path = _named(settings, "check")
     before = memory_baseline.load(path)
-    after = _measure(places[0], before.job.get("alloc_conf", ""), _device(settings))
+    alloc = before.job.get("alloc_conf", "")
+    after = _measure(places[0], {**settings, "alloc": alloc})
     changes = memory_baseline.compare(before, after, tol_bytes=tol, limit=limit, leak_bytes=leak)
     status = _report(args, changes, path, _runs_out(places[0], changes, after))
     if limit is not None and not args.json and all(change.what != "over" for change in changes):
@@ -243,7 +266,7 @@ def _either(path: str) -> Baseline:
 
     if Path(path).suffix == ".json":
         return memory_baseline.load(path)
-    return _measure(path)
+    return _measure(path, {})
 
 
 def _update(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
@@ -251,7 +274,8 @@ def _update(args: argparse.Namespace, places: list[str], settings: dict[str, str
 
     path = _named(settings, "update")
     before = memory_baseline.load(path)  # a file that is no baseline is not replaced
-    after = _measure(places[0], before.job.get("alloc_conf", ""), _device(settings))
+    alloc = before.job.get("alloc_conf", "")
+    after = _measure(places[0], {**settings, "alloc": alloc})
     changes = memory_baseline.compare(before, after, any_job=True)
     _report(args, changes, path)
     memory_baseline.save(after, path, force=True)
@@ -264,7 +288,7 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
     top = settings.get("top", "12")
     if not re.fullmatch(r"[0-9]{1,9}", top):
         raise UsageError(f"top={top} is no number", fix="top=12")
-    made = _measure(places[0], settings.get("alloc", ""), _device(settings))
+    made = _measure(places[0], settings, _draws(settings))
     chosen = settings.get("class")
     if chosen is not None and chosen not in made.classes:
         raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
@@ -294,7 +318,9 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
 
 def _rows(made: Baseline) -> list[dict[str, object]]:
     """A row for every class, without the lists of its tensors."""
-    kept = ("count", "ranks", "peak_allocated", "peak_reserved", "nccl", "peak_device")
+    kept = ["count", "ranks", "peak_allocated", "peak_reserved", "nccl", "peak_device"]
+    if any("drawn" in one for one in made.classes.values()):
+        kept.append("drawn")
     return [
         {"class": name, **{key: one.get(key) for key in kept}, "at": one["at"]}
         for name, one in made.classes.items()
@@ -314,8 +340,28 @@ def _overview(made: Baseline) -> None:
     ]  # fmt: skip
     head = ("class", "ranks", "allocated", "reserved", "NCCL", "device", "peak in", "which")
     print_table(head, rows)
+    for name, one in made.classes.items():
+        if drawn := one.get("drawn"):
+            print(_drawn(name, drawn))
     for level, source in made.provenance.items():
         print(f"  {level.removeprefix('peak_'):<10} {source}")
+
+
+def _drawn(name: str, drawn: DrawnFigures) -> str:
+    """Two lines about the peaks of drawn iterations."""
+    capacity = "" if drawn["capacity"] is None else f", capacity {drawn['capacity']:g}"
+    levels = (f"{word} {units.format_bytes(size)}" for word, size in (
+        ("p50", drawn["p50"]), ("p95", drawn["p95"]), ("at most", drawn["most"])))  # fmt: skip
+    text = (
+        f"{name}: routing {drawn['law']}{capacity}, {drawn['draws']:,} iterations: allocated "
+        f"{', '.join(levels)}"
+    )
+    if drawn["over"] is None or drawn["group"] is None:
+        return text
+    return (
+        f"{text}\n  over the limit in an iteration: {100 * drawn['over']:.1f} % of the ranks, "
+        f"{100 * drawn['group']:.1f} % of the groups that share the experts"
+    )
 
 
 def _report(

@@ -63,7 +63,7 @@ class Builder:
         self._rows: list[tuple[int, ...]] = []
         self._allocations: list[tuple[int, ...]] = []
         self._streams: list[int] = []  # of each allocation
-        self.history = np.empty((0, 4), np.int64)
+        self.history = self.routes = np.empty((0, 4), np.int64)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -171,6 +171,7 @@ class Builder:
             np.array(self._allocations, dtype=ALLOCATION),
             streams=np.array(self._streams if any(self._streams) else [], dtype=np.int16),
             history=self.history,
+            routes=self.routes,
         )
 
 
@@ -190,6 +191,11 @@ class Program:
                   were made there; the text form leaves them out, too
     history     : int64 [events, 4] of all requests since the process began (``tiers.history``), or
                   none; the text form leaves it out
+    routed      : int64 [allocations, 2]: the call of a dispatcher (-1: none) on whose tokens each
+                  depends, and how many bytes it grew by in a probe; none if nobody probed
+    routes      : int64 [1 + calls, 4]: (copies of tokens that a rank sends, experts, experts of a
+                  token, source ranks); of every call (layer, turn, copies that this rank's experts
+                  get, more of them in the probe); the text form leaves both out
     """
 
     rank: int
@@ -201,6 +207,8 @@ class Program:
     hosts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     streams: np.ndarray = field(default_factory=lambda: np.empty(0, np.int16))
     history: np.ndarray = field(default_factory=lambda: np.empty((0, 4), np.int64))
+    routed: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    routes: np.ndarray = field(default_factory=lambda: np.empty((0, 4), np.int64))
 
     @staticmethod
     def from_ops(rank: int, ops: Iterable[Op]) -> Program:
@@ -411,6 +419,8 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
             arrays[f"streams{i}"] = program.streams
         if program.history.size:
             arrays[f"history{i}"] = program.history
+        if program.routed.size:
+            arrays[f"routed{i}"], arrays[f"routes{i}"] = program.routed, program.routes
         heads.append({"rank": program.rank, "strings": program.strings, "splits": program.splits})
     head = {
         "format": FORMAT,
@@ -432,7 +442,9 @@ def _small(arrays: dict[str, np.ndarray]) -> bool:
 
 
 FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
-_MEMBERS = re.compile(r"program_of|(?:ops|allocations|samples|hosts|streams|history)\d{1,7}")
+_MEMBERS = re.compile(
+    r"program_of|(?:ops|allocations|samples|hosts|streams|history|routed|routes)\d{1,7}"
+)
 _Ranks = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
 _Counts = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 59)], ...]
 
@@ -516,11 +528,13 @@ def _assemble(version: int, head: _Head, arrays: dict[str, np.ndarray]) -> Progr
         hosts = column("hosts", np.int64, (-1,))
         streams = column("streams", np.int16, (allocations.size if f"streams{i}" in arrays else 0,))
         history = column("history", np.int64, (-1, 4))
+        routed = column("routed", np.int64, (allocations.size if f"routed{i}" in arrays else 0, 2))
+        routes = column("routes", np.int64, (-1, 4))
         if hosts.size and not samples.size:
             raise ValueError(f"program {i} has times of the host, and none of its segments")
         made = Program(
             one.rank, ops, one.strings, one.splits, allocations, samples if samples.size
-            else _NO_SAMPLES, hosts, streams, history,
+            else _NO_SAMPLES, hosts, streams, history, routed, routes,
         )  # fmt: skip
         if wrong := _wrong(made):
             raise ValueError(f"program {i} has {wrong}")
@@ -557,6 +571,12 @@ def _wrong(program: Program) -> str:
     columns.append(("before", program.allocations["before"], (0, len(program))))
     columns.append(("samples", program.samples, limits("ns")))
     columns.append(("hosts", program.hosts, (0, limits("host")[1])))
+    columns.append(("routed", program.routed[:, 0], (-1, max(-1, len(program.routes) - 2))))
+    columns.append(("grown", program.routed[:, 1], (-largest, largest)))
+    columns.append(("routes", program.routes, (0, largest)))
+    if program.routed.size:
+        columns.append(("more", program.routes[1:, 3], (1, largest)))
+        columns.append(("routing", program.routes[:1], (1, largest)))
     for name, values, (low, high) in columns:
         if values.size and not (low <= values.min() and values.max() <= high):
             odd = values.min() if values.min() < low else values.max()

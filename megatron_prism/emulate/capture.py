@@ -32,6 +32,7 @@ from megatron_prism.core.program import Program
 from megatron_prism.core.slices import AGE, HOST_INDEX, PACED, PEERS, Origin, SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate import job_arguments, nvlink_keepalive
+from megatron_prism.memory import routing
 from megatron_prism.replay.costs.host import HostIndex
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
@@ -158,6 +159,8 @@ class StockCapture(TrainingListener):
         self.host: HostIndex | None = None  # of a GPU's
         self._quick = False  # the iteration that is recorded is not written down, only timed
         self._written = self._traced = False  # of ``_recordings``: one was
+        self._probes = False  # the iteration that is recorded has other loads of experts
+        self._probe: Program | None = None
 
     def _check_others(self, force: bool) -> None:
         """UsageError if the folder has slices of another job; ``force`` replaces one by one."""
@@ -190,7 +193,10 @@ class StockCapture(TrainingListener):
             self._keep()
         meta = self.tier.name == "meta"  # has no times: once is enough
         if wanted > 2 and number >= wanted or meta and self._recordings:
-            if self._recorder is not None:
+            if self._recorder is not None and number < wanted and self._starts_probe():
+                self._recorder.owned_by(model, optimizer)
+                self._recorder.start()
+            elif self._recorder is not None:
                 self._remove()
         elif number >= first_recorded(wanted):
             if self._recorder is None:
@@ -218,6 +224,21 @@ class StockCapture(TrainingListener):
         if not self._quick:  # the next iteration's batch may be another
             self._now = of_running_job()
         self._recorder.start(quick=self._quick)
+
+    def _starts_probe(self) -> bool:
+        """Whether the iteration that begins shows what depends on routing: one after that which is
+        written down, with other loads of the experts."""
+        routes = self._recordings[0].builder.routes
+        if self._probes or not len(routes):
+            return False
+        from megatron_prism.runtime.devices.moe_dispatch import loads
+
+        self._probes, live = True, self.tier.live
+        self.changes.set(loads, "more", routing.more_tokens(routes))
+        live.history = None
+        before = live.high, {**live.parts}
+        self.changes.on_undo(lambda: vars(live).update(zip(("high", "parts"), before, strict=True)))
+        return True
 
     def _clock_next(self, left: int, timed: int) -> bool:
         """Whether the iteration is one of the two clocked ones behind two, six, ten ... others."""
@@ -267,7 +288,9 @@ class StockCapture(TrainingListener):
             self._clocks += [] if self._beside else [clocked]
         elif self._recorder.active:
             recording = self._stopped()
-            if self._beside:
+            if self._probes:
+                self._probe = recording.program()
+            elif self._beside:
                 self._others.append(recording)
                 self._flops = self._flops or self._now
             else:
@@ -337,6 +360,8 @@ class StockCapture(TrainingListener):
                 fix="a --train-iters that it reaches, no --skip-train, or no --prism-capture",
             )
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
+        if self._probe is not None:
+            self.program = routing.learned(self.program, self._probe)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.source.update(self._flops)
         if self.tier.name == "cuda":  # the others' hosts are not in their slices

@@ -494,10 +494,34 @@ def _train(
 def _keep(job: RankJob, slices: SliceStore, alike: Sequence[int]) -> None:
     """Put what was recorded of the last iteration into ``slices``."""
     assert job.program is not None
+    if job.monitor.repeats is None:
+        slices.put(_routed(job))
+        return
     slices.put(job.program)
-    if job.monitor.repeats is not None:
-        for stage in alike:
-            slices.put(job.as_stage(stage, job.monitor.repeats.sections))
+    for stage in alike:
+        slices.put(job.as_stage(stage, job.monitor.repeats.sections))
+
+
+def _routed(job: RankJob) -> Program:
+    """The program, which knows what depends on the router's choices if another iteration, with
+    other loads of the experts, can tell."""
+    from megatron_prism.memory import routing
+    from megatron_prism.runtime.devices.moe_dispatch import loads
+
+    program, recorder = job.program, job.recorder
+    assert program is not None
+    if recorder is None or not len(program.routes):
+        return program
+    job.monitor.on_step = None
+    recorder.owned_by(job.model, job.optimizer)
+    loads.more = routing.more_tokens(program.routes)
+    try:
+        job.iterate(job.recipe.train.iterations)
+    finally:
+        loads.more = None
+    job.peaks.pop()  # nobody asked for this iteration
+    assert job.recording is not None
+    return routing.learned(program, job.recording.program())
 
 
 def _collect_no_garbage(session: Session) -> None:

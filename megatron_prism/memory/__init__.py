@@ -3,5 +3,6 @@
 peaks.py         peaks, and what is alive there
 allocator.py     what PyTorch's caching allocator reserves for it
 nccl_buffers.py  what NCCL's communicators take beside it
+routing.py       peaks of an MoE job whose routing is drawn from a law
 baseline.py      peaks kept in a file, and compared: ``prism.peak_memory``
 """

@@ -23,15 +23,15 @@ from megatron_prism.core import foreign, job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.ops import CODED
-from megatron_prism.core.program import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import counted
-from megatron_prism.memory import allocator, nccl_buffers
+from megatron_prism.memory import allocator, nccl_buffers, routing
 from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse, described, estimates
 
 if TYPE_CHECKING:
     from megatron_prism.memory.peaks import HeldMemory
 
-__all__ = ["Baseline", "Change", "compare", "load", "measure", "peak_memory", "save"]
+__all__ = ["Baseline", "Change", "Draws", "compare", "load", "measure", "peak_memory", "save"]
 
 SCHEMA = "prism.mem-baseline/1"
 LEAK = 1 << 20  # bytes that an iteration may leave behind
@@ -70,6 +70,23 @@ class BaselineOrigin(TypedDict):
     count: _Bytes
 
 
+class DrawnFigures(TypedDict):
+    """Allocated bytes of a class over ``draws`` iterations with routing by ``law``.
+
+    over  : chance that a rank exceeds the limit in an iteration; None without a limit
+    group : that one of the ranks that share the experts does
+    """
+
+    law: _Text
+    draws: int
+    capacity: float | None
+    p50: _Bytes
+    p95: _Bytes
+    most: _Bytes
+    over: float | None
+    group: float | None
+
+
 class OptionalFigures(TypedDict, total=False):
     """What releases before this one did not write; ``nccl`` and the device's need a calibration."""
 
@@ -78,6 +95,7 @@ class OptionalFigures(TypedDict, total=False):
     growth_top: list[BaselineOrigin]
     nccl: _Bytes | None
     peak_device: _Bytes | None
+    drawn: DrawnFigures | None
 
 
 class ClassMemoryFigures(OptionalFigures):
@@ -123,6 +141,7 @@ def peak_memory(
     *,
     alloc_conf: str = "",
     device: str | os.PathLike[str] | nccl_buffers.BufferCalibration | None = "h200",
+    draws: Draws | None = None,
 ) -> Baseline:
     """Find the peak memory of every class of ranks, and what is alive then.
 
@@ -131,13 +150,14 @@ def peak_memory(
         alloc_conf: PYTORCH_CUDA_ALLOC_CONF of the job.
         device: what context, libraries and NCCL take: a shipped calibration, a file, or None:
             device bytes are unknown.
+        draws: iterations of an MoE job to draw the routing of.
 
     Raises:
         UsageError: the programs recorded no memory or did not train.
     """
     if device is not None and not isinstance(device, nccl_buffers.BufferCalibration):
         device = nccl_buffers.read(device)
-    return measure(programs, alloc_conf, device)
+    return measure(programs, alloc_conf, device, draws)
 
 
 @dataclass(frozen=True)
@@ -176,12 +196,29 @@ class Change:
         return self.what in ("grown", "appeared", "vanished", "over", "leaks")
 
 
+@dataclass(frozen=True)
+class Draws:
+    """What to draw: ``count`` iterations with routing by ``law``.
+
+    capacity : --moe-expert-capacity-factor; None: the job's own
+    limit    : bytes of the device
+    """
+
+    law: routing.Law
+    count: int
+    capacity: float | None = None
+    limit: int | None = None
+
+
 def measure(
-    programs: Programs, alloc_conf: str = "", device: nccl_buffers.BufferCalibration | None = None
+    programs: Programs,
+    alloc_conf: str = "",
+    device: nccl_buffers.BufferCalibration | None = None,
+    draws: Draws | None = None,
 ) -> Baseline:
     """The figures of ``programs``; ``device`` says what processes and communicators take.
 
-    UsageError if they recorded no memory or did not train.
+    UsageError if they recorded no memory or did not train, or where there is nothing to draw.
     """
     settings = allocator.Settings.parse(alloc_conf)
     optimizer = CODED["phase"].index("optimizer")
@@ -203,7 +240,48 @@ def measure(
             "nccl": nccl,
             "peak_device": None if beyond is None else one.reserved + beyond,
         }
+        if draws is not None:
+            more = (classes[one.name]["peak_device"] or one.reserved) - one.peak.num_bytes
+            program = programs.programs[one.program]
+            classes[one.name]["drawn"] = _drawn(program, draws, _capacity(job, draws), more)
+    if draws is not None and not any(one["drawn"] for one in classes.values()):
+        raise UsageError(
+            "the slices do not say which allocations depend on routing",
+            fix="an MoE job on tier meta with an alltoall or allgather dispatcher, captured again "
+            "with --train-iters 4",
+        )
     return Baseline(job, classes, device.provenance())
+
+
+def _capacity(job: Mapping[str, str], draws: Draws) -> float | None:
+    """What is asked for, else what the job's arguments say."""
+    if draws.capacity is not None:
+        return draws.capacity
+    text = next((job[key] for key in job_settings.KEYS if key in job), "")
+    for name, value in job_settings.values(text).items():
+        if name.replace("-", "_").endswith("moe_expert_capacity_factor") and value != "None":
+            return float(value)
+    return None
+
+
+def _drawn(
+    program: Program, draws: Draws, capacity: float | None, more: int
+) -> DrawnFigures | None:
+    """``more``: what the device takes beyond allocated bytes."""
+    found = routing.draw(program, draws.law, draws.count, capacity=capacity)
+    if found is None:
+        return None
+    over = (None, None) if draws.limit is None else found.beyond(draws.limit - more)
+    return {
+        "law": found.law,
+        "draws": draws.count,
+        "capacity": capacity,
+        "p50": found.quantile(0.5),
+        "p95": found.quantile(0.95),
+        "most": int(found.ranks.max()),
+        "over": over[0],
+        "group": over[1],
+    }
 
 
 def _origin(h: HeldMemory) -> BaselineOrigin:

@@ -9,7 +9,7 @@ import pytest
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
+from megatron_prism.core.program import Builder, Program
 from megatron_prism.core.slices import SliceStore, open_programs
 from megatron_prism.core.world import World
 from megatron_prism.emulate import capture
@@ -113,7 +113,7 @@ def simulated(tmp_path, monkeypatch):
 
             def stop(self):
                 self.active = False
-                return Recorded(number - 1, None if self.quick else object())
+                return Recorded(number - 1, None if self.quick else Builder())
 
             def own_ns(self):
                 log.append((number - 1, "probed"))

@@ -172,6 +172,7 @@ def _balanced_splits(module: ModuleType, context: PatchContext) -> None:
         if cuda.watcher is not None:  # the copy to the host that this stands in for
             cuda.watcher.host_waited("token counts")
         splits = moe_dispatch.balanced_splits(
+            self,
             total=int(self.num_out_tokens)
             if not torch.is_tensor(self.num_out_tokens)
             else self.routing_map.shape[0] * self.config.moe_router_topk,
@@ -179,6 +180,7 @@ def _balanced_splits(module: ModuleType, context: PatchContext) -> None:
             local=self.local_expert_indices,
             ep_size=self.ep_size,
             tp_size=self.tp_size,
+            topk=self.config.moe_router_topk,
         )
         counts["made_up"] = True
         self.num_out_tokens = splits.total
@@ -213,11 +215,13 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
         if cuda.watcher is not None:
             cuda.watcher.host_waited("token counts")
         splits = moe_dispatch.balanced_splits(
+            self,
             total=self.routing_map.shape[0] * self.config.moe_router_topk,
             num_experts=self.config.num_moe_experts,
             local=self.local_expert_indices,
             ep_size=1,
             tp_size=1,
+            topk=self.config.moe_router_topk,
         )
         counts["made_up"] = True
         total = int(splits.per_local_expert.sum())

@@ -9,6 +9,7 @@ import contextlib
 import enum
 import logging
 import sys
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -294,12 +295,14 @@ def _offloaded(module: ModuleType, context: PatchContext) -> None:
 def _shared_storage(module: ModuleType, context: PatchContext) -> None:
     """A C++ extension gives one tensor's memory to another; compiled in the first backward pass, it
     takes a minute, and a run that was killed meanwhile leaves a lock on which the next one waits.
-    On shapes the memory only has to be counted where it is."""
+    On shapes the memory only has to be counted once, as long as one of the two is there."""
 
     def share(to: torch.Tensor, of: torch.Tensor) -> None:
-        size = of.untyped_storage().nbytes()
-        of.untyped_storage().resize_(0)
-        to.untyped_storage().resize_(size)
+        kept, shared = to.untyped_storage(), of.untyped_storage()
+        size = shared.nbytes()
+        shared.resize_(0)
+        kept.resize_(size)
+        weakref.finalize(shared, id, kept).atexit = False
 
     context.replace(module, lambda original: share)
 

@@ -9,7 +9,8 @@ the routing map of all ranks for the local experts with a row number for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
 __all__ = [
+    "ExpertLoads",
     "balanced_splits",
     "fused_combine",
     "fused_dispatch",
     "hybrid_ep_combine",
     "hybrid_ep_dispatch",
     "indices_to_multihot",
+    "loads",
     "masked_select",
     "permute_shapes",
     "set_copies",
@@ -222,12 +225,62 @@ class Splits:
     per_local_expert: torch.Tensor
 
 
+class ExpertLoads:
+    """How many copies of tokens this rank's experts get in each call of an iteration.
+
+    A call is (which dispatcher, its how-manieth turn); one that a backward makes again has the turn
+    of the first.
+
+    more  : (layer, turn) -> copies beyond the even share, of each expert from each source rank
+    shape : (copies that a rank sends, experts, experts of a token, source ranks) of the last call
+    """
+
+    def __init__(self) -> None:
+        self.more: Callable[[int, int], int] | None = None
+        self.shape = (0, 0, 0, 0)
+        self.start()
+
+    def start(self) -> None:
+        """An iteration begins."""
+        self.calls: dict[tuple[int, int], int] = {}
+        self._layers: dict[int, int] = {}
+        self._turns: Counter[tuple[int, bool]] = Counter()
+
+    def add(self, dispatcher: object, here: np.ndarray, ways: int) -> np.ndarray:
+        """A call of ``dispatcher``; ``here`` [local] are the even shares from each of ``ways``
+        ranks.  Returns those that its experts get."""
+        layer = self._layers.setdefault(id(dispatcher), len(self._layers))
+        again = torch._C._current_graph_task_id() >= 0  # recomputed inside a backward
+        turn = self._turns[layer, again]
+        self._turns[layer, again] += 1
+        if self.more is not None:
+            here = np.maximum(here + self.more(layer, turn), 0)
+        self.calls[layer, turn] = int(here.sum()) * ways
+        return here
+
+    def table(self) -> np.ndarray:
+        """``Program.routes`` of what has run since ``start``."""
+        rows = [(*key, rows, 0) for key, rows in self.calls.items()]
+        return np.array([self.shape, *rows] if rows else [], dtype=np.int64).reshape(-1, 4)
+
+
+loads = ExpertLoads()
+
+
 def balanced_splits(
-    total: int, num_experts: int, local: Sequence[int], ep_size: int, tp_size: int
+    dispatcher: object,
+    total: int,
+    num_experts: int,
+    local: Sequence[int],
+    ep_size: int,
+    tp_size: int,
+    topk: int,
 ) -> Splits:
-    """Every expert gets its even share of ``total`` copies; the first ones take the remainder."""
+    """Every expert gets its even share of ``total`` copies, the first ones take the remainder;
+    this rank's get what ``loads`` says."""
     counts = _even(total, num_experts).numpy()
-    here = counts[list(local)]
+    loads.shape = (total, num_experts, topk, ep_size * tp_size)
+    here = loads.add(dispatcher, counts[list(local)], ep_size * tp_size)
     return Splits(
         total=total,
         sent=counts.reshape(ep_size, -1).sum(axis=1),

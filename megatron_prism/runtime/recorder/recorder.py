@@ -27,6 +27,7 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Builder
 from megatron_prism.runtime.answers import reduce_op_name
 from megatron_prism.runtime.devices import cuda, kernels
+from megatron_prism.runtime.devices.moe_dispatch import loads
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
 from megatron_prism.runtime.process_group import CompletedWork, arguments
 from megatron_prism.runtime.recorder.measurements import (
@@ -145,6 +146,7 @@ class Recorder(CallListener, TrainingListener):
         self._collections.start()
         self._hosts, self._num_batches, self._quick, self.active = [], -1, quick, True
         if self.meter is not None:
+            loads.start()
             self.meter.take()
             standing = self.owners.standing()
             for storage, num_bytes, key, note in self._alive():
@@ -183,6 +185,8 @@ class Recorder(CallListener, TrainingListener):
         builder = None if self._quick else self._builder
         if builder is not None and self._history is not None:
             builder.history = self._history.rows()
+        if builder is not None and self.meter is not None:
+            builder.routes = loads.table()
         collected = self._collections.stop()
         return Recording(self.rank, builder, self._times, self._trace, self._hosts, collected)
 

@@ -1,0 +1,257 @@
+"""How much memory an MoE rank may need: routing drawn from a law, the peak of every draw.
+
+In : a program whose capture says which storages grow with the tokens that experts get
+(``Program.routed``), and a law.  Out: the distribution of the peak.
+
+Which they are is found out, not guessed: a second iteration runs in which every call of a
+dispatcher gets another number of tokens more (``probe``), and what differs, differs by it
+(``learned``).  Sizes grow linearly with tokens, so a draw costs a sum over the program's events.
+
+Laws: ``uniform``, each token takes experts at random; ``zipf:A``, the k-th popular expert of a
+layer gets a share of k^-A, and which one that is is drawn for each layer; or a recording of a real
+run (``--prism-record``), of which a call of the same layer is drawn.  An iteration's microbatches
+share what is popular.  Tokens that a rank sends do not change, those that its experts get do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_prism.core import foreign
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import CODED
+from megatron_prism.core.program import Program
+
+__all__ = ["Drawn", "Law", "draw", "law", "learned", "more_tokens"]
+
+_STEPS = ("forward", "backward", "weight")
+STEP = 16  # copies by which each call's loads differ in a probe: FP8 pads to no less
+_CALL = re.compile(r"route (\d{1,6})#(\d{1,9})")
+
+
+# -- what depends on routing -----------------------------------------------------------------------
+def more_tokens(routes: np.ndarray) -> Callable[[int, int], int]:
+    """What a probe gives each (layer, turn) of ``Program.routes`` beyond its even share, per expert
+    and source rank."""
+    numbers = {(int(a), int(b)): n for n, (a, b, *_) in enumerate(routes[1:])}
+    return lambda layer, turn: STEP * (1 + numbers.get((layer, turn), len(numbers)))
+
+
+def learned(program: Program, probe: Program) -> Program:
+    """``program`` with what ``probe``, the same with other loads, says of its allocations.
+
+    Unchanged where the two do not make the same storages in the same order.
+    """
+    keys, more = program.routes[1:, :2], probe.routes[1:, 2] - program.routes[1:, 2]
+    if not np.array_equal(keys, probe.routes[1:, :2]) or not more.size or (more <= 0).any():
+        return program
+    made, others = _made(program), _made(probe)
+    count = min(made.size, others.size)
+    texts = _notes(program, made[:count]), _notes(probe, others[:count])
+    alike = next((n for n, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), count)
+    steps = np.isin(program.ops["phase"], [CODED["phase"].index(name) for name in _STEPS])
+    at = np.minimum(program.allocations["before"][made], len(program) - 1)
+    if steps[at[alike:]].any():  # what follows the steps may differ: not every iteration has it
+        return program
+    made, others = made[:alike], others[:alike]
+    events = program.allocations
+    change = probe.allocations["bytes"][others] - events["bytes"][made]
+    routed = np.zeros((len(events), 2), dtype=np.int64)
+    routed[:, 0] = -1
+    ratios = more / np.maximum(program.routes[1:, 2], 1)
+    order, call = np.argsort(ratios, kind="stable"), -1
+    for event, grown in zip(made[change != 0], change[change != 0], strict=True):
+        size = int(events["bytes"][event])
+        at = int(np.searchsorted(ratios[order], grown / size))
+        near = min(order[max(at - 1, 0) : at + 1], key=lambda n: abs(ratios[n] - grown / size))
+        if abs(ratios[near] * size - grown) <= max(0.002 * grown, 64):
+            call = int(near)
+        if call >= 0:  # of what has a constant part, too: the call before it
+            routed[event] = call, grown
+    _give_back(program, routed)
+    routes = program.routes.copy()
+    routes[1:, 3] = more
+    return replace(program, routed=routed, routes=routes)
+
+
+def _made(program: Program) -> np.ndarray:
+    """Events of the iteration that make a storage, or let it grow."""
+    events = program.allocations
+    return np.flatnonzero((events["bytes"] > 0) & (events["before"] > 0))
+
+
+def _notes(program: Program, events: np.ndarray) -> list[str]:
+    return [program.strings[note] for note in program.allocations["note"][events]]
+
+
+def _give_back(program: Program, routed: np.ndarray) -> None:
+    """What a storage grew by goes with it."""
+    grown: dict[int, tuple[int, int]] = {}
+    storages, sizes = program.allocations["storage"], program.allocations["bytes"]
+    for event in np.flatnonzero((routed[:, 0] >= 0) | (sizes < 0)).tolist():
+        storage = int(storages[event])
+        if sizes[event] > 0:
+            before = grown.get(storage, (0, 0))[1]
+            grown[storage] = int(routed[event, 0]), before + int(routed[event, 1])
+        elif storage in grown:
+            call, change = grown.pop(storage)
+            routed[event] = call, -change
+
+
+# -- the law ---------------------------------------------------------------------------------------
+Shares = Callable[[np.random.Generator, int, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Law:
+    """text; shares(random, layer, experts) -> of the tokens, [experts]."""
+
+    text: str
+    shares: Shares
+
+
+def law(text: str) -> Law:
+    """``uniform``, ``zipf:1.2``, or a folder that --prism-record wrote.  UsageError for others."""
+    if text == "uniform":
+        return Law(text, lambda random, layer, experts: np.full(experts, 1 / experts))
+    kind, _, number = text.partition(":")
+    if kind == "zipf" and re.fullmatch(r"\d{1,2}(\.\d{1,6})?", number):
+        power = float(number)
+
+        def shares(random: np.random.Generator, layer: int, experts: int) -> np.ndarray:
+            found: np.ndarray = np.arange(1.0, experts + 1) ** -power
+            return random.permutation(found / found.sum())
+
+        return Law(text, shares)
+    if not Path(text).is_dir():
+        raise UsageError(
+            f"routing={text} is no law", fix="routing=uniform, zipf:1.2, or a --prism-record folder"
+        )
+    return Law(f"recorded in {text}", _recorded(Path(text)))
+
+
+def _recorded(folder: Path) -> Shares:
+    """Shares of experts in every call of a layer, over all ranks that were recorded."""
+    calls: dict[tuple[int, int], np.ndarray] = {}
+    files = sorted(folder.glob("rank-*.npz"))
+    for file in files:
+        with foreign.reading(file, "a recording of ours", "record again with --prism-record"):
+            members = re.compile(r"(?:gather|route) .*#\d{1,9}", re.DOTALL)
+            _, values = foreign.read_arrays(file, dict[str, object], members)
+            for name, value in values.items():
+                if (found := _CALL.fullmatch(name)) is not None and value.dtype == np.uint8:
+                    sums = np.unpackbits(value.reshape(-1, value.shape[-1]), axis=-1).sum(axis=0)
+                    key = int(found[1]), int(found[2])
+                    before = calls.get(key)
+                    calls[key] = sums if before is None else before + sums
+    layers: dict[int, list[np.ndarray]] = {}
+    for (layer, _), sums in sorted(calls.items()):
+        layers.setdefault(layer, []).append(sums)
+    if not layers:
+        raise UsageError(
+            f"{folder} has no routing of an MoE layer",
+            fix="record the job with all ranks local: --prism-record DIR",
+        )
+    names = sorted(layers)
+
+    def shares(random: np.random.Generator, layer: int, experts: int) -> np.ndarray:
+        of_layer = layers[names[layer % len(names)]]
+        sums = of_layer[random.integers(len(of_layer))][:experts].astype(float)
+        if sums.size != experts or not sums.sum():
+            raise UsageError(
+                f"{folder} has routing to {sums.size} experts, this job has {experts}",
+                fix="record this very job",
+            )
+        found: np.ndarray = sums / sums.sum()
+        return found
+
+    return shares
+
+
+# -- draws -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Drawn:
+    """Peaks of allocated bytes over ``draws`` iterations.
+
+    ranks : int64 [draws, ranks of a group of experts]: the peak of each
+    """
+
+    law: str
+    ranks: np.ndarray
+
+    def quantile(self, share: float) -> int:
+        """Bytes that ``share`` of all ranks and iterations stay within."""
+        return int(np.quantile(self.ranks, share))
+
+    def beyond(self, limit: int) -> tuple[float, float]:
+        """Chance that one rank exceeds ``limit`` bytes in an iteration; that one of its group."""
+        over = self.ranks > limit
+        return float(over.mean()), float(over.any(axis=1).mean())
+
+
+def draw(
+    program: Program, chosen: Law, draws: int, seed: int = 0, capacity: float | None = None
+) -> Drawn | None:
+    """The peaks of ``draws`` iterations; None if the program does not say what routing changes.
+
+    capacity : --moe-expert-capacity-factor: what is beyond it is dropped
+    """
+    if not program.routed.size or not (program.routed[:, 0] >= 0).any():
+        return None
+    (total, experts, topk, ways), calls = program.routes[0].tolist(), program.routes[1:]
+    timeline = _Timeline(program)
+    random = np.random.default_rng(seed)
+    most = None if capacity is None else ways * int(np.ceil(capacity * total / experts))
+    local = max(1, round(calls[0, 2] * experts / (total * ways)))
+    groups = experts // local
+    found = np.empty((draws, groups), dtype=np.int64)
+    layers = sorted(set(calls[:, 0].tolist()))
+    for row in found:
+        shares = {n: _at_most(chosen.shares(random, n, experts), 1 / topk) for n in layers}
+        rows = np.empty((len(calls), groups), dtype=np.int64)
+        for call, (layer, *_) in zip(rows, calls.tolist(), strict=True):
+            counts = random.multinomial(total * ways, shares[layer])
+            if most is not None:
+                counts = np.minimum(counts, most)
+            call[:] = counts.reshape(groups, local).sum(axis=1)
+        row[:] = [timeline.peak(rows[:, group]) for group in range(groups)]
+    return Drawn(chosen.text, found)
+
+
+def _at_most(shares: np.ndarray, most: float) -> np.ndarray:
+    """No expert gets a token twice: what is beyond ``most`` goes to the others."""
+    while (shares > most * (1 + 1e-9)).any():
+        full = shares >= most * (1 - 1e-9)
+        left = np.where(full, 0.0, shares)
+        if not left.sum():
+            return np.full(shares.size, 1 / shares.size)
+        shares = np.where(full, most, left * ((1 - most * full.sum()) / left.sum()))
+    return shares
+
+
+class _Timeline:
+    """Live bytes of a program as a function of its calls' loads: between two events that depend on
+    routing only the most counts."""
+
+    def __init__(self, program: Program) -> None:
+        routed = program.routed
+        self._at = np.flatnonzero(routed[:, 0] >= 0)
+        live = program.live_bytes()
+        starts = np.concatenate(([0], self._at))
+        self._most = np.maximum.reduceat(live, np.unique(starts))
+        if self._at.size and self._at[0] == 0:
+            self._most = np.concatenate(([0], self._most))
+        self._call = routed[self._at, 0]
+        self._rows = program.routes[1:, 2]
+        grown = routed[self._at, 1].astype(float)
+        self._each = grown / program.routes[1:, 3][self._call]
+
+    def peak(self, rows: np.ndarray) -> int:
+        """With ``rows`` copies of tokens for this rank's experts in every call."""
+        more = (rows - self._rows)[self._call] * self._each
+        return round(float((self._most + np.concatenate(([0.0], np.cumsum(more)))).max()))

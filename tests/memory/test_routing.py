@@ -1,0 +1,158 @@
+"""Draws of routing: what a probe shows, the laws, and peaks against counting by hand."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_prism.core import program
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program import Builder, Programs
+from megatron_prism.core.world import World
+from megatron_prism.memory import routing
+
+SENT, EXPERTS, TOPK, WAYS = 64, 8, 2, 4  # a rank has two of the experts
+
+
+def iteration(rows):
+    """Two layers, ``rows`` copies of tokens each: 10 bytes a row kept, 4 more for a moment."""
+    made = Builder()
+    made.memory(0, 1000, "param:all")
+    made.add("compute", phase="forward", microbatch=0)
+    for layer, count in enumerate(rows):
+        made.memory(10 + layer, 10 * count, f"layers.{layer}")
+        made.memory(20 + layer, 4 * count, f"layers.{layer} @moe")
+        made.memory(30 + layer, 77, f"layers.{layer} @norm")
+        made.add("compute", phase="forward", microbatch=0)
+        made.memory(20 + layer, -4 * count)
+    made.add("compute", phase="backward", microbatch=0)
+    for layer, count in enumerate(rows):
+        made.memory(10 + layer, -10 * count)
+    made.routes = np.array([(SENT, EXPERTS, TOPK, WAYS), (0, 0, rows[0], 0), (1, 0, rows[1], 0)])
+    return made.build(0)
+
+
+def by_hand(rows):
+    return int(iteration(rows).live_bytes().max())
+
+
+@pytest.fixture
+def known():
+    plain = iteration((64, 64))
+    more = routing.more_tokens(plain.routes)
+    probe = iteration([64 + 2 * WAYS * more(layer, 0) for layer in (0, 1)])
+    return routing.learned(plain, probe)
+
+
+def test_a_probe_tells_which_call_a_storage_depends_on(known):
+    notes = [known.strings[n] for n in known.allocations["note"]]
+    calls = {(note, call) for note, (call, _) in zip(notes, known.routed.tolist(), strict=True)}
+    assert {("layers.0", 0), ("layers.1", 1), ("layers.0 @moe", 0), ("layers.1 @moe", 1)} <= calls
+    assert {("layers.0 @norm", -1), ("param:all", -1)} <= calls
+
+
+@pytest.mark.parametrize("rows", [(64, 64), (0, 200), (200, 0), (17, 93), (256, 256)])
+def test_a_peak_of_other_loads_is_what_a_run_with_them_has(known, rows):
+    assert routing._Timeline(known).peak(np.array(rows)) == by_hand(rows)
+
+
+def test_other_iterations_are_no_probe():
+    plain, other = iteration((64, 64)), iteration((128, 192))
+    strange = Builder()
+    strange.add("compute")
+    strange.memory(1, 5, "another")
+    strange.routes = other.routes
+    assert not routing.learned(plain, strange.build(0)).routed.size
+    assert routing.draw(plain, routing.law("uniform"), 3) is None
+
+
+def test_laws_spread_as_they_say(known):
+    even = routing.draw(known, routing.law("uniform"), 200)
+    skewed = routing.draw(known, routing.law("zipf:1.5"), 200)
+    assert even.ranks.shape == (200, 4)
+    assert by_hand((64, 64)) * 0.9 < even.quantile(0.05) < even.quantile(0.95)
+    assert skewed.quantile(0.95) > even.quantile(0.95) * 1.1
+    assert skewed.ranks.max() <= by_hand((2 * 128, 2 * 128))  # no expert has more than all tokens
+    one, some = skewed.beyond(even.quantile(0.99))
+    assert 0 < one < some <= 1
+    capped = routing.draw(known, routing.law("zipf:1.5"), 200, capacity=1.0)
+    assert capped.ranks.max() <= by_hand((64, 64))
+
+
+def test_shares_beyond_all_tokens_go_to_others():
+    found = routing._at_most(np.array([0.7, 0.2, 0.1, 0.0]), 0.5)
+    assert found.tolist() == pytest.approx([0.5, 1 / 3, 1 / 6, 0.0])
+
+
+def test_a_recording_is_a_law(known, tmp_path):
+    chosen = np.zeros((16, EXPERTS), dtype=bool)
+    chosen[:, [0, 1]] = True  # all tokens to the first rank's experts
+    packed = np.packbits(chosen, axis=-1)
+    head = np.frombuffer(b"{}", dtype=np.uint8)
+    np.savez(tmp_path / "rank-000000.npz", head=head, **{"route 3#0": packed})
+    found = routing.draw(known, routing.law(str(tmp_path)), 2)
+    assert found.ranks[:, 0].tolist() == [by_hand((256, 256))] * 2
+    assert found.ranks[:, 1:].max() == by_hand((0, 0))
+    for text in ("pareto", "zipf:", "zipf:x", str(tmp_path / "none")):
+        with pytest.raises(UsageError, match="routing="):
+            routing.law(text)
+
+
+def test_slices_keep_it(known, tmp_path):
+    made = Programs(World(1), (known,), np.zeros(1, dtype=np.int32))
+    back = program.load(program.save(made, tmp_path / "a.prism")).programs[0]
+    assert np.array_equal(back.routed, known.routed)
+    assert np.array_equal(back.routes, known.routes)
+
+
+RUN = """
+import sys
+from pathlib import Path
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.emulate import recipe_rank
+from megatron_prism.emulate.session import Session
+from megatron_prism.runtime.devices.moe_dispatch import loads
+
+folder, seed, *settings = sys.argv[1:]
+recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", settings)
+if int(seed):
+    loads.more = lambda layer, turn: hash((layer, turn, int(seed))) % 193 - 96
+    recipe_rank._routed = lambda job: job.program
+store = SliceStore(Path(folder), recipe.world, {})
+recipe_rank.run(Session(), recipe, 0, lambda *a, **k: None, store)
+"""
+MOE = """
+model.num_experts=8 model.moe_router_topk=2 model.moe_ffn_hidden_size=512 model.seq_length=512
+model.max_position_embeddings=512 parallel.ep=4 train.micro_batch_size=4 train.global_batch_size=64
+model.num_layers=4 train.iterations=2
+""".split()
+FULL = """
+train.recompute_granularity=full train.recompute_method=uniform train.recompute_num_layers=1
+""".split()
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("recompute", [(), FULL], ids=["kept", "recomputed"])
+def test_a_peak_is_that_of_a_run_with_these_loads(tmp_path, recompute):
+    """A capture with even loads predicts, to the byte, the peak of a run with others."""
+    pytest.importorskip("megatron.core")
+    made = []
+    for seed in (0, 1):
+        words = [sys.executable, "-c", RUN, str(tmp_path / str(seed)), str(seed), *MOE, *recompute]
+        subprocess.run(words, check=True)
+        (file,) = (tmp_path / str(seed)).glob("*.prism")
+        made.append(program.load(file).programs[0])
+    even, other = made
+    assert even.live_bytes().max() != other.live_bytes().max()
+    found = routing._Timeline(even).peak(_rows(even, 1))
+    assert found == other.live_bytes().max()
+
+
+def _rows(made, seed):
+    """Copies in every call of a run with this seed."""
+    _, experts, _, ways = made.routes[0].tolist()
+    local = made.routes[1:, 2] * experts // (made.routes[0, 0] * ways)
+    more = [hash((layer, turn, seed)) % 193 - 96 for layer, turn in made.routes[1:, :2].tolist()]
+    return made.routes[1:, 2] + np.array(more) * local * ways
