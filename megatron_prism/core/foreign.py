@@ -28,7 +28,7 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
@@ -292,10 +292,11 @@ class _Unpickler(pickle.Unpickler):
         raise HostileValueError("it asks for an object from outside; nothing was executed")
 
 
-def unpickled(data: bytes) -> object:
+def unpickled(data: bytes, cut: Callable[[object], None] = lambda value: None) -> object:
     """The plain value of a pickle.  HostileValueError; ValueError for anything else that is wrong.
 
-    Call it inside ``bounded_memory``: one opcode may ask for 64 GiB.
+    Call it inside ``bounded_memory``: one opcode may ask for 64 GiB.  ``cut`` takes away what
+    nobody reads, before the value is measured.
     """
     try:
         # without the buffer the unpickler asks for every few bytes: three times as long
@@ -306,6 +307,7 @@ def unpickled(data: bytes) -> object:
         raise ValueError("it asks for more memory than its size explains") from None
     except Exception as error:  # damaged pickles raise almost anything
         raise ValueError(f"it is damaged: {str(error)[:200] or type(error).__name__}") from None
+    cut(value)
     least, by, most = _EXPANDED
     expanded_size(value, min(max(least, by * len(data)), most))
     return value

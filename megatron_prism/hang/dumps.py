@@ -9,7 +9,6 @@ import contextlib
 import functools
 import math
 import multiprocessing
-import operator
 import os
 import re
 import signal
@@ -151,7 +150,6 @@ class DumpSet:
 
 
 T = TypeVar("T")
-Row = Mapping[str, Any]  # one entry as torch, or whoever wrote the file, has it: unchecked
 
 _NAMES = {row.recorder: row.name for row in TABLE} | {row.name: row.name for row in TABLE}
 _NAMES |= {method: row.name for row in TABLE for method in row.methods}
@@ -161,52 +159,27 @@ _NAMES |= {"_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "ALLGATHER_co
            "_all_gather_base_coalesced": "all_gather"}  # fmt: skip
 
 
-def entries_of(raw: Sequence[Row]) -> tuple[Entry, ...]:
-    """All entries, in the order of the dump."""
-    return (_columns(raw) if raw else ()) or tuple(_entry(e, i) for i, e in enumerate(raw))
-
-
-_COUNTED = operator.itemgetter(
-    "record_id", "time_created_ns", "timeout_ms", "collective_seq_id", "p2p_seq_id"
-)
-_UNREAD = ("id", "seq_id", "pg_id", "time_discovered_completed_ns")  # still of a known kind
-_SAID = operator.itemgetter(
-    "process_group", "profiling_name", "state", "retired",
-    "input_sizes", "output_sizes", "input_dtypes", "output_dtypes",
-)  # fmt: skip
-
-
-def _columns(raw: Sequence[Row]) -> tuple[Entry, ...]:
-    """The same in 2.2 us an entry instead of 3.6; nothing if a single one is unusual."""
-    kinds: dict[object, Entry] = {}
-    like = []
-    try:
-        columns: list[tuple[int, ...]] = list(zip(*map(_COUNTED, raw), strict=True))
-        for number, row in enumerate(raw):
-            group, name, state, done, ins, outs, words, words_out = _SAID(row)
-            frames = row.get("frames")
-            site = (frames[0]["filename"], frames[0]["line"]) if frames else None
-            sizes = tuple(map(tuple, ins)), tuple(map(tuple, outs))
-            key = (group, name, state, done, sizes, tuple(words), tuple(words_out), site)
-            kind = kinds.get(key)
-            if kind is None:
-                kind = kinds[key] = _entry(row, number)
-            like.append(kind)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        return ()  # let ``_entry`` say which
-    others = [[row.get(key) for row in raw] for key in _UNREAD]
-    columns += [tuple(one for one in column if one is not None) or (0,) for column in others]
-    for column in columns:
-        if (
-            set(map(type, column)) != {int}
-            or not -(1 << 63) <= min(column) <= max(column) < 1 << 63
-        ):
-            return ()
-    record, created, timeout, calls, messages = columns[: len(columns) - len(_UNREAD)]
-    said = dict(zip(Entry._fields, zip(*like, strict=True), strict=True))
-    seq = [m if to >= 0 else c for m, to, c in zip(messages, said["to"], calls, strict=True)]
-    said |= {"record": record, "created_ns": created, "timeout_ms": timeout, "calls": calls}
-    return tuple(map(Entry._make, zip(*(said | {"seq": tuple(seq)}).values(), strict=True)))
+def entries_of(raw: Sequence[_RawEntry]) -> tuple[Entry, ...]:
+    """All entries, in the order of the dump; most are like an earlier one but for their numbers."""
+    known: dict[object, _Said] = {}
+    made = []
+    for number, row in enumerate(raw):
+        first = row.frames[0] if isinstance(row.frames, list) and row.frames else None
+        site = f"{first.get('filename')}:{first.get('line')}" if isinstance(first, dict) else ""
+        key = (row.process_group, row.profiling_name, row.state, row.retired, row.input_sizes,
+               row.output_sizes, row.input_dtypes, row.output_dtypes, site)  # fmt: skip
+        if (said := known.get(key)) is None:
+            said = known[key] = _said(row, site[:300])
+        group, desc, op, to, numbers, dtypes, state, done, where = said
+        record, calls, timeout = row.record_id, row.collective_seq_id, row.timeout_ms
+        if record is None or calls is None:  # of an older release
+            record, calls = _first(row.record_id, row.id, number), _first(calls, row.seq_id)
+        seq = calls if to < 0 else row.p2p_seq_id
+        made.append(
+            Entry(record, group, desc, op, _known(seq), calls, to, numbers, dtypes, state, done,
+                  where, _known(timeout), _known(row.time_created_ns))
+        )  # fmt: skip
+    return tuple(made)
 
 
 def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple[Entry, ...]:
@@ -247,32 +220,27 @@ def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple
         issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
 
 
-def aborted(raw: Sequence[Row]) -> set[int]:
+def aborted(raw: Sequence[_RawEntry]) -> set[int]:
     """Places of a group's last calls that are over because they were aborted, not because they
     ended: ProcessGroupNCCL looks once more whether a call ended before it retires it.
 
     Where the kernel ends with its communicator it looks as if it had: behind the time-out, and
     behind everything that this rank issued.
     """
-    over = [at for at, row in enumerate(raw) if row.get("retired")]
-    issued = max((_clock(row, "time_created_ns") for row in raw), default=0)
+    over = [at for at, row in enumerate(raw) if row.retired]
+    issued = max((row.time_created_ns or 0 for row in raw), default=0)
     ended, found = set[str](), set[int]()
     for at in reversed(over):
-        row, group = raw[at], str(raw[at]["process_group"][0])
-        if group in ended or not str(row.get("profiling_name", "")).startswith("nccl:"):
+        row, group = raw[at], str(raw[at].process_group[0])
+        if group in ended or not row.profiling_name.startswith("nccl:"):
             continue
-        end, limit = _clock(row, "time_discovered_completed_ns"), _clock(row, "timeout_ms") * 10**6
-        late = 0 < limit <= end - _clock(row, "time_created_ns") and end > issued
-        if row.get("state") != "completed" or late:
+        end, limit = row.time_discovered_completed_ns or 0, (row.timeout_ms or 0) * 10**6
+        late = 0 < limit <= end - (row.time_created_ns or 0) and end > issued
+        if row.state != "completed" or late:
             found.add(at)
         else:
             ended.add(group)
     return found
-
-
-def _clock(row: Row, key: str) -> int:
-    value = row.get(key)
-    return value if type(value) is int else 0
 
 
 _PAIR = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
@@ -293,10 +261,10 @@ def _called(text: str) -> tuple[str, int]:
 
 
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-_Sizes = list[list[_Int]] | None
+_Sizes = tuple[tuple[_Int, ...], ...] | None
 
 
-class _RawEntry(msgspec.Struct):
+class _RawEntry(msgspec.Struct, gc=False):
     """An entry as torch, or whoever wrote the file, has it; older releases said less."""
 
     process_group: tuple[str | int, str | int | None]
@@ -309,8 +277,8 @@ class _RawEntry(msgspec.Struct):
     pg_id: _Int | str | None = None
     input_sizes: _Sizes = None
     output_sizes: _Sizes = None
-    input_dtypes: list[str] | None = None
-    output_dtypes: list[str] | None = None
+    input_dtypes: tuple[str, ...] | None = None
+    output_dtypes: tuple[str, ...] | None = None
     state: str | None = None
     retired: bool | int | None = None
     frames: object = None
@@ -319,40 +287,38 @@ class _RawEntry(msgspec.Struct):
     time_discovered_completed_ns: _Int | None = None
 
 
-def _entry(row: Row, number: int) -> Entry:
-    """ValueError says what of ``row`` is not an entry's."""
-    try:
-        raw = foreign.shaped(row, _RawEntry, strict=False)
-    except ValueError as error:
-        raise ValueError(f"entry {number}: {error}") from None
-    op, to = _called(raw.profiling_name)
-    if not raw.input_sizes and raw.profiling_name.endswith("_coalesced"):
+# group, description, operation, the other side, elements, dtypes, state, whether it ended, site
+_Said = tuple[
+    str, str, str, int, tuple[tuple[int, ...], tuple[int, ...]], tuple[str, ...], str, bool, str
+]
+
+
+def _said(row: _RawEntry, site: str) -> _Said:
+    """What other calls may have in common with ``row``."""
+    op, to = _called(row.profiling_name)
+    if not row.input_sizes and row.profiling_name.endswith("_coalesced"):
         op = "coalesced"  # what closes a batch of collectives
-    calls = _first(raw.collective_seq_id, raw.seq_id)
-    state, frames = (raw.state or "")[:20], raw.frames
-    first = frames[0] if isinstance(frames, list) and frames else None
-    site = f"{first.get('filename')}:{first.get('line')}"[:300] if isinstance(first, dict) else ""
-    return Entry(
-        _first(raw.record_id, raw.id, number),
-        str(raw.process_group[0]),
-        str(raw.process_group[1])[:200],
+    state = (row.state or "")[:20]
+    return (
+        str(row.process_group[0]),
+        str(row.process_group[1])[:200],
         op,
-        _first(raw.p2p_seq_id) if to >= 0 else calls,
-        calls,
         to,
-        _one((_numbers(raw.input_sizes), _numbers(raw.output_sizes))),
-        _one((*(raw.input_dtypes or ()), *(raw.output_dtypes or ()))),
+        _one((_numbers(row.input_sizes), _numbers(row.output_sizes))),
+        _one((*(row.input_dtypes or ()), *(row.output_dtypes or ()))),
         state,
-        bool(raw.retired) or state == "completed",
+        bool(row.retired) or state == "completed",
         _one(site),
-        _first(raw.timeout_ms),
-        _first(raw.time_created_ns),
     )
 
 
 def _first(*values: int | None) -> int:
     """The first that is known, or -1."""
     return next((value for value in values if value is not None), -1)
+
+
+def _known(value: int | None) -> int:
+    return -1 if value is None else value
 
 
 def _numbers(sizes: _Sizes) -> tuple[int, ...]:
@@ -505,7 +471,7 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
     try:
         head = data[:64].lstrip()[:1]
         as_json = head in (b"{", b"[")
-        value = foreign.value_of_json(data) if as_json else foreign.unpickled(data)
+        value = foreign.value_of_json(data) if as_json else foreign.unpickled(data, _first_frames)
         return of_value(value, rank)
     except foreign.HostileValueError as error:
         fix = "do not open this file with anything else"
@@ -513,6 +479,14 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
     except (ValueError, MemoryError, RecursionError) as error:
         text = shown(str(error)[:500] or "it is too large")
         raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
+
+
+def _first_frames(value: object) -> None:
+    """Of every stack keep the innermost frame: no other is read, and they are most of a dump."""
+    entries = value.get("entries") if isinstance(value, dict) else None
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and isinstance(frames := entry.get("frames"), list):
+            del frames[1:]
 
 
 class _RawGroup(msgspec.Struct):
@@ -530,7 +504,7 @@ class _RawDump(msgspec.Struct):
     version: str = ""
     pg_config: dict[str | int, _RawGroup | str] | None = None
     pg_status: dict[str | int, _RawStatus] | None = None
-    entries: list[dict[str, Any]] | None = None
+    entries: list[_RawEntry] | None = None
 
 
 def of_value(value: object, rank: int) -> Dump:
@@ -545,7 +519,7 @@ def of_value(value: object, rank: int) -> Dump:
     status = {str(i): _status(s) for i, s in (top.pg_status or {}).items()}
     dead = _aborted_ids(raw, status, len(groups))
     if dead:
-        raw = [e for e in raw if str(e.get("pg_id")) not in dead]
+        raw = [e for e in raw if str(e.pg_id) not in dead]
         entries, status = entries_of(raw), {i: s for i, s in status.items() if i not in dead}
         notes.append("calls of groups that were aborted and made again are left out")
     if cut := aborted(raw):
@@ -591,11 +565,10 @@ def _status(row: _RawStatus) -> Status:
     )
 
 
-def _aborted_ids(raw: Sequence[Row], status: Mapping[str, Status], groups: int) -> set[str]:
+def _aborted_ids(raw: Sequence[_RawEntry], status: Mapping[str, Status], groups: int) -> set[str]:
     """pg_ids of groups whose names newer groups have; where no entry tells and every group was
     made again, all ids but the newest."""
-    named = {(e["pg_id"], str(e["process_group"][0])) for e in raw
-             if type(e.get("pg_id")) is int}  # fmt: skip
+    named = {(e.pg_id, str(e.process_group[0])) for e in raw if isinstance(e.pg_id, int)}
     newest: dict[str, int] = {}
     for number, name in named:
         newest[name] = max(number, newest.get(name, number))
@@ -611,10 +584,10 @@ def _aborted_ids(raw: Sequence[Row], status: Mapping[str, Status], groups: int) 
 
 
 def _names_of_ids(
-    status: Mapping[str, Status], groups: Mapping[str, Group], raw: Sequence[Row]
+    status: Mapping[str, Status], groups: Mapping[str, Group], raw: Sequence[_RawEntry]
 ) -> dict[str, str]:
     """pg_id -> name of the group."""
-    known = {str(e.get("pg_id")): str(e["process_group"][0]) for e in raw}
+    known = {str(e.pg_id): str(e.process_group[0]) for e in raw}
     ids = [i for i in status if i not in known]
     names = [name for name in groups if name not in set(known.values())]
     if len(ids) == len(names) and all(x.isdecimal() for x in [*ids, *names]):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.mutations import DUMPS, STATE, mutated, spoilt
+from helpers.mutations import STATE, mutated
 from helpers.random_hangs import named
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,11 +25,8 @@ from megatron_prism.hang import dumps as dump_workers
 from megatron_prism.hang import export
 from megatron_prism.hang.dumps import (
     DumpSet,
-    _columns,
-    _entry,
     bounded_memory,
     dump_files,
-    entries_of,
     parse,
     read_in_process,
 )
@@ -245,32 +242,6 @@ def test_10000_mutated_sets_give_a_verdict_or_a_clear_error():
     with bounded_memory(1 << 20):
         for seed in range(10_000):
             survive(seed)
-
-
-def said(function, raw):
-    """What it returns, or its error as text."""
-    try:
-        return function(raw)
-    except (ValueError, TypeError, AttributeError) as error:
-        return repr(error)
-
-
-@pytest.mark.slow
-def test_columns_say_what_entries_say_one_by_one():
-    """Of healthy and of damaged values; the error, if there is one, is that of the first bad."""
-    fast = refused = 0
-    for seed in range(400):
-        rng = random.Random(seed)
-        raw = DUMPS[seed % 2][rng.randrange(16)]["entries"]
-        raw = spoilt(rng, raw) if seed % 8 and raw else raw
-        if not isinstance(raw, list) or not all(isinstance(e, dict) for e in raw):
-            continue
-        fast += bool(raw and _columns(raw))
-        one = said(lambda raw: tuple(map(_entry, raw, itertools.count())), raw)
-        assert said(entries_of, raw) == one
-        refused += isinstance(one, str)
-    assert fast > 50
-    assert refused > 50
 
 
 # -- several processes ----------------------------------------------------------------------------
