@@ -177,7 +177,7 @@ def price(
         tier = programs.source.get("tier", "")
         _check_calibration(measured.source, _name(own if moved is None else moved), tier)
     _check_machine(programs, machine)
-    graph = build(_changed(programs, what_if, there))
+    graph = build(_with_modelled_hosts(_changed(programs, what_if, there)))
     findings = graph.check()
     if findings:
         more = f"\n… and {len(findings) - 1} more" if len(findings) > 1 else ""
@@ -187,7 +187,6 @@ def price(
             f"hangs or is wrong and has no timeline:\n\n{findings[0]}{more}",
             fix=f"prism check {path} explains every mismatch",
         )
-    graph = _with_modelled_hosts(graph)
     prices = _prices(graph, here, there, measured, what_if)
     settled, buffered = None, _buffered(graph, what_if, measured)
     if (measured is not None and measured.overlap) or _on_streams(graph):
@@ -490,16 +489,14 @@ def _prices(
     return whatif.price_slow_nics(graph, prices, there, _slow_nics(graph.programs, what_if, there))
 
 
-def _with_modelled_hosts(graph: WorldGraph) -> WorldGraph:
-    """The world in which ranks that were captured without a GPU have a host that takes time;
-    ``graph`` itself if none were."""
-    programs = graph.programs
+def _with_modelled_hosts(programs: Programs) -> Programs:
+    """Programs without a GPU get a host that takes time; others stay as they are."""
     if programs.source.get("tier") != "meta":
-        return graph
+        return programs
     hosted = tuple(with_modelled_host(program) for program in programs.programs)
     indices = " ".join(f"{program.rank}={MODELLED_INDEX}" for program in hosted)
     source = {**programs.source, HOST_INDEX: indices}
-    return build(dataclasses.replace(programs, programs=hosted, source=source))
+    return dataclasses.replace(programs, programs=hosted, source=source)
 
 
 _P2P_CHANNELS, _BUFFSIZE = 8, 4 << 20  # of a message of up to 64 MiB on 4 x H200; NCCL's default
