@@ -21,6 +21,7 @@ def import_(args: argparse.Namespace) -> int:
     prism import rank*.json.gz -o job       of torch.profiler (Megatron: --profile
                                             --use-pytorch-profiler), one file per rank
     prism import report.sqlite -o job       of nsys export --type sqlite
+    prism import dumps -o job               of NCCL's Flight Recorder (TORCH_NCCL_ENABLE_TIMING=1)
     prism import traces --slices llama -o job   llama, captured, says what the job does (its groups,
                                             waits and phases), the traces how long
     prism replay job

@@ -76,7 +76,7 @@ class Recorded:
     """One rank; times are ns since the epoch, or since the profiler's own beginning.
 
     groups  : torch's name of a process group -> (description, ranks)
-    steps   : (number, start, end) of the profiler's steps, by start
+    steps   : (number, start, end) of the profiler's steps, by start; -1: of one that is cut off
     device  : int64 [n, 5]: start, end, stream, correlation, name, by start
     launch  : int64 [m, 3]: correlation, start, thread, by correlation
     host    : int64 [k, 3]: start, end, thread of the host's innermost operators, by start; none
@@ -511,10 +511,13 @@ def read_dumps(folder: Path) -> list[Recorded]:
     for found, entries in ranks.values():
         marks = [e for e in entries if e.desc == desc and not e.pair and e.seq % count == 0]
         asked = {call.fields["record"]: call.end for call in found.calls}
-        found.steps = [
+        steps = [
             (one.seq // count, asked[one.record] + 1, asked[other.record] + 1)
             for one, other in itertools.pairwise(marks)
         ]
+        if marks and found.calls[-1].end > (last := asked[marks[-1].record]):
+            steps.append((-1, last + 1, 1 << 62))
+        found.steps = [*steps[:-1], (-1, *steps[-1][1:])] if steps else []
     return [found for found, _ in ranks.values()]
 
 

@@ -474,7 +474,7 @@ def _iterations(found: Recorded, work: _Work, calls: list[Call], idle: int) -> l
         if not on_host:  # what is fetched early for the next one does not end this one
             following.begin = max(following.begin, int(one.work.end.max(initial=one.begin)))
         one.end = max(one.begin, following.begin)
-    return made
+    return [one for one in made if one.number >= 0]
 
 
 def _alike(made: list[_Iteration], notes: list[str]) -> list[_Iteration]:

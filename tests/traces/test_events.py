@@ -192,8 +192,8 @@ def test_dumps_of_the_flight_recorder_with_times_are_traces(tmp_path):
     for rank in (0, 1):
         flight_dump(tmp_path, rank, lost=rank)  # rank 1's ring has lost its first call
     found = import_traces([tmp_path])
-    assert found.numbers == [1, 2, 3]
-    assert [round(ns / 1e6) for ns in found.iteration_ns[:2]] == [140, 140]
+    assert found.numbers == [1, 2]
+    assert [round(ns / 1e6) for ns in found.iteration_ns] == [140, 140]
     assert found.programs.programs[1].samples[0].tolist()[0] == pytest.approx(60e6, abs=10)
     assert np.nanmax(np.abs(found.wire - 10e6)) < 100
     assert np.abs(found.skew[0] - 20e6).max() < 100
