@@ -433,33 +433,3 @@ def _materialised(module: ModuleType, context: PatchContext) -> None:
             changes.undo()
 
     context.replace(module, call)
-
-
-@patch(
-    PATCHES,
-    "megatron.training.utils",
-    "logical_and_across_model_parallel_group",
-    reason="update_successful is reduced as a device tensor",
-    source="training/utils.py:273 @0.16.1",
-    releases="<0.19",
-    tiers=META,
-)
-@patch(
-    PATCHES,
-    "megatron.training.utils.common_utils",
-    "logical_and_across_model_parallel_group",
-    reason="the same in its new home",
-    source="training/utils/common_utils.py:309 @0.19.0",
-    releases=">=0.19",
-    tiers=META,
-)
-def _believe_the_step(module: ModuleType, context: PatchContext) -> None:
-    """Whether the update was applied goes through a device tensor; on shapes the host's word
-    counts.
-    """
-
-    def call(original: Original, value: Any, *args: Any, **kwargs: Any) -> Any:
-        original(value, *args, **kwargs)
-        return value
-
-    context.replace(module, call)
