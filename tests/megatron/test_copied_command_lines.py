@@ -45,7 +45,7 @@ JOBS = {
     "--prism-ranks 3 --prism-tier meta",
     "offload, activations": f"{ONE} --fine-grained-activation-offloading --prism-ranks 3 "
     "--offload-modules core_attn --prism-tier meta",
-    "graph": f"{ONE} --cuda-graph-impl local --cuda-graph-scope full_iteration "
+    "graph": f"{ONE} --cuda-graph-impl local --cuda-graph-scope full_iteration --fp16 "
     "--no-check-for-nan-in-loss-and-grad --prism-ranks 3 --prism-tier meta",
     "graphs, layers": f"{ONE} --cuda-graph-impl transformer_engine --cuda-graph-scope attn "
     f"{MOE} --moe-token-dispatcher-type allgather --prism-ranks 3 --prism-tier meta",
@@ -72,7 +72,8 @@ def jobs(tmp_path_factory):
     script = Path(__file__).parents[1] / "helpers" / "pretrain_tiny.py"
 
     def words(flags):
-        return ["--", script, *(JOB + flags).format(place=place).split()]
+        job = JOB.replace("--bf16", "") if "--fp16" in flags else JOB
+        return ["--", script, *(job + flags).format(place=place).split()]
 
     phases = [[words(flags) for flags in some.values()] for some in (JOBS, LATER)]
     answers = stock_jobs.run(*phases)
