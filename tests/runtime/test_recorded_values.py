@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from helpers import patching
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
@@ -106,3 +107,16 @@ def test_a_damaged_file_is_refused(folder, damage):
         np.savez(file, x=np.arange(3))
     with pytest.raises(UsageError, match="not a recording of ours"):
         ValueReplayer(folder, 2, HEADER)
+
+
+def test_every_router_asks_the_recording():
+    class TopKRouter:
+        layer_number = 3
+
+        def routing(self, logits):
+            return "probabilities", "map of experts"
+
+    recording = types.SimpleNamespace(route=lambda layer, routed: (layer, routed))
+    context = patching.context(recording=recording)
+    patching.apply("recorded-routing", types.SimpleNamespace(TopKRouter=TopKRouter), context)
+    assert TopKRouter().routing("logits") == ("probabilities", (3, "map of experts"))
