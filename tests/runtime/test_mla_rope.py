@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from helpers import patching
 
 from megatron_prism.runtime.devices.kernels import KERNELS
 
@@ -105,86 +104,3 @@ def test_shapes_are_left_alone_and_counted(monkeypatch):
     run("fwd_q", q, cos, cos, HEAD, WIDTH, HEADS, 2, None, None, 0, 0, 0, 1)
     assert meter.seen == ("rotary_fwd_q_kernel", 4 * (q.numel() + 2 * cos.numel()))
     assert np.prod(q.shape) == q.numel()
-
-
-def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
-    from types import SimpleNamespace
-
-    from megatron_prism.core.errors import UnsupportedError
-
-    class JITFunction:
-        __name__ = "rotate"
-
-        def run(self):
-            return 1
-
-    patching.apply("no-triton", SimpleNamespace(JITFunction=JITFunction), patching.context())
-    with pytest.raises(UnsupportedError, match="triton kernel rotate needs a GPU"):
-        JITFunction().run()
-    graphs = SimpleNamespace(CudaGraphManager=type("CudaGraphManager", (), {}))
-    patching.apply("no-graphs", graphs, patching.context())
-    with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA device"):
-        graphs.CudaGraphManager()
-    module = SimpleNamespace(maybe_wrap_for_inprocess_restart=lambda pretrain: (pretrain, None))
-    patching.apply("no-restarts", module, patching.context())
-    assert module.maybe_wrap_for_inprocess_restart(3) == (3, None)
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--inprocess-restart"])
-    with pytest.raises(UnsupportedError, match="virtual ranks have none"):
-        module.maybe_wrap_for_inprocess_restart(3)
-
-
-def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
-    """Megatron's build_module makes a new exception of each, once per level."""
-    from types import SimpleNamespace
-
-    from megatron_prism.core.errors import UnsupportedError
-
-    class HybridDeviceOptimizer:
-        pass
-
-    def build_module(module, inside=None):  # as core/transformer/spec_utils.py:119 @0.16.1
-        try:
-            return inside() if inside else module()
-        except Exception as e:
-            raise type(e)(f"{e} when instantiating {module.__name__}") from e
-
-    module = SimpleNamespace(HybridDeviceOptimizer=HybridDeviceOptimizer, build_module=build_module)
-    patching.apply("no-offloaded-optimizer", module, patching.context())
-    patching.apply("own-words", module, patching.context())
-    with pytest.raises(UnsupportedError, match="--optimizer-cpu-offload") as caught:
-        module.build_module(list, lambda: module.build_module(set, HybridDeviceOptimizer))
-    assert caught.value.fix.endswith("--prism-tier cuda")
-    assert "instantiating" not in str(caught.value)
-
-
-def test_low_precision_is_refused_when_the_configuration_is_made():
-    from types import SimpleNamespace
-
-    from megatron_prism.core.errors import UnsupportedError
-
-    class Config:
-        def __init__(self, **fields):
-            self.fp8, self.checked = None, False
-            vars(self).update(fields)
-            self.__post_init__()
-
-        def __post_init__(self):
-            self.checked = True
-
-    context = patching.context()
-    patching.apply("no-low-precision", SimpleNamespace(TransformerConfig=Config), context)
-    assert Config().checked  # Megatron's own checks still run
-    assert Config(fp8_param=True).checked  # says nothing without --fp8-format
-    with pytest.raises(UnsupportedError, match="FP8 without a GPU is shapes") as caught:
-        Config(fp8="hybrid", fp8_recipe="delayed")
-    assert "--prism-tier meta" in caught.value.fix
-    context.meta = True
-    assert Config(fp8="hybrid", fp8_recipe="delayed").checked
-    refused = {
-        "FP4": {"fp4": "e2m1"},
-        "FP8 recipe custom": {"fp8": "hybrid", "fp8_recipe": "custom"},
-        "attention in FP8": {"fp8": "hybrid", "fp8_dot_product_attention": True},
-    }
-    for said, fields in refused.items():
-        with pytest.raises(UnsupportedError, match=said):
-            Config(**fields)
