@@ -414,6 +414,10 @@ class Timeline:
 
     def critical_path(self) -> list[Step]:
         """What decides the last iteration."""
+        return self._path
+
+    @cached_property
+    def _path(self) -> list[Step]:
         path = critical_path(self.dag, self.node_end)
         dag, last = self.dag, self.iterations - 1
         sent = dict(dag.sent.tolist())
