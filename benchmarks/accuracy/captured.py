@@ -29,10 +29,11 @@ def stored() -> Any:
     return json.loads(gzip.decompress(STORED.read_bytes()))
 
 
-def jobs() -> Iterator[Found]:
-    """Each with the calibration and the host's index of its sitting, as far as there are any."""
+def jobs(where: str = "") -> Iterator[Found]:
+    """Each with the calibration and the host's index of its sitting, as far as there are any;
+    ``where``: of one sitting only."""
     kept = stored()
-    for job in kept["jobs"]:
+    for job in (one for one in kept["jobs"] if where in ("", one["where"])):
         with TemporaryDirectory() as folder:
             calibration = None
             if job["calibration"]:
