@@ -283,7 +283,7 @@ COMMANDS = {
         (
             (("action",), {"choices": ACTIONS}),
             (("settings",), {"nargs": "*", "metavar": "PATH|key=value", "help": "see above"}),
-            (("-o", "--out"), {"metavar": "FILE", "help": "baseline to write"}),
+            (("-o", "--out"), {"metavar": "FILE", "help": "baseline, or snapshot of explain"}),
             (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"}),
         ),
     ),

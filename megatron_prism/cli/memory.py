@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,14 @@ from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.memory.baseline import Baseline, Change, DrawnFigures, Draws
+    from megatron_prism.memory.baseline import (
+        Baseline,
+        Change,
+        ClassMemoryFigures,
+        DrawnFigures,
+        Draws,
+    )
+    from megatron_prism.memory.peaks import HeldMemory
 
 __all__ = ["ACTIONS", "describe", "limit_of", "memory", "size"]
 
@@ -92,7 +101,7 @@ def memory(args: argparse.Namespace) -> int:
     prism memory record DIR -o memory.json [alloc=expandable_segments:True] [device=h200]
     prism memory check DIR baseline=memory.json [tol=0] [limit=80GiB] [headroom=4GiB] [leak=1MiB]
     prism memory diff OLD NEW           two baselines or programs; --force: of different jobs
-    prism memory explain DIR [class=pp=0] [top=12]
+    prism memory explain DIR [class=pp=0] [top=12] [-o FILE.pickle: for pytorch.org/memory_viz]
     prism memory record|explain DIR … draws=500 routing=zipf:1 [capacity=1.25] [limit=80GiB]
     prism memory update DIR baseline=memory.json
 
@@ -105,8 +114,8 @@ def memory(args: argparse.Namespace) -> int:
     folder of --prism-record; capacity= drops what is beyond that factor.
     """
     places, settings = _words(args.action, args.settings)
-    if args.out is not None and args.action != "record":
-        raise UsageError(f"-o has no effect on memory {args.action}", fix="prism memory record")
+    if args.out is not None and args.action not in ("record", "explain"):
+        raise UsageError(f"-o has no effect on memory {args.action}", fix="prism memory explain")
     if args.github and args.action not in ("check", "diff"):
         raise UsageError(f"--github has no effect on memory {args.action}", fix="memory check")
     return _RUN[args.action](args, places, settings)
@@ -238,15 +247,27 @@ def _runs_out(path: str, changes: list[Change], now: Baseline) -> dict[str, str]
         beyond = 0
         if change.level == "device" and device is not None:
             beyond = device - one["peak_reserved"]
-        rank = int(change.ranks.replace(",", "-").replace(":", "-").split("-")[0])
-        place = peaks.overflow(programs.of(rank), (change.before or 0) - beyond, settings)
+        place = peaks.overflow(
+            programs.of(_first_rank(change.ranks)), (change.before or 0) - beyond, settings
+        )
+        if place is None:
+            found[change.name] = "  fits if the allocator gives its cache back in time"
+            continue
         found[change.name] = (
-            "  fits if the allocator gives its cache back in time"
-            if place is None
-            else f"  runs out {place.where}: {place.size:,} B do not fit beside "
+            f"  runs out {place.where}: {place.size:,} B do not fit beside "
             f"{exact(place.reserved)} reserved"
         )
+        if place.holdings:
+            found[change.name] += f"\n  {_room(place.holdings)}"
     return found
+
+
+def _room(held: Iterable[HeldMemory]) -> str:
+    """What recomputation could free."""
+    from megatron_prism.memory import peaks
+
+    words = [f"{k} {units.format_bytes(v)}" for k, v in peaks.recomputable(held).items()]
+    return "--recompute-modules would free at most: " + (", ".join(words) or "nothing")
 
 
 def _diff(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
@@ -284,7 +305,33 @@ def _update(args: argparse.Namespace, places: list[str], settings: dict[str, str
     return 0
 
 
+def _first_rank(ranks: str) -> int:
+    return int(re.split(r"\D", ranks, maxsplit=1)[0])
+
+
+def _write_snapshot(
+    args: argparse.Namespace, path: str, classes: Mapping[str, ClassMemoryFigures]
+) -> None:
+    """What pytorch.org/memory_viz shows of the one class."""
+    from megatron_prism.core.files import whole_file
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.memory import peaks
+
+    if len(classes) > 1:
+        fix = f"class={next(iter(classes))} -o {args.out}"
+        raise UsageError("a snapshot is of one class", fix=fix)
+    check_outputs([Path(args.out)], args.force, [path])
+    (one,) = classes.values()
+    program = open_programs(path).of(_first_rank(one["ranks"]))
+    with whole_file(args.out, force=args.force) as file:
+        pickle.dump(peaks.viz_snapshot(program), file)
+    print(f"wrote {args.out}: open it at https://pytorch.org/memory_viz", file=sys.stderr)
+
+
 def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.memory import peaks
+
     top = settings.get("top", "12")
     if not re.fullmatch(r"[0-9]{1,9}", top):
         raise UsageError(f"top={top} is no number", fix="top=12")
@@ -294,14 +341,19 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
         raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
     names = list(made.classes) if chosen is None else [chosen]
     made = replace(made, classes={name: made.classes[name] for name in names})
+    if args.out is not None:
+        _write_snapshot(args, places[0], made.classes)
     if write_data(args, made.to_json(), _rows(made)):
         return 0
     _overview(made)
+    programs = open_programs(places[0])
     for name in names:
         one, at = made.classes[name], made.classes[name]["at"]
         print(f"\n{name}: {exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")
         kinds = (f"{k} {units.format_bytes(v)}" for k, v in one["by_category"].items() if v)
         print("  " + ", ".join(kinds))
+        if (peak := peaks.peak(programs.of(_first_rank(one["ranks"])))) is not None:
+            print(f"  {_room(peak.holdings)}")
         least, most = one["reserved_between"]
         if least < most:
             print(

@@ -22,7 +22,7 @@ step counts as that step's.  It does not see what no tensor holds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,8 @@ __all__ = [
     "memory_bound",
     "overflow",
     "peak",
+    "recomputable",
+    "viz_snapshot",
 ]
 
 KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "other")
@@ -100,12 +102,13 @@ class Peak:
 class Overflow:
     """Where a class runs out of memory: ``limit`` bytes of segments are not enough for a request of
     ``size`` bytes at ``op`` (None: for what stands before the iteration), after cached segments
-    were given back."""
+    were given back; ``holdings`` are alive then."""
 
     op: Op | None
     site: str
     size: int
     reserved: int
+    holdings: tuple[HeldMemory, ...] = ()
 
     @property
     def where(self) -> str:
@@ -234,7 +237,55 @@ def overflow(
     row = program.allocations[full.event]
     at = min(int(row["before"]), len(program) - 1)
     site = _split(program.strings[row["note"]])[2]
-    return Overflow(program[at] if at else None, site, full.size, full.reserved)
+    held = _holdings(program, full.event)
+    return Overflow(program[at] if at else None, site, full.size, full.reserved, held)
+
+
+# --recompute-modules (core/transformer/transformer_config.py @0.19.0) and what is made in them
+_RECOMPUTED = (
+    ("core_attn", re.compile(r"\.core_attention(\.|$)")),
+    ("mla_up_proj", re.compile(r"\.linear_(q|kv)_up_proj(\.|$)")),
+    ("moe", re.compile(r"\.mlp\.(experts|router|shared_experts|token_dispatcher)(\.|$)")),
+    ("mlp", re.compile(r"\.mlp(\.|$)")),
+    ("layernorm", re.compile(r"\.(input|pre_mlp)_layernorm(\.|$)")),
+)
+
+
+def recomputable(holdings: Iterable[HeldMemory]) -> dict[str, int]:
+    """--recompute-modules -> bytes of activations made in them, most first: at most what
+    recomputing them would free, as their outputs may stay."""
+    found: dict[str, int] = {}
+    for held in holdings:
+        if held.kind == "act":
+            name = next((name for name, of in _RECOMPUTED if of.search(held.module)), None)
+            if name is not None:
+                found[name] = found.get(name, 0) + held.num_bytes
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def viz_snapshot(program: Program) -> dict[str, object]:
+    """The program's allocations as pytorch.org/memory_viz reads them (``_record_memory_history``
+    of torch.cuda.memory); ``time_us`` is the number of the op."""
+    events: list[dict[str, object]] = []
+    alive: dict[int, list[dict[str, object]]] = {}
+    address = 0
+    for before, storage, size, note in program.allocations.tolist():
+        if size > 0:
+            kind, module, site = _split(program.strings[note])
+            file, _, line = site.rpartition(":")
+            frame = {"filename": file or site or "before the iteration", "name": module or kind,
+                     "line": int(line) if line.isdigit() else 0}  # fmt: skip
+            made = {"action": "alloc", "addr": address, "size": size, "stream": 0,
+                    "time_us": before, "frames": [frame]}  # fmt: skip
+            address += size
+            alive.setdefault(storage, []).append(made)
+            events.append(made)
+            continue
+        for made in alive.pop(storage, ()):
+            gone = {**made, "time_us": before}
+            events += ({**gone, "action": "free_requested"}, {**gone, "action": "free_completed"})
+    return {"segments": [], "device_traces": [events], "allocator_settings": {},
+            "external_annotations": []}  # fmt: skip
 
 
 def _origin(

@@ -1,6 +1,7 @@
 """``prism memory``: what fails, by how much, at which line; and files that are no baselines."""
 
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -182,11 +183,27 @@ def test_explain(job, capsys):
     assert code == 0
     assert "pp=1: 1.002 MiB (1,051,088 B) in 0B0 compute core/schedules.py:7" in out
     assert "param 1 MiB, act 1.953 KiB, tmp 512 B" in out
-    assert "mlp" in out
+    assert "--recompute-modules would free at most: mlp 1.953 KiB" in out
     assert cli.main(["memory", "explain", job(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sorted(found["classes"]) == ["pp=0", "pp=1"]
     assert found["provenance"]["peak_allocated"].startswith("modelled")
+
+
+def test_a_snapshot_is_what_memory_viz_reads(job, tmp_path, capsys):
+    path = tmp_path / "one.pickle"
+    assert run(capsys, "explain", job(), "class=pp=1", "-o", str(path))[0] == 0
+    (events,) = pickle.loads(path.read_bytes())["device_traces"]
+    assert [(e["action"], e["size"]) for e in events[:3]] == [
+        ("alloc", 1048576), ("alloc", 2000), ("alloc", 512)
+    ]  # fmt: skip
+    assert events[1]["frames"][0] == {
+        "filename": "core/transformer/mlp.py", "line": 5, "name": "decoder.layers.0.mlp"
+    }  # fmt: skip
+    gone = [e for e in events if e["action"] == "free_completed"]
+    assert [e["addr"] for e in gone] == [events[2]["addr"], events[1]["addr"]]
+    viz = pytest.importorskip("torch.cuda._memory_viz")
+    assert "512.0B" in viz.trace({"device_traces": [events], "segments": []})
 
 
 def test_json_is_one_object(job, tmp_path, capsys):
@@ -299,6 +316,12 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
         (("explain", "{job}", "top=x"), "top=x is no number"),
         (("explain", "{job}", "top=²"), "top=² is no number"),
         (("explain", "none"), "cannot read none"),
+        (("explain", "{job}", "-o", "x.pickle"), "a snapshot is of one class"),
+        (("explain", "{job}", "draws=5"), "which allocations depend on routing"),
+        (("explain", "{job}", "routing=uniform"), "routing belongs to draws"),
+        (("explain", "{job}", "draws=0"), "outside 1"),
+        (("explain", "{job}", "draws=5", "routing=x"), "is no law"),
+        (("explain", "{job}", "draws=5", "capacity=0"), "leaves no token"),
         (("forget", "{job}"), "invalid choice"),
     ],
 )
