@@ -266,7 +266,7 @@ def test_a_process_with_torch_distributed_is_left_as_it_is():
 
 
 def test_not_inside_an_emulated_job(monkeypatch):
-    monkeypatch.setattr(schedule.session, "current", lambda: object())
+    monkeypatch.setattr(schedule.virtual_world, "current", lambda: object())
     with pytest.raises(UnsupportedError, match="process of its own"):
         schedules(4, 2, 8)
 
