@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import difflib
+import fnmatch
 import pdb
 import re
 import sys
@@ -53,7 +54,8 @@ _KEYS = ("group", "nth", "iter", "rank", "site", "op", "phase", "mb", "chunk")
 _PHASE_OF = {letter: phase for phase, letter in PHASES.items()}
 _KEPT = 10  # calls before the one where it stands
 _LISTED = 16  # members of a group
-_SKIPPED = ["megatron_prism.*", "torch.*", "contextlib"]  # frames in which pdb never stops
+# frames in which pdb never stops; the last wraps functions of torch that are deprecated
+_SKIPPED = ["megatron_prism.*", "torch.*", "contextlib", "typing_extensions"]
 
 
 @dataclass(frozen=True)
@@ -63,21 +65,23 @@ class Breakpoint:
     text   : as it was written
     select : conditions, as those of a fault (``hang.fault_plan``)
     after  : stop when the call has been answered, not before it is made
+    number : of the call in its group since the job began, as dumps and the prompt count; 0: any
     """
 
     text: str
     select: dict[str, str]
     after: bool = False
+    number: int = 0
 
     @staticmethod
     def parse(text: str) -> Breakpoint:
-        """``[LABEL] [OP] [GROUP] [@file:line] [key=value …] [after]``, in any order.
+        """``[LABEL] [OP] [#N] [of GROUP] [at file:line] [key=value …] [after]``, in any order.
 
         LABEL is ``<microbatch><phase><chunk>`` (``1B2``, ``2F``, ``O``); keys are those of a
         fault's selector.  Raises UsageError that names what was meant.
         """
         select: dict[str, str] = {}
-        after = False
+        after, number = False, 0
         for word in text.replace(",", " ").split():
             step = re.fullmatch(r"(\d*)([FBWOG-])(\d*)", word)
             key, equals, value = word.partition("=")
@@ -89,8 +93,12 @@ class Breakpoint:
                 select["op"] = word
             elif word in ("after", "before"):
                 after = word == "after"
-            elif word.startswith("@"):
-                select["site"] = re.escape(word[1:]) + r"(?!\d)"
+            elif re.fullmatch(r"#\d{1,12}", word):
+                number = int(word[1:])
+            elif word.startswith("@") or re.fullmatch(r"\S+\.py:\d+", word):
+                select["site"] = re.escape(word.removeprefix("@")) + r"(?!\d)"
+            elif word in ("of", "at"):
+                continue
             elif equals and key in _KEYS and value:
                 select[key] = value
             elif re.fullmatch(r"[A-Z][A-Z_0-9]{4,}|default_pg", word):
@@ -114,7 +122,7 @@ class Breakpoint:
         except re.error as error:
             raise UsageError(f"--prism-break {text!r}: site is no pattern: {error}",
                              fix="@mappings.py:31") from None  # fmt: skip
-        return Breakpoint(text, select, after)
+        return Breakpoint(text, select, after, number)
 
 
 def _meant(word: str) -> str:
@@ -191,7 +199,7 @@ class Debugger(LabelledCalls):
 
     def _aim(self, breakpoint: Breakpoint) -> None:
         self._matcher = FaultMatcher(Fault("break", breakpoint.select))
-        self._after = breakpoint.after
+        self._after, self._number = breakpoint.after, breakpoint.number
 
     def until(self, text: str) -> None:
         """Stop next at ``text``."""
@@ -216,7 +224,8 @@ class Debugger(LabelledCalls):
         site = self.sites.find(sys._getframe(2), foreign=True)
         call, number = self.label(op, group.desc, site), self._numbers[group.desc, pair]
         self._kinds[f"{label(call.phase, call.microbatch, call.chunk)} {op} {group.desc}"] = None
-        chosen = self._matcher.hit(call) or self._next
+        numbered = self._number in (0, number)
+        chosen = numbered and self._matcher.hit(call) or self._next
         ins, outs = arguments(op, args)
         made = _Seen(call, number, _shapes(ins or outs))
         if chosen and not self._after:
@@ -248,9 +257,7 @@ class Debugger(LabelledCalls):
         """Open the prompt in the frame of the job that makes the call."""
         self._reached, self._next, self._inside = True, False, True
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(
-            ("megatron_prism.", "torch.")
-        ):
+        while frame is not None and _is_skipped(frame.f_globals.get("__name__", "")):
             frame = frame.f_back
         when = "behind" if self._after else "before"
         sys.stderr.write(f"prism: rank {self.rank}, iteration {self.iteration}, stops {when} "
@@ -276,6 +283,10 @@ class Debugger(LabelledCalls):
             debugpy.wait_for_client()
         debugpy.breakpoint()
         return  # the prompt is here: the frame that makes the call is above, ``prism`` is in scope
+
+
+def _is_skipped(module: str) -> bool:
+    return any(fnmatch.fnmatch(module, pattern) for pattern in _SKIPPED)
 
 
 class _Pdb(pdb.Pdb):

@@ -430,12 +430,15 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     session.changes.on_undo(stop)
+    values = Values(options.values, rank=options.rank)
+    for replayer in run.calls:
+        values.replays = getattr(replayer, "replays", values.replays)
     world = start(
         VirtualWorld(
             size=options.world.size,
             rank=options.rank,
             local_ranks=options.ranks,
-            values=Values(options.values, rank=options.rank),
+            values=values,
             device=device,
             store=run.store,
             backend="nccl" if device.type == "cuda" else "gloo",

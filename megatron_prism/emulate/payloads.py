@@ -76,11 +76,14 @@ class _Keyed(LabelledCalls):
 
     def key(self, group: PrismGroup, op: str) -> tuple[CallLabel, str]:
         """The call that is made now, and its name."""
-        call = self.label(op, group.desc, "")
-        step = label(call.phase, call.microbatch, call.chunk)
-        name = f"{self.iteration} {step} {op} {group.desc}"
+        call, name = self._named(group, op)
         self._numbers[name] += 1
         return call, f"{name} #{self._numbers[name]}"
+
+    def _named(self, group: PrismGroup, op: str) -> tuple[CallLabel, str]:
+        call = self.label(op, group.desc, "")
+        step = label(call.phase, call.microbatch, call.chunk)
+        return call, f"{self.iteration} {step} {op} {group.desc}"
 
 
 def _filled(op: str, args: Args) -> list[torch.Tensor]:
@@ -123,7 +126,11 @@ def _selected(text: str) -> list[Breakpoint]:
     """
     found = _RANGE.search(text)
     if found is None:
-        return [Breakpoint.parse(text)]
+        one = Breakpoint.parse(text)
+        if one.number:
+            raise UsageError(f"--prism-payload {text!r}: #{one.number} counts from the job's start",
+                             fix=f"nth={one.number}, which counts the calls that fit")  # fmt: skip
+        return [one]
     key, a, b, m0, phase, c0, m1, c1 = found.groups()
     if key:
         steps = [f"{key}{n}" for n in _between(a, b)]
@@ -319,6 +326,7 @@ class PayloadReplayer(_Keyed):
         super().__init__()
         self.path, self.replayed, self.missing = file_of(folder, rank), 0, 0
         self._file = _Recorded(self.path)
+        self._names = {key.partition(" #")[0] for key in self._file.at}
         found = self._file.header
         self._arguments = None if (text := found.get("arguments")) is None else str(text)
         check_header(self.path, found, {"format": FORMAT, "rank": rank, **header})
@@ -332,6 +340,10 @@ class PayloadReplayer(_Keyed):
         """The job's arguments are known now: UsageError if the recording is of others."""
         check_arguments(self.path, self._arguments, arguments)
 
+    def replays(self, group: PrismGroup) -> bool:
+        """Whether the recording has all-reduces of ``group`` in the step that runs."""
+        return self._named(group, "all_reduce")[1] in self._names
+
     def record(
         self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
     ) -> dist.Work | None:
@@ -340,6 +352,9 @@ class PayloadReplayer(_Keyed):
         filled = [] if op == "send" or len(group.ranks) < 2 else _filled(op, args)
         if filled:
             given = [self._fill(f"{key}.{place}", one) for place, one in enumerate(filled)]
+            for one, is_real in zip(filled, given, strict=True):
+                if is_real:
+                    group.world.values.overwritten(one)
             self.replayed += all(given)
             self.missing += not all(given)
         return work

@@ -129,6 +129,8 @@ class Values:
         self.policy = name
         self.path = path or None
         self.loss_scale: Callable[[], torch.Tensor] | None = None
+        # whether calls of a group deliver now what real peers did: then nothing is made up for them
+        self.replays: Callable[[object], bool] = lambda group: False
         self.parts: PartialSums | None = None
         self._seed = seed * 1_000_003 + rank
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -205,9 +207,13 @@ class Values:
         found = self._noise.get(id(tensor))
         return found is not None and found() is tensor
 
+    def overwritten(self, tensor: torch.Tensor) -> None:
+        """``tensor`` has been given other values since ``receive`` has filled it."""
+        self._noise.pop(id(tensor), None)
+
     def fill_vectors(self, tensor: torch.Tensor, tokens: torch.Tensor) -> None:
         """``tensor`` [s, b, h], which is noise, is of ``tokens`` [s, b]: give it their vectors."""
-        self._noise.pop(id(tensor), None)
+        self.overwritten(tensor)
         self._vectors.fill(tensor, tokens)
 
     def like(self, tensor: torch.Tensor, sent: torch.Tensor) -> None:

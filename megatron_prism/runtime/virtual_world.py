@@ -292,9 +292,10 @@ def current() -> VirtualWorld | None:
 
 
 def values_of(group: Any) -> Values | None:
-    """What virtual members of ``group`` hold; None if it has none, or is somebody else's."""
+    """What virtual members of ``group`` hold; None if it has none, is somebody else's, or delivers
+    what real members did."""
     ours = isinstance(group, PrismGroup) and group.has_virtual
-    return group.world.values if ours else None
+    return group.world.values if ours and not group.world.values.replays(group) else None
 
 
 def start(world: VirtualWorld) -> VirtualWorld:

@@ -34,6 +34,9 @@ TP = "TENSOR_MODEL_PARALLEL_GROUP"
         ("O after", {"phase": "optimizer"}, True),
         (f"0F0 send {TP} @p2p_communication.py:49", {"mb": "0", "phase": "forward", "chunk": "0",
          "op": "send", "group": TP, "site": r"p2p_communication\.py:49(?!\d)"}, False),
+        (f"all_reduce of {TP} at core/tensor_parallel/mappings.py:31",
+         {"op": "all_reduce", "group": TP,
+          "site": r"core/tensor_parallel/mappings\.py:31(?!\d)"}, False),
         ("all_reduce,iteration=2,rank=5", {"op": "all_reduce", "iter": "2", "rank": "5"}, False),
     ],
 )  # fmt: skip
@@ -66,10 +69,10 @@ def test_a_rank_alone_goes_on_from_the_checkpoint_as_it_did_in_the_job(tmp_path)
              "1", "--pipeline-model-parallel-size", "2"]  # fmt: skip
     keeps = ["--save", "ck", "--save-interval", "1", "--prism-record", "rec",
              "--prism-payload", "iter=2;iter=3"]  # fmt: skip
-    alone = ["--prism-world-size", "2", "--prism-ranks", "0", "--load", "ck",
+    alone = ["--prism-world-size", "2", "--prism-ranks", "1", "--load", "ck",
              "--prism-iteration", "2..3", "--prism-values", "recorded:rec"]  # fmt: skip
-    real = replayed_ranks.train(tmp_path, "job", [*small, *keeps], processes=2)[0]
-    replayed = replayed_ranks.train(tmp_path, "alone", [*small, *alone])[0]
+    real = replayed_ranks.train(tmp_path, "job", [*small, *keeps], processes=2)[1]
+    replayed = replayed_ranks.train(tmp_path, "alone", [*small, *alone])[1]
     assert list(replayed) == [2, 3]
     assert all(real[number] == replayed[number] for number in (2, 3))
     assert all(one["gradients"] > 0 for one in replayed.values())
@@ -86,7 +89,7 @@ def test_a_range_stands_for_its_steps(text, wanted):
     assert [one.select for one in found] == [Breakpoint.parse(one).select for one in wanted]
 
 
-@pytest.mark.parametrize("text", ["3B2..3B0", "1F..F", "iter=1..9999", "1F..2B"])
+@pytest.mark.parametrize("text", ["3B2..3B0", "1F..F", "iter=1..9999", "1F..2B", "send #4"])
 def test_a_range_that_is_none_is_refused(text):
     with pytest.raises(UsageError) as error:
         payloads._selected(text)
@@ -149,6 +152,14 @@ def test_it_stops_at_the_call_that_was_named_and_at_no_other(stops, capsys):
     assert "member 0 of 2: 4,5" in said
     assert "1 of them virtual: they hold what this rank holds" in said
     assert said.count("norm 2.44949") == 2
+
+
+def test_it_stops_at_the_call_of_a_number_that_dumps_print(stops):
+    debugger = follow(f"all_reduce #3 of {TP}")
+    for op in ("all_reduce", "all_gather", "all_reduce", "all_reduce"):
+        call(debugger, op=op, phase="forward", microbatch=0)
+    (prompt,) = stops
+    assert "all_reduce #3 of" in prompt.line
 
 
 def test_the_prompt_goes_on_to_the_next_call_or_to_another_one(stops):

@@ -315,7 +315,7 @@ def payloads_of(path):
     file_of(folder, 0).write_bytes(path.read_bytes())
     replayer = PayloadReplayer(folder, 0, {})
     for key, dtype in (("2 1F0 all_reduce tp #1.0", torch.float32), ("gather #1.0", torch.int64)):
-        replayer._given(key, torch.zeros(4, 8, dtype=dtype))
+        replayer._fill(key, torch.zeros(4, 8, dtype=dtype))
 
 
 def folder_of_slices(path):

@@ -24,7 +24,6 @@ from megatron_prism.emulate.patch import (
     refused,
 )
 from megatron_prism.emulate.patches.startup import megatron_args
-from megatron_prism.runtime.process_group import PrismGroup
 from megatron_prism.runtime.values import LocalVocabularySum, PartialLookup
 from megatron_prism.runtime.virtual_world import current, values_of
 
@@ -72,7 +71,7 @@ def _tied_embedding(module: ModuleType, context: PatchContext) -> None:
 
     def call(original: Original, self: Any) -> None:
         group = getattr(self, "embd_group", None)
-        alone = isinstance(group, PrismGroup) and group.real is None and group.size() > 1
+        alone = group is not None and values_of(group) is not None and group.real is None
         tied = self.share_embeddings_and_output_weights or getattr(
             self.config, "mtp_num_layers", None
         )
