@@ -117,9 +117,7 @@ def unless_running(
         last = f"{max(ages) / 1e9:.1f} s of their last calls"
         text = f"all dumps were written within {last}: {again}"
     elif free := _Queues(state, differ).free_of(suspects | excused):
-        text = (
-            f"once calls that may have ended have, not for {late} wait {ranks_text(free)}: {again}"
-        )
+        text = f"{ranks_text(free)} may wait for others than {late}: {again}"
     elif len(named) > 1 and (parted.stale or _by_chance(verdict, state)):
         text = f"nothing in common have {late}, or their dumps are of several moments: {again}"
     else:
@@ -196,7 +194,10 @@ class _Queues:
             for other in self._waits(rank):
                 back[other].append(rank)
         unknown = {*state.hidden, *state.mute(), *(back.keys() - state.dumps.keys())}
-        reached = waits.reached_from({*ranks, *unknown}, back)
+        # messages have no number in common: which of its own answers this one nobody knows
+        asked = {r for r in self.left if (e := state.head(r)) and e.pair
+                 and state.other(r, e) in ranks}  # fmt: skip
+        reached = waits.reached_from({*ranks, *unknown, *asked}, back)
         return [r for r, calls in state.outstanding.items() if calls and r not in reached]
 
     def _ended(self, rank: int) -> list[int]:
