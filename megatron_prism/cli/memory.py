@@ -257,17 +257,16 @@ def _runs_out(path: str, changes: list[Change], now: Baseline) -> dict[str, str]
             f"  runs out {place.where}: {place.size:,} B do not fit beside "
             f"{exact(place.reserved)} reserved"
         )
-        if place.holdings:
-            found[change.name] += f"\n  {_room(place.holdings)}"
+        found[change.name] += _room(place.holdings)
     return found
 
 
 def _room(held: Iterable[HeldMemory]) -> str:
-    """What recomputation could free."""
+    """A line on what recomputation could free; "" if nothing."""
     from megatron_prism.memory import peaks
 
     words = [f"{k} {units.format_bytes(v)}" for k, v in peaks.recomputable(held).items()]
-    return "--recompute-modules would free at most: " + (", ".join(words) or "nothing")
+    return "\n  --recompute-modules would free at most: " + ", ".join(words) if words else ""
 
 
 def _diff(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
@@ -351,9 +350,9 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
         one, at = made.classes[name], made.classes[name]["at"]
         print(f"\n{name}: {exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")
         kinds = (f"{k} {units.format_bytes(v)}" for k, v in one["by_category"].items() if v)
-        print("  " + ", ".join(kinds))
-        if (peak := peaks.peak(programs.of(_first_rank(one["ranks"])))) is not None:
-            print(f"  {_room(peak.holdings)}")
+        print("  " + ", ".join(kinds), end="")
+        peak = peaks.peak(programs.of(_first_rank(one["ranks"])))
+        print("" if peak is None else _room(peak.holdings))
         least, most = one["reserved_between"]
         if least < most:
             print(
