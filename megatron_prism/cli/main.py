@@ -324,6 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:  # `prism world … | head`, a full disk, a place that cannot be used
         failed = output_failed(error)
+        if failed is None and words[:1] == ["run"]:  # of the script: as Python says it
+            raise
         return last_resort(error, f"prism {' '.join(words)}") if failed is None else failed
     except Exception as error:
         if (by_signal := _ended_by(error)) is not None:

@@ -231,6 +231,20 @@ def test_light_imports(code, heavy):
     assert out[out.index("LOADED") + 1 :] == []
 
 
+def test_an_error_of_a_script_is_not_ours(tmp_path):
+    """Without a file in it, as of a library that is missing."""
+    script = tmp_path / "job.py"
+    script.write_text('raise OSError("install transformers")')
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_prism", "run", "--", str(script)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "install transformers" in done.stderr
+    assert "mistake of prism" not in done.stderr
+
+
 def test_an_ascii_terminal_is_no_traceback():
     done = subprocess.run(
         [sys.executable, "-m", "megatron_prism", "--help"],

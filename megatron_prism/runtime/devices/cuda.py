@@ -9,6 +9,7 @@ one is running, else by zero, and the run's summary says which.
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
@@ -197,6 +198,10 @@ def _no_history(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedError("torch records allocations of a CUDA device only", fix=fix)
 
 
+def _no_ranges(*args: Any, **kwargs: Any) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Has no effect without a device."""
 
@@ -214,6 +219,7 @@ def replace_functions(changes: ProcessChanges, num_devices: int = 8) -> None:
         changes.set(cuda.random, name, answers[name])
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         changes.set(cuda.nvtx, name, _nothing)
+    changes.set(torch.autograd.profiler, "emit_nvtx", _no_ranges)  # --profile at 0.16
     for name, answer in {**_memory_answers(), "empty_cache": _empty_cache}.items():
         changes.set(cuda.memory, name, answer)
     changes.set(cuda, "empty_cache", _empty_cache)
