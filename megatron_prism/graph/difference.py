@@ -128,6 +128,8 @@ def difference(
 def _differ(a: ComparedOp, b: ComparedOp, norm: float) -> list[str]:
     """step, name and fields in which two rows differ; lines of code are not."""
     found = [key for key in ("step", "name") if getattr(a, key) != getattr(b, key)]
+    if "name" in found:  # of another call every field would differ
+        return found
     keys: Iterable[str] = dict.fromkeys([*a.fields, *b.fields])
     if norm and "norm" in a.fields and "norm" in b.fields:
         keys = [key for key in keys if key not in ("norm", "values")]
