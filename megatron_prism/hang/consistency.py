@@ -82,8 +82,8 @@ def consistent_dumps(found: DumpSet) -> ConsistentDumps:
     moving = stale.keys() | {r for r in apart if any(not e.done for e in found.dumps[r].entries)}
     several = max(1, len(found.dumps) // _MOVED)
     if _PART * len(stale.keys() | apart) > len(found.dumps) or len(moving) > several:
-        ranks = format_ranks(sorted({*apart, *stale}))
-        text = f"the dumps of ranks {ranks} are of {'another' if apart else 'an earlier'} moment"
+        ranks = ranks_text({*apart, *stale})
+        text = f"the dumps of {ranks} are of {'another' if apart else 'an earlier'} moment"
         return ConsistentDumps(state, strangers=text)
     if stale:
         state = _without(found, {*apart, *stale})

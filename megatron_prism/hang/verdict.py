@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_prism.core.files import rendered
 from megatron_prism.core.units import counted
-from megatron_prism.core.world import format_ranks
+from megatron_prism.core.world import format_ranks, ranks_text
 
 __all__ = ["Culprit", "Diagnosis", "Waiting"]
 
@@ -103,7 +103,7 @@ class Diagnosis:
             return f"HEALTHY: {moved}"
         where = f"{self.op} #{self.seq} of {self.group}" if self.group else "no known call"
         if not self.culprits:
-            among = f", among ranks {format_ranks(self.candidates)}" if self.candidates else ""
+            among = f", among {ranks_text(self.candidates)}" if self.candidates else ""
             tail = f"{counted(len(self.victims), 'rank')} waiting, nobody is named"
             return f"{self.verdict.upper()} at {where}{among}; {tail}"
         ranks = format_ranks([c.rank for c in self.culprits])

@@ -123,4 +123,4 @@ def test_dumps_written_behind_their_last_calls_are_perhaps_of_a_running_job(
     out = capsys.readouterr().out
     assert ("written within 2.0 s of their last calls" in out) == (code == 3)
     assert ("rank 3 (host stuck)" in out) == (code == 1)
-    assert ("among ranks 3; 1 rank waiting, nobody is named" in out) == (code == 3)
+    assert ("among rank 3; 1 rank waiting, nobody is named" in out) == (code == 3)
