@@ -292,24 +292,26 @@ class _Unpickler(pickle.Unpickler):
         raise HostileValueError("it asks for an object from outside; nothing was executed")
 
 
-def unpickled(data: bytes, cut: Callable[[object], None] = lambda value: None) -> object:
+def unpickled(data: bytes, bound: Callable[[object], None] | None = None) -> object:
     """The plain value of a pickle.  HostileValueError; ValueError for anything else that is wrong.
 
-    Call it inside ``bounded_memory``: one opcode may ask for 64 GiB.  ``cut`` takes away what
-    nobody reads, before the value is measured.
+    Call it inside ``bounded_memory``: one opcode may ask for 64 GiB.  ``bound`` raises ValueError
+    where what its caller reads of the value means too much; by default all of it is measured.
     """
     try:
-        # without the buffer the unpickler asks for every few bytes: three times as long
-        value = _Unpickler(io.BufferedReader(io.BytesIO(data), 1 << 20)).load()
+        # without a buffer the unpickler asks for every few bytes; a large one is copied by malloc
+        value = _Unpickler(io.BufferedReader(io.BytesIO(data), 1 << 13)).load()
     except HostileValueError:
         raise
     except MemoryError:
         raise ValueError("it asks for more memory than its size explains") from None
     except Exception as error:  # damaged pickles raise almost anything
         raise ValueError(f"it is damaged: {str(error)[:200] or type(error).__name__}") from None
-    cut(value)
-    least, by, most = _EXPANDED
-    expanded_size(value, min(max(least, by * len(data)), most))
+    if bound is not None:
+        bound(value)
+    else:
+        least, by, most = _EXPANDED
+        expanded_size(value, min(max(least, by * len(data)), most))
     return value
 
 

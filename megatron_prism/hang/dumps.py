@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -164,22 +165,19 @@ def entries_of(raw: Sequence[_RawEntry]) -> tuple[Entry, ...]:
     known: dict[object, _Said] = {}
     made = []
     for number, row in enumerate(raw):
-        first = row.frames[0] if isinstance(row.frames, list) and row.frames else None
-        site = f"{first.get('filename')}:{first.get('line')}" if isinstance(first, dict) else ""
+        site = _site(row.frames)
         key = (row.process_group, row.profiling_name, row.state, row.retired, row.input_sizes,
                row.output_sizes, row.input_dtypes, row.output_dtypes, site)  # fmt: skip
         if (said := known.get(key)) is None:
-            said = known[key] = _said(row, site[:300])
+            said = known[key] = _said(row, site)
         group, desc, op, to, numbers, dtypes, state, done, where = said
         record, calls, timeout = row.record_id, row.collective_seq_id, row.timeout_ms
         if record is None or calls is None:  # of an older release
             record, calls = _first(row.record_id, row.id, number), _first(calls, row.seq_id)
         seq = calls if to < 0 else row.p2p_seq_id
-        made.append(
-            Entry(record, group, desc, op, _known(seq), calls, to, numbers, dtypes, state, done,
-                  where, _known(timeout), _known(row.time_created_ns))
-        )  # fmt: skip
-    return tuple(made)
+        made.append((record, group, desc, op, _known(seq), calls, to, numbers, dtypes, state, done,
+                     where, _known(timeout), _known(row.time_created_ns)))  # fmt: skip
+    return tuple(map(Entry._make, made))
 
 
 def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple[Entry, ...]:
@@ -312,6 +310,15 @@ def _said(row: _RawEntry, site: str) -> _Said:
     )
 
 
+def _site(frames: object) -> str:
+    """Where the innermost frame is; of the others nothing is read."""
+    first = frames[0] if isinstance(frames, list) and frames else None
+    if not isinstance(first, dict):
+        return ""
+    file, line = first.get("filename"), first.get("line")
+    return f"{file[:300]}:{line}" if isinstance(file, str) and isinstance(line, int) else ""
+
+
 def _first(*values: int | None) -> int:
     """The first that is known, or -1."""
     return next((value for value in values if value is not None), -1)
@@ -336,6 +343,8 @@ _RANK = re.compile(
 _PLAIN = re.compile(r"[^.]*" + _ENDING)
 _LOOSE = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _PACKED = re.compile(r"\.(?:gz|tgz|zst|xz|bz2|lz4|zip|tar)$")
+_LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
+_MANY, _ITEMS = (list, tuple, set, frozenset), 1 << 24
 _LIMIT = 1 << 28  # bytes of one file; full dumps with C++ stacks are a few MB
 FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-path wrote into"
 
@@ -471,7 +480,7 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
     try:
         head = data[:64].lstrip()[:1]
         as_json = head in (b"{", b"[")
-        value = foreign.value_of_json(data) if as_json else foreign.unpickled(data, _first_frames)
+        value = foreign.value_of_json(data) if as_json else foreign.unpickled(data, _bounded)
         return of_value(value, rank)
     except foreign.HostileValueError as error:
         fix = "do not open this file with anything else"
@@ -481,12 +490,20 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
         raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
 
 
-def _first_frames(value: object) -> None:
-    """Of every stack keep the innermost frame: no other is read, and they are most of a dump."""
-    entries = value.get("entries") if isinstance(value, dict) else None
-    for entry in entries if isinstance(entries, list) else ():
-        if isinstance(entry, dict) and isinstance(frames := entry.get("frames"), list):
-            del frames[1:]
+def _bounded(value: object) -> None:
+    """ValueError where what is read of a dump means more than ``_ITEMS``: a list that is written
+    once may stand in every call."""
+    top = value if isinstance(value, dict) else {}
+    entries, groups = top.get("entries"), top.get("pg_config")
+    rows = [row for row in entries if isinstance(row, dict)] if isinstance(entries, _MANY) else []
+    lists = [row.get(key) for row in rows for key in _LISTS]
+    if isinstance(groups, dict):
+        lists += [group.get("ranks") for group in groups.values() if isinstance(group, dict)]
+    for _ in range(2):
+        lists = [one for one in lists if isinstance(one, _MANY)]
+        if sum(map(len, lists)) > _ITEMS:
+            raise ValueError(f"it means more than {_ITEMS:,} items, written as aliases")
+        lists = list(itertools.chain.from_iterable(lists))
 
 
 class _RawGroup(msgspec.Struct):

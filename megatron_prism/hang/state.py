@@ -116,13 +116,14 @@ class JobState:
             if name not in self.pairs:  # there the counters also count sends and receives
                 self.enqueued[name, rank] = status.enqueued
                 self.completed[name, rank] = status.completed
-        for entry in dump.entries:
+        uncounted = self.pairs | {e.group for e in dump.entries} - dump.status.keys()
+        for entry in (e for e in dump.entries if not e.done or e.group in uncounted):
             key = (entry.group, rank)
-            if entry.group in self.pairs or entry.group not in dump.status:
+            if entry.group in uncounted:
                 self.enqueued[key] = max(self.enqueued.get(key, -1), entry.calls)
                 if entry.done and not entry.pair:
                     self.completed[key] = max(self.completed.get(key, -1), entry.seq)
-            elif not entry.done and entry.seq <= self.completed.get(key, -1):
+            elif entry.seq <= self.completed.get(key, -1):
                 self.completed[key] = entry.seq - 1  # gloo counts calls that failed, too
 
     def _pending(self, rank: int, entries: Iterable[Entry]) -> list[Entry]:

@@ -56,6 +56,22 @@ def test_aliases_in_a_dump_are_not_expanded(key, tmp_path):
         entries = [{**dump["entries"][0], key: laughs()}, *dump["entries"][1:]]
         made = {**dump, "entries": entries} if rank == 1 else dump
         (tmp_path / f"_dump_{rank}").write_bytes(pickle.dumps(made))
+    found = read_in_process(tmp_path)
+    if key == "frames":  # of which only the innermost is read, if it is one
+        assert {e.site for e in found.dumps[1].entries[:1]} == {""}
+    else:
+        assert f"entries[0].{key}" in found.unreadable[1]
+
+
+@pytest.mark.parametrize("key", ["input_sizes", "output_dtypes", "ranks"])
+def test_a_long_list_may_not_stand_in_every_call(key, tmp_path):
+    dump = DUMPS[0][0]
+    long = list(range(10_000)) if key == "ranks" else [["x"], [1]][key == "input_sizes"] * 10_000
+    entries = [{**dump["entries"][0], key: long}] * 2000
+    groups = {str(i): {"ranks": long, "desc": ""} for i in range(2000)}
+    made = {**dump, "pg_config": groups} if key == "ranks" else {**dump, "entries": entries}
+    (tmp_path / "_dump_0").write_bytes(pickle.dumps(dump))
+    (tmp_path / "_dump_1").write_bytes(pickle.dumps(made))
     assert "means more than" in read_in_process(tmp_path).unreadable[1]
 
 
