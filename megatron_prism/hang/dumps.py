@@ -496,14 +496,14 @@ def _bounded(value: object) -> None:
     top = value if isinstance(value, dict) else {}
     entries, groups = top.get("entries"), top.get("pg_config")
     rows = [row for row in entries if isinstance(row, dict)] if isinstance(entries, _MANY) else []
-    lists = [row.get(key) for row in rows for key in _LISTS]
+    lists: list[object] = [row.get(key) for row in rows for key in _LISTS]
     if isinstance(groups, dict):
         lists += [group.get("ranks") for group in groups.values() if isinstance(group, dict)]
     for _ in range(2):
-        lists = [one for one in lists if isinstance(one, _MANY)]
-        if sum(map(len, lists)) > _ITEMS:
+        sized = [one for one in lists if isinstance(one, _MANY)]
+        if sum(map(len, sized)) > _ITEMS:
             raise ValueError(f"it means more than {_ITEMS:,} items, written as aliases")
-        lists = list(itertools.chain.from_iterable(lists))
+        lists = list(itertools.chain.from_iterable(sized))
 
 
 class _RawGroup(msgspec.Struct):
