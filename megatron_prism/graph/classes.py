@@ -13,7 +13,7 @@ of the groups; the result is then proved group by group with the colours themsel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -88,11 +88,23 @@ def memberships(programs: Programs) -> dict[str, Membership]:
     }
 
 
-def partition(programs: Programs, groups: Mapping[str, Membership] | None = None) -> Classes:
-    """The coarsest equitable partition; ``groups`` if the caller has the memberships already."""
+def partition(
+    programs: Programs,
+    groups: Mapping[str, Membership] | None = None,
+    apart: Collection[int] = (),
+) -> Classes:
+    """The coarsest equitable partition.
+
+    Args:
+        programs: of all ranks.
+        groups: their memberships, if the caller has them already.
+        apart: ranks that are classes of their own.
+    """
     groups = memberships(programs) if groups is None else groups
     same = equal_programs(programs.programs)
-    colour, first = _renumber(same[programs.program_of].astype(np.uint64))
+    start = same[programs.program_of].astype(np.uint64)
+    start[list(apart)] = len(same) + np.arange(len(apart))
+    colour, first = _renumber(start)
     reasons = ["its program" if len(first) > 1 else "all ranks run one program"] * len(first)
     needs = [uses(program) for program in programs.programs]
     while True:

@@ -8,7 +8,7 @@ what a watchdog finds half an hour later; ``hang.export`` writes it down as dump
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +17,8 @@ import numpy as np
 
 from megatron_prism.core.groups import Membership
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.graph.classes import memberships
+from megatron_prism.core.program import Program, Programs, Splits
+from megatron_prism.graph.classes import Classes, memberships, partition
 from megatron_prism.graph.matching import signature
 
 __all__ = ["ProgramPlan", "RankFault", "StalledJob", "run_until_stalled"]
@@ -71,9 +71,20 @@ def run_until_stalled(
 ) -> StalledJob:
     """Run all ranks until nobody can go on.
 
+    Nothing depends on times, so ranks of one class stand still at one place: a class is run once.
+
     plans : kept between runs that share programs: by the place of a program, those of the first run
     """
-    return _Run(programs, dict(faults or {}), plans).to_the_end()
+    groups, faults = memberships(programs), dict(faults or {})
+    try:
+        classes = partition(programs, groups, apart=faults)
+        return _Run(programs, faults, plans, groups, classes).to_the_end()
+    except _UnlikeGroupsError:
+        return _Run(programs, faults, plans, groups).to_the_end()
+
+
+class _UnlikeGroupsError(Exception):
+    """Splits fit in one of two groups that hold the same classes in another order."""
 
 
 @dataclass
@@ -93,28 +104,37 @@ class ProgramPlan:
 
 
 class _Run:
+    """Classes of ranks; without ``classes`` every rank is one."""
+
     def __init__(
         self,
         programs: Programs,
         faults: dict[int, RankFault],
         plans: dict[int, ProgramPlan] | None = None,
+        groups: Mapping[str, Membership] | None = None,
+        classes: Classes | None = None,
     ) -> None:
-        self.programs, self.faults = programs, faults
-        self.groups = memberships(programs)
+        self.programs, self.groups = programs, groups or memberships(programs)
+        n, of = programs.world.size, programs.program_of.tolist()
+        self.of = np.arange(n) if classes is None else classes.of
+        self.heads = range(n) if classes is None else classes.representatives
+        self.faults, self.fault = faults, [faults.get(rank) for rank in self.heads]
+        numbers = of if classes is None else classes.programs
         known = {} if plans is None else plans
-        first = not known
-        self.plans = [known[i] if i in known else _plan(p) for i, p in enumerate(programs.programs)]
-        if first:
-            known.update(enumerate(self.plans))
-        of, n = programs.program_of, programs.world.size
-        self.plan = [self.plans[of[r]] for r in range(n)]
+        self.plans = {i: known[i] if i in known else _plan(programs.programs[i])
+                      for i in dict.fromkeys(numbers)}  # fmt: skip
+        if not known:
+            known.update(self.plans)
+        self.plan = [self.plans[i] for i in numbers]
         self.left = [list(p.needs) for p in self.plan]
-        self.issued = [0] * n
+        self.issued = [0] * len(self.plan)
         self.done = [bytearray(len(p.names)) for p in self.plan]
         self.ready = [bytearray(len(p.names)) for p in self.plan]
         self.met: dict[object, list[tuple[int, int]]] = defaultdict(list)
+        self.came: Counter[object] = Counter()
+        self.kinds: dict[tuple[str, int], tuple[bytes, int, int]] = {}
         self.stack: list[tuple[int, int]] = []
-        self.hosts = list(range(n))
+        self.hosts = list(range(len(self.plan)))
 
     def to_the_end(self) -> StalledJob:
         while self.hosts or self.stack:
@@ -122,13 +142,14 @@ class _Run:
                 self._end(*self.stack.pop())
             if self.hosts:
                 self._issue(self.hosts.pop())
-        return StalledJob(
-            self.programs, self.groups, self.faults, self.issued, self.done, self.ready
-        )
+        of = self.of.tolist()
+        issued, done, ready = ([values[c] for c in of] for values in
+                               (self.issued, self.done, self.ready))  # fmt: skip
+        return StalledJob(self.programs, self.groups, self.faults, issued, done, ready)
 
     def _issue(self, rank: int) -> None:
         plan, left, at = self.plan[rank], self.left[rank], self.issued[rank]
-        fault = self.faults.get(rank)
+        fault = self.fault[rank]
         stop = plan.place(None if fault is None else fault.host)
         while at < stop:
             self.issued[rank] = at + 1
@@ -139,8 +160,7 @@ class _Run:
             at += 1
 
     def _start(self, rank: int, op: int) -> None:
-        fault = self.faults.get(rank)
-        plan = self.plan[rank]
+        fault, plan = self.fault[rank], self.plan[rank]
         if fault is not None and op >= plan.place(fault.device):
             return
         self.ready[rank][op] = 1
@@ -151,40 +171,53 @@ class _Run:
             else:
                 self.stack.append((rank, op))
             return
-        key, size = self._meeting(rank, op)
+        key, size, mine = self._meeting(rank, op)
         here = self.met[key]
         here.append((rank, op))
-        if len(here) == size:
+        self.came[key] += mine
+        if self.came[key] == size:
             first = self.plan[here[0][0]].calls[here[0][1]][3]
             agree = all(self.plan[r].calls[i][3] == first for r, i in here)
-            if agree and self._splits_fit(here):
+            if agree and self._splits_fit(plan.calls[op][0], here):
                 self.stack += here
 
-    def _meeting(self, rank: int, op: int) -> tuple[object, int]:
+    def _meeting(self, rank: int, op: int) -> tuple[object, int, int]:
+        """(which call it is, by how many ranks it is made, how many of them are of this class)."""
         name, peer, place, _ = self.plan[rank].calls[op]
-        group = self.groups[name]
-        at = int(group.group_of[rank])
-        members = group.group(rank)
-        if IS_PAIR[self.plan[rank].names[op]]:
-            other = int(members[(int(group.position[rank]) + peer) % max(1, len(members))])
-            send = self.plan[rank].names[op] == _SEND
-            return (name, "p2p", *((rank, other) if send else (other, rank)), place), 2
-        return (name, at, place), len(members)
+        if not IS_PAIR[self.plan[rank].names[op]]:
+            kind, size, mine = self._kind(rank, name)
+            return (name, kind, place), size, mine
+        group, head = self.groups[name], self.heads[rank]
+        members = group.group(head)
+        size = max(1, len(members))
+        if self.plan[rank].names[op] == _SEND:
+            return (name, "p2p", rank, peer % size, place), 2, 1
+        sender = int(self.of[members[(int(group.position[head]) + peer) % size]])
+        return (name, "p2p", sender, -peer % size, place), 2, 1
 
-    def _splits_fit(self, here: list[tuple[int, int]]) -> bool:
+    def _kind(self, rank: int, name: str) -> tuple[bytes, int, int]:
+        """(the classes in its group, ascending; how many ranks; how many of its own class)."""
+        if (name, rank) not in self.kinds:
+            found = np.sort(self.of[self.groups[name].group(self.heads[rank])])
+            self.kinds[name, rank] = found.tobytes(), len(found), int((found == rank).sum())
+        return self.kinds[name, rank]
+
+    def _splits_fit(self, name: str, here: list[tuple[int, int]]) -> bool:
         """Whether every member of an all-to-all sends what the others expect."""
         rows = {}
         for rank, op in here:
-            program = self.programs.of(rank)
+            program = self.programs.of(self.heads[rank])
             at = int(program.ops["splits"][op])
             if at < 0:
                 return True
-            position = self.groups[program.strings[program.ops["group"][op]]].position
-            rows[int(position[rank])] = program.splits[at]
-        sent, wanted = ([rows[i][side] for i in sorted(rows)] for side in (0, 1))
-        if any(len(row) != len(rows) for row in (*sent, *wanted)):
-            return False
-        return bool(np.array_equal(np.array(sent), np.array(wanted).T))
+            rows[rank] = program.splits[at]
+        group, kind = self.groups[name], self._kind(here[0][0], name)[0]
+        sets = (self.of[group.group(r)] for r in np.flatnonzero(self.of == here[0][0]).tolist())
+        orders = {tuple(one.tolist()) for one in sets if np.sort(one).tobytes() == kind}
+        fits = {_fit([rows[member] for member in order]) for order in orders}
+        if len(fits) > 1:
+            raise _UnlikeGroupsError
+        return fits.pop()
 
     def _end(self, rank: int, op: int) -> None:
         if self.done[rank][op]:
@@ -202,6 +235,14 @@ class _Run:
                 self._start(rank, other)
                 if plan.hosts[other] and self.done[rank][other]:
                     self.hosts.append(rank)
+
+
+def _fit(rows: Sequence[Splits]) -> bool:
+    """Whether each member sends what the others expect; rows: (sent, wanted) of each, in order."""
+    sent, wanted = ([row[side] for row in rows] for side in (0, 1))
+    if any(len(row) != len(rows) for row in (*sent, *wanted)):
+        return False
+    return bool(np.array_equal(np.array(sent), np.array(wanted).T))
 
 
 def _plan(program: Program) -> ProgramPlan:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.files import claimed
+from megatron_prism.core.files import claimed, no_collector
 from megatron_prism.core.ops import IS_COLLECTIVE
 from megatron_prism.core.program import Programs
 from megatron_prism.core.world import format_ranks
@@ -368,10 +368,11 @@ def diagnose_stall(
         return Diagnosis("healthy")
     dumps = {}
     how.setdefault("last", _RECORDED)
-    for rank, value in export.dumps_of(state, **how):
-        dumps[rank] = of_value(value, rank)
-        if told is not None:
-            told((rank + 1) / state.programs.world.size)
+    with no_collector():
+        for rank, value in export.dumps_of(state, **how):
+            dumps[rank] = of_value(value, rank)
+            if told is not None:
+                told((rank + 1) / state.programs.world.size)
     found = analyze.diagnose_dumps(DumpSet(dumps))
     if healthy is not None and not found.culprits:
         found = hypotheses.explain(DumpSet(dumps), found, healthy)

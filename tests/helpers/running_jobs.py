@@ -42,7 +42,7 @@ class TimedRun(stall._Run):
                       for what in ("issued", "started", "ended")}  # fmt: skip
         costs = random.Random(seed)
         self.cost = {id(plan): [int(MS * costs.choice((0.1, 0.3, 1, 3))) for _ in plan.names]
-                     for plan in self.plans}  # fmt: skip
+                     for plan in self.plans.values()}  # fmt: skip
         self.waiting = [False] * programs.world.size
         for rank in range(programs.world.size):
             self._at(self.rng.randrange(MS), rank, -1)
@@ -74,7 +74,7 @@ class TimedRun(stall._Run):
         self.times["started"][rank][op] = self.now
         needed, cost = 1, self.cost[id(plan)][op] * self.rng.uniform(1, 1.2)
         if stall._TALK[plan.names[op]]:
-            key, needed = self._meeting(rank, op)
+            key, needed, _ = self._meeting(rank, op)
             here = self.met[key]
             here.append((rank, op))
         elif plan.hosts[op] or plan.names[op] in (stall._WAIT, stall._RECORD):
