@@ -143,9 +143,8 @@ class _Run:
             if self.hosts:
                 self._issue(self.hosts.pop())
         of = self.of.tolist()
-        issued, done, ready = ([values[c] for c in of] for values in
-                               (self.issued, self.done, self.ready))  # fmt: skip
-        return StalledJob(self.programs, self.groups, self.faults, issued, done, ready)
+        return StalledJob(self.programs, self.groups, self.faults, [self.issued[c] for c in of],
+                          [self.done[c] for c in of], [self.ready[c] for c in of])  # fmt: skip
 
     def _issue(self, rank: int) -> None:
         plan, left, at = self.plan[rank], self.left[rank], self.issued[rank]
