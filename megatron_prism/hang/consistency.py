@@ -49,7 +49,10 @@ _PART = 4  # of so many dumps one may be of another moment,
 _MOVED = 6  # or one that was not aborted
 _FEW, _EIGHT = 2, 8  # culprits that need nothing in common; and of so many ranks one
 _FRESH_NS = 5 * 10**9  # no time-out is as short, and nobody asks for dumps as quickly
-_MOVING = {"host stuck", "device stuck", "order", "skipped call", "extra call"}
+_STILL = {"host stuck", "device stuck"}
+_MOVING = {*_STILL, "order", "skipped call", "extra call"}
+_PROOF = ("proof that nothing moves: who is late in a job that runs leaves the same dumps; a second "
+          "set, some seconds later, tells: --then DIR")  # fmt: skip
 _FEWER = 4  # times fewer ranks are further on than are behind: those few are the odd ones
 
 
@@ -113,15 +116,15 @@ def unless_running(
     again = "perhaps the job was running: a second set of dumps, --then DIR, tells"
     ages = [dump.written_ns - max(e.created_ns for e in dump.entries)
             for dump in state.dumps.values() if dump.entries and dump.written_ns]  # fmt: skip
-    if ages and min(ages) >= 0 and max(ages) < _FRESH_NS:
-        last = f"{max(ages) / 1e9:.1f} s of their last calls"
-        text = f"all dumps were written within {last}: {again}"
+    several = _PART * len({*parted.stale, *parted.new}) > len(state.dumps) + len(parted.stale)
+    if ages and 0 <= min(ages) < _FRESH_NS:
+        text = f"a dump was written {min(ages) / 1e9:.1f} s after its rank's last call: {again}"
     elif free := _Queues(state, differ).free_of(suspects | excused):
         text = f"{ranks_text(free)} may wait for others than {late}: {again}"
-    elif len(named) > 1 and (parted.stale or _by_chance(verdict, state)):
+    elif several or len(named) > 1 and (parted.stale or _by_chance(verdict, state)):
         text = f"nothing in common have {late}, or their dumps are of several moments: {again}"
     else:
-        return verdict
+        return replace(verdict, missing=(*verdict.missing, *([_PROOF] * bool(stuck & _STILL))))
     return replace(
         verdict,
         verdict="undetermined",

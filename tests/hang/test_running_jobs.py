@@ -65,6 +65,18 @@ def test_ranks_of_several_nodes_that_saw_a_call_end_late_are_of_a_running_job():
     assert found.candidates == tuple(range(0, 32, 4))
 
 
+@pytest.mark.parametrize("old", [1, 3])
+def test_where_many_dumps_are_of_another_moment_nobody_is_late(old):
+    """Those of a job that starts: some ranks have made no call, though one ended elsewhere."""
+    dumps = {r: Dump({"tp": tuple(range(8))}) for r in range(8)}
+    for rank in range(old, 8):
+        dumps[rank].call("tp", done=True)
+        dumps[rank].call("tp", count=rank == 7)
+    named, found = verdict(dumps)
+    assert named == ({7} if old == 1 else set()), found
+    assert found.exit_code == (1 if old == 1 else 3)
+
+
 def pairs(late, calls):
     """Four pairs after so many calls; the first of them waits for ``late``."""
     dumps = {r: Dump({"tp": (r - r % 2, r - r % 2 + 1)}) for r in range(8)}
