@@ -688,12 +688,11 @@ def start(tier: str) -> dict[str, Any]:
     if tier == "meta":
         from megatron_prism.core.process_changes import ProcessChanges
         from megatron_prism.runtime import devices, virtual_world
-        from megatron_prism.runtime.te import unsupported
         from megatron_prism.runtime.values import Values
 
         changes = ProcessChanges()
-        unsupported.release = (2, 20)  # the GPU's, whose memory is compared
-        here = devices.prepare(tier, changes)
+        # the GPU's release, whose memory is compared
+        here = devices.prepare(tier, changes, engine_release="2.20.2")
         virtual_world.start(virtual_world.VirtualWorld(size=1, rank=0, local_ranks=[0],
                                        values=Values("mirror", rank=0),
                                        device=here.device))  # fmt: skip

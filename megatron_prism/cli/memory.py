@@ -19,8 +19,10 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_table, write_data
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
+from megatron_prism.core.world import format_ranks
 
 if TYPE_CHECKING:
+    from megatron_prism.core.program import Programs
     from megatron_prism.memory.baseline import (
         Baseline,
         Change,
@@ -136,13 +138,23 @@ def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]
 
 
 def _measure(path: str, settings: Mapping[str, str], draws: Draws | None = None) -> Baseline:
-    from megatron_prism.core.slices import open_programs
     from megatron_prism.memory.baseline import peak_memory
 
     device = settings.get("device", "h200")
     known = None if device == "none" else device
     alloc = settings.get("alloc", "")
-    return peak_memory(open_programs(path), alloc_conf=alloc, device=known, draws=draws)
+    programs = _open(path)
+    if programs.absent:
+        said = format_ranks(programs.absent)
+        print(f"prism: ranks {said} are left out: their stages have no slice", file=sys.stderr)
+    return peak_memory(programs, alloc_conf=alloc, device=known, draws=draws)
+
+
+def _open(path: str) -> Programs:
+    """The programs at ``path``, of some stages at least."""
+    from megatron_prism.core.slices import open_programs
+
+    return open_programs(path, partial=True)
 
 
 def _draws(settings: Mapping[str, str]) -> Draws | None:
@@ -235,10 +247,9 @@ def _runs_out(path: str, changes: list[Change], now: Baseline) -> dict[str, str]
     over = [change for change in changes if change.what == "over"]
     if not over:
         return {}
-    from megatron_prism.core.slices import open_programs
     from megatron_prism.memory import allocator, peaks
 
-    programs = open_programs(path)
+    programs = _open(path)
     settings = allocator.Settings.parse(now.job.get("alloc_conf", ""))
     found = {}
     for change in over:
@@ -313,7 +324,6 @@ def _write_snapshot(
 ) -> None:
     """What pytorch.org/memory_viz shows of the one class."""
     from megatron_prism.core.files import whole_file
-    from megatron_prism.core.slices import open_programs
     from megatron_prism.memory import peaks
 
     if len(classes) > 1:
@@ -321,14 +331,13 @@ def _write_snapshot(
         raise UsageError("a snapshot is of one class", fix=fix)
     check_outputs([Path(args.out)], args.force, [path])
     (one,) = classes.values()
-    program = open_programs(path).of(_first_rank(one["ranks"]))
+    program = _open(path).of(_first_rank(one["ranks"]))
     with whole_file(args.out, force=args.force) as file:
         pickle.dump(peaks.viz_snapshot(program), file)
     print(f"wrote {args.out}: open it at https://pytorch.org/memory_viz", file=sys.stderr)
 
 
 def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
-    from megatron_prism.core.slices import open_programs
     from megatron_prism.memory import peaks
 
     top = settings.get("top", "12")
@@ -345,7 +354,7 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
     if write_data(args, made.to_json(), _rows(made)):
         return 0
     _overview(made)
-    programs = open_programs(places[0])
+    programs = _open(places[0])
     for name in names:
         one, at = made.classes[name], made.classes[name]["at"]
         print(f"\n{name}: {exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")

@@ -337,6 +337,7 @@ class Programs:
     world      : sizes of the job; Megatron's groups follow from them
     programs   : one per kind of rank
     program_of : int32 [world.size], index into ``programs`` for every rank
+    partial    : ranks may have no program (-1); what needs no other rank, as memory, can be asked
     groups     : description -> tuple of groups (global ranks in group order), for groups that do
                  not follow from the sizes; they replace Megatron's of the same name
     source     : where it all comes from: versions, tier, arguments; plain text
@@ -349,6 +350,7 @@ class Programs:
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     source: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
+    partial: bool = False
 
     def __post_init__(self) -> None:
         of = np.ascontiguousarray(self.program_of, dtype=np.int32)
@@ -358,7 +360,7 @@ class Programs:
                 f"{self.world.size} ranks need a program each, but {of.size} are assigned",
                 fix="say which ranks run each program",
             )
-        missing = np.flatnonzero((of < 0) | (of >= len(self.programs)))
+        missing = np.flatnonzero((of < -self.partial) | (of >= len(self.programs)))
         if missing.size:
             raise ProgramError(
                 f"rank {missing[0]} and {missing.size - 1} others have no program",
@@ -397,6 +399,11 @@ class Programs:
     def ranks_of(self, index: int) -> np.ndarray:
         """The ranks that run program ``index``, ascending, int64 [n]."""
         return np.flatnonzero(self.program_of == index)
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks without a program, of which ``partial`` ones may have some."""
+        return [int(rank) for rank in np.flatnonzero(self.program_of < 0)]
 
     def release(self) -> tuple[int, int]:
         """megatron-core's release as (0, 16), which decides its list of groups."""

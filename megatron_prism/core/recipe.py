@@ -23,7 +23,8 @@ from omegaconf import DictConfig, OmegaConf, errors
 from yaml import YAMLError
 
 from megatron_prism.core import foreign
-from megatron_prism.core.errors import RecipeError, WorldError
+from megatron_prism.core.errors import RecipeError, UsageError, WorldError
+from megatron_prism.core.megatron_source import engine_release
 from megatron_prism.core.world import (
     DEFAULT_ORDER,
     MOST_EXPERTS,
@@ -270,6 +271,11 @@ def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in FRACTIONS:
         if not 0 <= getattr(m, name) <= 1:
             yield f"model.{name} is {getattr(m, name)}", "use a number from 0 to 1"
+    if (version := recipe.prism.te_version) is not None:
+        try:
+            engine_release(version)
+        except UsageError as error:
+            yield f"prism.te_version: {error.message}", error.fix or ""
     if not NETWORK.fullmatch(recipe.hardware.network):
         yield (f"hardware.network: {recipe.hardware.network!r} is no network",
                "use rails, or fat-tree:2")  # fmt: skip
@@ -529,6 +535,7 @@ class Prism:
     out: str | None = None  # artefact folder
     # local: Megatron's own layers; local_flash: the same, on meta without the s x s scores
     transformer_impl: str = "transformer_engine"
+    te_version: str | None = None  # whose memory tier meta has; None: 2.17.1, of NVIDIA's container
 
 
 @dataclass

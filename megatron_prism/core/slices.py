@@ -22,6 +22,7 @@ import numpy as np
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import MissingSlicesError, ProgramError, UsageError
 from megatron_prism.core.files import check_writable, claimed
+from megatron_prism.core.megatron_source import ENGINE
 from megatron_prism.core.ops import CODE, IS_PAIR, SHARED
 from megatron_prism.core.program import FIX, Program, Programs, load, save
 from megatron_prism.core.program_text import parse
@@ -45,6 +46,7 @@ WORLD = "world.prism"  # the slices of a folder joined
 AGE = "timing"  # of a source: what times of slices mean; older slices have none
 _AGED = "of another release of ours, whose times mean something else"
 PEERS, AT_ONCE, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
+_UNSAID = {PEERS: AT_ONCE, "transformer_engine": ENGINE}  # what a source that does not say it means
 _MOST_TEXT = 1 << 26  # bytes, a million lines
 # of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is
 HOST_INDEX = "host_index"
@@ -130,8 +132,8 @@ class SliceStore:
 
     def differences(self, found: Programs | Origin) -> list[str]:
         """In which words ``found`` is of another job than this one."""
-        there, differ = {PEERS: AT_ONCE, **found.source}, list[str]()
-        for key, value in {PEERS: AT_ONCE, **self.source}.items():
+        there, differ = {**_UNSAID, **found.source}, list[str]()
+        for key, value in {**_UNSAID, **self.source}.items():
             if key == HOST_INDEX:
                 continue
             if key in job_settings.KEYS:
@@ -168,12 +170,12 @@ def _instead(folder: Path) -> str:
     return f"prism capture RECIPE -o {folder}"
 
 
-def assemble(folder: str | os.PathLike[str]) -> Programs:
+def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Programs:
     """The world of a folder of slices.
 
     A rank without a slice runs that of the captured rank of its stage with which it shares most
-    coordinates (the lowest of them).  ProgramError for a missing stage, or slices of two jobs
-    or of two ways to measure times.
+    coordinates (the lowest of them).  ProgramError for a missing stage, unless ``partial``, or
+    slices of two jobs or of two ways to measure times.
     """
     paths = sorted(p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name))
     if not paths:
@@ -191,8 +193,9 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
             raise ProgramError(
                 f"{path} holds the slice of rank {program.rank}", fix=f"delete or rename {path}"
             )
-    of = stand_in_for(first.world, [program.rank for program in captured])
-    _check_rings(first.world, captured, of)
+    of = stand_in_for(first.world, [program.rank for program in captured], partial=partial)
+    if not partial:
+        _check_rings(first.world, captured, of)
     groups: dict[str, tuple[tuple[int, ...], ...]] = {}
     for one, path in zip(slices, paths, strict=True):
         for name, members in one.groups.items():
@@ -201,11 +204,13 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
                     f"{path} has other groups {name} than the slices before it",
                     fix="delete it, and capture it again as the others",
                 )
-    _check_gathers(first.world, captured, of, groups)
+    if not partial:
+        _check_gathers(first.world, captured, of, groups)
     source = dict(first.source)
     if indices := [one.source[HOST_INDEX] for one in slices if HOST_INDEX in one.source]:
         source[HOST_INDEX] = " ".join(indices)
-    return Programs(first.world, tuple(captured), of, groups, source, os.fspath(folder))
+    where = os.fspath(folder)
+    return Programs(first.world, tuple(captured), of, groups, source, where, partial)
 
 
 def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> None:
@@ -281,8 +286,9 @@ def _gathers(program: Program) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
     return found
 
 
-def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
-    """int32 [world]: which of the captured ranks (by index) stands for every rank."""
+def stand_in_for(world: World, captured: Iterable[int], *, partial: bool = False) -> np.ndarray:
+    """int32 [world]: which of the captured ranks (by index) stands for every rank; -1 for those of
+    a stage without a slice, if ``partial``, else ProgramError."""
     captured = list(captured)
     ranks, places = np.arange(world.size), _places(world)
     best = np.full(world.size, -1, dtype=np.int32)
@@ -293,7 +299,7 @@ def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
         alike[rank] = len(AXES) + 1
         better = alike > best
         best[better], found[better] = alike[better], index
-    if (found < 0).any():
+    if (found < 0).any() and not partial:
         stages = sorted(set(places["pp"][found < 0].tolist()))
         firsts = tuple(int(ranks[places["pp"] == stage][0]) for stage in stages)
         raise MissingSlicesError(
@@ -312,20 +318,25 @@ def _places(world: World) -> dict[str, np.ndarray]:
     return {axis: np.asarray(world._along(axis, ranks)) for axis in AXES}
 
 
-def open_programs(path: str | os.PathLike[str]) -> Programs:
+def open_programs(path: str | os.PathLike[str], *, partial: bool = False) -> Programs:
     """Read the programs in a folder of slices, a file of programs, or a text that a person wrote.
 
-    Raises ProgramError if it is none of them, or slices of different jobs.
+    Args:
+        path: what to read.
+        partial: take slices of some stages alone, for what needs no other rank (``peak_memory``).
+
+    Raises:
+        ProgramError: it is none of them, or slices of different jobs, or a stage has none.
     """
-    return dataclasses.replace(_opened(path), path=os.fspath(path))
+    return dataclasses.replace(_opened(path, partial), path=os.fspath(path))
 
 
-def _opened(path: str | os.PathLike[str]) -> Programs:
+def _opened(path: str | os.PathLike[str], partial: bool) -> Programs:
     place = Path(path)
     try:
         if place.is_dir():
             whole = place / WORLD
-            return load(whole) if whole.exists() else assemble(place)
+            return load(whole) if whole.exists() else assemble(place, partial=partial)
         with open(place, "rb") as file:  # once: it may be a pipe
             start = file.read(64)
             if start.startswith(b"PK"):

@@ -50,15 +50,20 @@ __all__ = [
 TIMING = "4"  # goes up when times of a GPU's slices mean something else; 4: no wait for the host
 
 
-def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -> dict[str, str]:
+def source_of(
+    megatron: str, tier: str, device: str, pace: Path | None = None, engine: str | None = None
+) -> dict[str, str]:
     """What decides the content of a stock job's slices, besides its arguments, which are not known
-    before Megatron has parsed them; ``pace``: --prism-pace while they are recorded."""
+    before Megatron has parsed them; ``pace``: --prism-pace while they are recorded; ``engine``:
+    --prism-te-version."""
     found = {
         "megatron_core": megatron.partition(" ")[0],
         **versions(),
         "tier": tier,
         "device": device,
     }
+    if engine is not None:
+        found["transformer_engine"] = engine
     if settings := recorded():
         found[NCCL_ENV] = settings
     if tier == "cuda":

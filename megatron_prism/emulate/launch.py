@@ -242,7 +242,12 @@ def build_run(options: flags.Options, session: Session) -> Run:
         stock_capture.check_free(options.capture, options.rank, options.force)
     engine = not (options.tier == "meta" and without_engine())
     tier = tiers.prepare(
-        options.tier, session.changes, engine, queues(), history=options.capture is not None
+        options.tier,
+        session.changes,
+        engine,
+        queues(),
+        history=options.capture is not None,
+        engine_release=options.engine_release,
     )
     options = flags.with_tier(options, tier.name)
     for name, text in flags.launcher_variables(os.environ).items():
@@ -343,7 +348,7 @@ def _capture(run: Run, session: Session) -> tuple[TrainingListener, ...]:
     from megatron_prism.emulate.capture import source_of
 
     device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
-    source = source_of(run.version, tier.name, device, options.pace)
+    source = source_of(run.version, tier.name, device, options.pace, options.engine_release)
     capture = stock_capture.StockCapture(options, tier, source, run.monitor, run.pace)
     session.changes.on_undo(capture.changes.undo)
     run.on_arguments.append(capture.is_of)

@@ -392,6 +392,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         "choices": TIERS,
         "help": "cuda: real device; cpu: real values on the CPU; meta: shapes only (default: best)",
     },
+    "--prism-te-version": {
+        "metavar": "V",
+        "help": "tier meta: have the memory of Transformer Engine V (default 2.17.1)",
+    },
     "--prism-values": {
         "default": "mirror",
         "metavar": "POLICY",
@@ -495,6 +499,7 @@ class Options:
     payload: str | None = None
     iterations: tuple[int, int] | None = None
     verbose: bool = False
+    engine_release: str | None = None
 
     @property
     def rank(self) -> int:
@@ -643,6 +648,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         payload=args.prism_payload,
         iterations=_iterations(args.prism_iteration, argv),
         verbose=args.prism_verbose,
+        engine_release=args.prism_te_version,
     )
 
 

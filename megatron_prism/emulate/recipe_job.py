@@ -47,6 +47,7 @@ __all__ = [
     "PeakSummary",
     "ranks_of",
     "run_ranks",
+    "settings",
     "source_of",
     "Summary",
 ]
@@ -332,12 +333,17 @@ def source_of(recipe: Recipe) -> dict[str, str]:
     tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
     return {
         "recipe": recipe.name,
-        "settings": job_settings.as_text(dict(_flat(recipe))),
+        "settings": job_settings.as_text(settings(recipe)),
         "megatron_core": megatron_release(),
         **versions(),
         "tier": tier,
         **of_recipe(recipe),
     }
+
+
+def settings(recipe: Recipe) -> dict[str, str]:
+    """Every setting but which ranks to run, as text."""
+    return dict(_flat(recipe))
 
 
 def _flat(section: Any, above: str = "") -> Iterator[tuple[str, str]]:

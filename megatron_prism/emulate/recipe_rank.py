@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import numpy as np
 import torch
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import NotTrainedError, PrismError, RecipeError, UnsupportedError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.recipe import Recipe
@@ -253,7 +254,12 @@ class RankJob:
         place = recipe.world.coordinates(rank)
         memory: Memory = {"peaks": self.peaks, "provenance": "unknown on this tier"}
         if self.tier.live is not None:
-            memory["provenance"] = "modelled: live bytes of shapes, before the allocator's rounding"
+            from megatron_prism.emulate.recipe_job import settings
+            from megatron_prism.memory import peaks
+
+            text = job_settings.as_text(settings(recipe))
+            modelled = "modelled: live bytes of shapes, before the allocator's rounding"
+            memory["provenance"] = peaks.described(modelled, peaks.estimates(text))
             memory["after"] = self.tier.live.now
         if self.tier.name == "cuda":
             import torch
@@ -423,7 +429,12 @@ def run(
     from megatron_prism.runtime.recorder.repeats import Repeats
 
     name = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
-    tier = tiers.prepare(name, session.changes, history=slices is not None)
+    tier = tiers.prepare(
+        name,
+        session.changes,
+        history=slices is not None,
+        engine_release=recipe.prism.te_version,
+    )
     if recipe.prism.transformer_impl == "transformer_engine" and not _has_te():
         raise UnsupportedError(
             "prism.transformer_impl=transformer_engine needs Transformer Engine, absent here",

@@ -136,6 +136,8 @@ class Reporter(TrainingListener):
         """Peaks in bytes; None where this tier does not know them."""
         if self.tier.live is not None:
             found = self._modelled(self.tier.live)
+            engine = sys.modules.get("megatron_prism.runtime.te")
+            found["transformer_engine"] = (engine and engine.deciding_release()) or None
             unknown = peaks.estimates(job_arguments.of_running_job())
             found["estimated"] = [asdict(estimate) for estimate in unknown]
             found["provenance"] = peaks.described(found["provenance"], unknown)
@@ -248,6 +250,11 @@ class Reporter(TrainingListener):
                 f"            estimated: {one['low']:+g} to {one['high']:+g} %, {one['what']}"
                 for one in memory.get("estimated", ())
             ]
+            if release := memory.get("transformer_engine"):
+                lines.append(
+                    f"            as Transformer Engine {release} has it; --prism-te-version names "
+                    "another one"
+                )
             if nccl := memory.get("nccl"):
                 used = format_bytes(memory["device_used"] - memory["nccl_reserve"])
                 lines.append(

@@ -338,11 +338,12 @@ def class_name(world: World, ranks: Sequence[int]) -> str:
 def analyse(
     programs: Programs, settings: allocator.Settings | None = None
 ) -> tuple[ClassMemory, ...]:
-    """Memory of every class; UsageError if a program recorded no allocations."""
+    """Memory of every class that has a program; UsageError if one recorded no allocations."""
     settings = settings or allocator.Settings()
-    same = equal_programs(programs.programs)[programs.program_of]
+    of = programs.program_of
+    same = np.where(of < 0, -1, equal_programs(programs.programs)[of])
     found = []
-    for index in np.unique(same):
+    for index in np.unique(same[same >= 0]):
         program = programs.programs[index]
         ranks = np.flatnonzero(same == index)
         top = peak(program)

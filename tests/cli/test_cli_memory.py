@@ -10,6 +10,7 @@ import pytest
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program_text import parse
+from megatron_prism.core.slices import SliceStore
 from megatron_prism.memory import baseline as memory_baseline
 
 HEAD = """
@@ -188,6 +189,16 @@ def test_explain(job, capsys):
     found = json.loads(capsys.readouterr().out)
     assert sorted(found["classes"]) == ["pp=0", "pp=1"]
     assert found["provenance"]["peak_allocated"].startswith("modelled")
+
+
+def test_one_captured_rank_is_enough(job, tmp_path, capsys):
+    programs = parse(Path(job()).read_text())
+    SliceStore(tmp_path / "slices", programs.world, programs.source).put(programs.programs[1])
+    code, text = run(capsys, "explain", str(tmp_path / "slices"))
+    assert code == 0
+    assert "pp=1: " in text
+    assert "pp=0" not in text
+    assert "ranks 0,1 are left out" in text
 
 
 def test_a_snapshot_is_what_memory_viz_reads(job, tmp_path, capsys):

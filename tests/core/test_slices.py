@@ -206,6 +206,15 @@ def test_a_missing_stage_is_named(tmp_path, missing):
     store_in(tmp_path, (4 - missing,))
     with pytest.raises(ProgramError, match=f"stages {missing // 4} have no slice"):
         assemble(tmp_path)
+    found = assemble(tmp_path, partial=True)
+    assert found.absent == list(range(missing, missing + 4))
+
+
+def test_slices_of_two_releases_of_transformer_engine_make_no_world(tmp_path):
+    SliceStore(tmp_path, WORLD, {**SOURCE, "transformer_engine": "2.20.2"}).put(program(0))
+    SliceStore(tmp_path, WORLD, SOURCE).put(program(4))
+    with pytest.raises(UsageError, match="transformer_engine 2.17.1, not 2.20.2"):
+        assemble(tmp_path)
 
 
 def test_slices_of_two_jobs_make_no_world(tmp_path):

@@ -68,6 +68,7 @@ def prepare(
     engine: bool = True,
     queues: str = "1",
     history: bool = False,
+    engine_release: str | None = None,
 ) -> Tier:
     """Prepare this process for tier ``name`` (``auto``: the best one here).
 
@@ -76,10 +77,24 @@ def prepare(
              for it where it is missing, and its FusedAdam for torch's AdamW
     queues : CUDA_DEVICE_MAX_CONNECTIONS of a tier without a device, if the job does not say
     history : keep every request to the allocator, however many; else the first million (``meta``)
+    engine_release : whose memory the virtual Transformer Engine has; None: NVIDIA's container's
 
-    Raises UsageError for an unknown tier, for ``cuda`` without a device, and for a second tier
-    while ``changes`` of the first are not undone.
+    Raises UsageError for an unknown tier, for ``cuda`` without a device, for a second tier while
+    ``changes`` of the first are not undone, and for a release where the engine is not virtual.
     """
+    tier = _prepare(name, changes, engine, queues, history)
+    if engine_release is not None:
+        virtual_te = sys.modules.get("megatron_prism.runtime.te")
+        if tier.live is None or virtual_te is None:
+            raise UsageError(
+                f"Transformer Engine {engine_release}: only tier meta's stand-in takes a release",
+                fix="--prism-tier meta, where Transformer Engine is not installed",
+            )
+        virtual_te.set_release(engine_release, changes)
+    return tier
+
+
+def _prepare(name: str, changes: ProcessChanges, engine: bool, queues: str, history: bool) -> Tier:
     if _prepared is not None:
         if name not in (_prepared.name, "auto"):
             raise UsageError(

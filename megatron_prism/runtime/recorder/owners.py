@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -165,10 +165,15 @@ class AllocationOwners:
             for name, parameter in model.named_parameters():
                 short = self._name(number, name)
                 yield "param", short, parameter
+                yield from (("param", short, t) for t in _parts(parameter))
                 yield "grad", short, parameter.grad
                 yield "grad", short, getattr(parameter, "main_grad", None)
             for name, buffer in model.named_buffers():
                 yield "other", self._name(number, name), buffer
+            for name, module in model.named_modules():
+                kept = getattr(module, "fp8_weights", {}).values()
+                of = f"{self._name(number, name)} weights in FP8"
+                yield from (("other", of, t) for weight in kept for t in vars(weight).values())
 
     def _of_optimizer(self) -> Iterator[tuple[str, str, object]]:
         for part in getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer]:
@@ -182,12 +187,19 @@ class AllocationOwners:
                     yield "optim", str(name), tensor
 
 
+def _parts(parameter: object) -> Iterable[object]:
+    """The tensors that the values of a parameter in FP8 are in."""
+    return vars(parameter.held).values() if hasattr(parameter, "held") else ()
+
+
 def _workspaces() -> Iterator[tuple[str, str, object]]:
     """What cuBLAS's handles and the virtual Transformer Engine hold, if they are in use."""
     yield from (("other", "cuBLAS workspace", tensor) for tensor in live_bytes.workspaces.values())
     base = sys.modules.get("megatron_prism.runtime.te.base")
     for tensors in getattr(base, "workspaces", {}).values():
         yield from (("other", "cuBLAS workspace", tensor) for tensor in tensors)
+    for tensor in getattr(base, "dummies", {}).values():
+        yield "other", "gradients that Transformer Engine returns in place of main_grad", tensor
 
 
 def _together(names: list[str]) -> str:

@@ -52,6 +52,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from megatron_prism.core.megatron_source import engine_release
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.te import (
     attention,
@@ -62,6 +63,7 @@ from megatron_prism.runtime.te import (
     optimizers,
     parameters_fp8,
     row_kernels,
+    unsupported,
 )
 from megatron_prism.runtime.te.base import general_gemm
 from megatron_prism.runtime.te.linear import GroupedLinear, LayerNormLinear, Linear
@@ -71,7 +73,7 @@ from megatron_prism.runtime.te.unsupported import Lazy, absent_class, absent_fun
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["VERSION", "add_modules"]
+__all__ = ["VERSION", "add_modules", "deciding_release", "set_release"]
 
 # of the sources that the modules follow, but for FP8: 2.20.2's.  Both tested Megatrons accept it
 VERSION = "2.9.0"
@@ -265,10 +267,21 @@ def add_modules(changes: ProcessChanges) -> None:
             setattr(sys.modules[parent], leaf, module)
 
 
+def set_release(text: str, changes: ProcessChanges) -> None:
+    """Have the memory of that release, ``2.17.1``, until ``changes`` are undone."""
+    changes.set(unsupported, "release", engine_release(text))
+
+
+def deciding_release() -> str:
+    """The release that decided bytes of this job; "" if all of them have the same."""
+    return ".".join(map(str, unsupported.release)) if unsupported.asked else ""
+
+
 def _reset() -> None:
     """Drop what the job left in the stand-ins: they stay imported."""
     for workspaces in base.workspaces.values():
         workspaces.clear()
-    base._dummies.clear()
+    base.dummies.clear()
+    unsupported.asked.clear()
     distributed.set_all_rng_states({})
     fp8.FP8GlobalStateManager.reset()

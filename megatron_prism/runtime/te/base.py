@@ -228,7 +228,7 @@ Products = Callable[[], list[torch.Tensor | None]]
 WORKSPACE_BYTES = 32 * 1024 * 1024 + 1024  # Hopper (base.py:78 @v2.9)
 GROUPED_WORKSPACES = 4  # one per compute stream (common/util/multi_stream.cpp:50 @v2.9)
 workspaces: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-_dummies: dict[tuple[object, ...], torch.Tensor] = {}
+dummies: dict[tuple[object, ...], torch.Tensor] = {}
 
 
 def get_workspace(like: torch.Tensor | None = None, grouped: bool = False) -> torch.Tensor | None:
@@ -275,13 +275,13 @@ def get_dummy_wgrad(
 ) -> torch.Tensor:
     """The shared tensor returned where the gradient went into ``main_grad`` (base.py:161 @v2.9)."""
     key = (*shape, dtype, str(device))
-    if key not in _dummies:
-        _dummies[key] = torch.empty(
+    if key not in dummies:
+        dummies[key] = torch.empty(
             tuple(shape), dtype=dtype, device=device or "cuda", requires_grad=False
         )
     if zero:
-        _dummies[key].fill_(0)
-    return _dummies[key].detach()
+        dummies[key].fill_(0)
+    return dummies[key].detach()
 
 
 def cast_if_needed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.megatron_source import ENGINE, engine_release
 
-__all__ = ["Lazy", "absent_class", "absent_function", "refuse", "release", "since"]
+__all__ = ["Lazy", "absent_class", "absent_function", "asked", "refuse", "release", "since"]
 
 
 # Whose memory the modules have.  Where another one keeps something else, they ask ``since``.
-release = (2, 17)
+release = engine_release(ENGINE)
+asked: set[tuple[int, int]] = set()  # what decided bytes of this job
 
 
 def since(major: int, minor: int) -> bool:
     """Whether the release that is stood in for has what came with this one."""
+    asked.add((major, minor))
     return release >= (major, minor)
 
 
