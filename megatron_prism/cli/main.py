@@ -9,7 +9,6 @@ Nothing here imports torch: a command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from megatron_prism.cli.schedule import schedule
 from megatron_prism.cli.sweep import sweep
 from megatron_prism.cli.traces import compare, import_
 from megatron_prism.cli.world import world
-from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.errors import PrismError, UsageError, did_you_mean
 from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
@@ -355,8 +354,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        fix = f"prism {close[0]}" if close else f"use one of {', '.join(COMMANDS)}"
+        fix = did_you_mean(name, COMMANDS, f"use one of {', '.join(COMMANDS)}")
         raise UsageError(f"there is no command {name}", fix=fix)
     command = COMMANDS[name]
     if command.raw:
@@ -422,8 +420,7 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
             args.settings.append(word)  # --train.lr=1: whoever reads the settings explains it
             continue
         options = [flag for action in parser._actions for flag in action.option_strings]
-        close = difflib.get_close_matches(word, options, n=1)
-        fix = f"did you mean {close[0]}?" if close else f"see prism {name} --help"
+        fix = did_you_mean(word, options, f"see prism {name} --help")
         raise UsageError(f"prism {name} has no option {word}", fix=fix)
     return args
 

@@ -9,7 +9,7 @@
     │   ├── ProgramError       exit 2   a program, or a file of programs, that cannot be read
     │   │   └── MissingSlicesError      slices of a world that lack some of its ranks
     │   ├── DumpError          exit 2   a Flight Recorder dump that is foreign, cut or hostile
-    │   └── UnitError          exit 2   text that is no duration, size, rate or count
+    │   └── UnitError          exit 2   text that is no duration, size or count
     ├── UnsupportedError       exit 1   fine, but not with this version or machine
     ├── HangError              exit 1   the job would hang here; the message is the verdict
     └── NotTrainedError        exit 1   the emulated job came back without having trained
@@ -21,7 +21,9 @@ traceback, and labels of programs and dumps that they quote cannot steer a termi
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 __all__ = [
     "DumpError",
@@ -35,6 +37,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "WorldError",
+    "did_you_mean",
     "shown",
 ]
 
@@ -47,6 +50,14 @@ _CONTROL = re.compile(
 def shown(text: str) -> str:
     """The same text with its control characters as Python writes them."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def did_you_mean(
+    word: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6
+) -> str:
+    """``did you mean tp?``: the names in ``known`` like ``word``; ``otherwise`` if none is."""
+    close = difflib.get_close_matches(word, list(known), most, cutoff)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise
 
 
 class PrismError(Exception):

@@ -319,12 +319,18 @@ class Program:
 
 
 FORMAT = 4  # of the file; raised when its content changes meaning, and older ones then convert
-_NO_SAMPLES = np.empty((0, 0), dtype=np.int64)
 _NO_NOTES = ALLOCATION.descr[:3]  # of allocations in format 1
 # ops of earlier formats: without the host's times, and without what products take
 _OLD_OPS = {1: OP.descr[:-3], 2: OP.descr[:-3], 3: OP.descr[:-1]}
 SUFFIX = ".prism"
-_WORLD_FIELDS = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
+_OPTIONAL = {  # array -> type and shape; -1 is any length
+    "samples": (np.int64, (-1, -1)),
+    "hosts": (np.int64, (-1,)),
+    "streams": (np.int16, (-1,)),
+    "history": (np.int64, (-1, 4)),
+    "routed": (np.int64, (-1, 2)),
+    "routes": (np.int64, (-1, 4)),
+}
 
 
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]  # description -> groups of global ranks
@@ -418,20 +424,12 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
     heads = []
     for i, program in enumerate(programs.programs):
         arrays[f"ops{i}"], arrays[f"allocations{i}"] = program.ops, program.allocations
-        if program.samples.size:
-            arrays[f"samples{i}"] = program.samples
-        if program.hosts.size:
-            arrays[f"hosts{i}"] = program.hosts
-        if program.streams.size:
-            arrays[f"streams{i}"] = program.streams
-        if program.history.size:
-            arrays[f"history{i}"] = program.history
-        if program.routed.size:
-            arrays[f"routed{i}"], arrays[f"routes{i}"] = program.routed, program.routes
+        known = ((name, getattr(program, name)) for name in _OPTIONAL)
+        arrays |= {f"{name}{i}": array for name, array in known if array.size}
         heads.append({"rank": program.rank, "strings": program.strings, "splits": program.splits})
     head = {
         "format": FORMAT,
-        "world": {name: getattr(programs.world, name) for name in _WORLD_FIELDS},
+        "world": {one.name: getattr(programs.world, one.name) for one in fields(World) if one.init},
         "groups": {name: list(map(list, groups)) for name, groups in programs.groups.items()},
         "source": dict(programs.source),
         "programs": heads,
@@ -449,9 +447,7 @@ def _small(arrays: dict[str, np.ndarray]) -> bool:
 
 
 FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
-_MEMBERS = re.compile(
-    r"program_of|(?:ops|allocations|samples|hosts|streams|history|routed|routes)\d{1,7}"
-)
+_MEMBERS = re.compile(rf"program_of|(?:ops|allocations|{'|'.join(_OPTIONAL)})\d{{1,7}}")
 _Ranks = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
 _Counts = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 59)], ...]
 
@@ -462,10 +458,23 @@ class _ProgramHead(msgspec.Struct):
     splits: tuple[tuple[_Counts, _Counts], ...]
 
 
+class _WorldHead(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of World."""
+
+    size: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vpp: int | None = None
+    order: str = World.order
+
+
 class _Head(msgspec.Struct):
     """What a file says in JSON, beside its arrays."""
 
-    world: dict[str, int | str | None]
+    world: _WorldHead
     groups: dict[str, tuple[_Ranks, ...]]
     source: dict[str, str]
     programs: list[_ProgramHead]
@@ -509,58 +518,45 @@ def _with_times(old: np.ndarray) -> np.ndarray:
 
 def _assemble(version: int, head: _Head, arrays: dict[str, np.ndarray]) -> Programs:
     """ValueError and KeyError for what is damaged."""
-    programs = []
-    for i, one in enumerate(head.programs):
-
-        def column(name: str, dtype: Any, shape: tuple[int, ...], i: int = i) -> np.ndarray:
-            """An optional array; -1 in ``shape`` is any length."""
-            found = arrays.get(f"{name}{i}")
-            if found is None:
-                return np.empty([max(0, side) for side in shape], dtype)
-            fits = len(found.shape) == len(shape) and all(
-                side in (-1, got) for got, side in zip(found.shape, shape, strict=True)
-            )
-            if found.dtype != dtype or not fits:
-                raise ValueError(f"{name} of program {i} are {found.dtype} {found.shape}")
-            return found
-
-        ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
-        if version == 1 and allocations.dtype == np.dtype(_NO_NOTES):
-            allocations = _with_notes(allocations)
-        if (old := _OLD_OPS.get(version)) and ops.dtype == np.dtype(old):
-            ops = _with_times(ops)
-        if (ops.dtype, allocations.dtype, ops.ndim, allocations.ndim) != (OP, ALLOCATION, 1, 1):
-            raise ValueError(f"the columns of program {i} are not ours")
-        samples = column("samples", np.int64, (-1, int((ops["name"] == CODE["compute"]).sum())))
-        hosts = column("hosts", np.int64, (-1,))
-        streams = column("streams", np.int16, (allocations.size if f"streams{i}" in arrays else 0,))
-        history = column("history", np.int64, (-1, 4))
-        routed = column("routed", np.int64, (allocations.size if f"routed{i}" in arrays else 0, 2))
-        routes = column("routes", np.int64, (-1, 4))
-        if hosts.size and not samples.size:
-            raise ValueError(f"program {i} has times of the host, and none of its segments")
-        made = Program(
-            one.rank, ops, one.strings, one.splits, allocations, samples if samples.size
-            else _NO_SAMPLES, hosts, streams, history, routed, routes,
-        )  # fmt: skip
-        if wrong := _wrong(made):
-            raise ValueError(f"program {i} has {wrong}")
-        programs.append(made)
+    programs = tuple(_checked(version, i, one, arrays) for i, one in enumerate(head.programs))
     of = arrays["program_of"]
     if of.dtype != np.int32 or of.ndim != 1:
         raise ValueError(f"its program_of are {of.dtype} {of.shape}, not int32")
-    unknown = sorted(set(head.world) - set(_WORLD_FIELDS))
-    if unknown or not set(head.world) >= {"size"}:
-        raise ValueError(f"its world has no size, or {unknown}")
-    sizes = {name: head.world.get(name) for name in _WORLD_FIELDS if name in head.world}
-    if not isinstance(sizes.get("order", ""), str) or any(
-        isinstance(value, str) for name, value in sizes.items() if name != "order"
-    ):
-        raise ValueError("the sizes of its world are no numbers")
-    world = World(**sizes)  # type: ignore[arg-type]
+    world = World(**msgspec.structs.asdict(head.world))
     if any(one.rank >= world.size for one in programs):
         raise ValueError(f"a program is of a rank outside a world of {world.size}")
-    return Programs(world, tuple(programs), of, head.groups, head.source)
+    return Programs(world, programs, of, head.groups, head.source)
+
+
+def _checked(version: int, i: int, head: _ProgramHead, arrays: dict[str, np.ndarray]) -> Program:
+    """Program ``i`` of a file.  ValueError and KeyError for what is damaged."""
+    ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
+    if version == 1 and allocations.dtype == np.dtype(_NO_NOTES):
+        allocations = _with_notes(allocations)
+    if (old := _OLD_OPS.get(version)) and ops.dtype == np.dtype(old):
+        ops = _with_times(ops)
+    if (ops.dtype, allocations.dtype, ops.ndim, allocations.ndim) != (OP, ALLOCATION, 1, 1):
+        raise ValueError(f"the columns of program {i} are not ours")
+    segments = int((ops["name"] == CODE["compute"]).sum())
+    own = {"samples": (-1, segments), "streams": allocations.shape, "routed": (allocations.size, 2)}
+    optional: dict[str, Any] = {}
+    for name, (dtype, shape) in _OPTIONAL.items():
+        found = arrays.get(f"{name}{i}")
+        if found is None:
+            continue
+        shape = own.get(name, shape)
+        fits = found.ndim == len(shape) and all(
+            side in (-1, got) for got, side in zip(found.shape, shape, strict=True)
+        )
+        if found.dtype != dtype or not fits:
+            raise ValueError(f"{name} of program {i} are {found.dtype} {found.shape}")
+        optional[name] = found
+    made = Program(head.rank, ops, head.strings, head.splits, allocations, **optional)
+    if made.hosts.size and not made.samples.size:
+        raise ValueError(f"program {i} has times of the host, and none of its segments")
+    if wrong := _wrong(made):
+        raise ValueError(f"program {i} has {wrong}")
+    return made
 
 
 def _wrong(program: Program) -> str:

@@ -21,7 +21,6 @@ comment.  The label is ``<microbatch><phase><chunk>`` (``2F0``, ``2F``), ``O`` f
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -30,7 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from megatron_prism.core import units
-from megatron_prism.core.errors import PrismError, ProgramError
+from megatron_prism.core.errors import PrismError, ProgramError, did_you_mean
 from megatron_prism.core.ops import DTYPES, NAMES, PHASES, REDUCE, Op, limits
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.world import MOST_RANKS, World, format_ranks
@@ -307,10 +306,7 @@ class _Reader:
         builder.add(words[1][0], **values, **self._fields(words[2:]))
 
     def _unknown(self, word: re.Match[str], what: str, known: Sequence[str]) -> NoReturn:
-        close = difflib.get_close_matches(word[0], known, n=1)
-        fix = (
-            f"did you mean {close[0]}?" if close else f"use one of {', '.join(filter(None, known))}"
-        )
+        fix = did_you_mean(word[0], known, f"use one of {', '.join(filter(None, known))}")
         self.fail(word.start(), f"there is no {what} {word[0]}", fix)
 
     def _label(self, word: re.Match[str]) -> Fields:
@@ -387,9 +383,8 @@ class _Reader:
         if key in readers:
             return {key: self._number(word, value, key, readers[key])}
         if key not in _NUMERIC_FIELDS:
-            known = [*_NUMERIC_FIELDS, "n", "in", "out"]
-            close = difflib.get_close_matches(key, known, n=1)
-            fix = f"did you mean {close[0]}=?" if close else f"use {', '.join(known)}"
+            known = [f"{name}=" for name in (*_NUMERIC_FIELDS, "n", "in", "out")]
+            fix = did_you_mean(f"{key}=", known, f"use {' '.join(known)}")
             self.fail(word.start(), f"an op has no {key}", fix)
         return {key: self._number(word, value, key)}
 

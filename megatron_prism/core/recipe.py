@@ -1,10 +1,9 @@
 """Recipes: jobs described in YAML, with their schema, checks and errors.
 
 In : a path or the name of a shipped recipe, and ``section.key=value`` overrides.  Out: the
-dataclasses of ``this module``.  This is the only module that imports OmegaConf; none of its
-types leave it. OmegaConf is strict about types and keys; what it would take silently (a token
-without ``=``, octal
-``012``, base-60 ``1:30``) is refused here.
+dataclasses of this module.  This is the only module that imports OmegaConf; none of its types leave
+it.  OmegaConf is strict about types and keys; what it would take silently (a token without ``=``,
+octal ``012``, base-60 ``1:30``) is refused here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, errors
 from yaml import YAMLError
 
 from megatron_prism.core import foreign
-from megatron_prism.core.errors import RecipeError, UsageError, WorldError
+from megatron_prism.core.errors import RecipeError, UsageError, WorldError, did_you_mean
 from megatron_prism.core.megatron_source import engine_release
 from megatron_prism.core.world import (
     DEFAULT_ORDER,
@@ -96,39 +95,12 @@ def layer_rules(recipe: Recipe) -> Iterator[tuple[str, str]]:
             )
 
 
-def layers_of(recipe: Recipe, stage: int) -> tuple[int, ...]:
-    """Layers of each chunk of one stage, as Megatron will split them.
-
-    core/transformer/transformer_block.py get_num_layers_to_build @core_v0.16.1.  With an explicit
-    ``pipeline_model_parallel_layout`` only Megatron knows: an empty tuple.
-    """
-    m, p = recipe.model, recipe.parallel
-    if _by_layout(recipe):
-        return ()
-    chunks, last = p.vpp or 1, p.pp - 1
-    ends = {0: p.num_layers_in_first_pipeline_stage, last: p.num_layers_in_last_pipeline_stage}
-    given = [n for n in ends.values() if n is not None]
-    if (own := ends.get(stage)) is not None:
-        layers = own
-    elif given:
-        layers = (m.num_layers - sum(given)) // (p.pp - len(given))
-    else:
-        extra = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
-        layers = (m.num_layers + extra) // p.pp
-    split = [layers // chunks] * chunks
-    if stage == 0:
-        split[0] -= p.account_for_embedding_in_pipeline_split
-    if stage == last:
-        split[-1] -= p.account_for_loss_in_pipeline_split
-    return tuple(split)
-
-
 def describe(recipe: Recipe) -> str:
     """``4 = 80 / (pp 4 x vpp 5)``, or every stage's chunks where they differ."""
     p = recipe.parallel
     if _by_layout(recipe):
         return "by model.extra.pipeline_model_parallel_layout"
-    stages = [layers_of(recipe, stage) for stage in range(p.pp)]
+    stages = [recipe.layers_of(stage) for stage in range(p.pp)]
     if len({n for chunks in stages for n in chunks}) == 1:
         over = f"pp {p.pp}" + (f" x vpp {p.vpp}" if p.vpp else "")
         return f"{stages[0][0]} = {recipe.model.num_layers} / ({over})"
@@ -592,8 +564,30 @@ class Recipe:
         return -(-self.model.vocab_size // multiple) * multiple
 
     def layers_of(self, stage: int) -> tuple[int, ...]:
-        """Transformer layers of each chunk of a stage, as Megatron will split them."""
-        return layers_of(self, stage)
+        """Transformer layers of each chunk of a stage, as Megatron will split them.
+
+        core/transformer/transformer_block.py get_num_layers_to_build @core_v0.16.1.  With an
+        explicit ``pipeline_model_parallel_layout`` only Megatron knows: an empty tuple.
+        """
+        m, p = self.model, self.parallel
+        if _by_layout(self):
+            return ()
+        chunks, last = p.vpp or 1, p.pp - 1
+        ends = {0: p.num_layers_in_first_pipeline_stage, last: p.num_layers_in_last_pipeline_stage}
+        given = [n for n in ends.values() if n is not None]
+        if (own := ends.get(stage)) is not None:
+            layers = own
+        elif given:
+            layers = (m.num_layers - sum(given)) // (p.pp - len(given))
+        else:
+            extra = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+            layers = (m.num_layers + extra) // p.pp
+        split = [layers // chunks] * chunks
+        if stage == 0:
+            split[0] -= p.account_for_embedding_in_pipeline_split
+        if stage == last:
+            split[-1] -= p.account_for_loss_in_pipeline_split
+        return tuple(split)
 
     def derived(self) -> dict[str, str]:
         """What follows from the recipe, each with its arithmetic, for people."""
@@ -685,13 +679,9 @@ def find(path: str | Path) -> Path:
     known = shipped()
     if (name := file.name.removesuffix(".yaml")) in known and file.parent.name in ("", "recipes"):
         return known[name]
-    close = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
-    raise RecipeError(
-        f"there is no recipe {path}",
-        fix=f"did you mean {' or '.join(close)}?"
-        if close
-        else "see the shipped ones: prism recipes",
-    )
+    otherwise = "see the shipped ones: prism recipes"
+    fix = did_you_mean(name, known, otherwise, most=2, cutoff=0.4)
+    raise RecipeError(f"there is no recipe {path}", fix=fix)
 
 
 def keys(section: type[DataclassInstance] = Recipe, prefix: str = "") -> dict[str, object]:
@@ -828,11 +818,8 @@ def _unknown(key: str, where: str) -> RecipeError:
     elif spelled := [axis for word, axis in _SPELLED.items() if leaf.startswith(word)]:
         close = close or [f"parallel.{spelled[0]}"]
     close = close or difflib.get_close_matches(key, [*known, *sections], n=2, cutoff=0.75)
-    fix = (
-        f"did you mean {' or '.join(close)}?"
-        if close
-        else f"the sections are {', '.join(sections)}"
-    )
+    fix = f"did you mean {' or '.join(close)}?"
+    fix = fix if close else f"the sections are {', '.join(sections)}"
     taken = {*RENAMED, *(name.rpartition(".")[2] for name in known)}
     if key.startswith("model.") and leaf not in taken:
         verbatim = f"a field of TransformerConfig goes to model.extra.{leaf}"

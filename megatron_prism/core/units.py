@@ -1,9 +1,9 @@
-"""Durations, sizes, rates and counts as text, written and parsed.
+"""Durations, sizes and counts as text, written and parsed.
 
 Inside, time is integer nanoseconds and memory is integer bytes; this is the only place where they
 become text.  Every ``format_x`` is exact or rounds to at most four significant digits, and
 ``parse_x`` accepts whatever ``format_x`` prints and gives the same text again.  KiB, MiB, GiB, TiB
-are powers of 1024; KB, MB, GB, TB powers of 1000; a network's Gbit/s are bits.
+are powers of 1024; KB, MB, GB, TB powers of 1000.
 
 >>> format_bytes(parse_bytes("1.5 GiB")), format_ns(parse_ns("412us")), format_count(1_048_576)
 ('1.5 GiB', '412 us', '1,048,576')
@@ -24,22 +24,16 @@ __all__ = [
     "format_count",
     "format_ns",
     "format_percent",
-    "format_rate",
     "format_share",
     "parse_bytes",
     "parse_count",
     "parse_ns",
-    "parse_rate",
 ]
 
 NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 BYTES = BINARY | DECIMAL
-RATES = {f"{unit}/s": scale for unit, scale in BYTES.items()} | {
-    f"{prefix}bit/s": Fraction(scale, 8)
-    for prefix, scale in {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}.items()
-}
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 _QUANTITY = re.compile(
@@ -67,16 +61,6 @@ def parse_bytes(text: str | int) -> int:
 def format_bytes(num_bytes: int) -> str:
     """``1.5 GiB``, in powers of 1024, rounded to four significant digits."""
     return _format(num_bytes, BINARY)
-
-
-def parse_rate(text: str | int) -> int:
-    """Bytes per second; a bare whole number is bytes per second already."""
-    return _parse(text, RATES, "rate", "450GB/s, 1.2 TiB/s, 400Gbit/s", bare="B/s")
-
-
-def format_rate(bytes_per_s: int) -> str:
-    """``450 GB/s``, in powers of 1000 as link speeds are quoted."""
-    return _format(bytes_per_s, {f"{unit}/s": scale for unit, scale in DECIMAL.items()})
 
 
 def parse_count(text: str | int) -> int:
@@ -110,9 +94,7 @@ def format_percent(part: float) -> str:
     return f"{value:.0f} %" if abs(value) >= 99.5 else f"{value:.2g} %"
 
 
-def _parse(
-    text: str | int, units: Mapping[str, int | Fraction], what: str, like: str, *, bare: str
-) -> int:
+def _parse(text: str | int, units: Mapping[str, int], what: str, like: str, *, bare: str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     # longer ones are no quantities, and reading them as one takes forever

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prism.core.collectives import TABLE
-from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
+from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError, did_you_mean
 from megatron_prism.core.groups import short_names
 from megatron_prism.core.ops import PHASES, CallLabel, label
 from megatron_prism.core.units import counted, format_bytes
@@ -129,8 +129,7 @@ def _meant(word: str) -> str:
     """The word of a selector that is closest to ``word``, as a question; "" if none is close."""
     name = word.partition("=")[0]
     known = (*_CALLS, *(f"{key}=" for key in _KEYS), *(f"group={name}" for name in short_names()))
-    close = difflib.get_close_matches(word if "=" in word else name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else ""
+    return did_you_mean(word if "=" in word else name, known, "")
 
 
 def debugger_at(text: str | None) -> tuple[str, int] | None:

@@ -8,7 +8,6 @@ Megatron; ``add_flags`` is what Megatron's own parser gets, so that both read th
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import shlex
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_prism.core.errors import UsageError, WorldError
+from megatron_prism.core.errors import UsageError, WorldError, did_you_mean
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
@@ -575,9 +574,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         word = unknown[0].partition("=")[0]
         if word in _RENAMED:
             raise UsageError(f"{word} has another name now", fix=_RENAMED[word])
-        close = difflib.get_close_matches(word, FLAGS, n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        raise UsageError(f"unknown option {word}", fix=f"{meant}the options are {', '.join(FLAGS)}")
+        meant = did_you_mean(word, FLAGS, "see prism run --help;")
+        raise UsageError(
+            f"unknown option {word}", fix=f"{meant} the options are {', '.join(FLAGS)}"
+        )
     if args.prism_recipe:
         parser.set_defaults(**_recipe_defaults(args.prism_recipe))
         args, _ = parser.parse_known_args(list(argv))

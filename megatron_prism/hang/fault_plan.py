@@ -8,7 +8,6 @@ Finder, so that a plan hits the same call in both.
 
 from __future__ import annotations
 
-import difflib
 import json
 import random
 import re
@@ -20,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from megatron_prism.core import foreign
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import UsageError, did_you_mean
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel
 from megatron_prism.core.units import counted
@@ -165,8 +164,7 @@ def parse(text: str) -> Fault:
     kind, at, where = head.partition("@")
     kind = ALIASES.get(kind.lower(), kind.lower())
     if kind not in KINDS:
-        close = difflib.get_close_matches(kind, KINDS, n=1)
-        known = f"did you mean {close[0]}?" if close else f"one of {', '.join(KINDS)}"
+        known = did_you_mean(kind, KINDS, f"one of {', '.join(KINDS)}")
         raise UsageError(f"{text!r}: there is no fault {kind}", fix=known)
     if not at or not where:
         raise UsageError(f"{text!r} does not say where", fix=FIX)

@@ -121,7 +121,7 @@ def test_recipes_lists_them(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["wrld"], "fix: prism world"),
+        (["wrld"], "did you mean world?"),
         (["dance"], "use one of run, emulate"),
         (["world", "size=64", "tp=8", "pp=3"], "tp 8 x cp 1 x pp 3 = 24 does not divide 64 ranks"),
         (["world", "sizes=64"], "did you mean size=64?"),
@@ -261,7 +261,7 @@ def test_python_dash_m_is_prism():
         [sys.executable, "-m", "megatron_prism", "wrld"], capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr == "prism: error: there is no command wrld\n  fix: prism world\n"
+    assert done.stderr == "prism: error: there is no command wrld\n  fix: did you mean world?\n"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from megatron_prism.core.errors import UnitError
 PAIRS = {
     "ns": (units.parse_ns, units.format_ns),
     "bytes": (units.parse_bytes, units.format_bytes),
-    "rate": (units.parse_rate, units.format_rate),
     "count": (units.parse_count, units.format_count),
 }
 WHOLE = st.integers(-(10**18), 10**18)
@@ -50,8 +49,6 @@ def test_counts_are_never_rounded(value):
         (units.parse_bytes, "1.5 GiB", 3 * 2**29),
         (units.parse_bytes, "80GB", 80 * 10**9),
         (units.parse_bytes, "-16 MiB", -(16 * 2**20)),
-        (units.parse_rate, "400Gbit/s", 50 * 10**9),
-        (units.parse_rate, "1 TiB/s", 2**40),
         (units.parse_count, "70.6B", 70_600_000_000),
         (units.parse_count, "1,048,576", 1_048_576),
         (units.parse_count, "1e3", 1000),
@@ -73,7 +70,6 @@ def test_reads(parse, text, value):
         (units.format_bytes, 2**20 - 1, "1 MiB"),
         (units.format_bytes, 71 * 2**30, "71 GiB"),
         (units.format_bytes, 5000 * 2**50, "5000 PiB"),
-        (units.format_rate, 450 * 10**9, "450 GB/s"),
     ],
 )
 def test_prints(show, value, text):

@@ -283,7 +283,7 @@ def words(path):
     text = path.read_bytes().decode(errors="replace")
     errors = []
     for read in (
-        units.parse_ns, units.parse_bytes, units.parse_rate, units.parse_count,
+        units.parse_ns, units.parse_bytes, units.parse_count,
         nccl_settings.parse, SMALL.world.select, lambda t: network.read_topology(t, H200),
         allocator.Settings.parse, lambda t: job_settings.differences("x", t, t),
         lambda t: recipe.load("tiny-gpt_1cpu", [t]),
