@@ -14,6 +14,7 @@ TRAINING = [
     "six",
     "regex",
     "pydantic>=2",
+    "psutil",  # without it a job that saves waits for ever (0.16.1, torch_dist)
     'megatron-core[training]; python_version >= "3.12"',
 ]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRAINING]

@@ -179,7 +179,9 @@ def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -
             fix=f"there are {', '.join(groups) or 'none'}",
         )
     if around is not None:
-        near = [i for i, op in enumerate(ops) if op.label == around]
+        near = [
+            i for i, op in enumerate(ops) if around in (op.label, op.label + "0")
+        ]  # of one chunk
         if not near:
             labels = list(dict.fromkeys(op.label for op in ops))
             raise UsageError(

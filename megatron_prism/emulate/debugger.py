@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError, did_you_mean
-from megatron_prism.core.groups import short_names
+from megatron_prism.core.groups import named_group, short_names
 from megatron_prism.core.ops import PHASES, CallLabel, label
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World, format_ranks
@@ -193,16 +193,20 @@ class Debugger(LabelledCalls):
         self._aim(breakpoint)
         self._next = False  # stop at the next call, whichever it is
         self._reached = self._inside = False
+        self._asked = False  # whether it has stopped once
         self._numbers: Counter[tuple[str, bool]] = Counter()
         self._kinds: dict[str, None] = {}
 
     def _aim(self, breakpoint: Breakpoint) -> None:
         self._matcher = FaultMatcher(Fault("break", breakpoint.select))
         self._after, self._number = breakpoint.after, breakpoint.number
+        self._unfit: list[str] = []  # calls of that number, which the rest does not fit
 
     def until(self, text: str) -> None:
         """Stop next at ``text``."""
-        self._aim(Breakpoint.parse(text))
+        self.breakpoint = Breakpoint.parse(text)
+        self._aim(self.breakpoint)
+        self._reached = False
 
     def next_call(self) -> None:
         """Stop at the next call."""
@@ -215,7 +219,7 @@ class Debugger(LabelledCalls):
     def record(
         self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
     ) -> dist.Work | None:
-        """Make the call; before or behind the one that was chosen, stop."""
+        """Make the call; before or after the one that was chosen, stop."""
         pair = op in ("send", "recv")
         self._numbers[group.desc, pair] += 1
         if self._inside or not self.iteration:
@@ -225,15 +229,18 @@ class Debugger(LabelledCalls):
         self._kinds[f"{label(call.phase, call.microbatch, call.chunk)} {op} {group.desc}"] = None
         numbered = self._number in (0, number)
         chosen = numbered and self._matcher.hit(call) or self._next
+        if number == self._number and not chosen:
+            self._unfit.append(_line(call, number))
         ins, outs = arguments(op, args)
         made = _Seen(call, number, _shapes(ins or outs))
-        if chosen and not self._after:
+        after = self._after  # at the prompt another call may be chosen
+        if chosen and not after:
             self._stop(Prompt(self, group, made, ins, outs, None))
         work = self.through(group, op, answer, args, kwargs)
         if self.real:
             made.norm = _norm(outs or ins)
         self.seen.append(made)
-        if chosen and self._after:
+        if chosen and after:
             if work is not None:
                 work.wait()
             made.norm = _norm(outs or ins) if self.real else None
@@ -241,31 +248,36 @@ class Debugger(LabelledCalls):
         return work
 
     def finished(self) -> None:
-        """UsageError if the call never came."""
+        """Say that the call never came: UsageError if it is that of ``--prism-break``."""
         vars(builtins).pop("prism", None)
         if not self._reached:
             near = difflib.get_close_matches(self.breakpoint.text, list(self._kinds), 3, 0.3)
-            raise UsageError(
-                f"--prism-break {self.breakpoint.text!r} was never reached: {self._matcher.seen} "
-                f"calls of rank {self.rank} fit, whichever nth= says, in {self.iteration} "
-                "iterations",
+            group = self.breakpoint.select.get("group", "")
+            unfit = [line for line in self._unfit if named_group(group, line.split()[4])]
+            why = (f"its number is that of {'; '.join((unfit or self._unfit)[:3])}" if self._unfit
+                   else f"{counted(self._matcher.seen, 'call')} of rank {self.rank} fit without "
+                   f"nth=, in {counted(self.iteration, 'iteration')}")  # fmt: skip
+            error = UsageError(
+                f"--prism-break {self.breakpoint.text!r} was never reached: {why}",
                 fix="calls of this rank are: " + "; ".join(near or list(self._kinds)[:3]),
             )
+            if not self._asked:
+                raise error
+            sys.stderr.write(f"prism: {error}\n")  # asked for at a prompt
 
     def _stop(self, prompt: Prompt) -> None:
         """Open the prompt in the frame of the job that makes the call."""
-        self._reached, self._next, self._inside = True, False, True
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and _is_skipped(frame.f_globals.get("__name__", "")):
-            frame = frame.f_back
-        when = "behind" if self._after else "before"
+        self._reached = self._asked = self._inside = True
+        self._next = False
+        frame = _of_the_job(sys._getframe(2))
+        when = "after" if self._after else "before"
         sys.stderr.write(f"prism: rank {self.rank}, iteration {self.iteration}, stops {when} "
                          f"{prompt.line}; prism says what is in scope\n")  # fmt: skip
         sys.stderr.flush()
         builtins.prism = prompt  # type: ignore[attr-defined] # in scope of every frame, until the end
         try:
             if self._at is None:
-                _Pdb(prompt).stop(frame or sys._getframe())
+                _Pdb(prompt).stop(frame)
             else:
                 self._remote(self._at)
         finally:
@@ -282,6 +294,14 @@ class Debugger(LabelledCalls):
             debugpy.wait_for_client()
         debugpy.breakpoint()
         return  # the prompt is here: the frame that makes the call is above, ``prism`` is in scope
+
+
+def _of_the_job(frame: FrameType) -> FrameType:
+    """The first frame from ``frame`` outwards in which pdb stops."""
+    found: FrameType | None = frame
+    while found is not None and _is_skipped(found.f_globals.get("__name__", "")):
+        found = found.f_back
+    return found or frame
 
 
 def _is_skipped(module: str) -> bool:
@@ -311,6 +331,10 @@ class _Pdb(pdb.Pdb):
         else:
             self.set_continue()
 
+    def set_next(self, frame: FrameType) -> None:
+        """The next line of the job's code, also after ``up`` into a frame of torch."""
+        super().set_next(_of_the_job(frame))
+
     def do_quit(self, arg: str) -> None:
         """End the job."""
         sys.settrace(None)
@@ -331,7 +355,7 @@ class Prompt:
 
     call    : op, group, phase, microbatch, chunk, site, iteration
     inputs  : tensors that the call sends;  outputs : those that it fills
-    work    : its handle, behind the call
+    work    : its handle, after the call
     """
 
     def __init__(
@@ -409,7 +433,7 @@ def _alive(models: Models, optimizer: object, depth: int) -> list[tuple[str, int
     """(kind and module, bytes) of every storage that a tensor holds, the largest first."""
     import gc
 
-    owners = AllocationOwners(models or (), optimizer).standing()
+    owners = AllocationOwners(models or (), optimizer).parts()
     found: Counter[str] = Counter()
     known: set[int] = set()
     for one in gc.get_objects():
@@ -418,10 +442,14 @@ def _alive(models: Models, optimizer: object, depth: int) -> list[tuple[str, int
             key = storage._cdata
             if key not in known:
                 known.add(key)
-                note = owners.get(key, "other:activations and temporaries")
-                kind, _, module = note.partition(":")
-                found[f"{kind} {'.'.join(module.split('.')[:depth])}"] += storage.nbytes()
-    return found.most_common()
+                rest = storage.nbytes()
+                parts = owners.get(key, [("other", "activations and temporaries", rest)])
+                for kind, module, size in parts:  # a buffer of gradients has those of many modules
+                    held = min(size, rest)
+                    found[f"{kind} {'.'.join(module.split('.')[:depth])}"] += held
+                    rest -= held
+                found[f"{parts[0][0]} padding"] += rest
+    return (+found).most_common()
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:

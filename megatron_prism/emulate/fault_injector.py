@@ -111,7 +111,7 @@ def spoil_tensors(fault: Fault, tensors: Sequence[torch.Tensor], what: str) -> N
     if not values:  # Megatron's first calls broadcast whole numbers
         raise UnsupportedError(
             f"{fault}: {what} gives no fractions that could be {fault.kind}",
-            fix="another call: op=all_reduce, phase=backward, nth=",
+            fix=f"another call: {fault.kind}@rank={fault.select.get('rank', 0)},phase=backward",
         )
     for tensor in values:
         first = (0,) * tensor.dim()

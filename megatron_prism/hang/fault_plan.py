@@ -282,7 +282,8 @@ class FaultMatcher:
         select, kind = self.fault.select, self.fault.kind
         if call.microbatch < self.after:
             return False
-        numbers = {"iter": call.iteration, "mb": call.microbatch, "chunk": call.chunk}
+        chunk = max(call.chunk, 0) if call.phase else call.chunk  # a stage of one chunk: 2F is 2F0
+        numbers = {"iter": call.iteration, "mb": call.microbatch, "chunk": chunk}
         for key, value in numbers.items():
             if key in select and value != int(select[key]) and not (key == "iter" and value < 0):
                 return False
@@ -293,6 +294,8 @@ class FaultMatcher:
             return False
         if kind in ("reduce_op", "root") and not _takes(kind, call.op):
             return False
+        if kind in VALUES and "op" not in select and call.op == "broadcast":
+            return False  # token numbers and masks of a batch have no NaN
         if kind in ("op", "shape", "dtype") and "op" not in select and pair:
             return False  # asked of collectives, unless a message is named
         if kind == "shape" and call.op in ("all_to_all", "barrier"):

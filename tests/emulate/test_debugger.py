@@ -1,12 +1,7 @@
 """Breakpoints: how they are written, which call they hit, and what is in scope there."""
 
-import os
-import pty
 import re
-import select
-import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +9,7 @@ import torch
 from helpers import replayed_ranks
 from helpers.needs import TRAINING
 from helpers.pretrain import JOB, SCRIPT
+from helpers.terminal import typed
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.world import World
@@ -173,6 +169,30 @@ def test_the_prompt_goes_on_to_the_next_call_or_to_another_one(stops):
     assert [prompt.call.microbatch for prompt in stops] == [0, 1, 3]
 
 
+def test_a_call_chosen_at_the_prompt_is_another_one_and_may_never_come(monkeypatch, capsys):
+    found = []
+
+    def stop(self, frame):
+        found.append(self._mine)
+        self._mine.until("3B after")
+
+    monkeypatch.setattr(module._Pdb, "stop", stop)
+    debugger = follow("0F0")
+    call(debugger, phase="forward", microbatch=0)
+    call(debugger, phase="forward", microbatch=1)
+    debugger.finished()
+    assert len(found) == 1
+    assert "'3B after' was never reached" in capsys.readouterr().err
+
+
+def test_a_number_of_another_call_is_said(stops):
+    debugger = follow(f"all_gather #2 of {TP}")
+    for _ in range(3):
+        call(debugger, phase="forward", microbatch=0)
+    with pytest.raises(UsageError, match=r"its number is that of 0F all_reduce #2"):
+        debugger.finished()
+
+
 def test_a_wrong_selector_at_the_prompt_is_a_line(stops, capsys):
     debugger = follow("0F")
     call(debugger, phase="forward", microbatch=0)
@@ -202,6 +222,23 @@ def test_memory_is_told_by_module(stops, capsys):
     call(debugger, phase="forward", microbatch=0)
     stops[0].memory()
     assert re.search(r"16 KiB +param 0\.weight", capsys.readouterr().out)
+
+
+def test_memory_of_one_buffer_is_shared_out(stops, capsys):
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 32, bias=False)
+    )
+    buffer = torch.zeros(64 * 96 + 64)
+    model[0].weight.main_grad = buffer[: 64 * 64].view(64, 64)
+    model[1].weight.main_grad = buffer[64 * 64 : 64 * 96].view(32, 64)
+    debugger = follow("0F nth=0")
+    debugger.iteration_started(1, 1, model, None)
+    call(debugger, phase="forward", microbatch=0)
+    stops[0].memory()
+    said = capsys.readouterr().out
+    assert re.search(r"16 KiB +grad 0\.weight", said)
+    assert re.search(r"8 KiB +grad 1\.weight", said)
+    assert re.search(r"256 B +grad padding", said)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -260,32 +297,6 @@ def test_what_cannot_be_watched_is_refused(what, tier):
 
 
 # -- a whole job ----------------------------------------------------------------------------------
-def typed(command, lines):
-    """(exit status, output) of ``command`` on a terminal where ``lines`` are typed."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs,
-                               env=environment, close_fds=True)  # fmt: skip
-    os.close(theirs)
-    said, lines, end = b"", list(lines), time.monotonic() + 240
-    try:
-        while time.monotonic() < end:
-            if not select.select([ours], [], [], 1)[0]:
-                continue
-            try:
-                found = os.read(ours, 1 << 16)
-            except OSError:  # the process ended
-                break
-            said += found
-            if said.rstrip().endswith(b"(prism)") and lines:
-                os.write(ours, lines.pop(0).encode() + b"\n")
-                said += b" "
-    finally:
-        process.kill() if time.monotonic() >= end else None
-        os.close(ours)
-    return process.wait(10), said.decode(errors="replace")
-
-
 @pytest.mark.megatron
 @pytest.mark.slow
 @TRAINING

@@ -235,10 +235,19 @@ def test_iterations_that_are_not_compared_are_named(number, job):
 
 def test_nan_among_whole_numbers_is_refused(job):
     """It said that it fired, and nothing was wrong."""
-    guard, group = job("nan@rank=1", strict=False)
+    guard, group = job("nan@rank=1,op=broadcast", strict=False)
     guard.iteration_started(1, 1)
     with pytest.raises(UnsupportedError, match="gives no fractions"):
         dist.broadcast(torch.ones(4, dtype=torch.int64), 0, group=group)
+
+
+def test_nan_is_asked_of_other_calls_than_the_broadcast_of_a_batch(job):
+    guard, group = job("nan@rank=1", strict=False)
+    guard.iteration_started(1, 1)
+    dist.broadcast(torch.ones(4, dtype=torch.int64), 0, group=group)
+    values = torch.ones(4)
+    dist.all_reduce(values, group=group)
+    assert values.isnan().any()
 
 
 @pytest.mark.parametrize(

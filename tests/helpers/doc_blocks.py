@@ -2,7 +2,8 @@
 
 ``console`` blocks have commands behind ``$ `` and their output below.  The output of an ``sh``
 block is the plain block right behind it, if there is one.  In what is shown, a line ``…`` stands
-for any lines and ``…`` in a line for any text; spaces may differ.  A comment
+for any lines and ``…`` in a line for any text; spaces may differ.  What stands behind a prompt
+``(prism)`` there is typed, on a terminal.  A comment
 ``<!-- not run: why -->`` before a block leaves it out.
 
     python tests/helpers/doc_blocks.py PAGE WORD LOG    # does PAGE show LOG below WORD's command?
@@ -16,11 +17,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers import terminal
+
 FENCE = re.compile(
     r"^(?P<skip><!-- not run: .*? -->\n+)?^```(?P<kind>sh|console|python)\n(?P<body>.*?)^```\n"
     r"(?:\n*^```\n(?P<output>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
 )
+TYPED = re.compile(r"\(prism\) (.+)")
 FINDING = (0, 1, 3)  # exit statuses that are no bad usage
 
 
@@ -97,21 +101,27 @@ class Runner:
         here = Path(sys.executable).parent
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PRISM_", "GITHUB_"))}
         env |= {"PATH": f"{here}:{env['PATH']}", "COLUMNS": "180", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            ["bash", "-ec", step.command],
-            cwd=folder,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode in FINDING, f"{step.command}\n{done.stdout}"
+        command = ["bash", "-ec", step.command]
+        asked = [found[1] for found in map(TYPED.fullmatch, step.shown or ()) if found]
+        if asked:
+            status, printed = terminal.typed(command, asked, folder, env)
+        else:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=600,
+            )
+            status, printed = done.returncode, done.stdout
+        assert status in FINDING, f"{step.command}\n{printed}"
         if capture:
             kept = self.kept / f"captured-{len(self.captured)}"
             shutil.copytree(folder / words[words.index("-o") + 1], kept)
-            self.captured[step.command.strip()] = str(kept), done.stdout
-        return done.stdout
+            self.captured[step.command.strip()] = str(kept), printed
+        return printed
 
 
 def check(page: str, runner: Runner, folder: Path) -> int:

@@ -274,6 +274,30 @@ def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "TorchDistLoadShardedStrategy.load",
+    reason="a rank alone waited for the plan of virtual rank 0 (--ckpt-format torch_dist)",
+    source="core/dist_checkpointing/strategies/torch.py:799 @0.16.1; 0.19.0 does the same, :979",
+    releases="<0.19",
+)
+def _own_shards(module: ModuleType, context: PatchContext) -> None:
+    """Plan what to read without the other ranks: each rank's part of the plan is its own."""
+
+    def call(original: Original, *args: object, **kwargs: object) -> object:
+        changes = ProcessChanges()
+        for name in () if context.is_real() else ("load", "load_state_dict"):
+            alone = partial(getattr(module.checkpoint, name), no_dist=True)
+            changes.set(module.checkpoint, name, alone)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            changes.undo()
+
+    context.replace(module, call)
+
+
 def _loads_optimizer(module: ModuleType, args: Any) -> bool:
     """Whether load_checkpoint builds the optimizer's state dict: of Megatron-FSDP even where there
     is no checkpoint yet (training/checkpointing.py:2356 @0.19.0)."""

@@ -147,8 +147,14 @@ class AllocationOwners:
     # -- what is there before it ------------------------------------------------------------------
     def standing(self) -> dict[int, str]:
         """Storage address -> note, of parameters, gradients and the optimizer's tensors."""
-        found: dict[int, dict[str, None]] = {}
-        kinds: dict[int, str] = {}
+        return {
+            key: f"{parts[0][0]}:{_together(list(dict.fromkeys(name for _, name, _ in parts)))}"
+            for key, parts in self.parts().items()
+        }
+
+    def parts(self) -> dict[int, list[tuple[str, str, int]]]:
+        """Storage address -> (kind, name, bytes) of each tensor of ``standing`` that it holds."""
+        found: dict[int, list[tuple[str, str, int]]] = {}
         for tensors in (self._of_models(), self._of_optimizer(), _workspaces()):
             known = set(found)  # main gradients are pieces of the model's buffers
             for kind, name, tensor in tensors:
@@ -156,9 +162,8 @@ class AllocationOwners:
                 if isinstance(tensor, torch.Tensor):
                     key = tensor.untyped_storage()._cdata
                     if key not in known:
-                        kinds.setdefault(key, kind)
-                        found.setdefault(key, {})[name] = None
-        return {key: f"{kinds[key]}:{_together(list(names))}" for key, names in found.items()}
+                        found.setdefault(key, []).append((kind, name, tensor.nbytes))
+        return found
 
     def _of_models(self) -> Iterator[tuple[str, str, object]]:
         for number, model in enumerate(self.models):
