@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, steps, write_data
+from megatron_prism.cli.output import check_outputs, console, steps, write_data, write_outputs
 from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
@@ -64,34 +64,36 @@ def hang(args: argparse.Namespace) -> int:
     Exit status: 0 nobody waits, 1 a culprit is named, 3 nobody is: several explanations remain, or
     the job was perhaps running.  Dumps are read without executing anything in them.
     """
-    if not args.live and (args.watch or args.ras or args.prometheus):
-        raise UsageError("--watch, --ras and --prometheus are of a running job",
-                         fix="prism hang --live --watch 60s")  # fmt: skip
-    if args.live and (args.dumps or args.programs or args.settings or args.confirm):
-        raise UsageError("--live looks at the job on this host: it takes no dumps and no programs",
-                         fix="prism hang --live")  # fmt: skip
-    if not args.live and not (args.dumps or args.programs) or args.dumps == "":
-        raise UsageError("name dumps or programs", fix="prism hang --dumps DIR, or prism hang DIR")
-    if args.dumps is None and args.then is not None and not args.live:
-        raise UsageError("--then is a second set of dumps, and there is no first",
-                         fix="prism hang --dumps DIR --then DIR2")  # fmt: skip
-    if args.dumps is None and (args.of or args.recipe or args.job):
-        raise UsageError("--programs and --recipe say whose job dumps are of, and there are none",
-                         fix="prism hang --dumps DIR --programs PATH")  # fmt: skip
-    if args.dumps is None and args.confirm:
-        raise UsageError("--confirm runs real code to the place where dumps say that it stood",
-                         fix="prism hang --dumps DIR --recipe NAME --confirm")  # fmt: skip
-    outputs = (args.markdown, args.html, args.trace)
+    live, dumps = args.live, args.dumps is not None
+    _refuse(
+        (not live and (args.watch or args.ras or args.prometheus),
+         "--watch, --ras and --prometheus are of a running job", "prism hang --live --watch 60s"),
+        (live and (args.dumps or args.programs or args.settings or args.confirm),
+         "--live looks at the job on this host: it takes no dumps and no programs",
+         "prism hang --live"),
+        (not live and not (args.dumps or args.programs) or args.dumps == "",
+         "name dumps or programs", "prism hang --dumps DIR, or prism hang DIR"),
+        (not dumps and args.then is not None and not live,
+         "--then is a second set of dumps, and there is no first",
+         "prism hang --dumps DIR --then DIR2"),
+        (not dumps and (args.of or args.recipe or args.job),
+         "--programs and --recipe say whose job dumps are of, and there are none",
+         "prism hang --dumps DIR --programs PATH"),
+        (not dumps and args.confirm,
+         "--confirm runs real code to the place where dumps say that it stood",
+         "prism hang --dumps DIR --recipe NAME --confirm"),
+    )  # fmt: skip
     inputs = [path for path in (args.programs, args.dumps, args.then, args.of) if path]
-    check_outputs([path for path in outputs if path], args.force, inputs)
+    check_outputs([args.markdown, args.html, args.trace], args.force, inputs)
     planted = None
     if args.live:
         found = _live(args)
-    elif args.dumps is not None:
+    elif dumps:
         found = _of_dumps(args)
     else:
         found, planted = _of_programs(args)
-    _write(args, found)
+    write_outputs(args.force, (args.markdown, found.to_markdown), (args.html, found.to_html),
+                  (args.trace, found.to_chrome_trace))  # fmt: skip
     more = {} if planted is None else {"planted": [str(hit) for hit in planted.hits]}
     rows = [{"role": "culprit", **dataclasses.asdict(one)} for one in found.culprits]
     rows += [{"role": "victim", **dataclasses.asdict(one)} for one in found.victims]
@@ -104,16 +106,11 @@ def hang(args: argparse.Namespace) -> int:
     return int(found.exit_code)
 
 
-def _write(args: argparse.Namespace, found: Diagnosis) -> None:
-    """The verdict as Markdown, as a page, as a trace."""
-    for path, text in (
-        (args.markdown, found.to_markdown),
-        (args.html, found.to_html),
-        (args.trace, found.to_chrome_trace),
-    ):
-        if path is not None:
-            write_whole(path, text(), force=args.force)
-            console(stderr=True).print(f"wrote {path}")
+def _refuse(*rules: tuple[object, str, str]) -> None:
+    """UsageError for the first of (whether it is broken, what is wrong, what to type)."""
+    for broken, what, fix in rules:
+        if broken:
+            raise UsageError(what, fix=fix)
 
 
 def _live(args: argparse.Namespace) -> Diagnosis:
@@ -146,36 +143,7 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     from megatron_prism.hang import analyze as judge
     from megatron_prism.hang.dumps import read
 
-    words = [args.programs, *args.settings] if args.programs else list(args.settings)
-    words += [f"programs={args.of}"] * bool(args.of)
-    words += [f"recipe={args.recipe}"] * bool(args.recipe)
-    words = [word if "=" in word else f"programs={word}" for word in words]
-    overrides = [word for word in words if "." in word.partition("=")[0]]  # section.key=value
-    words = [word for word in words if word not in overrides]
-    settings = dict(word.partition("=")[::2] for word in words)
-    if args.out:
-        raise UsageError(f"-o {args.out} does not go with --dumps", fix="--markdown FILE, --json")
-    if set(settings) - {"programs", "recipe", "tier"} or len(words) > len(settings):
-        raise UsageError(
-            f"{' '.join(words)} does not go with --dumps",
-            fix="programs=DIR or recipe=NAME: the job that left the dumps",
-        )
-    if len(settings) > 1 and not args.confirm:
-        raise UsageError(
-            f"{' '.join(words)}: only --confirm needs more than the programs or the recipe",
-            fix=f"{words[-1]}, or add --confirm",
-        )
-    if args.confirm and "recipe" not in settings and not args.job:
-        raise UsageError("--confirm runs the suspect's real code, of which job?",
-                         fix="--recipe NAME, or -- pretrain_gpt.py … (and --programs DIR, if it "
-                         "was captured)")  # fmt: skip
-    if args.job and ("recipe" in settings or not args.confirm):
-        raise UsageError(
-            f"{args.job[0]}: a script is run by --confirm, without a recipe",
-            fix="--confirm -- pretrain_gpt.py …",
-        )
-    if overrides and "recipe" not in settings:
-        raise UsageError(f"{' '.join(overrides)}: of which recipe?", fix="--recipe NAME")
+    settings, overrides = _job_of_dumps(args)
     dumps = read(args.dumps)
     later = None if args.then is None else read(args.then)
     found, dumps = judge.diagnose_dumps(dumps, later), later or dumps
@@ -198,6 +166,35 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
         return _on_programs(dumps, found, recipe, programs, path, args.confirm)
 
 
+def _job_of_dumps(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """(programs, recipe and tier as far as they are named, overrides of the recipe)."""
+    words = [args.programs, *args.settings] if args.programs else list(args.settings)
+    words += [f"programs={args.of}"] * bool(args.of)
+    words += [f"recipe={args.recipe}"] * bool(args.recipe)
+    words = [word if "=" in word else f"programs={word}" for word in words]
+    overrides = [word for word in words if "." in word.partition("=")[0]]  # section.key=value
+    words = [word for word in words if word not in overrides]
+    settings = dict(word.partition("=")[::2] for word in words)
+    said, recipe = " ".join(words), "recipe" in settings
+    _refuse(
+        (args.out, f"-o {args.out} does not go with --dumps", "--markdown FILE, --json"),
+        (set(settings) - {"programs", "recipe", "tier"} or len(words) > len(settings),
+         f"{said} does not go with --dumps",
+         "programs=DIR or recipe=NAME: the job that left the dumps"),
+        (len(settings) > 1 and not args.confirm,
+         f"{said}: only --confirm needs more than the programs or the recipe",
+         f"{words[-1] if words else ''}, or add --confirm"),
+        (args.confirm and not recipe and not args.job,
+         "--confirm runs the suspect's real code, of which job?",
+         "--recipe NAME, or -- pretrain_gpt.py … (and --programs DIR, if it was captured)"),
+        (args.job and (recipe or not args.confirm),
+         f"{' '.join(args.job[:1])}: a script is run by --confirm, without a recipe",
+         "--confirm -- pretrain_gpt.py …"),
+        (overrides and not recipe, f"{' '.join(overrides)}: of which recipe?", "--recipe NAME"),
+    )  # fmt: skip
+    return settings, overrides
+
+
 def _of_script(
     args: argparse.Namespace, dumps: DumpSet, found: Diagnosis, captured: str | None
 ) -> Diagnosis:
@@ -205,8 +202,6 @@ def _of_script(
     from megatron_prism.core.slices import open_programs
     from megatron_prism.emulate import confirm, script_job
 
-    if not Path(args.job[0]).is_file():
-        raise UsageError(f"there is no script {args.job[0]}", fix="the path of pretrain_gpt.py")
     job = confirm.script_job(args.job, args.ours, dumps)
     with tempfile.TemporaryDirectory() as place:
         path = Path(captured or Path(place, "slices"))

@@ -46,20 +46,26 @@ from megatron_prism.core.messages import last_resort
 __all__ = ["COMMANDS", "Command", "main"]
 
 OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
-SETTINGS = ("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}
 FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
 PROGRAMS = ("programs",), {"metavar": "PATH", "help": "folder of slices, file of programs, or text"}
 JSON = ("--json",), {"action": "store_true", "help": "print the result as JSON"}
 CSV = ("--csv",), {"metavar": "FILE", "type": Path, "help": "its table to write, one row a line"}
+
+
+def _file(flag: str, text: str) -> tuple[tuple[str], dict[str, Any]]:
+    """An option that names a file."""
+    return (flag,), {"metavar": "FILE", "type": Path, "help": text}
+
+
 VERBOSE = (("-v", "--verbose"), {"action": "store_true", "help": "also what the result rests on"})
-OVERRIDES = (
-    ("settings",),
-    {
-        "nargs": "*",
-        "metavar": "key=value",
-        "help": "change a key of the recipe, e.g. train.lr=1e-3",
-    },
-)
+
+
+def _settings(text: str) -> tuple[tuple[str], dict[str, Any]]:
+    return ("settings",), {"nargs": "*", "metavar": "key=value", "help": text}
+
+
+SETTINGS = _settings("see above")
+OVERRIDES = _settings("change a key of the recipe, e.g. train.lr=1e-3")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -174,7 +180,7 @@ COMMANDS = {
         show,
         (
             PROGRAMS,
-            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "rank, around, group"}),
+            _settings("rank, around, group"),
             (("--text",), {"action": "store_true", "help": "print the whole text form"}),
         ),
     ),
@@ -197,22 +203,22 @@ COMMANDS = {
             (("--then",), {"metavar": "DIR2", "help": "dumps of the same job some seconds later"}),
             (("--live",), {"action": "store_true", "help": "of the job that runs on this host"}),
             (("--watch",), {"metavar": "60s", "help": "look again so often"}),
-            (("--ras",), {"metavar": "FILE", "help": "what ncclras printed, instead of asking"}),
-            (("--prometheus",), {"metavar": "FILE", "type": Path, "help": "of its collector"}),
+            _file("--ras", "what ncclras printed, instead of asking"),
+            _file("--prometheus", "of its collector"),
             (("--programs",), {"dest": "of", "metavar": "PATH", "help": "of the dumps' job"}),
             (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
             (("--confirm",), {"action": "store_true", "help": "run the suspects' real code"}),
             (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
-            (("--markdown",), {"metavar": "FILE", "type": Path, "help": "it, for an issue"}),
-            (("--html",), {"metavar": "FILE", "type": Path, "help": "the verdict as a page"}),
-            (("--trace",), {"metavar": "FILE", "type": Path, "help": "for ui.perfetto.dev"}),
+            _file("--markdown", "it, for an issue"),
+            _file("--html", "the verdict as a page"),
+            _file("--trace", "for ui.perfetto.dev"),
         ),
         job=True,
     ),
     "schedule": Command(
         schedule,
         (
-            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "sizes and switches"}),
+            _settings("sizes and switches"),
             (("-o", "--out"), {"metavar": "FILE", "help": "file of programs to write"}),
         ),
     ),
@@ -220,10 +226,10 @@ COMMANDS = {
         replay,
         (
             PROGRAMS,
-            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "machine, calibration"}),
-            (("--html",), {"metavar": "FILE", "help": "page to write, for any browser"}),
+            _settings("machine, calibration"),
+            _file("--html", "page to write, for any browser"),
             (("--against",), {"metavar": "OTHER", "help": "another replay, to compare with"}),
-            (("--trace",), {"metavar": "FILE", "help": "trace to write, for ui.perfetto.dev"}),
+            _file("--trace", "trace to write, for ui.perfetto.dev"),
             (
                 ("--chakra",),
                 {"metavar": "DIR", "type": Path, "help": "Chakra traces, for ASTRA-sim"},
@@ -235,9 +241,9 @@ COMMANDS = {
         predict,
         (
             PROGRAMS,
-            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}),
+            SETTINGS,
             (("--against",), {"metavar": "DIR", "action": "append", "help": "another layout"}),
-            (("--html",), {"metavar": "FILE", "help": "page to write, with all what-ifs"}),
+            _file("--html", "page to write, with all what-ifs"),
             VERBOSE,
         ),
     ),
@@ -253,8 +259,8 @@ COMMANDS = {
         compare,
         (
             (("paths",), {"metavar": "PATH", "nargs": "+", "help": "traces, then the prediction"}),
-            (("--html",), {"metavar": "FILE", "help": "page to write, for any browser"}),
-            (("--trace",), {"metavar": "FILE", "help": "trace with both, for ui.perfetto.dev"}),
+            _file("--html", "page to write, for any browser"),
+            _file("--trace", "trace with both, for ui.perfetto.dev"),
         ),
     ),
     "sweep": Command(
@@ -271,7 +277,7 @@ COMMANDS = {
                     "help": "why A beats B: places in the table, or axes",
                 },
             ),
-            (("--html",), {"metavar": "FILE", "type": Path, "help": "page: time against memory"}),
+            _file("--html", "page: time against memory"),
             (("--slurm",), {"metavar": "N", "type": int, "help": "write an array job of N parts"}),
             (("--join",), {"action": "store_true", "help": "rank what the parts have found"}),
         ),
@@ -365,19 +371,20 @@ def _dispatch(words: list[str]) -> int:
         return 0
     with unwinding(), visible():
         args = _parse_job(name, rest) if command.job else _parse(name, rest)
-        if getattr(args, "csv", None) is not None:
+        if hasattr(args, "csv"):
             check_outputs([args.csv], args.force)  # before the work, not after
         return command.function(args)
 
 
 def _parse_job(name: str, words: list[str]) -> argparse.Namespace:
     """As ``_parse``; ``job`` gets what is behind ``--``, ``ours`` flags of ``prism run``."""
-    from megatron_prism.emulate.options import script_line, split
+    from megatron_prism.emulate.options import check_script, script_line, split
 
     at = words.index("--") if "--" in words else len(words)
     ours, rest = list[list[str]](), words[:at]
     launched, job = script_line(words[at:])
     if job:
+        check_script(job[0])
         flags, rest = split([*rest, *launched])
         ours = [found for _, found in flags]
     args = _parse(name, rest)

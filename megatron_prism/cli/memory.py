@@ -19,7 +19,6 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_table, write_data
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
-from megatron_prism.core.world import format_ranks
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
@@ -138,6 +137,7 @@ def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]
 
 
 def _measure(path: str, settings: Mapping[str, str], draws: Draws | None = None) -> Baseline:
+    from megatron_prism.core.world import format_ranks
     from megatron_prism.memory.baseline import peak_memory
 
     device = settings.get("device", "h200")

@@ -40,6 +40,7 @@ __all__ = [
     "steps",
     "visible",
     "warn_without_times",
+    "write_outputs",
 ]
 
 _FOLDED = 24  # columns that a cell folded over several lines has at least
@@ -230,11 +231,13 @@ def steps() -> Iterator[Callable[[str, float], None]]:
         yield told
 
 
-def check_outputs(paths: Sequence[Path], force: bool, inputs: Sequence[str] = ()) -> None:
+def check_outputs(asked: Sequence[Path | None], force: bool, inputs: Sequence[str] = ()) -> None:
     """UsageError for what cannot be written, before the work and not after it.
 
+    asked  : files to write; None: one that was not asked for
     inputs : what is read; --force replaces neither such a file nor a slice in such a folder
     """
+    paths = [path for path in asked if path is not None]
     if len({path.absolute() for path in paths}) < len(paths):
         raise UsageError(f"two outputs are to be written to {paths[0]}", fix="name two files")
     for path in paths:
@@ -243,6 +246,14 @@ def check_outputs(paths: Sequence[Path], force: bool, inputs: Sequence[str] = ()
         slices = [path.parent] if path.suffix == ".prism" else []
         if any(_same(place, one) for place in (path, *slices) for one in inputs):
             raise UsageError(f"{path} is what is read", fix="name another file to write")
+
+
+def write_outputs(force: bool, *outputs: tuple[Path | None, Callable[[], str]]) -> None:
+    """Write every text to its file, where one is named, and say so."""
+    for path, text in outputs:
+        if path is not None:
+            write_whole(path, text(), force=force)
+            console(stderr=True).print(f"wrote {path}")
 
 
 def _same(path: Path, other: str) -> bool:

@@ -24,10 +24,10 @@ from megatron_prism.cli.output import (
     steps,
     warn_without_times,
     write_data,
+    write_outputs,
 )
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
-from megatron_prism.core.files import write_whole
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
@@ -308,16 +308,14 @@ def predict(args: argparse.Namespace) -> int:
     A on another machine.
     """
     settings = settings_of(args.settings)
-    if args.html is not None:
-        check_outputs([Path(args.html)], args.force, [args.programs, *(args.against or ())])
+    check_outputs([args.html], args.force, [args.programs, *(args.against or ())])
     if not args.programs:
         raise UsageError("predict what?", fix="prism predict DIR")
     refuse_unused(settings, bool(args.against))
     if args.against:
         return _against(args, settings)
     found = _predict(args, settings)
-    if args.html is not None:
-        write_whole(Path(args.html), found.to_html(), force=args.force)
+    write_outputs(args.force, (args.html, found.to_html))
     if write_data(args, found.to_json(), [dataclasses.asdict(one) for one in found.quantiles]):
         return 0
     show(found, args.verbose)
@@ -393,8 +391,7 @@ def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             seed=settings["seed"],
             progress=told,
         )
-    if args.html is not None:
-        write_whole(Path(args.html), found.to_html(), force=args.force)
+    write_outputs(args.force, (args.html, found.to_html))
     if write_data(args, found.to_json(), [dataclasses.asdict(one) for one in found.layouts]):
         return 0
     show_comparison(found, args.verbose)

@@ -69,8 +69,6 @@ def _capture_script(args: argparse.Namespace) -> int:
     if args.recipe is not None or args.settings:
         word = args.recipe or args.settings[0]
         raise UsageError(f"{word} does not go with a script", fix="prism capture -o DIR -- SCRIPT")
-    if not Path(script).is_file():
-        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
     talk = console(stderr=args.json)
     script_job.capture_command_line(script, [*words, *rest], args.out, talk, force=args.force)
     if args.json or args.csv:
@@ -373,8 +371,7 @@ def _host(args: argparse.Namespace) -> int:
 
     keys = {"seconds": arguments.count(1, 3600, "seconds=10")}
     seconds = arguments.read(args.settings, keys, "calibrate --host").get("seconds", 10)
-    if args.out is not None:
-        check_outputs([args.out], args.force, [])
+    check_outputs([args.out], args.force)
     out = console(stderr=args.json)
     out.print(f"measuring this host for {seconds} s")
     found = host_benchmark.measure(seconds)

@@ -10,7 +10,6 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_prism.cli import arguments
@@ -20,9 +19,10 @@ from megatron_prism.cli.output import (
     print_table,
     warn_without_times,
     write_data,
+    write_outputs,
 )
 from megatron_prism.core.errors import UnitError, UsageError
-from megatron_prism.core.files import ArtefactFolder, write_whole
+from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def replay(args: argparse.Namespace) -> int:
 
     settings = _settings(args.settings)
     how = {key: settings.pop(key) for key in _HOW if key in settings}
-    outputs = [Path(name) for name in (args.html, args.trace) if name is not None]
-    check_outputs(outputs, args.force, [args.programs])
+    check_outputs([args.html, args.trace], args.force, [args.programs])
     against = None if args.against is None else _with(args.against)
 
     def timeline_of(path: str, settings: dict[str, Any]) -> Timeline:
@@ -96,18 +95,15 @@ def replay(args: argparse.Namespace) -> int:
     timeline = timeline_of(args.programs, settings)
     other = None if against is None else timeline_of(*against)
     names = " ".join([args.programs, *args.settings]), args.against or ""
-    if args.html is not None:
-        both = () if other is None else (names[0], (names[1], other))
-        page = render_html(timeline, *both)
-        write_whole(Path(args.html), page, force=args.force)
-    if args.trace is not None:
-        write_whole(Path(args.trace), timeline.to_chrome_trace(), force=args.force)
+    both = () if other is None else (names[0], (names[1], other))
+    write_outputs(args.force, (args.html, lambda: render_html(timeline, *both)),
+                  (args.trace, timeline.to_chrome_trace))  # fmt: skip
     if args.chakra is not None:
         from megatron_prism.traces.chakra import write_chakra
 
         with ArtefactFolder(args.chakra, args.force) as folder:
             write_chakra(timeline, folder.work)
-        outputs.append(args.chakra)
+        console(stderr=True).print(f"wrote {args.chakra}")
     metrics = timeline.to_json() if args.json or args.csv else {}
     value: dict[str, object] = dict(metrics)
     if other is not None:
@@ -118,8 +114,6 @@ def replay(args: argparse.Namespace) -> int:
         _show_pair((names[0], timeline), (names[1], other))
     else:
         print(timeline.to_text(verbose=args.verbose), end="")
-    for path in outputs:
-        console(stderr=True).print(f"wrote {path}")
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, print_json
+from megatron_prism.cli.output import check_outputs, console, print_json, write_outputs
 from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import rendered, write_whole
@@ -57,7 +57,7 @@ def sweep(args: argparse.Namespace) -> int:
     how, axes = _words(given)
     if args.out is None:
         raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
-    check_outputs([place for place in (args.csv, args.html) if place is not None], args.force)
+    check_outputs([args.csv, args.html], args.force)
     talk = console(stderr=True)
     if args.slurm is not None:
         talk.print(_array_job(args))
@@ -66,9 +66,7 @@ def sweep(args: argparse.Namespace) -> int:
         how["part"] = "join"
     made = run(job, axes, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
     _print(made, args)
-    if args.csv is not None:
-        write_whole(args.csv, made.to_csv(), force=args.force)
-        talk.print(f"wrote {args.csv}")
+    write_outputs(args.force, (args.csv, made.to_csv))
     if args.html is not None:
         links = _write_timelines(made, args.html, args.force)
         write_whole(args.html, made.to_html(links), force=args.force)
@@ -100,8 +98,6 @@ def _script(args: argparse.Namespace) -> Script:
     from megatron_prism.sweep.space import Script
 
     script, *words = args.job
-    if not Path(script).is_file():
-        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
     ours, rest = split(words)
     made = Script(script, tuple(rest), (*args.ours, *(word for _, one in ours for word in one)))
     from_command_line(

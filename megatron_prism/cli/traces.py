@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, write_data
+from megatron_prism.cli.output import check_outputs, console, write_data, write_outputs
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import write_whole
 
@@ -76,8 +75,7 @@ def compare(args: argparse.Namespace) -> int:
         raise UsageError(
             "a comparison needs traces and a prediction", fix="prism compare TRACES DIR"
         )
-    outputs = [Path(name) for name in (args.html, args.trace) if name is not None]
-    check_outputs(outputs, args.force, paths)
+    check_outputs([args.html, args.trace], args.force, paths)
     programs = open_programs(paths[-1])
     predicted = replay(programs, **how)
     try:  # the prediction says what the job does, if it is of the same calls
@@ -86,11 +84,7 @@ def compare(args: argparse.Namespace) -> int:
         console(stderr=True).print(f"prism: the traces are read alone: {error.message}")
         found = import_traces(paths[:-1])
     made = compare_traces(found, predicted)
-    for name, text in ((args.html, made.to_html), (args.trace, made.to_chrome_trace)):
-        if name is not None:
-            write_whole(Path(name), text(), force=args.force)
+    write_outputs(args.force, (args.html, made.to_html), (args.trace, made.to_chrome_trace))
     if not write_data(args, made.to_json(), [dataclasses.asdict(one) for one in made.ranks]):
         print(made.to_text(), end="")
-    for path in outputs:
-        console(stderr=True).print(f"wrote {path}")
     return 0

@@ -178,7 +178,7 @@ def _plainly(source: str, name: str, member: str) -> bool:
 
 
 def engine_release(text: str) -> Release:
-    """``2.17.1`` of Transformer Engine as (2, 17).  UsageError for one whose memory is not known."""
+    """``2.17.1`` of Transformer Engine as (2, 17).  UsageError where its memory is not known."""
     least, most = _ENGINES
     found = re.fullmatch(r"2\.(\d{1,3})(\.\d{1,3})?", text)
     if found is None or not least <= int(found[1]) <= most:

@@ -54,8 +54,7 @@ def run_script(argv: Sequence[str]) -> int:
             "prism run needs a script", fix="prism run -- pretrain_gpt.py <the job's arguments>"
         )
     script, *rest = job
-    if not Path(script).is_file():
-        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
+    flags.check_script(script)
     emulate = [] if "--prism-emulate" in [*ours, *rest] else ["--prism-emulate"]
     session, place = Session(), str(Path(script).resolve().parent)  # open until the process ends
     session.changes.set(sys, "argv", [script, *emulate, *ours, *rest])

@@ -28,6 +28,7 @@ __all__ = [
     "Options",
     "TIERS",
     "add_flags",
+    "check_script",
     "from_command_line",
     "queues",
     "script_line",
@@ -704,6 +705,12 @@ def script_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if each and not any(word.partition("=")[0] == "--prism-world-size" for word in words):
         ours += ["--prism-world-size", str((nodes or 1) * each)]
     return ours, rest[script:]
+
+
+def check_script(script: str) -> None:
+    """UsageError unless there is such a file."""
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
 
 
 def _launched(words: Sequence[str], option: re.Pattern[str]) -> int:

@@ -29,15 +29,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.emulate.schedule_tape import (
     ModuleProxy,
-    ReplacedNames,
     ScheduleChunk,
     Tape,
     TapeGroup,
     Token,
+    replace,
     replace_combined,
 )
 from megatron_prism.runtime import virtual_world
@@ -45,14 +46,14 @@ from megatron_prism.runtime import virtual_world
 __all__ = ["schedules"]
 
 
-_lock = threading.Lock()  # the replaced are module globals
+_lock = threading.Lock()  # what is replaced are module globals
 
 
 def schedules(pp: int, vpp: int | None = None, microbatches: int = 1, **settings: Any) -> Programs:
     """Run Megatron's schedule for every stage; ``settings`` are those of ScheduleSettings.
 
     Raises UsageError with Megatron's words where it refuses the settings, UnsupportedError inside a
-    virtual world, whose own replaced would answer the tokens.
+    virtual world, whose own process group would answer the tokens.
     """
     if virtual_world.current() is not None:
         raise UnsupportedError(
@@ -82,12 +83,15 @@ def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
         if settings.knows_layers:
             tape.add("mark", chunk=index if settings.vpp else -1, note=chunk_note(layers))
     _hooks(settings, config, tape)
-    with ReplacedNames() as replaced:
-        _replace(replaced, settings, tape)
+    changes = ProcessChanges()
+    try:
+        _replace(changes, settings, tape)
         step: Callable[..., Any] = _no_forward
         if settings.ep_overlap:
-            step = replace_combined(replaced, tape, chunks)
+            step = replace_combined(changes, tape, chunks)
         _run(settings, config, tape, chunks, step)
+    finally:
+        changes.undo()
     return tape.program()
 
 
@@ -143,7 +147,7 @@ def _hooks(settings: ScheduleSettings, config: Any, tape: Tape) -> None:
 
 
 # -- what Megatron calls ---------------------------------------------------------------------------
-def _replace(replaced: ReplacedNames, settings: ScheduleSettings, tape: Tape) -> None:
+def _replace(changes: ProcessChanges, settings: ScheduleSettings, tape: Tape) -> None:
     """Tokens, recorders and group sizes in place of torch, the model and torch.distributed."""
     distributed = ModuleProxy(
         torch.distributed,
@@ -166,15 +170,17 @@ def _replace(replaced: ReplacedNames, settings: ScheduleSettings, tape: Tape) ->
         return Token(sizes=(3,), tells=shape)
 
     tokens = ModuleProxy(torch, distributed=distributed, cuda=cuda, empty=empty, tensor=tensor)
-    replaced.set(p2p_communication, torch=tokens, dist=distributed)
-    replaced.set(
+    replace(changes, p2p_communication, torch=tokens, dist=distributed)
+    replace(
+        changes,
         megatron_schedules,
         torch=ModuleProxy(torch, zeros=lambda *args, **kwargs: 0),
         forward_step=partial(_forward, tape, settings.shape or ()),
         backward_step=lambda inputs, outputs, grads, *rest: tape.backward(inputs, outputs, grads),
         deallocate_output_tensor=lambda *args: None,
     )
-    replaced.set(
+    replace(
+        changes,
         pipeline_utils,
         get_pg_rank=lambda group: group.rank(),
         get_pg_size=lambda group: group.size(),

@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Builder, Program
 from megatron_prism.runtime.recorder.recorder import Fields, _nearest
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModuleProxy",
+    "replace",
     "replace_combined",
-    "ReplacedNames",
     "ScheduleChunk",
     "Tape",
     "TapeGroup",
@@ -59,26 +60,11 @@ class TapeRow(Fields, total=False):
     chunk: int
 
 
-class ReplacedNames:
-    """Names of modules that are replaced for a while; ``with`` puts all of them back."""
-
-    def __init__(self) -> None:
-        self._old: list[tuple[object, str, object]] = []
-
-    def __enter__(self) -> ReplacedNames:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        while self._old:
-            owner, name, value = self._old.pop()
-            setattr(owner, name, value)
-
-    def set(self, owner: object, **names: object) -> None:
-        """Replace names of ``owner`` (those that this release has)."""
-        for name, value in names.items():
-            if hasattr(owner, name):
-                self._old.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, value)
+def replace(changes: ProcessChanges, owner: object, **names: object) -> None:
+    """Replace names of ``owner`` (those that this release has) until ``changes`` are undone."""
+    for name, value in names.items():
+        if hasattr(owner, name):
+            changes.set(owner, name, value)
 
 
 class ModuleProxy:
@@ -332,18 +318,18 @@ _FIRST = (
 _LAZY = hasattr(pipeline_utils.ScheduleNode, "stream_acquire_context")  # 0.19: streams on first use
 
 
-def replace_combined(replaced: ReplacedNames, tape: Tape, chunks: list[Any]) -> Callable[..., Any]:
+def replace_combined(changes: ProcessChanges, tape: Tape, chunks: list[Any]) -> Callable[..., Any]:
     """Put recorders in place; returns the forward_step_func, which makes schedule plans."""
     cuda = _Cuda(tape)
     like = ModuleProxy(torch, cuda=cuda, autograd=SimpleNamespace(backward=_loss_backward(tape)))
-    replaced.set(pipeline_utils, torch=like, make_viewless=lambda e: e)
-    replaced.set(pipeline_utils, _COMP_STREAM=None, _COMM_STREAM=None)
-    replaced.set(plans, torch=like)
-    replaced.set(combined_1f1b, torch=like)
-    replaced.set(
-        gpt_model, GPTModel=ScheduleChunk
-    )  # 0.16 asserts that the model is one (combined_1f1b.py:338)
-    replaced.set(
+    replace(changes, pipeline_utils, torch=like, make_viewless=lambda e: e)
+    replace(changes, pipeline_utils, _COMP_STREAM=None, _COMM_STREAM=None)
+    replace(changes, plans, torch=like)
+    replace(changes, combined_1f1b, torch=like)
+    # 0.16 asserts that the model is one (combined_1f1b.py:338)
+    replace(changes, gpt_model, GPTModel=ScheduleChunk)
+    replace(
+        changes,
         megatron_schedules,
         set_current_microbatch=lambda chunk, number: setattr(chunk, "microbatch", number),
         forward_step_calc_loss=_loss,
