@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import check_writable, write_whole
+from megatron_prism.core.units import counted
 
 __all__ = ["calibrate"]
 
@@ -28,7 +29,7 @@ STAGES: dict[str, dict[str, str]] = {
 
 def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Console) -> None:
     """Start one process per device (``num_processes``: default all, or 2 on CPUs) and write
-    ``out``.
+    ``out``.  One GPU alone tells how long NCCL keeps the host, and no call's own time.
 
     UsageError if ``out`` is taken or there is nothing to measure; PrismError if a process failed.
     """
@@ -43,15 +44,21 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = (devices or 2) if num_processes is None else num_processes
-    if count < 2:
-        raise UsageError("one device has nobody to talk to", fix="calibrate on 2 or more GPUs")
+    if count < 1 + (not devices):
+        raise UsageError(
+            f"calls among {counted(count, 'process')} without a GPU take no time",
+            fix="processes=2, or prism calibrate --host for this host alone",
+        )
     if devices and count > devices:
         raise UsageError(f"{count} processes for {devices} devices", fix=f"processes={devices}")
     where = f"{count} GPUs through NCCL" if devices else f"{count} CPU processes through gloo"
-    console.print(f"measuring calls among {where}; this takes about a minute")
+    what = f"calls among {where}; this takes about a minute"
+    if count == 1:
+        what = "how long NCCL keeps this host for a call, with one GPU"
+    console.print(f"measuring {what}")
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "calibration.json"
-        for stage in STAGES:
+        for stage in STAGES if count > 1 else ("calls",):
             _run(stage, count, part)
         console.print(f"measuring this host for {HOST_S} s")
         index = json.loads(host_benchmark.measure(HOST_S).to_json())
@@ -59,6 +66,12 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
         text = part.read_text().rstrip().removesuffix("}").rstrip()
         write_whole(out, f"{text},\n {json.dumps(index)[1:-1]}\n}}\n", force=True)
     console.print(f"wrote {out}")
+    if count == 1:
+        console.print(
+            "not measured with one GPU: what calls take, how much they and computing slow each "
+            "other down, and which sends wait. Replays model these, and their interval says so.\n"
+            "fix: prism calibrate on two or more GPUs"
+        )
 
 
 def _run(stage: str, count: int, part: Path) -> None:

@@ -137,7 +137,8 @@ _TIMES = {"ns", "again"}
 
 def host_calls(rank: int, size: int) -> list[Row]:
     """Rows {op, asynchronous, ns, again}: medians of ``_REPEATS`` means of ``_CALLS`` calls of this
-    rank after a step of the model, and right after such a call (messages: no ``again``).
+    rank after a step of the model, and right after such a call (messages: no ``again``).  Of one
+    rank NCCL launches a copy, or nothing, so the host's times are a little short.
 
     Every rank of the default group (``size`` of them) must call it.
     """
@@ -163,6 +164,8 @@ def host_calls(rank: int, size: int) -> list[Row]:
         for name, call in calls.items():
             ns, again = _host_ns(call, between)
             rows.append({"op": name, "asynchronous": asynchronous, "ns": ns, "again": again})
+    if size == 1:  # nobody to send to
+        return rows
     ring = [
         dist.P2POp(dist.isend, whole, (rank + 1) % size),
         dist.P2POp(dist.irecv, other, (rank - 1) % size),
@@ -398,7 +401,7 @@ def _calls_stage(bench: _Bench) -> Row:
         "collectives": rows,
         "overlap": [],
         "host": middle(hosts),
-        "held": _held(bench) if bench.cuda else [],
+        "held": _held(bench) if bench.cuda and bench.size > 1 else [],
     }
 
 

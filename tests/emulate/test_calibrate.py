@@ -1,6 +1,7 @@
 """Calls that were sampled: a prediction has the samples' distribution, and nobody else's."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.emulate import calibrate_rank
+from megatron_prism.emulate import calibrate, calibrate_rank
 from megatron_prism.predict import Sampler, call_spread
 from megatron_prism.predict.variability import Variability
-from megatron_prism.replay.priced_graph import price
+from megatron_prism.replay.costs.collectives import read_calibration
+from megatron_prism.replay.interval import interval
+from megatron_prism.replay.priced_graph import price, replay
 
 TP, DP = "TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP"
 STILL = Variability("still", 0.0, 0.0, 0.0, 0.0, "")
@@ -221,3 +224,50 @@ def test_a_calibration_is_written_a_row_a_line():
     text = calibrate_rank._text(stored)
     assert json.loads(text) == stored
     assert len(text.splitlines()) == 8
+
+
+def test_one_gpu_measures_what_calls_take_of_the_host(behind, monkeypatch, tmp_path):
+    """Nothing that takes two; calls stay modelled in a replay with it."""
+    step = calibrate_rank._step
+    monkeypatch.setattr(calibrate_rank, "_step", lambda device: step("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(calibrate_rank, "_REPEATS", 1)
+    monkeypatch.setattr(calibrate_rank, "_CALLS", 1)
+    bench = SimpleNamespace(cuda=True, rank=0, size=1, samples_ns=lambda: behind[0])
+    path = tmp_path / "one.json"
+    path.write_text(calibrate_rank._text(calibrate_rank._calls_stage(bench)))
+    found = read_calibration(path)
+    assert {name for name, _ in found.host} == {
+        "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
+    }  # fmt: skip
+    assert (found.points, found.overlap, found.held) == ({}, {}, 0)
+    work = Op("compute", ns=10**6, lead=10**4, host=10**5)
+    timeline = replay(alike(World(2, tp=2), [work, CALL]), machine="h100", calibration=path)
+    assert any(text.startswith("modelled: NCCL") for text in timeline.prices.sources)
+    assert any("calls (1 x NVIDIA H100" in text for text in timeline.prices.sources)
+    assert {one.what for one in interval(timeline).sources} >= {"calls"}
+
+
+@pytest.mark.parametrize(("devices", "processes"), [(1, None), (2, 1)])
+def test_calibrate_says_what_one_gpu_cannot_measure(
+    monkeypatch, tmp_path, capsys, devices, processes
+):
+    stages = []
+
+    def run(stage, count, part):
+        assert count == 1
+        stages.append(stage)
+        part.write_text('{"source": "1 x GPU"}')
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(calibrate, "_run", run)
+    monkeypatch.setattr(calibrate, "HOST_S", 0)
+    words = [] if processes is None else [f"processes={processes}"]
+    assert cli.main(["calibrate", "-o", str(tmp_path / "c.json"), *words]) == 0
+    assert stages == ["calls"]
+    said = capsys.readouterr().out
+    assert "not measured with one GPU" in said
+    assert "two or more GPUs" in said
+    assert json.loads((tmp_path / "c.json").read_text())["host_index"]["index"] > 0

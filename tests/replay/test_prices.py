@@ -146,8 +146,8 @@ def test_the_same_measurement_twice_is_one(tmp_path):
     [
         ("c.json", ["processes=\u00b2"], "is no number"),
         ("c.json", ["processes=99999"], "fix: processes=4"),
-        ("c.json", ["processes=0"], "nobody to talk to"),
-        ("c.json", ["processes=1"], "nobody to talk to"),
+        ("c.json", ["processes=0"], "calibrate --host"),
+        ("c.json", ["processes=1"], "calibrate --host"),
         ("no/c.json", [], "cannot write a file"),
         (".", ["--force"], "cannot write a file"),
         ("/proc/c.json", [], "/proc takes no files"),
