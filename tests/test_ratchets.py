@@ -120,6 +120,7 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-record",
         "--prism-reserve-nccl",
         "--prism-slow",
+        "--prism-te-version",
         "--prism-tier",
         "--prism-values",
         "--prism-verbose",

@@ -24,6 +24,7 @@ from megatron_prism.core.world import MOST_EXPERTS, MOST_LAYERS, MOST_MICROBATCH
 __all__ = [
     "check_files",
     "check_sizes",
+    "left_out",
     "matters",
     "of_namespace",
     "of_running_job",
@@ -75,6 +76,7 @@ _ENDS = (
     "_port", "_dir",  # of this machine
     "_api_key", "_password", "_secret", "_access_token",  # nobody's business
 )  # fmt: skip
+left_out: dict[str, object] = {}  # what the job asked for and does without here
 _LARGEST = 1 << 24  # bytes of a file that is read for its content
 _DEPTH = 4
 
@@ -144,7 +146,7 @@ def of_running_job() -> str:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
-    return of_namespace(vars(args), parser, sys.argv[1:])
+    return of_namespace({**vars(args), **left_out}, parser, sys.argv[1:])
 
 
 def of_namespace(

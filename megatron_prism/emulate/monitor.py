@@ -14,6 +14,7 @@ tells the monitor of train steps by what they do, and stands back where Megatron
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import math
 import time
@@ -203,6 +204,8 @@ class TrainingMonitor:
     def iteration(self, optimizer: Any, model: Any, wanted: int = 0) -> Iterator[None]:
         """One of ``wanted`` train steps; the first remembers a master parameter to see it move."""
         if not self.iterations:
+            if self.shapes_only:  # what building left in circles is long gone in a job of hours
+                gc.collect()
             self.num_parameters = _count_parameters(model)
             self.remember(optimizer)
         number = self.before + len(self.iterations) + 1

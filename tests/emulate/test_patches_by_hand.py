@@ -282,7 +282,14 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
     """Megatron's build_module makes a new exception of each, once per level."""
 
     class HybridDeviceOptimizer:
-        pass
+        def __init__(self):
+            self._get_sub_optimizer_param_groups(0.5)
+
+        def _get_sub_optimizer_param_groups(self, fraction):
+            raise AssertionError("not reached")
+
+        def _init_sub_optimizers(self):
+            raise AssertionError("not reached")
 
     def build_module(module, inside=None):  # as core/transformer/spec_utils.py:119 @0.16.1
         try:
@@ -291,7 +298,7 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
             raise type(e)(f"{e} when instantiating {module.__name__}") from e
 
     module = SimpleNamespace(HybridDeviceOptimizer=HybridDeviceOptimizer, build_module=build_module)
-    patching.apply("no-offloaded-optimizer", module, patching.context())
+    patching.apply("offloaded-optimizer", module, patching.context())
     patching.apply("own-words", module, patching.context())
     with pytest.raises(UnsupportedError, match="--optimizer-cpu-offload") as caught:
         module.build_module(list, lambda: module.build_module(set, HybridDeviceOptimizer))

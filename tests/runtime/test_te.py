@@ -435,6 +435,39 @@ def test_cross_entropy_overwrites_the_logits():
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("state", [torch.float16, torch.bfloat16])
+def test_adam_with_short_states_is_nearly_adamw(state):
+    p = torch.randn(7, 3).requires_grad_()
+    ref = p.detach().clone().requires_grad_()
+    ours = optimizers.FusedAdam([p], lr=0.1, exp_avg_dtype=state, exp_avg_sq_dtype=state)
+    theirs = torch.optim.AdamW([ref], lr=0.1, weight_decay=0)
+    for _ in range(5):
+        p.grad = torch.randn(7, 3) * 1e-6  # whose square is 0 in fp16 without a scale
+        ref.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+    assert {value.dtype for value in ours.state[p].values()} == {state}
+    torch.testing.assert_close(p, ref, rtol=0.02, atol=0.02)
+
+
+def test_a_step_with_short_states_takes_them_in_fp32_too():
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
+
+    with LiveBytes("meta") as live:
+        params = [torch.empty(1000, device="meta") for _ in range(3)]
+        adam = optimizers.FusedAdam(params, exp_avg_dtype=torch.bfloat16,
+                                    exp_avg_sq_dtype=torch.float16)  # fmt: skip
+        for p in params:
+            p.grad = torch.empty_like(p)
+        adam.step()
+        before = live.current()
+        live.reset_peak()
+        adam.step()
+        assert live.current() == before
+        # both of all, and one in bf16 on its way back; scales of fp16 are a few bytes
+        assert 0 <= live.peak() - before - (3 * 2 * 4000 + 2000) < 64
+
+
 @pytest.mark.parametrize("remainders", [False, True])
 def test_adam_is_adamw(remainders):
     dtype = torch.bfloat16 if remainders else torch.float32

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import (
     META,
     NO_CUDA,
@@ -134,6 +135,7 @@ def _leave_out(module: ModuleType, context: PatchContext) -> None:
         for name, (off, meaning) in _LEFT_OUT.items():
             asked = [key for key, value in off.items() if getattr(args, key, value) != value]
             for key in asked:
+                context.changes.set_item(job_arguments.left_out, key, getattr(args, key))
                 setattr(args, key, off[key])
             scope = getattr(args, "inference_cuda_graph_scope", None)
             if "cuda_graph_impl" in asked and isinstance(scope, enum.Enum):
@@ -179,15 +181,36 @@ def _hadamard(module: ModuleType, context: PatchContext) -> None:
 @patch(
     PATCHES,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
-    "HybridDeviceOptimizer.__init__",
-    reason="host and device are one here",
-    source="core/optimizer/cpu_offloading/hybrid_optimizer.py:256 @0.19.0",
+    "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
+    "HybridDeviceOptimizer._init_sub_optimizers",
+    reason="the device's parameters are not CUDA's here",
+    source="core/optimizer/cpu_offloading/hybrid_optimizer.py:251 @0.19.0",
     tiers=NO_CUDA,
 )
-def _no_offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
-    """It sorts parameters by the device they are on, and here that is one for all."""
-    what = "--optimizer-cpu-offload moves states between a CUDA device and its host"
-    context.replace(module, refused(what, "leave it out, or --prism-tier cuda"))
+def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
+    """It sorts parameters by their device: tier ``meta``'s is one, and the host has no values to
+    step with.  On ``cpu`` host and device are one."""
+    if not context.meta:
+        what = "--optimizer-cpu-offload moves states between a CUDA device and its host"
+        call = refused(what, "leave it out, --prism-tier meta, or --prism-tier cuda")
+        context.replace(module, call, "HybridDeviceOptimizer._get_sub_optimizer_param_groups")
+        return
+
+    def sorted_groups(original: Original, self: Any, fraction: float) -> Any:
+        torch.Tensor.is_cuda = property(lambda t: t.is_meta)  # type: ignore[assignment, misc]
+        try:
+            return original(self, fraction)
+        finally:
+            del torch.Tensor.is_cuda
+
+    def without_steps(original: Original, self: Any) -> None:
+        original(self)
+        for optimizer in self.cpu_optimizers:
+            optimizer.step = lambda closure=None: None
+
+    name = "HybridDeviceOptimizer"
+    context.replace(module, sorted_groups, f"{name}._get_sub_optimizer_param_groups")
+    context.replace(module, without_steps, f"{name}._init_sub_optimizers")
 
 
 @patch(

@@ -1,8 +1,8 @@
 """FusedAdam and the multi-tensor kernels (pytorch/optimizers/ @v2.9).
 
 State: exp_avg and exp_avg_sq per parameter, fp32 unless asked otherwise (fused_adam.py:379), and a
-master copy if ``master_weights``, or its 16 low bits if ``store_param_remainders``.  On ``meta`` a
-step allocates nothing but the state.
+master copy if ``master_weights``, or its 16 low bits if ``store_param_remainders``.  A state of 16 bits
+has a scale, and is widened for the step, a whole group of parameters at once (fused_adam.py:460).
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ __all__ = ["FusedAdam", "multi_tensor_applier", "multi_tensor_l2norm", "multi_te
 _R = TypeVar("_R")
 Lists = Sequence[Sequence[torch.Tensor]]
 _STATES = ("exp_avg", "exp_avg_sq", "master_param")
+_HIGHEST = {  # that a scaled value takes; None: not scaled
+    torch.float32: None,
+    torch.bfloat16: None,
+    torch.float16: torch.finfo(torch.float16).max / 2,
+}
 
 
 class MultiTensorApply:
@@ -109,8 +114,8 @@ class FusedAdam(torch.optim.Optimizer):
             refuse("FusedAdam with amsgrad or capturable")
         dtypes = (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype)
         self.name_to_dtype_map = dict(zip(_STATES, dtypes, strict=True))
-        if any(d not in (torch.float32, torch.bfloat16) for d in dtypes):
-            refuse("FusedAdam with fp16 or fp8 state", fix="keep the state in fp32 or bf16")
+        if any(d not in _HIGHEST for d in dtypes):
+            refuse("FusedAdam with fp8 state", fix="keep the state in fp32, fp16 or bf16")
         super().__init__(
             params,
             {
@@ -124,6 +129,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode, self.capturable = int(adam_w_mode), capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights
+        self._scales: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self.use_decoupled_grad:
@@ -138,65 +144,94 @@ class FusedAdam(torch.optim.Optimizer):
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
         """Zero moments, and the master copy if there is one."""
-        state = self.state[param]
         for name in _STATES[:2]:
-            state[name] = torch.zeros_like(param, dtype=self.name_to_dtype_map[name])
+            self._make(param, name, self.name_to_dtype_map[name]).zero_()
         if self.master_weights and store_param_remainders:
-            state["master_param"] = torch.zeros_like(param, dtype=torch.int16)
+            self._make(param, "master_param", torch.int16).zero_()
         elif self.master_weights:
-            dtype = self.name_to_dtype_map["master_param"]
-            state["master_param"] = param.detach().to(dtype, copy=True)
+            self.set_scaled_state(param, "master_param", param.detach().clone().float())
+
+    def _make(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+        made = self.state[param][name] = torch.empty_like(param, dtype=dtype)
+        if dtype in (torch.float16, torch.bfloat16):
+            self._scales[param, name] = torch.ones(1, dtype=torch.float32, device=param.device)
+        return made
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """The state as fp32 (remainders stay int16)."""
         value = self.state[param][state_name]
-        return value if value.dtype == torch.int16 else value.float()
+        if value.dtype in (torch.int16, torch.float32):
+            return value
+        wide = value.float()
+        return wide if value.dtype == torch.bfloat16 else wide.mul_(self._scales[param, state_name])
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, value: torch.Tensor) -> None:
-        """Set one state, made first if there is none."""
-        state = self.state[param]
-        if state_name not in state:
-            dtype = (
-                value.dtype if value.dtype == torch.int16 else (self.name_to_dtype_map[state_name])
-            )
-            state[state_name] = torch.empty_like(param, dtype=dtype)
-        state[state_name].copy_(value)
+        """Set one state, made first if there is none; of a scaled one ``value`` is used up."""
+        if state_name not in self.state[param]:
+            remainder = value.dtype == torch.int16
+            self._make(param, state_name,
+                       torch.int16 if remainder else self.name_to_dtype_map[state_name])  # fmt: skip
+        to = self.state[param][state_name]
+        if (highest := _HIGHEST.get(to.dtype)) is not None:
+            scale = self._scales[param, state_name]
+            low, high = torch.aminmax(value)
+            torch.div(torch.maximum(-low, high), highest, out=scale[0])
+            value.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
+        to.copy_(value.bfloat16() if to.dtype == torch.bfloat16 else value)
 
     def step(  # type: ignore[override] # torch has it as two overloads, of which this is both
         self, closure: Callable[[], float] | None = None, grad_scaler: object = None
     ) -> float | None:
         """One update, in place."""
         loss = closure() if closure is not None else None
+        before: list[dict[str, torch.Tensor]] = []  # a group's are there until the next one's are
         for group in self.param_groups:
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
+            wide: list[dict[str, torch.Tensor]] = []
+            params = []
             for p in group["params"]:
                 remainders = self.store_param_remainders and p.dtype == torch.bfloat16
                 if not self.state[p]:
                     self.initialize_state(p, remainders)
                 grad = getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
-                if grad is not None and p.is_meta:  # reads four, writes three of them
-                    fused("adam", 0, p, p, grad, *(2 * [*self.state[p].values()]))
-                elif grad is not None:
+                if grad is not None:
+                    params.append((p, grad))
+                    wide.append({name: self.get_unscaled_state(p, name) for name in self.state[p]})
+            before = wide
+            for (p, grad), state in zip(params, wide, strict=True):
+                if p.is_meta:  # reads four, writes three of them
+                    fused("adam", 0, p, p, grad, *(2 * [*state.values()]))
+                else:
                     with torch.no_grad():
-                        self._update(p, grad, group, remainders)
+                        self._update(p, grad, group, state)
+            with torch.no_grad():
+                for (p, _), state in zip(params, wide, strict=True):
+                    for name, value in state.items():
+                        if value is not self.state[p][name]:
+                            self.set_scaled_state(p, name, value)
+        del before
         return loss
 
     def _update(
-        self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], remainders: bool
+        self,
+        p: torch.Tensor,
+        grad: torch.Tensor,
+        group: dict[str, Any],
+        state: dict[str, torch.Tensor],
     ) -> None:
-        state, (beta1, beta2) = self.state[p], group["betas"]
+        """``state`` in fp32, which changes in place."""
+        beta1, beta2 = group["betas"]
         master = state.get("master_param")
+        remainders = master is not None and master.dtype == torch.int16
         x = p if master is None else _joined(p, master) if remainders else master
         wide, decay = x.float(), group["weight_decay"]
         g = grad.float()
         if not self.adam_w_mode:
             g = g + decay * wide
-        m = state["exp_avg"].float().lerp(g, 1 - beta1)
-        v = state["exp_avg_sq"].float() * beta2 + (1 - beta2) * g * g
-        state["exp_avg"].copy_(m)
-        state["exp_avg_sq"].copy_(v)
+        m = state["exp_avg"].lerp_(g, 1 - beta1)
+        v = state["exp_avg_sq"].mul_(beta2).add_(g * g, alpha=1 - beta2)
         correct = group["bias_correction"]
         c1 = 1 - beta1 ** group["step"] if correct else 1.0
         c2 = 1 - beta2 ** group["step"] if correct else 1.0
