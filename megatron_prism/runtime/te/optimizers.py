@@ -1,8 +1,8 @@
 """FusedAdam and the multi-tensor kernels (pytorch/optimizers/ @v2.9).
 
 State: exp_avg and exp_avg_sq per parameter, fp32 unless asked otherwise (fused_adam.py:379), and a
-master copy if ``master_weights``, or its 16 low bits if ``store_param_remainders``.  A state of 16 bits
-has a scale, and is widened for the step, a whole group of parameters at once (fused_adam.py:460).
+master copy if ``master_weights``, or its 16 low bits if ``store_param_remainders``.  States of 16
+bits are widened for the step, a whole group of parameters at once; fp16 is scaled.
 """
 
 from __future__ import annotations
@@ -168,9 +168,8 @@ class FusedAdam(torch.optim.Optimizer):
     def set_scaled_state(self, param: torch.Tensor, state_name: str, value: torch.Tensor) -> None:
         """Set one state, made first if there is none; of a scaled one ``value`` is used up."""
         if state_name not in self.state[param]:
-            remainder = value.dtype == torch.int16
-            self._make(param, state_name,
-                       torch.int16 if remainder else self.name_to_dtype_map[state_name])  # fmt: skip
+            dtype = self.name_to_dtype_map[state_name]
+            self._make(param, state_name, value.dtype if value.dtype == torch.int16 else dtype)
         to = self.state[param][state_name]
         if (highest := _HIGHEST.get(to.dtype)) is not None:
             scale = self._scales[param, state_name]
