@@ -197,7 +197,7 @@ def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
         return
 
     def sorted_groups(original: Original, self: Any, fraction: float) -> Any:
-        torch.Tensor.is_cuda = property(lambda t: t.is_meta)  # type: ignore[assignment, misc]
+        torch.Tensor.is_cuda = property(lambda t: t.is_meta)  # type: ignore[assignment]
         try:
             return original(self, fraction)
         finally:

@@ -223,8 +223,8 @@ class FusedAdam(torch.optim.Optimizer):
         """``state`` in fp32, which changes in place."""
         beta1, beta2 = group["betas"]
         master = state.get("master_param")
-        remainders = master is not None and master.dtype == torch.int16
-        x = p if master is None else _joined(p, master) if remainders else master
+        low = master if master is not None and master.dtype == torch.int16 else None
+        x = p if master is None else master if low is None else _joined(p, low)
         wide, decay = x.float(), group["weight_decay"]
         g = grad.float()
         if not self.adam_w_mode:
@@ -238,8 +238,8 @@ class FusedAdam(torch.optim.Optimizer):
         if self.adam_w_mode:
             change = change + decay * wide
         wide = wide - group["lr"] * change
-        if remainders:
-            _split_into(wide, p, master)
+        if low is not None:
+            _split_into(wide, p, low)
             return
         if master is not None:
             master.copy_(wide)
