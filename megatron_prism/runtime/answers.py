@@ -1,11 +1,12 @@
 """Answers of collectives in which one member, or some of them, run for real.
 
-Where this process is the only real member, one function per row of the table of collectives, named
-after the row.  Each fills the caller's outputs in place, in the caller's stream, without allocating
-(a peak measured here must be the real job's peak; non-contiguous tensors are the exception) and
-without synchronising with the host.  Inputs and outputs are as c10d hands them over; ``n`` is the
-group's size, ``p`` the local member's group rank; ranks and groups are unknown here.  ``reduce_op``
-is one of the strings of :func:`reduce_op_name`.
+Two classes with the same methods, one for every row of the table of collectives.  Inputs and
+outputs are as c10d hands them over; a group is its size and group ranks here.  ``op`` is one of the
+strings of :func:`reduce_op_name`.
+
+``OneLocalMember``, where this process is the only real one: each method fills the caller's outputs
+in place, in the caller's stream, without allocating (a peak measured here must be the real job's
+peak; non-contiguous tensors are the exception) and without synchronising with the host.
 
 ``PartiallyLocalGroup``, with several: the k local members really communicate (``real``: a gloo or
 NCCL group of just them).  Every virtual member is the mirror of one local member, dealt out in
@@ -30,14 +31,10 @@ from megatron_prism.runtime.known_values import forget
 from megatron_prism.runtime.values import PartialSums, Values, rms
 
 __all__ = [
+    "OneLocalMember",
     "PartiallyLocalGroup",
-    "all_gather",
-    "all_to_all",
     "fill_rows",
-    "gather",
     "reduce_op_name",
-    "reduce_scatter",
-    "reduced",
 ]
 
 _NAMES: dict[object, str] = {
@@ -68,82 +65,6 @@ def reduce_op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
     return name
 
 
-def reduced(tensor: torch.Tensor, op: str, n: int, values: Values) -> None:
-    """In place: the reduction of ``tensor`` over n members that all hold it (any shape).
-
-    A sum of parts (``Values.of_parts``) is completed.  Sums and products of bools are ``or`` and
-    ``and``, as NCCL has them.
-    """
-    if n == 1 or op in _IDENTITIES:
-        return
-    if tensor.is_meta:
-        forget(tensor)
-        return
-    target = tensor.detach()
-    if target.dtype == torch.bool and op != "bxor":
-        return
-    if op == "sum":
-        if values.parts is not None and (values.parts.once or values.parts.fill(target)):
-            return
-        if values.policy == "noise" and target.is_floating_point():
-            values.add_peers(target, n - 1)
-        else:
-            target.mul_(n)
-    elif op == "product":
-        target.pow_(n)
-    elif n % 2 == 0:  # bxor of an even number of equal words
-        target.zero_()
-
-
-def all_gather(out: torch.Tensor, shard: torch.Tensor, n: int, p: int, values: Values) -> None:
-    """``out`` [n*k] from ``shard`` [k]: copies of the shard in every slot.
-
-    In place (``shard`` is slot p of ``out``) the other slots keep what they hold: a parameter
-    gather leaves the peers' parameters at their last known values, which are finite and plausible,
-    where copying would give every shard the local one's values.
-    """
-    if out.is_meta or not shard.numel():
-        return
-    slots = out.detach().view(n, -1)
-    if slots[p].data_ptr() == shard.data_ptr():
-        return
-    if values.policy == "noise" and shard.is_floating_point():
-        slots.normal_(generator=values.generator(out.device))
-        slots.mul_(rms(shard).to(out.dtype))
-        slots[p].copy_(shard.detach().reshape(-1))
-    else:
-        slots.copy_(shard.detach().reshape(1, -1))
-    if values.parts is not None:
-        values.parts.gathered(slots, shard, [p] * n)
-
-
-def reduce_scatter(
-    out: torch.Tensor,
-    whole: torch.Tensor,
-    op: str,
-    n: int,
-    p: int,
-    values: Values,
-    sequence: bool = False,
-) -> None:
-    """``out`` [k] from ``whole`` [n*k]: the local chunk, reduced over n equal members.
-
-    sequence : mirrored chunks are added up instead (``parts.holds_sequences``)
-    """
-    if out.is_meta or not out.numel():
-        return
-    if op == "sum" and n > 1 and values.parts is not None and values.parts.fill(out, n, p):
-        return
-    chunks = whole.detach().view(n, -1)
-    chunk = chunks[p]
-    if op == "sum" and sequence and values.mirrors(out) and out.data_ptr() != chunk.data_ptr():
-        torch.sum(chunks, 0, out=out.detach().view(-1))
-        return
-    if out.data_ptr() != chunk.data_ptr():
-        out.detach().view(-1).copy_(chunk)
-    reduced(out, op, n, values)
-
-
 def fill_rows(out: torch.Tensor, source: torch.Tensor) -> None:
     """Fill ``out`` [m, ...] with the rows of ``source`` [r, ...], repeated or cut to m rows."""
     if out.is_meta or not out.numel():
@@ -169,34 +90,6 @@ def fill_rows(out: torch.Tensor, source: torch.Tensor) -> None:
     rest.copy_(rows[: rest.numel()])
 
 
-def all_to_all(
-    out: torch.Tensor,
-    source: torch.Tensor,
-    out_splits: Sequence[int],
-    in_splits: Sequence[int],
-    p: int,
-) -> None:
-    """``out`` [sum of receive splits, ...] from ``source`` [sum of send splits, ...].
-
-    Peers answer with the mirror image of what is sent to them.  Sizes come from the caller's own
-    receive splits, so they are right by construction.  No splits: equal ones.  What this member
-    sends to itself arrives as it is; the other rows are not aligned to their peers, which would
-    take a copy for each.
-    """
-    fill_rows(out, source)
-    if list(out_splits) != list(in_splits) and not out.is_meta:
-        to, start = sum(out_splits[:p]), sum(in_splits[:p])
-        mine = source.detach()[start : start + in_splits[p]]
-        out.detach()[to : to + out_splits[p]].copy_(mine)
-
-
-def gather(outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
-    """List form: every output, also of another size than the shard, gets the shard's values."""
-    for out in outs:
-        if out.data_ptr() != shard.data_ptr() or out.is_meta:
-            fill_rows(out, shard)
-
-
 # reduce ops of 0 and 1 as bytes
 _FOR_BOOLS = {"sum": "max", "product": "min", "band": "min", "bor": "max"}
 _FOR_BOOLS |= {op: op for op in ("min", "max", "bxor")}
@@ -204,6 +97,144 @@ _FOR_BOOLS |= {op: op for op in ("min", "max", "bxor")}
 
 def _contiguous_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+class OneLocalMember:
+    """Answers for a group of which this process is the only member that runs.
+
+    n, p : size of the whole group, group rank of this process
+    """
+
+    def __init__(self, n: int, p: int) -> None:
+        self.n, self.p = n, p
+
+    def reduced(self, tensor: torch.Tensor, op: str, values: Values) -> None:
+        """In place: the reduction of ``tensor`` over n members that all hold it (any shape).
+
+        A sum of parts (``Values.of_parts``) is completed.  Sums and products of bools are ``or``
+        and ``and``, as NCCL has them.
+        """
+        if self.n == 1 or op in _IDENTITIES:
+            return
+        if tensor.is_meta:
+            forget(tensor)
+            return
+        target = tensor.detach()
+        if target.dtype == torch.bool and op != "bxor":
+            return
+        if op == "sum":
+            if values.parts is not None and (values.parts.once or values.parts.fill(target)):
+                return
+            if values.policy == "noise" and target.is_floating_point():
+                values.add_peers(target, self.n - 1)
+            else:
+                target.mul_(self.n)
+        elif op == "product":
+            target.pow_(self.n)
+        elif self.n % 2 == 0:  # bxor of an even number of equal words
+            target.zero_()
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, values: Values) -> None:
+        """``out`` [n*k] from ``shard`` [k]: copies of the shard in every slot.
+
+        In place (``shard`` is slot p of ``out``) the other slots keep what they hold: a parameter
+        gather leaves the peers' parameters at their last known values, which are finite and
+        plausible, where copying would give every shard the local one's values.
+        """
+        if out.is_meta or not shard.numel():
+            return
+        slots = out.detach().view(self.n, -1)
+        if slots[self.p].data_ptr() == shard.data_ptr():
+            return
+        if values.policy == "noise" and shard.is_floating_point():
+            slots.normal_(generator=values.generator(out.device))
+            slots.mul_(rms(shard).to(out.dtype))
+            slots[self.p].copy_(shard.detach().reshape(-1))
+        else:
+            slots.copy_(shard.detach().reshape(1, -1))
+        if values.parts is not None:
+            values.parts.gathered(slots, shard, [self.p] * self.n)
+
+    def gather_list(self, outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
+        """List form: every output, also of another size than the shard, gets its values."""
+        for out in outs:
+            if out.data_ptr() != shard.data_ptr() or out.is_meta:
+                fill_rows(out, shard)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, whole: torch.Tensor, op: str, values: Values,
+        sequence: bool = False,
+    ) -> None:  # fmt: skip
+        """``out`` [k] from ``whole`` [n*k]: the local chunk, reduced over n equal members.
+
+        sequence : mirrored chunks are added up instead (``values.holds_sequences``)
+        """
+        if out.is_meta or not out.numel():
+            return
+        parts = values.parts
+        if op == "sum" and self.n > 1 and parts is not None and parts.fill(out, self.n, self.p):
+            return
+        chunks = whole.detach().view(self.n, -1)
+        chunk = chunks[self.p]
+        if op == "sum" and sequence and values.mirrors(out) and out.data_ptr() != chunk.data_ptr():
+            torch.sum(chunks, 0, out=out.detach().view(-1))
+            return
+        if out.data_ptr() != chunk.data_ptr():
+            out.detach().view(-1).copy_(chunk)
+        self.reduced(out, op, values)
+
+    def reduce_scatter_list(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: str, values: Values
+    ) -> None:
+        """List form of reduce_scatter."""
+        fill_rows(out, parts[self.p])
+        self.reduced(out, op, values)
+
+    def all_to_all(
+        self, out: torch.Tensor, source: torch.Tensor, out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> None:  # fmt: skip
+        """``out`` [sum of receive splits, ...] from ``source`` [sum of send splits, ...].
+
+        Peers answer with the mirror image of what is sent to them.  Sizes come from the caller's
+        own receive splits, so they are right by construction.  No splits: equal ones.  What this
+        member sends to itself arrives as it is; the other rows are not aligned to their peers,
+        which would take a copy for each.
+        """
+        fill_rows(out, source)
+        if list(out_splits) != list(in_splits) and not out.is_meta:
+            to, start = sum(out_splits[: self.p]), sum(in_splits[: self.p])
+            mine = source.detach()[start : start + in_splits[self.p]]
+            out.detach()[to : to + out_splits[self.p]].copy_(mine)
+
+    def all_to_all_list(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None:
+        """List form of all_to_all."""
+        for out, source in zip(outs, ins, strict=True):
+            fill_rows(out, source)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """A virtual root holds what this member holds."""
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, values: Values) -> None:
+        """As reduced(), on ``root`` only."""
+        if self.p == root:
+            self.reduced(tensor, op, values)
+
+    def gather(self, outs: Sequence[torch.Tensor], shard: torch.Tensor, root: int) -> None:
+        """To ``root`` only; ``outs`` is empty elsewhere."""
+        self.gather_list(outs, shard)
+
+    def scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], root: int, values: Values
+    ) -> None:
+        """From ``root``; a virtual root, which gives no ``parts``, sends noise."""
+        if parts:
+            fill_rows(out, parts[self.p])
+        else:
+            values.receive(out)
+
+    def barrier(self, device: torch.device) -> None:
+        """Nobody is waited for."""
 
 
 class PartiallyLocalGroup:
@@ -242,11 +273,14 @@ class PartiallyLocalGroup:
         """What completes this reduction: with all members here there is nothing to complete."""
         return parts if op == "sum" and len(self.positions) < self.n else None
 
-    def reduced(self, tensor: torch.Tensor, op: str, parts: PartialSums | None = None) -> None:
+    def reduced(self, tensor: torch.Tensor, op: str, values: Values) -> None:
         """In place: the reduction over the local members, each counted once per mirror.
 
-        parts : completes a sum of which every member holds a part (``Values.of_parts``)
+        A sum of which every member holds a part is completed (``Values.of_parts``).
         """
+        self._reduced(tensor, op, values.parts)
+
+    def _reduced(self, tensor: torch.Tensor, op: str, parts: PartialSums | None = None) -> None:
         target = tensor.detach()
         rows, weight = self._parts_of(op, parts), self.weight
         if rows is not None and rows.once:
@@ -259,7 +293,7 @@ class PartiallyLocalGroup:
                 return
         if target.dtype == torch.bool:  # gloo reduces none
             words = target.to(torch.uint8, memory_format=torch.contiguous_format)
-            self.reduced(words, _FOR_BOOLS[op])
+            self._reduced(words, _FOR_BOOLS[op])
             target.copy_(words)
             return
         buffer = target.contiguous()
@@ -283,9 +317,7 @@ class PartiallyLocalGroup:
         self.real.allgather([outs], [shard.detach().contiguous()], c10d.AllgatherOptions()).wait()
         return outs
 
-    def all_gather(
-        self, out: torch.Tensor, shard: torch.Tensor, parts: PartialSums | None = None
-    ) -> None:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, values: Values) -> None:
         """``out`` [n*k]; slots of virtual members keep their values if the gather is in place."""
         if not shard.numel():
             return
@@ -295,8 +327,8 @@ class PartiallyLocalGroup:
         for position, source in enumerate(self.mirrors):
             if not in_place or position in self.positions:
                 slots[position].copy_(gathered[source].view(-1))
-        if parts is not None:
-            parts.gathered(slots, shard, self.owners)
+        if values.parts is not None:
+            values.parts.gathered(slots, shard, self.owners)
 
     def gather_list(self, outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
         """List form; members may hold shards of different sizes, so each is broadcast in turn."""
@@ -308,20 +340,16 @@ class PartiallyLocalGroup:
             fill_rows(out, received[self.mirrors[position]])
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        whole: torch.Tensor,
-        op: str,
-        parts: PartialSums | None = None,
+        self, out: torch.Tensor, whole: torch.Tensor, op: str, values: Values,
         sequence: bool = False,
-    ) -> None:
-        """``out`` [k] from ``whole`` [n*k] of every local member; ``parts`` as in reduced().
+    ) -> None:  # fmt: skip
+        """``out`` [k] from ``whole`` [n*k] of every local member; parts as in reduced().
 
         sequence : the chunks of whom a local member is or mirrors are added up instead of weighed
         """
         slots = whole.detach().view(self.n, -1)
         chunks = slots[list(self.positions)].contiguous()
-        rows, places = self._parts_of(op, parts), zip(chunks, self.positions, strict=True)
+        rows, places = self._parts_of(op, values.parts), zip(chunks, self.positions, strict=True)
         if rows is not None and all(rows.fill(c, self.n, p, self.held) for c, p in places):
             self._all_reduce(chunks, "sum")
         elif op == "sum" and sequence and out.is_floating_point():
@@ -330,18 +358,29 @@ class PartiallyLocalGroup:
                     chunks[source].add_(slots[position])
             self._all_reduce(chunks, "sum")
         else:
-            self.reduced(chunks, op)
+            self._reduced(chunks, op)
         out.detach().view(-1).copy_(chunks[self.index])
 
     def reduce_scatter_list(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: str
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: str, values: Values
     ) -> None:
         """List form of reduce_scatter; parts may differ in size."""
         for index, position in enumerate(self.positions):
             buffer = parts[position].detach().clone()
-            self.reduced(buffer, op)
+            self._reduced(buffer, op)
             if index == self.index:
                 out.detach().copy_(buffer)
+
+    def all_to_all(
+        self, out: torch.Tensor, source: torch.Tensor, out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> None:  # fmt: skip
+        """As ``OneLocalMember.all_to_all``."""
+        self.all_to_all_list(self._split(out, out_splits), self._split(source, in_splits))
+
+    def _split(self, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[torch.Tensor]:
+        rows = list(splits) or [tensor.shape[0] // self.n] * self.n
+        return tensor.detach().split(rows)
 
     def all_to_all_list(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None:
         """Exact between local members; virtual members answer with the mirror image."""
@@ -379,10 +418,10 @@ class PartiallyLocalGroup:
         if not tensor.is_contiguous():
             tensor.detach().copy_(buffer)
 
-    def reduce(self, tensor: torch.Tensor, op: str, root: int) -> None:
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, values: Values) -> None:
         """As reduced(), on ``root`` only."""
         buffer = tensor.detach().clone()
-        self.reduced(buffer, op)
+        self._reduced(buffer, op)
         if self.p == root:
             tensor.detach().copy_(buffer)
 

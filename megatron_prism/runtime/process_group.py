@@ -1,8 +1,8 @@
 """The ``prism`` process group: real for its local members, answered for everybody else.
 
 ``torch.distributed`` calls the methods named in the table of collectives; each counts the call,
-asks ``answers`` (one or several local members) or the real group (all local) for
-the result, and returns a finished Work.  A c10d method without a row in the table raises, by name.
+asks ``answers`` (one or several local members) or the real group (all local) for the result, and
+returns a finished Work.  A c10d method without a row in the table raises, by name.
 
 Why a ``ProcessGroup`` subclass: ``torch._C._distributed_c10d.Backend`` has no Python constructor,
 whereas a ProcessGroup returned by a backend's creator becomes the group itself (torch 2.13
@@ -23,8 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.collectives import BY_METHOD, BY_NAME
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.runtime import answers
-from megatron_prism.runtime.answers import PartiallyLocalGroup
+from megatron_prism.runtime.answers import OneLocalMember, PartiallyLocalGroup, reduce_op_name
 from megatron_prism.runtime.known_values import forget
 from megatron_prism.runtime.values import Exchange, Values, holds_sequences, is_ring
 
@@ -195,6 +194,7 @@ class PrismGroup(dist.ProcessGroup):
         self.desc = desc
         self._name = name
         self._n, self._p = len(ranks), rank
+        self._alone = OneLocalMember(self._n, rank)
         self._values = world.values
         self._sequence = holds_sequences(desc)
         self._count = world.tally.add
@@ -220,12 +220,14 @@ class PrismGroup(dist.ProcessGroup):
         changed = list(ranks)
         changed[before], changed[position] = changed[position], changed[before]
         self.ranks, self._p = changed, position
+        self._alone.p = position
         self.rank = lambda: position  # type: ignore[method-assign] # which torch's own code asks
         known[self] = {rank: place for place, rank in enumerate(changed)}
         try:
             yield
         finally:
             self.ranks, self._p, known[self] = ranks, before, places
+            self._alone.p = before
             del self.rank
 
     # -- identity -------------------------------------------------------------------------------
@@ -305,16 +307,17 @@ class PrismGroup(dist.ProcessGroup):
     def _mixed_for(self, tensor: torch.Tensor) -> PartiallyLocalGroup | None:
         return None if tensor.is_meta else self._mixed
 
+    def _answers(self, tensor: torch.Tensor) -> OneLocalMember | PartiallyLocalGroup:
+        """Who answers a call of such tensors."""
+        return self._mixed_for(tensor) or self._alone
+
     # -- collectives ----------------------------------------------------------------------------
     def allreduce(
         self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None
     ) -> CompletedWork:
-        op = answers.reduce_op_name(opts.reduceOp) if opts is not None else "sum"
+        op = reduce_op_name(opts.reduceOp) if opts is not None else "sum"
         for tensor in tensors:
-            if (mixed := self._mixed_for(tensor)) is not None:
-                mixed.reduced(tensor, op, self._values.parts)
-            else:
-                answers.reduced(tensor, op, self._n, self._values)
+            self._answers(tensor).reduced(tensor, op, self._values)
         return self._done("all_reduce", tensors, tensors)
 
     allreduce_coalesced = allreduce
@@ -324,29 +327,19 @@ class PrismGroup(dist.ProcessGroup):
     ) -> CompletedWork:
         root = opts.rootRank if opts is not None else 0
         for tensor in tensors:
-            if (mixed := self._mixed_for(tensor)) is not None:
-                mixed.broadcast(tensor, root)
+            self._answers(tensor).broadcast(tensor, root)
         return self._done("broadcast", tensors, tensors)
 
     def reduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOptions) -> CompletedWork:
-        op = answers.reduce_op_name(opts.reduceOp)
+        op = reduce_op_name(opts.reduceOp)
         for tensor in tensors:
-            if (mixed := self._mixed_for(tensor)) is not None:
-                mixed.reduce(tensor, op, opts.rootRank)
-            elif opts.rootRank == self._p:
-                answers.reduced(tensor, op, self._n, self._values)
+            self._answers(tensor).reduce(tensor, op, opts.rootRank, self._values)
         return self._done("reduce", tensors, tensors)
-
-    def _gather_one(self, out: torch.Tensor, shard: torch.Tensor) -> None:
-        if (mixed := self._mixed_for(shard)) is not None:
-            mixed.all_gather(out, shard, self._values.parts)
-        else:
-            answers.all_gather(out, shard, self._n, self._p, self._values)
 
     def _allgather_base(
         self, out: torch.Tensor, shard: torch.Tensor, opts: object = None
     ) -> CompletedWork:
-        self._gather_one(out, shard)
+        self._answers(shard).all_gather(out, shard, self._values)
         return self._done("all_gather", (shard,), (out,))
 
     all_gather_single: Callable[..., dist.Work] = _allgather_base
@@ -355,7 +348,7 @@ class PrismGroup(dist.ProcessGroup):
         self, outs: list[torch.Tensor], shards: list[torch.Tensor], opts: object = None
     ) -> CompletedWork:
         for out, shard in zip(outs, shards, strict=True):
-            self._gather_one(out, shard)
+            self._answers(shard).all_gather(out, shard, self._values)
         return self._done("all_gather", shards, outs)
 
     all_gather_single_coalesced: Callable[..., dist.Work] = allgather_into_tensor_coalesced
@@ -364,10 +357,7 @@ class PrismGroup(dist.ProcessGroup):
         self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: object = None
     ) -> CompletedWork:
         for outs, shard in zip(out_lists, shards, strict=True):
-            if (mixed := self._mixed_for(shard)) is not None:
-                mixed.gather_list(outs, shard)
-            else:
-                answers.gather(outs, shard)
+            self._answers(shard).gather_list(outs, shard)
         return self._done("all_gather", shards, [out for outs in out_lists for out in outs])
 
     def allgather_coalesced(
@@ -377,16 +367,12 @@ class PrismGroup(dist.ProcessGroup):
         return self.allgather([list(outs) for outs in zip(*out_lists, strict=True)], shards, opts)
 
     def _scatter_one(self, out: torch.Tensor, whole: torch.Tensor, op: str) -> None:
-        if (mixed := self._mixed_for(whole)) is not None:
-            mixed.reduce_scatter(out, whole, op, self._values.parts, self._sequence)
-        else:
-            values, sequence = self._values, self._sequence
-            answers.reduce_scatter(out, whole, op, self._n, self._p, values, sequence)
+        self._answers(whole).reduce_scatter(out, whole, op, self._values, self._sequence)
 
     def _reduce_scatter_base(
         self, out: torch.Tensor, whole: torch.Tensor, opts: dist.ReduceScatterOptions
     ) -> CompletedWork:
-        self._scatter_one(out, whole, answers.reduce_op_name(opts.reduceOp))
+        self._scatter_one(out, whole, reduce_op_name(opts.reduceOp))
         return self._done("reduce_scatter", (whole,), (out,))
 
     reduce_scatter_single: Callable[..., dist.Work] = _reduce_scatter_base
@@ -394,7 +380,7 @@ class PrismGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outs: list[torch.Tensor], wholes: list[torch.Tensor], opts: dist.ReduceScatterOptions
     ) -> CompletedWork:
-        op = answers.reduce_op_name(opts.reduceOp)
+        op = reduce_op_name(opts.reduceOp)
         for out, whole in zip(outs, wholes, strict=True):
             self._scatter_one(out, whole, op)
         return self._done("reduce_scatter", wholes, outs)
@@ -407,13 +393,9 @@ class PrismGroup(dist.ProcessGroup):
         part_lists: list[list[torch.Tensor]],
         opts: dist.ReduceScatterOptions,
     ) -> CompletedWork:
-        op = answers.reduce_op_name(opts.reduceOp)
+        op = reduce_op_name(opts.reduceOp)
         for out, parts in zip(outs, part_lists, strict=True):
-            if (mixed := self._mixed_for(out)) is not None:
-                mixed.reduce_scatter_list(out, parts, op)
-            else:
-                answers.fill_rows(out, parts[self._p])
-                answers.reduced(out, op, self._n, self._values)
+            self._answers(out).reduce_scatter_list(out, parts, op, self._values)
         return self._done("reduce_scatter", [t for parts in part_lists for t in parts], outs)
 
     def alltoall_base(
@@ -424,26 +406,15 @@ class PrismGroup(dist.ProcessGroup):
         in_splits: Sequence[int],
         opts: object = None,
     ) -> CompletedWork:
-        if (mixed := self._mixed_for(source)) is not None:
-            mixed.all_to_all_list(self._split(out, out_splits), self._split(source, in_splits))
-        else:
-            answers.all_to_all(out, source, out_splits, in_splits, self._p)
+        self._answers(source).all_to_all(out, source, out_splits, in_splits)
         return self._done("all_to_all", (source,), (out,))
 
     all_to_all_single: Callable[..., dist.Work] = alltoall_base
 
-    def _split(self, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[torch.Tensor]:
-        rows = list(splits) or [tensor.shape[0] // self._n] * self._n
-        return tensor.detach().split(rows)
-
     def alltoall(
         self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: object = None
     ) -> CompletedWork:
-        if (mixed := self._mixed_for(ins[0])) is not None:
-            mixed.all_to_all_list(outs, ins)
-        else:
-            for out, source in zip(outs, ins, strict=True):
-                answers.fill_rows(out, source)
+        self._answers(ins[0]).all_to_all_list(outs, ins)
         return self._done("all_to_all", ins, outs)
 
     def gather(
@@ -453,10 +424,7 @@ class PrismGroup(dist.ProcessGroup):
         opts: dist.GatherOptions,
     ) -> CompletedWork:
         outs = out_lists[0] if out_lists else []
-        if (mixed := self._mixed_for(shards[0])) is not None:
-            mixed.gather(outs, shards[0], opts.rootRank)
-        else:
-            answers.gather(outs, shards[0])
+        self._answers(shards[0]).gather(outs, shards[0], opts.rootRank)
         return self._done("gather", shards, outs)
 
     def scatter(
@@ -466,17 +434,11 @@ class PrismGroup(dist.ProcessGroup):
         opts: dist.ScatterOptions,
     ) -> CompletedWork:
         parts = part_lists[0] if part_lists else []
-        if (mixed := self._mixed_for(outs[0])) is not None:
-            mixed.scatter(outs[0], parts, opts.rootRank, self._values)
-        elif parts:
-            answers.fill_rows(outs[0], parts[self._p])
-        else:
-            self._values.receive(outs[0])
+        self._answers(outs[0]).scatter(outs[0], parts, opts.rootRank, self._values)
         return self._done("scatter", parts, outs)
 
     def barrier(self, opts: object = None) -> CompletedWork:
-        if self._mixed is not None:
-            self._mixed.barrier(self.world.device)
+        (self._mixed or self._alone).barrier(self.world.device)
         return self._done("barrier", (), ())
 
     # -- point to point -------------------------------------------------------------------------

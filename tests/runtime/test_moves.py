@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.collectives import BY_METHOD
-from megatron_prism.runtime import answers
+from megatron_prism.runtime.answers import OneLocalMember
 from megatron_prism.runtime.pacing.moves import ADDED, COPY, KINDS, move_of
 from megatron_prism.runtime.values import PartialLookup, Values
 
@@ -75,8 +75,8 @@ def test_reductions(dtype, op):
         assert move is scattered is None
         return
     expected, chunk = tensor.clone(), torch.empty_like(out)
-    answers.reduced(expected, op.lower(), N, Values())
-    answers.reduce_scatter(chunk, whole, op.lower(), N, P, Values())
+    OneLocalMember(N, P).reduced(expected, op.lower(), Values())
+    OneLocalMember(N, P).reduce_scatter(chunk, whole, op.lower(), Values())
     carried_out(move)
     carried_out(scattered)
     assert torch.equal(tensor, expected)
@@ -88,7 +88,7 @@ def test_reductions(dtype, op):
 def test_gathers():
     out, shard = torch.zeros(N * K), some(K)
     expected = out.clone()
-    answers.all_gather(expected, shard, N, P, Values())
+    OneLocalMember(N, P).all_gather(expected, shard, Values())
     carried_out(move_of["_allgather_base"](Group(), out, shard))
     assert torch.equal(out, expected)
     out = some(N * K)
@@ -124,7 +124,7 @@ def test_every_method_that_a_kernel_answers_is_one_of_the_table():
 def test_exchanges(rows):
     out, source = torch.zeros(rows, 3), some(8, 3)
     expected = out.clone()
-    answers.all_to_all(expected, source, [], [], P)
+    OneLocalMember(N, P).all_to_all(expected, source, [], [])
     carried_out(move_of["alltoall_base"](Group(), out, source, [], []))
     assert torch.equal(out, expected)
     assert move_of["alltoall_base"](Group(), out, source, [rows], [8]) is None or rows == 8
@@ -171,7 +171,7 @@ def test_chunks_of_sequences_are_added_up(dtype):
     group._sequence = True
     total = with_op(c10d.ReduceScatterOptions, dist.ReduceOp.SUM)
     find, expected = move_of["_reduce_scatter_base"], torch.empty_like(out)
-    answers.reduce_scatter(expected, whole, "sum", N, P, Values(), sequence=True)
+    OneLocalMember(N, P).reduce_scatter(expected, whole, "sum", Values(), sequence=True)
     move = find(group, out, whole, total)
     carried_out(move)
     assert torch.equal(out, expected)

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.runtime import answers, virtual_world
-from megatron_prism.runtime.answers import PartiallyLocalGroup
+from megatron_prism.runtime import virtual_world
+from megatron_prism.runtime.answers import OneLocalMember, PartiallyLocalGroup, fill_rows
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.values import (
     BalancedExpertCounts,
@@ -69,7 +69,7 @@ def numbers(numel, first=1):
 @given(st.integers(0, 40), st.integers(0, 40))
 def test_fill_rows_repeats_the_source(wanted, given_rows):
     out = torch.full((wanted,), -1.0)
-    answers.fill_rows(out, numbers(given_rows))
+    fill_rows(out, numbers(given_rows))
     cycle = itertools.cycle(range(1, given_rows + 1)) if given_rows else itertools.repeat(0)
     assert out.tolist() == [float(next(cycle)) for _ in range(wanted)]
 
@@ -78,7 +78,7 @@ def test_fill_rows_repeats_the_source(wanted, given_rows):
 def test_fill_rows_keeps_rows_whole_and_minds_strides(wanted, given_rows, width):
     source = numbers(given_rows * width).view(given_rows, width)
     buffer = torch.full((width, wanted), -1.0)
-    answers.fill_rows(buffer.t(), source)
+    fill_rows(buffer.t(), source)
     for i in range(wanted):
         assert torch.equal(buffer[:, i], source[i % given_rows])
 
@@ -90,7 +90,7 @@ def test_all_to_all_delivers_what_is_sent_to_oneself(in_splits, data):
     out_splits = [data.draw(st.integers(0, 5)) for _ in range(n)]
     out_splits[p] = in_splits[p]
     source, out = numbers(sum(in_splits)), torch.full((sum(out_splits),), -1.0)
-    answers.all_to_all(out, source, out_splits, in_splits, p)
+    OneLocalMember(n, p).all_to_all(out, source, out_splits, in_splits)
     assert torch.equal(out.split(out_splits)[p], source.split(in_splits)[p])
     assert (out >= 0).all()
 
@@ -110,7 +110,7 @@ def test_every_virtual_member_mirrors_a_local_one(n, data):
 def test_mean_and_sum_of_equal_members():
     for op, factor in (("sum", 4), ("avg", 1), ("min", 1), ("max", 1)):
         tensor = numbers(3)
-        answers.reduced(tensor, op, 4, Values())
+        OneLocalMember(4, 0).reduced(tensor, op, Values())
         assert torch.equal(tensor, numbers(3) * factor), op
 
 
