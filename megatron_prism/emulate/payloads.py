@@ -40,7 +40,7 @@ from megatron_prism.emulate.debugger import Breakpoint
 from megatron_prism.graph.difference import ComparedOp
 from megatron_prism.hang.fault_plan import Fault, FaultMatcher
 from megatron_prism.runtime.listeners import LabelledCalls
-from megatron_prism.runtime.process_group import arguments
+from megatron_prism.runtime.process_group import ForwardedWork, arguments
 from megatron_prism.runtime.recorded_values import check_arguments, check_header
 
 if TYPE_CHECKING:
@@ -91,25 +91,19 @@ def _filled(op: str, args: Args) -> list[torch.Tensor]:
     return [t for t in arguments(op, args)[1] if t.dtype != torch.uint8 and t.numel()]
 
 
-class _KeptWork(dist.Work):
+class _KeptWork(ForwardedWork):
     """The handle of a call, which keeps its result when it has arrived."""
 
     def __init__(self, work: dist.Work, keep: Callable[[], None]) -> None:
-        super().__init__()
-        self._work, self._keep = work, keep
+        super().__init__(work)
+        self._keep: Callable[[], None] | None = keep
 
-    def wait(self, *timeout: timedelta) -> bool:
-        done = self._work.wait(*timeout)
-        keep, self._keep = self._keep, _nothing
-        keep()
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        done = super().wait(timeout)
+        keep, self._keep = self._keep, None
+        if keep is not None:
+            keep()
         return done
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-
-def _nothing() -> None:
-    return
 
 
 _RANGE = re.compile(

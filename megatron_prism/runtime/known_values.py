@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["PLACEHOLDER", "Unknown", "UnknownCount", "follow", "forget", "learn", "value_of"]
 
@@ -94,7 +95,7 @@ def follow(
             break
     else:
         return
-    tensors = [arg for arg in _flat((args, kwargs)) if isinstance(arg, torch.Tensor)]
+    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
     name = getattr(func, "__name__", "")
     writes = (name.endswith("_") and not name.endswith("__")) or name[:3] == "__i"
     if "out" in kwargs or name in ("__setitem__", "__set__"):  # in part, perhaps
@@ -109,14 +110,18 @@ def follow(
             if writes:
                 forget(one)
         return
-    copies = {
-        id(one): value.clone()
-        for one, value in zip(tensors, values, strict=True)
-        if value is not None
-    }
+    pairs = zip(tensors, values, strict=True)
+    copies = {id(one): value.clone() for one, value in pairs if value is not None}
+
+    def on_host(leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor):
+            return copies[id(leaf)]
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
     try:
         with torch.no_grad():
-            found = func(*_with(args, copies), **_with({**kwargs}, copies))
+            args, kwargs = tree_map(on_host, (tuple(args), dict(kwargs)))
+            found = func(*args, **kwargs)
     except Exception:  # an operator that the host lacks: nothing is known then
         found = None
     if writes:
@@ -136,22 +141,3 @@ def _keep(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
         setattr(tensor, _CELL, [value])
     else:
         cell[0] = value
-
-
-def _flat(value: object) -> list[object]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flat(item)]
-    if isinstance(value, Mapping):
-        return [leaf for item in value.values() for leaf in _flat(item)]
-    return [value]
-
-
-def _with(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """``value`` on the host."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_with(item, copies) for item in value)
-    if isinstance(value, dict):
-        return {key: _with(item, copies) for key, item in value.items()}
-    if isinstance(value, torch.Tensor):
-        return copies[id(value)]
-    return torch.device("cpu") if isinstance(value, torch.device) else value

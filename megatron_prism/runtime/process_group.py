@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from megatron_prism.runtime.listeners import Answer, Args, CallListener
 
-__all__ = ["CompletedWork", "PrismGroup", "arguments", "message_size", "size_of"]
+__all__ = ["CompletedWork", "ForwardedWork", "PrismGroup", "arguments", "message_size", "size_of"]
 
 
 def size_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -167,6 +167,43 @@ class CompletedWork(dist.Work):
 
     def source_rank(self) -> int:
         return self._source
+
+    _source_rank = source_rank
+
+
+class ForwardedWork(dist.Work):
+    """A handle that asks ``work``, the call's own, for everything."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def block_current_stream(self) -> None:
+        self.synchronize()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._work.get_future()
+
+    def source_rank(self) -> int:
+        return self._work._source_rank()
 
     _source_rank = source_rank
 

@@ -29,7 +29,7 @@ from megatron_prism.runtime.answers import reduce_op_name
 from megatron_prism.runtime.devices import cuda, kernels
 from megatron_prism.runtime.devices.moe_dispatch import loads
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
-from megatron_prism.runtime.process_group import CompletedWork, arguments
+from megatron_prism.runtime.process_group import CompletedWork, ForwardedWork, arguments
 from megatron_prism.runtime.recorder.measurements import (
     GarbageCollections,
     HostClock,
@@ -64,45 +64,25 @@ class Labels(TypedDict, total=False):
     chunk: int
 
 
-class RecordedWork(dist.Work):
+class RecordedWork(ForwardedWork):
     """The handle of a recorded call; waiting for it is an op."""
 
     def __init__(self, recorder: Recorder, handle: int, work: dist.Work) -> None:
-        super().__init__()
-        self._recorder, self._handle, self._work = recorder, handle, work
+        super().__init__(work)
+        self._recorder, self._handle = recorder, handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._recorder.waited(self._handle, sys._getframe(1).f_code)
-        done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        done = super().wait(timeout)
         self._recorder.wait_issued()
-        return bool(done)
+        return done
 
     def synchronize(self) -> None:
         self._recorder.waited(self._handle, sys._getframe(1).f_code)
-        self._work.synchronize()
+        super().synchronize()
         self._recorder.wait_issued()
 
     block_current_stream = synchronize
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> BaseException | None:
-        return self._work.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._work.result()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self._work.get_future()
-
-    def source_rank(self) -> int:
-        return self._work._source_rank()
-
-    _source_rank = source_rank
 
 
 class Recorder(CallListener, TrainingListener):
