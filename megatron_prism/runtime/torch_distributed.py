@@ -16,7 +16,9 @@ batch_isend_irecv      keeps what is batched together: sends and receives betwee
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,8 +55,8 @@ class Positions(Mapping[int, int]):
         return zip(self._ranks, range(len(self._ranks)), strict=True)  # c10d only walks over it
 
 
-def replace_functions(world: Any, changes: ProcessChanges) -> None:
-    """Replace the functions of the table above for ``world`` (a VirtualWorld)."""
+def replace_functions(changes: ProcessChanges) -> None:
+    """Replace the functions of the table above."""
 
     def replace(name: str, function: Callable[..., Any]) -> None:
         function.__name__ = name
@@ -63,76 +65,40 @@ def replace_functions(world: Any, changes: ProcessChanges) -> None:
         if hasattr(dist, name):
             changes.set(dist, name, function)
 
-    tagged = _new_group_with_tag(world, c10d._new_group_with_tag)
-    replace("_new_group_with_tag", tagged)
-    replace("new_group", _new_group(tagged))
-    for name, make in _OBJECTS.items():
-        replace(name, make(getattr(c10d, name)))
+    for name, answer in _ANSWERS.items():
+        replace(name, _if_virtual(getattr(c10d, name), answer))
     replace("batch_isend_irecv", _batch(c10d.batch_isend_irecv))
 
 
-def _new_group_with_tag(world: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    def new_group_with_tag(
-        ranks: Sequence[int] | None = None,
-        timeout: Any = None,
-        backend: str | None = None,
-        backend_options: Any = None,
-        pg_tag: str | None = None,
-        use_local_synchronization: bool = False,
-        group_desc: str | None = None,
-        device_id: Any = None,
-        sort_ranks: bool = True,
-    ) -> Any:
-        if _virtual(None) is None:  # the job took the virtual world down and made a real one
-            settings = {} if sort_ranks else {"sort_ranks": False}  # torch >= 2.13
-            return original(
-                ranks,
-                timeout,
-                backend,
-                backend_options,
-                pg_tag,
-                use_local_synchronization,
-                group_desc,
-                device_id,
-                **settings,
-            )
-        if ranks is not None:
-            if world.rank not in ranks:
-                return dist.GroupMember.NON_GROUP_MEMBER
-            ranks = sorted(ranks) if sort_ranks else list(ranks)
-            if min(ranks) < 0 or max(ranks) >= world.size or len(set(ranks)) != len(ranks):
-                raise ValueError(f"group ranks must be distinct and in [0, {world.size}): {ranks}")
-        group = world.build_group(ranks, None, group_desc, backend)
-        register(group, backend or ("nccl" if world.backend == "nccl" else "gloo"))
-        return group
+def _if_virtual(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, or ``answer(group, arguments)`` where its group is virtual.  It is not if the
+    job took the virtual world down and made a real one."""
+    signature = inspect.signature(original)
 
-    return new_group_with_tag
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        virtual = _virtual(bound.arguments.get("group"))
+        if virtual is None:
+            return original(*args, **kwargs)
+        return answer(virtual, SimpleNamespace(**bound.arguments))
+
+    return call
 
 
-def _new_group(tagged: Callable[..., Any]) -> Callable[..., Any]:
-    def new_group(
-        ranks: Sequence[int] | None = None,
-        timeout: Any = None,
-        backend: str | None = None,
-        pg_options: Any = None,
-        use_local_synchronization: bool = False,
-        group_desc: str | None = None,
-        device_id: Any = None,
-        sort_ranks: bool = True,
-    ) -> Any:
-        return tagged(
-            ranks,
-            timeout,
-            backend,
-            pg_options,
-            None,
-            use_local_synchronization,
-            group_desc,
-            device_id,
-            sort_ranks,
-        )
-
-    return new_group
+def _new_group(default: PrismGroup, given: SimpleNamespace) -> Any:
+    world: Any = default.world
+    ranks = given.ranks
+    if ranks is not None:
+        if world.rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        # torch < 2.13 has no sort_ranks
+        ranks = sorted(ranks) if getattr(given, "sort_ranks", True) else list(ranks)
+        if min(ranks) < 0 or max(ranks) >= world.size or len(set(ranks)) != len(ranks):
+            raise ValueError(f"group ranks must be distinct and in [0, {world.size}): {ranks}")
+    group = world.build_group(ranks, None, given.group_desc, given.backend)
+    register(group, given.backend or ("nccl" if world.backend == "nccl" else "gloo"))
+    return group
 
 
 def describe(group: PrismGroup, backend: str) -> None:
@@ -184,86 +150,42 @@ def _exchange(group: PrismGroup, obj: Any) -> list[Any]:
     return objects if mixed is None else [objects[index] for index in mixed.mirrors]
 
 
-def _all_gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
-    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        virtual = _virtual(group)
-        if virtual is None:
-            original(object_list, obj, group)
-            return
-        # a copy per call, not per slot: callers may edit what they get, but equal slots are
-        # never edited apart by Megatron (optimizer param-group keys, RNG states)
-        object_list[:] = _exchange(virtual, copy.deepcopy(obj))
-        virtual._count(virtual.desc, virtual.size(), "all_gather", 0)
-
-    return all_gather_object
+def _all_gather_object(group: PrismGroup, given: SimpleNamespace) -> None:
+    # a copy per call, not per slot: callers may edit what they get, but equal slots are never
+    # edited apart by Megatron (optimizer param-group keys, RNG states)
+    given.object_list[:] = _exchange(group, copy.deepcopy(given.obj))
+    group._count(group.desc, group.size(), "all_gather", 0)
 
 
-def _gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gather_object(
-        obj: Any,
-        object_gather_list: list[Any] | None = None,
-        dst: int | None = None,
-        group: Any = None,
-        group_dst: int | None = None,
-    ) -> None:
-        virtual = _virtual(group)
-        if virtual is None:
-            original(obj, object_gather_list, dst, group, group_dst)
-            return
-        objects = _exchange(virtual, obj)
-        if object_gather_list is not None:
-            object_gather_list[:] = objects
-        virtual._count(virtual.desc, virtual.size(), "gather", 0)
-
-    return gather_object
+def _gather_object(group: PrismGroup, given: SimpleNamespace) -> None:
+    objects = _exchange(group, given.obj)
+    if given.object_gather_list is not None:
+        given.object_gather_list[:] = objects
+    group._count(group.desc, group.size(), "gather", 0)
 
 
-def _broadcast_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
-    def broadcast_object_list(
-        object_list: list[Any],
-        src: int | None = None,
-        group: Any = None,
-        device: Any = None,
-        group_src: int | None = None,
-    ) -> None:
-        virtual = _virtual(group)
-        if virtual is None:
-            original(object_list, src, group, device, group_src)
-            return
-        root = c10d._canonicalize_group_rank(virtual, src, group_src)
-        object_list[:] = _exchange(virtual, list(object_list))[root]
-        virtual._count(virtual.desc, virtual.size(), "broadcast", 0)
-
-    return broadcast_object_list
+def _broadcast_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
+    root = c10d._canonicalize_group_rank(group, given.src, given.group_src)
+    given.object_list[:] = _exchange(group, list(given.object_list))[root]
+    group._count(group.desc, group.size(), "broadcast", 0)
 
 
-def _scatter_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
-    def scatter_object_list(
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: list[Any] | None = None,
-        src: int | None = None,
-        group: Any = None,
-        group_src: int | None = None,
-    ) -> None:
-        virtual = _virtual(group)
-        if virtual is None:
-            original(scatter_object_output_list, scatter_object_input_list, src, group, group_src)
-            return
-        root = c10d._canonicalize_group_rank(virtual, src, group_src)
-        everyone = _exchange(virtual, scatter_object_input_list)
-        if everyone[root] is None:
-            raise UnsupportedError(
-                f"scatter_object_list from virtual rank {virtual.ranks[root]} on {virtual.desc}: "
-                "it holds no objects",
-                fix="make the source a local rank with --prism-ranks",
-            )
-        scatter_object_output_list[0] = everyone[root][virtual.rank()]
-        virtual._count(virtual.desc, virtual.size(), "scatter", 0)
-
-    return scatter_object_list
+def _scatter_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
+    root = c10d._canonicalize_group_rank(group, given.src, given.group_src)
+    everyone = _exchange(group, given.scatter_object_input_list)
+    if everyone[root] is None:
+        raise UnsupportedError(
+            f"scatter_object_list from virtual rank {group.ranks[root]} on {group.desc}: "
+            "it holds no objects",
+            fix="make the source a local rank with --prism-ranks",
+        )
+    given.scatter_object_output_list[0] = everyone[root][group.rank()]
+    group._count(group.desc, group.size(), "scatter", 0)
 
 
-_OBJECTS = {
+_ANSWERS = {
+    "_new_group_with_tag": _new_group,
+    "new_group": _new_group,
     "all_gather_object": _all_gather_object,
     "gather_object": _gather_object,
     "broadcast_object_list": _broadcast_object_list,
@@ -274,19 +196,15 @@ _OBJECTS = {
 def _batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         virtual = _virtual(p2p_op_list[0].group) if p2p_op_list else None
-        real = virtual.real if virtual is not None else None
         if virtual is None:
-            return issue(p2p_op_list, virtual, real)
-        with virtual.world.batch():
-            return issue(p2p_op_list, virtual, real)
-
-    def issue(p2p_op_list: list[Any], virtual: Any, real: Any) -> list[Any]:
-        if real is None or virtual.world.backend != "nccl":
             return original(p2p_op_list)
-        device = virtual.world.device
-        real._start_coalescing(device)
-        works = original(p2p_op_list)
-        done = real._end_coalescing(device)
-        return [*works, done] if done is not None else works
+        world: Any = virtual.world
+        with world.batch():
+            if virtual.real is None or world.backend != "nccl":
+                return original(p2p_op_list)
+            virtual.real._start_coalescing(world.device)
+            works = original(p2p_op_list)
+            done = virtual.real._end_coalescing(world.device)
+            return [*works, done] if done is not None else works
 
     return batch_isend_irecv

@@ -319,7 +319,7 @@ def start(world: VirtualWorld) -> VirtualWorld:
     _world = world
     _register_backend(world.changes)
     _keep_settings(world.changes)
-    torch_distributed.replace_functions(world, world.changes)
+    torch_distributed.replace_functions(world.changes)
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # it would wait for all ranks
     try:
         # HashStore: init_process_group wants a store, and nothing ever reads it

@@ -99,7 +99,7 @@ def compare(rank, store):
         if group.has_virtual != (len(local) < n):
             wrong.append(f"rank {rank} of {n}, local {local}: has_virtual {group.has_virtual}")
         changes.undo()  # of the world before
-        torch_distributed.replace_functions(world, changes)
+        torch_distributed.replace_functions(changes)
         torch_distributed.register(group, "gloo")
         with world.values.of_parts(PartialLookup(table(rank, dtype), tokens)):
             got = sums(group, n, lookup(tokens, rank, start, dtype))

@@ -752,7 +752,7 @@ class Runner:
                 if passes:
                     group.all_local, group._mixed = True, None
                 changes.undo()  # of the world before
-                torch_distributed.replace_functions(world, changes)
+                torch_distributed.replace_functions(changes)
                 torch_distributed.register(group, "gloo")
             for case in CASES:
                 every = list(variations(case, n)) if n >= case.min_size else []
