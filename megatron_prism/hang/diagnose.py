@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,6 @@ from megatron_prism.hang.dumps import DumpSet, of_value, read
 from megatron_prism.hang.fault_plan import Fault
 from megatron_prism.hang.fault_planting import PlantedFaults
 from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
-from megatron_prism.replay import dependencies
 from megatron_prism.replay.priced_graph import WhatIf, price
 
 if TYPE_CHECKING:
@@ -173,20 +172,15 @@ def _cost(programs: Programs, planted: PlantedFaults) -> str:
 
 _SAID = ("name", "dtype", "reduce", "peer", "root", "num_in", "num_out", "batch")
 _RECORDED = 64  # calls of each rank that are judged, before the first that waits and from it on
-_NODES = 2048  # nodes from which a shortest ring is looked for
 
 
 def diagnose_graph(graph: WorldGraph) -> Diagnosis:
-    """Healthy, mismatch or deadlock."""
-    findings = graph.check()
-    if findings:
+    """Healthy, or who makes the programs hang: by the calls that do not match, else by the dumps
+    that they would leave."""
+    if findings := graph.check():
         return _mismatch(graph, findings)
-    made = dependencies.build(graph)
-    stuck = np.ones(len(made), dtype=bool)
-    stuck[made.order] = False
-    if not stuck.any():
-        return Diagnosis("healthy")
-    return _deadlock(graph, made, stuck)
+    found = diagnose_stall(stall.run_until_stalled(graph.programs))
+    return dataclasses.replace(found, missing=())  # nothing is: there are no real dumps
 
 
 class _Jury:
@@ -294,65 +288,6 @@ def _kind(graph: WorldGraph, finding: Finding, rank: int) -> str:
     return "extra call" if calls[rank] > min(calls.values()) else "skipped call"
 
 
-def _deadlock(graph: WorldGraph, made: dependencies.Dag, stuck: np.ndarray) -> Diagnosis:
-    ring = _ring(made, stuck)
-    meets = [int(made.op[n]) for n in ring if made.kind[n] == dependencies.MEET]
-    rows = []
-    for number in dict.fromkeys(meets):
-        here = graph.matched_calls.members(number)
-        ranks = sorted(graph.classes.representatives[c] for c, _ in here)
-        op = graph.program_list[here[0][0]][here[0][1]]
-        place = int(graph.program_list[here[0][0]].sequence[here[0][1]])
-        rows.append((set(ranks), op, place))
-    involved = set().union(*(ranks for ranks, _, _ in rows)) if rows else {0}
-    culprits = _Jury(graph).odd(involved, "") if len(involved) > 1 else []
-    chain = [f"{op.name} #{place} of {op.group} on ranks {format_ranks(sorted(ranks))} waits for "
-             f"the next" for ranks, op, place in rows]  # fmt: skip
-    first, place = (rows[0][1], rows[0][2]) if rows else (None, -1)
-    why = "its calls, made otherwise by the ranks of its stage, close the ring"
-    victims = tuple(
-        Waiting(r, tuple(sorted(ranks - {r})), call.name, call.group, at)
-        for r, (ranks, call, at) in {r: row for row in rows for r in row[0]}.items()
-        if r not in culprits
-    )
-    return Diagnosis(
-        "deadlock",
-        tuple(Culprit(r, "order", why) for r in culprits),
-        victims,
-        first.group if first else "",
-        first.name if first else "",
-        place,
-        "certain",
-        (f"{int(stuck.sum()):,} of {len(made):,} nodes can never run: nothing is runnable and "
-         "something is outstanding",),
-        tuple(chain),
-    )  # fmt: skip
-
-
-def _ring(made: dependencies.Dag, stuck: np.ndarray) -> list[int]:
-    """A smallest ring of nodes that wait for each other, each for the next."""
-    best: list[int] = []
-    for start in np.flatnonzero(stuck & (made.kind == dependencies.MEET))[:_NODES].tolist():
-        back: dict[int, int] = {start: -1}
-        queue, end = deque([start]), -1
-        while queue and end < 0:
-            node = queue.popleft()
-            for other in made.predecessors(node).tolist():
-                if other == start:
-                    end = node
-                    break
-                if stuck[other] and other not in back:
-                    back[other] = node
-                    queue.append(other)
-        path = []
-        while end >= 0:
-            path.append(end)
-            end = back[end]
-        if path and (not best or len(path) < len(best)):
-            best = path[::-1]
-    return best
-
-
 def diagnose_stall(
     state: StalledJob,
     healthy: Programs | None = None,
@@ -378,7 +313,8 @@ def diagnose_stall(
         found = hypotheses.explain(DumpSet(dumps), found, healthy)
     if found.culprits or state.faults:
         return found
-    seen = diagnose_graph(world_graph.build(state.programs))
+    graph = world_graph.build(state.programs)
+    seen = _mismatch(graph, findings) if (findings := graph.check()) else found
     return seen if seen.culprits else found
 
 

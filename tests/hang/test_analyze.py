@@ -218,8 +218,8 @@ def test_programs_that_do_not_fit(name):
 
 def test_a_ring_over_two_groups_from_programs():
     found = diagnose_graph(world_graph.build(parse(RING)))
-    assert (found.verdict, named(found), found.group) == ("deadlock", {3}, "A")
-    assert len(found.chain) == 2
+    assert (found.verdict, named(found), found.missing) == ("order", {3}, ())
+    assert len(found.chain) == 3
     assert diagnose_graph(world_graph.build(healthy(WORLD))).verdict == "healthy"
 
 
