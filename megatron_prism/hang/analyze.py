@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
+from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
@@ -30,7 +31,7 @@ from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis
 from megatron_prism.hang.waits import issue_order
 
-__all__ = ["message", "diagnose_dumps"]
+__all__ = ["diagnose_dumps", "message", "stop_options"]
 
 
 _EPOCH_NS = 10**18  # 2001: smaller numbers are counters, not clocks
@@ -66,6 +67,12 @@ def _audit(state: JobState) -> str:
     usual = Counter(limits.values()).most_common(1)[0][0]
     odd = [f"{desc} has {ms / 1e3:,.0f} s" for desc, ms in sorted(limits.items()) if ms != usual]
     return f" ({'; '.join(odd)}; the others {usual / 1e3:,.0f} s)" if odd else ""
+
+
+def stop_options(rank: int, call: str, site: str, more: str = "") -> str:
+    """How ``prism`` is told to stop a rank at a call; sites are those inside Megatron's folder."""
+    at = f" at {site.rpartition('megatron/')[2]}" if site else ""
+    return f"--prism-ranks {rank} --prism-break '{call}{at}{more}'"
 
 
 def message(rank: int, entry: Entry) -> str:
@@ -331,7 +338,7 @@ class _Judge:
 
     # -- results ----------------------------------------------------------------------------------
     def _note(self, entry: Entry, text: str) -> None:
-        if self.first is None or 0 <= entry.created_ns < self.first.created_ns:
+        if self.first is None or issue_order(entry) < issue_order(self.first):
             self.first = entry
         if text not in self.evidence:
             self.evidence.append(text)
@@ -375,4 +382,15 @@ class _Judge:
             chain,
             self.state.lacks(),
             candidates=tuple(sorted(self.among)),
+            stop=self._stop(first, min(blamed)) if first and blamed else "",
         )
+
+    def _stop(self, call: Entry, rank: int) -> str:
+        """Options that stop ``rank`` at ``call``.  Its number since the job began is known, and is
+        one of the first iteration's, where the recorder still holds the first call."""
+        if call.op not in BY_NAME:
+            return ""
+        entries = self.state.dumps[rank].entries if rank in self.state.dumps else ()
+        whole = not call.pair and bool(entries) and entries[0].record == 0
+        number = f" #{call.seq}" if whole else ""
+        return stop_options(rank, f"{call.op}{number} of {call.desc}", call.site)

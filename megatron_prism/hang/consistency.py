@@ -51,8 +51,8 @@ _FEW, _EIGHT = 2, 8  # culprits that need nothing in common; and of so many rank
 _FRESH_NS = 5 * 10**9  # no time-out is as short, and nobody asks for dumps as quickly
 _STILL = {"host stuck", "device stuck"}
 _MOVING = {*_STILL, "order", "skipped call", "extra call"}
-_PROOF = ("proof that nothing moves: who is late in a job that runs leaves the same dumps; a second "
-          "set, some seconds later, tells: --then DIR")  # fmt: skip
+_PROOF = ("proof that nothing moves: who is late in a job that runs leaves the same dumps; a "
+          "second set, some seconds later, tells: --then DIR")  # fmt: skip
 _FEWER = 4  # times fewer ranks are further on than are behind: those few are the odd ones
 
 

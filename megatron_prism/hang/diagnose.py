@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import claimed, no_collector
-from megatron_prism.core.ops import IS_COLLECTIVE
+from megatron_prism.core.ops import IS_COLLECTIVE, Op
 from megatron_prism.core.program import Programs
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import stall, world_graph
@@ -108,8 +108,22 @@ def judged(
         places=tuple(map(str, shown)),
         tried=placed.lines,
         confirmed=placed.confirmed,
+        stop=next((_stop(programs, *stop) for stop in sorted(placed.stops.items())), verdict.stop),
     )
     return verdict, placed
+
+
+def _stop(programs: Programs, rank: int, index: int) -> str:
+    """Options that stop ``rank`` at its first call from op ``index`` of its program on."""
+    ops = list(programs.of(rank))
+    at = next((i for i, op in enumerate(ops) if i >= index and op.group), 0)
+
+    def key(op: Op) -> tuple[str, ...]:
+        return op.label, op.name, op.group, op.site
+
+    call, nth = key(ops[at]), sum(key(op) == key(ops[at]) for op in ops[:at])
+    label, name, group, site = call
+    return analyze.stop_options(rank, f"{label} {name} of {group}", site, f" nth={nth}")
 
 
 def diagnose_faults(
@@ -179,8 +193,7 @@ def diagnose_graph(graph: WorldGraph) -> Diagnosis:
     that they would leave."""
     if findings := graph.check():
         return _mismatch(graph, findings)
-    found = diagnose_stall(stall.run_until_stalled(graph.programs))
-    return dataclasses.replace(found, missing=())  # nothing is: there are no real dumps
+    return diagnose_stall(stall.run_until_stalled(graph.programs))
 
 
 class _Jury:
@@ -308,7 +321,7 @@ def diagnose_stall(
             dumps[rank] = of_value(value, rank)
             if told is not None:
                 told((rank + 1) / state.programs.world.size)
-    found = analyze.diagnose_dumps(DumpSet(dumps))
+    found = dataclasses.replace(analyze.diagnose_dumps(DumpSet(dumps)), missing=())
     if healthy is not None and not found.culprits:
         found = hypotheses.explain(DumpSet(dumps), found, healthy)
     if found.culprits or state.faults:

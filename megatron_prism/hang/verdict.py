@@ -60,6 +60,7 @@ class Diagnosis:
     tried: tuple[str, ...] = ()  # what the programs, and the culprit's real code, say to it
     confirmed: bool | None = None  # by them; None: not tried, or it says nothing
     candidates: tuple[int, ...] = ()  # where nobody is named: among whom the culprit is, if known
+    stop: str = ""  # options with which the culprit's rank stops at that call, in a debugger
 
     @property
     def exit_code(self) -> int:
@@ -90,6 +91,7 @@ class Diagnosis:
         for title, rows in (("evidence", self.evidence), ("waits", self.chain),
                             ("places", self.places), ("tried on the programs", self.tried),
                             ("first watchdog", (self.watchdog,) if self.watchdog else ()),
+                            ("stop there", (self.stop,) if self.stop else ()),
                             ("missing", self.missing)):  # fmt: skip
             lines += [f"\n{title}:"] * bool(rows) + [f"  {row}" for row in rows]
         if self.verdict != "healthy":

@@ -470,4 +470,4 @@ def waiting_ranks(
 
 def issue_order(entry: Entry) -> tuple[int, int]:
     """To compare calls by: which was issued first?"""
-    return entry.created_ns, entry.seq
+    return entry.created_ns if entry.created_ns >= 0 else 1 << 63, entry.seq

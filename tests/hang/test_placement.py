@@ -5,6 +5,7 @@ Oracle: the standstill that the dumps are of, which placement never sees.
 
 import dataclasses
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -12,12 +13,13 @@ from helpers import hang_worlds
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, CallLabel
+from megatron_prism.emulate.debugger import Breakpoint
 from megatron_prism.graph import stall
-from megatron_prism.hang import alignment, export
+from megatron_prism.hang import alignment, diagnose, export
 from megatron_prism.hang import analyze as hang
 from megatron_prism.hang.dumps import DumpSet, of_value
-from megatron_prism.hang.fault_plan import parse
+from megatron_prism.hang.fault_plan import Fault, FaultMatcher, parse
 from megatron_prism.hang.fault_planting import plant
 
 PAIRS = ("send", "recv")
@@ -202,3 +204,22 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "small").write_text("prism-program 1\nworld size=1\nprogram ranks=0\n- compute\n")
     assert cli.main(["hang", "--dumps", str(folder), "--programs", str(tmp_path / "small")]) == 2
     assert "rank 15 left a dump" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["gil@rank=3,group=tp,nth=20", "drop@rank=6,group=tp,nth=5",
+                                   "gpu_error@rank=13,group=tp,nth=3"])  # fmt: skip
+def test_the_verdict_says_how_to_stop_at_the_call_that_the_fault_hit(fault):
+    programs = hang_worlds.world("moe")
+    found = plant(programs, [parse(fault)])
+    state = stall.run_until_stalled(found.programs, found.faults)
+    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
+    verdict, _ = diagnose.judged(dumps, hang.diagnose_dumps(dumps), programs)
+    (hit,) = found.hits
+    rank, text = re.fullmatch(r"--prism-ranks (\d+) --prism-break '(.*)'", verdict.stop).groups()
+    assert int(rank) == hit.rank
+    breakpoint = Breakpoint.parse(text)
+    matcher = FaultMatcher(Fault("break", breakpoint.select))
+    calls = [(i, CallLabel(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site))
+             for i, op in enumerate(programs.of(hit.rank)) if op.group]  # fmt: skip
+    assert [i for i, call in calls if matcher.hit(call)] == [hit.index]
+    assert f"stop there:\n  {verdict.stop}" in str(verdict)
