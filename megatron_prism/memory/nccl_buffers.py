@@ -22,7 +22,6 @@ from statistics import median_low
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 
 from megatron_prism.core import foreign
 from megatron_prism.core.groups import WORLD_GROUP, of_family, of_lists
@@ -307,17 +306,18 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     used.add(WORLD_GROUP, programs.world.size, "barrier", 0)
     sizes = {WORLD_GROUP: programs.world.size}
     calls = ops[(ops["name"] >= CODE["mark"] + 1) & (ops["group"] != 0)]
-    columns = [calls[key].astype(np.int64) for key in ("name", "group", "peer", "dtype", "num_in")]
-    for code, text, peer, dtype, num_in, batched in np.unique(
-        np.stack([*columns, calls["batch"] >= 0], axis=1), axis=0
-    ).tolist():
+    columns = [calls[key].tolist() for key in ("name", "group", "peer", "dtype", "num_in")]
+    batches = (calls["batch"] >= 0).tolist()
+    for code, text, peer, dtype, num_in, batched in sorted(
+        set(zip(*columns, batches, strict=True))
+    ):
         group = program.strings[text]
         if group not in sizes:
             sizes[group] = _size(programs, group, rank)
         distance = peer % sizes[group] if IS_PAIR[code] else 0
         if distance or not IS_PAIR[code]:
             num_bytes = num_in * int(ITEM_SIZE[dtype])
-            used.add(group, sizes[group], NAMES[code], num_bytes, distance, bool(batched))
+            used.add(group, sizes[group], NAMES[code], num_bytes, distance, batched)
     return used.all()
 
 

@@ -21,11 +21,9 @@ read once each (``Issue``); classes that run the same one are copies.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 
@@ -37,14 +35,13 @@ from megatron_prism.replay import loops
 __all__ = ["COMPUTE", "Dag", "HOST", "JOIN", "LEAD", "MEET", "SENT", "build"]
 
 
-COMPUTE, JOIN = 0, 1  # a segment, a point in time (2 is a meeting)
+COMPUTE, JOIN = 0, 1  # a segment, a point in time
+MEET = 2  # a matched call; the other kinds are of one class each
 LEAD, HOST = 3, 4  # the host's time for an op until the device may begin it, and after that
 _WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
 _COMPUTE, _BARRIER = CODE["compute"], CODE["barrier"]
 SENT = 5  # a send that does not wait for its receiver
 _SEND = CODE["send"]
-_EMPTY: list[int] = []  # never changed
-_TALKS = (IS_COLLECTIVE | IS_PAIR).tolist()
 
 
 @dataclass(frozen=True)
@@ -70,211 +67,293 @@ class Issue:
     ready_of: np.ndarray
 
 
-NOTHING = np.iinfo(np.int64).max
-
-
-def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered: int) -> Issue:
-    """``iterations`` iterations of ``program``, one straight after the other; buffers of so many
-    bytes hold what is on its way to a peer."""
-    reader = _Reader(program, sizes, iterations, buffered)
-    for iteration in range(iterations):
-        reader.read(iteration)
-    return reader.build()
-
-
-@dataclass
-class _Columns:
-    """The columns of a program as lists, which Python reads faster than arrays."""
-
-    names: list[int]
-    streams: list[int]
-    comms: list[int]  # which of NCCL's streams a call runs on
-    handles: list[int]
-    batches: list[int]
-    groups: list[int]
-    device: set[int]  # host waits for the whole device, not for one stream
-    members: dict[int, list[int]] = field(default_factory=dict)  # batch -> its ops
+NOTHING = int(np.iinfo(np.int64).max)
 
 
 _STEPS = 8  # of NCCL's buffers (NCCL_STEPS): on H100 eight messages of up to 8 MiB fit into 64
 
 
-class _Reader:
-    """Where the rank stands: what the next op of each queue must wait for."""
-
-    def __init__(
-        self, program: Program, sizes: Mapping[str, int], iterations: int, buffered: int
-    ) -> None:
-        self.buffered = buffered
-        self.peers = program.ops["peer"].tolist()
-        self.bytes = program.bytes_in.tolist() if buffered else []
-        self.held: dict[tuple[int, int], list[tuple[int, int]]] = {}  # bytes, meeting: on their way
-        self.columns = _columns(program, sizes)
-        self.length = len(program)
-        self.op: list[int] = []
-        self.kind: list[int] = []
-        self.begins: list[int] = []  # the first node of every iteration
-        self.before: list[list[int]] = []
-        self.node = [NOTHING] * (self.length * iterations)
-        self.ready_of = [NOTHING] * (self.length * iterations)
-        self.calls: list[int] = []
-        self.ready: list[int] = []
-        self.streams: dict[int, list[int]] = {}
-        self.comms: dict[int, list[int]] = {}
-        self.handles: dict[int, list[int]] = {}
-        self.host = -1  # what the host has done or waited for last
-        self.hosted = program.knows_host
-
-    def read(self, iteration: int) -> None:
-        """The next iteration."""
-        columns, base = self.columns, iteration * self.length
-        streams, members = self.streams, columns.members
-        self.begins.append(len(self.op))
-        self.handles = {}
-        barriers: set[int] = set()
-        rows = zip(columns.names, columns.streams, columns.batches, strict=True)
-        for i, (name, stream, batch) in enumerate(rows):
-            if name == _COMPUTE:
-                if self.hosted:
-                    node = self._segment(i, stream)
-                else:
-                    node = self._add(i, self._queue(stream))
-                    streams[stream] = [node]
-                self.node[base + i] = node
-            elif _TALKS[name]:
-                together = [i] if batch < 0 else members[batch]
-                if together[0] == i:  # the rest of a batch was issued with its first
-                    if self.hosted:
-                        held = [self.host] if self.host >= 0 else []
-                        self.host = self._add(i, held, HOST)
-                    self._call(stream, together, base)
-                    if name == _BARRIER and columns.handles[i] < 0:
-                        self._host_wait(stream, False)
-                    elif name == _BARRIER:
-                        barriers.add(columns.handles[i])
-            elif name == _WAIT:
-                queue, ends = self._queue(stream), self.handles.get(columns.handles[i], _EMPTY)
-                if ends != queue:
-                    streams[stream] = list(dict.fromkeys([*queue, *ends]))
-                if columns.handles[i] in barriers:  # WorkNCCL blocks the host there, too
-                    self._host_wait(stream, False)
-            elif name == _RECORD:
-                self.handles[columns.handles[i]] = self._queue(stream)
-            elif name == _HOST:
-                self._host_wait(stream, i in columns.device)
-
-    def _add(self, op: int, before: list[int], kind: int = COMPUTE) -> int:
-        """A node: a segment, or a JOIN if op is -1."""
-        self.op.append(op)
-        self.kind.append(JOIN if op < 0 else kind)
-        self.before.append(before)
-        return len(self.op) - 1
-
-    def _segment(self, op: int, stream: int) -> int:
-        """The node of a segment between the two in which the host issues it."""
-        lead = len(self.op)
-        queue = self.streams.get(stream, _EMPTY)
-        self.op += (op, op, op)
-        self.kind += (LEAD, COMPUTE, HOST)
-        self.before += ([self.host] if self.host >= 0 else [], [*queue, lead], [lead])
-        self.streams[stream] = [lead + 1]
-        self.host = lead + 2
-        return lead + 1
-
-    def _queue(self, stream: int) -> list[int]:
-        """What the next op on ``stream`` waits for; not to be changed."""
-        queue, host = self.streams.get(stream, _EMPTY), self.host
-        return queue if host < 0 or host in queue else [*queue, host]
-
-    def _call(self, stream: int, batch: list[int], base: int) -> None:
-        """One call to NCCL: a collective, a message, or a batch of them."""
-        comm = self.columns.comms[batch[0]]
-        queue = self._queue(stream)
-        last = self.comms.get(comm)
-        if last is not None and last != queue:
-            queue = queue + [n for n in last if n not in queue]
-        ready = self._add(-1, queue)
-        if len(batch) == 1:
-            end = [self._joins(batch[0], base, ready)]
-        else:
-            end = [self._add(-1, [self._joins(i, base, ready) for i in batch])]
-        self.comms[comm] = end
-        handles = self.columns.handles
-        for i in batch:
-            if handles[i] >= 0:
-                self.handles[handles[i]] = end
-            else:
-                self.streams[stream] = end
-
-    def _joins(self, op: int, base: int, ready: int) -> int:
-        """The meeting of a call for which ``ready`` is the node."""
-        call = base + op
-        self.calls.append(call)
-        self.ready.append(ready)
-        self.node[call], self.ready_of[call] = -1 - call, ready
-        if self.buffered and self.columns.names[op] == _SEND and self.bytes[op] <= self.buffered:
-            self.node[call] = self._sent(op, call, ready)
-        return self.node[call]
-
-    def _sent(self, op: int, call: int, ready: int) -> int:
-        """The node of a send into NCCL's buffers, once they have room."""
-        held = self.held.setdefault((self.columns.groups[op], self.peers[op]), [])
-        waits, step = [ready], max(1, self.buffered // _STEPS)
-        held.append((max(1, -(-self.bytes[op] // step)) * step, -1 - call))
-        while sum(size for size, _ in held) > self.buffered:
-            waits.append(held.pop(0)[1])
-        return self._add(op, waits, SENT)
-
-    def _host_wait(self, stream: int, device: bool) -> None:
-        waits = list(self.streams.get(stream, ()))
-        if device:
-            for queue in [*self.streams.values(), *self.comms.values()]:
-                waits += queue
-        if waits:
-            earlier = [self.host] if self.host >= 0 else []
-            self.host = self._add(-1, list(dict.fromkeys([*waits, *earlier])))
-
-    def build(self) -> Issue:
-        lengths = np.fromiter(map(len, self.before), dtype=np.int64, count=len(self.before))
-        op = np.array(self.op, dtype=np.int64)
-        counts = np.diff([*self.begins, len(op)])
-        return Issue(
-            np.array(self.kind, dtype=np.uint8),
-            op,
-            np.repeat(np.arange(len(counts), dtype=np.int32), counts),
-            np.concatenate(([0], np.cumsum(lengths))),
-            np.array(list(chain.from_iterable(self.before)), dtype=np.int64),
-            np.array(self.calls, dtype=np.int64),
-            np.array(self.ready, dtype=np.int64),
-            np.array(self.node, dtype=np.int64),
-            np.array(self.ready_of, dtype=np.int64),
-        )
-
-
-def _columns(program: Program, sizes: Mapping[str, int]) -> _Columns:
+def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered: int) -> Issue:
+    """``iterations`` iterations of ``program``, one straight after the other; buffers of so many
+    bytes hold what is on its way to a peer."""
     ops, strings = program.ops, program.strings
+    names, length = ops["name"], len(program)
+    device = np.array([text == "device" for text in strings])[ops["note"]]
+    talks = IS_COLLECTIVE[names] | IS_PAIR[names]
     # 1 further and 1 back are the same pair in a group of two, and share its stream
     size_of = np.array([max(1, sizes.get(text, 1)) for text in strings], dtype=np.int64)
-    waits = np.flatnonzero(ops["name"] == _HOST).tolist()
-    alone = IS_PAIR[ops["name"]] & (ops["batch"] < 0)
+    alone = IS_PAIR[names] & (ops["batch"] < 0)
     place = np.where(alone, 1 + ops["peer"] % size_of[ops["group"]], 0)
-    batches = ops["batch"].tolist()
-    members: dict[int, list[int]] = {}
-    for i in np.flatnonzero(ops["batch"] >= 0).tolist():
-        members.setdefault(batches[i], []).append(i)
-    return _Columns(
-        ops["name"].tolist(),
-        ops["stream"].tolist(),
-        (ops["group"].astype(np.int64) << 40 | place).tolist(),
-        ops["handle"].tolist(),
-        batches,
-        ops["group"].tolist(),
-        {i for i in waits if strings[ops["note"][i]] == "device"},
-        members,
+    group = ops["group"].astype(np.int64) << 40
+    comms, num_comms = _numbered(np.where(talks, group | place, -1))
+    handles, num_handles = _numbered(ops["handle"])
+    first, following, largest = _batches(ops["batch"])
+    fits = (names == _SEND) & (program.bytes_in <= buffered) & (buffered > 0)
+    pairs, num_pairs = _numbered(
+        np.where(fits, group | ops["peer"].astype(np.int64) + (1 << 32), -1)
+    )
+    step = max(1, buffered // _STEPS)
+    held = np.maximum(1, -(-program.bytes_in // step)) * step
+    given = [
+        *(ops[name].astype(np.int64) for name in ("name", "stream")),
+        comms, handles, first, following, talks.astype(np.int64), device.astype(np.int64), pairs,
+        held, int(program.knows_host), iterations, buffered,
+    ]  # fmt: skip
+    each = np.where(names == _COMPUTE, 3 if program.knows_host else 1, 1 + 3 * talks)
+    most = int(each.sum()) * iterations
+    room = 3 * most + 1024
+    while True:
+        state = [
+            np.zeros(size, dtype=np.int64)
+            for size in (3 * len(strings), 2 * num_comms, 3 * num_handles, 3 * num_pairs,
+                         2 * length * iterations, largest)
+        ]  # fmt: skip
+        nodes = [np.zeros(most, dtype=np.int64) for _ in range(4)]
+        calls = [np.full(length * iterations, NOTHING, dtype=np.int64) for _ in range(4)]
+        edges, done = np.zeros(room, dtype=np.int64), np.zeros(iterations + 2, dtype=np.int64)
+        loops.run(_read, given, [*state, *nodes, *calls, edges, done], loops.SHORT)
+        if done[-1] >= 0:
+            break
+        room *= 2
+    kind, op, at, size = (column[: done[iterations]] for column in nodes)
+    start = np.concatenate(([0], np.cumsum(size)))
+    called, ready, node, ready_of = calls
+    return Issue(
+        kind.astype(np.uint8),
+        op,
+        np.repeat(np.arange(iterations, dtype=np.int32), np.diff(done[:-1])),
+        start,
+        edges[np.repeat(at - start[:-1], size) + np.arange(start[-1])],
+        called[: done[-1]],
+        ready[: done[-1]],
+        node,
+        ready_of,
     )
 
 
-MEET = 2  # a matched call; the other kinds are of one class each
+def _numbered(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """int64 [n]: the place of each value among those that are not negative, -1 for these; how many
+    there are."""
+    found = np.full(len(values), -1, dtype=np.int64)
+    mine = np.flatnonzero(values >= 0)
+    known, found[mine] = np.unique(values[mine], return_inverse=True)
+    return found, len(known)
+
+
+def _batches(batch: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """The first op of the batch of each op, and the next one (-1: none); how many are in the
+    largest one.  An op without a batch is one of its own."""
+    first, following = np.arange(len(batch)), np.full(len(batch), -1, dtype=np.int64)
+    mine = np.flatnonzero(batch >= 0)
+    mine = mine[np.argsort(batch[mine], kind="stable")]
+    begins = np.flatnonzero(np.diff(batch[mine], prepend=-1))
+    counts = np.diff(begins, append=len(mine))
+    first[mine] = np.repeat(mine[begins], counts)
+    same = np.flatnonzero(batch[mine[1:]] == batch[mine[:-1]])
+    following[mine[same]] = mine[same + 1]
+    return first, following, int(counts.max(initial=1))
+
+
+def _read(  # type: ignore[no-untyped-def]
+    names, op_stream, op_comm, op_handle, first, following, talks, device, pair, held,
+    hosted, iterations, buffered,
+    streams, comms, handles, pairs, sends, ends,
+    kind, op, at, size, called, readies, node, ready_of, edges, done,
+):  # fmt: skip
+    """Reads the program: where the rank stands is what the next op of each queue must wait for.
+
+    Lists of nodes lie in ``edges``.  Three entries each: ``streams`` (where the list of its last
+    ops is, its length, and one of the streams in their order), ``handles`` (where, length, whether
+    it is a barrier's), ``pairs`` (bytes on their way, the first and the last send in ``sends``);
+    two each: ``comms`` (its last node, one of them in their order), ``sends`` (bytes, the next).
+    ``done``: nodes before each iteration and in all, calls; -1: ``edges`` are too few.
+    """
+    length, num_comms = len(names), len(comms) // 2
+    n = top = calls = flying = used_streams = used_comms = 0
+    longest, host = 1, -1
+    for i in range(num_comms):
+        comms[2 * i] = NOTHING
+    for iteration in range(iterations):
+        done[iteration], base = n, iteration * length
+        for i in range(len(handles) // 3):
+            handles[3 * i + 1] = handles[3 * i + 2] = 0
+        for i in range(length):
+            name, stream, handle = names[i], op_stream[i], op_handle[i]
+            least = (used_streams + 3) * (longest + 1) + num_comms + 3 * len(ends) + flying + 8
+            if top + least > len(edges):
+                done[iterations + 1] = -1
+                return
+            queue, count = streams[3 * stream], streams[3 * stream + 1]
+            blocks, wanted = False, False  # whether the host waits here; for the whole device
+            if name == _COMPUTE and hosted:  # between the two nodes in which the host issues it
+                for k in range(3):
+                    op[n + k], at[n + k] = i, top
+                    if k == 0 and host >= 0:
+                        edges[top] = host
+                        top += 1
+                    elif k == 1:
+                        for j in range(queue, queue + count):
+                            edges[top] = edges[j]
+                            top += 1
+                    if k > 0:
+                        edges[top] = n
+                        top += 1
+                    size[n + k] = top - at[n + k]
+                kind[n], kind[n + 1], kind[n + 2] = LEAD, COMPUTE, HOST
+                node[base + i] = edges[top] = n + 1
+                used_streams = _set(streams, stream, top, 1, used_streams)
+                host = n + 2
+                top += 1
+                n += 3
+            elif name == _COMPUTE:
+                kind[n], op[n], at[n] = COMPUTE, i, top
+                top = _queue(queue, count, host, edges, top)
+                size[n] = top - at[n]
+                node[base + i] = edges[top] = n
+                used_streams = _set(streams, stream, top, 1, used_streams)
+                top += 1
+                n += 1
+            elif talks[i] and first[i] == i:  # the rest of a batch is issued with its first
+                if hosted:
+                    kind[n], op[n], at[n], size[n] = HOST, i, top, 0
+                    if host >= 0:
+                        edges[top] = host
+                        top += 1
+                        size[n] = 1
+                    host = n
+                    n += 1
+                comm, ready, begin = op_comm[i], n, top
+                top = _queue(queue, count, host, edges, top)
+                if comms[2 * comm] != NOTHING:
+                    top = _append(edges, begin, top, comms[2 * comm])
+                else:
+                    comms[2 * used_comms + 1] = comm
+                    used_comms += 1
+                kind[n], op[n], at[n], size[n] = JOIN, -1, begin, top - begin
+                n += 1
+                member, together = i, 0
+                while member >= 0:
+                    call = base + member
+                    called[calls], readies[calls] = call, ready
+                    calls += 1
+                    node[call], ready_of[call] = -1 - call, ready
+                    if pair[member] >= 0:  # a send into NCCL's buffers, once they have room
+                        one = 3 * pair[member]
+                        kind[n], op[n], at[n] = SENT, member, top
+                        edges[top] = ready
+                        top += 1
+                        sends[2 * call], sends[2 * call + 1] = held[member], -1
+                        if pairs[one] > 0:
+                            sends[2 * pairs[one + 2] + 1] = call
+                        else:
+                            pairs[one + 1] = call
+                        pairs[one + 2] = call
+                        pairs[one] += held[member]
+                        flying += 1
+                        while pairs[one] > buffered:
+                            oldest = pairs[one + 1]
+                            edges[top] = -1 - oldest
+                            top += 1
+                            pairs[one] -= sends[2 * oldest]
+                            pairs[one + 1] = sends[2 * oldest + 1]
+                            flying -= 1
+                        size[n] = top - at[n]
+                        node[call] = n
+                        n += 1
+                    ends[together] = node[call]
+                    together += 1
+                    member = following[member]
+                end = ends[0]
+                if together > 1:
+                    kind[n], op[n], at[n], size[n] = JOIN, -1, top, together
+                    for j in range(together):
+                        edges[top] = ends[j]
+                        top += 1
+                    end = n
+                    n += 1
+                comms[2 * comm] = edges[top] = end
+                member = i
+                while member >= 0:
+                    if op_handle[member] >= 0:
+                        handles[3 * op_handle[member]] = top
+                        handles[3 * op_handle[member] + 1] = 1
+                    else:
+                        used_streams = _set(streams, stream, top, 1, used_streams)
+                    member = following[member]
+                top += 1
+                blocks = name == _BARRIER and handle < 0
+                if name == _BARRIER and handle >= 0:
+                    handles[3 * handle + 2] = 1
+            elif name == _WAIT:
+                begin = top
+                top = _queue(queue, count, host, edges, top)
+                if handle >= 0:
+                    where, more = handles[3 * handle], handles[3 * handle + 1]
+                    same = more == top - begin
+                    for j in range(more):
+                        same = same and edges[where + j] == edges[begin + j]
+                    for j in range(more):
+                        top = _append(edges, begin, top, edges[where + j])
+                    if same:
+                        top = begin
+                    blocks = handles[3 * handle + 2] == 1  # WorkNCCL blocks the host there, too
+                if top > begin:
+                    used_streams = _set(streams, stream, begin, top - begin, used_streams)
+                    longest = max(longest, top - begin)
+            elif name == _RECORD and handle >= 0:
+                handles[3 * handle] = top
+                top = _queue(queue, count, host, edges, top)
+                handles[3 * handle + 1] = top - handles[3 * handle]
+                longest = max(longest, handles[3 * handle + 1])
+            elif name == _HOST:
+                blocks, wanted = True, device[i] == 1
+            if blocks:
+                begin = top
+                queue, count = streams[3 * stream], streams[3 * stream + 1]
+                for j in range(queue, queue + count):
+                    top = _append(edges, begin, top, edges[j])
+                if wanted:
+                    for k in range(used_streams):
+                        other = streams[3 * k + 2]
+                        queue, count = streams[3 * other], streams[3 * other + 1]
+                        for j in range(queue, queue + count):
+                            top = _append(edges, begin, top, edges[j])
+                    for k in range(used_comms):
+                        top = _append(edges, begin, top, comms[2 * comms[2 * k + 1]])
+                if top > begin:
+                    if host >= 0:
+                        top = _append(edges, begin, top, host)
+                    kind[n], op[n], at[n], size[n] = JOIN, -1, begin, top - begin
+                    host = n
+                    n += 1
+    done[iterations], done[iterations + 1] = n, calls
+
+
+def _queue(queue: int, count: int, host: int, edges: np.ndarray, top: int) -> int:
+    """Puts what the next op of a stream waits for at ``top``: its list, and the host."""
+    begin = top
+    for j in range(queue, queue + count):
+        edges[top] = edges[j]
+        top += 1
+    return _append(edges, begin, top, host) if host >= 0 else top
+
+
+def _append(edges: np.ndarray, begin: int, top: int, value: int) -> int:
+    """Adds a node to the list from ``begin`` to ``top``, unless it is in it."""
+    for j in range(begin, top):
+        if edges[j] == value:
+            return top
+    edges[top] = value
+    return top + 1
+
+
+def _set(streams: np.ndarray, stream: int, where: int, count: int, used: int) -> int:
+    """Gives a stream a list; how many streams have had one."""
+    if streams[3 * stream + 1] == 0:
+        streams[3 * used + 2] = stream
+        used += 1
+    streams[3 * stream], streams[3 * stream + 1] = where, count
+    return used
 
 
 @dataclass(frozen=True)
@@ -325,13 +404,7 @@ class Dag:
 def build(graph: WorldGraph, iterations: int = 1, buffered: int = 0) -> Dag:
     """The dependencies of ``iterations`` iterations, one straight after the other; ``buffered``:
     bytes on their way to a peer that NCCL's buffers hold, 0: sends wait for their receivers."""
-    collects = gc.isenabled()
-    gc.disable()  # hundreds of thousands of small lists, none of them garbage
-    try:
-        return _assemble(graph, _issues(graph, iterations, buffered), iterations)
-    finally:
-        if collects:
-            gc.enable()
+    return _assemble(graph, _issues(graph, iterations, buffered), iterations)
 
 
 def _issues(graph: WorldGraph, iterations: int, buffered: int) -> list[Issue]:

@@ -1,7 +1,8 @@
 """The loops of replay that visit every node, in a form that runs interpreted and compiled.
 
-In : flat lists or arrays.  Out: the same.  Small graphs run in Python, at once; large ones are
-compiled by numba on first use (seconds, kept on disk after that).  One source, so one result.
+In : flat lists or arrays.  Out: the same.  Small graphs run in Python, at once; large ones, and
+those after them, are compiled by numba on first use (seconds, kept on disk after that).  One
+source, so one result.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 
-__all__ = ["longest", "order", "run", "tails", "timed", "transposed"]
+__all__ = ["SHORT", "longest", "order", "path", "run", "tails", "timed", "transposed"]
 
-SMALL = 1_000_000  # elements of all arguments up to which compiling (or importing numba) is slower
-_SHORT = 3  # times as many for loops that do little with an element; numba takes 0.5 s to load
+SMALL = 1_000_000  # elements of all loops up to which compiling (or importing numba) is slower
+SHORT = 3  # times as many for loops that do little with an element; numba takes 0.5 s to load
+_interpreted = 0  # elements that this process has visited in Python
 
 
 def run(
@@ -31,10 +33,13 @@ def run(
 
     ``short``: how many times SMALL is still small for this loop.
     """
+    global _interpreted
     arguments = (*given, *changed)
-    if sum(a.size for a in arguments if isinstance(a, np.ndarray)) > short * SMALL:
+    size = sum(a.size for a in arguments if isinstance(a, np.ndarray))
+    if _interpreted + size // short > SMALL:  # what is small each time adds up
         _compiled(function)(*arguments)
         return
+    _interpreted += size // short
     lists = [a.tolist() if isinstance(a, np.ndarray) else a for a in arguments]
     function(*lists)
     for array, found in zip(changed, lists[len(given) :], strict=True):
@@ -102,7 +107,7 @@ def timed(
     begin, end = np.zeros_like(durations), np.zeros_like(durations)
     stack = np.zeros_like(found)
     changed = [waiting.copy(), stack, found, begin, end]
-    run(_timed, [first, after, durations], changed, _SHORT)
+    run(_timed, [first, after, durations], changed, SHORT)
     return found[: found[-1]], begin, end
 
 
@@ -136,7 +141,7 @@ def longest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(begin, end) of every node: it begins when the last of its predecessors has ended."""
     begin, end = np.zeros_like(durations), np.zeros_like(durations)
-    run(_longest, [order, start, before, durations], [begin, end], _SHORT)
+    run(_longest, [order, start, before, durations], [begin, end], SHORT)
     return begin, end
 
 
@@ -156,7 +161,7 @@ def tails(
 ) -> np.ndarray:
     """Longest way from the end of every node to the end of everything, int64 [n]."""
     found = np.zeros_like(durations)
-    run(_tails, [order, start, before, durations], [found], _SHORT)
+    run(_tails, [order, start, before, durations], [found], SHORT)
     return found
 
 
@@ -167,3 +172,24 @@ def _tails(order, start, before, durations, found):  # type: ignore[no-untyped-d
         for edge in range(start[node], start[node + 1]):
             if found[before[edge]] < through:
                 found[before[edge]] = through
+
+
+def path(start: np.ndarray, before: np.ndarray, end: np.ndarray, node: int) -> np.ndarray:
+    """Nodes from the beginning to ``node``, each the last of the predecessors of the next to end
+    (the first one of several)."""
+    found, count = np.zeros_like(end), np.zeros(1, dtype=np.int64)
+    run(_path, [start, before, end, node], [found, count], SHORT)
+    return found[: count[0]][::-1]
+
+
+def _path(start, before, end, node, found, count):  # type: ignore[no-untyped-def]
+    found[0], length = node, 1
+    while start[node] < start[node + 1]:
+        latest = before[start[node]]
+        for edge in range(start[node] + 1, start[node + 1]):
+            if end[before[edge]] > end[latest]:
+                latest = before[edge]
+        node = latest
+        found[length] = node
+        length += 1
+    count[0] = length

@@ -7,7 +7,6 @@ that the first began from rest.
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,12 +60,8 @@ def critical_path(dag: Dag, end: np.ndarray) -> list[int]:
     """Nodes from the beginning to the last end, each the reason for the start of the next."""
     if not len(dag):
         return []
-    node = int(np.argmax(end))
-    path = [node]
-    while (previous := dag.predecessors(node)).size:
-        node = int(previous[np.argmax(end[previous])])
-        path.append(node)
-    return path[::-1]
+    found: list[int] = loops.path(dag.start, dag.before, end, int(np.argmax(end))).tolist()
+    return found
 
 
 COST: Mapping[str, int] = {"forward": 1, "backward": 2}
@@ -374,8 +369,18 @@ class Timeline:
             names |= dict.fromkeys(program.groups())
         return tuple(names)
 
+    @cached_property
+    def _known_spans(self) -> dict[tuple[int, int], np.ndarray]:
+        return {}
+
     def spans(self, index: int, iteration: int = -1) -> np.ndarray:
-        """SPAN [n] of class ``index``, in order of issue, ns since the iteration began."""
+        """SPAN [n] of class ``index``, in order of issue, ns since the iteration began; not to be
+        changed."""
+        if (index, iteration) not in self._known_spans:
+            self._known_spans[index, iteration] = self._spans(index, iteration)
+        return self._known_spans[index, iteration]
+
+    def _spans(self, index: int, iteration: int) -> np.ndarray:
         program = self.graph.program_list[index]
         nodes = self.dag.node_of[index][iteration]
         ready = self.dag.ready_of[index][iteration]
@@ -393,6 +398,7 @@ class Timeline:
         begin = self.ends[iteration - 1] if iteration % self.iterations else 0
         for name in ("ready", "start", "end"):
             found[name] -= begin
+        found.flags.writeable = False
         return found
 
     def host_spans(self, index: int, iteration: int = -1) -> np.ndarray:
@@ -410,7 +416,20 @@ class Timeline:
 
     def account(self, index: int) -> Account:
         """Where the last iteration of class ``index`` went."""
-        return _Accountant(self, index).account()
+        spans, total, lanes = self.spans(index), self.iteration_ns, self.lanes
+        main = spans[spans["lane"] == lanes.index("main")]
+        calls = spans[self.graph.program_list[index].ops["name"][spans["op"]] != CODE["compute"]]
+        calls = calls[np.argsort(calls["end"], kind="stable")]
+        # what a rank began before the others had ended the last iteration was accounted there
+        starts, ends = (np.append(main[key].clip(0, total), total) for key in ("start", "end"))
+        columns = [calls[key].astype(np.int64) for key in ("lane", "ready", "start", "end")]
+        exposed, waiting = np.zeros((2, len(lanes)), dtype=np.int64)
+        rest = np.zeros(2, dtype=np.int64)
+        loops.run(_explained, [starts, ends, *columns], [exposed, waiting, rest], loops.SHORT)
+        moved, waited = (
+            {lanes[i]: int(ns[i]) for i in np.flatnonzero(ns)} for ns in (exposed, waiting)
+        )
+        return Account(total, int(rest[1]), moved, waited, int(rest[0]))
 
     def critical_path(self) -> list[Step]:
         """What decides the last iteration."""
@@ -418,16 +437,18 @@ class Timeline:
 
     @cached_property
     def _path(self) -> list[Step]:
-        path = critical_path(self.dag, self.node_end)
-        dag, last = self.dag, self.iterations - 1
-        sent = dict(dag.sent.tolist())
-        return [
-            Step(-1 if n in sent else int(dag.owner[n]), sent.get(n, int(dag.op[n])),
-                 int(self.node_start[n]), int(self.node_end[n]),
-                 bool(dag.kind[n] in (LEAD, HOST)))
-            for n in path
-            if dag.iteration[n] == last and dag.kind[n] in (COMPUTE, MEET, SENT, LEAD, HOST)
-        ]  # fmt: skip
+        dag = self.dag
+        path = np.array(critical_path(dag, self.node_end), dtype=np.int64)
+        kinds = np.isin(dag.kind[path], (COMPUTE, MEET, SENT, LEAD, HOST))
+        path = path[kinds & (dag.iteration[path] == self.iterations - 1)]
+        owner, op = dag.owner[path], dag.op[path]
+        if len(dag.sent):
+            sent = dict(dag.sent.tolist())
+            for place in np.flatnonzero(dag.kind[path] == SENT).tolist():
+                owner[place], op[place] = -1, sent[int(path[place])]
+        host = np.isin(dag.kind[path], (LEAD, HOST))
+        columns = (owner, op, self.node_start[path], self.node_end[path], host)
+        return list(map(Step, *(column.tolist() for column in columns)))
 
     def slack(self) -> list[int]:
         """Per class: by how much all its computing could be late without delaying the end, ns.
@@ -494,50 +515,28 @@ def durations_of(dag: Dag, prices: Prices) -> np.ndarray:
     return found
 
 
-class _Accountant:
-    """Walks the main stream of one class and says what each gap was."""
+def _explained(  # type: ignore[no-untyped-def]
+    starts, ends, lane, ready, began, ended, exposed, waiting, rest
+):
+    """Says what the gaps between spans of the main stream were: what a call that ends in a gap
+    waited for others, and moved data, is of its lane, and nothing else is idle.
 
-    def __init__(self, timeline: Timeline, index: int) -> None:
-        self.timeline = timeline
-        self.spans = timeline.spans(index)
-        self.program = timeline.graph.program_list[index]
-
-    def account(self) -> Account:
-        lanes = self.timeline.lanes
-        total = self.timeline.iteration_ns
-        main = self.spans[self.spans["lane"] == lanes.index("main")]
-        calls = self.spans[self.program.ops["name"][self.spans["op"]] != CODE["compute"]]
-        calls = calls[np.argsort(calls["end"], kind="stable")]
-        self.ends = calls["end"].tolist()
-        self.calls = calls[["lane", "ready", "start", "end"]].tolist()
-        exposed: dict[str, int] = {}
-        waiting: dict[str, int] = {}
-        at, idle = 0, 0
-        # what a rank began before the others had ended the last iteration was accounted there
-        starts = [*main["start"].clip(0, total).tolist(), total]
-        ends = [*main["end"].clip(0, total).tolist(), total]
-        for start, end in zip(starts, ends, strict=True):
-            gap, at_gap = start - at, at
-            if gap > 0:
-                idle += gap - self._explain(at_gap, start, exposed, waiting)
-            at = max(at, end)
-        compute = sum(end - start for start, end in zip(starts, ends, strict=True))
-        return Account(total, compute, exposed, waiting, idle)
-
-    def _explain(
-        self, begin: int, end: int, exposed: dict[str, int], waiting: dict[str, int]
-    ) -> int:
-        """How much of the gap [begin, end) the calls that end in it explain, ns."""
-        first, last = (bisect.bisect_right(self.ends, at) for at in (begin, end))
-        explained, at = 0, begin
-        for lane, ready, began, ended in self.calls[first:last]:
-            group = self.timeline.lanes[lane]
-            wait = max(0, min(began, end) - max(at, ready))
-            move = max(0, min(ended, end) - max(at, began))
-            if wait:
-                waiting[group] = waiting.get(group, 0) + wait
-            if move:
-                exposed[group] = exposed.get(group, 0) + move
-            explained += wait + move
-            at = max(at, ended)
-        return explained
+    Calls come as they end.  ``rest``: idle, computing.
+    """
+    first = at = 0
+    for k in range(len(starts)):
+        start = starts[k]
+        idle, before = max(0, start - at), at
+        while first < len(ended) and ended[first] <= before:
+            first += 1
+        while first < len(ended) and ended[first] <= start and before < start:
+            wait = max(0, min(began[first], start) - max(at, ready[first]))
+            move = max(0, min(ended[first], start) - max(at, began[first]))
+            waiting[lane[first]] += wait
+            exposed[lane[first]] += move
+            idle -= wait + move
+            at = max(at, ended[first])
+            first += 1
+        rest[0] += idle
+        rest[1] += ends[k] - start
+        at = max(before, ends[k])

@@ -162,7 +162,7 @@ class _Track:
         self.timeline, self.index, self.title = timeline, index, title
         self.process = index if process < 0 else process
         self.program: Program = timeline.graph.program_list[index]
-        self.spans = timeline.spans(index)
+        self.spans = timeline.spans(index).copy()
         for column in ("ready", "start", "end"):
             self.spans[column] += early
         self.hosts = timeline.host_spans(index)

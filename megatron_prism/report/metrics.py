@@ -75,20 +75,24 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
     """The critical path by (phase, op, group, provenance), largest first; sums to the iteration."""
     graph, prices, begin = timeline.graph, timeline.prices, _begin(timeline)
     meet = graph.matched_calls
+    columns = [
+        [program.ops[name].tolist() for name in ("phase", "name", "group")]
+        for program in graph.program_list
+    ]
     total: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for owner, number, start, end, host in timeline.critical_path():
         if owner >= 0:
-            program, at = graph.program_list[owner], number
+            who, at = owner, number
             source = (prices.host_source if host else prices.compute_source)[owner][number]
         else:
-            first = int(meet.start[number])
-            program, at = graph.program_list[meet.classes[first]], int(meet.ops[first])
+            first = meet.start[number]
+            who, at = int(meet.classes[first]), int(meet.ops[first])
             source = prices.collective_source[number]
-        row = program.ops[at]
+        phases, names, groups = columns[who]
         key = (
-            PHASE_NAMES[row["phase"]] or "outside",
-            HOST_PART + NAMES[row["name"]] if host else NAMES[row["name"]],
-            program.strings[row["group"]],
+            PHASE_NAMES[phases[at]] or "outside",
+            HOST_PART + NAMES[names[at]] if host else NAMES[names[at]],
+            graph.program_list[who].strings[groups[at]],
             prices.sources[source],
         )
         total[key][0] += end - max(start, begin)

@@ -159,15 +159,17 @@ def test_interpreted_and_compiled_are_one(monkeypatch):
         for small in (1 << 40, -1):
             monkeypatch.setattr(loops, "SMALL", small)
             _, outcome = simulated(programs, links=shared)
-            order = outcome.dag.order
-            tail = loops.tails(order, outcome.dag.start, outcome.dag.before, outcome.end)
-            found.append((outcome.begin, outcome.end, order, tail))
+            dag, last = outcome.dag, int(outcome.end.argmax())
+            tail = loops.tails(dag.order, dag.start, dag.before, outcome.end)
+            path = loops.path(dag.start, dag.before, outcome.end, last)
+            found.append((outcome.begin, outcome.end, dag.start, dag.before, dag.order, tail, path))
         for a, b in zip(*found, strict=True):
             assert np.array_equal(a, b)
 
 
 def test_without_numba_large_graphs_are_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(loops, "_interpreted", 0)
     loops._compiled.cache_clear()
     made = dependencies.build(graph.build(healthy(GRAPH_WORLDS[1])))
     assert len(made.order) == len(made)  # small ones need none

@@ -186,12 +186,21 @@ def call_ns(program: Program, calibration: Calibration, default: int) -> np.ndar
     has its share.  ``default`` where nothing was measured."""
     ops = program.ops
     found, again = np.zeros(len(ops), dtype=np.int64), right_after(program)
-    for i in np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]).tolist():
-        if ops["batch"][i] >= 0:
-            found[i] = calibration.host_ns("message", True, default)
-        else:
-            later = bool(ops["handle"][i] >= 0)
-            found[i] = calibration.host_ns(NAMES[ops["name"][i]], later, default, bool(again[i]))
+    calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
+    columns = (
+        ops["name"][calls],
+        ops["batch"][calls] >= 0,
+        ops["handle"][calls] >= 0,
+        again[calls],
+    )
+    kinds = list(zip(*(column.tolist() for column in columns), strict=True))
+    took = {
+        kind: calibration.host_ns("message", True, default)
+        if kind[1]
+        else calibration.host_ns(NAMES[kind[0]], kind[2], default, kind[3])
+        for kind in set(kinds)
+    }
+    found[calls] = [took[kind] for kind in kinds]
     return found
 
 
@@ -216,10 +225,9 @@ def host_ns(
     talks = IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]
     source[talks] = first + 1
     ns[talks] = calls[talks]
-    batches: dict[int, int] = {}
-    for i in np.flatnonzero(ops["batch"] >= 0).tolist():
-        owner = batches.setdefault(int(ops["batch"][i]), i)
-        if owner != i:
-            ns[owner] += ns[i]
-            ns[i] = 0
+    batched = np.flatnonzero(ops["batch"] >= 0)
+    _, owner, which = np.unique(ops["batch"][batched], return_index=True, return_inverse=True)
+    parts = ns[batched]
+    ns[batched] = 0
+    np.add.at(ns, batched[owner][which.ravel()], parts)
     return lead, ns, source
