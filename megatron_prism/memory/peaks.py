@@ -49,10 +49,12 @@ __all__ = [
     "described",
     "estimates",
     "growth",
+    "known_peak",
     "memory_bound",
     "overflow",
     "peak",
     "recomputable",
+    "reserved",
     "viz_snapshot",
 ]
 
@@ -152,6 +154,16 @@ def peak(program: Program) -> Peak | None:
         site=_split(note)[2],
         holdings=_holdings(program, top),
     )
+
+
+def known_peak(program: Program) -> Peak:
+    """The peak of one program; UsageError if it recorded no allocations."""
+    top = peak(program)
+    if top is None:
+        fix = ("capture on tier meta: prism capture RECIPE prism.tier=meta -o DIR, or a stock job "
+               "with --prism-tier meta")  # fmt: skip
+        raise UsageError(f"rank {program.rank} recorded no allocations", fix=fix)
+    return top
 
 
 def _split(note: str) -> tuple[str, str, str]:
@@ -339,25 +351,26 @@ def analyse(
     programs: Programs, settings: allocator.Settings | None = None
 ) -> tuple[ClassMemory, ...]:
     """Memory of every class that has a program; UsageError if one recorded no allocations."""
-    settings = settings or allocator.Settings()
     of = programs.program_of
     same = np.where(of < 0, -1, equal_programs(programs.programs)[of])
     found = []
     for index in np.unique(same[same >= 0]):
         program = programs.programs[index]
         ranks = np.flatnonzero(same == index)
-        top = peak(program)
-        if top is None:
-            fix = ("capture on tier meta: prism capture RECIPE prism.tier=meta -o DIR, or a stock "
-                   "job with --prism-tier meta")  # fmt: skip
-            raise UsageError(f"rank {program.rank} recorded no allocations", fix=fix)
-        heard = program.history.tolist() or _changes(program)
-        least, most = (allocator.replay_requests(heard, settings, ahead=n).peak_reserved
-                       for n in (0, allocator.AHEAD))  # fmt: skip
+        top, between = known_peak(program), reserved(program, settings)
         name, shown = class_name(programs.world, ranks.tolist()), format_ranks(ranks.tolist())
-        found.append(ClassMemory(name, shown, ranks.size, top, (least + most) // 2, (least, most),
+        found.append(ClassMemory(name, shown, ranks.size, top, sum(between) // 2, between,
                                  int(index), growth(program)))  # fmt: skip
     return tuple(sorted(found, key=lambda one: int(re.split(r"\D", one.ranks, maxsplit=1)[0])))
+
+
+def reserved(program: Program, settings: allocator.Settings | None = None) -> tuple[int, int]:
+    """(least, most) bytes of the allocator's segments, over all that its process asked for: the
+    device keeps up, or the host is far ahead of it."""
+    heard = program.history.tolist() or _changes(program)
+    least, most = (allocator.replay_requests(heard, settings, ahead=n).peak_reserved
+                   for n in (0, allocator.AHEAD))  # fmt: skip
+    return least, most
 
 
 def _changes(program: Program) -> list[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import re
@@ -25,17 +26,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
+from megatron_prism import __version__
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.files import write_whole
-from megatron_prism.core.program import Programs, load
+from megatron_prism.core.program import Program, Programs, load
 from megatron_prism.core.slices import assemble
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.emulate.workers import die_with_parent
 from megatron_prism.memory import nccl_buffers
-from megatron_prism.memory.peaks import analyse, peak
+from megatron_prism.memory.peaks import known_peak, peak, reserved
 from megatron_prism.predict import predict
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.timeline import Timeline
@@ -295,30 +295,41 @@ def _memory(
     found = []
     for index in [i for i in used[:2] if tops[i] >= _CLOSE * tops[used[0]]]:
         program = programs.programs[index]
-        alone = dataclasses.replace(
-            programs, programs=(program,), program_of=np.zeros_like(programs.program_of)
-        )
-        one = analyse(alone)[0]
-        more = 0
+        top, more = known_peak(program), 0
         if layout.shares_state and base.world.dp != layout.world.dp:
-            state = one.peak.by_kind["optim"]
+            state = top.by_kind["optim"]
             more = state * base.world.dp // layout.world.dp - state
         nccl = device.nccl(nccl_buffers.used_by(programs, index)) if device is not None else None
         beyond = (nccl + device.process
                   if device is not None and nccl is not None and device.process is not None
                   else None)  # fmt: skip
-        reserved = one.reserved + more
+        family = settings.folder / "slices" / layout.family()
+        held = _reserved(program, family) + more
         found.append({
             "stage": f"stage {programs.world.coordinates(program.rank).pp}",
-            "bytes": reserved if beyond is None else reserved + beyond,
+            "bytes": held if beyond is None else held + beyond,
             "level": "reserved" if beyond is None else "device",
-            "allocated": one.peak.num_bytes + more,
-            "reserved": reserved,
-            "at": one.peak.op.label,
+            "allocated": top.num_bytes + more,
+            "reserved": held,
+            "at": top.op.label,
             "by_kind": {kind: size + more * (kind == "optim")
-                        for kind, size in one.peak.by_kind.items() if size},
+                        for kind, size in top.by_kind.items() if size},
         })  # fmt: skip
     return max(found, key=lambda one: one["bytes"])
+
+
+def _reserved(program: Program, family: Path) -> int:
+    """Bytes that PyTorch's allocator reserves; it costs more than a replay and is the same for any
+    number of microbatches, so it is kept beside the slices."""
+    asked = program.history if len(program.history) else program.allocations
+    content = (__version__.encode(), asked.tobytes(), program.streams.tobytes())
+    place = family / f"reserved-{hashlib.sha1(b''.join(content)).hexdigest()[:16]}"
+    try:
+        return int(place.read_text())
+    except (OSError, ValueError):
+        found = sum(reserved(program)) // 2
+        write_whole(place, f"{found}\n", force=True)
+        return found
 
 
 def _times(programs: Programs, settings: SweepSettings) -> Figures:

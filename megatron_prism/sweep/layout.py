@@ -258,8 +258,9 @@ class ScriptLayout(JobLayout):
 
 def _refusal(message: str) -> str:
     """The line of a traceback that says what is wrong."""
-    found = re.findall(r"^(?:\w+\.)*(?:\w*Error|\w*Exception): .+$", message, re.MULTILINE)
-    return found[-1] if found else message
+    error = r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception): .+)$"
+    found = re.findall(error, message, re.MULTILINE)
+    return str(found[-1]) if found else message
 
 
 def option_value(words: Sequence[str], option: str) -> str | None:
