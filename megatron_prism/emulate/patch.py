@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -35,6 +35,9 @@ from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime.recorded_values import ValueRecorder, ValueReplayer
 from megatron_prism.runtime.virtual_world import VirtualWorld
 
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
 __all__ = [
     "ENABLES",
     "META",
@@ -46,8 +49,8 @@ __all__ = [
     "Original",
     "PatchContext",
     "Patch",
+    "Patches",
     "apply",
-    "patch",
     "refused",
     "statuses",
 ]
@@ -62,12 +65,13 @@ META = ("meta",)
 VALUES = ("cuda", "cpu")  # where tensors have values
 Original = Callable[..., Any]  # a function of Megatron
 Apply = Callable[[ModuleType, "PatchContext"], None]
+Replacement = Callable[..., Any]  # (context, original, *args, **kwargs)
 _RANGE = re.compile(r"(>=|<)(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A change of one module; ``patch`` declares it.
+    """A change of one module; ``Patches`` declares it.
 
     name    : of the patch; the same in two modules if it is the same change
     module  : whose names are replaced
@@ -101,26 +105,46 @@ class Patch:
         return tuple(found)
 
 
-def patch(
-    into: list[Patch],
-    module: str,
-    *targets: str,
-    reason: str,
-    source: str,
-    purpose: str = ENABLES,
-    releases: str = "",
-    tiers: tuple[str, ...] = TIERS,
-) -> Callable[[Apply], Apply]:
-    """Append the decorated function to ``into``: a patch of ``module`` with the function's name."""
+class _About(TypedDict, total=False):
+    """Fields of a Patch."""
 
-    def declare(function: Apply) -> Apply:
-        name = function.__name__.strip("_").replace("_", "-")
-        into.append(
-            Patch(name, module, reason, source, function, targets, purpose, releases, tiers)
-        )
-        return function
+    reason: Required[str]
+    source: Required[str]
+    purpose: str
+    releases: str
+    tiers: tuple[str, ...]
 
-    return declare
+
+class Patches(list[Patch]):
+    """Patches of one subject; its methods decorate functions that are named like the patch."""
+
+    def patch(
+        self, module: str, *targets: str, **about: Unpack[_About]
+    ) -> Callable[[Apply], Apply]:
+        """Append a patch of ``module`` that the decorated function applies."""
+
+        def declare(function: Apply) -> Apply:
+            name = function.__name__.strip("_").replace("_", "-")
+            self.append(Patch(name, module, apply=function, targets=targets, **about))
+            return function
+
+        return declare
+
+    def instead(
+        self, module: str, *targets: str, **about: Unpack[_About]
+    ) -> Callable[[Replacement], Replacement]:
+        """Append a patch whose every target is replaced by the decorated function, which is called
+        with the context, the original and the arguments."""
+
+        def declare(function: Replacement) -> Replacement:
+            def put(found: ModuleType, context: PatchContext) -> None:
+                context.replace(found, functools.partial(function, context))
+
+            put.__name__ = function.__name__
+            self.patch(module, *targets, **about)(put)
+            return function
+
+        return declare
 
 
 @dataclass(frozen=True)

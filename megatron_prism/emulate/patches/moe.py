@@ -18,9 +18,8 @@ from megatron_prism.emulate.patch import (
     NO_CUDA,
     VALUES,
     Original,
-    Patch,
     PatchContext,
-    patch,
+    Patches,
     refused,
 )
 from megatron_prism.runtime.devices import cuda, moe_dispatch
@@ -30,45 +29,38 @@ from megatron_prism.runtime.virtual_world import values_of
 
 __all__ = ["PATCHES"]
 
-PATCHES: list[Patch] = []
+PATCHES = Patches()
 
 _MTP = "mtp"  # optimizer.py:150 @0.19.0
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.optimizer.optimizer",
     "MegatronOptimizer.has_grad_norm_group",
     reason="whether some rank has detached MTP heads is asked of ranks that mirror this one",
     source="core/optimizer/optimizer.py:294 @0.19.0",
     releases=">=0.19",
 )
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.optimizer.layer_wise_optimizer",
     "LayerWiseDistributedOptimizer.has_grad_norm_group",
     reason="whether some rank has detached MTP heads is asked of ranks that mirror this one",
     source="core/optimizer/layer_wise_optimizer.py:815 @0.19.0",
     releases=">=0.19",
 )
-def _norm_of_mtp_heads(module: ModuleType, context: PatchContext) -> None:
+def _norm_of_mtp_heads(context: PatchContext, original: Original, self: Any, group: str) -> bool:
     """With ``--mtp-detach-heads`` MTP layers have a gradient norm of their own, which all ranks add
     up if one of them has such layers.  Ranks ask each other that; mirrored ones would all be like
     this one, and a stage without MTP layers would leave a call out that the others make."""
-
-    def call(original: Original, self: Any, group: str) -> bool:
-        found = original(self, group)
-        if group != _MTP or context.is_real():
-            return found
-        args = job_arguments.parsed()
-        detached = getattr(args, "mtp_detach_heads", False) and args.mtp_num_layers
-        return bool(found or detached)
-
-    context.replace(module, call)
+    found = original(self, group)
+    if group != _MTP or context.is_real():
+        return found
+    args = job_arguments.parsed()
+    detached = getattr(args, "mtp_detach_heads", False) and args.mtp_num_layers
+    return bool(found or detached)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.moe.token_dispatcher",
     "_DeepepManager.__init__",
     "_HybridEPManager.__init__",
@@ -89,8 +81,7 @@ def _no_flex(module: ModuleType, context: PatchContext) -> None:
         context.replace(module, call, f"{owner}.__init__")
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.transformer.moe.token_dispatcher",
     "MoEAlltoAllTokenDispatcher.preprocess",
     "MoEAllGatherTokenDispatcher.token_dispatch",
@@ -98,23 +89,20 @@ def _no_flex(module: ModuleType, context: PatchContext) -> None:
     source="core/transformer/moe/token_dispatcher.py:256, :469 @0.16.1; :278, :495 @0.19.0",
     tiers=VALUES,
 )
-def _balanced_peers(module: ModuleType, context: PatchContext) -> None:
+def _balanced_peers(
+    context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Counts and routing maps of virtual ranks are ours, seen from where they are."""
-
-    def call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-        values = values_of(self.tp_ep_group)
-        if values is None:
-            return original(self, *args, **kwargs)
-        ways = self.tp_ep_group.size() // self.ep_size
-        blocks = BalancedExpertCounts(self.config.num_moe_experts, self.num_local_experts, ways)
-        with values.of_parts(blocks):
-            return original(self, *args, **kwargs)
-
-    context.replace(module, call)
+    values = values_of(self.tp_ep_group)
+    if values is None:
+        return original(self, *args, **kwargs)
+    ways = self.tp_ep_group.size() // self.ep_size
+    blocks = BalancedExpertCounts(self.config.num_moe_experts, self.num_local_experts, ways)
+    with values.of_parts(blocks):
+        return original(self, *args, **kwargs)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.moe.router",
     "TopKRouter.routing",
     reason="how many tokens an expert gets depends on what real peers computed",
@@ -135,8 +123,7 @@ def _recorded_routing(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.moe.moe_utils",
     "HAVE_TE",
     reason="without Transformer Engine the router raises NameError",
@@ -151,50 +138,46 @@ def _name_without_te(module: ModuleType, context: PatchContext) -> None:
         context.changes.set(module, "te_general_gemm", None)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.transformer.moe.token_dispatcher",
     "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
     reason="token counts steer shapes, and shapes have no data",
     source="core/transformer/moe/token_dispatcher.py:871 @0.16.1",
     tiers=META,
 )
-def _balanced_splits(module: ModuleType, context: PatchContext) -> None:
+def _balanced_splits(
+    context: PatchContext, original: Original, self: Any, point: str, tokens_per_expert: Any = None
+) -> Any:
     """Shapes have no routing: every expert gets its even share, and the host knows it at once.
 
     The one point where the dispatcher needs data is its copy of the splits to the host
     (core/transformer/moe/token_dispatcher.py, _maybe_dtoh_and_synchronize).
     """
-
-    def call(original: Original, self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        if self.drop_and_pad or point != self.cuda_dtoh_point:
-            return tokens_per_expert
-        if cuda.watcher is not None:  # the copy to the host that this stands in for
-            cuda.watcher.host_waited("token counts")
-        splits = moe_dispatch.balanced_splits(
-            self,
-            total=int(self.num_out_tokens)
-            if not torch.is_tensor(self.num_out_tokens)
-            else self.routing_map.shape[0] * self.config.moe_router_topk,
-            num_experts=self.num_experts,
-            local=self.local_expert_indices,
-            ep_size=self.ep_size,
-            tp_size=self.tp_size,
-            topk=self.config.moe_router_topk,
-        )
-        counts["made_up"] = True
-        self.num_out_tokens = splits.total
-        self.input_splits = splits.sent
-        self.output_splits = splits.received
-        self.output_splits_tp = splits.received_tp
-        self.num_global_tokens_per_local_expert = splits.table
-        return splits.per_local_expert
-
-    context.replace(module, call)
+    if self.drop_and_pad or point != self.cuda_dtoh_point:
+        return tokens_per_expert
+    if cuda.watcher is not None:  # the copy to the host that this stands in for
+        cuda.watcher.host_waited("token counts")
+    splits = moe_dispatch.balanced_splits(
+        self,
+        total=int(self.num_out_tokens)
+        if not torch.is_tensor(self.num_out_tokens)
+        else self.routing_map.shape[0] * self.config.moe_router_topk,
+        num_experts=self.num_experts,
+        local=self.local_expert_indices,
+        ep_size=self.ep_size,
+        tp_size=self.tp_size,
+        topk=self.config.moe_router_topk,
+    )
+    counts["made_up"] = True
+    self.num_out_tokens = splits.total
+    self.input_splits = splits.sent
+    self.output_splits = splits.received
+    self.output_splits_tp = splits.received_tp
+    self.num_global_tokens_per_local_expert = splits.table
+    return splits.per_local_expert
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.moe.token_dispatcher",
     "MoEAllGatherTokenDispatcher.dispatch_postprocess",
     reason="the same where all tokens are gathered",
@@ -240,8 +223,7 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.moe.fused_a2a",
     "fused_dispatch",
     "fused_combine",
@@ -258,8 +240,7 @@ def _fused_dispatch(module: ModuleType, context: PatchContext) -> None:
     context.set(module, "set_deepep_num_sms", lambda number: None)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.moe.token_dispatcher",
     "_HybridEPManager.setup_metadata",
     "_DeepepManager.setup_metadata",
@@ -290,8 +271,7 @@ def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
     context.set(module, "fused_indices_to_multihot", moe_dispatch.indices_to_multihot)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.transformer.moe.moe_utils",
     "permute",
     reason="masked_select has no meta kernel",
@@ -299,20 +279,17 @@ def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
     releases="<0.19",
     tiers=META,
 )
-def _static_permute(module: ModuleType, context: PatchContext) -> None:
+def _static_permute(
+    context: PatchContext,
+    original: Original,
+    tokens: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    num_out_tokens: int | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> Any:
     """The unfused permutation selects by mask, which has no shape; its size is known beforehand."""
-
-    def call(
-        original: Original,
-        tokens: torch.Tensor,
-        routing_map: torch.Tensor,
-        probs: torch.Tensor | None = None,
-        num_out_tokens: int | None = None,
-        fused: bool = False,
-        drop_and_pad: bool = False,
-    ) -> Any:
-        if fused or drop_and_pad or num_out_tokens is None:
-            return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
-        return moe_dispatch.permute_shapes(tokens, probs, int(num_out_tokens))
-
-    context.replace(module, call)
+    if fused or drop_and_pad or num_out_tokens is None:
+        return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
+    return moe_dispatch.permute_shapes(tokens, probs, int(num_out_tokens))

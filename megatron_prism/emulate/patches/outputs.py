@@ -20,20 +20,19 @@ import torch
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.emulate.patch import PROTECTS, Original, Patch, PatchContext, patch
+from megatron_prism.emulate.patch import PROTECTS, Original, PatchContext, Patches
 from megatron_prism.emulate.patches.startup import megatron_args
 
 __all__ = ["PATCHES", "weigh"]
 
-PATCHES: list[Patch] = []
+PATCHES = Patches()
 _NO_CHECKPOINTS = (
     "prism: checkpoints are not written: --save names the real job's folder\n"
     "  fix: --prism-record DIR, if this run is the real job and all its ranks are local\n"
 )
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.training.checkpointing",
     "save_checkpoint",
     reason="--save names the real job's folder, and virtual ranks have no shards to put there",
@@ -64,8 +63,7 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.dist_checkpointing.serialization",
     "save",
     "load",
@@ -129,8 +127,7 @@ def _only(
     return call
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.training.checkpointing",
     "save_grads",
     reason="gradients that are saved go to the real job's folder, too",
@@ -143,8 +140,7 @@ def _no_gradients(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, _only(context.writes, context, said))
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.training.checkpointing",
     "load_checkpoint",
     reason="shapes made --load look for iteration 0; an iteration in the midst of a job",
@@ -232,15 +228,13 @@ def _go_on(job: Any, scheduler: Any, begun: int, end: int) -> None:
     )
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.optimizer.distrib_optimizer",
     "DistributedOptimizer.load_parameter_state",
     reason="ranks but the first of a data-parallel group loaded zeros for a legacy optimizer state",
     source="core/optimizer/distrib_optimizer.py:2253 @0.16.1; :2542 @0.19.0",
 )
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.optimizer.optimizer",
     "ChainedOptimizer.load_parameter_state",
     reason="the same where experts have an optimizer of their own",
@@ -274,8 +268,7 @@ def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.dist_checkpointing.strategies.torch",
     "TorchDistLoadShardedStrategy.load",
     reason="a rank alone waited for the plan of virtual rank 0 (--ckpt-format torch_dist)",
@@ -315,8 +308,7 @@ def _make_states(optimizer: Any) -> None:
         make()
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.dist_checkpointing.validation",
     "validate_sharding_integrity",
     reason="an emulated rank 0 could not --load: shards of virtual ranks seemed missing",
@@ -335,8 +327,7 @@ _WRITERS = {
 }
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.training.global_vars",
     "_set_tensorboard_writer",
     "_set_wandb_writer",
@@ -372,33 +363,29 @@ _OTHERS = {
 }
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.global_vars",
     "set_global_variables",
     reason="routing, logits, parameter groups, snapshots: the real job's files",
     source="training/training.py:3566, :2092, :2137 @0.19.0",
     purpose=PROTECTS,
 )
-def _no_others(module: ModuleType, context: PatchContext) -> None:
+def _no_others(
+    context: PatchContext, original: Original, args: Any, *rest: Any, **kwargs: Any
+) -> Any:
     """They begin by emptying the real job's file of that rank, or end by replacing it."""
-
-    def call(original: Original, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        asked = [name for name in _OTHERS if getattr(args, name, None)]
-        if asked and not context.writes(args.world_size):
-            for name in asked:
-                setattr(args, name, None)
-            if context.leads:
-                flags = ", ".join(_OTHERS[name] for name in asked)
-                why = "it would write among the real job's files"
-                sys.stderr.write(f"prism: {flags} is off: {why}\n")
-        return original(args, *rest, **kwargs)
-
-    context.replace(module, call)
+    asked = [name for name in _OTHERS if getattr(args, name, None)]
+    if asked and not context.writes(args.world_size):
+        for name in asked:
+            setattr(args, name, None)
+        if context.leads:
+            flags = ", ".join(_OTHERS[name] for name in asked)
+            why = "it would write among the real job's files"
+            sys.stderr.write(f"prism: {flags} is off: {why}\n")
+    return original(args, *rest, **kwargs)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.training.gpu_sniff_test",
     "run_gpu_sniff_test",
     reason="it divides by times that are 0 without a GPU, and asks virtual ranks for theirs",
@@ -411,8 +398,7 @@ def _no_sniffing(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, _only(context.is_real, context, said))
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.utils",
     "append_to_progress_log",
     reason="--log-progress appends to a file of the real job",
@@ -420,8 +406,7 @@ def _no_sniffing(module: ModuleType, context: PatchContext) -> None:
     purpose=PROTECTS,
     releases="<0.19",
 )
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.utils.log_utils",
     "append_to_progress_log",
     reason="the same in its new home",
@@ -429,21 +414,18 @@ def _no_sniffing(module: ModuleType, context: PatchContext) -> None:
     purpose=PROTECTS,
     releases=">=0.19",
 )
-def _no_progress(module: ModuleType, context: PatchContext) -> None:
+def _no_progress(
+    context: PatchContext, original: Original, *args: Any, barrier: bool = True, **kwargs: Any
+) -> Any:
     """Rank 0 appends to a file in ``--save``; its barrier stays."""
-
-    def call(original: Original, *args: Any, barrier: bool = True, **kwargs: Any) -> Any:
-        if context.writes():
-            return original(*args, barrier=barrier, **kwargs)
-        if barrier:
-            torch.distributed.barrier()
-        return None
-
-    context.replace(module, call)
+    if context.writes():
+        return original(*args, barrier=barrier, **kwargs)
+    if barrier:
+        torch.distributed.barrier()
+    return None
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.training.training",
     "compute_throughputs_and_append_to_progress_log",
     reason="it reads the progress file, which a virtual rank 0 has not begun",
@@ -454,37 +436,32 @@ def _no_throughputs(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, _only(context.writes, context))
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.training",
     "train",
     reason="--use-pytorch-profiler writes among the real job's traces",
     source="training/training.py:2638 @0.16.1; :3668 @0.19.0",
     purpose=PROTECTS,
 )
-def _no_traces(module: ModuleType, context: PatchContext) -> None:
+def _no_traces(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Its handler writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under this rank's
     name: that is now beside --prism-out.  Without that ``--profile`` is off, too: without a
     profiler it would start the one of CUDA."""
-
-    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
-        settings = megatron_args()
-        asked = settings.profile and settings.use_pytorch_profiler
-        if asked and not context.writes():
-            settings.profile = context.profiles is not None
-            if context.profiles is not None:
-                settings.tensorboard_dir = str(context.profiles / "tensorboard")
-            if context.leads:
-                sys.stderr.write(
-                    f"prism: --use-pytorch-profiler writes to {context.profiles}\n"
-                    if settings.profile
-                    else "prism: --use-pytorch-profiler is off: it would write among the real "
-                    "job's traces\n"
-                    "  fix: --prism-out DIR, beside which it writes then\n"
-                )
-        return original(*args, **kwargs)
-
-    context.replace(module, call)
+    settings = megatron_args()
+    asked = settings.profile and settings.use_pytorch_profiler
+    if asked and not context.writes():
+        settings.profile = context.profiles is not None
+        if context.profiles is not None:
+            settings.tensorboard_dir = str(context.profiles / "tensorboard")
+        if context.leads:
+            sys.stderr.write(
+                f"prism: --use-pytorch-profiler writes to {context.profiles}\n"
+                if settings.profile
+                else "prism: --use-pytorch-profiler is off: it would write among the real "
+                "job's traces\n"
+                "  fix: --prism-out DIR, beside which it writes then\n"
+            )
+    return original(*args, **kwargs)
 
 
 class _Complete(Exception):

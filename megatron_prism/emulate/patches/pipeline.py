@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from megatron_prism.emulate.patch import META, VALUES, Original, Patch, PatchContext, patch, refused
+from megatron_prism.emulate.patch import META, VALUES, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.virtual_world import current, values_of
 
 __all__ = ["PATCHES", "mtp_lengths", "tokens_of"]
 
-PATCHES: list[Patch] = []
+PATCHES = Patches()
 
 
 def tokens_of(labels: torch.Tensor, length: int, place: int, parts: int) -> torch.Tensor | None:
@@ -59,8 +59,7 @@ def _fill_received(model: Any, labels: torch.Tensor) -> None:
     world.aside(fill)  # the real job has it from another rank
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.models.gpt.gpt_model",
     "GPTModel.forward",
     "GPTModel.build_schedule_plan",
@@ -68,8 +67,7 @@ def _fill_received(model: Any, labels: torch.Tensor) -> None:
     source="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
     tiers=VALUES,
 )
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.models.hybrid.hybrid_model",
     "HybridModel.forward",
     reason="nothing but a direction shared by all tokens can be learned from noise",
@@ -77,8 +75,7 @@ def _fill_received(model: Any, labels: torch.Tensor) -> None:
     releases=">=0.19",
     tiers=VALUES,
 )
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.models.mamba.mamba_model",
     "MambaModel.forward",
     reason="nothing but a direction shared by all tokens can be learned from noise",
@@ -86,16 +83,14 @@ def _fill_received(model: Any, labels: torch.Tensor) -> None:
     releases="<0.19",
     tiers=VALUES,
 )
-def _received_tokens(module: ModuleType, context: PatchContext) -> None:
+def _received_tokens(
+    context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any
+) -> Any:
     """A stage with labels learns from vectors of tokens; from noise it could not."""
-
-    def call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
-        if labels is not None:
-            _fill_received(self, labels)
-        return original(self, *args, **kwargs)
-
-    context.replace(module, call)
+    labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
+    if labels is not None:
+        _fill_received(self, labels)
+    return original(self, *args, **kwargs)
 
 
 class _Zeroed:
@@ -123,8 +118,7 @@ class _Zeroed:
         return made.zero_() if pair else made
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
     "AttnFuncWithCPAndKVP2P.backward",
     reason="the real neighbour overwrites the half that stays unwritten; a mirrored one adds it up",
@@ -146,8 +140,7 @@ def _whole_ring(module: ModuleType, context: PatchContext) -> None:
     context.set(module, "AttnFuncWithCPAndKVP2P.backward", backward)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.tensor_parallel.data",
     "broadcast_data",
     reason="a virtual source sends no sizes, shapes have none: batches had no dimensions",
@@ -174,8 +167,7 @@ def _own_broadcasts(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.models.multimodal.llava_model",
     "LLaVAModel.__init__",
     reason="lengths of sequences are values, and shapes have none",
@@ -195,8 +187,7 @@ _SCHEDULES = (
 )
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.pipeline_parallel.schedules",
     "forward_step",
     "backward_step",
@@ -247,8 +238,7 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, schedule, *_SCHEDULES)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.pipeline_parallel.combined_1f1b",
     "combined_forward_backward_step",
     reason="the same with --overlap-moe-expert-parallel-comm",
@@ -279,8 +269,7 @@ def _label_combined(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.pipeline_parallel.p2p_communication",
     "_p2p_ops",
     "_batched_p2p_ops",
@@ -368,27 +357,24 @@ def mtp_lengths(communicator: Any, microbatches: int) -> tuple[Iterator[int], It
     )
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.pipeline_parallel.p2p_communication",
     "P2PCommunicator._communicate",
     reason="under fp16 received gradients carry the loss scale",
     source="core/pipeline_parallel/p2p_communication.py:254 @0.16.1; :275 @0.19.0",
 )
-def _loss_scale(module: ModuleType, context: PatchContext) -> None:
+def _loss_scale(
+    context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any
+) -> Any:
     """A received gradient carries the loss scale that the last stage multiplied its loss by.
 
     The optimizer divides by it again: without it gradients of middle stages come out 2^32 times too
     small under fp16, and the norm prints 0.
     """
-
-    def call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-        world = current()
-        if world is not None:
-            world.values.loss_scale = _scale_of_now(self.config.grad_scale_func)
-        return original(self, *args, **kwargs)
-
-    context.replace(module, call)
+    world = current()
+    if world is not None:
+        world.values.loss_scale = _scale_of_now(self.config.grad_scale_func)
+    return original(self, *args, **kwargs)
 
 
 def _scale_of_now(scale_loss: Any) -> Callable[[], Any] | None:

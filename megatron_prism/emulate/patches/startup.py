@@ -21,18 +21,17 @@ import torch
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import orthogonal_rank_groups
 from megatron_prism.emulate import job_arguments, options
-from megatron_prism.emulate.patch import SPEEDS_UP, Original, Patch, PatchContext, patch
+from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
 
 __all__ = ["PATCHES", "megatron_args"]
 
-PATCHES: list[Patch] = []
+PATCHES = Patches()
 
 
 # -- groups ----------------------------------------------------------------------------------------
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.parallel_state",
     "RankGenerator.get_ranks",
     "create_group",
@@ -62,75 +61,59 @@ def _fast_groups(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, create_group, "create_group")
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.parallel_state",
     "initialize_model_parallel",
     reason="the parallel sizes of a program without Megatron's arguments",
     source="core/parallel_state.py:545 @0.16.1; :601 @0.19.0",
 )
-def _sizes_in_code(module: ModuleType, context: PatchContext) -> None:
+def _sizes_in_code(
+    context: PatchContext, original: Original, *args: object, **kwargs: object
+) -> object:
     """A program without Megatron's arguments says its parallel sizes here for the first time."""
-
-    def call(original: Original, *args: object, **kwargs: object) -> object:
-        if context.monitor.loop is not None:
-            bound = inspect.signature(original).bind(*args, **kwargs)
-            bound.apply_defaults()
-            size = torch.distributed.get_world_size()
-            context.monitor.world_known(options.world_of_sizes(size, bound.arguments))
-        return original(*args, **kwargs)
-
-    context.replace(module, call)
+    if context.monitor.loop is not None:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        size = torch.distributed.get_world_size()
+        context.monitor.world_known(options.world_of_sizes(size, bound.arguments))
+    return original(*args, **kwargs)
 
 
 # -- start-up --------------------------------------------------------------------------------------
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.arguments",
     "add_megatron_arguments",
     reason="Megatron's parser refuses options it does not know",
     source="training/arguments.py:92 @0.16.1; :121 @0.19.0",
 )
-def _flags(module: ModuleType, context: PatchContext) -> None:
-    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
-        return options.add_flags(original(*args, **kwargs))
-
-    context.replace(module, call)
+def _flags(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+    return options.add_flags(original(*args, **kwargs))
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.initialize",
     "_initialize_distributed",
     reason="--distributed-backend knows only nccl and gloo; an initialised default group is kept",
     source="training/initialize.py:320 @0.16.1; :271 @0.19.0",
 )
-def _virtual_world(module: ModuleType, context: PatchContext) -> None:
-    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
-        if not torch.distributed.is_initialized():
-            context.start()
-        return original(*args, **kwargs)
-
-    context.replace(module, call)
+def _virtual_world(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+    if not torch.distributed.is_initialized():
+        context.start()
+    return original(*args, **kwargs)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.datasets.utils",
     "compile_helpers",
     reason="the 0.19.2 wheel has the compiled helper but no Makefile: make fails, the job exits",
     source="core/datasets/utils.py:20 @0.16.1 and @0.19.0",
 )
-def _compile_once(module: ModuleType, context: PatchContext) -> None:
+def _compile_once(context: PatchContext, original: Original) -> None:
     """The dataset helper is compiled by whoever stands for rank 0, and only if it is missing."""
-
-    def call(original: Original) -> None:
-        if context.leads and not _helpers_present():
-            original()
-
-    context.replace(module, call)
+    if context.leads and not _helpers_present():
+        original()
 
 
 def _helpers_present() -> bool:
@@ -160,25 +143,20 @@ def _helpers_present() -> bool:
     return False
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.initialize",
     "_compile_dependencies",
     reason="only rank 0 compiles the dataset helper",
     source="training/initialize.py:183 @0.16.1",
 )
-def _compile_leader(module: ModuleType, context: PatchContext) -> None:
+def _compile_leader(context: PatchContext, original: Original) -> Any:
     """Rank 0 compiles; without it the leading local rank must (initialize.py:183 @0.16.1)."""
+    present = _helpers_present()  # every process loads it, from wherever it is
+    if not present and context.leads and context.rank != 0:
+        from megatron.core.datasets.utils import compile_helpers
 
-    def call(original: Original) -> Any:
-        present = _helpers_present()  # every process loads it, from wherever it is
-        if not present and context.leads and context.rank != 0:
-            from megatron.core.datasets.utils import compile_helpers
-
-            compile_helpers()
-        return original()
-
-    context.replace(module, call)
+        compile_helpers()
+    return original()
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -194,8 +172,7 @@ _DATA_READERS = frozenset(
 )
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.parallel_state",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_src_rank",
@@ -237,40 +214,37 @@ def _acting_as_rank_0(context: PatchContext) -> Iterator[None]:
         torch.distributed.get_rank = original
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "BlendedMegatronDatasetBuilder.build",
     reason="only rank 0 builds the sample index",
     source="core/datasets/gpt_dataset.py:442 @0.16.1; :503 @0.19.0",
 )
-def _build_indices(module: ModuleType, context: PatchContext) -> None:
+def _build_indices(
+    context: PatchContext, original: Original, builder: Any, *args: object, **kwargs: object
+) -> object:
     """Rank 0 builds the sample index, the others load it (gpt_dataset.py:442 @0.16.1).
 
     Of mock data it has the samples that are read until ``--exit-interval``: the index of a whole
     training run may take more memory than a laptop has.
     """
+    if builder.config.mock:
+        builder.sizes = _until_exit(builder.sizes)
+    if context.leads and context.rank != 0 and not _helpers_present():
+        from megatron.core.datasets.utils import compile_helpers
 
-    def call(original: Original, builder: Any, *args: object, **kwargs: object) -> object:
-        if builder.config.mock:
-            builder.sizes = _until_exit(builder.sizes)
-        if context.leads and context.rank != 0 and not _helpers_present():
-            from megatron.core.datasets.utils import compile_helpers
-
-            compile_helpers()  # other scripts had rank 0 do it
-        with _acting_as_rank_0(context):
-            try:
-                return original(builder, *args, **kwargs)
-            except Exception as error:
-                if isinstance(error.__cause__ or error, MemoryError):
-                    samples = builder.sizes[0] or 0
-                    raise PrismError(
-                        f"the index of {samples:,} samples does not fit into memory here",
-                        fix="--exit-interval 5: mock data are made for five iterations only",
-                    ) from error
-                raise
-
-    context.replace(module, call)
+        compile_helpers()  # other scripts had rank 0 do it
+    with _acting_as_rank_0(context):
+        try:
+            return original(builder, *args, **kwargs)
+        except Exception as error:
+            if isinstance(error.__cause__ or error, MemoryError):
+                samples = builder.sizes[0] or 0
+                raise PrismError(
+                    f"the index of {samples:,} samples does not fit into memory here",
+                    fix="--exit-interval 5: mock data are made for five iterations only",
+                ) from error
+            raise
 
 
 def _until_exit(sizes: Sequence[int | None]) -> list[int | None]:
@@ -285,50 +259,42 @@ def _until_exit(sizes: Sequence[int | None]) -> list[int | None]:
     return [size if size is None else min(size, read) for size in sizes]
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.training",
     "build_train_valid_test_data_loaders",
     reason="ranks without data learn from rank 0 whether to train",
     source="training/training.py:3411 @0.16.1; :4593 @0.19.0",
 )
-def _train_flags(module: ModuleType, context: PatchContext) -> None:
+def _train_flags(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Ranks without data learn from rank 0 that the job trains; a virtual rank 0 cannot say so.
 
     With its own zeros, or those of the local rank that rank 0 mirrors, a rank exits 0 without
     training (training/training.py:3411 @0.16.1).
     """
-
-    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
-        loaders = original(*args, **kwargs)
-        settings = megatron_args()
-        overwritten = loaders[0] is None or len(context.local_ranks) > 1
-        # on meta tensors even rank 0 cannot read its own flags back
-        if context.meta or (overwritten and 0 not in context.local_ranks):
-            evaluates = bool(getattr(settings, "full_validation", False) or settings.eval_iters)
-            settings.do_train = bool(settings.train_iters) or bool(settings.skip_train)
-            settings.do_valid = settings.do_test = evaluates
-        return loaders
-
-    context.replace(module, call)
+    loaders = original(*args, **kwargs)
+    settings = megatron_args()
+    overwritten = loaders[0] is None or len(context.local_ranks) > 1
+    # on meta tensors even rank 0 cannot read its own flags back
+    if context.meta or (overwritten and 0 not in context.local_ranks):
+        evaluates = bool(getattr(settings, "full_validation", False) or settings.eval_iters)
+        settings.do_train = bool(settings.train_iters) or bool(settings.skip_train)
+        settings.do_valid = settings.do_test = evaluates
+    return loaders
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.global_vars",
     "set_global_variables",
     reason="a missing tokenizer ended in a traceback",
     source="training/global_vars.py:85 @0.16.1; :116 @0.19.0",
 )
-def _files_are_here(module: ModuleType, context: PatchContext) -> None:
+def _files_are_here(
+    context: PatchContext, original: Original, args: Namespace, *rest: object, **kwargs: object
+) -> object:
     """A cluster's tokenizer and data seldom lie on the machine that emulates its job."""
-
-    def call(original: Original, args: Namespace, *rest: object, **kwargs: object) -> object:
-        if not context.is_real(args.world_size):
-            job_arguments.check_files(args)
-        return original(args, *rest, **kwargs)
-
-    context.replace(module, call)
+    if not context.is_real(args.world_size):
+        job_arguments.check_files(args)
+    return original(args, *rest, **kwargs)
 
 
 def megatron_args() -> Any:
@@ -341,8 +307,7 @@ def megatron_args() -> Any:
 # -- log -------------------------------------------------------------------------------------------
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.training.utils",
     "print_rank_0",
     "print_rank_last",
@@ -351,8 +316,7 @@ def megatron_args() -> Any:
     purpose=SPEEDS_UP,
     releases="<0.19",
 )
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.training.utils.common_utils",
     "print_rank_0",
     "print_rank_last",

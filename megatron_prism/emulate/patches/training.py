@@ -18,9 +18,8 @@ from megatron_prism.emulate.patch import (
     SPEEDS_UP,
     VALUES,
     Original,
-    Patch,
     PatchContext,
-    patch,
+    Patches,
     refused,
 )
 from megatron_prism.emulate.patches.startup import megatron_args
@@ -29,68 +28,61 @@ from megatron_prism.runtime.virtual_world import current, values_of
 
 __all__ = ["PATCHES", "labels_of_locals"]
 
-PATCHES: list[Patch] = []
+PATCHES = Patches()
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.distributed.finalize_model_grads",
     "finalize_model_grads",
     reason="the number of tokens comes from the last stage",
     source="core/distributed/finalize_model_grads.py:490 @0.16.1; :686 @0.19.0",
 )
-def _token_count(module: ModuleType, context: PatchContext) -> None:
+def _token_count(
+    context: PatchContext,
+    original: Original,
+    model: Any,
+    num_tokens: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The last stage counts the tokens; for a virtual one they are what the flags say.
 
     Without it gradients of the other stages are never scaled (finalize_model_grads.py:490 @0.16.1).
     """
-
-    def call(
-        original: Original, model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if num_tokens is not None and not context.meta and not int(num_tokens):
-            num_tokens = num_tokens + context.monitor.tokens_per_iteration()
-        return original(model, num_tokens, *args, **kwargs)
-
-    context.replace(module, call)
+    if num_tokens is not None and not context.meta and not int(num_tokens):
+        num_tokens = num_tokens + context.monitor.tokens_per_iteration()
+    return original(model, num_tokens, *args, **kwargs)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.models.common.language_module.language_module",
     "LanguageModule.setup_embeddings_and_output_layer",
     reason="first and last stage add their copies of the embedding",
     source="core/models/common/language_module/language_module.py:245 @0.16.1",
 )
-def _tied_embedding(module: ModuleType, context: PatchContext) -> None:
+def _tied_embedding(context: PatchContext, original: Original, self: Any) -> None:
     """First and last stage add their embeddings (weights + zeros); mirrored, both come out wrong.
 
     The first stage keeps its weights, the last one draws weights of the same distribution
     (language_module.py:245 @0.16.1, :308 @0.19.0).
     """
-
-    def call(original: Original, self: Any) -> None:
-        group = getattr(self, "embd_group", None)
-        alone = group is not None and values_of(group) is not None and group.real is None
-        tied = self.share_embeddings_and_output_weights or getattr(
-            self.config, "mtp_num_layers", None
-        )
-        before = None
-        if alone and tied and self.pre_process:
-            before = self.shared_embedding_or_output_weight().detach().clone()
-        original(self)
-        if not (alone and tied) or context.meta:
-            return
-        weight = self.shared_embedding_or_output_weight()
-        if before is not None:
-            weight.data.copy_(before)
-        elif getattr(weight, "shared", False):
-            world = current()
-            assert world is not None
-            generator = world.values.generator(weight.device)
-            weight.data.normal_(0.0, self.config.init_method_std, generator=generator)
-
-    context.replace(module, call)
+    group = getattr(self, "embd_group", None)
+    alone = group is not None and values_of(group) is not None and group.real is None
+    tied = self.share_embeddings_and_output_weights or getattr(self.config, "mtp_num_layers", None)
+    before = None
+    if alone and tied and self.pre_process:
+        before = self.shared_embedding_or_output_weight().detach().clone()
+    original(self)
+    if not (alone and tied) or context.meta:
+        return
+    weight = self.shared_embedding_or_output_weight()
+    if before is not None:
+        weight.data.copy_(before)
+    elif getattr(weight, "shared", False):
+        world = current()
+        assert world is not None
+        generator = world.values.generator(weight.device)
+        weight.data.normal_(0.0, self.config.init_method_std, generator=generator)
 
 
 # -- monitor --------------------------------------------------------------------------------------
@@ -118,8 +110,7 @@ def _followed_by_more(args: Any) -> bool:
     return any(interval and number % interval == 0 for interval in intervals)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.training.training",
     "train_step",
     "dummy_train_step",
@@ -180,102 +171,79 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, whole, "pretrain")
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.inprocess_restart",
     "maybe_wrap_for_inprocess_restart",
     reason="in-process restart waits for processes that do not exist",
     source="training/inprocess_restart.py:131 @0.19.0",
 )
-def _no_restarts(module: ModuleType, context: PatchContext) -> None:
+def _no_restarts(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
     """It waits at a store of its own until every rank of the job has come."""
-
-    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
-        if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
-            raise UnsupportedError(
-                "--inprocess-restart restarts processes, and virtual ranks have none",
-                fix="leave it out",
-            )
-        return original(*args, **kwargs)
-
-    context.replace(module, call)
+    if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
+        raise UnsupportedError(
+            "--inprocess-restart restarts processes, and virtual ranks have none",
+            fix="leave it out",
+        )
+    return original(*args, **kwargs)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor",
     "validate_uneven_dtensor",
     reason="pieces of virtual ranks are as large as the local one's",
     source="core/distributed/fsdp/src/megatron_fsdp/uneven_dtensor.py:142 @0.19.0",
 )
-def _unchecked_pieces(module: ModuleType, context: PatchContext) -> None:
+def _unchecked_pieces(context: PatchContext, original: Original, dtensor: object) -> None:
     """Ranks tell each other how large their pieces of a parameter are; mirrored ones say our size,
     and such pieces do not add up.  Megatron leaves the check out under torch's fake groups, too."""
-
-    def call(original: Original, dtensor: object) -> None:
-        if context.is_real():
-            original(dtensor)
-
-    context.replace(module, call)
+    if context.is_real():
+        original(dtensor)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
     "DataParallelBuffer.init_data",
     reason="with --deterministic-mode the padding of the last rank's shard made every loss NaN",
     source="core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1281 @0.19.0",
 )
-def _filled_shards(module: ModuleType, context: PatchContext) -> None:
+def _filled_shards(
+    context: PatchContext, original: Original, self: object, data: torch.Tensor
+) -> object:
     """The last shard of a bucket ends in padding that no rank reads; a virtual rank's copy of it
     has it where parameters are, so it must be numbers."""
-
-    def call(original: Original, self: object, data: torch.Tensor) -> object:
-        if not context.is_real():
-            data.zero_()
-        return original(self, data)
-
-    context.replace(module, call)
+    if not context.is_real():
+        data.zero_()
+    return original(self, data)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
     "_load_rng_state_dict",
     reason="a virtual rank has no random state to hand on",
     source="core/distributed/fsdp/mcore_fsdp_adapter.py:483 @0.19.0",
 )
-def _own_random_state(module: ModuleType, context: PatchContext) -> None:
+def _own_random_state(context: PatchContext, original: Original, state: object) -> None:
     """Ranks take over the random state of their group's first; a virtual one sends none."""
-
-    def call(original: Original, state: object) -> None:
-        if state is not None:
-            original(state)
-
-    context.replace(module, call)
+    if state is not None:
+        original(state)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.transformer.spec_utils",
     "build_module",
     reason="a refusal ends with what to type",
     source="core/transformer/spec_utils.py:119 @0.16.1; :127 @0.19.0",
     purpose=SPEEDS_UP,
 )
-def _own_words(module: ModuleType, context: PatchContext) -> None:
+def _own_words(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
     """It makes a new exception of each, with "when instantiating …" behind what we say to type."""
-
-    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except PrismError as error:
-            first = error
-            while isinstance(first.__context__, PrismError):
-                first = first.__context__
-        raise first from None  # out here: else the copy would become its context
-
-    context.replace(module, call)
+    try:
+        return original(*args, **kwargs)
+    except PrismError as error:
+        first = error
+        while isinstance(first.__context__, PrismError):
+            first = first.__context__
+    raise first from None  # out here: else the copy would become its context
 
 
 def labels_of_locals(
@@ -302,27 +270,24 @@ def labels_of_locals(
     return mapped
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.models.common.language_module.language_module",
     "LanguageModule.compute_language_model_loss",
     reason="labels of virtual ranks' vocabulary teach nothing; those of mirrored tokens contradict",
     source="core/models/common/language_module/language_module.py:128 @0.16.1; :155 @0.19.0",
     tiers=VALUES,
 )
-def _mirrored_labels(module: ModuleType, context: PatchContext) -> None:
+def _mirrored_labels(
+    context: PatchContext, original: Original, self: Any, labels: torch.Tensor, logits: torch.Tensor
+) -> Any:
     """The network that mirrors make up is trained on labels that it can learn."""
-
-    def call(original: Original, self: Any, labels: torch.Tensor, logits: torch.Tensor) -> Any:
-        values = values_of(self.tp_group)
-        if values is None:
-            return original(self, labels, logits)
-        owners, sequence = self.tp_group.owners(), bool(self.config.sequence_parallel)
-        labels = labels_of_locals(labels, owners, logits.shape[-1], sequence)
-        with values.of_parts(LocalVocabularySum()):
-            return original(self, labels, logits)
-
-    context.replace(module, call)
+    values = values_of(self.tp_group)
+    if values is None:
+        return original(self, labels, logits)
+    owners, sequence = self.tp_group.owners(), bool(self.config.sequence_parallel)
+    labels = labels_of_locals(labels, owners, logits.shape[-1], sequence)
+    with values.of_parts(LocalVocabularySum()):
+        return original(self, labels, logits)
 
 
 def _rows(embedding: Any, tokens: torch.Tensor) -> PartialLookup | None:
@@ -340,30 +305,26 @@ def _rows(embedding: Any, tokens: torch.Tensor) -> PartialLookup | None:
     return PartialLookup(weight, order)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.tensor_parallel.layers",
     "VocabParallelEmbedding.forward",
     reason="tokens of virtual ranks' vocabulary would be zeros, whose gradients explode",
     source="core/tensor_parallel/layers.py:289 @0.16.1; :359 @0.19.0",
     tiers=VALUES,
 )
-def _whole_lookup(module: ModuleType, context: PatchContext) -> None:
+def _whole_lookup(
+    context: PatchContext, original: Original, self: Any, input_: torch.Tensor
+) -> Any:
     """Only data of the call's answer changes: gradients go where the local mask lets them."""
-
-    def call(original: Original, self: Any, input_: torch.Tensor) -> Any:
-        values = values_of(self.tp_group)
-        rows = _rows(self, input_) if values is not None else None
-        if values is None or rows is None:
-            return original(self, input_)
-        with values.of_parts(rows):
-            return original(self, input_)
-
-    context.replace(module, call)
+    values = values_of(self.tp_group)
+    rows = _rows(self, input_) if values is not None else None
+    if values is None or rows is None:
+        return original(self, input_)
+    with values.of_parts(rows):
+        return original(self, input_)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.distributed.torch_fully_sharded_data_parallel",
     "TorchFullyShardedDataParallel.__init__",
     reason="torch's FSDP2 wants its parameters on a CUDA device",
@@ -387,8 +348,7 @@ def _fsdp2(module: ModuleType, context: PatchContext) -> None:
             context.changes.set(part, "_get_device_handle", lambda device_type: torch.cuda)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.optimizer.optimizer",
     "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
     reason="found_inf is a number, and shapes have none",
@@ -400,8 +360,7 @@ def _always_finite(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, lambda original, self: False)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
     "ParamAndGradBuffer.__init__",
     reason="Megatron-FSDP initialises parameters on meta, or fails",

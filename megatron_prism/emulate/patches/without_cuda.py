@@ -17,24 +17,15 @@ import torch
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.emulate import job_arguments
-from megatron_prism.emulate.patch import (
-    META,
-    NO_CUDA,
-    Original,
-    Patch,
-    PatchContext,
-    patch,
-    refused,
-)
+from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.devices import kernels, local_layers
 
 __all__ = ["PATCHES"]
 
-PATCHES: list[Patch] = []
+PATCHES = Patches()
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.fusions.fused_mla_yarn_rope_apply",
     *(f"{name} {'>=' if name.startswith('_') else '<'}0.20" for name in kernels.KERNELS),
     reason="multi-latent attention launches triton kernels unless --no-rope-fusion",
@@ -47,45 +38,39 @@ def _mla_rope(module: ModuleType, context: PatchContext) -> None:
         context.set(module, name, kernel)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "triton.runtime.jit",
     "JITFunction.run",
     reason="a kernel without a stand-in is named",
     source="triton/runtime/jit.py (JITFunction.run) @3.6",
     tiers=NO_CUDA,
 )
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "triton.runtime.autotuner",
     "Autotuner.run",
     reason="the same where triton would time a kernel first",
     source="triton/runtime/autotuner.py (Autotuner.run) @3.6",
     tiers=NO_CUDA,
 )
-def _no_triton(module: ModuleType, context: PatchContext) -> None:
+def _no_triton(
+    context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any
+) -> Any:
     """A triton kernel without a stand-in: triton's own words are that libcuda.so is missing."""
-
-    def call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = getattr(self, "__name__", None) or getattr(self.base_fn, "__name__", "?")
-        raise UnsupportedError(
-            f"the triton kernel {name} needs a GPU, and has no stand-in here",
-            fix="leave out the flag that asks for this fusion, or --prism-tier cuda",
-        )
-
-    context.replace(module, call)
+    name = getattr(self, "__name__", None) or getattr(self.base_fn, "__name__", "?")
+    raise UnsupportedError(
+        f"the triton kernel {name} needs a GPU, and has no stand-in here",
+        fix="leave out the flag that asks for this fusion, or --prism-tier cuda",
+    )
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.full_cuda_graph",
     "FullCudaGraphWrapper.__init__",
     reason="a traceback from within torch after the warm-up",
     source="core/full_cuda_graph.py:167 @0.16.1",
     tiers=NO_CUDA,
 )
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.cuda_graphs",
     "CudaGraphManager.__init__",
     "TECudaGraphHelper.__init__",
@@ -120,35 +105,31 @@ _LEFT_OUT: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.global_vars",
     "set_global_variables",
     reason="graphs, userbuffers and fused operations are ways of running a job on a device",
     source="training/global_vars.py:103 @0.16.1; :133 @0.19.0",
     tiers=NO_CUDA,
 )
-def _leave_out(module: ModuleType, context: PatchContext) -> None:
+def _leave_out(
+    context: PatchContext, original: Original, args: object, *rest: object, **kwargs: object
+) -> object:
     """Ways of running the same operations that need a device: the job runs without, and says so."""
-
-    def call(original: Original, args: object, *rest: object, **kwargs: object) -> object:
-        for name, (off, meaning) in _LEFT_OUT.items():
-            asked = [key for key, value in off.items() if getattr(args, key, value) != value]
-            for key in asked:
-                context.changes.set_item(job_arguments.left_out, key, getattr(args, key))
-                setattr(args, key, off[key])
-            scope = getattr(args, "inference_cuda_graph_scope", None)
-            if "cuda_graph_impl" in asked and isinstance(scope, enum.Enum):
-                args.inference_cuda_graph_scope = type(scope)["none"]  # type: ignore[attr-defined]
-            if asked and context.leads:
-                sys.stderr.write(f"prism: without a GPU {name} is off: {meaning}\n")
-        return original(args, *rest, **kwargs)
-
-    context.replace(module, call)
+    for name, (off, meaning) in _LEFT_OUT.items():
+        asked = [key for key, value in off.items() if getattr(args, key, value) != value]
+        for key in asked:
+            context.changes.set_item(job_arguments.left_out, key, getattr(args, key))
+            setattr(args, key, off[key])
+        scope = getattr(args, "inference_cuda_graph_scope", None)
+        if "cuda_graph_impl" in asked and isinstance(scope, enum.Enum):
+            args.inference_cuda_graph_scope = type(scope)["none"]  # type: ignore[attr-defined]
+        if asked and context.leads:
+            sys.stderr.write(f"prism: without a GPU {name} is off: {meaning}\n")
+    return original(args, *rest, **kwargs)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.nccl_allocator",
     "init",
     "create_nccl_mem_pool",
@@ -164,8 +145,7 @@ def _plain_memory(module: ModuleType, context: PatchContext) -> None:
     context.set(module, "nccl_mem", lambda pool, **kwargs: contextlib.nullcontext())
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.experimental_attention_variant.dsa",
     "hadamard_transform",
     reason="fast_hadamard_transform does not install without nvcc",
@@ -178,8 +158,7 @@ def _hadamard(module: ModuleType, context: PatchContext) -> None:
         context.set(module, "hadamard_transform", kernels.transform)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
     "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
     "HybridDeviceOptimizer._init_sub_optimizers",
@@ -213,24 +192,19 @@ def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, without_steps, f"{name}._init_sub_optimizers")
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.transformer.transformer_config",
     "TransformerConfig.__post_init__",
     reason="Megatron prints a traceback of the whole model in front of what is wrong",
     source="core/transformer/transformer_config.py:909 @0.16.1; :1294 @0.19.0",
     tiers=NO_CUDA,
 )
-def _no_low_precision(module: ModuleType, context: PatchContext) -> None:
+def _no_low_precision(context: PatchContext, original: Original, self: Any) -> None:
     """Said when the model's configuration is made, and not by its first forward pass."""
-
-    def call(original: Original, self: Any) -> None:
-        original(self)
-        for (what, fix), found in _low_precision(self, context.meta).items():
-            if found:
-                raise UnsupportedError(what, fix=fix)
-
-    context.replace(module, call)
+    original(self)
+    for (what, fix), found in _low_precision(self, context.meta).items():
+        if found:
+            raise UnsupportedError(what, fix=fix)
 
 
 def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
@@ -260,8 +234,7 @@ def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
 _RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.pipeline_parallel.utils",
     "set_ideal_affinity_for_current_gpu",
     reason="offloading asks for the host cores beside the GPU",
@@ -273,8 +246,7 @@ def _no_affinity(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, lambda original: None)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.pipeline_parallel.fine_grained_activation_offload",
     "ChunkOffloadHandler.offload",
     "ChunkOffloadHandler.reload",
@@ -307,8 +279,7 @@ def _offloaded(module: ModuleType, context: PatchContext) -> None:
     context.set(module, f"{owner}._can_manage_tensor_for_offload", staticmethod(manages))
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.tensor_parallel.random",
     "_get_share_storage >=0.19",
     reason="recomputation without outputs compiles an extension, under a lock",
@@ -330,8 +301,7 @@ def _shared_storage(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, lambda original: share)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.legacy.fused_kernels",
     "load",
     reason="start-up runs nvcc",
@@ -344,35 +314,30 @@ def _no_fused_kernels(module: ModuleType, context: PatchContext) -> None:
     context.set(module, "load", lambda args: None)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.transformer.torch_norm",
     "WrappedTorchNorm.__new__",
     reason="without apex or Transformer Engine there is no norm for sequence parallelism",
     source="core/transformer/torch_norm.py:32 @0.16.1",
     tiers=NO_CUDA,
 )
-def _sequence_parallel_norm(module: ModuleType, context: PatchContext) -> None:
+def _sequence_parallel_norm(
+    context: PatchContext,
+    original: Original,
+    cls: Any,
+    config: Any,
+    hidden_size: int,
+    eps: float = 1e-5,
+    **kwargs: Any,
+) -> Any:
     """torch's norm refuses sequence parallelism; ours marks its weights as Megatron expects."""
-
-    def call(
-        original: Original,
-        cls: Any,
-        config: Any,
-        hidden_size: int,
-        eps: float = 1e-5,
-        **kwargs: Any,
-    ) -> Any:
-        ours = config.sequence_parallel or config.layernorm_zero_centered_gamma
-        if ours or config.persist_layer_norm:  # torch's refuses all three
-            return local_layers.SequenceParallelNorm(config, hidden_size, eps)
-        return original(cls, config, hidden_size, eps, **kwargs)
-
-    context.replace(module, call)
+    ours = config.sequence_parallel or config.layernorm_zero_centered_gamma
+    if ours or config.persist_layer_norm:  # torch's refuses all three
+        return local_layers.SequenceParallelNorm(config, hidden_size, eps)
+    return original(cls, config, hidden_size, eps, **kwargs)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.dot_product_attention",
     "DotProductAttention.__init__",
     "DotProductAttention.forward",
@@ -405,8 +370,7 @@ def _context_parallel_attention(module: ModuleType, context: PatchContext) -> No
     context.replace(module, forward, "DotProductAttention.forward")
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.tensor_parallel.random",
     "_get_cuda_rng_state",
     "_set_cuda_rng_state",
@@ -430,27 +394,23 @@ def _one_generator(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.training.training",
     "build_train_valid_test_data_iterators",
     reason="what data loaders draw moved the device's random state",
     source="training/training.py:3422 @0.16.1; :4601 @0.19.0",
     tiers=NO_CUDA,
 )
-def _seeds_of_loaders(module: ModuleType, context: PatchContext) -> None:
+def _seeds_of_loaders(
+    context: PatchContext, original: Original, *args: object, **kwargs: object
+) -> object:
     """A data loader that starts draws a seed from the host's generator.  Here that is the device's,
     too: dropout of a job that goes on from a checkpoint would be another one than before."""
-
-    def call(original: Original, *args: object, **kwargs: object) -> object:
-        with torch.random.fork_rng(devices=[]):
-            return original(*args, **kwargs)
-
-    context.replace(module, call)
+    with torch.random.fork_rng(devices=[]):
+        return original(*args, **kwargs)
 
 
-@patch(
-    PATCHES,
+@PATCHES.patch(
     "megatron.core.transformer.dot_product_attention",
     "DotProductAttention.forward",
     reason="without a GPU there is no fused attention to run, and its memory is another class",
@@ -472,19 +432,16 @@ def _flash_attention(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-@patch(
-    PATCHES,
+@PATCHES.instead(
     "megatron.core.transformer.attention",
     "SelfAttention.run_realtime_tests",
     reason="shapes are neither equal nor different",
     source="core/transformer/attention.py:1300 @0.16.1; :1741 @0.19.0",
     tiers=META,
 )
-def _no_realtime_tests(module: ModuleType, context: PatchContext) -> None:
+def _no_realtime_tests(
+    context: PatchContext, original: Original, *args: object, **kwargs: object
+) -> None:
     """``--test-mode`` asserts that norms of all ranks are equal; the calls stay."""
-
-    def call(original: Original, *args: object, **kwargs: object) -> None:
-        with contextlib.suppress(AssertionError):
-            original(*args, **kwargs)
-
-    context.replace(module, call)
+    with contextlib.suppress(AssertionError):
+        original(*args, **kwargs)
