@@ -72,8 +72,13 @@ class Pair:
     overlap: float = 0.0
 
     @property
+    def host(self) -> float:
+        """What the host takes, as a part of the prediction."""
+        return self.on_path or self.host_ms / self.predicted_ms
+
+    @property
     def waits_for_python(self) -> bool:
-        return self.on_path > 0.5 or self.host_ms >= HOST_BOUND * self.predicted_ms
+        return self.on_path > 0.5 or self.host >= HOST_BOUND
 
     def interval(self) -> Interval:
         """What a replay would have printed, in ns."""
@@ -225,14 +230,21 @@ def main() -> None:
     for one in everything:
         if not one.holds:
             print(f"  {one.job:60.60} {one.where:14} {100 * one.error:+.1f} %")
+    gpu, meta = [*pairs, *ELSEWHERE], [o for o in kept if o.where.endswith("tier meta")]
+    beside = [o for o in kept if o not in meta]
+    bare = [*published(), *shapes_alone, *meta]
+    never = 1 / HOST_FACTOR  # below, the host does not decide even where it is that much slower
     kinds = {
         "all": everything,
-        "wait for Python": [o for o in everything if o.waits_for_python],
-        "wait for their GPUs": [o for o in pairs if not o.waits_for_python],
-        "elsewhere": ELSEWHERE,
-        "published, without a GPU": published(),
-        "small, without a GPU": shapes_alone,
-        "two GPUs, kept slices": kept,
+        "a GPU's slices, no host decides": [o for o in gpu if o.host < never],
+        "a GPU's slices, a slower host would": [
+            o for o in gpu if o.host >= never and not o.waits_for_python
+        ],
+        "a GPU's slices, Python decides": [o for o in gpu if o.waits_for_python],
+        "a GPU's kept slices, its GPUs decide": [o for o in beside if not o.waits_for_python],
+        "a GPU's kept slices, Python decides": [o for o in beside if o.waits_for_python],
+        "no GPU, GPUs decide": [o for o in bare if not o.waits_for_python],
+        "no GPU, Python decides": [o for o in bare if o.waits_for_python],
     }
     rows = []
     for name, each in kinds.items():

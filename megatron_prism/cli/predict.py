@@ -131,9 +131,12 @@ def show(result: Prediction, verbose: bool) -> None:
     """The prediction; ``verbose``: also what every time rests on."""
     out, spread = console(), result.variability
     out.print(result.graph)
-    out.print(f"  without variation  {ms(result.steady)}  (as prism replay has it)")
+    out.print(
+        f"  without variation  {units.format_ns(round(result.steady))}  (as prism replay has it)"
+    )
     if result.steady_high > result.steady_low:
-        between = f"{ms(result.steady_low)} to {ms(result.steady_high)}"
+        low, high = (units.format_ns(round(ns)) for ns in (result.steady_low, result.steady_high))
+        between = f"{low} to {high}"
         out.print(f"                     {between}, nine times in ten: prism replay says why")
     out.print(
         f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"

@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import (
@@ -156,6 +156,7 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
         "host": arguments.name,
         "nccl": arguments.name,
         "network": arguments.name,
+        "oversubscription": _oversubscription,
         "sends": _sends,
         "slow_rail": _slow_rail,
         **dict.fromkeys(_SIZES, arguments.count(1, 1 << 20, "tp=4")),
@@ -180,6 +181,10 @@ def _sends(text: str) -> int:
     if colon and parse_bytes(size) < 0:
         raise UnitError(f"buffers of {size}", fix="sends=buffered:8MiB")
     return parse_bytes(size) if colon else -1
+
+
+def _oversubscription(text: str) -> NoReturn:
+    raise UnitError("the network has it, above its leaves", fix=f"network=fat-tree:{text}")
 
 
 def _slow_rail(text: str) -> tuple[int, float]:

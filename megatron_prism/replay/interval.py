@@ -206,6 +206,7 @@ class _Variations:
         if model:
             why = f"nobody measured the host; Megatron's own tests differ by up to {high:.1f} times"
             fix = "capture the ranks on a GPU"
+            fix += "" if known else "; or, for less: prism calibrate --host there, then host=FILE"
         return self._scaled("host", [(Range("", "host", low, high, ""), mine)], why, fix)
 
     def unmeasured_overlap(self) -> Uncertainty | None:

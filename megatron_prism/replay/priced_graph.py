@@ -178,6 +178,11 @@ def price(
         _check_calibration(measured.source, _name(own if moved is None else moved), tier)
     _check_machine(programs, machine)
     graph = build(_with_modelled_hosts(_changed(programs, what_if, there)))
+    topology = None
+    if what_if.network not in (None, NO_NETWORK):
+        topology = read_topology(str(what_if.network), there)
+    slow_nics = _slow_nics(graph.programs, what_if, there)
+    graph = whatif.with_unreached(graph, there, topology, slow_nics)
     findings = graph.check()
     if findings:
         more = f"\n… and {len(findings) - 1} more" if len(findings) > 1 else ""
@@ -188,13 +193,13 @@ def price(
             fix=f"prism check {path} explains every mismatch",
         )
     prices = _prices(graph, here, there, measured, what_if)
+    prices = whatif.price_slow_nics(graph, prices, there, slow_nics)
     settled, buffered = None, _buffered(graph, what_if, measured)
     if (measured is not None and measured.overlap) or _on_streams(graph):
         factors, who = (measured.overlap, measured.source) if measured is not None else ({}, "")
         settled = replay_with_overlap(graph, prices, factors, who, iterations, buffered)
         prices = settled.prices
-    if what_if.network not in (None, NO_NETWORK):
-        topology = read_topology(str(what_if.network), there)
+    if topology is not None:
         prices = whatif.oversubscribed(graph, prices, there, topology)
         links = ports(graph, there.gpus_per_node)
         settled = replay_network(graph, prices, iterations, links, None, buffered)
@@ -231,7 +236,8 @@ PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, a
 _UNKNOWN_SHARE = 0.5  # of a segment: products
 _CALLS = "calls and computing overlap"
 _TOLD_APART = ("gemm", "memory")  # of KINDS: what slices tell apart
-_RING = "CONTEXT_PARALLEL_GROUP"  # its exchanges run beside attention
+# their exchanges run beside attention; of a2a+p2p the second
+_RINGS = "CONTEXT_PARALLEL_GROUP", "HIERARCHICAL_CONTEXT_PARALLEL_GROUP"
 
 
 def replay_with_overlap(
@@ -304,7 +310,7 @@ def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) 
     messages = factors.get("exchange", factors.get("all_to_all"))
     if messages is not None:
         factors = {"send": messages, "recv": messages, **factors}
-    rings = [*(text.startswith(_RING) for text in program.strings), False]  # -1: in no group
+    rings = [*(text.startswith(_RINGS) for text in program.strings), False]  # -1: in no group
     ring = np.array(rings)[program.ops["group"]]
     for name, one in factors.items():
         called = program.ops["name"] == CODE[name] if name in CODE else np.zeros(len(ring), bool)
@@ -484,9 +490,7 @@ def _prices(
     captured_on = indices_of(graph.programs.source)
     if host is None and there.host_index and captured_on:
         host = there.host_index / statistics.median(captured_on.values())
-    if host is not None:
-        prices = whatif.scale_hosts(graph, prices, host)
-    return whatif.price_slow_nics(graph, prices, there, _slow_nics(graph.programs, what_if, there))
+    return prices if host is None else whatif.scale_hosts(graph, prices, host)
 
 
 def _with_modelled_hosts(programs: Programs) -> Programs:

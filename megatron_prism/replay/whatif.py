@@ -25,7 +25,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.groups import WORLD_GROUP, named_group
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, OP, PHASE_NAMES, UNKNOWN
@@ -56,6 +55,7 @@ __all__ = [
     "oversubscribed",
     "price_slow_nics",
     "with_slow_ranks",
+    "with_unreached",
     "slow_down_prices",
 ]
 
@@ -722,47 +722,38 @@ def price_slow_nics(
     graph: WorldGraph, prices: Prices, machine: Machine, nics: Sequence[SlowNic]
 ) -> Prices:
     """``prices`` with the calls between nodes of every slow NIC longer."""
-    for nic in nics:
-        prices = _one(graph, prices, machine, nic)
+    meet = graph.matched_calls
+    leaves = crossing(graph, machine.gpus_per_node) if nics else np.zeros(len(meet), dtype=bool)
+    calls = np.repeat(np.arange(len(meet)), np.diff(meet.start))  # of every entry of its table
+    for ranks, factor, latency in nics:
+        classes = np.zeros(len(graph.classes), dtype=bool)
+        classes[graph.classes.of[list(ranks)]] = True
+        chosen = np.zeros(len(meet), dtype=bool)
+        chosen[calls[classes[meet.classes]]] = True
+        chosen &= leaves
+        slower = np.rint(prices.collective_ns / factor).astype(np.int64) + latency
+        sources = list(prices.sources)
+        prices = dataclasses.replace(
+            prices,
+            collective_ns=np.where(chosen, slower, prices.collective_ns),
+            collective_source=relabelled(prices.collective_source, chosen, "slow NIC", sources),
+            sources=tuple(sources),
+        )
     return prices
 
 
-def _one(graph: WorldGraph, prices: Prices, machine: Machine, nic: SlowNic) -> Prices:
-    ranks, factor, latency = nic
-    classes = np.zeros(len(graph.classes), dtype=bool)
-    classes[graph.classes.of[list(ranks)]] = True
-    meet, chosen = graph.matched_calls, np.zeros(len(graph.matched_calls), dtype=bool)
-    known: dict[tuple[int, str, int, bool], bool] = {}
-    for number in np.unique(_owners(meet.start)[classes[meet.classes]]).tolist():
-        owner, op = meet.members(number)[0]
-        program = graph.program_list[owner]
-        row = program.ops[op]
-        pair = BY_NAME[NAMES[row["name"]]].kind == "pair"
-        key = (owner, program.strings[row["group"]], int(row["peer"]), pair)
-        if key not in known:
-            known[key] = _between_nodes(graph, machine, *key)
-        chosen[number] = known[key]
-    slower = np.rint(prices.collective_ns / factor).astype(np.int64) + latency
-    sources = list(prices.sources)
-    return dataclasses.replace(
-        prices,
-        collective_ns=np.where(chosen, slower, prices.collective_ns),
-        collective_source=relabelled(prices.collective_source, chosen, "slow NIC", sources),
-        sources=tuple(sources),
-    )
-
-
-def _owners(start: np.ndarray) -> np.ndarray:
-    """The matched call of every entry of its table."""
-    return np.repeat(np.arange(len(start) - 1), np.diff(start))
-
-
-def _between_nodes(
-    graph: WorldGraph, machine: Machine, owner: int, group: str, peer: int, pair: bool
-) -> bool:
-    membership, rank = graph.groups[group], graph.classes.representatives[owner]
-    members = membership.group(rank)
-    if pair:
-        other = (int(membership.position[rank]) + peer) % len(members)
-        members = np.array([rank, int(members[other])])
-    return len(np.unique(members // machine.gpus_per_node)) > 1
+def with_unreached(
+    graph: WorldGraph, machine: Machine, topology: Topology | None, nics: Sequence[SlowNic]
+) -> WorldGraph:
+    """``graph``, whose what-ifs say so where no call gets to what is slower in them."""
+    said = []
+    if nics and not crossing(graph, machine.gpus_per_node).any():
+        said.append(f"no call leaves a node of {machine.gpus_per_node} GPUs, so no NIC is used")
+    if topology is not None and topology.oversubscription > 1:
+        leaf = machine.gpus_per_node * topology.leaf_nodes
+        if not crossing(graph, leaf).any():
+            said.append(f"no call leaves a leaf of {leaf:,} GPUs, so nothing is oversubscribed")
+    programs = graph.programs
+    for text in said:
+        programs = with_assumption(programs, text)
+    return dataclasses.replace(graph, programs=programs) if said else graph

@@ -104,6 +104,7 @@ def test_a_recipe_and_a_machine_name_their_network():
         ("network=fat-tree:two", "no network"),
         ("slow_rail=9:0.5", "no rail 9"),
         ("slow_rail=3", "a place in the node"),
+        ("oversubscription=4", "network=fat-tree:4"),
     ],
 )
 def test_networks_that_cannot_be_are_refused(word, says, capsys):
@@ -111,3 +112,19 @@ def test_networks_that_cannot_be_are_refused(word, says, capsys):
     said = capsys.readouterr().err
     assert says in said
     assert "fix:" in said
+
+
+@pytest.mark.parametrize(
+    ("what_if", "says"),
+    [
+        ({"slow_rails": ((3, 0.5),)}, "no call leaves a node of 8 GPUs"),
+        ({"slow_nics": (((0,), 0.5, 100),)}, "no call leaves a node of 8 GPUs"),
+        ({"network": "fat-tree:4"}, "no call leaves a leaf of 256 GPUs"),
+        ({"network": "rails"}, "no call leaves"),
+    ],
+)
+def test_a_network_that_no_call_gets_to_is_said(what_if, says):
+    here, there = iteration(ONE, nodes=1), iteration(ONE, nodes=1, **what_if)
+    assert there.iteration_ns == here.iteration_ns
+    assert (says in there.graph.programs.source["what-if"]) is (what_if != {"network": "rails"})
+    assert says not in iteration(ONE, nodes=64, **what_if).graph.programs.source["what-if"]

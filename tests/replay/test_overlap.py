@@ -113,9 +113,14 @@ def test_products_and_other_kernels_lose_differently(products, computing_ms, cal
         ([], 1000, 500),  # nobody measured attention: as beside products
     ],
 )
-def test_beside_calls_of_context_parallel_ranks_runs_attention(rows, computing_ms, call_ms):
+@pytest.mark.parametrize(
+    "group", ["CONTEXT_PARALLEL_GROUP", "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L0"]
+)
+def test_beside_calls_of_context_parallel_ranks_runs_attention(rows, computing_ms, call_ms, group):
     """The segment says that it is no products; additions would lose half."""
-    text = BESIDE.replace(GROUP, "CONTEXT_PARALLEL_GROUP").replace("size=2", "size=2 cp=2")
+    text = BESIDE.replace(GROUP, group).replace("size=2", "size=2 cp=2")
+    named = f"group {group} 0,1\n" if group.startswith("HIER") else ""
+    text = text.replace("program ranks", f"{named}program ranks")
     made = world_graph.build(parse(text.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
     prices = costs.price_ops(made, machine("h200"))
     prices = dataclasses.replace(prices, collective_ns=np.full(1, 500 * MS))
