@@ -50,8 +50,13 @@ __all__ = [
 ]
 
 
-def _by_layout(recipe: Recipe) -> bool:
-    return recipe.model.extra.get("pipeline_model_parallel_layout") is not None
+def chunks_of(layout: str) -> list[str]:
+    """``Et*2|(t|)*2L`` as the layers of every chunk: Ett, t, t, L
+    (core/transformer/pipeline_parallel_layer_layout.py:283 @0.19.0)."""
+    text = layout.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+    return text.split("|")
 
 
 def layer_rules(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -59,7 +64,8 @@ def layer_rules(recipe: Recipe) -> Iterator[tuple[str, str]]:
     m, p = recipe.model, recipe.parallel
     ends = (p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage)
     standalone = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
-    if _by_layout(recipe):
+    if (layout := p.pipeline_model_parallel_layout) is not None:
+        yield from _layout_rules(recipe, layout, any(ends) or bool(standalone))
         return
     if any(ends) and standalone:
         yield (
@@ -95,11 +101,30 @@ def layer_rules(recipe: Recipe) -> Iterator[tuple[str, str]]:
             )
 
 
+def _layout_rules(recipe: Recipe, layout: str, uneven: bool) -> Iterator[tuple[str, str]]:
+    m, p = recipe.model, recipe.parallel
+    key = "parallel.pipeline_model_parallel_layout"
+    chunks = chunks_of(layout)
+    if unknown := set("".join(chunks)) - set("EtmL"):
+        yield f"{key}: {min(unknown)} is no layer", "E, t, m and L, with | between the chunks"
+    if uneven:
+        yield f"{key} and another way of splitting layers are set", "drop one of them"
+    count, layers = len(chunks), "".join(chunks).count("t")
+    if count % p.pp or count // p.pp != (p.vpp or 1):
+        vpp = "null" if count == p.pp else count // p.pp
+        yield (
+            f"{key} has {count} chunks, but pp {p.pp} x vpp {p.vpp or 1} are {p.pp * (p.vpp or 1)}",
+            f"use parallel.vpp={vpp}" if count % p.pp == 0 else f"use a multiple of {p.pp} chunks",
+        )
+    if layers != m.num_layers:
+        yield f"{key} has {layers} layers, the model {m.num_layers}", f"model.num_layers={layers}"
+
+
 def describe(recipe: Recipe) -> str:
     """``4 = 80 / (pp 4 x vpp 5)``, or every stage's chunks where they differ."""
     p = recipe.parallel
-    if _by_layout(recipe):
-        return "by model.extra.pipeline_model_parallel_layout"
+    if p.pipeline_model_parallel_layout is not None:
+        return p.pipeline_model_parallel_layout
     stages = [recipe.layers_of(stage) for stage in range(p.pp)]
     if len({n for chunks in stages for n in chunks}) == 1:
         over = f"pp {p.pp}" + (f" x vpp {p.vpp}" if p.vpp else "")
@@ -137,7 +162,8 @@ POSITIVE = {
               "ffn_hidden_size", "num_query_groups", "kv_channels", "make_vocab_size_divisible_by",
               "max_position_embeddings", "num_experts", "moe_ffn_hidden_size", "moe_router_topk",
               "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-              "mtp_num_layers"),
+              "mtp_num_layers", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
+              "mamba_num_heads"),
     "train": ("micro_batch_size", "global_batch_size", "iterations", "recompute_num_layers"),
     "parallel": ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 }  # fmt: skip
@@ -189,7 +215,7 @@ def check(recipe: Recipe) -> None:
         for message, fix in rule(recipe):
             raise RecipeError(message, fix=fix)
     _world(recipe)  # parallel sizes first
-    for rules in (_model, _experts, _batches, layer_rules, _training):
+    for rules in (_model, _hybrid, _experts, _batches, layer_rules, _training):
         for message, fix in rules(recipe):
             raise RecipeError(message, fix=fix)
 
@@ -268,6 +294,25 @@ def _extra(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 f"model.extra.{key}: recipes build a plain GPT, without that",
                 "run the job's own script: prism run --prism-ranks 0 -- pretrain_gpt.py …",
             )
+
+
+def _hybrid(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    m, p = recipe.model, recipe.parallel
+    if (pattern := m.hybrid_override_pattern) is None:
+        return
+    key = "model.hybrid_override_pattern"
+    if unknown := set(pattern) - set("M*-E"):
+        yield f"{key}: {min(unknown)} is no layer", "M, *, - and E, one for each layer"
+    if len(pattern) != m.num_layers:
+        fix = f"model.num_layers={len(pattern)}"
+        yield f"{key} has {len(pattern)} layers, the model {m.num_layers}", fix
+    if p.vpp or p.pipeline_model_parallel_layout or m.multi_latent_attention or m.mtp_num_layers:
+        yield (
+            f"{key} with interleaving, a layout, latent attention or MTP",
+            "run the job's own script: prism run --prism-ranks 0 -- pretrain_hybrid.py …",
+        )
+    if recipe.prism.transformer_impl != "transformer_engine" or recipe.prism.tier == "cpu":
+        yield f"{key}: its layers are Transformer Engine's, as shapes", "prism.tier=meta"
 
 
 def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -431,6 +476,13 @@ class Model:
     mtp_num_layers: int | None = None  # layers that predict further tokens; None: none
     mtp_loss_scaling_factor: float = 0.1
 
+    # a layer each: M Mamba, * attention, - MLP, E experts; None: a transformer
+    hybrid_override_pattern: str | None = None
+    mamba_state_dim: int = 128
+    mamba_head_dim: int = 64
+    mamba_num_groups: int = 8
+    mamba_num_heads: int | None = None  # None: 2 x hidden_size / mamba_head_dim
+
     num_experts: int | None = None  # None: a dense model
     moe_ffn_hidden_size: int | None = None  # None: ffn_hidden_size
     moe_layer_freq: Any = 1  # every n-th layer, or a list of 0 and 1 per layer
@@ -471,6 +523,7 @@ class Parallel:
     num_layers_in_last_pipeline_stage: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None  # of every chunk: Et*2|t*3|t*3|t*2L
 
 
 @dataclass
@@ -566,12 +619,12 @@ class Recipe:
     def layers_of(self, stage: int) -> tuple[int, ...]:
         """Transformer layers of each chunk of a stage, as Megatron will split them.
 
-        core/transformer/transformer_block.py get_num_layers_to_build @core_v0.16.1.  With an
-        explicit ``pipeline_model_parallel_layout`` only Megatron knows: an empty tuple.
+        core/transformer/transformer_block.py get_num_layers_to_build @core_v0.16.1.
         """
         m, p = self.model, self.parallel
-        if _by_layout(self):
-            return ()
+        if p.pipeline_model_parallel_layout is not None:
+            chunks = chunks_of(p.pipeline_model_parallel_layout)
+            return tuple(chunk.count("t") for chunk in chunks[stage :: p.pp])
         chunks, last = p.vpp or 1, p.pp - 1
         ends = {0: p.num_layers_in_first_pipeline_stage, last: p.num_layers_in_last_pipeline_stage}
         given = [n for n in ends.values() if n is not None]

@@ -149,7 +149,7 @@ def _stages(recipe: Recipe, summaries: Sequence[Summary], console: Console) -> N
         layers = "+".join(str(n) for n in recipe.layers_of(summary["stage"]))
         table.add_row(
             str(summary["stage"]),
-            layers or "custom layout",
+            layers,
             f"{summary['rank']:,}",
             f"{summary['parameters']:,}",
             format_bytes(peak["bytes"]) if peak else "unknown",
@@ -368,7 +368,8 @@ def of_recipe(recipe: Recipe) -> dict[str, str]:
     m = recipe.model
     tokens = recipe.train.global_batch_size * m.seq_length
     found = {"tokens_per_iteration": str(tokens)}
-    if m.multi_latent_attention or m.mtp_num_layers or any(m.extra.get(key) for key in _OTHER):
+    other = m.multi_latent_attention or m.mtp_num_layers or m.hybrid_override_pattern
+    if other or any(m.extra.get(key) for key in _OTHER):
         return found
     query = recipe.kv_channels * m.num_attention_heads
     keys = recipe.kv_channels * recipe.num_query_groups
@@ -478,6 +479,8 @@ def megatron_flags(recipe: Recipe) -> list[str]:
     for section, part in sections:
         for one in dataclasses.fields(part):
             key, value = f"{section}.{one.name}", getattr(part, one.name)
+            if key == "parallel.vpp" and recipe.parallel.pipeline_model_parallel_layout:
+                continue  # it says so itself
             if key in _SKIPPED or (value == one.default and key not in _ALWAYS):
                 continue
             words += _flag(key, value)
@@ -488,6 +491,8 @@ def megatron_flags(recipe: Recipe) -> list[str]:
         words.append("--group-query-attention")
     for name, value in recipe.model.extra.items():
         words += _flag(f"model.{name}", value)
+    if recipe.model.hybrid_override_pattern:
+        words += ["--is-hybrid-model"]
     if recipe.train.fp8:
         words += ["--fp8-format", "hybrid"]
     if recipe.train.data == "mock":

@@ -18,12 +18,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ import torch
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import NotTrainedError, PrismError, RecipeError, UnsupportedError
 from megatron_prism.core.megatron_source import megatron_release
-from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.recipe import Model, Recipe
 from megatron_prism.emulate import workers
 from megatron_prism.emulate.session import Session
 from megatron_prism.emulate.workers import Emit
@@ -710,7 +710,7 @@ def transformer_config(recipe: Recipe) -> MegatronConfig:
         "apply_rope_fusion": te and m.position_embedding_type == "rope" and not latent,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": te,
-        "bias_activation_fusion": te,
+        "bias_activation_fusion": te and (m.swiglu or m.add_bias_linear),
         "transformer_impl": "transformer_engine" if te else "local",
         "moe_permute_fusion": te and m.num_experts is not None,
     }
@@ -720,6 +720,8 @@ def transformer_config(recipe: Recipe) -> MegatronConfig:
         fields["moe_grouped_gemm"] = False  # needs Transformer Engine: one expert at a time
     if m.swiglu:
         fields |= {"gated_linear_unit": True, "activation_func": functional.silu}
+    if m.hybrid_override_pattern:
+        fields["is_hybrid_model"] = True
     if latent:  # a rank that is None is one: queries are not compressed
         fields["q_lora_rank"] = m.q_lora_rank
     known = {f.name for f in dataclasses.fields(kind)}
@@ -751,7 +753,7 @@ def chunks(recipe: Recipe, config: MegatronConfig) -> list[ModelChunk]:
     bucket = max(40_000_000, 1_000_000 * world.dp * world.cp)  # training.py:1316 @0.16.1
     wrapped = []
     for chunk in range(recipe.parallel.vpp or 1):
-        model = _gpt(recipe, config, chunk)
+        model = _model(recipe, config, chunk)
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         model.cuda()
@@ -768,14 +770,9 @@ def chunks(recipe: Recipe, config: MegatronConfig) -> list[ModelChunk]:
     return wrapped
 
 
-def _gpt(recipe: Recipe, config: MegatronConfig, chunk: int) -> torch.nn.Module:
-    """One GPTModel chunk; embedding and loss where Megatron's pipeline puts them."""
+def _model(recipe: Recipe, config: MegatronConfig, chunk: int) -> torch.nn.Module:
+    """One model chunk; embedding and loss where Megatron's pipeline puts them."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_mtp_block_spec,
-    )
 
     m, vpp = recipe.model, recipe.parallel.vpp
     stage = chunk if vpp else None
@@ -784,28 +781,57 @@ def _gpt(recipe: Recipe, config: MegatronConfig, chunk: int) -> torch.nn.Module:
     place = {"ignore_virtual": False, "vp_stage": stage}
     accepted = inspect.signature(parallel_state.is_pipeline_first_stage).parameters
     place = {k: v for k, v in place.items() if k in accepted}
+    both = {
+        "config": config,
+        "vocab_size": recipe.padded_vocab_size,
+        "max_sequence_length": m.max_position_embeddings or m.seq_length,
+        "pre_process": parallel_state.is_pipeline_first_stage(**place),
+        "post_process": parallel_state.is_pipeline_last_stage(**place),
+        "share_embeddings_and_output_weights": not m.untie_embeddings_and_output_weights,
+        "position_embedding_type": m.position_embedding_type,
+        "rotary_percent": m.rotary_percent,
+        "rotary_base": m.rotary_base,
+    }
+    return _hybrid(m, both) if m.hybrid_override_pattern else _gpt(recipe, both, stage)
+
+
+def _gpt(recipe: Recipe, both: Mapping[str, Any], stage: int | None) -> torch.nn.Module:
+    """A GPTModel (gpt_builders.py @0.16.1)."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
+
+    m, config = recipe.model, both["config"]
     te = recipe.prism.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=te, normalization=m.normalization, vp_stage=stage
     )
     return GPTModel(
-        config=config,
+        **both,
         transformer_layer_spec=spec,
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, te, vp_stage=stage)
         if m.mtp_num_layers
         else None,
-        vocab_size=recipe.padded_vocab_size,
-        max_sequence_length=m.max_position_embeddings or m.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(**place),
-        post_process=parallel_state.is_pipeline_last_stage(**place),
-        share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
-        position_embedding_type=m.position_embedding_type,
-        rotary_percent=m.rotary_percent,
-        rotary_base=m.rotary_base,
         rope_scaling=m.use_rope_scaling,
         rope_scaling_factor=m.rope_scaling_factor,
         vp_stage=stage,
     )
+
+
+def _hybrid(m: Model, both: Mapping[str, Any]) -> torch.nn.Module:
+    """A MambaModel, which is a HybridModel from 0.19 on (mamba_builders.py @0.16.1)."""
+    pattern = {"hybrid_override_pattern": m.hybrid_override_pattern}
+    if find_spec("megatron.core.models.hybrid") is None:
+        from megatron.core.models.mamba import MambaModel
+        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+        return MambaModel(**both, mamba_stack_spec=mamba_stack_spec, **pattern)
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel(**both, hybrid_stack_spec=hybrid_stack_spec, **pattern)
 
 
 def optimizer(recipe: Recipe, config: MegatronConfig, model: list[ModelChunk]) -> Optimizer:

@@ -447,8 +447,9 @@ def memory_bound(recipe: Recipe) -> int:
     optimizers and FP8 parameters would need less, so with settings that this does not know
     (``model.extra``, FP8) only weights and gradients in two bytes count.
     """
-    layers = sum(recipe.layers_of(0))
-    known = not recipe.model.extra and not recipe.train.fp8
+    hybrid = recipe.model.hybrid_override_pattern  # of which the embedding alone is counted
+    layers = 0 if hybrid else sum(recipe.layers_of(0))
+    known = not hybrid and not recipe.model.extra and not recipe.train.fp8
     dense, experts = _matrices(recipe, layers)
     t, world = recipe.train, recipe.world
     weight = 2 if t.bf16 else 4

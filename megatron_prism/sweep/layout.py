@@ -142,7 +142,8 @@ class RecipeLayout(JobLayout):
         return _digest(kept)
 
     def command(self) -> list[str]:
-        return ["pretrain_gpt.py", *megatron_flags(self.recipe)]
+        script = "hybrid" if self.recipe.model.hybrid_override_pattern else "gpt"
+        return [f"pretrain_{script}.py", *megatron_flags(self.recipe)]
 
     def capture(
         self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
@@ -161,7 +162,8 @@ class RecipeLayout(JobLayout):
         """The stages between the second and the last, if all of them have the second's layers."""
         m, stages = self.recipe.model, range(1, self.world.pp - 1)
         layers = {tuple(self.recipe.layers_of(stage)) for stage in stages}
-        if len(layers) != 1 or layers == {()} or m.moe_layer_freq != 1 or m.extra:
+        unlike = m.hybrid_override_pattern or self.recipe.parallel.pipeline_model_parallel_layout
+        if len(layers) != 1 or unlike or m.moe_layer_freq != 1 or m.extra:
             return ()
         return tuple(stages[1:])
 

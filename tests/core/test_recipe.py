@@ -275,9 +275,25 @@ def test_experts(overrides, says):
 def test_uneven_stages_and_layouts():
     recipe = load("model.num_layers=75", "parallel.num_layers_in_first_pipeline_stage=15")
     assert [sum(recipe.layers_of(s)) for s in range(4)] == [15, 20, 20, 20]
-    recipe = load("model.num_layers=77", "model.extra.pipeline_model_parallel_layout='E|t*77|L'")
-    assert recipe.layers_of(0) == ()
-    assert "layout" in recipe.derived()["layers per chunk"]
+    layout = "parallel.pipeline_model_parallel_layout='E|(tt|)*17,t*3|L'"
+    recipe = load("model.num_layers=37", layout)
+    assert recipe.layers_of(0) == (0, 2, 2, 2, 2)
+    assert recipe.layers_of(3) == (2, 2, 2, 2, 0)
+    assert recipe.layers_of(2) == (2, 2, 2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["parallel.pipeline_model_parallel_layout='Et*40|t*40L'"], "has 2 chunks, but pp 4"),
+        (["parallel.pipeline_model_parallel_layout='Ex|t'"], "x is no layer"),
+        (["parallel.vpp=null", "parallel.pipeline_model_parallel_layout='E|t*4|t|L'"], "5 layers"),
+        (["model.hybrid_override_pattern=M*-"], "has 3 layers, the model 80"),
+        (["model.num_layers=20", "model.hybrid_override_pattern=" + "M*-E" * 5], "interleaving"),
+    ],
+)
+def test_layouts_and_patterns_that_do_not_fit(overrides, says):
+    assert says in refused(*overrides)
 
 
 def test_sizes_that_are_proposed_are_those_that_the_rest_of_the_recipe_takes():

@@ -145,6 +145,28 @@ def test_latent_attention_and_further_tokens_have_the_parameters_of_their_sizes(
     assert result.ranks[0]["parameters"] == 2 * layer + further + words * hidden + hidden
 
 
+def test_a_layout_and_a_hybrid_pattern_have_the_layers_that_they_say():
+    layout = "parallel.pipeline_model_parallel_layout='Et*2|t*3|t*2|tL'"
+    job = recipe_job.emulate(small("model.num_layers=8", "parallel.vpp=null", layout), None)
+    found = [s["parameters"] for s in job.ranks]
+    layer = found[1] - found[2]
+    assert found[1] == 3 * layer
+    assert found[0] == found[3] - 256 + layer  # of the last stage a norm less, and a layer more
+    pattern = "model.hybrid_override_pattern=M*-M"
+    more = ("model.num_layers=4", "parallel.vpp=null", "model.position_embedding_type=none")
+    job = recipe_job.emulate(small(*more, pattern), None)
+    mamba, attention, mlp, _ = (s["parameters"] for s in job.ranks)
+    h, f, tp, vocab = 256, 512, 8, 1024
+    assert attention == (3 * h * h + h * h) // tp + h
+    assert mlp == 3 * h * f // tp + h
+    # in: z, x, B, C and dt; convolution with its bias; A, D and dt's bias; norms; out
+    inner, heads = 2 * h // tp, 2 * h // 64 // tp
+    assert mamba - vocab * h // tp == (
+        h * (2 * inner + 2 * 128 + heads) + 5 * (inner + 2 * 128) + 3 * heads + inner + h
+        + inner * h
+    )  # fmt: skip
+
+
 def test_a_loss_that_is_not_finite_fails(tmp_path):
     recipe = recipes.load("tiny-gpt_1cpu", ["train.lr=1e30", "train.iterations=5"])
     with pytest.raises(PrismError, match="the loss of iteration . is not finite") as caught:
