@@ -623,8 +623,8 @@ class Recipe:
         """
         m, p = self.model, self.parallel
         if p.pipeline_model_parallel_layout is not None:
-            chunks = chunks_of(p.pipeline_model_parallel_layout)
-            return tuple(chunk.count("t") for chunk in chunks[stage :: p.pp])
+            split = chunks_of(p.pipeline_model_parallel_layout)[stage :: p.pp]
+            return tuple(chunk.count("t") for chunk in split)
         chunks, last = p.vpp or 1, p.pp - 1
         ends = {0: p.num_layers_in_first_pipeline_stage, last: p.num_layers_in_last_pipeline_stage}
         given = [n for n in ends.values() if n is not None]
@@ -635,12 +635,12 @@ class Recipe:
         else:
             extra = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
             layers = (m.num_layers + extra) // p.pp
-        split = [layers // chunks] * chunks
+        each = [layers // chunks] * chunks
         if stage == 0:
-            split[0] -= p.account_for_embedding_in_pipeline_split
+            each[0] -= p.account_for_embedding_in_pipeline_split
         if stage == last:
-            split[-1] -= p.account_for_loss_in_pipeline_split
-        return tuple(split)
+            each[-1] -= p.account_for_loss_in_pipeline_split
+        return tuple(each)
 
     def derived(self) -> dict[str, str]:
         """What follows from the recipe, each with its arithmetic, for people."""
