@@ -5,9 +5,9 @@
 
 META and MEASURED are folders of slices of the same job, captured with ``--prism-tier meta`` and on
 a GPU; ranks that both have are compared.  Each rank's time in kernels by phase: forward and
-backward as the median of its microbatches, the rest of an iteration as one sum.  Priced by
-rooflines alone, and with the machine's op table.  Slices whose ``host`` time is apart hold kernels
-alone; older ones also where the GPU waited for its host.  OUT keeps rows of other jobs.
+backward as the median of its microbatches, the rest of an iteration as one sum.  Slices whose
+``host`` time is apart hold kernels alone; older ones also where the GPU waited for its host.  OUT
+keeps rows of other jobs.
 With a calibration also the iteration time that META alone predicts, without any host's time.
 """
 
@@ -85,33 +85,28 @@ def main() -> None:
     args = parser.parse_args()
     hardware = machine(args.machine)
     table = dataclasses.replace(hardware, ops=args.table or hardware.ops)
-    roof = dataclasses.replace(hardware, ops="")
     rows = []
-    worlds = [prism.price(prism.load(args.meta), machine=one) for one in (roof, table)]
+    world = prism.price(prism.load(args.meta), machine=table)
     if args.calibration is not None:
-        times = [iteration_ms(args.meta, one, args.calibration) for one in (roof, table)]
-        print("iteration: {:.1f} ms by rooflines, {:.1f} ms by the op table".format(*times))
-    print(
-        f"{'rank':>4} {'phase':10} {'measured':>10} {'roofline':>18} {'op table':>18} {'lacks':>6}"
-    )
+        print(f"iteration: {iteration_ms(args.meta, table, args.calibration):.1f} ms")
+    print(f"{'rank':>4} {'phase':10} {'measured':>10} {'op table':>18} {'lacks':>6}")
     for path in sorted(args.meta.glob("slice-*.prism")):
         if not (args.measured / path.name).exists():
             continue
         (shapes,) = program.load(path).programs
         (real,) = program.load(args.measured / path.name).programs
         truth = by_phase(real, real.ops["ns"])
-        guesses = [by_phase(shapes, segments_ns(one, shapes.rank)) for one in worlds]
+        guess = by_phase(shapes, segments_ns(world, shapes.rank))
         lacks, alone = by_roofline(shapes, table), bool((real.ops["host"] >= 0).any())
         for phase, ms in truth.items():
             if phase not in args.phases.split(","):
                 continue
-            said = [guess.get(phase, 0.0) for guess in guesses]
-            off = [100 * (one / ms - 1) for one in said]
+            said = guess.get(phase, 0.0)
             print(
-                f"{shapes.rank:4} {phase:10} {ms:8.3f}ms {said[0]:8.3f}ms {off[0]:+6.1f} %"
-                f" {said[1]:8.3f}ms {off[1]:+6.1f} % {lacks.get(phase, 0):6.1%}"
+                f"{shapes.rank:4} {phase:10} {ms:8.3f}ms {said:8.3f}ms"
+                f" {100 * (said / ms - 1):+6.1f} % {lacks.get(phase, 0):6.1%}"
             )
-            times = {"measured_ms": ms, "roofline_ms": said[0], "table_ms": said[1]}
+            times = {"measured_ms": ms, "table_ms": said}
             rows.append({"job": args.job, "rank": shapes.rank, "phase": phase,
                          **{key: round(value, 4) for key, value in times.items()},
                          "lacks": round(lacks.get(phase, 0), 4),

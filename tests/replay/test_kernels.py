@@ -299,8 +299,6 @@ def test_the_shipped_table_says_how_far_off_it_was():
     errors = [abs(row["table_ms"] / row["measured_ms"] - 1) for row in sure]
     assert len(errors) >= 6
     assert max(errors) < 0.1
-    without = [abs(row["roofline_ms"] / row["measured_ms"] - 1) for row in sure]
-    assert sum(errors) < sum(without) / 2
     assert max(row["lacks"] for row in sure) < 0.01
 
 
@@ -329,8 +327,7 @@ def test_the_results_have_these_rows():
     shown = [line for line in lines if line.startswith("| ")][1:]
     rows = json.loads(ROWS.read_text(encoding="utf-8"))["rows"]
     for row in rows:
-        off = [100 * (row[key] / row["measured_ms"] - 1) for key in ("roofline_ms", "table_ms")]
-        cells = [row["job"], str(row["rank"]), row["phase"], f"{row['measured_ms']:.1f} ms",
-                 *(f"{one:+.1f} %".replace("-", "−") for one in off)]  # fmt: skip
+        off = f"{100 * (row['table_ms'] / row['measured_ms'] - 1):+.1f} %".replace("-", "−")
+        cells = [row["job"], str(row["rank"]), row["phase"], f"{row['measured_ms']:.1f} ms", off]
         if row["phase"] != "rest":
             assert f"| {' | '.join(cells)} |" in shown
