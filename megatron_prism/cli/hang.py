@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, steps, write_data, write_outputs
 from megatron_prism.core import units
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.files import write_whole
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def hang(args: argparse.Namespace) -> int:
     the job was perhaps running.  Dumps are read without executing anything in them.
     """
     live, dumps = args.live, args.dumps is not None
-    _refuse(
+    refuse(
         (not live and (args.watch or args.ras or args.prometheus),
          "--watch, --ras and --prometheus are of a running job", "prism hang --live --watch 60s"),
         (live and (args.dumps or args.programs or args.settings or args.confirm),
@@ -104,13 +104,6 @@ def hang(args: argparse.Namespace) -> int:
             print(f"planted: {hit}")
         print(found)
     return int(found.exit_code)
-
-
-def _refuse(*rules: tuple[object, str, str]) -> None:
-    """UsageError for the first of (whether it is broken, what is wrong, what to type)."""
-    for broken, what, fix in rules:
-        if broken:
-            raise UsageError(what, fix=fix)
 
 
 def _live(args: argparse.Namespace) -> Diagnosis:
@@ -176,7 +169,7 @@ def _job_of_dumps(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     words = [word for word in words if word not in overrides]
     settings = dict(word.partition("=")[::2] for word in words)
     said, recipe = " ".join(words), "recipe" in settings
-    _refuse(
+    refuse(
         (args.out, f"-o {args.out} does not go with --dumps", "--markdown FILE, --json"),
         (set(settings) - {"programs", "recipe", "tier"} or len(words) > len(settings),
          f"{said} does not go with --dumps",

@@ -38,6 +38,7 @@ __all__ = [
     "UsageError",
     "WorldError",
     "did_you_mean",
+    "refuse",
     "shown",
 ]
 
@@ -83,6 +84,13 @@ class UsageError(PrismError):
     """The request cannot be carried out as written; nothing was started and nothing was written."""
 
     exit_code = 2
+
+
+def refuse(*rules: tuple[object, str, str]) -> None:
+    """UsageError for the first of (whether it is broken, what is wrong, what to type)."""
+    for broken, what, fix in rules:
+        if broken:
+            raise UsageError(what, fix=fix)
 
 
 class WorldError(UsageError):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_prism.core.errors import UsageError, WorldError, did_you_mean
+from megatron_prism.core.errors import UsageError, WorldError, did_you_mean, refuse
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
@@ -279,20 +279,21 @@ def hang_options(
     faults = tuple(parse(text) for text in texts)
     if args.prism_fault_plan:
         faults += load_plan(args.prism_fault_plan)
-    programs = Path(args.prism_world) if args.prism_world else None
-    if programs is not None and args.prism_world.isdecimal() and not programs.exists():
-        raise UsageError(f"--prism-world {programs}: there is no such folder of programs",
-                         fix=f"--prism-world-size {programs}")  # fmt: skip
+    programs = _path(args.prism_world)
     policy = args.prism_mismatch or ("off" if programs is None else "strict")
-    strict = policy != "off"
-    if args.prism_check_order and (programs is None or not strict):
-        raise UsageError("--prism-check-order compares with the programs of the world",
-                         fix="--prism-world DIR (prism capture)")  # fmt: skip
-    seed = args.prism_fault_seed or 0
-    for given, flag in ((args.prism_fault_dry_run, "--prism-fault-dry-run"),
-                        (args.prism_fault_seed is not None, "--prism-fault-seed")):  # fmt: skip
-        if given and not faults:
-            raise UsageError(f"{flag} without a fault", fix="--prism-fault drop@rank=0")
+    strict, seed = policy != "off", args.prism_fault_seed or 0
+    refuse(
+        (programs is not None and args.prism_world.isdecimal() and not programs.exists(),
+         f"--prism-world {programs}: there is no such folder of programs",
+         f"--prism-world-size {programs}"),
+        (args.prism_check_order and (programs is None or not strict),
+         "--prism-check-order compares with the programs of the world",
+         "--prism-world DIR (prism capture)"),
+        (args.prism_fault_dry_run and not faults,
+         "--prism-fault-dry-run without a fault", "--prism-fault drop@rank=0"),
+        (args.prism_fault_seed is not None and not faults,
+         "--prism-fault-seed without a fault", "--prism-fault drop@rank=0"),
+    )  # fmt: skip
     truth = _truth_file(args, bool(faults))
     for fault in faults:
         if virtual := set(fault.ranks(world, seed)) - set(local):
@@ -592,39 +593,29 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     Raises UsageError or WorldError with the fix.
     """
     env = os.environ if env is None else env
-    try:
-        argv = [*shlex.split(env.get("PRISM_ARGS", "")), *argv]
-    except ValueError as error:  # an open quote
-        raise UsageError(
-            f"PRISM_ARGS={env['PRISM_ARGS']}: {error}", fix="write it as on a command line"
-        ) from None
+    argv = [*_words_of(env), *argv]
     args = _parse(argv)
     given = [a for a in argv if a.startswith("--prism-")]
+    refuse(
+        (given and not args.prism_emulate,
+         f"{''.join(given[:1])} without --prism-emulate has no effect",
+         "add --prism-emulate, or drop the --prism-* options"),
+        (args.prism_emulate and args.yaml_cfg is not None,
+         "--yaml-cfg replaces Megatron's whole argument namespace, so the --prism-* flags would be "
+         "lost (training/arguments.py:105 @0.16.1)",
+         "pass the job's arguments on the command line instead of --yaml-cfg"),
+        (args.prism_emulate and args.fake_process_group,
+         "--prism-emulate and --fake-process-group both replace the process groups",
+         "drop one of the two flags"),
+        (args.prism_debugger and not (args.prism_break or args.prism_watch),
+         "--prism-debugger without a place to stop", "--prism-break CALL, or --prism-watch nan"),
+    )  # fmt: skip
     if not args.prism_emulate:
-        if given:
-            raise UsageError(
-                f"{given[0]} without --prism-emulate has no effect",
-                fix="add --prism-emulate, or drop the --prism-* options",
-            )
         return None
-    if args.yaml_cfg is not None:
-        raise UsageError(
-            "--yaml-cfg replaces Megatron's whole argument namespace, so the --prism-* flags would "
-            "be lost (training/arguments.py:105 @0.16.1)",
-            fix="pass the job's arguments on the command line instead of --yaml-cfg",
-        )
-    if args.fake_process_group:
-        raise UsageError(
-            "--prism-emulate and --fake-process-group both replace the process groups",
-            fix="drop one of the two flags",
-        )
     process, k, launched = processes(env)
     world = target_world(args, env, launched, k)
     ranks = local_ranks(args, world, env, launched, k)
     hang = hang_options(args, env, world, ranks)
-    if args.prism_debugger and not (args.prism_break or args.prism_watch):
-        raise UsageError("--prism-debugger without a place to stop",
-                         fix="--prism-break CALL, or --prism-watch nan")  # fmt: skip
     slow = [args.prism_slow or "", slow_factors(hang, world, ranks)]
     return Options(
         world=world,
@@ -633,14 +624,14 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         ranks=ranks,
         tier=args.prism_tier,
         values=args.prism_values,
-        out=Path(args.prism_out) if args.prism_out else None,
+        out=_path(args.prism_out),
         force=args.prism_force,
-        record=Path(args.prism_record) if args.prism_record else None,
-        capture=Path(args.prism_capture) if args.prism_capture else None,
-        pace=Path(args.prism_pace) if args.prism_pace else None,
+        record=_path(args.prism_record),
+        capture=_path(args.prism_capture),
+        pace=_path(args.prism_pace),
         slow=";".join(filter(None, slow)),
         hang=hang,
-        memory=Path(args.prism_memory_snapshot) if args.prism_memory_snapshot else None,
+        memory=_path(args.prism_memory_snapshot),
         reserve_nccl=args.prism_reserve_nccl,
         stop=args.prism_break,
         debugger=args.prism_debugger,
@@ -651,6 +642,20 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         verbose=args.prism_verbose,
         engine_release=args.prism_te_version,
     )
+
+
+def _words_of(env: Mapping[str, str]) -> list[str]:
+    """The words of PRISM_ARGS."""
+    try:
+        return shlex.split(env.get("PRISM_ARGS", ""))
+    except ValueError as error:  # an open quote
+        raise UsageError(
+            f"PRISM_ARGS={env['PRISM_ARGS']}: {error}", fix="write it as on a command line"
+        ) from None
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None
 
 
 def _iterations(text: str | None, argv: Sequence[str]) -> tuple[int, int] | None:

@@ -27,7 +27,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.errors import UnsupportedError, UsageError, refuse
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program, Programs
@@ -285,25 +285,23 @@ class ScheduleSettings:
         object.__setattr__(self, "vpp", chunks // self.pp)
 
     def _check_switches(self) -> None:
-        if self.overlap_p2p and self.vpp is None:
-            raise UsageError(
-                "sends and receives overlap only in the interleaved schedule",
-                fix="vpp=2 or more, or overlap=false",
-            )
-        if self.vpp is not None and self.pp == 2 and not self.overlap_p2p:
-            raise UsageError(
-                "pp=2 interleaved without overlap: Megatron refuses two sends between the same "
-                "ranks in one batch",
-                fix="overlap=true, or pp=4",
-            )
-        if self.warmup_flush and not self.overlap_p2p:
-            raise UsageError("warmup_flush needs overlapping p2p", fix="overlap=true")
-        if self.ep_overlap and self.pp > 1 and self.vpp is None:
-            raise UsageError("ep_overlap on a pipeline needs chunks", fix="vpp=2 or more")
-        if self.delay_wgrad and not self.ep_overlap:
-            raise UsageError("delay_wgrad needs ep_overlap", fix="ep_overlap=true")
-        if self.group_size is not None and self.vpp is None:
-            raise UsageError("group_size belongs to the interleaved schedule", fix="vpp=2")
+        interleaved, overlaps = self.vpp is not None, self.overlap_p2p
+        refuse(
+            (overlaps and not interleaved,
+             "sends and receives overlap only in the interleaved schedule",
+             "vpp=2 or more, or overlap=false"),
+            (interleaved and self.pp == 2 and not overlaps,
+             "pp=2 interleaved without overlap: Megatron refuses two sends between the same ranks "
+             "in one batch", "overlap=true, or pp=4"),
+            (self.warmup_flush and not overlaps,
+             "warmup_flush needs overlapping p2p", "overlap=true"),
+            (self.ep_overlap and self.pp > 1 and not interleaved,
+             "ep_overlap on a pipeline needs chunks", "vpp=2 or more"),
+            (self.delay_wgrad and not self.ep_overlap,
+             "delay_wgrad needs ep_overlap", "ep_overlap=true"),
+            (self.group_size is not None and not interleaved,
+             "group_size belongs to the interleaved schedule", "vpp=2"),
+        )  # fmt: skip
 
     def _check_groups(self) -> None:
         """The last group of microbatches must be whole or at least as long as the pipeline."""
