@@ -23,10 +23,10 @@ import stat
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -403,40 +403,15 @@ def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
         return sinks.setdefault(process >> 24, _Sink(path))
 
     for table, name in _WORK:
-        if table not in tables:
-            continue
-        query = f"SELECT start, end, streamId, correlationId, globalPid, {name} FROM {table}"
-        for start, end, stream, correlation, process, text in base.execute(query):
-            if not _numbers(process):
-                continue
-            one = sink(process)
-            if not _numbers(start, end, correlation) or end < start:
-                one.drop("events that end before they begin, or without a time")
-                continue
-            label = str(texts.get(text, table.rpartition("_")[2].lower()))
-            code = one.names.setdefault(label, len(one.names))
-            one.device.extend((start, end, one.thread(("stream", stream)), correlation, code))
+        if table in tables:
+            _read_work(base, table, name, texts, sink)
     if "CUPTI_ACTIVITY_KIND_RUNTIME" in tables:
         query = "SELECT correlationId, start, globalTid FROM CUPTI_ACTIVITY_KIND_RUNTIME"
-        for correlation, start, thread in base.execute(query):
-            if not _numbers(correlation, start, thread):
-                continue
+        for correlation, start, thread in _whole(base.execute(query), 3):
             one = sink(thread)
             one.launch.extend((correlation, start, one.thread(thread % _PROCESS)))
     if "NVTX_EVENTS" in tables:
-        query = "SELECT start, end, globalTid, text, textId FROM NVTX_EVENTS WHERE end IS NOT NULL"
-        for start, end, thread, text, number in base.execute(query):
-            if not _numbers(start, end, thread):
-                continue
-            label = str(text if text is not None else texts.get(number, ""))
-            one = sink(thread)
-            if (step := _NVTX_STEP.fullmatch(label)) is not None:
-                one.found.steps.append((int(step[1]), start, end))
-                continue
-            name = label.partition(", ")[0]
-            sizes = _NVTX_SIZES.search(label)
-            fields = {"Input Dims": msgspec.json.decode(sizes[1])} if sizes else {}
-            one.on_host(name, start, end, one.thread(thread % _PROCESS), fields)
+        _read_ranges(base, texts, sink)
     ranks = [one.done() for _, one in sorted(sinks.items()) if one.device]
     about = {
         name: str(row[0])
@@ -448,6 +423,44 @@ def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
         found.gpu, found.node = about.get("gpu", ""), about.get("node", "")
         _shift(found, int(since) if since.isdecimal() and len(since) < 20 else 0)
     return ranks
+
+
+def _read_work(
+    base: sqlite3.Connection, table: str, name: str, texts: Mapping[int, str],
+    sink: Callable[[int], _Sink],
+) -> None:  # fmt: skip
+    """Kernels, copies or fills of the device."""
+    query = f"SELECT globalPid, start, end, streamId, correlationId, {name} FROM {table}"
+    for process, start, end, stream, correlation, text in _whole(base.execute(query), 1):
+        one = sink(process)
+        if not _numbers(start, end, correlation) or end < start:
+            one.drop("events that end before they begin, or without a time")
+            continue
+        label = str(texts.get(text, table.rpartition("_")[2].lower()))
+        code = one.names.setdefault(label, len(one.names))
+        one.device.extend((start, end, one.thread(("stream", stream)), correlation, code))
+
+
+def _read_ranges(
+    base: sqlite3.Connection, texts: Mapping[int, str], sink: Callable[[int], _Sink]
+) -> None:
+    """NVTX: steps, calls and operators of the host."""
+    query = "SELECT start, end, globalTid, text, textId FROM NVTX_EVENTS WHERE end IS NOT NULL"
+    for start, end, thread, text, number in _whole(base.execute(query), 3):
+        label = str(text if text is not None else texts.get(number, ""))
+        one = sink(thread)
+        if (step := _NVTX_STEP.fullmatch(label)) is not None:
+            one.found.steps.append((int(step[1]), start, end))
+            continue
+        sizes = _NVTX_SIZES.search(label)
+        fields = {"Input Dims": msgspec.json.decode(sizes[1])} if sizes else {}
+        name = label.partition(", ")[0]
+        one.on_host(name, start, end, one.thread(thread % _PROCESS), fields)
+
+
+def _whole(rows: Iterable[tuple[Any, ...]], count: int) -> Iterator[tuple[Any, ...]]:
+    """Rows whose first ``count`` columns are numbers that can be used."""
+    return (row for row in rows if _numbers(*row[:count]))
 
 
 def _numbers(*values: object) -> bool:

@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -420,48 +421,73 @@ def _device(found: Iterable[Recorded]) -> str:
 def _with_wire(found: Imported) -> Imported:
     """Fill in what calls took on the wire and who waited; the programs' calls get it as ``ns``."""
     measured, graph = found.measured, found.graph
-    shared = set.intersection(*(set(one.numbers) for one in measured))
-    found.numbers = sorted(shared)
-    origin = min((int(one.begun.min()) for one in measured if one.begun.size), default=0)
-    for one in measured:  # ns since 1970 as floating-point numbers would be rounded to 256
-        one.begun, one.done = one.begun - origin, one.done - origin
-    came = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(measured)]
-    freed = [np.zeros_like(one) for one in came]  # when the call before it in the group had ended
-    for index, one in enumerate(measured):
-        groups = found.programs.programs[index].ops["group"][found.call_op[index]]
-        for group in np.unique(groups).tolist():  # one after the other, as NCCL's; gloo has threads
-            mine = np.flatnonzero(groups == group)
-            over = np.maximum.accumulate(one.done[:, mine], axis=1)
-            one.begun[:, mine[1:]] = np.maximum(one.begun[:, mine[1:]], over[:, :-1])
-            one.done[:, mine] = over
-            freed[index][:, mine[1:]] = over[found.rows(index)][:, :-1]
-    if not shared:
+    found.numbers = sorted(set.intersection(*(set(one.numbers) for one in measured)))
+    if not found.numbers:
         raise UsageError(
             "no iteration is in all of these traces: rank "
             f"{measured[0].recorded.rank} has {measured[0].numbers[0]} to "
             f"{measured[0].numbers[-1]}, another has others",
             fix="profile the same iterations on every rank",
         )
-    meet = graph.matched_calls
+    origin = min((int(one.begun.min()) for one in measured if one.begun.size), default=0)
+    for one in measured:  # ns since 1970 as floating-point numbers would be rounded to 256
+        one.begun, one.done = one.begun - origin, one.done - origin
+    came, freed = _one_by_one(found)
     at = [
-        meet.of[int(graph.classes.of[program.rank])][found.call_op[index]]
+        graph.matched_calls.of[int(graph.classes.of[program.rank])][found.call_op[index]]
         for index, program in enumerate(found.programs.programs)
     ]
-    clocks = _set_clocks(found, at)
-    begun = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(measured)]
     done = [one.done[found.rows(i)].astype(float) for i, one in enumerate(measured)]
+    begun = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(measured)]
     took = [b - a for a, b in zip(begun, done, strict=True)]
-    wire = np.full((len(shared), len(meet)), np.nan)
+    _wire(found, at, _Times(came, freed, done, took))
+    least = found.wire if found.whole.all() else _fastest(found, found.wire, at)
+    found.skew = [np.maximum(0.0, took[i] - least[:, at[i]]) for i in range(len(measured))]
+    _keep_ns(found)
+    return found
+
+
+def _one_by_one(found: Imported) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """When each rank came to its calls, and when the call before in the group had ended; calls of a
+    group begin then at the earliest: one after the other, as NCCL's; gloo has threads."""
+    came = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(found.measured)]
+    freed = [np.zeros_like(one) for one in came]
+    for index, one in enumerate(found.measured):
+        groups = found.programs.programs[index].ops["group"][found.call_op[index]]
+        for group in np.unique(groups).tolist():
+            mine = np.flatnonzero(groups == group)
+            over = np.maximum.accumulate(one.done[:, mine], axis=1)
+            one.begun[:, mine[1:]] = np.maximum(one.begun[:, mine[1:]], over[:, :-1])
+            one.done[:, mine] = over
+            freed[index][:, mine[1:]] = over[found.rows(index)][:, :-1]
+    return came, freed
+
+
+class _Times(NamedTuple):
+    """Of calls, per traced rank float64 [numbers, calls] ns: when it came to each, when the group
+    was free, when the call had ended and how long it took."""
+
+    came: list[np.ndarray]
+    freed: list[np.ndarray]
+    done: list[np.ndarray]
+    took: list[np.ndarray]
+
+
+def _wire(found: Imported, at: Sequence[np.ndarray], times: _Times) -> None:
+    """Fill in ``wire`` and ``whole``; ``at``: of every call of a rank its matched call."""
+    graph, meet = found.graph, found.graph.matched_calls
+    clocks = _set_clocks(found, at)
+    wire = np.full((len(found.numbers), len(meet)), np.nan)
     last, free, ends = (np.zeros_like(wire) for _ in range(3))
     members = np.zeros(len(meet), dtype=np.int64)
     size = np.ones(len(meet), dtype=np.int64)
     one_clock, clock = np.ones(len(meet), bool), np.full(len(meet), -1)
     for index, program in enumerate(found.programs.programs):
         of, moved = at[index], clocks[index].moved
-        wire[:, of] = np.fmin(wire[:, of], took[index])
-        last[:, of] = np.maximum(last[:, of], came[index] + moved)
-        free[:, of] += freed[index] + moved
-        ends[:, of] += done[index] + moved
+        wire[:, of] = np.fmin(wire[:, of], times.took[index])
+        last[:, of] = np.maximum(last[:, of], times.came[index] + moved)
+        free[:, of] += times.freed[index] + moved
+        ends[:, of] += times.done[index] + moved
         np.add.at(members, of, 1)
         one_clock[of] &= (clock[of] < 0) | (clock[of] == clocks[index].same)
         clock[of] = clocks[index].same
@@ -473,19 +499,20 @@ def _with_wire(found: Imported) -> Imported:
     found.whole = members >= size
     shown = np.maximum(1, members)
     together = ends / shown - np.maximum(last, free / shown)
-    wire = np.where(found.whole & one_clock, np.maximum(wire, together), wire)
-    least = wire if found.whole.all() else _fastest(found, wire, at)
-    found.wire = wire
-    found.skew = [np.maximum(0.0, took[i] - least[:, at[i]]) for i in range(len(measured))]
-    known = ~np.isnan(wire).all(axis=0)
+    found.wire = np.where(found.whole & one_clock, np.maximum(wire, together), wire)
+
+
+def _keep_ns(found: Imported) -> None:
+    """Give calls of the programs what they typically took on the wire."""
+    meet, graph = found.graph.matched_calls, found.graph
+    known = ~np.isnan(found.wire).all(axis=0)
     typical = np.full(len(meet), np.nan)
-    typical[known] = np.rint(np.nanmean(wire[:, known], axis=0))
+    typical[known] = np.rint(np.nanmean(found.wire[:, known], axis=0))
     for c, index in enumerate(graph.classes.programs):
         ops = graph.programs.programs[index].ops
         calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
         value = typical[meet.of[c][calls]]
         ops["ns"][calls] = np.where(np.isnan(value), -1, np.nan_to_num(value)).astype(np.int64)
-    return found
 
 
 @dataclass(frozen=True)
