@@ -249,3 +249,23 @@ def test_no_two_public_classes_share_a_name():
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     homes.setdefault(node.name, []).append(name)
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+_FOREIGN = ("torch", "megatron", "transformer_engine", "argparse", "dist", "sys")
+
+
+def test_classes_that_docstrings_name_are_there():
+    defined = {
+        (name.removesuffix(".py").split("/")[-1], node.name)
+        for name in MODULES
+        for node in parsed(name).body
+        if isinstance(node, ast.ClassDef)
+    }
+    stale = []
+    for name in MODULES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for path, kind in re.findall(r"``([a-z_.]+)\.([A-Z]\w*[a-z]\w*)``", text):
+            known = (path.split(".")[-1], kind) in defined
+            if not known and path.split(".")[0] not in _FOREIGN:
+                stale.append(f"{name}: {path}.{kind}")
+    assert stale == []

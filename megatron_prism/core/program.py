@@ -2,7 +2,7 @@
 file.
 
 Programs are what capture writes and analysis reads.  ``ops.py`` says what an op is,
-``program_text.py`` how programs look as text, ``programs.py`` keeps those of a world in one file.
+``program_text.py`` how programs look as text; ``save`` and ``load`` are their file.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Program:
                   waits left out, if known
     streams     : int16 [allocations]: the stream that each was made on, 0 the main one; none if all
                   were made there; the text form leaves them out, too
-    history     : int64 [events, 4] of all requests since the process began (``tiers.history``), or
+    history     : int64 [events, 4] of all requests since the process began (``live_bytes.py``), or
                   none; the text form leaves it out
     routed      : int64 [allocations, 2]: the call of a dispatcher (-1: none) on whose tokens each
                   depends, and how many bytes it grew by in a probe; none if nobody probed

@@ -2,7 +2,7 @@
 
 In : world size and Megatron's parallel sizes.  Out: ranks, coordinates, Megatron's named groups,
 all by strides over ``arange(size)``, so that a million ranks cost milliseconds.  Numpy only.  It
-knows nothing of nodes or links (``topology.py``) and nothing of models.
+knows nothing of nodes or links, and nothing of models.
 
 Megatron lays the ranks out twice over the same numbers: a *dense* grid tp x cp x dp x pp for
 attention, embeddings and the rest, and an *expert* grid etp x ep x edp x pp for the experts of an
@@ -58,7 +58,7 @@ _CONDITION = re.compile(r"(?P<axis>[a-z]+)\s*=\s*(?P<value>\d+)")
 
 
 class HasRanks(Protocol):
-    """What a selector needs of a world; ``world.World`` is the one that has it."""
+    """What a selector needs of a world; ``World`` is the one that has it."""
 
     @property
     def stages(self) -> range: ...

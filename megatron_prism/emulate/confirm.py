@@ -51,7 +51,7 @@ _ITERATION = 2  # the first steady one
 
 
 class Witness(CallGuard):
-    """Follows calls as a Guard does; ``said`` is what it has seen."""
+    """Follows calls as a CallGuard does; ``said`` is what it has seen."""
 
     def __init__(self, world: World, rank: int, tier: Tier, watch: Watch) -> None:
         options = SimpleNamespace(world=world, rank=rank, ranks=(rank,))

@@ -84,7 +84,7 @@ class Summary(TypedDict, total=False):
     steps: int
     master_parameter_moved: bool | None
     losses: list[float | None]
-    communication: list[Json]  # of ``tally.Row``
+    communication: list[Json]  # of ``virtual_world.TrafficRow``
     communication_of: str
     memory: Memory
     build_s: float
@@ -286,7 +286,7 @@ def run_ranks(
     watch: Watch | None = None,
 ) -> list[Summary]:
     """Run every rank, at most ``num_workers`` at once (default: one per core); stop all when one
-    fails.  ``slices`` is a SliceStore into which each puts what it did; ``watch`` a
+    fails.  ``slices`` is a SliceStore into which each puts what it did; ``watch``
     says where a suspect stands (``emulate.confirm``).
 
     Raises NotTrainedError and whatever PrismError a worker ended with.

@@ -420,7 +420,7 @@ def run(
 
     What that changes in the process stays until ``session`` is closed.  With ``slices`` (a
     SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
-    ``witness.Watch``) every call is held against the programs of the world.
+    ``recipe_job.Watch``) every call is held against the programs of the world.
     """
     start = time.perf_counter()
     _collect_no_garbage(session)

@@ -1,7 +1,7 @@
 """Write the dumps that the Flight Recorder would have left of a stalled job.
 
-In : ``quiescence.Standstill``.  Out: values in the format of torch 2.13 (version 2.10), or files,
-for ``flight_recorder.read`` and for torch's own ``torchfrtrace``.  The counters, states and names
+In : ``graph.stall.StalledJob``.  Out: values in the format of torch 2.13 (version 2.10), or files,
+for ``hang.dumps.read`` and for torch's own ``torchfrtrace``.  The counters, states and names
 are ProcessGroupNCCL's, and so is the record that closes a batch (``nccl:coalesced``); clocks count
 issued calls, since a standstill knows no time.
 """

@@ -4,7 +4,7 @@ Three levels that are never mixed, each with its provenance:
 
 allocated : bytes of tensors, from the programs' allocations
 reserved  : segments of the caching allocator: modelled, by replaying them (``allocator``)
-device    : reserved and context, workspaces, NCCL: ``costs.communicators``, where calibrated
+device    : reserved and context, workspaces, NCCL: ``nccl_buffers``, where calibrated
 
 What is alive has a kind.  The recorder tags what stands before the iteration (``param``, ``grad``,
 ``optim``); what comes to be later is told from how it lives:

@@ -328,7 +328,7 @@ class Timeline:
     """The replayed world.
 
     begin, end : of the last iteration, ns since the start of the replay
-    links      : that calls shared (``network.Links``); None: nobody held anybody up
+    links      : that calls shared (``Links``); None: nobody held anybody up
     """
 
     graph: WorldGraph

@@ -4,12 +4,14 @@ In : Programs, or a WorldGraph and its Prices.  Out: the same kind of value, cha
 changed in place.  What a function assumes is in ``Programs.source["what-if"]`` or in the new
 provenance of the prices that it changed.
 
-slow        : some ranks compute slower (``slow_down_prices`` applies it to prices)
-apart       : some ranks in classes of their own, for faults of one rank
-faster      : calls of one kind or group take another time
-host        : hosts are as fast as another one
-moved       : the same programs on another machine
-data_parallel (in ``scale.py``): more or fewer replicas
+slow         : some ranks compute slower (``with_slow_ranks``, ``slow_down_prices``)
+apart        : some ranks in classes of their own, for faults of one rank (``with_own_classes``)
+faster       : calls of one kind or group take another time (``scale_prices``)
+host         : hosts are as fast as another one (``scale_hosts``)
+moved        : the same programs on another machine (``move_prices``)
+dp           : more or fewer replicas (``with_data_parallel``)
+microbatches : more or fewer of them (``with_microbatches``)
+slow NICs    : of some nodes or rails (``with_slow_nics``, ``price_slow_nics``)
 """
 
 from __future__ import annotations

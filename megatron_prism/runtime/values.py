@@ -343,7 +343,7 @@ class LocalVocabularySum(PartialSums):
     once = True
 
     def gathered(self, slots: torch.Tensor, shard: torch.Tensor, mirrors: Sequence[int]) -> None:
-        """See Parts."""
+        """See PartialSums."""
         for position, source in enumerate(mirrors):
             if position != source:
                 slots[position].fill_(_NOTHING if shard.is_floating_point() else 0)
@@ -361,7 +361,7 @@ class BalancedExpertCounts(PartialSums):
         self.experts, self.block, self.ways = experts, block, ways
 
     def gathered(self, slots: torch.Tensor, shard: torch.Tensor, mirrors: Sequence[int]) -> None:
-        """See Parts.  Payloads, whose last dimension is another one, stay mirrored.
+        """See PartialSums.  Payloads, whose last dimension is another one, stay mirrored.
 
         Three kernels if one member is local, however large the group: every layer asks for this,
         and the host's time counts.  Allocates twice the shard.
@@ -397,7 +397,7 @@ class PartialLookup(PartialSums):
     def fill(
         self, out: torch.Tensor, n: int = 1, p: int = 0, held: Sequence[bool] | None = None
     ) -> bool:
-        """See Parts.
+        """See PartialSums.
 
         held : for each member, whether its rows are looked up here, zeros if not; None: all are
 

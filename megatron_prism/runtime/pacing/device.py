@@ -136,7 +136,7 @@ _ALIGN = 256
 class Launcher:
     """The table of releases on the device, and the launches of the kernel.
 
-    table    : a ``replay.release.Releases``
+    table    : a ``replay.answer_times.AnswerTimes``
     launches : per launch the interactions that it ends
     shared   : where the local ranks tell each other; None if there is one
     """

@@ -44,7 +44,7 @@ __all__ = ["at_once", "Batch", "PacedCall", "Pacer", "summary"]
 
 
 class Batch:
-    """Answered one by one, ended by one launch, as of one ``pacing.Pacer``."""
+    """Answered one by one, ended by one launch, as of one ``Pacer``."""
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer, self._begin, self._host = pacer, perf_counter_ns(), 0

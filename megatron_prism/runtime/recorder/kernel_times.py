@@ -250,7 +250,7 @@ class Launches:
 
 def launches(trace: Trace, bounds: Sequence[tuple[int, int]]) -> Launches:
     """Of a trace as Kineto exports it; ``bounds``: the host's clock around each segment, as in
-    ``busy.busy_ns``."""
+    ``busy_ns``."""
     begun, kernels = read(trace)
     limits = limits_of(trace, bounds)
     # (when, for how long) the host waited for room

@@ -123,8 +123,8 @@ class Recording:
     trace   : names of all ops in order
     hosts   : of each segment, when the host began to issue it, and was through (time_ns); CUDA only
     collected: ns of full garbage collections in ``hosts``
-    busy    : ``busy.busy_ns`` of it; None unless the iteration was traced
-    launches: ``launches.launches`` of it; likewise
+    busy    : ``kernel_times.busy_ns`` of it; None unless the iteration was traced
+    launches: ``kernel_times.launches`` of it; likewise
     """
 
     rank: int
@@ -253,7 +253,7 @@ def _lower_median(values: np.ndarray) -> Any:
 
 
 def stamp() -> torch.cuda.Event:
-    """A timing event on the current stream that the watch does not hear of."""
+    """A timing event on the current stream that the recorder does not hear of."""
     event = torch.cuda.Event(enable_timing=True)
     super(torch.cuda.Event, event).record(torch.cuda.current_stream())
     return event

@@ -351,7 +351,7 @@ class Recorder(CallListener, TrainingListener):
         """``core/tensor_parallel/mappings.py:31``: the innermost Megatron or TE frame."""
         return self.owners.sites.find(sys._getframe(3))
 
-    # -- what the watch reports -------------------------------------------------------------------
+    # -- what ``report_to`` tells -----------------------------------------------------------------
     def event_recorded(self, event: int, stream: object) -> bool:
         """Event ``event`` is recorded on ``stream`` (None: the current one)."""
         heard = self.active and not self._inside
@@ -387,7 +387,7 @@ class Recorder(CallListener, TrainingListener):
 
 
 class PacedRecorder(Recorder):
-    """Writes down what it hands on to ``pacer``, a ``pacing.Pacer``; CUDA only."""
+    """Writes down what it hands on to ``pacer``, a ``pacing.pacer.Pacer``; CUDA only."""
 
     def __init__(self, rank: int, tier: str, pacer: Pacer) -> None:
         super().__init__(rank, tier)
