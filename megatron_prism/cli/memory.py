@@ -401,6 +401,10 @@ def _overview(made: Baseline) -> None:
     head = ("class", "ranks", "allocated", "reserved", "NCCL", "device", "peak in", "which")
     print_table(head, rows)
     for name, one in made.classes.items():
+        least, most = one.get("nccl_between") or (0, 0)
+        if least < most:
+            print(f"{name}: NCCL {units.format_bytes(least)} to {units.format_bytes(most)}, "
+                  "estimated: connections between hosts of 8 GPUs")  # fmt: skip
         if drawn := one.get("drawn"):
             print(_drawn(name, drawn))
     for level, source in made.provenance.items():

@@ -94,6 +94,7 @@ class OptionalFigures(TypedDict, total=False):
     growth: int | None
     growth_top: list[BaselineOrigin]
     nccl: _Bytes | None
+    nccl_between: list[int] | None
     peak_device: _Bytes | None
     drawn: DrawnFigures | None
 
@@ -233,11 +234,13 @@ def measure(
     device = device or nccl_buffers.BufferCalibration()
     classes: dict[str, ClassMemoryFigures] = {}
     for one in analyse(programs, settings):
-        nccl = device.nccl(nccl_buffers.used_by(programs, one.program))
+        used = nccl_buffers.used_by(programs, one.program)
+        nccl, between = device.nccl(used), device.between(used)
         beyond = None if nccl is None or device.process is None else nccl + device.process
         classes[one.name] = {
             **_figures(one),
             "nccl": nccl,
+            "nccl_between": None if between is None else list(between),
             "peak_device": None if beyond is None else one.reserved + beyond,
         }
         if draws is not None:

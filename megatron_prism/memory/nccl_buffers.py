@@ -9,7 +9,8 @@ NCCL connects a communicator when an algorithm is first used (NCCL_RUNTIME_CONNE
 of all three protocols for the receiver (src/transport/p2p.cc; ``connection_bytes``).  How many
 channels there are depends on the host, so it is measured: a communicator is ``init`` plus what
 its kinds of calls connect; what was measured apart and together is never added up to more than
-together.  Between hosts nothing was measured: such groups are taken as their part on one host.
+together.  Between hosts nothing was measured: such groups are taken as their part on one host, and
+``between`` says what NCCL's source leaves open.
 """
 
 from __future__ import annotations
@@ -44,7 +45,19 @@ __all__ = [
 FOLDER = Path(__file__).with_name("device_memory")
 PAGE = 2 << 20
 _WAYS = frozenset({"out", "in"})
-_HOST_PEERS = 7  # of a rank on a host of 8 GPUs; what connections to other hosts take is not known
+_HOST = 8  # GPUs
+_HOST_PEERS = _HOST - 1  # of a rank
+
+
+def network_bytes(buffer: int = 4 << 20) -> tuple[int, int]:
+    """(of one channel of a ring or tree, both ends; of all messages to other hosts) on a rank.
+
+    With GPUDirect the buffers of two protocols are in device memory at either end, without it none
+    is; messages share a pool for each direction, of at most 32 channels x 16 steps x 128 KiB
+    (src/transport/net.cc sendProxyConnect, sharedNetBuffersInit @022c022).
+    """
+    ll128 = 120 * 640 * 8 * 8
+    return 2 * -(-(buffer + ll128) // PAGE) * PAGE, 2 * 32 * 16 * (128 << 10)
 
 
 def connection_bytes(buffer: int = 4 << 20) -> tuple[int, int]:
@@ -65,12 +78,14 @@ class Communicator:
     kinds : ``small`` and ``large`` reductions, ``ring`` (gathers, scatters, broadcasts); of a pair
             ``out`` and ``in``, which way its messages go
     peers : ranks that it exchanges messages with inside this communicator
+    local : ranks of it on this rank's host; None: all
     """
 
     group: str
     size: int
     kinds: frozenset[str] = frozenset()
     peers: int = 0
+    local: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,30 @@ class BufferCalibration:
         if not self.alone or None in sizes:
             return None
         return self.once + sum(sizes)  # type: ignore[arg-type]
+
+    def between(self, used: Sequence[Communicator]) -> tuple[int, int] | None:
+        """The least and the most that ``nccl`` may be, by what reaches other hosts.
+
+        The least is without GPUDirect.  A ring leaves the host once, so one of the connections of
+        its ranks there does; a rank's messages all may.
+        """
+        middle = self.nccl(used)
+        if middle is None:
+            return None
+        low = high = middle
+        channel, pool = network_bytes()
+        more = channel / sum(connection_bytes()) - 1
+        for one in used:
+            if one.local is None or one.local >= one.size:
+                continue
+            rings = frozenset() if one.kinds & _WAYS else one.kinds
+            whole, init, calls = (
+                self.bytes_of(replace(one, kinds=kinds, peers=peers)) or 0
+                for kinds, peers in ((one.kinds, one.peers), (frozenset(), 0), (rings, 0))
+            )
+            low -= whole - calls + (calls - init) // one.local
+            high += round((calls - init) // one.local * more) + (pool if whole > calls else 0)
+        return low, high
 
     def provenance(self) -> str:
         """For reports: what device bytes are made of."""
@@ -260,17 +299,21 @@ class ConnectedCommunicators:
         num_bytes: int,
         distance: int = 0,
         batched: bool = True,
+        local: int | None = None,
     ) -> tuple[Communicator | None, Communicator]:
         """The communicator of a call, (before it, None if it was not there; with what it connects).
 
         distance : of a message, how many places further in the group the other end is; 0 for what
                    is no message
+        local    : of Communicator
         """
         message = op in ("send", "recv")
         pair = message and not batched and distance > 0
         key = (group, distance if pair else 0)
         before = self._made.get(key)
-        one = before or Communicator(f"{group} pair" if pair else group, 2 if pair else size)
+        one = before or Communicator(
+            f"{group} pair" if pair else group, 2 if pair else size, local=local
+        )
         kinds, peers = one.kinds, self._peers.setdefault(group, set())
         if pair:
             kinds = kinds | {"out" if op == "send" else "in"}
@@ -303,8 +346,9 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     rank = int(programs.ranks_of(index)[0])
     ops = program.ops
     used = ConnectedCommunicators()
-    used.add(WORLD_GROUP, programs.world.size, "barrier", 0)
-    sizes = {WORLD_GROUP: programs.world.size}
+    everyone = range(programs.world.size)
+    used.add(WORLD_GROUP, len(everyone), "barrier", 0, local=_on_host(everyone, rank))
+    groups: dict[str, Sequence[int]] = {WORLD_GROUP: everyone}
     calls = ops[(ops["name"] >= CODE["mark"] + 1) & (ops["group"] != 0)]
     columns = [calls[key].tolist() for key in ("name", "group", "peer", "dtype", "num_in")]
     batches = (calls["batch"] >= 0).tolist()
@@ -312,16 +356,28 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
         set(zip(*columns, batches, strict=True))
     ):
         group = program.strings[text]
-        if group not in sizes:
-            sizes[group] = _size(programs, group, rank)
-        distance = peer % sizes[group] if IS_PAIR[code] else 0
+        if group not in groups:
+            groups[group] = _members(programs, group, rank)
+        members = groups[group]
+        size = len(members)
+        distance = peer % size if IS_PAIR[code] else 0
         if distance or not IS_PAIR[code]:
             num_bytes = num_in * int(ITEM_SIZE[dtype])
-            used.add(group, sizes[group], NAMES[code], num_bytes, distance, batched)
+            if distance and not batched:  # they have a communicator of their own
+                members = (rank, members[(members.index(rank) + distance) % size])
+            local = _on_host(members, rank)
+            used.add(group, size, NAMES[code], num_bytes, distance, batched, local)
     return used.all()
 
 
-def _size(programs: Programs, group: str, rank: int) -> int:
+def _on_host(members: Sequence[int], rank: int) -> int:
+    """How many of them are on the host of ``rank``, where ranks fill hosts in their order."""
+    return sum(member // _HOST == rank // _HOST for member in members)
+
+
+def _members(programs: Programs, group: str, rank: int) -> Sequence[int]:
     if group in programs.groups:
-        return len(of_lists(group, programs.groups[group], programs.world.size).group(rank))
-    return len(of_family(programs.world, group).group(rank))
+        known = of_lists(group, programs.groups[group], programs.world.size)
+    else:
+        known = of_family(programs.world, group)
+    return tuple(int(member) for member in known.group(rank))

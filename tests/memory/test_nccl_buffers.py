@@ -82,6 +82,31 @@ def test_unknown_is_none_and_says_what_is_missing():
     assert "H200" in shipped.provenance()
 
 
+def test_between_hosts_the_source_leaves_two_ends(calibration):
+    ring = frozenset({"ring"})
+    here, apart = Communicator("a", 4, ring, local=4), Communicator("a", 4, ring, local=1)
+    half, pair = Communicator("a", 4, ring, local=2), Communicator("b pair", 2, frozenset({"out"}))
+    assert calibration.between([here]) == (calibration.nccl([here]),) * 2
+    taken = calibration.bytes_of(here) - calibration.bytes_of(Communicator("a", 4))
+    middle = calibration.nccl([here])
+    # 10 MiB at either end of a channel, where one on the host takes 2 and 10
+    assert calibration.between([apart]) == (middle - taken, middle + round(taken * (20 / 12 - 1)))
+    assert calibration.between([half])[0] == middle - taken // 2
+    assert calibration.between([pair]) is None  # nobody measured one
+    messages = Communicator("a", 4, peers=2, local=1)
+    least, most = calibration.between([messages])
+    assert (least, most - calibration.nccl([messages])) == (
+        calibration.nccl([Communicator("a", 4)]), 128 * MIB)  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "local"), [(16, 1), (8, 2)])
+def test_ranks_fill_hosts_in_their_order(size, local):
+    send = "0F0  send PIPELINE_MODEL_PARALLEL_GROUP bf16 in=1024 peer=1 batch=0"
+    program = f"prism-program 1\nworld size={size} pp=2\nprogram ranks=0-{size - 1}\n{send}\n"
+    found = {one.group: one.local for one in used_by(parse(program), 0)}
+    assert found == {"default_pg": 8, "PIPELINE_MODEL_PARALLEL_GROUP": local}
+
+
 def test_what_a_program_uses():
     text = """
 prism-program 1
