@@ -87,7 +87,7 @@ def diagnose(
     if sorted(map(tuple, a[k:])) == sorted(map(tuple, b[k:])):
         return "order", (k, k), f"rank {ranks[1]} makes the same calls in another order"
     if _same(a[k + 1 :], b[k:]) and not _same(a[k + 1 :], b[k + 1 :]):
-        return "missing", (k, k), f"rank {ranks[1]} never calls {_call(a[k])} #{k}"
+        return "missing", (k, k), f"rank {ranks[1]} never calls {_call(a[k])} #{k + 1}"
     if _same(a[k:], b[k + 1 :]) and not _same(a[k + 1 :], b[k + 1 :]):
         return "missing", (k, k), f"rank {ranks[1]} calls {_call(b[k])} and rank {ranks[0]} never"
     fields = [f for f, x, y in zip(_FIELDS, a[k], b[k], strict=True) if x != y]
@@ -227,6 +227,9 @@ def _incomplete(
             return
 
 
+_OF_OPS = ("handle", "batch")  # kinds that are about any op, not about a call
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that would hang or corrupt the job.
@@ -235,7 +238,7 @@ class Finding:
               wrong group, unmatched send, unmatched receive; handle, batch (of one rank alone)
     group   : description of the group
     ranks   : two ranks that disagree: the one that others agree with, and the odd one
-    number  : the entry of the FIFO, from 0
+    number  : the entry of the FIFO, from 1 as in dumps; of handle and batch the op, from 0
     picture : the two ranks' calls around it, with an arrow
     likely  : what probably happened
     """
@@ -250,7 +253,7 @@ class Finding:
     def __str__(self) -> str:
         one, other = self.ranks
         who = f"rank {one}" if one == other else f"ranks {one} and {other}"
-        place = f"op #{self.number}" if self.kind in ("handle", "batch") else f"call #{self.number}"
+        place = f"{'op' if self.kind in _OF_OPS else 'call'} #{self.number}"
         head = f"{self.kind} in {self.group}, {place}, {who}"
         return f"{head}\n{self.picture}\n  likely: {self.likely}"
 
@@ -307,10 +310,11 @@ class _Checker:
     ) -> Finding:
         """A Finding about entry ``at`` of ``indices`` of class ``index`` alone."""
         rank = self.classes.representatives[index]
-        columns = _column(self.program(index), indices, rank, at)
+        first = 0 if kind in _OF_OPS else 1
+        columns = _column(self.program(index), indices, rank, at, first)
         columns[2] += "   <-- here"
         picture = "\n".join(f"  {line}" for line in columns)
-        return Finding(kind, name, (rank, rank), at, picture, likely)
+        return Finding(kind, name, (rank, rank), at + first, picture, likely)
 
     # -- collectives ------------------------------------------------------------------------------
     def collectives(self) -> Iterator[Finding]:
@@ -360,7 +364,7 @@ class _Checker:
         first = int(self.program(index).groups()[name][0])
         picture = f"  rank {rank}\n  {format_op(self.program(index)[first])}   <-- here"
         likely = f"rank {rank} is in no group called {name} and cannot call it"
-        return Finding("wrong group", name, (rank, rank), 0, picture, likely)
+        return Finding("wrong group", name, (rank, rank), 1, picture, likely)
 
     def _compare(self, index: int, name: str, model: int, other: int) -> Finding | None:
         ours, theirs = self.fifo(model, name), self.fifo(other, name)
@@ -448,21 +452,23 @@ class _Checker:
             f"  {a:{width}}   {b}".rstrip() for a, b in zip(columns[0], columns[1], strict=True)
         ]
         lines[2] += "   <-- here"
-        return Finding(kind, name, ranks, at[0], "\n".join(lines), likely)
+        return Finding(kind, name, ranks, at[0] + 1, "\n".join(lines), likely)
 
     def _distance(self, name: str, rank: int, peer: int, size: int) -> int:
         position = self.groups[name].position
         return int(position[peer] - position[rank]) % size
 
 
-def _column(program: Program, indices: np.ndarray, rank: int, number: int) -> list[str]:
-    """The heading and the entries before, at and after ``number``."""
+def _column(
+    program: Program, indices: np.ndarray, rank: int, number: int, first: int = 1
+) -> list[str]:
+    """The heading and the entries before, at and after ``number``, shown as counted from first."""
     lines = [f"rank {rank}"]
     for at in (number - 1, number, number + 1):
         if 0 <= at < len(indices):
             op = program[int(indices[at])]
             words = format_op(op).replace(f" {op.group}", "", 1).split()
-            lines.append(f"#{at} " + " ".join(words))
+            lines.append(f"#{at + first} " + " ".join(words))
         else:
             lines.append("(nothing before)" if at < 0 else "(nothing more)")
     return lines
@@ -494,8 +500,8 @@ def _is_extra(checker: _Checker, lacking: Finding, extra: Finding) -> bool:
     program = checker.program(int(checker.classes.of[lacking.ranks[0]]))
     surplus = checker.fifo(int(checker.classes.of[extra.ranks[1]]), extra.group)
     theirs = checker.program(int(checker.classes.of[extra.ranks[1]]))
-    if lacking.number >= len(wanted) or extra.number >= len(surplus):
+    if lacking.number > len(wanted) or extra.number > len(surplus):
         return False
-    a = signature(program, wanted[[lacking.number]])
-    b = signature(theirs, surplus[[extra.number]])
+    a = signature(program, wanted[[lacking.number - 1]])
+    b = signature(theirs, surplus[[extra.number - 1]])
     return np.array_equal(a[:, :4], b[:, :4])

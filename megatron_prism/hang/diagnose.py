@@ -185,7 +185,7 @@ def _cost(programs: Programs, planted: PlantedFaults) -> str:
 
 
 _SAID = ("name", "dtype", "reduce", "peer", "root", "num_in", "num_out", "batch")
-_RECORDED = 64  # calls of each rank that are judged, before the first that waits and from it on
+_RECORDED = (64, 0)  # calls of each rank that are judged around the first that waits; 0: all
 
 
 def diagnose_graph(graph: WorldGraph) -> Diagnosis:
@@ -314,14 +314,16 @@ def diagnose_stall(
     """
     if state.finished:
         return Diagnosis("healthy")
-    dumps = {}
-    how.setdefault("last", _RECORDED)
-    with no_collector():
-        for rank, value in export.dumps_of(state, **how):
-            dumps[rank] = of_value(value, rank)
-            if told is not None:
-                told((rank + 1) / state.programs.world.size)
-    found = dataclasses.replace(analyze.diagnose_dumps(DumpSet(dumps)), missing=())
+    for last in (how["last"],) if "last" in how else _RECORDED:
+        dumps, how["last"] = {}, last
+        with no_collector():
+            for rank, value in export.dumps_of(state, **how):
+                dumps[rank] = of_value(value, rank)
+                if told is not None:
+                    told((rank + 1) / state.programs.world.size)
+        found = dataclasses.replace(analyze.diagnose_dumps(DumpSet(dumps)), missing=())
+        if found.culprits:
+            break
     if healthy is not None and not found.culprits:
         found = hypotheses.explain(DumpSet(dumps), found, healthy)
     if found.culprits or state.faults:

@@ -42,7 +42,7 @@ class Diagnosis:
     """verdict: healthy, mismatch, device stuck, host stuck, missing dump, order, deadlock,
     undetermined; group, op and seq are those of the first call that cannot end.
 
-    seq counts from 1 as the Flight Recorder does; from programs it is the call's index, from 0.
+    seq counts from 1 as the Flight Recorder does.
     """
 
     verdict: str

@@ -147,14 +147,14 @@ def test_a_planted_fault_is_found(name):
 def test_the_picture():
     (found,) = planted(FAULTS["dtype"][0])
     assert str(found) == (
-        "dtype in TENSOR_MODEL_PARALLEL_GROUP, call #1, ranks 4 and 5\n"
+        "dtype in TENSOR_MODEL_PARALLEL_GROUP, call #2, ranks 4 and 5\n"
         "  rank 4                                                  rank 5\n"
-        "  #0 0F all_reduce bf16 n=64 reduce=sum @mappings.py:31   "
-        "#0 0F all_reduce bf16 n=64 reduce=sum @mappings.py:31\n"
-        "  #1 1F all_reduce bf16 n=64 reduce=sum @mappings.py:31   "
-        "#1 1F all_reduce fp32 n=64 reduce=sum @mappings.py:31   <-- here\n"
-        "  #2 - broadcast int64 n=5 root=0                         "
-        "#2 - broadcast int64 n=5 root=0\n"
+        "  #1 0F all_reduce bf16 n=64 reduce=sum @mappings.py:31   "
+        "#1 0F all_reduce bf16 n=64 reduce=sum @mappings.py:31\n"
+        "  #2 1F all_reduce bf16 n=64 reduce=sum @mappings.py:31   "
+        "#2 1F all_reduce fp32 n=64 reduce=sum @mappings.py:31   <-- here\n"
+        "  #3 - broadcast int64 n=5 root=0                         "
+        "#3 - broadcast int64 n=5 root=0\n"
         "  likely: dtype: bf16 on rank 4, fp32 on rank 5"
     )
 

@@ -12,7 +12,6 @@ rows of the catalogue of real issues that motivated the case.
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import os
 import pathlib
@@ -100,8 +99,7 @@ def judged(case, folder, state, **how):
     export.write(state, folder, **how)
     if case.where != "programs":
         return hang.diagnose_dumps(dumps.read_in_process(folder))
-    found = diagnose_graph(world_graph.build(state.programs))
-    return dataclasses.replace(found, seq=found.seq + 1)  # programs count from 0
+    return diagnose_graph(world_graph.build(state.programs))
 
 
 # -- the truth, without the judge -----------------------------------------------------------------
