@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,5 +160,9 @@ def _words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         "trials": arguments.count(1, 100_000, "trials=200"),
         "workers": arguments.count(1, os.cpu_count() or 1 << 10, "workers=2"),
     }
-    mine = [word for word in words if word.partition("=")[0].lstrip("-") in keys]
+    names = [word.partition("=")[0].lstrip("-") for word in words]
+    # also a typo of one, for which ``read`` says what is meant
+    mine = [
+        w for w, name in zip(words, names, strict=True) if get_close_matches(name, keys, 1, 0.9)
+    ]
     return arguments.read(mine, keys, "sweep"), [word for word in words if word not in mine]

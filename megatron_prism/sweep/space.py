@@ -185,24 +185,42 @@ def _values(axis: str, text: str, job: Job) -> tuple[Value, ...]:
     return tuple(values)
 
 
-def _auto(axis: str, recipe: Job) -> tuple[Value, ...]:
+def _auto(axis: str, job: Job) -> tuple[Value, ...]:
     """All that divide: what is no layout together with the others falls later."""
-    if isinstance(recipe, Script):
-        raise UsageError(f"{axis}=auto is of a recipe", fix=f"{axis}=1,2,4")
-    m, world = recipe.model, recipe.parallel.world_size
+    decides = {
+        "tp": "model.num_attention_heads", "pp": "model.num_layers", "vpp": "model.num_layers",
+        "cp": "model.seq_length", "ep": "model.num_experts", "recompute": "",
+        "micro_batch_size": "train.global_batch_size",
+    }  # fmt: skip
+    if axis not in decides:
+        raise UsageError(f"{axis}=auto: nothing says which to try", fix=f"{axis}=1,2,4")
+    size, world = _size(job, decides[axis]), _size(job, "parallel.world_size")
+    if not size and axis not in ("ep", "recompute"):  # without experts ep is 1
+        option = option_of(decides[axis])
+        raise UsageError(f"{axis}=auto: the command line has no {option}", fix=f"{axis}=1,2,4")
     powers = [1 << n for n in range(11)]
     found: dict[str, list[Value]] = {
-        "tp": [n for n in powers if n <= _NODE and m.num_attention_heads % n == 0],
-        "pp": [n for n in range(1, m.num_layers + 1) if m.num_layers % n == world % n == 0],
-        "vpp": [n for n in range(1, m.num_layers + 1) if m.num_layers % n == 0],
-        "cp": [n for n in powers if n <= _NODE and m.seq_length % (2 * n) == 0],
-        "ep": [n for n in range(1, (m.num_experts or 1) + 1) if (m.num_experts or 1) % n == 0],
-        "micro_batch_size": [n for n in powers[:4] if recipe.train.global_batch_size % n == 0],
+        "tp": [n for n in powers if n <= _NODE and size % n == 0],
+        "pp": [n for n in range(1, size + 1) if size % n == world % n == 0],
+        "vpp": [n for n in range(1, size + 1) if size % n == 0],
+        "cp": [n for n in powers if n <= _NODE and size % (2 * n) == 0],
+        "ep": [n for n in range(1, (size or 1) + 1) if (size or 1) % n == 0],
+        "micro_batch_size": [n for n in powers[:4] if size % n == 0],
         "recompute": [None, "selective", "full"],
     }
-    if axis not in found:
-        raise UsageError(f"{axis}=auto: nothing says which to try", fix=f"{axis}=1,2,4")
     return tuple(found[axis])
+
+
+def _size(job: Job, key: str) -> int:
+    """A size of the job by its key of a recipe; 0 where a command line does not say it."""
+    section, _, name = key.partition(".")
+    if not key:
+        return 0
+    if isinstance(job, Recipe):
+        return getattr(getattr(job, section), name) or 0
+    if key == "parallel.world_size":
+        return size_of(job.ours, "--prism-world-size", 0)
+    return size_of(job.words, option_of(key), 0)
 
 
 def points(job: Job, axes: Mapping[str, Sequence[Value]]) -> list[SweepPoint]:

@@ -104,6 +104,13 @@ def test_a_script_has_megatrons_options_as_axes():
     assert "--tensor-model-parallel-size" in (error.value.fix or "")
 
 
+def test_auto_reads_the_sizes_of_a_script():
+    found = space.parse_axes(["pp=auto", "micro_batch_size=auto", "ep=auto"], SCRIPT)
+    assert found == {"pp": (1, 2, 4, 8), "micro_batch_size": (1, 2, 4, 8), "ep": (1,)}
+    with pytest.raises(UsageError, match="--num-attention-heads"):
+        space.parse_axes(["tp=auto"], SCRIPT)
+
+
 def test_points_of_a_script_that_make_no_layout_say_why():
     one, other, good = of_script("tp=3,1,2", "global_batch_size=64")[:1] + of_script(
         "global_batch_size=60,64"
