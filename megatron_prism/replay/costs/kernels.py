@@ -389,21 +389,18 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     rest, rows = compute[~measured], ops[~measured]
     columns = [rows[name].tolist() for name in ("note", "flops", "traffic", "kernels")]
     table = table_of(machine)
-    known: dict[tuple[int, ...], SegmentParts] = {}
-    found = []
-    unknown: set[tuple[int, ...]] = set()
     keys = list(zip(*columns, strict=True))
-    for key in keys:
-        if key not in known:
-            note, flops, traffic, kernels = key
-            known[key] = parts_of(program.strings[note], flops, traffic, kernels, machine, table)
-            if max(flops, traffic) < 0 and not _KERNEL.search(program.strings[note]):
-                unknown.add(key)
-        found.append(known[key])
-    slower = _slowdown(found, table)
-    priced = {one: _priced(one, slower) for one in known.values()}
-    ns[rest] = [priced[one][0] for one in found]
-    source[rest] = [UNKNOWN if k in unknown else priced[known[k]][1] for k in keys]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    which = np.array([numbers[key] for key in keys], dtype=np.int64)
+    known, unknown = [], []
+    for note, flops, traffic, kernels in numbers:
+        known.append(parts_of(program.strings[note], flops, traffic, kernels, machine, table))
+        unknown.append(max(flops, traffic) < 0 and not _KERNEL.search(program.strings[note]))
+    slower = _slowdown([known[number] for number in which.tolist()], table)
+    priced = [_priced(one, slower) for one in known]
+    codes = [UNKNOWN if no else code for (_, code), no in zip(priced, unknown, strict=True)]
+    ns[rest] = np.array([took for took, _ in priced], dtype=np.int64)[which]
+    source[rest] = np.array(codes, dtype=np.uint8)[which]
     return ns, source
 
 
