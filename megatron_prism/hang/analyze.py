@@ -147,11 +147,8 @@ class _Judge:
 
     # -- 1: signatures ----------------------------------------------------------------------------
     def _pending(self, odd: Mismatch) -> bool:
-        if odd.entry.pair:
-            return True
-        waits = (e for calls in self.state.outstanding.values() for e in calls)
-        return any((e.group, e.seq, e.pair) == (odd.entry.group, odd.entry.seq, False)
-                   for e in waits)  # fmt: skip
+        waits = (e.launch for calls in self.state.outstanding.values() for e in calls)
+        return odd.entry.pair or odd.entry.launch in waits
 
     def _all_came(self, entry: Entry) -> bool:
         state = self.state
@@ -311,15 +308,10 @@ class _Judge:
             self.among = self.among or tuple(cycle)
         elif odds:
             return self._result("mismatch", [])
-        elif unknown := sorted(state.unplaced()):
-            self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
-                                 "judged says where that is")  # fmt: skip
-        elif unposted := waits.unposted_messages(state):
-            self.among = tuple(sorted({rank for pair in unposted for rank in pair}))
-            self.evidence += [f"rank {rank} waits for a message of rank {other}, which waits for "
-                              "nobody: one leaves it out, or the other expects one too many"
-                              for rank, other in unposted[:4]]  # fmt: skip
-            return self._result("deadlock", [])
+        elif ends := waits.last_waited_for(state):
+            self.among = tuple(ends)
+            self.evidence.append(f"waited for: {format_ranks(ends)}, and by what dumps say these "
+                                 "wait for nobody")  # fmt: skip
         else:
             self.evidence.append(waits.complete_call_lines(state))
             calls = waits.complete_calls(state)

@@ -350,13 +350,11 @@ def _messages(made: _Made) -> Iterator[Mismatch]:
         if a == b:
             yield from _unbatched(state, (rank, send), (peer, mate))
             continue
-        votes = [(_vote(state, rank, send, a, 0), rank), (_vote(state, peer, mate, b, 1), peer)]
-        odd = tuple(r for agrees, r in votes if not agrees)
-        if not odd and (alone := _unlike_the_job(made, (send, mate), sizes)) is not None:
-            odd = ((rank, peer)[alone],)
+        alone = _unlike_the_job(made, (send, mate), sizes)
+        odd = () if alone is None else ((rank, peer)[alone],)
         text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
         kind = "dtype" if a[0] == b[0] else "shape"
-        yield Mismatch(kind, send, odd if len(odd) == 1 else (), (rank, peer), text)
+        yield Mismatch(kind, send, odd, (rank, peer), text)
 
 
 def _unbatched(
@@ -396,21 +394,6 @@ def _batched(state: JobState, rank: int, entry: Entry) -> bool | None:
         if e.op == "coalesced":
             return True
     return False
-
-
-def _vote(state: JobState, rank: int, entry: Entry, size: object, side: int) -> bool:
-    """Whether most siblings' messages of that kind and direction look like this; those that ended
-    tell whether all should look alike, as those of sequences of any length do not."""
-    seen: Counter[object] = Counter()
-    ended = set[object]()
-    kind = (entry.desc, entry.op, state.step(rank, entry))
-    for other in state.siblings[state.role.get(rank, 0)]:
-        for e in state.dumps[other].entries:
-            if e.pair and e != entry and (e.desc, e.op, state.step(other, e)) == kind:
-                look = sum(e.numbers[side]), e.dtypes[:1]
-                seen[look] += 1
-                ended |= {look} if e.done else set()
-    return len(ended) > 1 or not seen or seen.most_common(1)[0][0] == size
 
 
 _Key = tuple[str, int]  # description, sequence
@@ -491,36 +474,13 @@ class _Agreed:
 
     def __init__(self, state: JobState) -> None:
         self.state = state
-        self._ended: dict[str, dict[int, str]] = {}
         self._order: dict[int, dict[_Key, int]] = {}
 
     def otherwise(self, one: int, other: int) -> bool:
-        """Whether calls ended of which these made other ones, or the same in two orders."""
-        return self._others(one, other) or self._turned(self.order(one), self.order(other))
-
-    def _others(self, one: int, other: int) -> bool:
-        groups, of = self.state.groups, self.state.groups_of
-        theirs = {groups[name].desc: name for name in of[other]}
-        for name in of[one]:
-            like = theirs.get(groups[name].desc, name)
-            if like != name:
-                a, b = self.ended(name), self.ended(like)
-                if any(a[seq] != b[seq] for seq in a.keys() & b.keys()):
-                    return True
-        return False
-
-    @staticmethod
-    def _turned(one: dict[_Key, int], other: dict[_Key, int]) -> bool:
-        common = [key for key in one if key in other]
-        return any(other[x] > other[y] for x, y in zip(common, common[1:], strict=False))
-
-    def ended(self, name: str) -> dict[int, str]:
-        """Number -> operation, by the first member that left a dump."""
-        if name not in self._ended:
-            ranks = [r for r in self.state.groups[name].ranks if r in self.state.dumps][:1]
-            self._ended[name] = {e.seq: e.op for r in ranks for e in self.state.dumps[r].entries
-                                 if e.group == name and e.done and not e.pair}  # fmt: skip
-        return self._ended[name]
+        """Whether calls ended that these made in two orders."""
+        mine, theirs = self.order(one), self.order(other)
+        common = [key for key in mine if key in theirs]
+        return any(theirs[x] > theirs[y] for x, y in zip(common, common[1:], strict=False))
 
     def order(self, rank: int) -> dict[_Key, int]:
         """Its collectives that ended -> their places."""
@@ -557,9 +517,6 @@ def _issued(state: JobState, rank: int) -> _Issued:
         for name in state.groups_of[rank]
         if (name, rank) in state.enqueued and name not in state.pairs
     }
-    if state.in_batch(rank):
-        last = state.dumps[rank].entries[-1]
-        messages.pop((last.desc, last.seq), None)  # which is not whole
     waits = tuple((e.desc, e.seq) for e in state.outstanding[rank] if not e.pair)
     return _Issued(
         tuple(order.items()), tuple(messages.items()), tuple(sorted(counts.items())), waits

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
-from megatron_prism.core.world import format_ranks
+from megatron_prism.core.world import ranks_text
 from megatron_prism.hang.dumps import DumpSet, Entry, Group
 
 __all__ = ["JobState", "call_text"]
@@ -172,12 +172,6 @@ class JobState:
         have the number of a collective that came before them."""
         return [e for e in self.dumps[rank].entries if e.op != "coalesced"]
 
-    def in_batch(self, rank: int) -> bool:
-        """Whether it was written down while it issued a batch: the record that closes it is not
-        there yet, so its host goes on."""
-        entries = self.dumps[rank].entries if rank in self.dumps else ()
-        return bool(entries and entries[-1].pair) and any(e.op == "coalesced" for e in entries)
-
     def counts(self, rank: int) -> dict[str, int]:
         """Description -> collectives that ``rank`` has issued."""
         return self._counts[rank]
@@ -301,11 +295,6 @@ class JobState:
             return []
         return [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]
 
-    def unplaced(self) -> set[int]:
-        """Ranks that others wait for and that no dump here, or none with calls, says more about."""
-        waits = {other for rank in self.outstanding for other in self.waits(rank)[1]}
-        return waits - {rank for rank in self.dumps if self.outstanding[rank]}
-
     @cached_property
     def history(self) -> bool:
         """Whether dumps hold calls that ended, too."""
@@ -315,14 +304,14 @@ class JobState:
         """What the dumps do not hold, and which variable to set next time."""
         found, dumps = list(dict.fromkeys(self.notes)), self.dumps.values()
         if self.missing:
-            found.append(f"dumps of ranks {format_ranks(self.missing)}")
+            found.append(f"dumps of {ranks_text(self.missing)}")
         found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
         if not any(d.entries or d.status for d in dumps):
             found.append("calls and counters: next time TORCH_FR_BUFFER_SIZE=2000")
         if mute := self.mute():
-            found.append(f"counters of ranks {format_ranks(mute)}: their recorders were off or new")
+            found.append(f"counters of {ranks_text(mute)}: their recorders were off or new")
         if self.hidden:
-            found.append(f"outstanding messages of ranks {format_ranks(sorted(self.hidden))}: next "
+            found.append(f"outstanding messages of {ranks_text(self.hidden)}: next "
                          "time a larger TORCH_FR_BUFFER_SIZE")  # fmt: skip
         found += sorted({note for dump in dumps for note in dump.notes})
         if not self.history:

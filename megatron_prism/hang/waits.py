@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from megatron_prism.core.world import format_ranks
+from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang.dumps import Entry
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Waiting
@@ -360,15 +360,10 @@ def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
                 yield rank, joint[0], last
 
 
-def unposted_messages(state: JobState) -> list[tuple[int, int]]:
-    """(who waits for a message, the rank that has not posted it and waits for nobody itself: its
-    own messages are answered, in batches that do not end)."""
-    found = []
-    for rank in sorted(state.outstanding):
-        why, others = state.waits(rank)
-        if why == "has not posted its side":
-            found += [(rank, r) for r in others if state.head(r) and not state.waits(r)[1]]
-    return found
+def last_waited_for(state: JobState) -> list[int]:
+    """Ranks for whom somebody waits, and who wait for nobody."""
+    others = {other for rank in state.outstanding for other in state.waits(rank)[1]}
+    return sorted(r for r in others if r >= 0 and not state.waits(r)[1])
 
 
 def complete_calls(state: JobState) -> list[Entry]:
@@ -414,40 +409,16 @@ def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], s
         if all((h := state.head(r)) is not None and h.launch == head.launch for r in came):
             absent = [r for r in members if r not in came]
             few, alone = (came, True) if len(came) < len(absent) else (absent, False)
-            if alone or all(_went_on(state, r, head, few) for r in few):
-                shares[len(few) / len(members)].append((head, few, alone))
+            shares[len(few) / len(members)].append((head, few, alone))
     share = min(shares, default=1.0)
     if share == 0.5 or len(shares.get(share, ())) != 1:
         return None
     ((entry, ranks, alone),) = shares[share]
-    if not _all_wait_for(state, ranks):
-        return None
     if alone:
         text = f"waits in {call_text(entry)}, to which most of its members never come"
         return entry, ranks, "extra call", text
     text = f"left out {call_text(entry)}, in which all other members wait, and went on"
     return entry, ranks, "skipped call", text
-
-
-def _went_on(state: JobState, rank: int, entry: Entry, few: Collection[int]) -> bool:
-    """Whether ``rank``, which lacks ``entry``, is further on than siblings that made it, and not on
-    its way to it; who has no such sibling may be."""
-    others = [r for r in state.siblings[state.role.get(rank, 0)] if r not in few]
-    made = [r for r in others if state.counts(r).get(entry.desc, -1) >= entry.seq]
-    mine = state.progress(rank)
-    return not others or any(
-        any(n > state.progress(r).get(name, n) for name, n in mine.items()) for r in made
-    )
-
-
-def _all_wait_for(state: JobState, ranks: Collection[int]) -> bool:
-    """Whether whoever waits does so in the end for one of ``ranks``."""
-    back: dict[int, list[int]] = defaultdict(list)
-    for rank in state.outstanding:
-        for other in state.waits(rank)[1]:
-            back[other].append(rank)
-    reached = reached_from(ranks, back)
-    return all(r in reached for r, calls in state.outstanding.items() if calls)
 
 
 def waiting_ranks(
@@ -463,8 +434,9 @@ def waiting_ranks(
         why, others = state.waits(rank)
         victims.append(Waiting(rank, tuple(others), head.op, head.desc, head.seq))
         if len(chain) < 10 and (rank in cycle or not set(blamed).isdisjoint(others)):
-            shown = format_ranks(sorted(others))
-            chain.append(f"rank {rank} in {call_text(head)}: rank {shown} {why}")
+            if len(others) > 1:
+                why = why.replace("has ", "have ", 1).replace("its side", "their sides")
+            chain.append(f"rank {rank} in {call_text(head)}: {ranks_text(others)} {why}")
     return tuple(victims), tuple(chain)
 
 
