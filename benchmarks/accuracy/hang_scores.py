@@ -10,6 +10,9 @@ calls and the programs of the job (``hang/hypotheses.py``; half an hour on one c
 ``python -m benchmarks.accuracy.hang_scores 8192``: how long each kind takes on 8,192 ranks.
 ``python -m benchmarks.accuracy.hang_scores history FIRST LAST``: with history and timing only,
 worlds of 16 to 8,192 ranks, a third of them of 1,024 and more.
+``python -m benchmarks.accuracy.hang_scores running [N]``: N (40) sets of dumps of each of ten jobs
+that run, of 8 to 64 ranks, eight of them captured now; then of the same with stragglers.  How many
+sets name somebody?  None should.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -24,12 +28,14 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
 
 
-from helpers import random_hangs  # noqa: E402
+from helpers import hang_worlds, random_hangs, running_jobs  # noqa: E402
+from helpers.healthy_jobs import RECIPES  # noqa: E402
 from helpers.programs import healthy  # noqa: E402
 from helpers.random_hangs import dumps_of  # noqa: E402
 
 import megatron_prism as prism  # noqa: E402
 from megatron_prism.core.world import World  # noqa: E402
+from megatron_prism.emulate import recipe_job  # noqa: E402
 from megatron_prism.graph import stall  # noqa: E402
 
 LARGE = [World(1024, tp=8, pp=8, ep=8), World(4096, tp=8, pp=8, cp=2, ep=8),
@@ -88,7 +94,32 @@ def history(first: int, last: int) -> None:
     print(f"slowest verdict {slowest:.1f} s")
 
 
+RUNNING = ("tp2pp2_sp_overlap", "large", "ep8_tp2pp2", "tp2pp2vpp2_gather", "ep2_pp2vpp2",
+           "tp2cp2pp2vpp2", "pp4vpp2", "dp8_zero1_gather")  # fmt: skip
+
+
+def running(sets: int) -> None:
+    """Whom dumps of a job that runs name."""
+    worlds = {name: hang_worlds.world(name) for name in ("moe", "interleaved")}
+    with tempfile.TemporaryDirectory() as place:
+        for name in RUNNING:
+            worlds[name] = recipe_job.capture(RECIPES[name], Path(place, name))
+    for straggles in (False, True):
+        named: Counter[str] = Counter()
+        for programs in worlds.values():
+            run = running_jobs.TimedRun(running_jobs.repeated(programs, 3), 5, straggles)
+            for seed in range(sets):
+                held, dumps = running_jobs.any_dumps(run, seed)
+                found = prism.diagnose(dumps)
+                named[held] += 1
+                named[f"{held}, somebody named"] += bool(found.culprits)
+        print("with stragglers" if straggles else "no stragglers", dict(named), flush=True)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["running"]:
+        running(int(sys.argv[2]) if len(sys.argv) > 2 else 40)
+        return
     if sys.argv[1:2] == ["history"]:
         history(int(sys.argv[2]), int(sys.argv[3]))
         return

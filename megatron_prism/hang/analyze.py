@@ -298,6 +298,7 @@ class _Judge:
             self.first = odds[0].entry
             self.among = odds[0].among
         state, cycle = self.state, waits.smallest_cycle(self.state)
+        ends = waits.last_waited_for(state)
         if not odds and not state.missing and (few := self._few(cycle)):
             return self._result(few[0].kind, few, cycle)
         if early := self._ordered(odds, queued=True):
@@ -308,14 +309,15 @@ class _Judge:
             self.among = self.among or tuple(cycle)
         elif odds:
             return self._result("mismatch", [])
-        elif ends := waits.last_waited_for(state):
-            self.among = tuple(ends)
-            self.evidence.append(f"waited for: {format_ranks(ends)}, and by what dumps say these "
-                                 "wait for nobody")  # fmt: skip
-        else:
+        elif unknown := [r for r in ends if not state.head(r)]:
+            self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
+                                 "judged says where that is")  # fmt: skip
+        elif (calls := waits.complete_calls(state)) or not ends:
             self.evidence.append(waits.complete_call_lines(state))
-            calls = waits.complete_calls(state)
             self.among = tuple(state.groups[calls[0].group].ranks) if len(calls) == 1 else ()
+        else:
+            self.among = tuple(ends)
+            self.evidence.append(f"waited for: {format_ranks(ends)}, and these wait for nobody")
         hard = cycle and all("behind" not in state.waits(r)[0] for r in cycle)
         verdict = "mismatch" if odds else "deadlock" if hard else "undetermined"
         return self._result(verdict, [], cycle)

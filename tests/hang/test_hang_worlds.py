@@ -316,7 +316,7 @@ def test_check_sees_calls_that_match_and_wait_in_a_circle(tmp_path, capsys):
     assert "every call is matched, and still: HANG at" in capsys.readouterr().out
     assert cli.main(["check", str(tmp_path / "ring"), "--json"]) == 1
     (row,) = json.loads(capsys.readouterr().out)
-    assert (row["kind"], row["ranks"]) == ("deadlock", [3])
+    assert (row["kind"], row["ranks"]) == ("order", [3])
 
 
 # -- reports --------------------------------------------------------------------------------------

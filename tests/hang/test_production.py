@@ -114,7 +114,7 @@ def test_lost_dumps_are_said_once(tmp_path, capsys):
 def test_messages_that_no_entry_shows_are_missed(name, tmp_path, capsys):
     production.dumps(next(c for c in CASES if c.name == name), tmp_path / "d")
     _, found = command(tmp_path / "d", capsys)
-    assert any(line.startswith("outstanding messages of ranks ") for line in found["missing"])
+    assert any(line.startswith("outstanding messages of rank") for line in found["missing"])
 
 
 def test_two_dumps_of_one_rank_are_refused(tmp_path, capsys):

@@ -35,8 +35,10 @@ def repeated(programs, times):
 class TimedRun(stall._Run):
     """When every op of every rank was issued, started and ended, in ns."""
 
-    def __init__(self, programs, seed):
+    def __init__(self, programs, seed, straggles=False):
+        """straggles: now and then a host pauses for up to 2 s, as for a data loader."""
         super().__init__(programs, {})
+        self.straggles = straggles
         self.rng, self.events = random.Random(seed), []
         self.times = {what: [[-1] * len(plan.names) for plan in self.plan]
                       for what in ("issued", "started", "ended")}  # fmt: skip
@@ -51,6 +53,8 @@ class TimedRun(stall._Run):
             self._host(rank) if op < 0 else self._end(rank, op)
 
     def _at(self, when, rank, op):
+        if self.straggles and op < 0 and self.rng.random() < 0.0006:
+            when += self.rng.randrange(2000 * MS)
         heapq.heappush(self.events, (when, rank, op))
 
     def _host(self, rank):
@@ -95,8 +99,11 @@ class TimedRun(stall._Run):
             self._at(self.now, rank, -1)
 
 
-def dumps_of(run, seed, spread_ms=0, poll_ms=100, **how):
-    """Dumps of a random moment of ``run``, up to ``spread_ms`` apart."""
+def dumps_of(run, seed, spread_ms=0, poll_ms=100, ring=0, written="copied", **how):
+    """Dumps of a random moment of ``run``, up to ``spread_ms`` apart, with clocks.
+
+    ring: so many calls at the end are recorded, 0 is all; written: what files say of their times
+    """
     rng, size = random.Random(seed), run.programs.world.size
     end = max(map(max, run.times["ended"]))
     moment, poll = end * rng.uniform(0.1, 0.9), poll_ms * MS
@@ -110,6 +117,28 @@ def dumps_of(run, seed, spread_ms=0, poll_ms=100, **how):
     issued = [sum(flags) for flags in until("issued", at)]
     job = stall.StalledJob(run.programs, run.groups, {}, issued, until("ended", seen),
                            until("started", at))  # fmt: skip
-    dumps = {rank: of_value(value, rank) for rank, value in export.dumps_of(job, **how)}
-    old = BEGIN_NS + 10**15  # as after a copy
-    return DumpSet({r: dataclasses.replace(d, written_ns=old) for r, d in dumps.items()})
+    dumps = {}
+    for rank, value in export.dumps_of(job, **how):
+        tables = {key[1]: table for key, table in job.said.items() if key[0] == "calls"}
+        table = tables[int(run.programs.program_of[rank])]
+        op_of = dict(zip(table.record, table.index.tolist(), strict=True))
+        value["entries"] = [
+            row | {"time_created_ns": BEGIN_NS + run.times["issued"][rank][
+                op_of.get(row["record_id"], op_of.get(row["record_id"] - 1))]}
+            for row in value["entries"][-ring:]
+        ]  # fmt: skip
+        when = {"unknown": 0, "true": BEGIN_NS + at[rank] + 10 * MS, "copied": BEGIN_NS + 10**15,
+                "random": BEGIN_NS + at[rank] + rng.randrange(10**13)}[written]  # fmt: skip
+        dumps[rank] = dataclasses.replace(of_value(value, rank), written_ns=when)
+    return DumpSet(dumps)
+
+
+def any_dumps(run, seed):
+    """The same with everything drawn; ("active" or "history", DumpSet)."""
+    rng = random.Random(seed)
+    how = rng.choice([{"active_only": True, "stacks": False}, {}, {"timing": True}])
+    return ("active" if "active_only" in how else "history"), dumps_of(
+        run, seed, rng.choice([0, 100, 1000, 3000]), rng.choice([10, 100, 100]),
+        rng.choice([0, 0, 5, 20, 100, 500]), rng.choice(["unknown", "true", "copied", "random"]),
+        **how,
+    )  # fmt: skip
