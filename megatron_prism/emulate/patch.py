@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -184,11 +185,18 @@ class PatchContext:
     local_flash: bool = False
     profiles: Path | None = None
     _applying: Patch | None = None
+    _said: set[str] = field(default_factory=set)
 
     @property
     def leads(self) -> bool:
         """Whether this process does what rank 0 does once for all (build indices, compile)."""
         return self.rank == min(self.local_ranks)
+
+    def say(self, text: str) -> None:
+        """Have the leading local rank say on stderr, once, what the job does without."""
+        if self.leads and text not in self._said:
+            self._said.add(text)
+            sys.stderr.write(f"prism: {text}\n")
 
     def is_real(self, world_size: int | None = None) -> bool:
         """Whether all ranks are local and have values; before torch.distributed starts only

@@ -245,7 +245,7 @@ def test_on_shapes_an_optimizer_that_is_loaded_has_states_before_the_first_itera
     monkeypatch, settings, exists, made
 ):
     found = {}
-    shapes = SimpleNamespace(meta=True, leads=False, iterations=None, is_real=lambda: False)
+    shapes = SimpleNamespace(meta=True, say=print, iterations=None, is_real=lambda: False)
     shapes.replace = lambda module, call: found.update(load_checkpoint=partial(call, None))
     checkpointing = SimpleNamespace(checkpoint_exists=lambda place: exists)
     monkeypatch.setattr(outputs, "megatron_args", lambda: SimpleNamespace(**settings))

@@ -27,8 +27,8 @@ __all__ = ["PATCHES", "weigh"]
 
 PATCHES = Patches()
 _NO_CHECKPOINTS = (
-    "prism: checkpoints are not written: --save names the real job's folder\n"
-    "  fix: --prism-record DIR, if this run is the real job and all its ranks are local\n"
+    "checkpoints are not written: --save names the real job's folder\n"
+    "  fix: --prism-record DIR, if this run is the real job and all its ranks are local"
 )
 
 
@@ -44,7 +44,6 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
 
     Rank 0 would also fail: it looks for the shards of all ranks (dist_checkpointing validation).
     """
-    told: list[int] = []
 
     def call(original: Original, iteration: Any, *args: Any, **kwargs: Any) -> Any:
         gathered = bool(getattr(megatron_args(), "overlap_param_gather", False))
@@ -52,9 +51,7 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
         if context.writes():
             with context.monitor.part("checkpoint"):
                 return original(iteration, *args, **kwargs)
-        if not told and context.leads:
-            sys.stderr.write(_NO_CHECKPOINTS)
-        told.append(iteration)
+        context.say(_NO_CHECKPOINTS)
         watched = context.monitor.hears_calls
         if context.meta and not watched and megatron_args().ckpt_format == "torch_dist":
             weigh(module, context.monitor, partial(original, iteration, *args, **kwargs))
@@ -88,8 +85,7 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
         if asked is None:
             return original(*args, **kwargs)
         context.monitor.outside_step(gathered=False, begun=True)
-        if not unsaved and context.leads:
-            sys.stderr.write(_NO_CHECKPOINTS)
+        context.say(_NO_CHECKPOINTS)
         unsaved.add(str(asked["checkpoint_dir"]))
         return module.AsyncRequest(None, (), []) if asked.get("async_sharded_save") else None
 
@@ -114,14 +110,12 @@ def _only(
     allowed: Callable[[], bool], context: PatchContext, instead: str = ""
 ) -> Callable[..., Any]:
     """For ``replace``: nothing happens unless it is ``allowed``; ``instead`` is said of it once."""
-    told: list[str] = []
 
     def call(original: Original, *args: Any, **kwargs: Any) -> Any:
         if allowed():
             return original(*args, **kwargs)
-        if instead and not told and context.leads:
-            sys.stderr.write(f"prism: {instead}\n")
-            told.append(instead)
+        if instead:
+            context.say(instead)
         return None
 
     return call
@@ -174,8 +168,7 @@ def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
             if _loads_optimizer(module, job):
                 for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
                     _make_states(part)
-            if context.leads:
-                sys.stderr.write("prism: checkpoints are not read: shapes have no values\n")
+            context.say("checkpoints are not read: shapes have no values")
             begun, operations = 0, 0
         else:
             begun, operations = original(model, optimizer, scheduler, *args, **kwargs)
@@ -338,15 +331,13 @@ _WRITERS = {
 )
 def _no_writers(module: ModuleType, context: PatchContext) -> None:
     """Megatron makes them on the last rank, and lives without them on all others."""
-    told: list[str] = []
 
     def call(option: str, original: Original, args: Any) -> Any:
         if context.writes(args.world_size):
             return original(args)
-        if option and getattr(args, option, None) and context.leads and not told:
+        if option and getattr(args, option, None):
             why = "TensorBoard, W&B and progress.txt are the real job's"
-            sys.stderr.write(f"prism: {why}: nothing of an emulated job is written there\n")
-            told.append(option)
+            context.say(f"{why}: nothing of an emulated job is written there")
         return None
 
     for name, option in _WRITERS.items():
@@ -378,10 +369,8 @@ def _no_others(
     if asked and not context.writes(args.world_size):
         for name in asked:
             setattr(args, name, None)
-        if context.leads:
-            flags = ", ".join(_OTHERS[name] for name in asked)
-            why = "it would write among the real job's files"
-            sys.stderr.write(f"prism: {flags} is off: {why}\n")
+        flags = ", ".join(_OTHERS[name] for name in asked)
+        context.say(f"{flags} is off: it would write among the real job's files")
     return original(args, *rest, **kwargs)
 
 
@@ -453,14 +442,10 @@ def _no_traces(context: PatchContext, original: Original, *args: Any, **kwargs: 
         settings.profile = context.profiles is not None
         if context.profiles is not None:
             settings.tensorboard_dir = str(context.profiles / "tensorboard")
-        if context.leads:
-            sys.stderr.write(
-                f"prism: --use-pytorch-profiler writes to {context.profiles}\n"
-                if settings.profile
-                else "prism: --use-pytorch-profiler is off: it would write among the real "
-                "job's traces\n"
-                "  fix: --prism-out DIR, beside which it writes then\n"
-            )
+            context.say(f"--use-pytorch-profiler writes to {context.profiles}")
+        else:
+            context.say("--use-pytorch-profiler is off: it would write among the real job's traces"
+                        "\n  fix: --prism-out DIR, beside which it writes then")  # fmt: skip
     return original(*args, **kwargs)
 
 

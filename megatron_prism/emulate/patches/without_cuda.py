@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import sys
 import weakref
 from types import ModuleType
 from typing import Any
@@ -124,8 +123,8 @@ def _leave_out(
         scope = getattr(args, "inference_cuda_graph_scope", None)
         if "cuda_graph_impl" in asked and isinstance(scope, enum.Enum):
             args.inference_cuda_graph_scope = type(scope)["none"]  # type: ignore[attr-defined]
-        if asked and context.leads:
-            sys.stderr.write(f"prism: without a GPU {name} is off: {meaning}\n")
+        if asked:
+            context.say(f"without a GPU {name} is off: {meaning}")
     return original(args, *rest, **kwargs)
 
 
