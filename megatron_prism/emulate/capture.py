@@ -240,7 +240,7 @@ class StockCapture(TrainingListener):
 
         self._probes, live = True, self.tier.live
         self.changes.set(loads, "more", routing.more_tokens(routes))
-        live.history = None
+        live.end_history()
         before = live.high, {**live.parts}
         self.changes.on_undo(lambda: vars(live).update(zip(("high", "parts"), before, strict=True)))
         return True
@@ -327,7 +327,7 @@ class StockCapture(TrainingListener):
         self._recorder = None
         self._monitor.listen(*(one for one in self._monitor.listeners if one is not recorder))
         if self.tier.live is not None:
-            self.tier.live.history = None  # a long job would fill memory
+            self.tier.live.end_history()
         if (world := current()) is not None:
             others = tuple(one for one in world.listeners if one is not recorder)
             world.listen(*others, *([pacer] if pacer is not None else ()))

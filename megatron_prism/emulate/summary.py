@@ -183,6 +183,7 @@ class Reporter(TrainingListener):
             "at": live.high.labels,
             "by_part": parts_of(live.parts),
             "reserved_peak": None,
+            "reserved_between": None,
             "provenance": "modelled: live bytes of shapes, before the allocator's rounding",
         }
         history, before = live.earlier or (live.history, live.high.bytes)
@@ -193,12 +194,15 @@ class Reporter(TrainingListener):
             settings = allocator.Settings.parse(text)
         except PrismError:
             return found
-        state, parts = allocator.allocated_by_span(history.rows().tolist(), history.spans, settings)
+        rows = history.rows().tolist()
+        state, parts = allocator.allocated_by_span(rows, history.spans, settings)
+        least, most = allocator.reserved_between(rows, settings)
         return {
             **found,
             "allocated_peak": state.peak_allocated + live.high.bytes - before,
-            "by_part": parts_of(parts),
-            "reserved_peak": state.peak_reserved,
+            "by_part": parts_of({**live.parts, **parts}),
+            "reserved_peak": (least + most) // 2,
+            "reserved_between": [least, most],
             "provenance": "modelled: requests of shapes, replayed by a model of torch's allocator",
         }
 

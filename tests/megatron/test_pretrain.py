@@ -18,6 +18,9 @@ import pytest
 from helpers.needs import TRAINING
 from helpers.pretrain import JOB, SCRIPT, forked
 
+from megatron_prism.core import slices
+from megatron_prism.memory import peaks
+
 pytestmark = [pytest.mark.megatron, TRAINING]
 
 ATTACHES = any(
@@ -366,6 +369,19 @@ def test_an_existing_folder_is_left_alone(tmp_path):
     done = run(*WORLD, "--prism-out", str(tmp_path))
     assert done.returncode == 2
     assert (tmp_path / "kept").read_text() == "mine"
+
+
+def test_the_summary_and_prism_memory_have_one_answer(tmp_path):
+    out = ("--prism-tier", "meta", "--prism-out", str(tmp_path / "out"))
+    status, said = forked(
+        *WORLD, "--prism-ranks", "17", *out, "--prism-capture", str(tmp_path / "s")
+    )
+    assert status == 0, said[-5000:]
+    (file,) = (tmp_path / "out").glob("rank-*.json")
+    memory = json.loads(file.read_text())["memory"]
+    (found,) = peaks.analyse(slices.assemble(tmp_path / "s", partial=True))
+    assert memory["reserved_peak"] == found.reserved
+    assert memory["reserved_between"] == list(found.between)
 
 
 @pytest.mark.slow

@@ -192,7 +192,9 @@ class LiveBytes(TorchDispatchMode):
         self.labels: dict[str, object] = {}
         self.meter: Meter | None = None  # told of every call while a slice is captured
         self.history: History | None = None  # of every request
-        self.earlier: tuple[History, int] | None = None  # one that is full, the live peak till then
+        self.earlier: tuple[History, int] | None = (
+            None  # one that has ended, the live peak till then
+        )
         # address -> (bytes, running number, what tells when it goes)
         self._alive: dict[int, tuple[int, int, _Gone]] = {}
         self._known: dict[int, Known] = {}  # operators by id: ``_ask``
@@ -218,6 +220,11 @@ class LiveBytes(TorchDispatchMode):
         self.high = LivePeak(self.now, dict(self.labels))
         self._seen = self.now
 
+    def end_history(self) -> None:
+        """Keep what the history knows by now, and add no more: a long job would fill memory."""
+        if self.history is not None:
+            self.earlier, self.history = (self.history, self.high.bytes), None
+
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What runs inside is this part of the job (an iteration, the optimizer step in it)."""
@@ -229,8 +236,8 @@ class LiveBytes(TorchDispatchMode):
         finally:
             if history is not None:
                 history.spans.append((name, start, len(history)))
-                if history.full:  # what is known by then is kept
-                    self.history, self.earlier = None, (history, self.high.bytes)
+                if history.full:
+                    self.end_history()
             self.parts[name] = max(self.parts.get(name, 0), self._running)
             self._running = max(outer, self._running)
 
