@@ -21,6 +21,13 @@ ROUTED = {**DENSE, "--num-experts": "8"}
         ({**DENSE, "--sft": ""}, ["unfused attention"]),
         ({**DENSE, "--cuda-graph-impl": "local"}, ["CUDA graphs"]),
         ({**DENSE, "--cuda-graph-impl": "none"}, []),
+        ({**DENSE, "--exp-avg-dtype": "bfloat16"}, ["Adam's states in 16 bits"]),
+        ({**DENSE, "--exp-avg-dtype": "float32"}, []),
+        ({**DENSE, "--optimizer-cpu-offload": ""}, ["an optimizer on the host"]),
+        ({**DENSE, "--fp8-recipe": "mxfp8"}, ["mxfp8"]),
+        ({**DENSE, "train.fp8": "mxfp8"}, ["mxfp8"]),
+        ({**DENSE, "--fp8-recipe": "blockwise"}, []),
+        ({**DENSE, "--tp-comm-overlap": ""}, ["--tp-comm-overlap"]),
         ({**DENSE, "--enable-cuda-graph": ""}, ["CUDA graphs"]),
     ],
 )
