@@ -314,8 +314,8 @@ _GROWS_WITH_BATCH = {"tokens_per_iteration", "model_flops_per_iteration"}  # wit
 def with_data_parallel(programs: Programs, dp: int) -> Programs:
     """The world with data-parallel size ``dp``.
 
-    WorldError if there is no such world, ProgramError if the replicas are not alike or a call's
-    size in the new world is not known.
+    UsageError if the experts do not fill such a world, ProgramError if the replicas are not alike
+    or a call's size in the new world is not known.
     """
     old = programs.world
     if dp < 1:
@@ -327,6 +327,14 @@ def with_data_parallel(programs: Programs, dp: int) -> Programs:
             f"the groups {', '.join(programs.groups)} are lists of ranks, which say nothing of a "
             "larger world",
             fix="capture a world of that size",
+        )
+    experts = (old.etp or old.tp) * old.ep
+    whole = experts // math.gcd(experts, old.tp * old.cp)  # replicas that the experts fill
+    if dp % whole:
+        raise UsageError(
+            f"dp={dp}: experts etp {old.etp} x ep {old.ep} need a multiple of {whole} replicas of "
+            f"tp {old.tp} x cp {old.cp} ranks",
+            fix=f"dp={-(-dp // whole) * whole}",
         )
     world = dataclasses.replace(old, size=old.size // old.dp * dp)
     same = np.array(partition(programs).programs, dtype=np.int32)

@@ -257,7 +257,7 @@ def test_scaling_refuses_what_it_cannot_know():
         with_data_parallel(programs, 0)
     with pytest.raises(ProgramError, match="lists of ranks"):
         with_data_parallel(dataclasses.replace(programs, groups={"A": ((0, 1),)}), 4)
-    with pytest.raises(WorldError, match="does not divide"):
+    with pytest.raises(UsageError, match="multiple of 4 replicas"):
         with_data_parallel(healthy(World(16, tp=2, ep=4, etp=2)), 1)
     for op, says in (
         (Op("all_to_all", "DATA_PARALLEL_GROUP", "bf16", 8, 8), "is not known"),
