@@ -93,7 +93,7 @@ class Breakpoint:
                 select["op"] = word
             elif word in ("after", "before"):
                 after = word == "after"
-            elif re.fullmatch(r"#\d{1,12}", word):
+            elif re.fullmatch(r"#[1-9]\d{0,11}", word):
                 number = int(word[1:])
             elif word.startswith("@") or re.fullmatch(r"\S+\.py:\d+", word):
                 select["site"] = re.escape(word.removeprefix("@")) + r"(?!\d)"
@@ -139,6 +139,9 @@ def debugger_at(text: str | None) -> tuple[str, int] | None:
     """
     remote = re.fullmatch(r"debugpy:(?:([\w.-]+):)?(\d{1,5})", text or "")
     if remote:
+        if not 0 < int(remote[2]) < 65536:
+            raise UsageError(f"--prism-debugger {text}: no port has that number",
+                             fix="--prism-debugger debugpy:5678")  # fmt: skip
         try:
             import debugpy  # noqa: F401
         except ImportError:
@@ -288,7 +291,13 @@ class Debugger(LabelledCalls):
 
         if not self._listening:
             self._listening = True
-            debugpy.listen(at)
+            try:
+                debugpy.listen(at)
+            except RuntimeError as error:
+                raise PrismError(
+                    f"debugpy cannot listen on {at[0]}:{at[1]}: {error}",
+                    fix=f"--prism-debugger debugpy:{at[1] % 65535 + 1}",
+                ) from None
             sys.stderr.write(f"prism: waiting for a debugger to attach to {at[0]}:{at[1]}\n")
             sys.stderr.flush()
             debugpy.wait_for_client()

@@ -44,7 +44,7 @@ def test_a_call_is_written_as_it_is_printed(text, select, after):
     ("text", "meant"),
     [("all_reduse", "all_reduce"), ("grop=tp", "group="), ("group=tpp", "tp"),
      ("nth=two", "nth=1"), ("@[", None), ("site=[", "mappings"), ("3Q", "1B2"),
-     ("op=compute", "1B2")],
+     ("op=compute", "1B2"), ("all_reduce #0", "1B2")],
 )  # fmt: skip
 def test_a_wrong_word_is_answered_with_the_right_one(text, meant):
     if meant is None:
@@ -100,9 +100,10 @@ def test_pdb_without_a_terminal_is_refused_with_the_other_form(text, monkeypatch
     assert "debugpy:5678" in error.value.fix
 
 
-def test_an_unknown_debugger_is_refused():
-    with pytest.raises(UsageError, match="gdb"):
-        debugger_at("gdb")
+@pytest.mark.parametrize("text", ["gdb", "debugpy:0", "debugpy:99999", "debugpy:"])
+def test_an_unknown_debugger_is_refused(text):
+    with pytest.raises(UsageError, match=text):
+        debugger_at(text)
 
 
 class Group:
