@@ -137,8 +137,8 @@ _TIMES = {"ns", "again"}
 
 def host_calls(rank: int, size: int) -> list[Row]:
     """Rows {op, asynchronous, ns, again}: medians of ``_REPEATS`` means of ``_CALLS`` calls of this
-    rank after a step of the model, and right after such a call (messages: no ``again``).  Of one
-    rank NCCL launches a copy, or nothing, so the host's times are a little short.
+    rank after a step of the model, and right after such a call (messages: no ``again``, and among
+    one rank none).
 
     Every rank of the default group (``size`` of them) must call it.
     """
