@@ -378,7 +378,8 @@ def _dispatch(words: list[str]) -> int:
 
 def _parse_job(name: str, words: list[str]) -> argparse.Namespace:
     """As ``_parse``; ``job`` gets what is behind ``--``, ``ours`` flags of ``prism run``."""
-    from megatron_prism.emulate.options import check_script, script_line, split
+    from megatron_prism.emulate.launchers import check_script, script_line
+    from megatron_prism.emulate.options import split
 
     at = words.index("--") if "--" in words else len(words)
     ours, rest = list[list[str]](), words[:at]

@@ -1,6 +1,7 @@
 """The Megatron side: a job becomes an emulated one.
 
-options.py  launch.py  session.py  what was asked for; how it starts; what it changes
+options.py  launchers.py           what was asked for; torchrun, srun and where they say it
+launch.py  session.py              how a job starts; what it changes in its process
 import_hooks.py  patch.py  patches/  what is changed in Megatron, where and why
 monitor.py  summary.py  exit_status.py  did it train, what does it say, may it exit with 0
 capture.py  job_arguments.py       a slice of a job, and which job it is of

@@ -22,7 +22,7 @@ from megatron_prism.core.files import check_writable, claimed
 from megatron_prism.core.megatron_source import TESTED, UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
 from megatron_prism.core.units import counted
-from megatron_prism.emulate import exit_status, workers
+from megatron_prism.emulate import exit_status, launchers, workers
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.options import queues, without_engine
 from megatron_prism.emulate.session import Session
@@ -48,13 +48,13 @@ def run_script(argv: Sequence[str]) -> int:
 
     Flags before the script are ours; ``--prism-emulate`` is implied.
     """
-    ours, job = flags.script_line(argv)
+    ours, job = launchers.script_line(argv)
     if not job:
         raise UsageError(
             "prism run needs a script", fix="prism run -- pretrain_gpt.py <the job's arguments>"
         )
     script, *rest = job
-    flags.check_script(script)
+    launchers.check_script(script)
     emulate = [] if "--prism-emulate" in [*ours, *rest] else ["--prism-emulate"]
     session, place = Session(), str(Path(script).resolve().parent)  # open until the process ends
     session.changes.set(sys, "argv", [script, *emulate, *ours, *rest])
@@ -249,7 +249,7 @@ def build_run(options: flags.Options, session: Session) -> Run:
         engine_release=options.engine_release,
     )
     options = flags.with_tier(options, tier.name)
-    for name, text in flags.launcher_variables(os.environ).items():
+    for name, text in launchers.launcher_variables(os.environ).items():
         session.changes.set_item(os.environ, name, text)
     _check_devices(options)
     store = _shared_store(options)
@@ -464,7 +464,7 @@ def _check_devices(options: flags.Options) -> None:
     import torch
 
     local, have = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    here = flags.processes_here(os.environ, options.num_processes)
+    here = launchers.processes_here(os.environ, options.num_processes)
     if local >= have or here > have:
         raise UsageError(
             f"{counted(here, 'local rank')} on {counted(have, 'CUDA device')}: two would share "

@@ -21,6 +21,7 @@ from megatron_prism.core.errors import UsageError, WorldError, did_you_mean, ref
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
+from megatron_prism.emulate.launchers import number_in, processes
 from megatron_prism.hang.fault_plan import Fault, load_plan, parse
 
 __all__ = [
@@ -28,17 +29,12 @@ __all__ = [
     "Options",
     "TIERS",
     "add_flags",
-    "check_script",
     "from_command_line",
     "queues",
-    "script_line",
     "split",
     "without_engine",
 ]
 
-
-_LAUNCHER = re.compile(r"(torchrun|python[\d.]*)$")
-_NODES, _EACH = re.compile(r"--nnodes$"), re.compile(r"--nproc[-_]per[-_]node$")
 
 # Megatron's own arguments that fix the smallest world (training/arguments.py @0.16.1, 0.19.0)
 SIZES = {
@@ -50,58 +46,6 @@ SIZES = {
 }
 
 
-def processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
-    """(this process, number of processes, whether a launcher set the variables)."""
-    if "TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env:
-        process, k = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
-        if not 0 <= process < k:
-            raise UsageError(
-                f"RANK={process} is none of WORLD_SIZE={k} processes",
-                fix="start with torchrun, or unset TORCHELASTIC_RUN_ID and LOCAL_WORLD_SIZE",
-            )
-        return process, k, True
-    if _by_srun(env):
-        return _number(env, "SLURM_PROCID", 0), _number(env, "SLURM_STEP_NUM_TASKS", 1), True
-    return 0, 1, False
-
-
-def _by_srun(env: Mapping[str, str]) -> bool:
-    """Whether this is one of several tasks of a step of srun.  A batch script, and a job that srun
-    starts with one task, have SLURM_PROCID too, and nobody to wait for."""
-    return _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env
-
-
-def processes_here(env: Mapping[str, str], k: int) -> int:
-    """How many of ``k`` processes are on this host."""
-    if "LOCAL_WORLD_SIZE" in env:
-        return _number(env, "LOCAL_WORLD_SIZE", k)
-    on_each = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "4(x2)"
-    return min(k, int(on_each[0])) if on_each and _by_srun(env) else k
-
-
-def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """LOCAL_RANK and where the processes of a job meet, as far as ``env`` does not say it.
-
-    Raises UsageError where tasks of srun on several hosts have not been told where to meet.
-    """
-    found = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    if _by_srun(env) and "LOCAL_WORLD_SIZE" not in env:
-        found["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
-        if _number(env, "SLURM_STEP_NUM_NODES", 1) > 1 and "MASTER_ADDR" not in env:
-            raise UsageError(
-                "srun started tasks on several hosts, and MASTER_ADDR does not say where they meet",
-                fix="export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)",
-            )
-    return {name: text for name, text in found.items() if name not in env}
-
-
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    try:
-        return int(env.get(name, default))
-    except ValueError:
-        raise UsageError(f"{name}={env[name]} is no number", fix=f"unset {name}") from None
-
-
 def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
     given = {name: getattr(args, name) for name in ("tp", "pp", "cp", "ep")}
     sizes = {name: 1 if size is None else size for name, size in given.items()}
@@ -111,7 +55,7 @@ def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: boo
             raise WorldError(f"{name} is {size}", fix="parallel sizes are positive numbers")
     size = args.prism_world_size
     if size is None and not launched and "WORLD_SIZE" in env:
-        size = _number(env, "WORLD_SIZE", 1)
+        size = number_in(env, "WORLD_SIZE", 1)
     if size is None:
         size = implied_size(**sizes)
         while size < k:  # more processes than the smallest world: add data-parallel replicas
@@ -152,7 +96,7 @@ def local_ranks(
     args: argparse.Namespace, world: World, env: Mapping[str, str], launched: bool, k: int
 ) -> tuple[int, ...]:
     if args.prism_ranks is None:
-        first = 0 if launched else _number(env, "RANK", 0)
+        first = 0 if launched else number_in(env, "RANK", 0)
         ranks = tuple(range(first, first + k))
     else:
         text = str(args.prism_ranks)
@@ -683,46 +627,3 @@ def of_worker(options: Options) -> Options:
     tier alone, so that it neither writes what the job writes nor meets the other processes."""
     world, ranks, verbose = options.world, (options.rank,), options.verbose
     return Options(world, 0, 1, ranks, options.tier, "mirror", verbose=verbose)
-
-
-def script_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the command line of a job at its script.
-
-    Args:
-        words: flags of ours, a launcher with its options (``torchrun --nnodes 128 …``, ``python``)
-            if there is one, the script and its arguments; ``--`` may stand before the launcher.
-
-    Returns:
-        (flags of ours, with the size of the world that the launcher would start unless they say it;
-        the script and its arguments, none if there is no script).
-    """
-    at = next(
-        (i for i, word in enumerate(words)
-         if word == "--" or word.endswith(".py") or _LAUNCHER.match(Path(word).name)),
-        len(words),
-    )  # fmt: skip
-    ours, rest = list(words[:at]), [*words[at:]]
-    rest = rest[1:] if rest[:1] == ["--"] else rest
-    if not rest or not _LAUNCHER.match(Path(rest[0]).name):
-        return ours, rest
-    script = next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))
-    nodes, each = (_launched(rest[:script], option) for option in (_NODES, _EACH))
-    if each and not any(word.partition("=")[0] == "--prism-world-size" for word in words):
-        ours += ["--prism-world-size", str((nodes or 1) * each)]
-    return ours, rest[script:]
-
-
-def check_script(script: str) -> None:
-    """UsageError unless there is such a file."""
-    if not Path(script).is_file():
-        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
-
-
-def _launched(words: Sequence[str], option: re.Pattern[str]) -> int:
-    """The number that torchrun is given, the larger one of a range, or 0."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if option.match(name):
-            number = (value if equals else following).rpartition(":")[2]
-            return int(number) if number.isdigit() else 0
-    return 0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prism.core.errors import RecipeError, UsageError, WorldError
-from megatron_prism.emulate import job_arguments, launch, options
+from megatron_prism.emulate import job_arguments, launch, launchers, options
 from megatron_prism.emulate.options import FLAGS, TIERS, add_flags, from_command_line, with_tier
 from megatron_prism.emulate.session import Session
 
@@ -50,7 +50,7 @@ def test_an_environment_that_cannot_be_is_refused():
     ],
 )  # fmt: skip
 def test_a_launcher_says_how_many_ranks_there_are(line, ours, job):
-    assert options.script_line(line.split()) == (ours.split(), job.split())
+    assert launchers.script_line(line.split()) == (ours.split(), job.split())
 
 
 @pytest.mark.parametrize(
@@ -457,19 +457,19 @@ def test_local_layers_are_without_an_engine(monkeypatch, words, local):
 
 def test_tasks_of_srun_are_processes_of_one_job():
     step = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
-    assert options.processes(step) == (3, 4, True)
-    assert options.launcher_variables(step)["LOCAL_RANK"] == "1"
+    assert launchers.processes(step) == (3, 4, True)
+    assert launchers.launcher_variables(step)["LOCAL_RANK"] == "1"
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}  # a batch script is nobody's task
-    assert options.processes(batch) == (0, 1, False)
+    assert launchers.processes(batch) == (0, 1, False)
     one = step | {"SLURM_STEP_NUM_TASKS": "1"}
-    assert options.processes(one) == (0, 1, False)
+    assert launchers.processes(one) == (0, 1, False)
     hosts = step | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-    assert options.processes_here(hosts, 4) == 2
-    assert options.processes_here(step, 4) == 4
+    assert launchers.processes_here(hosts, 4) == 2
+    assert launchers.processes_here(step, 4) == 4
     with pytest.raises(UsageError, match="MASTER_ADDR") as caught:
-        options.launcher_variables(hosts)
+        launchers.launcher_variables(hosts)
     assert "scontrol" in caught.value.fix
-    assert "MASTER_ADDR" not in options.launcher_variables(hosts | {"MASTER_ADDR": "node1"})
+    assert "MASTER_ADDR" not in launchers.launcher_variables(hosts | {"MASTER_ADDR": "node1"})
 
 
 def test_an_iteration_of_a_checkpoint_is_a_number_or_two():

@@ -1,0 +1,118 @@
+"""Launchers: torchrun, srun or none, by their environment variables and on a command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_prism.core.errors import UsageError
+
+__all__ = [
+    "check_script",
+    "launcher_variables",
+    "number_in",
+    "processes",
+    "processes_here",
+    "script_line",
+]
+
+
+_LAUNCHER = re.compile(r"(torchrun|python[\d.]*)$")
+_NODES, _EACH = re.compile(r"--nnodes$"), re.compile(r"--nproc[-_]per[-_]node$")
+
+
+def processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
+    """(this process, number of processes, whether a launcher set the variables)."""
+    if "TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env:
+        process, k = number_in(env, "RANK", 0), number_in(env, "WORLD_SIZE", 1)
+        if not 0 <= process < k:
+            raise UsageError(
+                f"RANK={process} is none of WORLD_SIZE={k} processes",
+                fix="start with torchrun, or unset TORCHELASTIC_RUN_ID and LOCAL_WORLD_SIZE",
+            )
+        return process, k, True
+    if _by_srun(env):
+        return number_in(env, "SLURM_PROCID", 0), number_in(env, "SLURM_STEP_NUM_TASKS", 1), True
+    return 0, 1, False
+
+
+def _by_srun(env: Mapping[str, str]) -> bool:
+    """Whether this is one of several tasks of a step of srun.  A batch script, and a job that srun
+    starts with one task, have SLURM_PROCID too, and nobody to wait for."""
+    return number_in(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env
+
+
+def processes_here(env: Mapping[str, str], k: int) -> int:
+    """How many of ``k`` processes are on this host."""
+    if "LOCAL_WORLD_SIZE" in env:
+        return number_in(env, "LOCAL_WORLD_SIZE", k)
+    on_each = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "4(x2)"
+    return min(k, int(on_each[0])) if on_each and _by_srun(env) else k
+
+
+def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """LOCAL_RANK and where the processes of a job meet, as far as ``env`` does not say it.
+
+    Raises UsageError where tasks of srun on several hosts have not been told where to meet.
+    """
+    found = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    if _by_srun(env) and "LOCAL_WORLD_SIZE" not in env:
+        found["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
+        if number_in(env, "SLURM_STEP_NUM_NODES", 1) > 1 and "MASTER_ADDR" not in env:
+            raise UsageError(
+                "srun started tasks on several hosts, and MASTER_ADDR does not say where they meet",
+                fix="export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)",
+            )
+    return {name: text for name, text in found.items() if name not in env}
+
+
+def number_in(env: Mapping[str, str], name: str, default: int) -> int:
+    """The number that a variable says; UsageError for what is none."""
+    try:
+        return int(env.get(name, default))
+    except ValueError:
+        raise UsageError(f"{name}={env[name]} is no number", fix=f"unset {name}") from None
+
+
+def script_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the command line of a job at its script.
+
+    Args:
+        words: flags of ours, a launcher with its options (``torchrun --nnodes 128 …``, ``python``)
+            if there is one, the script and its arguments; ``--`` may stand before the launcher.
+
+    Returns:
+        (flags of ours, with the size of the world that the launcher would start unless they say it;
+        the script and its arguments, none if there is no script).
+    """
+    at = next(
+        (i for i, word in enumerate(words)
+         if word == "--" or word.endswith(".py") or _LAUNCHER.match(Path(word).name)),
+        len(words),
+    )  # fmt: skip
+    ours, rest = list(words[:at]), [*words[at:]]
+    rest = rest[1:] if rest[:1] == ["--"] else rest
+    if not rest or not _LAUNCHER.match(Path(rest[0]).name):
+        return ours, rest
+    script = next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))
+    nodes, each = (_launched(rest[:script], option) for option in (_NODES, _EACH))
+    if each and not any(word.partition("=")[0] == "--prism-world-size" for word in words):
+        ours += ["--prism-world-size", str((nodes or 1) * each)]
+    return ours, rest[script:]
+
+
+def check_script(script: str) -> None:
+    """UsageError unless there is such a file."""
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
+
+
+def _launched(words: Sequence[str], option: re.Pattern[str]) -> int:
+    """The number that torchrun is given, the larger one of a range, or 0."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if option.match(name):
+            number = (value if equals else following).rpartition(":")[2]
+            return int(number) if number.isdigit() else 0
+    return 0
