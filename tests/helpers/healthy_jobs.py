@@ -25,7 +25,7 @@ SHORT = {
     "layers": "model.num_layers",
     "first": "parallel.num_layers_in_first_pipeline_stage",
     "last": "parallel.num_layers_in_last_pipeline_stage",
-    "layout": "model.extra.pipeline_model_parallel_layout",
+    "layout": "parallel.pipeline_model_parallel_layout",
     "experts": "model.num_experts",
 }
 FLAGS = {
