@@ -21,7 +21,7 @@ from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore, assemble
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options, script_job
-from megatron_prism.emulate.recipe_job import megatron_flags, of_recipe, source_of
+from megatron_prism.emulate.recipe_job import megatron_flags, of_recipe, settings, source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 
 __all__ = ["JobLayout", "RecipeLayout", "ScriptLayout", "option_value", "size_of", "with_option"]
@@ -134,12 +134,10 @@ class RecipeLayout(JobLayout):
         )
 
     def family(self) -> str:
-        one = self.resized(1, self.fewest).recipe
-        source = source_of(one)
-        kept = {key: value for key, value in source.items() if key not in of_recipe(self.recipe)}
-        sizes = r'"(train.global_batch_size|parallel.world_size)": "[^"]*",? ?'
-        kept["settings"] = re.sub(sizes, "", kept["settings"])
-        return _digest(kept)
+        sizes = {"train.global_batch_size", "parallel.world_size"}
+        kept = {k: v for k, v in settings(self.recipe).items() if k not in sizes}
+        source = {**source_of(self.recipe), "settings": kept}
+        return _digest({k: v for k, v in source.items() if k not in of_recipe(self.recipe)})
 
     def command(self) -> list[str]:
         script = "hybrid" if self.recipe.model.hybrid_override_pattern else "gpt"
@@ -221,8 +219,9 @@ class ScriptLayout(JobLayout):
         )
 
     def family(self) -> str:
-        one = self.resized(1, 1)
-        return _digest([str(Path(self.script).resolve()), one.words, one.ours])
+        words = with_option(self.words, "--global-batch-size", None)
+        ours = with_option(self.ours, "--prism-world-size", None)
+        return _digest([str(Path(self.script).resolve()), words, ours])
 
     def command(self) -> list[str]:
         return [self.script, *self.words]

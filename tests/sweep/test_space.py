@@ -63,6 +63,19 @@ def test_auto_tries_what_divides():
     assert found["pp"] == (1, 2, 4, 8, 16)
 
 
+def test_experts_over_replicas_have_a_family():
+    """Whose world with one replica is none."""
+    job = dataclasses.replace(SCRIPT, words=(*SCRIPT.words, "--num-experts", "8"))
+    points_ = space.points(job, space.parse_axes(["ep=1,4", "dp=4,8", "tp=1"], job))
+    assert [point.by for point in points_] == [""] * 4
+    assert len({point.layout.family() for point in points_}) == 2
+    moe = dataclasses.replace(LLAMA, model=dataclasses.replace(LLAMA.model, num_experts=8))
+    words = ["tp=1", "pp=1", "vpp=1", "ep=8", "world_size=8,16"]
+    same = space.points(moe, space.parse_axes(words, moe))
+    assert [point.by for point in same] == ["", ""], same[0].reason
+    assert len({point.layout.family() for point in same}) == 1
+
+
 def test_a_family_differs_in_replicas_and_batch_alone():
     same = points("tp=8", "pp=4", "vpp=5", "world_size=512,1024", "global_batch_size=512,1024")
     assert len({point.layout.family() for point in same}) == 1
