@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from megatron_prism.core.errors import UsageError, shown
+from megatron_prism.core.errors import PrismError, UsageError, shown
 from megatron_prism.core.files import check_not_taken, check_writable, write_whole
 from megatron_prism.core.messages import Lines
 from megatron_prism.core.units import format_share
@@ -114,7 +114,9 @@ def output_failed(error: OSError) -> int | None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 141
-    print(f"prism: error: {error.strerror}: not all was written", file=sys.stderr)
+    full = PrismError(f"{error.strerror}: not all was written",
+                      fix="make room there, and run it again")  # fmt: skip
+    print(f"prism: error: {full}", file=sys.stderr)
     return 1
 
 

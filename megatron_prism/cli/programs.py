@@ -331,7 +331,8 @@ def check(args: argparse.Namespace) -> int:
     if circle is not None:
         print(f"\nevery call is matched, and still: {circle}")
         return 1
-    print(f"\n{len(found)} mismatches" if found else "every call is matched")
+    count = f"{len(found)} mismatch{'es' * (len(found) != 1)}"
+    print(f"\n{count}" if found else "every call is matched")
     return 1 if found else 0
 
 

@@ -126,11 +126,10 @@ def with_slow_ranks(
     The programs carry it as a mark; ``slow_down_prices`` puts it into prices.  Twice slow is the
     product.
     """
-    ranks = list(ranks)
+    ranks = sorted(set(ranks))
     made = with_own_classes(programs, ranks, f"{_SLOWED}{parse_factor(factor)}")
-    return with_assumption(
-        made, f"ranks {format_ranks(sorted(set(ranks)))} compute {factor} times as long"
-    )
+    who = f"rank {ranks[0]} computes" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} compute"
+    return with_assumption(made, f"{who} {factor} times as long")
 
 
 def slow_down_prices(graph: WorldGraph, prices: Prices) -> Prices:

@@ -266,7 +266,14 @@ def test_python_dash_m_is_prism():
 
 @pytest.mark.parametrize(
     ("into", "status", "says"),
-    [(">&-", 0, ""), ("> /dev/full", 1, "No space left on device: not all was written")],
+    [
+        (">&-", 0, ""),
+        (
+            "> /dev/full",
+            1,
+            "No space left on device: not all was written\n  fix: make room there, and run it again",
+        ),
+    ],
 )
 @pytest.mark.parametrize("command", ["recipes", "recipes --json"])
 def test_output_that_nobody_takes(command, into, status, says):

@@ -361,7 +361,7 @@ def test_check_is_status_1_for_a_mismatch(folder, broken, capsys):
     status, out, _ = prism("check", broken, capsys=capsys)
     assert status == 1
     assert "<-- here" in out
-    assert out.endswith("1 mismatches\n")
+    assert out.endswith("1 mismatch\n")
     status, out, _ = prism("check", broken, "--json", capsys=capsys)
     (found,) = json.loads(out)
     assert status == 1
