@@ -271,7 +271,8 @@ def test_python_dash_m_is_prism():
         (
             "> /dev/full",
             1,
-            "No space left on device: not all was written\n  fix: make room there, and run it again",
+            "No space left on device: not all was written\n"
+            "  fix: make room there, and run it again",
         ),
     ],
 )

@@ -118,7 +118,7 @@ def test_what_ifs_are_named_and_change_what_they_say(tmp_path, capsys):
 
     slow = figures_of(world, "slow=5:3/2", "slow=tp=0,dp=0:2", capsys=capsys)
     assert slow["iteration_ns"] == 20_000_000 + moves
-    assert "ranks 5 compute 3/2 times as long; ranks 0 compute 2 times" in slow["source"]["what-if"]
+    assert "rank 5 computes 3/2 times as long; rank 0 computes 2 times" in slow["source"]["what-if"]
     assert any(source["text"].startswith("assumed: x 2") for source in slow["sources"])
 
     for words in ("all_reduce:2", "TENSOR_MODEL_PARALLEL_GROUP:2", ":2", "all_reduce@:2"):
