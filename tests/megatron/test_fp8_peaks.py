@@ -1,6 +1,6 @@
 """Peak memory in FP8 on tier meta is that of one H200 with the real Transformer Engine.
 
-Its figures are in benchmarks/results/h200_fp8_peaks.json; benchmarks/accuracy/fp8_peaks.py compares
+Its figures are in benchmarks/results/h200_fp8_peaks.json; benchmarks/accuracy/job_peaks.py compares
 all jobs with the stock script.  Needs megatron.training (0.19).
 """
 
