@@ -414,22 +414,12 @@ def _packs_unfused(settings: _Settings) -> bool:
     return packed and settings.get("attention_backend") == "unfused"
 
 
-def _short_states(settings: _Settings) -> bool:
-    names = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
-    return any(settings.get(name, "").endswith("16") for name in names)
-
-
 _RULES: tuple[tuple[Callable[[_Settings], bool], Estimate], ...] = (
     # of NVIDIA's published peaks of MoE jobs (docs/accuracy.md)
     (_routes, Estimate("routing: other ranks send experts as many tokens as this one", -15, 10)),
     # one job is known: 2 % above the figure without graphs (docs/accuracy.md)
     (_captures_graphs, Estimate("CUDA graphs: what they keep is not counted", 0, 10)),
     # by the sources; no GPU has run them beside this
-    (_short_states, Estimate("Adam's states in 16 bits: widened for the step", -10, 10)),
-    (
-        lambda settings: _has(settings, "optimizer_cpu_offload"),
-        Estimate("an optimizer on the host: what stays on the device", -10, 10),
-    ),
     (
         lambda settings: settings.get("fp8_recipe", settings.get("fp8")) == "mxfp8",
         Estimate("mxfp8: scales and copies as on Blackwell", -5, 5),

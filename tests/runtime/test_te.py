@@ -450,13 +450,21 @@ def test_adam_with_short_states_is_nearly_adamw(state):
     torch.testing.assert_close(p, ref, rtol=0.02, atol=0.02)
 
 
-def test_a_step_with_short_states_takes_them_in_fp32_too():
+@pytest.mark.parametrize(
+    ("dtypes", "more"),
+    [
+        # both of all, and one in bf16 on its way back; scales of fp16 are a few bytes
+        pytest.param((torch.bfloat16, torch.float16), 3 * 2 * 4000 + 2000, id="in fp32 too"),
+        pytest.param((torch.bfloat16, torch.bfloat16), 0, id="fused"),
+    ],
+)
+def test_what_a_step_with_short_states_takes(dtypes, more):
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
     with LiveBytes("meta") as live:
         params = [torch.empty(1000, device="meta") for _ in range(3)]
-        adam = optimizers.FusedAdam(params, exp_avg_dtype=torch.bfloat16,
-                                    exp_avg_sq_dtype=torch.float16)  # fmt: skip
+        moments, squares = dtypes
+        adam = optimizers.FusedAdam(params, exp_avg_dtype=moments, exp_avg_sq_dtype=squares)
         for p in params:
             p.grad = torch.empty_like(p)
         adam.step()
@@ -464,8 +472,17 @@ def test_a_step_with_short_states_takes_them_in_fp32_too():
         live.reset_peak()
         adam.step()
         assert live.current() == before
-        # both of all, and one in bf16 on its way back; scales of fp16 are a few bytes
-        assert 0 <= live.peak() - before - (3 * 2 * 4000 + 2000) < 64
+        assert 0 <= live.peak() - before - more < 64
+
+
+def test_remainders_are_of_a_master_copy_in_fp32_alone():
+    p = torch.zeros(8, dtype=torch.bfloat16).requires_grad_()
+    adam = optimizers.FusedAdam(
+        [p], master_weights=True, master_weight_dtype=torch.float16, store_param_remainders=True
+    )
+    p.grad = torch.ones_like(p)
+    adam.step()
+    assert adam.state[p]["master_param"].dtype == torch.float16
 
 
 @pytest.mark.parametrize("remainders", [False, True])

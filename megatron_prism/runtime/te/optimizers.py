@@ -1,8 +1,9 @@
 """FusedAdam and the multi-tensor kernels (pytorch/optimizers/ @v2.9).
 
 State: exp_avg and exp_avg_sq per parameter, fp32 unless asked otherwise (fused_adam.py:379), and a
-master copy if ``master_weights``, or its 16 low bits if ``store_param_remainders``.  States of 16
-bits are widened for the step, a whole group of parameters at once; fp16 is scaled.
+master copy if ``master_weights``, or its 16 low bits if ``store_param_remainders`` and it is fp32.
+States of 16 bits are widened for the step, a whole group of parameters at once; fp16 is scaled.
+From v2.13 on the kernel takes two moments in bf16 as they are (fused_adam.py:220 @v2.17).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te.unsupported import refuse
+from megatron_prism.runtime.te.unsupported import refuse, since
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -128,7 +129,10 @@ class FusedAdam(torch.optim.Optimizer):
         )
         self.adam_w_mode, self.capturable = int(adam_w_mode), capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
-        self.store_param_remainders = store_param_remainders and master_weights
+        self.store_param_remainders = (
+            store_param_remainders and master_weights and master_weight_dtype == torch.float32
+        )
+        self._fuses = exp_avg_dtype == exp_avg_sq_dtype == torch.bfloat16 and since(2, 13)
         self._scales: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -165,6 +169,12 @@ class FusedAdam(torch.optim.Optimizer):
         wide = value.float()
         return wide if value.dtype == torch.bfloat16 else wide.mul_(self._scales[param, state_name])
 
+    def _for_step(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """The state as the kernel takes it; with values ``_update`` is the kernel, in fp32."""
+        if self._fuses and param.is_meta and name in _STATES[:2]:
+            return self.state[param][name]
+        return self.get_unscaled_state(param, name)
+
     def set_scaled_state(self, param: torch.Tensor, state_name: str, value: torch.Tensor) -> None:
         """Set one state, made first if there is none; of a scaled one ``value`` is used up."""
         if state_name not in self.state[param]:
@@ -197,7 +207,7 @@ class FusedAdam(torch.optim.Optimizer):
                 grad = getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
                 if grad is not None:
                     params.append((p, grad))
-                    wide.append({name: self.get_unscaled_state(p, name) for name in self.state[p]})
+                    wide.append({name: self._for_step(p, name) for name in self.state[p]})
             before = wide
             for (p, grad), state in zip(params, wide, strict=True):
                 if p.is_meta:  # reads four, writes three of them
