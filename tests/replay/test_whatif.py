@@ -65,7 +65,7 @@ def test_slow_ranks_split_the_world_as_far_as_they_must():
     classes = graph.build(slow).classes
     assert classes.ranks(int(classes.of[5])).tolist() == [5]
     assert len(graph.build(programs).classes) < len(classes) < world.size
-    assert "ranks 5 compute 2 times" in slow.source["what-if"]
+    assert "rank 5 computes 2 times" in slow.source["what-if"]
     assert programs == healthy(world)  # nothing is changed in place
     everyone = whatif.with_slow_ranks(programs, range(world.size), 2)
     assert len(graph.build(everyone).classes) == len(graph.build(programs).classes)
