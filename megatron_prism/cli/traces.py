@@ -81,8 +81,8 @@ def compare(args: argparse.Namespace) -> int:
     try:  # the prediction says what the job does, if it is of the same calls
         found = import_traces(paths[:-1], programs)
     except PrismError as error:
-        console(stderr=True).print(f"prism: the traces are read alone: {error.message}")
         found = import_traces(paths[:-1])
+        console(stderr=True).print(f"prism: the traces are read alone: {error.message}")
     made = compare_traces(found, predicted)
     write_outputs(args.force, (args.html, made.to_html), (args.trace, made.to_chrome_trace))
     if not write_data(args, made.to_json(), [dataclasses.asdict(one) for one in made.ranks]):
