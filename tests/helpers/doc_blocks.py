@@ -6,7 +6,7 @@ for any lines and ``…`` in a line for any text; spaces may differ.  What stand
 ``(prism)`` there is typed, on a terminal.  A comment
 ``<!-- not run: why -->`` before a block leaves it out.
 
-    python tests/helpers/doc_blocks.py PAGE WORD LOG    # does PAGE show LOG below WORD's command?
+    PYTHONPATH=tests python -m helpers.doc_blocks PAGE WORD LOG    # does PAGE show it?
 """
 
 import os
