@@ -196,7 +196,8 @@ class Reporter(TrainingListener):
             return found
         rows = history.rows().tolist()
         state, parts = allocator.allocated_by_span(rows, history.spans, settings)
-        least, most = allocator.reserved_between(rows, settings)
+        least = allocator.replay_requests(rows, settings, ahead=0).peak_reserved
+        most = state.peak_reserved
         return {
             **found,
             "allocated_peak": state.peak_allocated + live.high.bytes - before,

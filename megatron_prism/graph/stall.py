@@ -72,7 +72,7 @@ def run_until_stalled(
 ) -> StalledJob:
     """Run all ranks until nobody can go on.
 
-    Nothing depends on times, so ranks of one class stand still at one place: a class is run once.
+    Nothing depends on times, so ranks of one class stop at one place: a class is run once.
 
     plans : kept between runs that share programs: by the place of a program, those of the first run
     """

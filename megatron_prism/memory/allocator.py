@@ -23,13 +23,7 @@ from dataclasses import dataclass, field
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.ops import EMPTIED
 
-__all__ = [
-    "CachingAllocator",
-    "Settings",
-    "allocated_by_span",
-    "replay_requests",
-    "reserved_between",
-]
+__all__ = ["CachingAllocator", "Settings", "allocated_by_span", "replay_requests"]
 
 
 MIB = 1 << 20
@@ -252,14 +246,6 @@ def replay_requests(
         if levels is not None:
             levels.append(machine.state.allocated)
     return machine.state
-
-
-def reserved_between(
-    events: Sequence[Sequence[int]], settings: Settings | None = None
-) -> tuple[int, int]:
-    """Peaks of reserved bytes if the device keeps up with the host, and if it is far behind."""
-    near, far = (replay_requests(events, settings, ahead=n).peak_reserved for n in (0, AHEAD))
-    return near, far
 
 
 def allocated_by_span(

@@ -368,7 +368,9 @@ def reserved(program: Program, settings: allocator.Settings | None = None) -> tu
     """(least, most) bytes of the allocator's segments, over all that its process asked for: the
     device keeps up, or the host is far ahead of it."""
     heard = program.history.tolist() or _changes(program)
-    return allocator.reserved_between(heard, settings)
+    least, most = (allocator.replay_requests(heard, settings, ahead=n).peak_reserved
+                   for n in (0, allocator.AHEAD))  # fmt: skip
+    return least, most
 
 
 def _changes(program: Program) -> list[tuple[int, int, int]]:

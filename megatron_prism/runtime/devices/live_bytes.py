@@ -192,9 +192,7 @@ class LiveBytes(TorchDispatchMode):
         self.labels: dict[str, object] = {}
         self.meter: Meter | None = None  # told of every call while a slice is captured
         self.history: History | None = None  # of every request
-        self.earlier: tuple[History, int] | None = (
-            None  # one that has ended, the live peak till then
-        )
+        self.earlier: tuple[History, int] | None = None  # an ended one, the live peak till then
         # address -> (bytes, running number, what tells when it goes)
         self._alive: dict[int, tuple[int, int, _Gone]] = {}
         self._known: dict[int, Known] = {}  # operators by id: ``_ask``
