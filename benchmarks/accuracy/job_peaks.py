@@ -34,19 +34,18 @@ def peak(script: Path, real: dict[str, Any], job: dict[str, Any], out: Path) -> 
     release = ["--prism-te-version", real["te_version"]] if "te_version" in real else []
     words = [sys.executable, "-m", "megatron_prism", "run", "--prism-world-size",
              str(job.get("world", 2)), "--prism-ranks", str(rank), "--prism-tier", "meta", *release,
-             "--prism-capture", str(out / "slices"), "--prism-out", str(out), "--", str(script),
-             *real["arguments"].split(), *job["arguments"].split(), "--train-iters", "3",
-             "--num-workers", "0"]  # fmt: skip
+             "--prism-capture", str(out / "slices"), "--prism-out", str(out / "summary"), "--",
+             str(script), *real["arguments"].split(), *job["arguments"].split(),
+             "--train-iters", "3", "--num-workers", "0"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
         raise SystemExit(f"{job['arguments']} failed:\n{done.stderr[-1500:]}")
     if real.get("whole_run"):
-        summary = json.loads((out / f"rank-{rank:06}.json").read_text())
+        summary = json.loads((out / "summary" / f"rank-{rank:06}.json").read_text())
         return int(summary["memory"]["allocated_peak"])
-    (one,) = prism.peak_memory(
-        prism.load(out / "slices" / f"slice-{rank:06}.prism")
-    ).classes.values()
+    programs = prism.load(out / "slices" / f"slice-{rank:06}.prism")
+    (one,) = prism.peak_memory(programs).classes.values()
     return int(one["peak_allocated"])
 
 
