@@ -6,7 +6,7 @@ Twelve packages; each imports only those above it (``tests/test_layers.py`` is t
     graph/     equivalent ranks, matching calls, the world graph, stalled jobs
     replay/    costs/ (what an op takes), the timeline, what-ifs, the network, answer times
     memory/    peaks, the allocator, NCCL's buffers, drawn routing, baselines
-    predict/   the distribution of the iteration time and of a whole run (campaign)
+    predict/   the distribution of the iteration time
     traces/    real jobs' traces: import, what varies, predicted against real, graphs for others
     hang/      from dumps or programs to a verdict; fault_plan names and parses faults,
                fault_planting puts them into programs

@@ -22,7 +22,6 @@ PARTS = {
     },
     "megatron_prism.predict.sampler.Sampler": {
         "predict/__init__.py", "predict/predict.py", "predict/whatifs.py",
-        "predict/campaign.py",
     },
     "megatron_prism.predict.Sampler": set(),
     "megatron_prism.hang.analyze.diagnose_dumps": {

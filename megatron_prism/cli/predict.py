@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -27,91 +26,29 @@ from megatron_prism.cli.output import (
     write_outputs,
 )
 from megatron_prism.core import units
-from megatron_prism.core.errors import UnitError, UsageError
+from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
-    from megatron_prism.predict import Comparison, Prediction, RunPrediction, Study
+    from megatron_prism.predict import Comparison, Prediction, Study
     from megatron_prism.predict.predict import Chance
 
 __all__ = ["predict"]
 
 
 _MOST_SAMPLES = 5_000_000
-_RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
 _DEFAULTS = {"machine": None, "calibration": None, "variability": None, "host": None}
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """What each key was given, and defaults; ``samples``, ``slow`` and a run's keys have none."""
+    """What each key was given, and defaults; ``samples`` and ``slow`` have none."""
     keys = {
         **dict.fromkeys(_DEFAULTS, arguments.name),
         "samples": arguments.count(1, _MOST_SAMPLES, "samples=100K; more take hours"),
         "seed": arguments.count(0, 1 << 62, "seed=2"),
         "slow": arguments.number("slow=1.2"),
-        **dict.fromkeys(("deadline", "mtbf"), _span),
-        **dict.fromkeys(("checkpoint_cost", "restart"), _duration),
-        "iterations": arguments.count(1, 1 << 40, "iterations=500000"),
-        "checkpoint": lambda text: text if text == "best" else _span(text),
     }
     return {**_DEFAULTS, "seed": 0, **arguments.read(words, keys, "predict")}
-
-
-def refuse_unused(settings: dict[str, Any], against: bool) -> None:
-    """UsageError for keys that a comparison does not look at."""
-    given = [key for key in ("slow", *_RUN) if settings.get(key) is not None]
-    if against and given:
-        raise UsageError(
-            f"{', '.join(given)} with --against", fix="predict each layout alone for that"
-        )
-
-
-def plan(settings: dict[str, Any]) -> Any:
-    """The run that was asked for, if one was."""
-    from megatron_prism.predict.campaign import Campaign
-
-    given = {key: settings[key] for key in _RUN if settings.get(key) is not None}
-    if not given:
-        return None
-    if "iterations" not in given:
-        raise UsageError(f"{', '.join(given)} of how many iterations?", fix="iterations=500000")
-    interval = given.get("checkpoint")
-    return Campaign(
-        given["iterations"],
-        given.get("deadline"),
-        given.get("mtbf"),
-        None if interval == "best" else interval,
-        given.get("checkpoint_cost", 0.0),
-        given.get("restart", 0.0),
-    )
-
-
-def _span(text: str) -> float:
-    """ns, more than none."""
-    if not (ns := _duration(text)):
-        raise UnitError("that is no time at all", fix="a duration above 0: 30d, 3h, 10min")
-    return ns
-
-
-def _duration(text: str) -> float:
-    """ns, 0 or more; ``30d`` as well."""
-    text = text.strip()
-    try:
-        bare = math.isfinite(float(text)) and float(text) > 0
-    except ValueError:
-        bare = False
-    if bare:  # nanoseconds elsewhere: nobody means them here
-        raise UnitError(
-            f"{text} of what?", fix=f"with a unit: {text}d, {text}h, {text}min, {text}s"
-        )
-    days = text.removesuffix("d")
-    try:
-        ns = float(days) * 24 * 3600e9 if days != text else float(units.parse_ns(text))
-    except ValueError:
-        ns = math.nan
-    if not 0 <= ns < math.inf:
-        raise UnitError(f"{text!r} is no duration", fix="write it like 30d, 3h, 10min, 30s")
-    return ns
 
 
 def ms(ns: float | None) -> str:
@@ -208,37 +145,6 @@ def show_study(study: Study) -> None:
     out.print(study.note)
 
 
-def _long(ns: float | None) -> str:
-    """Days, hours, minutes or seconds."""
-    if ns is None:
-        return "none"
-    for name, size in (("days", 86_400e9), ("h", 3_600e9), ("min", 60e9)):
-        if ns >= 2 * size:
-            return f"{ns / size:,.1f} {name}"
-    return f"{ns / 1e9:,.3g} s"
-
-
-def show_run(run: RunPrediction) -> None:
-    """A whole run."""
-    out = console()
-    plan = run.plan
-    out.print(f"\n{plan.iterations:,} iterations of {ms(run.iteration)} on average")
-    rows = [("iterations alone", _long(run.work)), ("mean, all included", _long(run.mean))]
-    rows += [(f"p{100 * level:g}", _long(ns)) for level, ns in run.quantiles]
-    rows.append(("failures", f"{run.failures:,.1f}"))
-    if run.interval is not None:
-        said = f"{_long(run.interval)} of work"
-        if run.young is not None:
-            best = f"best {_long(run.best)}, Young {_long(run.young)}, Daly {_long(run.daly)}"
-            said = f"{said} ({best})"
-        rows.append(("between checkpoints", said))
-    if run.chance is not None:
-        low, high = 100 * (run.chance_low or 0), 100 * (run.chance_high or 0)
-        said = f"{100 * run.chance:.1f} %, 95 % interval {low:.1f} to {high:.1f} %"
-        rows.append((f"by the deadline, {_long(plan.deadline)}", said))
-    print_table(("the whole run", ""), rows)
-
-
 def _percent(one: Chance) -> str:
     return f"{100 * one.share:.1f} % ({100 * one.low:.1f} to {100 * one.high:.1f} %)"
 
@@ -299,11 +205,6 @@ def predict(args: argparse.Namespace) -> int:
 
     Calls that calibration= has samples of vary as those do.
 
-    prism predict DIR iterations=500K deadline=30d mtbf=3h checkpoint_cost=30s restart=10min
-
-    The whole run: mtbf= of the job, checkpoint= the time between two (or best).  --html adds what
-    single calls, slow GPUs, a hot node and other world sizes do to p95.
-
     prism predict A --against B --against C
 
     Layouts side by side under one network: quantiles of each, and how often A is faster.
@@ -314,8 +215,9 @@ def predict(args: argparse.Namespace) -> int:
     check_outputs([args.html], args.force, [args.programs, *(args.against or ())])
     if not args.programs:
         raise UsageError("predict what?", fix="prism predict DIR")
-    refuse_unused(settings, bool(args.against))
     if args.against:
+        if settings.get("slow") is not None:
+            raise UsageError("slow with --against", fix="predict each layout alone for that")
         return _against(args, settings)
     found = _predict(args, settings)
     write_outputs(args.force, (args.html, found.to_html))
@@ -324,8 +226,6 @@ def predict(args: argparse.Namespace) -> int:
     show(found, args.verbose)
     if found.study is not None:
         show_study(found.study)
-    if found.run is not None:
-        show_run(found.run)
     return 0
 
 
@@ -346,11 +246,11 @@ def _programs(path: str) -> Programs:
 
 
 def _predict(args: argparse.Namespace, settings: dict[str, Any]) -> Prediction:
-    """The distribution, of a whole run if one is described, what-ifs if there is a page."""
+    """The distribution; what-ifs too if there is a page."""
     from megatron_prism.predict import predict
     from megatron_prism.replay.priced_graph import WhatIf
 
-    programs, run = _programs(args.programs), plan(settings)
+    programs = _programs(args.programs)
     with steps() as told:
         return predict(
             programs,
@@ -361,7 +261,6 @@ def _predict(args: argparse.Namespace, settings: dict[str, Any]) -> Prediction:
             samples=settings.get("samples"),
             seed=settings["seed"],
             slow_by=settings.get("slow", 1.2),
-            plan=run,
             what_ifs=args.html is not None,
             progress=told,
         )

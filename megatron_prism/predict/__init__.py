@@ -1,4 +1,4 @@
-"""Distributions of the iteration time and of a whole run, after PRISM (arXiv 2510.15596): serial
+"""Distributions of the iteration time, after PRISM (arXiv 2510.15596): serial
 parts add, parallel parts take the maximum, one draw per call for all that take part, one network
 regime per iteration.
 
@@ -7,10 +7,8 @@ regime per iteration.
     sampler.py        draws of iterations of the whole world
     predict.py        quantiles, what moves them, where a slow GPU hurts; several layouts
     whatifs.py        single kinds of calls, placements, hot nodes, scale
-    campaign.py       will N iterations finish by then, failures and restarts included?
 """
 
-from megatron_prism.predict.campaign import Campaign, RunPrediction, predict_run
 from megatron_prism.predict.distributions import Quantile, needed, quantile
 from megatron_prism.predict.predict import Comparison, Prediction, compare, predict
 from megatron_prism.predict.sampler import Sampler
@@ -19,18 +17,15 @@ from megatron_prism.predict.whatifs import Study, study
 
 __all__ = [
     "CallSpread",
-    "Campaign",
     "Comparison",
     "Prediction",
     "Quantile",
-    "RunPrediction",
     "Sampler",
     "Study",
     "call_spread",
     "compare",
     "needed",
     "predict",
-    "predict_run",
     "quantile",
     "study",
 ]

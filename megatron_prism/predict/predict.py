@@ -1,4 +1,4 @@
-"""Predict the distribution of the iteration time, what moves its tail, and a whole run.
+"""Predict the distribution of the iteration time, and what moves its tail.
 
 ``predict`` takes programs, draws iterations of the priced world and returns a Prediction: quantiles
 of the iteration time over clusters and iterations, with confidence intervals, and the same after
@@ -23,7 +23,6 @@ import numpy as np
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.program import Programs
-from megatron_prism.predict.campaign import Campaign, RunPrediction, check_campaign, predict_run
 from megatron_prism.predict.distributions import Quantile, proportion, quantile
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.predict.variability import (
@@ -76,7 +75,6 @@ class Prediction:
     slow      : class -> p95 if one of its ranks took ``slow_by`` times as long, ns; of the 64
                 classes that compute longest; slow_from: p95 without, of the same draws
     source    : of the spreads; calls: how calls vary; durations: provenance of what varies
-    run       : of a whole run, if one was described
     study     : what-ifs, if they were asked for
     world     : its sizes; graph: how many classes and ops it has; classes: names of those in
                 ``slow``; none is part of the JSON
@@ -100,7 +98,6 @@ class Prediction:
     calls: str
     durations: tuple[str, ...]
     world: str
-    run: RunPrediction | None = None
     study: Study | None = None
     graph: str = field(kw_only=True)
     classes: Mapping[int, str] = field(kw_only=True)
@@ -168,7 +165,6 @@ def predict(
     seed: int = 0,
     levels: Sequence[float] = QUANTILES,
     slow_by: float = 1.2,
-    plan: Campaign | None = None,
     what_ifs: Sequence[float] | bool = False,
     progress: Progress | None = None,
 ) -> Prediction:
@@ -184,19 +180,16 @@ def predict(
         seed: of the draws.
         levels: which quantiles, between 0 and 1.
         slow_by: how many times as long the slow GPU of the what-ifs computes.
-        plan: a whole run, to be predicted too.
         what_ifs: whether to study single calls, slow GPUs, hot nodes and other world sizes, too;
             or how many times as long slow GPUs and nodes compute in that study.
         progress: is told what is being done and which part of it is done, 0 to 1.
 
     Raises:
-        UsageError: levels outside (0, 1), fewer than 100 samples, a plan that cannot be.
+        UsageError: levels outside (0, 1), fewer than 100 samples.
         PrismError: the calls do not fit together, or nothing takes time.
     """
     if any(not 0 < level < 1 for level in levels) or not 0 < slow_by <= _SLOWEST:
         raise UsageError(f"slow is a factor up to {_SLOWEST:,}, quantiles < 1", fix="slow=1.2")
-    if plan is not None:
-        check_campaign(plan)
     priced = programs
     if not isinstance(priced, PricedGraph):
         priced = price(priced, machine=machine, calibration=calibration, what_if=what_if)
@@ -204,13 +197,9 @@ def predict(
     spreads = spreads_of(priced, variability)
     sampler = Sampler(priced.timeline, seed, spreads.calls)
     found = _distribution(priced, sampler, spreads, samples, levels, slow_by, progress)
-    told = _Told(progress)
-    if plan is not None:
-        run = predict_run(sampler, spreads.variability, plan, progress=told.of("drawing clusters"))
-        found = dataclasses.replace(found, run=run)
     if what_ifs:
         factors = FACTORS if what_ifs is True else what_ifs
-        answers = study(sampler, spreads.variability, priced, factors, told.of("what if"))
+        answers = study(sampler, spreads.variability, priced, factors, _naming("what if", progress))
         found = dataclasses.replace(found, study=answers)
     return found
 
@@ -225,13 +214,9 @@ def check_takes_time(priced: PricedGraph) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Told:
-    progress: Progress | None
-
-    def of(self, what: str) -> Callable[[float], object]:
-        progress = self.progress
-        return (lambda part: None) if progress is None else (lambda part: progress(what, part))
+def _naming(what: str, progress: Progress | None) -> Callable[[float], object]:
+    """``progress`` for the step ``what``."""
+    return (lambda part: None) if progress is None else (lambda part: progress(what, part))
 
 
 def _distribution(
@@ -244,7 +229,7 @@ def _distribution(
     progress: Progress | None,
 ) -> Prediction:
     """The distribution itself, and its one-at-a-time changes."""
-    spread, told = spreads.variability, _Told(progress).of("drawing iterations")
+    spread, report = spreads.variability, _naming("drawing iterations", progress)
     count, affordable = worth(sampler, samples), _affordable(sampler)
     few, chosen = min(count, max(_LEAST_WHATIF, _FEW_DRAWS // sampler.replicas)), busiest(sampler)
     tried = min(count, max(_LEAST_WHATIF, affordable // 8 // len(chosen)))
@@ -255,7 +240,7 @@ def _distribution(
     def more(draws: int) -> None:
         nonlocal done
         done += draws
-        told(done / work)
+        report(done / work)
 
     each = sampler.draw(spread, count, progress=more)
     times = np.sort(each.max(axis=1))

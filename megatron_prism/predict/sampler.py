@@ -311,7 +311,7 @@ def _slots(order: list[int], waits: dict[int, list[int]]) -> tuple[dict[int, int
 Slow = Mapping[int, tuple[int, float]]  # class -> (how many of its ranks, factor)
 _AT_ONCE = 1 << 16  # draws whose factors are kept at a time
 # streams beside the replicas'
-_CLUSTER, _NETWORK, _TABLE, _HOSTS = ((1 << 40) + i for i in range(4))
+_NETWORK, _TABLE, _HOSTS = ((1 << 40) + i for i in range(1, 4))
 
 
 @dataclass(frozen=True)
@@ -399,35 +399,6 @@ class Sampler:
             if progress is not None:
                 progress(len(part) * count)
         return found
-
-    def of_cluster(self, spread: Variability, cluster: int, count: int) -> np.ndarray:
-        """ns, float64 [count]: iterations of one and the same cluster, whose GPUs stay as they are
-        from iteration to iteration."""
-        shapes = _shapes(spread)
-        rng = np.random.default_rng([self.seed, _CLUSTER, cluster])
-        network = np.interp(rng.standard_normal(count), *shapes.network)
-        table, shares = self._tables(spread, None)
-        slowest = np.zeros(count)
-        together = max(1, _AT_ONCE // count)
-        for first in range(0, self.replicas, together):
-            width = min(together, self.replicas - first)
-            classes = len(self.members)
-            factors = np.empty((2 * classes + 1, width, count))
-            factors[classes] = network
-            for place in range(width):
-                seed = (cluster + 1) * 104_729 + first + place
-                factors[classes + 1 :, place] = self._issuing(shapes.host, count, seed)
-            for index, members in enumerate(self.members):
-                gpus = np.interp(rng.standard_normal((width, members)), *shapes.gpu)
-                worst = np.zeros((width, count))
-                for member in range(members):
-                    steps = np.interp(rng.standard_normal((width, count)), *shapes.step)
-                    np.maximum(worst, gpus[:, member, None] * steps, out=worst)
-                factors[index] = worst
-            seeds = ((cluster + 1) * 7_919 + first * 1_000_003, cluster + 1)
-            times = self._run(factors, shares, table, seeds)
-            np.maximum(slowest, times.max(axis=0), out=slowest)
-        return slowest
 
     def _network(self, shapes: _Factors, count: int) -> np.ndarray:
         rng = np.random.default_rng([self.regime, _NETWORK])

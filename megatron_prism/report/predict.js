@@ -19,7 +19,6 @@ function figures() {
   const all = [["without variation", ms(DATA.steady), range]];
   for (const level of [0.5, 0.95, 0.99]) if (p(level)) all.push([quantile(level), p(level).ns === null ? null : ms(p(level).ns), over(p(level))]);
   all.push(["drawn", count(DATA.samples), `iterations of ${count(DATA.replicas)} replicas, seed ${DATA.seed}`]);
-  if (DATA.run) all.push(["the whole run", long(DATA.run.mean), `on average; ${count(DATA.run.plan.iterations)} iterations`]);
   cards(all);
 }
 
@@ -126,19 +125,6 @@ function scale(section) {
   section.append(quiet(`${DATA.study.note}.`));
 }
 
-function long(ns) {
-  const [size, unit] = [[86400e9, "days"], [3600e9, "h"], [60e9, "min"], [1e9, "s"]].find(([size]) => ns >= 2 * size) || [1e9, "s"];
-  return `${round(ns / size)} ${unit}`;
-}
-
-function run(section) {
-  const { run: found } = DATA, rows = [["iterations alone", long(found.work)], ["mean, all included", long(found.mean)]];
-  rows.push(...found.quantiles.map(([level, ns]) => [quantile(level), long(ns)]), ["failures", round(found.failures)]);
-  if (found.interval !== null) rows.push(["work between checkpoints", long(found.interval)]);
-  if (found.chance !== null) rows.push([`within ${long(found.plan.deadline)}`, `${percent(found.chance)} (${percent(found.chance_low)} to ${percent(found.chance_high)})`]);
-  section.append(element("h2", "", `${count(found.plan.iterations)} iterations`), table(["", ""], rows));
-}
-
 function provenance(section) {
   section.append(element("h2", "", "Spreads"), element("p", "", DATA.source), element("h2", "", "Calls"), element("p", "", DATA.calls),
     element("h2", "", "Durations"), table(["", "source"], sourceRows(DATA.durations), [1]));
@@ -184,5 +170,5 @@ if (DATA.layouts) {
   figures();
   tabs([["distribution", "Distribution", anew(distribution)], ["moves", "What moves p95", anew(DATA.study ? tornado : halved)],
     ...(DATA.study ? [["slow", "Slow GPUs", anew(slow)], ["scale", "Scale", anew(scale)]] : []),
-    ...(DATA.run ? [["run", "Whole run", once(run)]] : []), ["provenance", "Provenance", once(provenance)], READING]);
+    ["provenance", "Provenance", once(provenance)], READING]);
 }

@@ -210,10 +210,7 @@ def test_plans_of_another_type(plan, tmp_path, capsys):
     refused(capsys, "hang", tmp_path / "one.txt", f"plan={tmp_path / 'plan.yaml'}")
 
 
-@pytest.mark.parametrize(
-    "word", ["mtbf=1e400s", "mtbf=1e300s", "mtbf=infs", "checkpoint=1e999h", "deadline=1e305d",
-             "samples=1e400", "slow=1e400", "seed=1e30"],
-)  # fmt: skip
+@pytest.mark.parametrize("word", ["samples=1e400", "slow=1e400", "seed=1e30"])
 def test_numbers_without_end(word, tmp_path, capsys):
     (tmp_path / "one.txt").write_text(ONE)
     assert len(refused(capsys, "predict", tmp_path / "one.txt", word)) < 500

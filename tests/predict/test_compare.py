@@ -120,7 +120,6 @@ def test_bad_words(layouts, capsys):
         (["--against", ""], "names no layout"),
         (["--against", layouts[1], "slow=3"], "slow with --against"),
         (["--against", layouts[1], "--html", "/dev/null/x"], "/dev/null is no folder"),
-        (["--against", layouts[1], "iterations=5"], "iterations with --against"),
         (["--against", "nobody"], "cannot read nobody"),
         (["--against", layouts[1], "samples=5"], "5 samples say little"),
     ):

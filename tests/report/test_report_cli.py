@@ -17,7 +17,6 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core import program
 from megatron_prism.core.world import World
 from megatron_prism.hang.fault_plan import parse
-from megatron_prism.predict.campaign import Campaign
 from megatron_prism.replay.costs.machine import machines
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.report.page import allow_script
@@ -350,8 +349,7 @@ def test_every_page_looks_right_in_a_browser():
     """1,400 and 800 pixels wide, light and dark: nothing overlaps, is cut off or an error."""
     priced = price(healthy(World(64, tp=4, pp=4)), machine="h200")
     timeline, slow = priced.timeline, priced.again(slow={5: 1.5}).timeline
-    long = Campaign(1000, deadline=1e18, mtbf=1e13)
-    forecast = prism.predict(priced, samples=200, plan=long, what_ifs=True)
+    forecast = prism.predict(priced, samples=200, what_ifs=True)
     compared = prism.compare({"as it is": priced, "slow": priced.again(slow={5: 1.5})}, samples=200)
     fault = parse("drop@rank=5,group=tp,nth=1")
     verdict = prism.diagnose_faults(healthy(World(64, tp=4, pp=4)), [fault]).verdict
@@ -370,7 +368,7 @@ def test_every_page_looks_right_in_a_browser():
         assert wrong == []
         assert len(tabs) == 2 * len(pages)
         assert tabs["predict", 800] == [
-            "distribution", "moves", "slow", "scale", "run", "provenance", "reading"
+            "distribution", "moves", "slow", "scale", "provenance", "reading"
         ]  # fmt: skip
         assert tabs["two replays", 1400][0] == "compare"
         assert tabs["hang", 1400][0] == "waits"
