@@ -216,7 +216,7 @@ def _on_programs(
     """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
     from megatron_prism.hang.diagnose import judged
 
-    if confirm and job is not None and job.world != programs.world:
+    if confirm and job is not None and not programs.world.same_places(job.world):
         name = getattr(job, "name", "the script")
         raise UsageError(f"{path} is of {programs.world}, {name} of {job.world}",
                          fix="its sizes, too: parallel.world_size=16")  # fmt: skip

@@ -71,10 +71,14 @@ class SliceStore:
     """The slices of one job in ``folder``.
 
     source : what must be alike in all of them (versions, tier, arguments)
+    parsed : whether ``world`` is that of the job's parsed arguments; if not, only the places of its
+             ranks are compared
     """
 
-    def __init__(self, folder: Path, world: World, source: Mapping[str, str]) -> None:
-        self.folder, self.world, self.source = folder, world, dict(source)
+    def __init__(
+        self, folder: Path, world: World, source: Mapping[str, str], *, parsed: bool = True
+    ) -> None:
+        self.folder, self.world, self.source, self.parsed = folder, world, dict(source), parsed
 
     def path(self, rank: int) -> Path:
         """Where the slice of ``rank`` is or will be."""
@@ -141,7 +145,8 @@ class SliceStore:
             elif there.get(key) != value:
                 unlike = f"{key} {there.get(key, 'unknown')}, not {value}"
                 differ.append(_AGED if key == AGE else unlike)
-        if found.world != self.world:
+        alike = found.world == self.world if self.parsed else found.world.same_places(self.world)
+        if not alike:
             differ.insert(0, f"a world of {found.world}, not {self.world}")
         return differ
 

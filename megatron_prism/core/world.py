@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -357,6 +357,10 @@ class World:
     def chunks(self) -> int:
         """Model chunks of one stage (vpp, or 1)."""
         return self.vpp or 1
+
+    def same_places(self, other: World) -> bool:
+        """Whether every rank has the same place in both, whatever chunks their stages have."""
+        return replace(self, vpp=None) == replace(other, vpp=None)
 
     def axis_sizes(self) -> dict[str, int]:
         """Size of every coordinate, in the order of ``Coordinates``."""

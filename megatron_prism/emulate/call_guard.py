@@ -132,7 +132,7 @@ class ExpectedCalls:
         dry: bool = False,
     ) -> None:  # fmt: skip
         programs = open_programs(path)
-        if programs.world != world:
+        if not programs.world.same_places(world):
             size, same = programs.world.size, "capture the same job"
             fix = same if size == world.size else f"--prism-world-size {size}, or {same}"
             raise UsageError(

@@ -141,7 +141,7 @@ class StockCapture(TrainingListener):
     def __init__(
         self, options: Any, tier: Any, source: dict[str, str], monitor: Any, pace: Any = None
     ) -> None:
-        self.store = SliceStore(options.capture, options.world, source)
+        self.store = SliceStore(options.capture, options.world, source, parsed=False)
         self.rank, self.tier = options.rank, tier
         self._num_processes = options.num_processes
         self._there: dict[Path, Origin] = {}  # of the slices in the folder
@@ -189,7 +189,7 @@ class StockCapture(TrainingListener):
                 raise UsageError(f"--prism-capture: {error.message}", fix=fix) from error
 
     def world_known(self, world: World) -> None:
-        self.store.world = world
+        self.store.world, self.store.parsed = world, True
         self._compare()
 
     def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:

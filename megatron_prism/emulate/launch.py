@@ -426,6 +426,8 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
     from megatron_prism.runtime.virtual_world import VirtualWorld, start, stop
 
     job_arguments.check_sizes()
+    if (given := job_arguments.parsed()) is not None:
+        run.monitor.world_known(flags.parsed_world(given.world_size, vars(given)))
     if run.on_arguments:
         arguments = job_arguments.of_running_job()
         for tell in run.on_arguments:

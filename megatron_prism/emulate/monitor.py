@@ -172,7 +172,7 @@ class TrainingMonitor:
         self.labels = before  # not after an error, which these labels then explain
 
     def world_known(self, world: World) -> None:
-        """The script's own code says the parallel sizes, and not its command line."""
+        """Tell who listens the sizes of the job's parsed arguments, or of the script's own code."""
         for listener in self._hearing("world_known"):
             listener.world_known(world)
 

@@ -46,7 +46,11 @@ SIZES = {
 }
 
 
+_ORDERS = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"  # Megatron's, and with --use-tp-pp-dp-mapping
+
+
 def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
+    """The places of the job's ranks, before Megatron has parsed its arguments: without chunks."""
     given = {name: getattr(args, name) for name in ("tp", "pp", "cp", "ep")}
     sizes = {name: 1 if size is None else size for name, size in given.items()}
     sizes["etp"] = sizes["tp"] if args.etp is None else args.etp
@@ -60,22 +64,28 @@ def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: boo
         size = implied_size(**sizes)
         while size < k:  # more processes than the smallest world: add data-parallel replicas
             size += implied_size(**sizes)
-    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
     try:
-        return World(size=size, order=order, **sizes)
+        return World(size=size, order=_ORDERS[args.use_tp_pp_dp_mapping], **sizes)
     except WorldError as error:
         raise WorldError(error.message, fix=_in_flags(error.fix)) from None
 
 
-def world_of_sizes(size: int, given: Mapping[str, Any]) -> World:
-    """The world of ``initialize_model_parallel(**given)``; WorldError names our flags."""
+def parsed_world(size: int, given: Mapping[str, Any]) -> World:
+    """The world of Megatron's validated arguments, or of ``initialize_model_parallel(**given)``;
+    WorldError names our flags.
+
+    Chunks are known here alone: several options say them, and Megatron derives them from all of
+    them (training/arguments.py:520 @0.16.1, :911 @0.19.0).
+    """
     sizes = {
         name: given.get(flag.removeprefix("--").replace("-", "_"), 1) or 1
         for flag, name in SIZES.items()
     }
     sizes["etp"] = given.get("expert_tensor_parallel_size") or sizes["tp"]
+    sizes["vpp"] = given.get("virtual_pipeline_model_parallel_size")
+    order = given.get("order") or _ORDERS[bool(given.get("use_tp_pp_dp_mapping"))]
     try:
-        return World(size=size, order=given.get("order", World.order), **sizes)
+        return World(size=size, order=order, **sizes)
     except WorldError as error:
         raise WorldError(error.message, fix=_in_flags(error.fix)) from None
 

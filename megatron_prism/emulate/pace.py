@@ -362,7 +362,8 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
         )
     wanted = {key: value for key, value in source.items() if key != "device"}
     wanted[slices.PEERS] = made.source.get(slices.PEERS, slices.AT_ONCE)  # either will do
-    _refuse(folder, slices.SliceStore(folder, options.world, wanted).differences(made))
+    here = slices.SliceStore(folder, options.world, wanted, parsed=False)
+    _refuse(folder, here.differences(made))
     return made
 
 

@@ -146,7 +146,7 @@ def capture(
         UsageError: the folder holds slices of another job, or things that are no slices.
         PrismError, NotTrainedError: a rank failed; slices that were finished are kept.
     """
-    store = SliceStore(folder, job.world, {})  # workers compare the rest: Megatron knows it
+    store = SliceStore(folder, job.world, {}, parsed=False)  # workers compare the rest
     with store.writing(force):
         at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
         console.print(f"{Path(job.words[0]).name}: {job.world}, tier {job.tier}")

@@ -40,7 +40,7 @@ class TrainingListener(Protocol):
     """Follows the training of one rank.  ``emulate.monitor.TrainingMonitor`` calls it."""
 
     def world_known(self, world: World) -> None:
-        """The job's parallel sizes, where its command line did not say them."""
+        """The parallel sizes of the job's parsed arguments, or of a program without them."""
         return
 
     def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:

@@ -205,6 +205,11 @@ class ScriptLayout(JobLayout):
     def shares_state(self) -> bool:  # type: ignore[override]
         return "--use-distributed-optimizer" in self.words
 
+    @property
+    def fewest(self) -> int:
+        """As if chunks were interleaved, which only the job's parsed arguments say."""
+        return 4 * self.world.pp if self.world.pp > 1 else super().fewest
+
     def content(self) -> object:
         return [self.script, self.words, self.ours, self.world.size]
 

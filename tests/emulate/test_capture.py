@@ -43,6 +43,18 @@ def test_a_folder_of_another_job_is_refused_before_the_training(tmp_path):
         StockCapture(options(tmp_path), TIER, {"arguments": "old"}, None)
 
 
+def test_chunks_are_compared_once_they_are_known(tmp_path):
+    options_ = options(tmp_path)
+    options_.world = World(8, pp=4)
+    SliceStore(tmp_path, World(8, pp=4, vpp=2), {}).put(Program.from_ops(0, [Op("compute", ns=1)]))
+    StockCapture(options_, TIER, {}, None).world_known(World(8, pp=4, vpp=2))
+    with pytest.raises(UsageError, match="a world of .*vpp 2, not .*vpp 3"):
+        StockCapture(options_, TIER, {}, None).world_known(World(8, pp=4, vpp=3))
+    options_.world = World(8, pp=2)
+    with pytest.raises(UsageError, match="a world of"):
+        StockCapture(options_, TIER, {}, None)
+
+
 def test_places_that_are_free_or_not(tmp_path):
     check_free(tmp_path / "new", 4, False)
     StockCapture(options(tmp_path / "new"), TIER, {}, None)

@@ -35,6 +35,21 @@ def test_an_environment_that_cannot_be_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("parsed", "vpp", "order"),
+    [
+        ({"virtual_pipeline_model_parallel_size": 2}, 2, "tp-cp-ep-dp-pp"),
+        ({"virtual_pipeline_model_parallel_size": None}, None, "tp-cp-ep-dp-pp"),
+        ({"use_tp_pp_dp_mapping": True}, None, "tp-cp-ep-pp-dp"),
+    ],
+)
+def test_chunks_are_those_of_the_parsed_arguments(parsed, vpp, order):
+    """Several options say them, so the command line alone does not."""
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
+    world = options.parsed_world(16, {**sizes, "num_layers": 8, **parsed})
+    assert (world.tp, world.pp, world.dp, world.vpp, world.order) == (2, 4, 2, vpp, order)
+
+
+@pytest.mark.parametrize(
     ("line", "ours", "job"),
     [
         ("--prism-tier meta -- a.py --lr 1", "--prism-tier meta", "a.py --lr 1"),

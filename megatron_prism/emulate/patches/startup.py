@@ -75,7 +75,7 @@ def _sizes_in_code(
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         size = torch.distributed.get_world_size()
-        context.monitor.world_known(options.world_of_sizes(size, bound.arguments))
+        context.monitor.world_known(options.parsed_world(size, bound.arguments))
     return original(*args, **kwargs)
 
 
