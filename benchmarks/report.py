@@ -17,6 +17,7 @@ from rich.table import Table
 
 _LOAD = os.getloadavg()[0]  # of others: a busy machine explains a slow figure
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 Every stored pair of a prediction and a real run counts: replays of slices that one GPU gave (all
 sittings of ``results/h200_x*``, good ones and bad ones), jobs of one GPU's slices against machines
 of other days (``ELSEWHERE``), and jobs without any GPU: published ones, and those of
-``without_gpu``, whose slices are kept.  Those of the others are not, so their graphs cannot be
+``kept``, whose slices are stored.  Those of the others are not, so their graphs cannot be
 evaluated again: an iteration is ``predicted + max(device, host) - max(device, host)`` of the
 slowest rank, with the same ranges (``replay.interval``) on the device's and the host's time of its
 captures.
@@ -29,8 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.accuracy import captured, without_gpu
-from benchmarks.report import ROOT, Row, finish
+from benchmarks.accuracy import kept as kept_slices
+from benchmarks.report import RESULTS, Row, finish
 from megatron_prism.replay.interval import (
     CLOCKS,
     HOST_FACTOR,
@@ -40,7 +40,6 @@ from megatron_prism.replay.interval import (
     combined,
 )
 
-RESULTS = ROOT / "benchmarks" / "results"
 CALLS = 1.16  # NCCL keeps the host for 15 to 18 % of the rest, which ``host_ms`` has not
 HOST_BOUND = 0.9  # of the prediction: from here on the host decides
 # host_ms that docs/accuracy.md tells of sittings whose files have none
@@ -223,8 +222,11 @@ def main() -> None:
     print("the same real job, longest over shortest median of all sittings")
     for job, count, ratio, host in between_sittings(pairs):
         print(f"  {job:60.60} {count:2} x {ratio:5.2f}  {'waits for Python' if host else ''}")
-    shapes_alone: list[Pair | without_gpu.Found] = [*without_gpu.tests(), *without_gpu.one_gpu()]
-    kept = list(captured.jobs())
+    shapes_alone: list[Pair | kept_slices.Found] = [
+        *kept_slices.functional_tests(),
+        *kept_slices.one_gpu(),
+    ]
+    kept = list(kept_slices.captured())
     everything = [*pairs, *ELSEWHERE, *published(), *shapes_alone, *kept]
     print("\nreal runs outside")
     for one in everything:

@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.layout_order import kendall_tau
+from benchmarks.accuracy.tables import kendall_tau
 from megatron_prism.core import recipe as recipes
 from megatron_prism.sweep.sweep import sweep
 

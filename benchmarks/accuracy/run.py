@@ -1,8 +1,8 @@
-"""Compare emulation with real jobs on one machine: time, memory, power and late calls.
+"""Compare emulation with real jobs on one machine: time and memory.
 
 ``python -m benchmarks.accuracy.run SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
 [--beside 5] [--alone-steps 11] [--between 5] [--learn N] [--more "--global-batch-size 8"]
-[--again] [--pairs] [--attached] [--factors 1.40,2.03] [--kernels] [--json OUT] [--work DIR]``
+[--factors 1.40,2.03] [--json OUT] [--work DIR]``
 
 SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0; the jobs
 are those of ``jobs.py``.  OUT gets one record more for every configuration: date, machine, commit,
@@ -17,13 +17,10 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
 1. a turn of the real job, all of the captures (each rank alone), another turn of the real job: what
    the replay of these slices is compared with (``--rounds 0 --beside 105 --alone-steps 47`` is what
    ``tails_reality.py`` needs).  With ``--between N`` captures and the real job alternate after N
-   steps, so that both see the host drift; iterations in which captures stop are left out.  With
-   ``--again`` every rank is then captured once more, at the pace of these first slices;
-2. ``--rounds`` turns of the real job, of every rank alone with paced peers, with ``--pairs`` of
-   two local ranks each that have paced peers, with ``--attached`` of all ranks under
-   ``--prism-emulate`` without a virtual one, and, with ``--factors``, of every rank but 1 beside
-   a virtual rank 1 that is slower, and of the real job slowed so;
-3. with ``--kernels`` one more turn of each, in which the device's kernels are recorded.
+   steps, so that both see the host drift; iterations in which captures stop are left out;
+2. ``--rounds`` turns of the real job, of every rank alone with paced peers, and, with
+   ``--factors``, of every rank but 1 beside a virtual rank 1 that is slower, and of the real job
+   slowed so.
 
 Ranks begin their rounds after as many train steps as the real job has made, or ``--learn``. Every
 process keeps to one share of the cores, a rank alone to that of its twin in the real job
@@ -55,7 +52,6 @@ from typing import Any
 
 import megatron_prism as prism
 from benchmarks.accuracy.jobs import COMMON, EVERY, MORE, NUM_RANKS
-from benchmarks.accuracy.kernels import compare, summary
 from benchmarks.report import commit, machine
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.slices import open_programs
@@ -64,9 +60,9 @@ from megatron_prism.replay.costs.collectives import Calibration, read_calibratio
 WARM_UP = 3  # iterations
 LR_STEPS = 1000  # of every job, however short: what has learned as much is as fast
 # percent, mean and most: ours of a replay; PrismLLM's published errors of paced ranks; of a slow
-# rank's effect; of the attach alone
-REPLAY, PACED, SLOWDOWN, ATTACHED = (2.0, 5.0), (0.58, 1.98), (5.0, 5.0), (0.3, 0.3)
-KEPT = ("allocated_peak", "reserved_peak", "device_bytes", "watts", "paced")  # of a rank
+# rank's effect
+REPLAY, PACED, SLOWDOWN = (2.0, 5.0), (0.58, 1.98), (5.0, 5.0)
+KEPT = ("allocated_peak", "reserved_peak", "device_bytes")  # of a rank
 ENDLESS = 1000  # train steps of a job that is stopped by us
 PATIENCE_S = 150.0  # for one turn, start-up included
 
@@ -112,7 +108,7 @@ class Runner:
         return [(b - a) / 1e6 for a, b in zip(starts, starts[1:], strict=False)]
 
     def memory(self) -> list[dict[str, Any]]:
-        """Peaks by rank, bytes, each turn's watts, and which paced calls were late."""
+        """Peaks by rank, bytes."""
         files = sorted(self.folder.glob("rank-*.json"))
         return [{k: json.loads(file.read_text()).get(k, 0) for k in KEPT} for file in files]
 
@@ -183,44 +179,30 @@ class Turns:
         """The real job, its rank ``slow[0]`` ``slow[1]`` times as slow."""
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc-per-node", str(self.num_ranks)]
-        program = [str(Path(__file__).with_name("slow_rank.py")), *slow, "-"] if slow else []
+        program = [str(Path(__file__).with_name("slow_rank.py")), *slow] if slow else []
         name = "-".join([config, "real", *slow])
         return self.runner(name, launcher, [*program, *self.job(config, ENDLESS)], self.num_ranks)
 
-    def emulated(self, name: str, ranks: list[int], config: str, steps: int, *ours: str) -> Runner:
-        """Emulated ranks: one process, or as many under torchrun."""
-        name = f"{name}-{ranks[0]}"
-        words = ["-m", "megatron_prism", "run", "--prism-world-size", str(self.num_ranks)]
-        words += ["--prism-ranks", ",".join(map(str, ranks)), "--prism-force", *ours]
+    def emulated(self, name: str, rank: int, config: str, steps: int, *ours: str) -> Runner:
+        """One emulated rank, on the GPU that it has in the job; behind that are the GPUs to which
+        words go that keep the links awake."""
+        name, count = f"{name}-{rank}", self.num_ranks
+        words = ["-m", "megatron_prism", "run", "--prism-world-size", str(count)]
+        words += ["--prism-ranks", str(rank), "--prism-force", *ours]
         words += ["--prism-out", str(self.work / name), "--", *self.job(config, steps)]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        launcher = [*launcher, str(len(ranks))] if len(ranks) > 1 else []
-        gpus = gpus_of(ranks, self.num_ranks)
-        return self.runner(name, launcher, words, len(ranks), CUDA_VISIBLE_DEVICES=gpus,
-                           TURNS_PLACE=str(ranks[0]))  # fmt: skip
+        gpus = ",".join(str((rank + i) % count) for i in range(count))
+        return self.runner(name, [], words, CUDA_VISIBLE_DEVICES=gpus, TURNS_PLACE=str(rank))
 
-    def captures(self, config: str, folder: Path, first: Path | None = None) -> list[Runner]:
-        """Every rank alone, to be captured into ``folder``, at the pace of ``first`` if given."""
-        flags, name = ["--prism-capture", str(folder)], f"{config}-capture"
-        if first is not None:
-            flags, name = [*flags, "--prism-pace", str(first)], f"{config}-again"
-        ranks, steps = range(self.num_ranks), self.alone_steps
-        return [self.emulated(name, [rank], config, steps, *flags) for rank in ranks]
+    def captures(self, config: str, folder: Path) -> list[Runner]:
+        """Every rank alone, to be captured into ``folder``."""
+        flags, steps = ["--prism-capture", str(folder)], self.alone_steps
+        name = f"{config}-capture"
+        return [self.emulated(name, r, config, steps, *flags) for r in range(self.num_ranks)]
 
-    def paced_ranks(self, config: str, name: str, ranks: Sequence[int], *more: str,
-                    local: int = 1) -> list[Runner]:  # fmt: skip
-        """Ranks with paced peers, ``local`` of them together."""
-        slices = self.work / f"{config}-slices"
-        flags = ["--prism-pace", str(slices), *more]
-        parts = [list(ranks[i : i + local]) for i in range(0, len(ranks), local)]
-        return [self.emulated(f"{config}-{name}", p, config, ENDLESS, *flags) for p in parts]
-
-
-def gpus_of(ranks: Sequence[int], count: int) -> str:
-    """The GPUs of local ranks, and behind them their neighbours, to which words go that keep
-    the links awake."""
-    behind = [(ranks[-1] + i) % count for i in range(1, count)]
-    return ",".join(map(str, [*ranks, *(gpu for gpu in behind if gpu not in ranks)]))
+    def paced_ranks(self, config: str, name: str, ranks: Sequence[int], *more: str) -> list[Runner]:
+        """Ranks alone, with paced peers."""
+        flags = ["--prism-pace", str(self.work / f"{config}-slices"), *more]
+        return [self.emulated(f"{config}-{name}", r, config, ENDLESS, *flags) for r in ranks]
 
 
 def predict(folder: Path, calibration: Calibration) -> dict[str, float]:
@@ -289,25 +271,6 @@ def rounds(
     return begun and all(together(group, turns.steps) for _ in range(count) for group in groups)
 
 
-def kernels(turns: Turns, groups: dict[str, list[Runner]]) -> dict[str, list[dict[str, Any]]]:
-    """Phase 3: one turn more of everybody, recorded; what the device of each rank did, by group."""
-    for group in groups.values():
-        for runner in group:
-            (runner.folder / "kernels").touch()
-        together(group, turns.steps)
-    found = [[json.loads(file.read_text()) for runner in group
-              for file in sorted(runner.folder.glob("kernels-*.json"))]
-             for group in groups.values()]  # fmt: skip
-    if len({len(side) for side in found}) > 1:
-        print("kernels: not everybody recorded a turn", file=sys.stderr)
-        return {}
-    for rank, (real, paced) in enumerate(zip(*found, strict=True)):
-        print(f"kernels of rank {rank} in {turns.steps} steps, real and paced")
-        print("\n".join(compare(real, paced, turns.steps)))
-    return {name: [summary(one, turns.steps) for one in side]
-            for name, side in zip(groups, found, strict=True)}  # fmt: skip
-
-
 def of_captures(folder: Path) -> list[dict[str, Any]]:
     """What each slice has of an iteration: ms of its device and host, and of the timed ones."""
     return [
@@ -347,14 +310,10 @@ def beside(turns: Turns, config: str, factor: str) -> dict[str, list[Runner]]:
     }
 
 
-def replayed(
-    turns: Turns, config: str, real: Runner, folder: Path, first: Path | None = None
-) -> dict[str, Any]:
-    """Slices in ``folder``, captured in turns with the real job, and their replay beside it."""
-    real.turns = []
-    row: dict[str, Any] = {"captured": captured(
-        turns, real, turns.captures(config, folder, first)
-    )}  # fmt: skip
+def replayed(turns: Turns, config: str, real: Runner) -> dict[str, Any]:
+    """Slices that are captured in turns with the real job, and their replay beside it."""
+    folder = turns.work / f"{config}-slices"
+    row: dict[str, Any] = {"captured": captured(turns, real, turns.captures(config, folder))}
     row["real_ms"] = median(real.turns)
     row["spread_percent"] = spread(real.turns)
     row["iterations_ms"] = [ms for turn in real.turns for ms in turn]
@@ -377,21 +336,9 @@ def measure(turns: Turns, config: str, args: argparse.Namespace) -> dict[str, An
     # all start now, which takes long; GPUs hold only what has been opened
     real, ranks = turns.real_job(config), range(turns.num_ranks)
     groups = {"real": [real], "paced": turns.paced_ranks(config, "paced", ranks)}
-    if args.pairs:
-        groups["pairs"] = turns.paced_ranks(config, "pairs", ranks, local=2)
-    if args.attached:
-        every_rank = list(ranks)
-        groups["attached"] = [turns.emulated(f"{config}-attached", every_rank, config, ENDLESS)]
     slow = [beside(turns, config, factor) for factor in filter(None, args.factors.split(","))]
     try:
-        slices = turns.work / f"{config}-slices"
-        if args.again:
-            first = turns.work / f"{config}-first"
-            row["first"] = replayed(turns, config, real, first)
-            again = row["first"]["captured"]
-            row |= replayed(turns, config, real, slices, first) if again else row["first"]
-        else:
-            row |= replayed(turns, config, real, slices)
+        row |= replayed(turns, config, real)
         learned = real.steps if args.learn is None else args.learn
         real.turns = []
         asked = args.rounds if row["captured"] else 0  # ranks without slices would wait for nothing
@@ -406,8 +353,6 @@ def measure(turns: Turns, config: str, args: argparse.Namespace) -> dict[str, An
                 for name, group in every.items()
             }
             row["nccl"] = nccl_of(turns.work, config, turns.num_ranks)
-        if args.kernels and row["captured"]:
-            row["kernels"] = kernels(turns, {name: groups[name] for name in ("real", "paced")})
     finally:
         for part in (groups, *slow):
             _end(part)
@@ -431,8 +376,7 @@ def nccl_of(work: Path, config: str, num_ranks: int) -> list[int | None]:
 
 
 def memory_lines(row: dict[str, Any]) -> list[str]:
-    """A line for each of the three levels, for what the GPUs drew and for calls that ended later
-    than their peers would have let them; none without rounds."""
+    """A line for each of the three levels; none without rounds."""
     groups = row.get("groups") or {}
     real = [one for runner in groups.get("real", ()) for one in runner.get("memory", ())]
     paced = [one for runner in groups.get("paced", ()) for one in runner.get("memory", ())]
@@ -447,21 +391,7 @@ def memory_lines(row: dict[str, Any]) -> list[str]:
               if None not in (one, other, nccl)]  # fmt: skip
     what = "device, with NCCL's part (modelled)"
     lines.append(_line(what, device) if device else f"  {what}: not told by the driver")
-    power = [[_watts(one) for one in side] for side in (real, paced)]
-    lines.append(f"  power, last turn: real {', '.join(power[0])}; paced {', '.join(power[1])}")
-    return [*lines, f"  late calls, last iteration: {', '.join(_late(one) for one in paced)}"]
-
-
-def _late(one: dict[str, Any]) -> str:
-    found = one.get("paced") or {}
-    if "late_us" not in found:
-        return "-"
-    late, whole = found["late_calls"], found["calls_paced"]
-    return f"{late} of {whole} (all together {found['late_us'] / 1e3:.2f} ms)"
-
-
-def _watts(one: dict[str, Any]) -> str:
-    return f"{one['watts'][-1]:.0f} W" if one.get("watts") else "-"
+    return lines
 
 
 def _line(what: str, pairs: Sequence[tuple[int, int]]) -> str:
@@ -471,19 +401,14 @@ def _line(what: str, pairs: Sequence[tuple[int, int]]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> int:
     """Print what was found; 0 if every bound was met."""
-    replays, felt, slowdowns, attached = [], [], [], []
+    replays, felt, slowdowns = [], [], []
     whole, asked = bool(rows), 1
     for row in rows:
         whole = whole and row.get("captured", False) and row.get("whole", False)
         has_slow = any(name.startswith("real, ") for name in row.get("groups", ()))
-        has_attached = "attached" in row.get("groups", ())
-        asked = max(asked, 1 + bool(row.get("groups")) + has_slow + has_attached)
+        asked = max(asked, 1 + bool(row.get("groups")) + has_slow)
         error = percent(row.get("predicted_ms"), row.get("real_ms"))
         replays += [] if error is None else [error]
-        if "first" in row:
-            ms, base = row["first"].get("predicted_ms"), row["first"]["real_ms"]
-            print(f"{row['config']}: real beside the first captures {_ms(base)}, "
-                  f"replayed {_ms(ms)} ({_percent(percent(ms, base))})")  # fmt: skip
         print(f"{row['config']}: real beside captures {_ms(row.get('real_ms'))}, "
               f"replayed {_ms(row.get('predicted_ms'))} ({_percent(error)})")  # fmt: skip
         turns = {k: [one["turns_ms"] for one in v] for k, v in row.get("groups", {}).items()}
@@ -495,12 +420,15 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
             errors = [percent(ms, base) for ms in medians[name]]
             if slow and kind == "paced":  # by how much it slowed down, each against itself
                 slowed = _times(medians[f"real, {slow}"][0], base)
-                pairs = zip(medians[name], _without(medians["paced"], 1), strict=True)
+                pairs = zip(
+                    medians[name],
+                    [ms for i, ms in enumerate(medians["paced"]) if i != 1],
+                    strict=True,
+                )
                 errors = [percent(_times(*pair), slowed) for pair in pairs]
                 slowdowns += [e for e in errors if e is not None]
             numbers = [e for e in errors if e is not None]
-            felt += numbers if name in ("paced", "pairs") else []
-            attached += numbers if name == "attached" else []
+            felt += numbers if name == "paced" else []
             print(f"  {name}: {', '.join(map(_ms, medians[name]))} "
                   f"({', '.join(map(_percent, errors))}), "
                   f"spread {', '.join(_percent(spread(run)) for run in runs)}")  # fmt: skip
@@ -511,7 +439,6 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
         ("replay", replays, REPLAY),
         ("paced", felt, PACED),
         ("slowdown", slowdowns, SLOWDOWN),
-        ("attached", attached, ATTACHED),
     ):
         if errors:
             found = statistics.fmean(map(abs, errors)), max(map(abs, errors))
@@ -523,10 +450,6 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
 
 def _times(after: float | None, before: float | None) -> float | None:
     return after / before if after and before else None
-
-
-def _without(values: Sequence[Any], place: int) -> list[Any]:
-    return [value for i, value in enumerate(values) if i != place]
 
 
 def _ms(value: float | None) -> str:
@@ -548,12 +471,8 @@ def main() -> int:
     parser.add_argument("--between", type=int, default=0, help="alternate in the captures, too")
     parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
     parser.add_argument("--learn", type=int, help="steps of paced ranks before their rounds")
-    parser.add_argument("--again", action="store_true", help="capture again, at the job's pace")
-    parser.add_argument("--pairs", action="store_true", help="pairs of local ranks, too")
-    parser.add_argument("--attached", action="store_true", help="all ranks local, no virtual one")
     parser.add_argument("--more", default="", help="arguments that every job gets, too")
     parser.add_argument("--factors", default="", help="of a slow rank 1: 1.16,1.40,2.03")
-    parser.add_argument("--kernels", action="store_true", help="record kernels in the end")
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

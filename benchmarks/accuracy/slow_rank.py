@@ -1,21 +1,21 @@
 """One rank of a real job of which one is slow: there every microbatch takes FACTOR times as long.
 
-``torchrun --nproc-per-node 4 benchmarks/accuracy/slow_rank.py RANK FACTOR DIR pretrain_gpt.py
-<arguments>`` writes what ``real_steps.py`` writes.  On RANK a kernel behind every forward and every
-backward step spins for FACTOR - 1 times as long as that step took on the device.  Where a step
-waits for others inside (tensor or expert parallel) that would count as its own time, so take a job
-without.
+``torchrun --nproc-per-node 4 benchmarks/accuracy/slow_rank.py RANK FACTOR pretrain_gpt.py
+<arguments>``: on RANK a kernel behind every forward and every backward step spins for FACTOR - 1
+times as long as that step took on the device.  Where a step waits for others inside (tensor or
+expert parallel) that would count as its own time, so take a job without.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from real_steps import main as real_steps
 
 _SOURCE = r"""
 static __device__ long long now() {
@@ -56,7 +56,8 @@ def install(factor: float) -> None:
 
 if __name__ == "__main__":
     rank, factor = int(sys.argv[1]), float(sys.argv[2])
-    del sys.argv[1:3]
+    sys.argv = sys.argv[3:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     if int(os.environ["RANK"]) == rank:
         install(factor)
-    real_steps()
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -2,11 +2,11 @@
 
 from statistics import fmean
 
-from benchmarks.accuracy import captured
+from benchmarks.accuracy import kept
 
 
 def test_replays_of_one_sitting_are_as_near_as_when_it_was_stored():
-    found = list(captured.jobs("second sitting"))
+    found = list(kept.captured("second sitting"))
     assert len(found) == 5
     assert all(one.holds and one.width < 0.5 for one in found)
     errors = [abs(one.error) for one in found]

@@ -2,7 +2,7 @@
 
 ``tests/golden/flight`` holds what the Flight Recorder of ProcessGroupNCCL kept of one iteration of
 real jobs on 4 x H200 (megatron-core 0.19.2, torch 2.11.0, stock pretrain_gpt.py; written by
-``benchmarks/accuracy/real_steps.py``, 2026-11-21).  Group, operation, dtype and sizes of every
+``benchmarks/accuracy/real_rank.py``, 2026-11-21).  Group, operation, dtype and sizes of every
 call, in the order of issue over all groups, must be those of the same rank run alone on the meta
 tier.
 """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.accuracy.layout_order import kendall_tau
+from benchmarks.accuracy.tables import kendall_tau
 from megatron_prism.sweep import sweep as rank
 
 

@@ -1,0 +1,141 @@
+"""Replays of slices that are kept in ``benchmarks/results``, beside real iterations.
+
+Slices are kept as text and without memory:
+
+captured.json.gz    : of ranks that were captured alone on a GPU (``run.py``), with the calibration
+                      and host index of their sitting, of some jobs also of tier ``meta``, and
+                      functional tests of one H100 on a shared host, with NVIDIA's time on its own
+without_gpu.json.gz : of tier ``meta``; ``tests``: Megatron-LM's functional tests whose name has an
+                      even crc32 and that publish iteration times on 8 x H100 (``functional_tests
+                      run TREE OUT.csv --half even --time h100 --work WORK``, then ``python -m
+                      benchmarks.accuracy.kept WORK OUT.csv``; the odd half is for a last look);
+                      ``one_gpu``: jobs of one process, medians of 10 iterations on a GPU
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import megatron_prism as prism
+from benchmarks.report import RESULTS
+from megatron_prism.core.program_text import dump, parse
+from megatron_prism.replay.costs.host import REFERENCE, HostIndex
+from megatron_prism.replay.interval import interval
+
+CAPTURED, WITHOUT_GPU = RESULTS / "captured.json.gz", RESULTS / "without_gpu.json.gz"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A prediction and its interval beside a real iteration, ns."""
+
+    job: str
+    where: str
+    predicted: int
+    low: int
+    high: int
+    real: float
+    host: float  # part of the critical path
+
+    @property
+    def waits_for_python(self) -> bool:
+        return self.host > 0.5
+
+    @property
+    def width(self) -> float:
+        """Of the interval, as a part of the prediction."""
+        return (self.high - self.low) / self.predicted
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.real - 1
+
+    @property
+    def holds(self) -> bool:
+        return self.low <= self.real <= self.high
+
+
+def _read(file: Path) -> Any:
+    return json.loads(gzip.decompress(file.read_bytes()))
+
+
+def evaluated(
+    job: str,
+    where: str,
+    text: str,
+    machine: str,
+    real: float,
+    index: float,
+    calibration: Any = None,
+) -> Found:
+    """The replay of slices beside ``real`` ns; ``index``: of the job's host, 0: unknown."""
+    what_if = file = None
+    with TemporaryDirectory() as folder:
+        if index:
+            what_if = prism.WhatIf(host=Path(folder) / "host.json")
+            made = HostIndex(index, 0.15, dict.fromkeys(REFERENCE, index), where)
+            what_if.host.write_text(made.to_json(), encoding="utf-8")  # type: ignore[union-attr]
+        if calibration:
+            file = Path(folder) / "calibration.json"
+            file.write_text(json.dumps(calibration))
+        timeline = prism.replay(parse(text), machine=machine, calibration=file, what_if=what_if)
+    between, host = interval(timeline), timeline.to_json()["host"]
+    return Found(job, where, timeline.iteration_ns, between.low_ns, between.high_ns, real,
+                 float(host or 0))  # type: ignore[arg-type]  # fmt: skip
+
+
+def captured(where: str = "") -> Iterator[Found]:
+    """Captured ranks; ``where``: of one sitting only."""
+    stored = _read(CAPTURED)
+    for job in (one for one in stored["jobs"] if where in ("", one["where"])):
+        calibration = stored["calibrations"][job["calibration"]] if job["calibration"] else None
+        yield evaluated(job["name"], job["where"], job["program"], "h100",
+                        1e6 * median(job["real_ms"]), job["index"], calibration)  # fmt: skip
+
+
+def functional_tests() -> Iterator[Found]:
+    for name, row in sorted(_read(WITHOUT_GPU)["tests"].items()):
+        yield evaluated(name, "8 x H100", row["program"], "h100", 1e9 * row["seconds"], 0.0)
+
+
+def one_gpu() -> Iterator[Found]:
+    """The jobs of one process, on each GPU that ran them."""
+    for job in _read(WITHOUT_GPU)["one_gpu"]:
+        for real in job["real"]:
+            where = f"{real['machine'].upper()}, index {real['index']}"
+            yield evaluated(job["name"], where, job["program"], real["machine"], 1e6 * real["ms"],
+                         real["index"])  # fmt: skip
+
+
+def bare(slices: Path) -> str:
+    """The text of programs without what memory they take."""
+    programs = prism.load(slices)
+    made = (dataclasses.replace(p, allocations=p.allocations[:0]) for p in programs.programs)
+    return dump(dataclasses.replace(programs, programs=tuple(made)))
+
+
+def store(work: Path, rows: Path) -> None:
+    """Keep the tests that OUT.csv has times of; equal values are equal files."""
+    found = _read(WITHOUT_GPU)
+    found["tests"] = {
+        row["test"]: {"seconds": float(row["golden_seconds"]),
+                      "program": bare(work / f"{row['test'].replace('/', '_')}.slices")}
+        for row in csv.DictReader(rows.open(newline=""))
+        if row["golden_seconds"] and row["seconds"]
+    }  # fmt: skip
+    text = json.dumps(found, indent=1, sort_keys=True).encode()
+    WITHOUT_GPU.write_bytes(gzip.compress(text, mtime=0))
+
+
+if __name__ == "__main__":
+    store(Path(sys.argv[1]), Path(sys.argv[2]))
