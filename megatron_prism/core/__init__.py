@@ -2,6 +2,7 @@
 
 world.py  groups.py         ranks by coordinates and selectors; the members of every group
 collectives.py  ops.py      what each collective means; the kinds of ops
+call_selector.py            which calls a fault, a breakpoint or a recording means
 program.py  program_text.py  what a rank does in an iteration, as arrays and as text
 slices.py                   folders of captured programs
 recipe.py                   jobs in YAML: schema, checks, errors

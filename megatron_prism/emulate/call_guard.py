@@ -140,7 +140,7 @@ class ExpectedCalls:
             )
         self.healthy = self.faulty = ProgramPeers(programs, rank)
         self.rank, self.faults = rank, tuple(faults)
-        numbers = {int(f.select["iter"]) for f in faults if "iter" in f.select}
+        numbers = {f.select.iteration for f in faults if f.select.iteration is not None}
         if len(numbers) > 1:
             raise UsageError(f"faults of virtual ranks in iterations {sorted(numbers)}: their "
                              "programs are planted once", fix="the same iter= for all")  # fmt: skip

@@ -25,13 +25,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_prism.core.call_selector import CallSelector, NthCall
 from megatron_prism.core.collectives import TABLE
-from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError, did_you_mean
+from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.core.groups import named_group, short_names
-from megatron_prism.core.ops import PHASES, CallLabel, label
+from megatron_prism.core.ops import CallLabel, label
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World, format_ranks
-from megatron_prism.hang.fault_plan import Fault, FaultMatcher
 from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.process_group import arguments
 from megatron_prism.runtime.recorder.owners import AllocationOwners
@@ -49,9 +49,6 @@ __all__ = ["Breakpoint", "Debugger", "debugger_at", "Prompt", "ValueWatch"]
 
 
 _FIX = "--prism-break '1B2 all_reduce group=tp nth=3', as prism show prints calls"
-_CALLS = tuple(row.name for row in TABLE)
-_KEYS = ("group", "nth", "iter", "rank", "site", "op", "phase", "mb", "chunk")
-_PHASE_OF = {letter: phase for phase, letter in PHASES.items()}
 _KEPT = 10  # calls before the one where it stands
 _LISTED = 16  # members of a group
 # frames in which pdb never stops; the last wraps functions of torch that are deprecated
@@ -63,73 +60,34 @@ class Breakpoint:
     """A call at which to stop.
 
     text   : as it was written
-    select : conditions, as those of a fault (``hang.fault_plan``)
     after  : stop when the call has been answered, not before it is made
     number : of the call in its group since the job began, as dumps and the prompt count; 0: any
     """
 
     text: str
-    select: dict[str, str]
+    select: CallSelector
     after: bool = False
     number: int = 0
 
     @staticmethod
     def parse(text: str) -> Breakpoint:
-        """``[LABEL] [OP] [#N] [of GROUP] [at file:line] [key=value …] [after]``, in any order.
+        """Read a CallSelector and, beside its words, ``#N`` and ``after``.
 
-        LABEL is ``<microbatch><phase><chunk>`` (``1B2``, ``2F``, ``O``); keys are those of a
-        fault's selector.  Raises UsageError that names what was meant.
+        Raises:
+            UsageError: a word that is not understood, or an op that is no call.
         """
-        select: dict[str, str] = {}
-        after, number = False, 0
-        for word in text.replace(",", " ").split():
-            step = re.fullmatch(r"(\d*)([FBWOG-])(\d*)", word)
-            key, equals, value = word.partition("=")
-            key = {"iteration": "iter", "microbatch": "mb"}.get(key, key)
-            if step:
-                select |= {k: v for k, v in (("mb", step[1]), ("chunk", step[3])) if v}
-                select["phase"] = _PHASE_OF[step[2]]
-            elif word in _CALLS:
-                select["op"] = word
-            elif word in ("after", "before"):
-                after = word == "after"
-            elif re.fullmatch(r"#[1-9]\d{0,11}", word):
-                number = int(word[1:])
-            elif word.startswith("@") or re.fullmatch(r"\S+\.py:\d+", word):
-                select["site"] = re.escape(word.removeprefix("@")) + r"(?!\d)"
-            elif word in ("of", "at"):
-                continue
-            elif equals and key in _KEYS and value:
-                select[key] = value
-            elif re.fullmatch(r"[A-Z][A-Z_0-9]{4,}|default_pg", word):
-                select["group"] = word
-            else:
-                raise UsageError(f"--prism-break {text!r}: {word!r} is not understood",
-                                 fix=_meant(word) or _FIX)  # fmt: skip
-        for key in ("nth", "iter", "mb", "chunk", "rank"):
-            if not select.get(key, "0").isdigit():
-                raise UsageError(f"--prism-break {text!r}: {key}={select[key]} is no number",
-                                 fix=f"{key}=1")  # fmt: skip
-        if select.get("op", _CALLS[0]) not in _CALLS:
-            raise UsageError(f"--prism-break {text!r}: there is no call {select['op']}",
-                             fix=_meant(select["op"]) or _FIX)  # fmt: skip
-        group = select.get("group", "tp")
-        if group.islower() and group not in short_names():
-            raise UsageError(f"--prism-break {text!r}: there is no group {group}",
+        words = text.replace(",", " ").split()
+        numbers = [word for word in words if re.fullmatch(r"#[1-9]\d{0,11}", word)]
+        rest = [word for word in words if word not in (*numbers, "after", "before")]
+        subject = f"--prism-break {text!r}"
+        select = CallSelector.parse(" ".join(rest), subject)
+        if select.op and select.op not in (row.name for row in TABLE):
+            raise UsageError(f"{subject}: {select.op} is no call", fix=_FIX)
+        if select.group.isalpha() and select.group.islower() and select.group not in short_names():
+            raise UsageError(f"{subject}: there is no group {select.group}",
                              fix=f"group= one of {', '.join(short_names())}")  # fmt: skip
-        try:
-            re.compile(select.get("site", ""))
-        except re.error as error:
-            raise UsageError(f"--prism-break {text!r}: site is no pattern: {error}",
-                             fix="@mappings.py:31") from None  # fmt: skip
-        return Breakpoint(text, select, after, number)
-
-
-def _meant(word: str) -> str:
-    """The word of a selector that is closest to ``word``, as a question; "" if none is close."""
-    name = word.partition("=")[0]
-    known = (*_CALLS, *(f"{key}=" for key in _KEYS), *(f"group={name}" for name in short_names()))
-    return did_you_mean(word if "=" in word else name, known, "")
+        number = int(numbers[-1][1:]) if numbers else 0
+        return Breakpoint(text, select, "after" in words, number)
 
 
 def debugger_at(text: str | None) -> tuple[str, int] | None:
@@ -201,7 +159,7 @@ class Debugger(LabelledCalls):
         self._kinds: dict[str, None] = {}
 
     def _aim(self, breakpoint: Breakpoint) -> None:
-        self._matcher = FaultMatcher(Fault("break", breakpoint.select))
+        self._matcher = NthCall(breakpoint.select)
         self._after, self._number = breakpoint.after, breakpoint.number
         self._unfit: list[str] = []  # calls of that number, which the rest does not fit
 
@@ -255,7 +213,7 @@ class Debugger(LabelledCalls):
         vars(builtins).pop("prism", None)
         if not self._reached:
             near = difflib.get_close_matches(self.breakpoint.text, list(self._kinds), 3, 0.3)
-            group = self.breakpoint.select.get("group", "")
+            group = self.breakpoint.select.group
             unfit = [line for line in self._unfit if named_group(group, line.split()[4])]
             why = (f"its number is that of {'; '.join((unfit or self._unfit)[:3])}" if self._unfit
                    else f"{counted(self._matcher.seen, 'call')} of rank {self.rank} fit without "

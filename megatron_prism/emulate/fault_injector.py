@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import distributed as dist
 
+from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import CallLabel, Op
@@ -111,7 +112,7 @@ def spoil_tensors(fault: Fault, tensors: Sequence[torch.Tensor], what: str) -> N
     if not values:  # Megatron's first calls broadcast whole numbers
         raise UnsupportedError(
             f"{fault}: {what} gives no fractions that could be {fault.kind}",
-            fix=f"another call: {fault.kind}@rank={fault.select.get('rank', 0)},phase=backward",
+            fix=f"another call: {fault.kind}@rank={fault.select.rank},phase=backward",
         )
     for tensor in values:
         first = (0,) * tensor.dim()
@@ -286,7 +287,7 @@ class Injector:
         if self.live is not None and fault.kind == "oom" and "at_bytes" in fault.params:
             return self.live.now > (fault.number("at_bytes") or 0) and not self.fired[str(fault)]
         if fault.kind == "skip_microbatch":
-            return call.microbatch == int(fault.select.get("mb", 0)) and finder.matches(call)
+            return call.microbatch == (fault.select.microbatch or 0) and finder.matches(call)
         other = partner is not None and partner.hit(call)
         return finder.hit(call) or other
 
@@ -333,10 +334,10 @@ class Injector:
                 finders = (f for f in (*(f for f, _ in self.finders), *self._tensors)
                            if f.fault == fault)  # fmt: skip
                 seen = max((finder.seen for finder in finders), default=0)
-                fix, wanted = FIX, int(fault.select.get("iter", 1))
+                fix, wanted = FIX, 1 if fault.select.iteration is None else fault.select.iteration
                 if self.steps and not 1 <= wanted <= self.steps:
                     fix = f"iter= from 1 to {self.steps}"
-                elif 0 < seen <= int(fault.select.get("nth", 0)):
+                elif 0 < seen <= (fault.select.nth or 0):
                     fix = f"nth= from 0 to {seen - 1}"
                 raise UsageError(
                     f"{fault} never fired on rank {self.rank}: {half}{self.steps} iterations ran, "
@@ -423,8 +424,9 @@ _PAIR = ("send", "recv")
 def _partner(fault: Fault) -> Fault:
     """The other call of a swap, as a fault of its own."""
     group, op, *nth = fault.params["with"].split(":")
-    same = {key: fault.select[key] for key in ("rank", "iter") if key in fault.select}
-    return replace(fault, select={**same, "group": group, "op": op, "nth": nth[0] if nth else "0"})
+    where, number = fault.select, int(nth[0]) if nth else 0
+    select = CallSelector(where.rank, where.iteration, group=group, op=op, nth=number)
+    return replace(fault, select=select)
 
 
 def _op(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Op:

@@ -314,14 +314,16 @@ def _debugger(options: flags.Options) -> tuple[Debugger, ...]:
     from megatron_prism.emulate import debugger
 
     breakpoint = debugger.Breakpoint.parse(options.stop)
-    rank = int(breakpoint.select.pop("rank", options.ranks[0]))
-    if rank not in options.ranks:
-        raise UsageError(f"--prism-break {options.stop!r}: rank {rank} has no process here",
-                         fix=f"--prism-ranks {rank}")  # fmt: skip
-    if rank != options.rank:
+    world, tier = options.world, options.tier
+    named = breakpoint.select.rank
+    ranks = world.select(named) if named else options.ranks[:1]
+    if not set(ranks) & set(options.ranks):
+        raise UsageError(f"--prism-break {options.stop!r}: rank {ranks[0]} has no process here",
+                         fix=f"--prism-ranks {ranks[0]}")  # fmt: skip
+    rank = options.rank
+    if rank not in ranks:
         return ()
     at = debugger.debugger_at(options.debugger)
-    world, tier = options.world, options.tier
     return (debugger.Debugger(breakpoint, at, rank, world, options.values, tier),)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import UsageError, WorldError, did_you_mean, refuse
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.units import counted
@@ -314,12 +315,12 @@ def slow_factors(found: HangOptions | None, world: World, local: tuple[int, ...]
 def _check_paced(fault: Fault, args: argparse.Namespace) -> None:
     """UsageError: a virtual rank that is late is felt only where virtual ranks take their time."""
     if fault.kind == "slow" and args.prism_pace:
-        if len(fault.select) > 1:
+        if fault.select != CallSelector(fault.select.rank):
             raise UsageError(f"{fault}: a paced rank is slow in every iteration",
-                             fix=f"slow@rank={fault.select['rank']}:factor=1.5")  # fmt: skip
+                             fix=f"slow@rank={fault.select.rank}:factor=1.5")  # fmt: skip
         return
     if fault.kind == "slow":
-        how = f"--prism-pace DIR --prism-slow {fault.select['rank']}:{fault.factor('factor', 2):g}"
+        how = f"--prism-pace DIR --prism-slow {fault.select.rank}:{fault.factor('factor', 2):g}"
     else:
         how = f"prism hang DIR fault={fault} says what it costs"
     raise UsageError(f"{fault}: virtual ranks answer at once, however late they are", fix=how)

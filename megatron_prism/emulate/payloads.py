@@ -38,7 +38,6 @@ from megatron_prism.core.ops import CallLabel, label
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.debugger import Breakpoint
 from megatron_prism.graph.difference import ComparedOp
-from megatron_prism.hang.fault_plan import Fault, FaultMatcher
 from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.process_group import ForwardedWork, arguments
 from megatron_prism.runtime.recorded_values import check_arguments, check_header
@@ -158,7 +157,7 @@ class PayloadRecorder(_Keyed):
     def __init__(self, text: str, folder: Path, rank: int, header: Mapping[str, object]) -> None:
         super().__init__()
         chosen = [] if text == "all" else [c for one in text.split(";") for c in _selected(one)]
-        self._matchers = [FaultMatcher(Fault("payload", one.select)) for one in chosen]
+        self._selectors = [one.select for one in chosen]
         self.path, self._own_ns = file_of(folder, rank), 0
         self.count = self.raw = self.written = self.lost = 0
         self._queue: queue.Queue[tuple[dict[str, object], bytes] | None] = queue.Queue(_WAITING)
@@ -178,7 +177,7 @@ class PayloadRecorder(_Keyed):
     ) -> dist.Work | None:
         call, key = self.key(group, op)
         work = self.through(group, op, answer, args, kwargs)
-        fits = not self._matchers or any(one.matches(call) for one in self._matchers)
+        fits = not self._selectors or any(one.fits(call) for one in self._selectors)
         if not fits or op == "send" or len(group.ranks) < 2:
             return work
         filled = _filled(op, args)

@@ -19,11 +19,11 @@ from typing import Annotated
 import msgspec
 
 from megatron_prism.core import foreign
+from megatron_prism.core.call_selector import CallSelector, NthCall
 from megatron_prism.core.errors import UsageError, did_you_mean
-from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel
 from megatron_prism.core.units import counted
-from megatron_prism.core.world import AXES, World, format_ranks
+from megatron_prism.core.world import World, format_ranks
 
 __all__ = ["Fault", "FaultMatcher", "VALUES", "load_plan", "parse", "truth_line"]
 
@@ -71,26 +71,24 @@ VALUES = ("nan", "inf", "bitflip")  # of data: programs have none
 TENSORS = ("loss", "act", "grad")  # what of a rank they happen to; without, what a call gives
 WATCHDOG_MS = 600_000  # Megatron's --distributed-timeout-minutes; who is later than that is lost
 
-_KEYS = ("rank", "iter", "mb", "chunk", "phase", "group", "op", "nth", "site")
 FIX = "write KIND@rank=R[,iter=I,mb=M,chunk=C,group=G,op=NAME,nth=N,site=REGEX][:PARAM=VALUE]"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.  ``select`` has keys of ``_KEYS``, ``params`` those of the kind; both as text."""
+    """One fault, at the call of ``select``; ``params`` are those of the kind, as text."""
 
     kind: str
-    select: Mapping[str, str]
+    select: CallSelector
     params: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        where = ",".join(f"{k}={v}" for k, v in self.select.items())
         how = ",".join(f"{k}={v}" for k, v in self.params.items())
-        return f"{self.kind}@{where}" + (f":{how}" if how else "")
+        return f"{self.kind}@{self.select}" + (f":{how}" if how else "")
 
     def ranks(self, world: World, seed: int = 0) -> tuple[int, ...]:
         """The ranks it happens to; ``any:2`` are two drawn by ``seed``."""
-        text = self.select["rank"]
+        text = self.select.rank
         if text.startswith("any"):
             drawn_by = re.fullmatch(r"any(:[0-9]{1,9})?", text)
             count = int((drawn_by and drawn_by[1] or ":1")[1:])
@@ -140,7 +138,7 @@ class Fault:
 
     def of(self, ranks: Iterable[int]) -> Fault:
         """The same for ``ranks`` of its ranks."""
-        return replace(self, select={**self.select, "rank": format_ranks(ranks)})
+        return replace(self, select=replace(self.select, rank=format_ranks(ranks)))
 
     @property
     def late_ms(self) -> int | None:
@@ -168,7 +166,9 @@ def parse(text: str) -> Fault:
         raise UsageError(f"{text!r}: there is no fault {kind}", fix=known)
     if not at or not where:
         raise UsageError(f"{text!r} does not say where", fix=FIX)
-    select = _select(text, where)
+    select = CallSelector.parse(where, repr(text))
+    if not select.rank:
+        raise UsageError(f"{text!r} names no rank", fix="rank=5, rank=pp=1,tp=0 or rank=any:1")
     params = {}
     words = rest[0].split(",") if rest else []
     for word in [",".join(words)] if kind == "env" and words else words:
@@ -188,67 +188,27 @@ def parse(text: str) -> Fault:
     return fault
 
 
-def _select(text: str, where: str) -> dict[str, str]:
-    """``rank=pp=1,tp=0`` has commas and equal signs of its own: axes and numbers go on with it."""
-    found: dict[str, str] = {}
-    for word in where.split(","):
-        if re.match(r"(node|rail)=", word):
-            word = f"rank={word}"
-        key, equals, value = word.partition("=")
-        if key == "layer":
-            raise UsageError(f"{text!r}: calls do not say of which layer they are",
-                             fix="nth=N counts them, site=REGEX is their line")  # fmt: skip
-        axis = key in AXES and key not in found and value.isdigit()
-        if not equals or axis:
-            if not equals and not re.fullmatch(r"\d+(-\d+(:\d+)?)?|any(:\d+)?", word):
-                raise UsageError(f"{text!r}: {word!r} is no key=value", fix=FIX)
-            found["rank"] = f"{found['rank']},{word}" if "rank" in found else word
-        elif key not in _KEYS or not value or key in found:
-            known = ", ".join(_KEYS)
-            raise UsageError(f"{text!r}: {word!r} is not understood", fix=f"keys are {known}")
-        else:
-            found[key] = value
-    for key in ("iter", "mb", "chunk", "nth"):
-        if not re.fullmatch(r"[0-9]{1,18}", found.get(key, "0")):
-            raise UsageError(f"{text!r}: {key}={found[key]} is no number", fix=f"{key}=1")
-    if re.match(r"node|rail", found.get("rank", "")) and not re.fullmatch(
-        r"(node|rail)=[0-9]{1,9}(/[1-9][0-9]{0,4})?", found["rank"]
-    ):
-        raise UsageError(f"{text!r}: {found['rank']} is not understood",
-                         fix="node=2, rail=3, node=2/4 with 4 GPUs to a node")  # fmt: skip
-    if "rank" not in found:
-        raise UsageError(f"{text!r} names no rank", fix="rank=5, rank=pp=1,tp=0 or rank=any:1")
-    return found
-
-
-def _check(text: str, kind: str, select: Mapping[str, str], params: Mapping[str, str]) -> None:
-    if "op" in select and select["op"] not in NAMES:
-        raise UsageError(f"{text!r}: there is no op {select['op']}", fix="op=all_reduce, op=send …")
-    if "site" in select:
-        try:
-            re.compile(select["site"])
-        except re.error as error:
-            what = f"{text!r}: site is no pattern: {error}"
-            raise UsageError(what, fix="site=mappings") from None
+def _check(text: str, kind: str, select: CallSelector, params: Mapping[str, str]) -> None:
     known = {"dtype": DTYPES, "reduce_op": REDUCE, "op": NAMES}.get(kind)
     if known is not None and params.get("to", "") not in ("", *known):
         raise UsageError(f"{text!r}: {kind} cannot be {params['to']}",
                          fix=f"to= one of {', '.join(filter(None, known))}")  # fmt: skip
     if kind == "swap" and not re.fullmatch(r"[A-Za-z_-]+:[a-z_]+(:\d+)?", params.get("with", "")):
         raise UsageError(f"{text!r}: swap with what?", fix="with=ep:all_to_all:0")
-    if kind == "oom" and not ("at_bytes" in params or "phase" in select):
+    if kind == "oom" and not ("at_bytes" in params or select.phase):
         raise UsageError(f"{text!r}: how much memory is there, or when does it run out?",
                          fix=":at_bytes=85899345920, or phase=backward")  # fmt: skip
     if kind == "group" and "to" not in params:
         raise UsageError(f"{text!r}: in which group then?", fix="to=tp")
     if kind == "env" and not params:
         raise UsageError(f"{text!r}: which variable?", fix="env@rank=3:NCCL_ALGO=Ring")
-    if kind in ("slow", "nic", "env") and (bad := {"nth", "op", "site"} & select.keys()):
-        raise UsageError(f"{text!r}: {kind} happens to no single call, so {bad.pop()}= is too much",
-                         fix=f"{kind}@rank={select['rank']}")  # fmt: skip
-    if params.get("tensor", "grad") != "grad" and (bad := {"op", "group", "site"} & select.keys()):
-        raise UsageError(f"{text!r}: the model's output is no call, so {bad.pop()}= is too much",
-                         fix=f"{kind}@rank={select['rank']},mb=0:tensor=loss")  # fmt: skip
+    if kind in ("slow", "nic", "env") and (replace(select, nth=None, op="", site="") != select):
+        raise UsageError(f"{text!r}: {kind} happens to no single call, so nth=, op= and site= are "
+                         "too much", fix=f"{kind}@rank={select.rank}")  # fmt: skip
+    of_model = params.get("tensor", "grad") != "grad"
+    if of_model and replace(select, op="", group="", site="") != select:
+        raise UsageError(f"{text!r}: the model's output is no call, so op=, group= and site= are "
+                         "too much", fix=f"{kind}@rank={select.rank},mb=0:tensor=loss")  # fmt: skip
     if params.get("tensor", "loss") not in TENSORS:
         raise UsageError(f"{text!r}: there is no tensor {params['tensor']}",
                          fix=f"tensor= one of {', '.join(TENSORS)}")  # fmt: skip
@@ -268,25 +228,19 @@ def _check_numbers(text: str, fault: Fault) -> None:
                          fix="nic@rank=0-7:bw_factor=0.5,latency_us=50")  # fmt: skip
 
 
-class FaultMatcher:
-    """Which of the calls it is told of, one after the other, is the one?"""
+class FaultMatcher(NthCall):
+    """Counts the calls that ``fault`` can happen to."""
 
     def __init__(self, fault: Fault) -> None:
-        self.fault, self.seen = fault, 0
-        self.nth = int(fault.select.get("nth", 0))
+        super().__init__(fault.select)
+        self.fault = fault
         self.after = fault.number("after", -1) or -1  # microbatches that the data loader gives
-        self.site = re.compile(fault.select["site"]) if "site" in fault.select else None
 
     def matches(self, call: CallLabel) -> bool:
-        """Whether the selector fits ``call``, whichever of them is hit."""
-        select, kind = self.fault.select, self.fault.kind
-        if call.microbatch < self.after:
+        """Whether ``call`` fits the selector and is of a kind that the fault happens to."""
+        op, kind = self.select.op, self.fault.kind
+        if call.microbatch < self.after or not self.select.fits(call):
             return False
-        chunk = max(call.chunk, 0) if call.phase else call.chunk  # a stage of one chunk: 2F is 2F0
-        numbers = {"iter": call.iteration, "mb": call.microbatch, "chunk": chunk}
-        for key, value in numbers.items():
-            if key in select and value != int(select[key]) and not (key == "iter" and value < 0):
-                return False
         if kind in VALUES and self.fault.params.get("tensor") == "grad" and not _gradients(call):
             return False
         pair = call.op in ("send", "recv")
@@ -294,25 +248,12 @@ class FaultMatcher:
             return False
         if kind in ("reduce_op", "root") and not _takes(kind, call.op):
             return False
-        if kind in VALUES and "op" not in select and call.op == "broadcast":
+        if kind in VALUES and not op and call.op == "broadcast":
             return False  # token numbers and masks of a batch have no NaN
-        if kind in ("op", "shape", "dtype") and "op" not in select and pair:
+        if kind in ("op", "shape", "dtype") and not op and pair:
             return False  # asked of collectives, unless a message is named
-        if kind == "shape" and call.op in ("all_to_all", "barrier"):
-            return False  # the sizes of an all-to-all are its splits
-        return (
-            ("group" not in select or named_group(select["group"], call.group))
-            and select.get("op", call.op) == call.op
-            and select.get("phase", call.phase) == call.phase
-            and (self.site is None or bool(self.site.search(call.site)))
-        )
-
-    def hit(self, call: CallLabel) -> bool:
-        """Whether ``call`` is the one; to be asked once for every call in the order of issue."""
-        if not self.matches(call):
-            return False
-        self.seen += 1
-        return self.seen == self.nth + 1
+        # the sizes of an all-to-all are its splits
+        return not (kind == "shape" and call.op in ("all_to_all", "barrier"))
 
 
 def _gradients(call: CallLabel) -> bool:

@@ -251,8 +251,8 @@ def plant(programs: Programs, faults: Iterable[Fault], seed: int = 0) -> Planted
 def _known_group(fault: Fault, program: Program) -> str:
     """Which groups there are, if ``fault`` names another."""
     groups = sorted({op.group for op in program if op.group})
-    wanted = fault.select.get("group")
-    if wanted is None or any(named_group(wanted, name) for name in groups):
+    wanted = fault.select.group
+    if not wanted or any(named_group(wanted, name) for name in groups):
         return ""
     return f"group= one of {', '.join(groups)}, or {', '.join(short_names())}"
 
@@ -303,10 +303,10 @@ class _Planter:
 
     def _find(self, fault: Fault, ops: list[Op]) -> int | None:
         finder = FaultMatcher(fault)
-        anything = "op" in fault.select or fault.kind not in ("gpu_hang", "slow")
+        anything = bool(fault.select.op) or fault.kind not in ("gpu_hang", "slow")
         for index, op in enumerate(ops):
             talks = bool(_TALK[CODE[op.name]])
-            if not talks and (op.name != fault.select.get("op") and anything):
+            if not talks and (op.name != fault.select.op and anything):
                 continue
             call = CallLabel(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
             if finder.hit(call):

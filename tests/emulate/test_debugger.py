@@ -11,6 +11,7 @@ from helpers.needs import TRAINING
 from helpers.pretrain import JOB, SCRIPT
 from helpers.terminal import typed
 
+from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.world import World
 from megatron_prism.emulate import debugger as module
@@ -24,20 +25,21 @@ TP = "TENSOR_MODEL_PARALLEL_GROUP"
     ("text", "select", "after"),
     [
         ("1B2 all_reduce group=tp nth=3",
-         {"mb": "1", "phase": "backward", "chunk": "2", "op": "all_reduce", "group": "tp",
-          "nth": "3"}, False),
-        ("2F", {"mb": "2", "phase": "forward"}, False),
+         {"microbatch": 1, "phase": "backward", "chunk": 2, "op": "all_reduce", "group": "tp",
+          "nth": 3}, False),
+        ("2F", {"microbatch": 2, "phase": "forward"}, False),
         ("O after", {"phase": "optimizer"}, True),
-        (f"0F0 send {TP} @p2p_communication.py:49", {"mb": "0", "phase": "forward", "chunk": "0",
-         "op": "send", "group": TP, "site": r"p2p_communication\.py:49(?!\d)"}, False),
+        (f"0F0 send {TP} @p2p_communication.py:49", {"microbatch": 0, "phase": "forward",
+         "chunk": 0, "op": "send", "group": TP, "site": r"p2p_communication\.py:49(?!\d)"}, False),
         (f"all_reduce of {TP} at core/tensor_parallel/mappings.py:31",
          {"op": "all_reduce", "group": TP,
           "site": r"core/tensor_parallel/mappings\.py:31(?!\d)"}, False),
-        ("all_reduce,iteration=2,rank=5", {"op": "all_reduce", "iter": "2", "rank": "5"}, False),
+        ("all_reduce,iteration=2,rank=5", {"op": "all_reduce", "iteration": 2, "rank": "5"},
+         False),
     ],
 )  # fmt: skip
 def test_a_call_is_written_as_it_is_printed(text, select, after):
-    assert Breakpoint.parse(text) == Breakpoint(text, select, after)
+    assert Breakpoint.parse(text) == Breakpoint(text, CallSelector(**select), after)
 
 
 @pytest.mark.parametrize(

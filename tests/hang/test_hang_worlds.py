@@ -196,7 +196,7 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=inf@rank=1"], "programs have no values"),
         (["fault=env@rank=1:A=B,C"], "what a variable would change"),
         (["fault=slow@rank=1:factor=2"], "how long segments take"),
-        (["fault=slow@rank=1,nth=2:factor=2"], "nth= is too much"),
+        (["fault=slow@rank=1,nth=2:factor=2"], "nth=, op= and site= are too much"),
         (["fault=slow@rank=1:factor=0.5"], "how much slower"),
         (["fault=nic@rank=1"], "how much slower"),
         (["fault=nic@rank=1:bw_factor=2"], "how much slower"),

@@ -13,13 +13,14 @@ from helpers import hang_worlds
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core import recipe as recipes
+from megatron_prism.core.call_selector import NthCall
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, CallLabel
 from megatron_prism.emulate.debugger import Breakpoint
 from megatron_prism.graph import stall
 from megatron_prism.hang import alignment, diagnose, export
 from megatron_prism.hang import analyze as hang
 from megatron_prism.hang.dumps import DumpSet, of_value
-from megatron_prism.hang.fault_plan import Fault, FaultMatcher, parse
+from megatron_prism.hang.fault_plan import parse
 from megatron_prism.hang.fault_planting import plant
 
 PAIRS = ("send", "recv")
@@ -99,7 +100,7 @@ def test_a_wrong_verdict_is_not_confirmed():
 def test_calls_that_differ_are_tried_as_the_dumps_have_them(fault):
     _, found = placed("moe", fault, timing=True)
     assert found.confirmed
-    rank = int(parse(fault).select["rank"])
+    rank = int(parse(fault).select.rank)
     (hit,) = plant(hang_worlds.world("moe"), [parse(fault)]).hits
     assert found.stops[rank] in (hit.index, hit.index + 1)  # a dropped call is seen at the next
 
@@ -218,7 +219,7 @@ def test_the_verdict_says_how_to_stop_at_the_call_that_the_fault_hit(fault):
     rank, text = re.fullmatch(r"--prism-ranks (\d+) --prism-break '(.*)'", verdict.stop).groups()
     assert int(rank) == hit.rank
     breakpoint = Breakpoint.parse(text)
-    matcher = FaultMatcher(Fault("break", breakpoint.select))
+    matcher = NthCall(breakpoint.select)
     calls = [(i, CallLabel(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site))
              for i, op in enumerate(programs.of(hit.rank)) if op.group]  # fmt: skip
     assert [i for i, call in calls if matcher.hit(call)] == [hit.index]

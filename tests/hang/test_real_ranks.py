@@ -132,7 +132,7 @@ def test_a_virtual_rank_is_met_where_nobody_can_go_on(fault, kind, job):
     guard, group = job(fault)
     with pytest.raises(HangError, match="nobody can go on") as caught:
         iterations(guard, group)
-    culprit = fault_plan.parse(fault).select["rank"]
+    culprit = fault_plan.parse(fault).select.rank
     assert f"rank {culprit} ({kind})" in caught.value.message
     assert "rank 1 stands in the first call that never ends" in caught.value.message
 

@@ -22,6 +22,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 
+from megatron_prism.core import groups
 from megatron_prism.core.program_text import parse
 from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import analyze as hang
@@ -171,7 +172,7 @@ def score(case, truth, found):
 def _groups(case):
     words = re.findall(r"(?:group|to|with)=([a-z]+)", " ".join(case.faults))
     descs = world(case.world).programs[0].groups()
-    return {desc for desc in descs for word in words if fault_plan.named_group(word, desc)}
+    return {desc for desc in descs for word in words if groups.named_group(word, desc)}
 
 
 # -- PyTorch's analyser ---------------------------------------------------------------------------

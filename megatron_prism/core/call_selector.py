@@ -1,0 +1,179 @@
+"""Choose a call of a rank: one grammar for faults, breakpoints and recorded payloads.
+
+In : ``1B2 all_reduce group=tp nth=3 rank=5``, words in any order, with spaces or commas between
+them, as ``prism show`` and ``prism hang`` print calls.  Out: ``CallSelector``, which fits calls or
+does not, and ``NthCall``, which is told of a rank's calls one by one and says which is meant.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron_prism.core.collectives import TABLE
+from megatron_prism.core.errors import UsageError, did_you_mean
+from megatron_prism.core.groups import named_group, short_names
+from megatron_prism.core.ops import NAMES, PHASES, CallLabel
+from megatron_prism.core.world import AXES
+
+__all__ = ["CallSelector", "NthCall"]
+
+_FIELDS = {
+    "rank": "rank",
+    "iter": "iteration",
+    "mb": "microbatch",
+    "chunk": "chunk",
+    "phase": "phase",
+    "group": "group",
+    "op": "op",
+    "nth": "nth",
+    "site": "site",
+}
+_KEYS = {**_FIELDS, "iteration": "iteration", "microbatch": "microbatch"}
+_NUMBERS = ("iteration", "microbatch", "chunk", "nth")
+_PHASE_OF = {letter: phase for phase, letter in PHASES.items()}
+_RANKS = re.compile(r"\d+(-\d+(:\d+)?)?|any(:\d+)?")
+_HOSTS = re.compile(r"(node|rail)=[0-9]{1,9}(/[1-9][0-9]{0,4})?")
+_FIX = "1B2 all_reduce group=tp nth=3, as prism show prints calls"
+
+
+@dataclass(frozen=True)
+class CallSelector:
+    """Conditions on a call; what is None or empty fits every call.
+
+    rank       : which ranks (``5``, ``0-7``, ``pp=1,tp=0``, ``any:2``, ``node=3``, ``rail=0/4``)
+    iteration  : from 1; fits calls of programs, which know none
+    microbatch, chunk, phase, op : as in CallLabel; phase "" is outside all phases
+    group      : a description, or a short name (``tp``)
+    nth        : how many calls that fit come before it
+    site       : regular expression that is searched in ``file.py:line``
+    """
+
+    rank: str = ""
+    iteration: int | None = None
+    microbatch: int | None = None
+    chunk: int | None = None
+    phase: str | None = None
+    group: str = ""
+    op: str = ""
+    nth: int | None = None
+    site: str = ""
+
+    @staticmethod
+    def parse(text: str, subject: str = "") -> CallSelector:
+        """Read ``[LABEL] [OP] [of GROUP] [at FILE.py:LINE] [key=value …]``.
+
+        Args:
+            text: LABEL is ``<microbatch><phase><chunk>`` (``1B2``, ``2F``, ``O``); keys are rank,
+                iter, mb, chunk, phase, group, op, nth and site; axes and numbers after ``rank=``
+                belong to it (``rank=pp=1,tp=0``).
+            subject: begins the text of an error.
+
+        Raises:
+            UsageError: a word that is not understood, with the word that was meant.
+        """
+        subject = subject or repr(text)
+        fields: dict[str, str] = {}
+
+        def add(field: str, value: str) -> None:
+            if field in fields and field != "rank":
+                raise UsageError(f"{subject}: {field} is named twice", fix=_FIX)
+            fields[field] = f"{fields['rank']},{value}" if field in fields else value
+
+        for word in text.replace(",", " ").split():
+            step = re.fullmatch(r"(\d*)([FBWOG])(\d*)|-", word)
+            key, equals, value = word.partition("=")
+            if key == "layer":
+                raise UsageError(f"{subject}: calls do not say of which layer they are",
+                                 fix="nth=N counts them, site=REGEX is their line")  # fmt: skip
+            if step:
+                add("phase", _PHASE_OF[step[2] or "-"])
+                for field, number in (("microbatch", step[1]), ("chunk", step[3])):
+                    if number:
+                        add(field, number)
+            elif word in NAMES:
+                add("op", word)
+            elif word.startswith("@") or re.fullmatch(r"\S+\.py:\d+", word):
+                add("site", re.escape(word.removeprefix("@")) + r"(?!\d)")
+            elif word in ("of", "at"):
+                continue
+            elif _RANKS.fullmatch(word) or key in ("node", "rail") or _of_axis(key, value, fields):
+                add("rank", word)
+            elif equals and key in _KEYS and value:
+                add(_KEYS[key], value)
+            elif re.fullmatch(r"[A-Z][A-Z_0-9]{4,}|default_pg", word):
+                add("group", word)
+            else:
+                raise UsageError(f"{subject}: {word!r} is not understood", fix=_meant(word) or _FIX)
+        for field in _NUMBERS:
+            if not re.fullmatch(r"[0-9]{1,18}", fields.get(field, "0")):
+                raise UsageError(f"{subject}: {field}={fields[field]} is no number",
+                                 fix=f"{field}=1")  # fmt: skip
+        _check(fields, subject)
+        return CallSelector(**{k: int(v) if k in _NUMBERS else v for k, v in fields.items()})  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        given = {key: getattr(self, field) for key, field in _FIELDS.items()}
+        return ",".join(f"{key}={value}" for key, value in given.items() if value not in (None, ""))
+
+    def fits(self, call: CallLabel) -> bool:
+        """Whether ``call`` meets every condition but ``rank`` and ``nth``."""
+        chunk = max(call.chunk, 0) if call.phase else call.chunk  # a stage of one chunk: 2F is 2F0
+        return (
+            (self.iteration in (None, call.iteration) or call.iteration < 0)
+            and self.microbatch in (None, call.microbatch)
+            and self.chunk in (None, chunk)
+            and self.phase in (None, call.phase)
+            and self.op in ("", call.op)
+            and (not self.group or named_group(self.group, call.group))
+            and (not self.site or bool(re.search(self.site, call.site)))
+        )
+
+
+def _of_axis(key: str, value: str, fields: dict[str, str]) -> bool:
+    """Whether ``key=value`` is a coordinate of the ranks (``pp=1``)."""
+    return key in AXES and key not in fields and value.isdigit()
+
+
+def _check(fields: dict[str, str], subject: str) -> None:
+    """UsageError for a value that no call has."""
+    if fields.get("op", NAMES[0]) not in NAMES:
+        raise UsageError(f"{subject}: there is no op {fields['op']}",
+                         fix=_meant(fields["op"]) or "op=all_reduce, op=send …")  # fmt: skip
+    if fields.get("phase", "") not in PHASES:
+        raise UsageError(f"{subject}: there is no phase {fields['phase']}",
+                         fix=f"phase= one of {', '.join(filter(None, PHASES))}")  # fmt: skip
+    ranks = fields.get("rank", "")
+    if re.search(r"node|rail", ranks) and not _HOSTS.fullmatch(ranks):
+        raise UsageError(f"{subject}: {ranks} is not understood",
+                         fix="node=2, rail=3, node=2/4 with 4 GPUs to a node")  # fmt: skip
+    try:
+        re.compile(fields.get("site", ""))
+    except re.error as error:
+        raise UsageError(f"{subject}: site is no pattern: {error}",
+                         fix="@mappings.py:31, or site=mappings") from None  # fmt: skip
+
+
+def _meant(word: str) -> str:
+    """The word of a selector that is closest to ``word``, as a question; "" if none is close."""
+    known = [row.name for row in TABLE] + [f"{key}=" for key in _KEYS]
+    known += [f"group={name}" for name in short_names()]
+    return did_you_mean(word if "=" in word else word.partition("=")[0], known, "")
+
+
+class NthCall:
+    """Counts the calls of a rank that fit ``select``; the one after ``nth`` of them is meant."""
+
+    def __init__(self, select: CallSelector) -> None:
+        self.select, self.seen = select, 0
+
+    def matches(self, call: CallLabel) -> bool:
+        """Whether ``call`` fits, whichever of those that fit is meant."""
+        return self.select.fits(call)
+
+    def hit(self, call: CallLabel) -> bool:
+        """Whether ``call`` is meant; to be asked once for every call in the order of issue."""
+        if not self.matches(call):
+            return False
+        self.seen += 1
+        return self.seen == (self.select.nth or 0) + 1
