@@ -8,7 +8,7 @@ import json
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, write_data, write_outputs
-from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 
 __all__ = ["compare", "import_"]
@@ -58,15 +58,15 @@ def compare(args: argparse.Namespace) -> int:
     prism compare traces llama machine=h200 calibration=calibration.json
     prism compare traces llama --html page.html --trace both.json
 
-    The last of the paths is the prediction: programs, as prism replay takes them.  Prints the parts
-    of every traced rank's iteration, predicted and real (computing, exposed calls, waiting, idle),
-    and the aligned segments and calls that differ most.  --trace has both tracks for
+    The last of the paths is the prediction: programs, as prism replay takes them.  Prints how many
+    calls have kernels and how many are paired.  From 95 % on it prints the parts of every traced
+    rank's iteration, predicted and real (computing: kernels ran; exposed calls, waiting; host: what
+    is left), and the segments and calls that differ most.  --trace has both tracks for
     ui.perfetto.dev.
     """
     from megatron_prism.core.slices import open_programs
     from megatron_prism.replay.priced_graph import replay
     from megatron_prism.traces.compare import compare_traces
-    from megatron_prism.traces.programs import import_traces
 
     paths: list[str] = []
     keys = {"machine": arguments.name, "calibration": arguments.name}
@@ -76,15 +76,9 @@ def compare(args: argparse.Namespace) -> int:
             "a comparison needs traces and a prediction", fix="prism compare TRACES DIR"
         )
     check_outputs([args.html, args.trace], args.force, paths)
-    programs = open_programs(paths[-1])
-    predicted = replay(programs, **how)
-    try:  # the prediction says what the job does, if it is of the same calls
-        found = import_traces(paths[:-1], programs)
-    except PrismError as error:
-        found = import_traces(paths[:-1])
-        console(stderr=True).print(f"prism: the traces are read alone: {error.message}")
-    made = compare_traces(found, predicted)
-    write_outputs(args.force, (args.html, made.to_html), (args.trace, made.to_chrome_trace))
-    if not write_data(args, made.to_json(), [dataclasses.asdict(one) for one in made.ranks]):
+    made = compare_traces(paths[:-1], replay(open_programs(paths[-1]), **how))
+    if not write_data(args, made.to_json(), made.rows()):
         print(made.to_text(), end="")
+    if made.compared:
+        write_outputs(args.force, (args.html, made.to_html), (args.trace, made.to_chrome_trace))
     return 0

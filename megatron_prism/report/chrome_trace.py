@@ -106,9 +106,10 @@ def render_timeline(timeline: Timeline) -> str:
     return _file(about, lines)
 
 
-def render_pairs(found: TraceComparison) -> str:
+def render_pairs(comparison: TraceComparison) -> str:
     """The predicted and the real timeline of every traced rank, one below the other."""
     lines: list[str] = []
+    found = comparison.compared
     both = (("predicted", found.predicted), ("real", found.real))
     tracks = [
         (timeline, int(timeline.graph.classes.of[one.rank]), f"rank {one.rank}, {what}")

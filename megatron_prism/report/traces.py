@@ -14,7 +14,7 @@ from megatron_prism.report.page import render_page as page
 
 if TYPE_CHECKING:
     from megatron_prism.replay.timeline import Timeline
-    from megatron_prism.traces.compare import Difference, TraceComparison
+    from megatron_prism.traces.compare import Difference, Times, TraceComparison
     from megatron_prism.traces.variance import Variation
 
 __all__ = ["render_comparison", "render_page", "render_variation"]
@@ -116,60 +116,75 @@ def _difference(one: Difference, whole: float) -> tuple[str, ...]:
             f"{one.error / 1e6:+,.3f} ms", units.format_change(one.error / whole))  # fmt: skip
 
 
-def _headline(found: TraceComparison) -> list[str]:
-    error = found.predicted_ns / found.real_ns - 1
-    varies = found.replayed_ns - found.real_ns
+def _headline(times: Times) -> list[str]:
+    error = times.predicted_ns / times.real_ns - 1
+    varies = times.replayed_ns - times.real_ns
     return [
-        f"an iteration: predicted {format_ns(found.predicted_ns)}, "
-        f"real {format_ns(found.real_ns)}, {units.format_change(error)}",
+        f"an iteration: predicted {format_ns(times.predicted_ns)}, "
+        f"real {format_ns(times.real_ns)}, {units.format_change(error)}",
         "of which the traces, replayed with every time at its mean, explain all but "
         f"{varies / 1e6:+,.3f} ms, which is variation",
     ]
 
 
+_CALLS = ("calls of rank", "captured", "traced", "with a kernel", "need none", "lack theirs",
+          "paired")  # fmt: skip
 _HEAD = ("predicted", "real", "difference", "of the real iteration")
+_Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
-def _tables(found: TraceComparison) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """(what it shows, head, rows) of every table."""
-    made: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = []
-    for one in found.ranks:
-        aligned, ours, theirs = one.aligned
-        said = f"rank {one.rank}: {aligned - 1} of {ours} predicted and {theirs} real calls align"
-        made.append((said + f"; {one.first}" * bool(one.first), ("part of the iteration", *_HEAD),
-                     [_difference(part, found.real_ns) for part in one.parts
+def _pairings(found: TraceComparison) -> _Table:
+    """(what is not paired, head, rows): a row per rank."""
+    rows = []
+    for one in found.pairings:
+        counts = (one.captured, one.traced, one.kernels, one.bare, one.lost, len(one.pairs))
+        *cells, pairs = (f"{count:,}" for count in counts)
+        rows.append((str(one.rank), *cells, f"{pairs} ({units.format_share(one.share, 1)})"))
+    firsts = (f"rank {one.rank}: {one.first}" for one in found.pairings if one.first)
+    return "\n".join(firsts), _CALLS, rows
+
+
+def _tables(times: Times) -> list[_Table]:
+    """(what it shows, head, rows) of every table of times."""
+    made: list[_Table] = []
+    for one in times.ranks:
+        made.append((f"rank {one.rank}: where its iteration goes", ("part", *_HEAD),
+                     [_difference(part, times.real_ns) for part in one.parts
                       if part.predicted or part.real]))  # fmt: skip
         rows = [op for op in one.ops if op.error][:_SHOWN]
         if rows:
-            made.append((f"rank {one.rank}: what differs most", ("aligned", *_HEAD),
-                         [_difference(op, found.real_ns) for op in rows]))  # fmt: skip
+            made.append((f"rank {one.rank}: what differs most", ("paired", *_HEAD),
+                         [_difference(op, times.real_ns) for op in rows]))  # fmt: skip
     return made
 
 
 def render_comparison(found: TraceComparison) -> str:
     """Predicted against real, by part and by op."""
-    lines = _headline(found)
-    for said, head, rows in _tables(found):
-        lines += ["", said, *table(head, rows)]
+    unpaired, head, rows = _pairings(found)
+    lines = table(head, rows) + [unpaired] * bool(unpaired)
+    if found.times is not None:
+        lines += ["", *_headline(found.times)]
+        for said, head, rows in _tables(found.times):
+            lines += ["", said, *table(head, rows)]
     lines += ["", *(f"note: {note}" for note in found.notes)] if found.notes else []
     return "\n".join(lines) + "\n"
 
 
 def render_page(found: TraceComparison) -> str:
     """The same as a page; timelines as bars, predicted above real."""
-    error = found.predicted_ns / found.real_ns - 1
+    times = found.compared
     data = {
         "lanes": [],
-        "predicted": found.predicted_ns,
-        "real": found.real_ns,
-        "replayed": found.replayed_ns,
-        "error": error,
+        "predicted": times.predicted_ns,
+        "real": times.real_ns,
+        "replayed": times.replayed_ns,
+        "error": times.predicted_ns / times.real_ns - 1,
         "ranks": [
-            {"rank": one.rank, "predicted": _spans(found.predicted, one.rank),
-             "real": _spans(found.real, one.rank)}
-            for one in found.ranks
+            {"rank": one.rank, "predicted": _spans(times.predicted, one.rank),
+             "real": _spans(times.real, one.rank)}
+            for one in times.ranks
         ],
-        "tables": _tables(found),
+        "tables": [_pairings(found), *_tables(times)],
         "notes": list(found.notes),
     }  # fmt: skip
     return page("prism compare", "predicted and real", "compare", data, render_comparison(found))

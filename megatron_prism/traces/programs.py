@@ -14,7 +14,6 @@ given the largest one whose members were all in the call at the same time, in ev
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 from collections import Counter, defaultdict
@@ -27,20 +26,22 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError, WorldError
 from megatron_prism.core.groups import WORLD_GROUP, of_family
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, OP, UNKNOWN
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, OP, UNKNOWN
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.slices import SliceStore, stand_in_for
 from megatron_prism.core.units import counted, format_ns
 from megatron_prism.core.world import World, format_ranks
+from megatron_prism.graph.classes import memberships
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay import dependencies
 from megatron_prism.replay.dependencies import COMPUTE, MEET
 from megatron_prism.replay.priced_graph import PricedGraph
 from megatron_prism.replay.timeline import durations_of, evaluate
 from megatron_prism.traces.events import Recorded, read_dumps, read_trace
+from megatron_prism.traces.pairing import Pairing, pair
 from megatron_prism.traces.timing import Call, Measured, Moment, measure
 
-__all__ = ["Imported", "assemble", "import_traces", "write"]
+__all__ = ["Imported", "Paired", "assemble", "import_traces", "paired", "write"]
 
 _TRACE = re.compile(r"\.(json|json\.gz|sqlite)$")
 _SIZES = {
@@ -59,22 +60,25 @@ class Imported:
 
     measured : by rank; programs.programs[i] is that of the i-th
     call_op  : per traced rank int64 [calls]: the op of every call in its program
+    notes    : what did not align and what was inferred, in words
+    busy     : per traced rank float64 [ops] ns in which the work of each segment ran, on average;
+        beside a capture only
     numbers  : iterations that every traced rank has
     wire     : float64 [numbers, matched calls] ns once all who are traced have come; nan: nobody is
     skew     : per traced rank float64 [numbers, calls] ns that it waited for the others
     whole    : bool [matched calls]: every member is traced
-    notes    : what did not align and what was inferred, in words
     """
 
     programs: Programs
     measured: list[Measured]
     graph: WorldGraph
     call_op: list[np.ndarray]
-    numbers: list[int]
-    wire: np.ndarray
-    skew: list[np.ndarray]
-    whole: np.ndarray
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+    busy: list[np.ndarray] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    wire: np.ndarray = field(default_factory=lambda: np.empty(0))
+    skew: list[np.ndarray] = field(default_factory=list)
+    whole: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     @property
     def ranks(self) -> list[int]:
@@ -408,8 +412,7 @@ def _joined(
             fix="profile the same iterations on every rank (schedule= of torch.profiler); where "
             "traces name no groups (gloo), a capture of the same job does: --slices DIR",
         )
-    none = np.empty(0)
-    return Imported(joined, ranked, graph, call_op, [], none, [], none, notes)
+    return Imported(joined, ranked, graph, call_op, notes)
 
 
 def _device(found: Iterable[Recorded]) -> str:
@@ -584,34 +587,24 @@ def _fastest(found: Imported, wire: np.ndarray, at: Sequence[np.ndarray]) -> np.
     return least
 
 
-# -- aligned with a capture -----------------------------------------------------------------------
-class _Aligned:
-    """A traced rank's calls beside those of its captured program, which says what waits for what.
+# -- beside a capture ------------------------------------------------------------------------------
+class _Beside:
+    """A traced rank beside its captured program, which says what waits for what.
 
-    op_of : of every kept call, its op;  slots : of every segment, its op
+    pairing : set by ``plan``, which ``measure`` calls;  slots : of every segment, its op
     """
 
-    def __init__(self, program: Program, rank: int, notes: list[str]) -> None:
-        self.program, self.rank, self.notes = program, rank, notes
-        self.op_of: list[int] = []
+    def __init__(self, program: Program, rank: int, members: Mapping[str, int]) -> None:
+        self.program = dataclasses.replace(program, rank=rank)
+        self.members = members
         self.slots: list[int] = []
+        self.pairing: Pairing
 
     def plan(self, calls: Sequence[Call]) -> tuple[list[int], list[Moment]]:
         """The calls that the capture has, too, and what happens in which order."""
         ops, names = self.program.ops, self.program.ops["name"]
-        mine = np.flatnonzero(IS_COLLECTIVE[names] | IS_PAIR[names])
-        size = np.maximum(ops["num_in"], ops["num_out"])[mine].tolist()
-        captured = list(zip((NAMES[name] for name in names[mine]), size, strict=True))
-        traced = [(call.op, max(call.num_in, call.num_out)) for call in calls]
-        blocks = difflib.SequenceMatcher(None, captured, traced, autojunk=False)
-        matched = [
-            (int(mine[a + i]), b + i)
-            for a, b, count in blocks.get_matching_blocks()
-            for i in range(count)
-        ]
-        self._say(captured, traced, len(matched))
-        at = {op: number for number, (op, _) in enumerate(matched)}
-        self.op_of = [op for op, _ in matched]
+        self.pairing = pair(self.program, self.members, calls)
+        at = {op: number for number, (op, _) in enumerate(self.pairing.pairs)}
         call_of: dict[int, int] = {}  # handle -> call
         tokens: list[Moment] = []
         self.slots = []
@@ -628,35 +621,11 @@ class _Aligned:
                 call_of[handle] = at[op]
             elif name == CODE["wait"] and handle in call_of:
                 tokens.append(Moment("wait", call_of[handle]))
-        return [k for _, k in matched], tokens
+        return [call for _, call in self.pairing.pairs], tokens
 
-    def _say(
-        self, captured: list[tuple[str, int]], traced: list[tuple[str, int]], both: int
-    ) -> None:
-        if both == len(captured) == len(traced):
-            return
-        first = next(
-            (i for i, (a, b) in enumerate(zip(captured, traced, strict=False)) if a != b),
-            min(len(captured), len(traced)),
-        )
-        here = [
-            f"{one[first][0]} of {one[first][1]:,} elements" if first < len(one) else "nothing"
-            for one in (captured, traced)
-        ]
-        said = (
-            f"rank {self.rank}: {both} of {len(captured)} captured and {len(traced)} traced calls "
-            f"align; the first that does not: call {first} is captured as {here[0]}, "
-            f"traced as {here[1]}"
-        )
-        if 2 * both < max(len(captured), len(traced)):
-            raise PrismError(said, fix="capture the job that was traced, with the same arguments")
-        self.notes.append(
-            f"{said}; captured calls that the trace lacks are modelled, traced ones that "
-            "the capture lacks count as computing"
-        )
-
-    def finished(self, one: Measured) -> tuple[Program, np.ndarray]:
-        """The captured program with the traced times."""
+    def finished(self, one: Measured) -> tuple[Program, np.ndarray, np.ndarray]:
+        """The captured program with the traced times, the op of every call, and float64 [ops] ns in
+        which the work of each segment ran."""
         ops = self.program.ops
         cost = np.where(
             ops["ns"] > 0,
@@ -664,44 +633,99 @@ class _Aligned:
             np.maximum(ops["flops"], 0) / 5e5 + np.maximum(ops["traffic"], 0) / 3e3,
         )
         weight = np.maximum(cost[self.slots], 1.0)
-        samples, run = one.segments.astype(float), list[int]()
+        both, run = np.stack([one.segments, one.busy]).astype(float), list[int]()
         for token in [*one.tokens, Moment("call", -1)]:
             if token.kind == "segment":
                 run.append(token.of)
-            elif len(run) > 1:  # nothing of the trace tells these apart: as the capture has them
+                continue
+            if len(run) > 1:  # nothing of the trace tells these apart: as the capture has them
                 part = weight[run] / weight[run].sum()
-                samples[:, run] = samples[:, run].sum(axis=1, keepdims=True) * part
-                run = []
-            else:
-                run = []
-        samples = np.rint(samples).astype(np.int64)
+                both[..., run] = both[..., run].sum(axis=-1, keepdims=True) * part
+            run = []
+        samples = np.rint(both[0]).astype(np.int64)
+        busy = np.zeros(len(ops) + 1)
+        busy[self.slots] = both[1].mean(axis=0)
         row = np.zeros(1, dtype=OP)
         for name in UNKNOWN:
             row[name] = -1
         row["name"], row["note"] = CODE["mark"], len(self.program.strings)
         made = np.concatenate([ops, row])
         made["ns"][self.slots] = np.rint(samples.mean(axis=0)).astype(np.int64)
-        for name in (
-            "host",
-            "lead",
-            "products",
-        ):  # the trace's times have the host's delays in them
+        for name in ("host", "lead", "products"):  # the traced times have the host's delays in them
             made[name] = -1
-        strings = (*self.program.strings, f"rank {self.rank}'s own times")
+        strings = (*self.program.strings, f"rank {self.program.rank}'s own times")
+        hosts = np.empty(0, np.int64)
         program = dataclasses.replace(
-            self.program,
-            rank=self.rank,
-            ops=made,
-            strings=strings,
-            samples=samples,
-            hosts=np.empty(0, np.int64),
+            self.program, ops=made, strings=strings, samples=samples, hosts=hosts
         )
-        return program, np.array(self.op_of, dtype=np.int64)
+        return program, np.array([op for op, _ in self.pairing.pairs], dtype=np.int64), busy
 
 
-def _aligned(found: list[Recorded], captured: Programs) -> Imported:
-    """A job whose captured programs say what it does."""
-    world, notes = captured.world, list[str]()
+@dataclass
+class Paired:
+    """Traced ranks beside the captured programs of their job.
+
+    measured : by rank;  pairings : of each, which of its calls are which captured ones
+    """
+
+    captured: Programs
+    measured: list[Measured]
+    ranks: list[_Beside]
+
+    @property
+    def pairings(self) -> list[Pairing]:
+        return [one.pairing for one in self.ranks]
+
+    def imported(self) -> Imported:
+        """The captured programs with the traced times.
+
+        Raises:
+            UsageError: a stage has no traced rank.
+            PrismError: half of a rank's calls or more have no counterpart.
+        """
+        notes = list[str]()
+        for pairing, one in zip(self.pairings, self.measured, strict=True):
+            if pairing.share < 0.5:
+                raise PrismError(
+                    str(pairing), fix="capture the job that was traced, with the same arguments"
+                )
+            if pairing.share < 1:
+                notes.append(
+                    f"{pairing}; captured calls without a counterpart are modelled, traced ones "
+                    "count as computing"
+                )
+            notes += [f"rank {pairing.rank}: {note}" for note in one.notes]
+        made = [
+            one.finished(measured) for one, measured in zip(self.ranks, self.measured, strict=True)
+        ]
+        captured, world = self.captured, self.captured.world
+        try:
+            of = stand_in_for(world, [program.rank for program, *_ in made])
+        except ProgramError as error:
+            raise UsageError(
+                "a stage of the pipeline has no traced rank",
+                fix="trace one rank of every stage: --profile-ranks",
+            ) from error
+        device = _device(one.recorded for one in self.measured)
+        source = {**captured.source, "from": "traces", "device": device}
+        programs = Programs(world, tuple(p for p, *_ in made), of, captured.groups, source)
+        graph = build(programs)
+        if findings := graph.check():
+            raise PrismError(
+                f"the calls of the slices do not fit together:\n\n{findings[0]}",
+                fix="prism check DIR",
+            )
+        call_op, busy = [calls for _, calls, _ in made], [busy for *_, busy in made]
+        return _with_wire(Imported(programs, self.measured, graph, call_op, notes, busy))
+
+
+def paired(paths: Sequence[str | os.PathLike[str]], captured: Programs) -> Paired:
+    """The traces of one job beside its captured programs.
+
+    Raises:
+        UsageError: a file is no trace, or they are of another job than ``captured``.
+    """
+    found, world = _recorded(paths), captured.world
     if wrong := [one for one in found if one.world not in (0, world.size)]:
         raise UsageError(
             f"{wrong[0].path} is of a job of {counted(wrong[0].world, 'rank')}, "
@@ -709,31 +733,14 @@ def _aligned(found: list[Recorded], captured: Programs) -> Imported:
             fix="name the slices of the job that was traced",
         )
     found[0].world = world.size
-    found = _ranked(found)
-    measured, made = [], []
-    for one in found:
+    groups = memberships(captured)
+    measured, ranks = [], []
+    for one in _ranked(found):
         rank = world.check_rank(one.rank or 0)
-        aligned = _Aligned(captured.of(rank), rank, notes)
-        measured.append(measure(one, aligned.plan))
-        notes += [f"rank {rank}: {note}" for note in measured[-1].notes]
-        made.append(aligned.finished(measured[-1]))
-    try:
-        of = stand_in_for(world, [program.rank for program, _ in made])
-    except ProgramError as error:
-        raise UsageError(
-            "a stage of the pipeline has no traced rank",
-            fix="trace one rank of every stage: --profile-ranks",
-        ) from error
-    source = {**captured.source, "from": "traces", "device": _device(found)}
-    programs = Programs(world, tuple(p for p, _ in made), of, captured.groups, source)
-    graph, none = build(programs), np.empty(0)
-    if findings := graph.check():
-        raise PrismError(
-            f"the calls of the slices do not fit together:\n\n{findings[0]}", fix="prism check DIR"
-        )
-    return _with_wire(
-        Imported(programs, measured, graph, [c for _, c in made], [], none, [], none, notes)
-    )
+        members = {name: len(group.group(rank)) for name, group in groups.items()}
+        ranks.append(_Beside(captured.of(rank), rank, members))
+        measured.append(measure(one, ranks[-1].plan))
+    return Paired(captured, measured, ranks)
 
 
 # -- a job ----------------------------------------------------------------------------------------
@@ -750,6 +757,13 @@ def import_traces(
         UsageError: a file is no trace, or they are of two jobs.
         PrismError: their calls do not fit together, or are not those of ``captured``.
     """
+    if captured is not None:
+        return paired(paths, captured).imported()
+    return assemble([measure(one) for one in _recorded(paths)])
+
+
+def _recorded(paths: Sequence[str | os.PathLike[str]]) -> list[Recorded]:
+    """Every rank in these files and folders."""
     found: list[Recorded] = []
     for path in map(Path, paths):
         if path.is_dir() and not any(_TRACE.search(p.name) for p in path.iterdir()):
@@ -757,7 +771,7 @@ def import_traces(
             continue
         inside = sorted(p for p in path.iterdir() if _TRACE.search(p.name)) if path.is_dir() else []
         found += [one for file in inside or [path] for one in read_trace(file)]
-    return _aligned(found, captured) if captured else assemble([measure(one) for one in found])
+    return found
 
 
 def write(found: Imported, folder: Path, *, force: bool = False) -> None:

@@ -4,6 +4,10 @@ In : Recorded.  Out: Measured: the same calls in every kept iteration, how long 
 between them, and from when to when each was on its way.  Work on the device is ordered by when the
 host launched it, as its program is; on a host without a device its operators are the work.
 
+A kernel belongs to the call of torch.distributed in whose span the host launched it (correlation
+id, thread), or to the batch that the span ends.  A call that moves nothing (its group has one rank,
+or it has no elements) has no kernel: it is over as soon as the work before it.
+
 What a profiler does not say is found so: a rank waits for a call where its work pauses until the
 call ends (``_Iteration.resumes``); most iterations decide.  A call that nothing pauses for has no
 wait.  Where a captured program is given, its waits count and nothing is inferred.
@@ -22,7 +26,7 @@ import numpy as np
 
 from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import PrismError
-from megatron_prism.traces.events import HostCall, Recorded
+from megatron_prism.traces.events import Groups, HostCall, Recorded
 
 __all__ = ["Call", "Measured", "Moment", "measure"]
 
@@ -73,6 +77,8 @@ class Call:
     issued : when the host asked for it; start, end: when it was on its way, this rank's wait for
              others included
     batch  : calls of one batch have the same; -1: it is in none
+    members : ranks of its group; 0: the trace does not say
+    kernel  : whether the device, or gloo, ran something for it
     """
 
     op: str
@@ -86,6 +92,13 @@ class Call:
     start: int = 0
     end: int = 0
     batch: int = -1
+    members: int = 0
+    kernel: bool = True
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether it needs no kernel."""
+        return self.members == 1 or max(self.num_in, self.num_out) == 0
 
     @property
     def key(self) -> tuple[str, str, int, int, str, int]:
@@ -119,6 +132,7 @@ class Measured:
     calls    : of the first of them; all have the same
     tokens   : what happens in which order
     segments : int64 [iterations, segments] ns
+    busy     : int64 [iterations, segments] ns in which work ran; in the rest the host was late
     begun, done : int64 [iterations, calls], when each call was on its way
     totals   : int64 [iterations] ns, from the beginning of one to that of the next
     notes    : what was left out, in words
@@ -129,6 +143,7 @@ class Measured:
     calls: list[Call]
     tokens: list[Moment]
     segments: np.ndarray
+    busy: np.ndarray
     begun: np.ndarray
     done: np.ndarray
     totals: np.ndarray
@@ -154,6 +169,18 @@ class _Asked:
             *(n.partition("::")[2].rstrip("_") or n.partition(":")[2] for n in self.names),
         ]
         return next((_NAMES[word] for word in words if word in _NAMES), "")
+
+    @property
+    def group(self) -> str:
+        """torch's name of its process group; "": the trace does not say."""
+        return str(self.fields.get("Process Group Name", ""))
+
+    def members(self, groups: Groups) -> int:
+        """Ranks of its group; 0: the trace does not say."""
+        size = self.fields.get("Group size")
+        if isinstance(size, int) and size > 0:
+            return size
+        return len(groups[self.group][1]) if self.group and self.group in groups else 0
 
 
 def _asked(calls: Sequence[HostCall]) -> list[_Asked]:
@@ -204,7 +231,10 @@ def _sizes(one: _Asked) -> tuple[int, int]:
     return first, -1 if one.op == "send" else first
 
 
-def _call(one: _Asked, issued: int, start: int, end: int, batch: int = -1) -> Call:
+def _call(
+    one: _Asked, groups: Groups, span: tuple[int, int, int], batch: int = -1, kernel: bool = True
+) -> Call:
+    """``span``: when it was issued, when it began and when it ended."""
     fields = one.fields
     kinds = [fields.get("dtype")]
     kinds += [
@@ -224,20 +254,31 @@ def _call(one: _Asked, issued: int, start: int, end: int, batch: int = -1) -> Ca
         num_in = -1
     elif one.op == "barrier":
         num_in = num_out = -1
-    group = str(fields.get("Process Group Name", ""))
     return Call(
         one.op,
         next(known, ""),
         num_in,
         num_out,
-        group,
+        one.group,
         place if one.op in ("send", "recv") else -1,
         place if one.op in ("broadcast", "reduce", "gather", "scatter") else -1,
-        issued,
-        start,
-        end,
+        *span,
         batch,
+        one.members(groups),
+        kernel,
     )
+
+
+def _batch(bare: list[_Asked], groups: Groups) -> list[_Asked]:
+    """Take the last calls of a thread that can be one batch off ``bare``: of one group of several
+    ranks, all messages or none."""
+    found: list[_Asked] = []
+    while bare and bare[-1].members(groups) != 1:
+        kinds = {(one.group, one.op in ("send", "recv")) for one in (bare[-1], *found[-1:])}
+        if len(kinds) > 1:
+            break
+        found.append(bare.pop())
+    return found[::-1]
 
 
 @dataclass
@@ -257,6 +298,27 @@ class _Work:
     def until(self) -> np.ndarray:
         """When all launched so far has ended."""
         return np.maximum.accumulate(self.end)
+
+    def over(self, when: int) -> int:
+        """When what was launched before ``when`` has ended, ``when`` at the earliest."""
+        place = int(np.searchsorted(self.launch, when))
+        return max(when, int(self.until[place - 1])) if place else when
+
+    def busy_before(self, when: np.ndarray) -> np.ndarray:
+        """int64 [n]: ns up to each of ``when`` in which any of it ran."""
+        starts, ends, before = self._union
+        at = np.searchsorted(starts, when, side="right") - 1
+        ran = before[at] + np.minimum(when, ends[at]) - starts[at]
+        return np.where(at < 0, 0, ran)
+
+    @cached_property
+    def _union(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int64 [m] each: when it begins to run and pauses, and how long it ran before."""
+        order = np.argsort(self.start, kind="stable")
+        start, end = self.start[order], np.maximum.accumulate(self.end[order])
+        first = np.append(True, start[1:] > end[:-1])[: len(start)]
+        starts, ends = start[first], end[np.append(first[1:], True)[: len(end)]]
+        return starts, ends, np.concatenate(([0], np.cumsum(ends - starts)[:-1]))
 
     @cached_property
     def since(self) -> np.ndarray:
@@ -287,7 +349,7 @@ def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], in
     talks = names[device[:, 4]] if len(names) else known
     asked, calls = _asked(found.calls), list[Call]()
     begins = np.array([one.first.start for one in asked], dtype=np.int64)
-    pending, batches, explained = list[_Asked](), 0, np.zeros(len(device), bool)
+    batches, explained = 0, np.zeros(len(device), bool)
     kernels: dict[int, list[int]] = defaultdict(list)
     for number in np.flatnonzero(talks & known).tolist():
         when, thread = int(launched[number]), int(found.launch[place[number], 2])
@@ -297,22 +359,19 @@ def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], in
         if at >= 0:
             kernels[at].append(number)
             explained[number] = True
+    bare: dict[int, list[_Asked]] = defaultdict(list)  # by thread: what has no kernel so far
     for at, one in enumerate(asked):
         mine = kernels.get(at)
         if mine is None:
-            pending.append(one)
+            bare[one.first.thread] += [one] * (one.op != "coalesced")
             continue
         span = int(launched[mine].min()), int(device[mine, 0].min()), int(device[mine, 1].max())
         if one.op == "coalesced":
-            calls += [_call(part, *span, batches) for part in pending]
-            batches, pending = batches + 1, []
+            parts = _batch(bare[one.first.thread], found.groups)
+            calls += [_call(part, found.groups, span, batches) for part in parts]
+            batches += 1
         else:
-            calls.append(_call(one, *span))
-    if pending:
-        notes.append(
-            f"{len(pending):,} calls have no kernel and are left out, the first of them "
-            f"{_call(pending[0], 0, 0, 0)}"
-        )
+            calls.append(_call(one, found.groups, span))
     if strange := int((talks & ~explained).sum()):
         notes.append(
             f"{strange:,} kernels of NCCL belong to no call of torch.distributed: they "
@@ -321,6 +380,9 @@ def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], in
     rest = ~explained
     order = np.argsort(launched[rest], kind="stable")
     work = _Work(launched[rest][order], device[rest, 0][order], device[rest, 1][order])
+    for one in (part for parts in bare.values() for part in parts):
+        issued, over = one.first.start, work.over(one.first.start)
+        calls.append(_call(one, found.groups, (issued, over, over), kernel=False))
     calls.sort(key=lambda call: (call.issued, call.start))
     return work, calls, before
 
@@ -346,7 +408,7 @@ def _on_host(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], int]
         else:
             lost += 1
             continue
-        calls.append(_call(one, one.first.start, *span))
+        calls.append(_call(one, found.groups, (one.first.start, *span)))
     if lost:
         notes.append(f"{lost:,} calls have no span in which they run and are left out")
     host = found.host[found.host[:, 2] == main]
@@ -420,8 +482,8 @@ class _Iteration:
         return found
 
     def measure(self, tokens: Sequence[Moment], count: int) -> np.ndarray:
-        """int64 [count]: ns of every segment."""
-        found = np.zeros(count, dtype=np.int64)
+        """int64 [2, count] ns of every segment: how long it took, and how long work ran in it."""
+        spans: list[tuple[int, int, int]] = []  # of segments: number, begin, end
         now, at, place = self.begin, 0, self.place
         cuts = [*self.cut.tolist(), self.end]
         places = [*place.tolist(), len(self.work.launch)]
@@ -433,7 +495,7 @@ class _Iteration:
             elif token.kind == "call":
                 k = token.of
                 if slot is not None:
-                    found[slot] += max(0, cuts[k] - now)
+                    spans.append((slot, now, cuts[k]))
                 now, slot, at = max(now, cuts[k]), None, places[k]
             else:
                 call = self.calls[token.of]
@@ -442,12 +504,19 @@ class _Iteration:
                 at = min(max(at, work), places[k + 1])
                 done = min(self.done_before(at, now), cuts[k + 1])
                 if slot is not None:
-                    found[slot] += max(0, done - now)
+                    spans.append((slot, now, done))
                     now = max(now, done)
                 now, slot = max(now, min(call.end, cuts[k + 1])), None
         if slot is not None:
-            found[slot] += max(0, self.end - now)
-        return found
+            spans.append((slot, now, self.end))
+        of, begin, end = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        end = np.maximum(begin, end)
+        found = np.zeros((2, count), dtype=np.int64)
+        np.add.at(found[0], of, end - begin)
+        if len(self.work.launch):
+            np.add.at(found[1], of, self.work.busy_before(end) - self.work.busy_before(begin))
+            return found
+        return np.repeat(found[:1], 2, axis=0)  # nobody recorded the work
 
 
 def _iterations(found: Recorded, work: _Work, calls: list[Call], idle: int) -> list[_Iteration]:
@@ -479,7 +548,7 @@ def _iterations(found: Recorded, work: _Work, calls: list[Call], idle: int) -> l
 
 def _alike(made: list[_Iteration], notes: list[str]) -> list[_Iteration]:
     """The iterations with the calls that most have."""
-    keys = [tuple(call.key for call in one.calls) for one in made]
+    keys = [tuple((*call.key, call.kernel) for call in one.calls) for one in made]
     usual, count = Counter(keys).most_common(1)[0]
     for one, key in zip(made, keys, strict=True):
         if key == usual:
@@ -547,6 +616,12 @@ def measure(found: Recorded, plan: Plan | None = None) -> Measured:
     notes = [f"{count:,} {why}" for why, count in found.dropped.items()]
     on_host = not len(found.device)
     work, calls, idle = (_on_host if on_host else _on_device)(found, notes)
+    if plan is None:
+        if lost := [call for call in calls if not call.kernel and not call.moves_nothing]:
+            notes.append(
+                f"{len(lost):,} calls have no kernel and are left out, the first of them {lost[0]}"
+            )
+        calls = [call for call in calls if call.kernel]
     made = _iterations(found, work, calls, idle)
     if not made:
         raise PrismError(
@@ -563,7 +638,7 @@ def measure(found: Recorded, plan: Plan | None = None) -> Measured:
     else:
         tokens = _tokens(kept)
     slots = 1 + max((token.of for token in tokens if token.kind == "segment"), default=0)
-    segments = np.stack([one.measure(tokens, slots) for one in kept])
+    segments, busy = np.stack([one.measure(tokens, slots) for one in kept], axis=1)
     if (segments < 0).any():
         raise PrismError(f"{found.path} has times that run backwards", fix="profile it again")
     times = np.array([[(c.start, c.end) for c in one.calls] for one in kept], dtype=np.int64)
@@ -574,6 +649,7 @@ def measure(found: Recorded, plan: Plan | None = None) -> Measured:
         kept[0].calls,
         tokens,
         segments,
+        busy,
         times[:, :, 0],
         times[:, :, 1],
         np.array([one.end - one.begin for one in kept], dtype=np.int64),

@@ -424,6 +424,8 @@ def _groups(found: Imported) -> list[GroupTime]:
         meets = found.graph.matched_calls.of[int(found.graph.classes.of[program.rank])]
         took = (one.done - one.begun)[found.rows(index)].astype(float)
         for k, op in enumerate(found.call_op[index].tolist()):
+            if not one.calls[k].kernel:
+                continue
             key = program.strings[program.ops["group"][op]], one.calls[k].op
             skew = found.skew[index][:, k]
             rows[key].append((float((took[:, k] - skew).mean()), float(skew.mean())))

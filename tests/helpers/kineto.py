@@ -50,7 +50,8 @@ class Trace:
             "kernel", name, start, end - start, stream, stream=stream, correlation=self.number
         )
 
-    def call(self, launched, start, end, op="allreduce", group="0", sizes=(1024, 1024), **more):
+    def bare(self, launched, op="allreduce", group="0", sizes=(1024, 1024), **more):
+        """A call as the host sees it; no kernel."""
         desc, ranks = self.groups[group]
         self._add(
             "cpu_op",
@@ -70,7 +71,18 @@ class Trace:
                 **more,
             },
         )
+
+    def call(self, launched, start, end, op="allreduce", **more):
+        self.bare(launched, op, **more)
         self.kernel(launched, start, end, "ncclDevKernel_AllReduce_Sum", 20)
+
+    def messages(self, launched, start, end, ops, **more):
+        """A batch of messages, which have one kernel."""
+        for number, op in enumerate(ops):
+            self.bare(launched + 5 * number, op, **more)
+        launched += 5 * len(ops)
+        self._add("user_annotation", "nccl:coalesced", launched - 1, 4, 1)
+        self.kernel(launched, start, end, "ncclDevKernel_SendRecv", 20)
 
     def write(self, folder):
         rank = self.head["distributedInfo"]["rank"]
