@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +37,15 @@ class Row:
         if self.bound is None:
             return True
         return self.measured >= self.bound if self.at_least else self.measured <= self.bound
+
+
+def child(code: str, *words: object, env: Mapping[str, str] | None = None) -> Any:
+    """What ``code`` prints last, as JSON, in a Python of its own."""
+    argv = [sys.executable, "-W", "ignore", "-c", code, *map(str, words)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env)
+    if done.returncode:
+        raise SystemExit(done.stderr[-1500:])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def machine() -> str:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import megatron_prism as prism
-from benchmarks.report import ROOT, commit, machine
-from benchmarks.speed.world_graph import capture
+from benchmarks.report import RESULTS, commit, machine
+from benchmarks.speed.worlds import capture
 
-RESULT = ROOT / "benchmarks" / "results" / "published_h100.json"
+RESULT = RESULTS / "published_h100.json"
 MACHINE = "h100"
 SCALING = "Megatron-LM README, weak scaling, Megatron-Core r0.8.0 (images/model_table.png)"
 MIXTRAL = "Megatron-LM megatron/core/transformer/moe/README.md @core_r0.16: 468 TFLOPS, MCore v0.9"

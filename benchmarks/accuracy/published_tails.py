@@ -3,7 +3,7 @@
 ``python -m benchmarks.accuracy.published_tails [--keep DIR]``
 
 Two jobs, captured on the meta tier (``--keep``: or taken from there): the 8,192-rank dense job of
-``world_graph.py`` (pp 16) and the main job (Llama-3-70B, 1,024 GPUs, pp 4).  Durations are roofline
+``worlds.py`` (pp 16) and the main job (Llama-3-70B, 1,024 GPUs, pp 4).  Durations are roofline
 figures, spreads the shipped ones.  None of the publications says how slow the slow GPU or node was,
 nor the jobs: so what is asked is which slowness gives their figure here.
 """
@@ -11,7 +11,6 @@ nor the jobs: so what is asked is which slowness gives their figure here.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -20,19 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 import megatron_prism as prism
-from benchmarks.speed.world_graph import JOBS, capture
-from megatron_prism.core.program import Programs
+from benchmarks.speed.worlds import JOBS, capture, larger
 
 MAIN = "llama3-70b_1024gpu_tp8pp4vp5_h200"
 FACTORS = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0, 3.0)
 SPREADS = ("prism_v2_low", "public", "prism_v2_high")
 GPUS = 8
-
-
-def larger(made: Programs, size: int) -> Programs:
-    """The same programs in a world of ``size`` ranks: sizes of calls as captured."""
-    world = dataclasses.replace(made.world, size=size)
-    return dataclasses.replace(made, world=world, program_of=world._along("pp", np.arange(size)))
 
 
 def between(values: list[float], low: float, high: float) -> str:

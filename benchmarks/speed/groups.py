@@ -8,11 +8,8 @@ only ever adds).  ``--compare`` also measures without our patches: every rank wa
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 
-from benchmarks.report import ROOT, Row, finish
+from benchmarks.report import Row, child, finish
 
 SIZES = {"tp": 8, "pp": 16, "cp": 2, "ep": 8}
 BOUNDS = {8_192: 0.1, 65_536: 1.0}  # seconds
@@ -63,18 +60,6 @@ print(json.dumps(result))
 """
 
 
-def measure(size: int, with_patches: bool) -> dict[str, float]:
-    """Figures of one fresh process."""
-    child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, str(size), str(int(with_patches))],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(child.stdout.splitlines()[-1])
-
-
 def main() -> None:
     """Measure, print, exit 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -83,14 +68,14 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for size in (1_024, 8_192, 65_536):
-        runs = [measure(size, with_patches=True) for _ in range(args.rounds)]
+        runs = [child(CHILD, size, 1) for _ in range(args.rounds)]
         seconds = min(run["seconds"] for run in runs)
         rows.append(Row(f"{size:,} ranks: time", seconds, "s", BOUNDS.get(size)))
         for key, name in (("megabytes", "memory kept"), ("peak_megabytes", "memory, peak")):
             most = min(run[key] for run in runs)
             rows.append(Row(f"{size:,} ranks: {name}", most, "MB", MEMORY))
         if args.compare:
-            plain = measure(size, with_patches=False)
+            plain = child(CHILD, size, 0)
             rows.append(Row(f"{size:,} ranks without our patches: time", plain["seconds"], "s"))
             rows.append(
                 Row(f"{size:,} ranks without our patches: peak", plain["peak_megabytes"], "MB")

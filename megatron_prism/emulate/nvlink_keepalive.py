@@ -4,9 +4,9 @@ A link that has carried nothing for 50 ms falls asleep (``nvidia-smi nvlink -gLo
 and leaves its power to the rest of the GPU.  A rank alone sends nothing to anybody, so a GPU at its
 power limit runs faster alone: 1,875 MHz instead of the job's 1,792, and 2.0 % less time for the
 same iteration, of which a process beside it that copied to the neighbour gave back 1.2 (tp 2 on
-2 x H200, 2026-11-22, ``benchmarks/tools/link_traffic.py``).  Here a word goes to another GPU of
-this host whenever the rank has made calls to others, if one is visible: between the calls of a
-pipeline's stage, or of data parallelism, links sleep in the job, too, and another process of this
+2 x H200, 2026-11-22, ``benchmarks/results/h200_x2_mirrors.json``).  Here a word goes to another
+GPU of this host whenever the rank has made calls to others, if one is visible: between the calls of
+a pipeline's stage, or of data parallelism, links sleep in the job, too, and another process of this
 GPU would be interrupted by each word.  After
 a second of nearly nothing but calls, as of tensor parallelism, words go on for a while: the host is
 through before its device is.  Whether links sleep nobody looks.

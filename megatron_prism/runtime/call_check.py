@@ -114,8 +114,8 @@ def gloo_does(mine: Op, theirs: Op | None, sends: bool | None = None) -> str:
     sends : of a broadcast, whether this side is the root; None: neither or unknown
 
     It moves bytes and compares nothing; a process into whose buffer more comes than it has room for
-    is aborted.  Measured between two processes (torch 2.13, 2026-11-21; benchmarks/gloo_mismatch):
-    other dtypes of as many bytes and other reductions pass, messages and broadcasts also where the
+    is aborted.  Measured between two processes (torch 2.13; benchmarks/tools/mismatch.py): other
+    dtypes of as many bytes and other reductions pass, messages and broadcasts also where the
     receiver has more room than it needs; other sizes abort; other operations and roots hang.
     """
     if theirs is None:
