@@ -109,6 +109,7 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-fault-seed",
         "--prism-fault-truth",
         "--prism-force",
+        "--prism-gpus-per-node",
         "--prism-iteration",
         "--prism-memory-snapshot",
         "--prism-mismatch",

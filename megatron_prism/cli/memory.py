@@ -392,6 +392,7 @@ def _bytes(num_bytes: int | None) -> str:
 
 
 def _overview(made: Baseline) -> None:
+    console().print(made.job["world"])
     rows = [
         (name, f"{one['count']:,}", units.format_bytes(one["peak_allocated"]),
          units.format_bytes(one["peak_reserved"]), _bytes(one.get("nccl")),
@@ -404,7 +405,7 @@ def _overview(made: Baseline) -> None:
         least, most = one.get("nccl_between") or (0, 0)
         if least < most:
             print(f"{name}: NCCL {units.format_bytes(least)} to {units.format_bytes(most)}, "
-                  "estimated: connections between hosts of 8 GPUs")  # fmt: skip
+                  "estimated: connections between hosts")  # fmt: skip
         if drawn := one.get("drawn"):
             print(_drawn(name, drawn))
     for level, source in made.provenance.items():

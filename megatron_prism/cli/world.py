@@ -25,8 +25,8 @@ def world(args: argparse.Namespace) -> int:
     prism world size=8192 tp=8 pp=16 rank=1000
     prism world llama3-70b_1024gpu_tp8pp4vp5_h200 rank=pp=3,tp=0
 
-    Sizes are size, tp, cp, pp, ep, etp, vpp and order; size may be left out.  rank is a rank or a
-    selector; megatron=0.19 lists the groups of that release (0.16 by default).
+    Sizes are size, tp, cp, pp, ep, etp, vpp, gpus_per_node and order; size may be left out.  rank
+    is a rank or a selector; megatron=0.19 lists the groups of that release (0.16 by default).
     """
     names: list[str] = []
     sizes = arguments.read(args.settings, _KEYS, "world", names=names)
@@ -71,7 +71,7 @@ def _release(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-_SIZES = ("size", "tp", "cp", "pp", "ep", "etp", "vpp")
+_SIZES = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "gpus_per_node")
 _KEYS: dict[str, arguments.Reader] = {
     **dict.fromkeys(_SIZES, _size),
     "order": str,
@@ -89,9 +89,8 @@ def _world(names: Sequence[str], values: dict[str, Any]) -> World:
     for name in names:
         from megatron_prism.core import recipe
 
-        p = recipe.load(name).parallel
-        found = {key: getattr(p, key) for key in (*_SIZES[1:], "order")}
-        values = {**found, "size": p.world_size, **values}
+        job = recipe.load(name).world
+        values = {**{key: getattr(job, key) for key in (*_SIZES, "order")}, **values}
     parts = {key: values[key] for key in ("tp", "cp", "pp", "ep", "etp") if key in values}
     size = values.pop("size", None) or implied_size(**parts)
     if size > MOST_RANKS:

@@ -469,6 +469,7 @@ class _WorldHead(msgspec.Struct, forbid_unknown_fields=True):
     etp: int | None = None
     vpp: int | None = None
     order: str = World.order
+    gpus_per_node: int | None = None
 
 
 class _Head(msgspec.Struct):

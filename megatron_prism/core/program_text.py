@@ -41,7 +41,7 @@ VERSION = 1
 TIMES = ("ns", "host", "lead", "products")  # fields with a unit of time
 _DEFAULT = {f.name: f.default for f in fields(Op)}
 _NUMBERS = ("reduce", "peer", "root", "handle", "batch", "kernels", "flops", "stream", "shape")
-_WORLD = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
+_WORLD = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order", "gpus_per_node")
 
 
 def dump(programs: Programs) -> str:

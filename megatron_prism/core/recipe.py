@@ -567,10 +567,12 @@ class Prism:
 class Hardware:
     """What the job is meant for: the GPU of a machine that prism replay knows (H200), whose times
     its ops get; another one, for which prism replay asks; CPU or nothing: the default machine.
-    ``network``: between its nodes, as ``network=`` of prism replay, which has the last word."""
+    ``network``: between its nodes, as ``network=`` of prism replay, which has the last word.
+    ``gpus_per_node``: ranks on each host; None: as many as the machine has."""
 
     name: str = ""
     network: str = ""
+    gpus_per_node: int | None = None
 
 
 @dataclass
@@ -591,7 +593,8 @@ class Recipe:
     def world(self) -> World:
         """The job's ranks.  WorldError when the sizes do not fit."""
         p = self.parallel
-        return World(p.world_size, p.tp, p.cp, p.pp, p.ep, p.etp, p.vpp, p.order)
+        node = self.hardware.gpus_per_node
+        return World(p.world_size, p.tp, p.cp, p.pp, p.ep, p.etp, p.vpp, p.order, node)
 
     @property
     def num_microbatches(self) -> int:

@@ -298,6 +298,8 @@ class World:
     cp    : context parallel size              order: fastest axis first, as in Megatron
     pp    : pipeline parallel size (stages)
     ep    : expert parallel size
+    gpus_per_node: ranks that the launcher starts on each of several hosts, which they fill in
+                   their order; None: not known, as of a job on one host
 
     Raises WorldError, showing the arithmetic, when the sizes do not fit.
     """
@@ -310,6 +312,7 @@ class World:
     etp: int | None = None
     vpp: int | None = None
     order: str = DEFAULT_ORDER
+    gpus_per_node: int | None = None
     _grids: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = field(
         init=False, repr=False, compare=False, hash=False
     )
@@ -359,9 +362,10 @@ class World:
         return self.vpp or 1
 
     def same_places(self, other: World) -> bool:
-        """Whether every rank has the same place in both, whatever chunks their stages have."""
-        return replace(self, vpp=None) == replace(other, vpp=None)
-
+        """Whether every rank has the same coordinates in both, whatever chunks its stage and ranks its
+        node have."""
+        a, b = (replace(one, vpp=None, gpus_per_node=None) for one in (self, other))
+        return a == b
     def axis_sizes(self) -> dict[str, int]:
         """Size of every coordinate, in the order of ``Coordinates``."""
         return {axis: getattr(self, axis) for axis in AXES}
@@ -373,6 +377,8 @@ class World:
             text += f", vpp {self.vpp}"
         if self.ep > 1 or self.etp != self.tp:
             text += f"; experts etp {self.etp} x ep {self.ep} x edp {self.edp} x pp {self.pp}"
+        if self.gpus_per_node is not None:
+            text += f"; nodes of {self.gpus_per_node}"
         return text
 
     # -- ranks and coordinates
@@ -509,9 +515,9 @@ MOST_LAYERS, MOST_EXPERTS, MOST_MICROBATCHES = 1 << 12, 1 << 16, 1 << 16
 
 def _check_sizes(world: World) -> None:
     """WorldError unless all sizes are whole numbers >= 1 and both grids divide the world."""
-    for name in ("size", "tp", "cp", "pp", "ep", "etp", "vpp"):
+    for name in ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "gpus_per_node"):
         value = getattr(world, name)
-        if name == "vpp" and value is None:
+        if name in ("vpp", "gpus_per_node") and value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise WorldError(

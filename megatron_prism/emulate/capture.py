@@ -189,7 +189,9 @@ class StockCapture(TrainingListener):
                 raise UsageError(f"--prism-capture: {error.message}", fix=fix) from error
 
     def world_known(self, world: World) -> None:
-        self.store.world, self.store.parsed = world, True
+        node = self.store.world.gpus_per_node  # the launcher's, which no argument says
+        self.store.world = dataclasses.replace(world, gpus_per_node=node)
+        self.store.parsed = True
         self._compare()
 
     def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:

@@ -83,8 +83,9 @@ def script_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
             if there is one, the script and its arguments; ``--`` may stand before the launcher.
 
     Returns:
-        (flags of ours, with the size of the world that the launcher would start unless they say it;
-        the script and its arguments, none if there is no script).
+        (flags of ours, with the size of the world that the launcher would start, and of its nodes
+        where there are several, unless they say it; the script and its arguments, none if there is
+        no script).
     """
     at = next(
         (i for i, word in enumerate(words)
@@ -97,8 +98,11 @@ def script_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
         return ours, rest
     script = next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))
     nodes, each = (_launched(rest[:script], option) for option in (_NODES, _EACH))
-    if each and not any(word.partition("=")[0] == "--prism-world-size" for word in words):
+    said = {word.partition("=")[0] for word in words}
+    if each and "--prism-world-size" not in said:
         ours += ["--prism-world-size", str((nodes or 1) * each)]
+    if each and nodes > 1 and "--prism-gpus-per-node" not in said:
+        ours += ["--prism-gpus-per-node", str(each)]
     return ours, rest[script:]
 
 

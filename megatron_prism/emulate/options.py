@@ -22,7 +22,7 @@ from megatron_prism.core.errors import UsageError, WorldError, did_you_mean, ref
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
-from megatron_prism.emulate.launchers import number_in, processes
+from megatron_prism.emulate.launchers import number_in, processes, processes_here
 from megatron_prism.hang.fault_plan import Fault, load_plan, parse
 
 __all__ = [
@@ -65,8 +65,11 @@ def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: boo
         size = implied_size(**sizes)
         while size < k:  # more processes than the smallest world: add data-parallel replicas
             size += implied_size(**sizes)
+    order, node = _ORDERS[args.use_tp_pp_dp_mapping], args.prism_gpus_per_node
+    if node is None and k == size and processes_here(env, k) < k:  # this is the job itself
+        node = processes_here(env, k)
     try:
-        return World(size=size, order=_ORDERS[args.use_tp_pp_dp_mapping], **sizes)
+        return World(size=size, order=order, gpus_per_node=node, **sizes)
     except WorldError as error:
         raise WorldError(error.message, fix=_in_flags(error.fix)) from None
 
@@ -98,7 +101,8 @@ def _captured_separately(args: argparse.Namespace, k: int) -> bool:
 
 def _in_flags(fix: str | None) -> str | None:
     """``size=56`` of a World's fix as the flag that says it."""
-    names = {name: flag for flag, name in SIZES.items()} | {"size": "--prism-world-size"}
+    names = {name: flag for flag, name in SIZES.items()}
+    names |= {"size": "--prism-world-size", "gpus_per_node": "--prism-gpus-per-node"}
     pattern = rf"\b({'|'.join(names)})=(?=\d)"
     return fix and re.sub(pattern, lambda found: f"{names[found[1]]}=", fix)
 
@@ -337,6 +341,12 @@ FLAGS: dict[str, dict[str, Any]] = {
         "type": int,
         "metavar": "W",
         "help": "ranks of the target job (default: WORLD_SIZE, or what the parallel sizes imply)",
+    },
+    "--prism-gpus-per-node": {
+        "type": int,
+        "metavar": "N",
+        "help": "ranks on each host of the target job (default: --nproc-per-node of torchrun on "
+        "several nodes; else what the machine of a replay has)",
     },
     "--prism-ranks": {
         "metavar": "SEL",

@@ -45,7 +45,7 @@ __all__ = [
 FOLDER = Path(__file__).with_name("device_memory")
 PAGE = 2 << 20
 _WAYS = frozenset({"out", "in"})
-_HOST = 8  # GPUs
+_HOST = 8  # GPUs, where the world does not say it
 _HOST_PEERS = _HOST - 1  # of a rank
 
 
@@ -347,7 +347,8 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     ops = program.ops
     used = ConnectedCommunicators()
     everyone = range(programs.world.size)
-    used.add(WORLD_GROUP, len(everyone), "barrier", 0, local=_on_host(everyone, rank))
+    host = programs.world.gpus_per_node or _HOST
+    used.add(WORLD_GROUP, len(everyone), "barrier", 0, local=_on_host(everyone, rank, host))
     groups: dict[str, Sequence[int]] = {WORLD_GROUP: everyone}
     calls = ops[(ops["name"] >= CODE["mark"] + 1) & (ops["group"] != 0)]
     columns = [calls[key].tolist() for key in ("name", "group", "peer", "dtype", "num_in")]
@@ -365,14 +366,15 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
             num_bytes = num_in * int(ITEM_SIZE[dtype])
             if distance and not batched:  # they have a communicator of their own
                 members = (rank, members[(members.index(rank) + distance) % size])
-            local = _on_host(members, rank)
+            local = _on_host(members, rank, host)
             used.add(group, size, NAMES[code], num_bytes, distance, batched, local)
     return used.all()
 
 
-def _on_host(members: Sequence[int], rank: int) -> int:
-    """How many of them are on the host of ``rank``, where ranks fill hosts in their order."""
-    return sum(member // _HOST == rank // _HOST for member in members)
+def _on_host(members: Sequence[int], rank: int, host: int) -> int:
+    """How many of them are on the host of ``rank``, where ranks fill hosts of ``host`` in their
+    order."""
+    return sum(member // host == rank // host for member in members)
 
 
 def _members(programs: Programs, group: str, rank: int) -> Sequence[int]:

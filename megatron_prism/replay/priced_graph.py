@@ -42,7 +42,13 @@ from megatron_prism.replay.costs.host import (
     indices_of,
     with_modelled_host,
 )
-from megatron_prism.replay.costs.machine import Machine, default_machine, machines, named_in
+from megatron_prism.replay.costs.machine import (
+    Machine,
+    default_machine,
+    machines,
+    named_in,
+    with_nodes_of,
+)
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
 from megatron_prism.replay.network import ports, read_topology, replay_network
@@ -170,6 +176,7 @@ def price(
     here = own if isinstance(own, Machine) else read_machine(own)
     moved = what_if.moved
     there = here if moved is None else moved if isinstance(moved, Machine) else read_machine(moved)
+    here, there = (with_nodes_of(one, programs.world) for one in (here, there))
     measured = calibration
     if measured is not None and not isinstance(measured, Calibration):
         measured = read_calibration(measured)

@@ -50,7 +50,11 @@ AXES = {  # short name -> key of a recipe
 }
 MOST = 20_000  # points that are enumerated
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
-_NODE = 8  # GPUs: tp beyond a node is nothing that auto tries
+_NODE = 8  # GPUs, where the job does not say it: tp beyond a node is nothing that auto tries
+_OURS = {  # key of a recipe -> flag of ours, which no argument of the script says
+    "parallel.world_size": "--prism-world-size",
+    "hardware.gpus_per_node": "--prism-gpus-per-node",
+}
 Value = int | float | str | bool | None
 
 
@@ -198,12 +202,12 @@ def _auto(axis: str, job: Job) -> tuple[Value, ...]:
     if not size and axis not in ("ep", "recompute"):  # without experts ep is 1
         option = option_of(decides[axis])
         raise UsageError(f"{axis}=auto: the command line has no {option}", fix=f"{axis}=1,2,4")
-    powers = [1 << n for n in range(11)]
+    powers, node = [1 << n for n in range(11)], _size(job, "hardware.gpus_per_node") or _NODE
     found: dict[str, list[Value]] = {
-        "tp": [n for n in powers if n <= _NODE and size % n == 0],
+        "tp": [n for n in powers if n <= node and size % n == 0],
         "pp": [n for n in range(1, size + 1) if size % n == world % n == 0],
         "vpp": [n for n in range(1, size + 1) if size % n == 0],
-        "cp": [n for n in powers if n <= _NODE and size % (2 * n) == 0],
+        "cp": [n for n in powers if n <= node and size % (2 * n) == 0],
         "ep": [n for n in range(1, (size or 1) + 1) if (size or 1) % n == 0],
         "micro_batch_size": [n for n in powers[:4] if size % n == 0],
         "recompute": [None, "selective", "full"],
@@ -218,8 +222,8 @@ def _size(job: Job, key: str) -> int:
         return 0
     if isinstance(job, Recipe):
         return getattr(getattr(job, section), name) or 0
-    if key == "parallel.world_size":
-        return size_of(job.ours, "--prism-world-size", 0)
+    if key in _OURS:
+        return size_of(job.ours, _OURS[key], 0)
     return size_of(job.words, option_of(key), 0)
 
 

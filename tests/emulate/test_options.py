@@ -17,6 +17,7 @@ from megatron_prism.emulate.session import Session
 
 SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
 WORLD_OF_2 = "--prism-world-size 2"
+FOUR_OF_8 = "--prism-world-size 32 --prism-gpus-per-node 8"
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
 
 
@@ -54,8 +55,10 @@ def test_chunks_are_those_of_the_parsed_arguments(parsed, vpp, order):
     [
         ("--prism-tier meta -- a.py --lr 1", "--prism-tier meta", "a.py --lr 1"),
         ("a.py x.py", "", "a.py x.py"),
-        ("torchrun --nnodes 4 --nproc-per-node=8 a.py -- b", "--prism-world-size 32", "a.py -- b"),
-        ("-- /bin/torchrun --nnodes=1:4 --nproc_per_node 8 a.py", "--prism-world-size 32", "a.py"),
+        ("torchrun --nnodes 4 --nproc-per-node=8 a.py -- b", FOUR_OF_8, "a.py -- b"),
+        ("-- /bin/torchrun --nnodes=1:4 --nproc_per_node 8 a.py", FOUR_OF_8, "a.py"),
+        ("--prism-gpus-per-node 4 torchrun --nnodes 2 --nproc-per-node 8 a.py",
+         "--prism-gpus-per-node 4 --prism-world-size 16", "a.py"),
         ("--prism-world-size 9 torchrun --nproc-per-node 8 a.py", "--prism-world-size 9", "a.py"),
         ("torchrun --nproc-per-node gpu a.py", "", "a.py"),
         ("-- python3 -m torch.distributed.run --nproc-per-node 2 a.py", WORLD_OF_2, "a.py"),

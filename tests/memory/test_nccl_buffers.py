@@ -99,12 +99,17 @@ def test_between_hosts_the_source_leaves_two_ends(calibration):
         calibration.nccl([Communicator("a", 4)]), 128 * MIB)  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "local"), [(16, 1), (8, 2)])
-def test_ranks_fill_hosts_in_their_order(size, local):
+@pytest.mark.parametrize(
+    ("size", "host", "local", "of_all"),
+    [("16", "", 1, 8), ("8", "", 2, 8), ("8", " gpus_per_node=2", 1, 2)],
+)
+def test_ranks_fill_hosts_in_their_order(size, host, local, of_all):
     send = "0F0  send PIPELINE_MODEL_PARALLEL_GROUP bf16 in=1024 peer=1 batch=0"
-    program = f"prism-program 1\nworld size={size} pp=2\nprogram ranks=0-{size - 1}\n{send}\n"
+    program = (
+        f"prism-program 1\nworld size={size} pp=2{host}\nprogram ranks=0-{int(size) - 1}\n{send}\n"
+    )
     found = {one.group: one.local for one in used_by(parse(program), 0)}
-    assert found == {"default_pg": 8, "PIPELINE_MODEL_PARALLEL_GROUP": local}
+    assert found == {"default_pg": of_all, "PIPELINE_MODEL_PARALLEL_GROUP": local}
 
 
 def test_what_a_program_uses():

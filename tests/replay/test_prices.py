@@ -8,10 +8,16 @@ import pytest
 from megatron_prism.cli import main as cli
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.program_text import dump, parse
+from megatron_prism.core.world import World
 from megatron_prism.replay.costs.collectives import read_calibration
-from megatron_prism.replay.costs.machine import default_machine, machine, machines
-from megatron_prism.replay.priced_graph import price
+from megatron_prism.replay.costs.machine import (
+    default_machine,
+    machine,
+    machines,
+    with_nodes_of,
+)
+from megatron_prism.replay.priced_graph import WhatIf, price, replay
 
 GOOD = json.loads(machines()["h200"].read_text(encoding="utf-8"))
 
@@ -67,6 +73,35 @@ def test_a_machine_without_a_network_holds_one_node(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "16 ranks need 2 nodes" in said
     assert "it holds 8 ranks" in said
+
+
+NODES = """prism-program 1
+world size=8 tp=4{node}
+program ranks=0-7
+0F0 all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=1048576 reduce=sum
+"""
+
+
+def test_the_launcher_says_how_large_nodes_are_and_the_machine_where_it_does_not(tmp_path):
+    path = tmp_path / "h100_2.json"
+    given = json.loads(machines()["h100"].read_text())
+    path.write_text(json.dumps({**given, "gpus_per_node": 2}))
+    apart, unsaid = parse(NODES.format(node=" gpus_per_node=2")), parse(NODES.format(node=""))
+    assert parse(dump(apart)).world == apart.world
+    together, of_two = replay(unsaid, machine="h100"), replay(unsaid, machine=path)
+    assert together.iteration_ns < of_two.iteration_ns
+    for asked in ({"machine": "h100"}, {"machine": path}, {"machine": "h200", "moved": "h100"}):
+        what_if = WhatIf(moved=asked.pop("moved", None))
+        found = replay(apart, what_if=what_if, **asked)
+        assert found.iteration_ns == of_two.iteration_ns
+        assert found.to_text().startswith("8 ranks = tp 4 x cp 1 x dp 2 x pp 1; nodes of 2\n")
+
+
+@pytest.mark.parametrize(("ranks", "joined"), [(None, 72), (4, 72), (8, 72), (2, 36)])
+def test_nvlink_joins_as_many_hosts_whatever_ranks_they_have(ranks, joined):
+    of_nvl72 = with_nodes_of(machine("gb200_nvl72"), World(288, gpus_per_node=ranks))
+    assert of_nvl72.gpus_per_node == joined
+    assert with_nodes_of(of_nvl72, World(288, gpus_per_node=ranks)) == of_nvl72
 
 
 def row(**more):

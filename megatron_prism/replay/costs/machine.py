@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -15,8 +15,9 @@ import msgspec
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.world import World
 
-__all__ = ["Machine", "default_machine", "machine", "machines", "named_in", "read"]
+__all__ = ["Machine", "default_machine", "machine", "machines", "named_in", "read", "with_nodes_of"]
 
 
 T = TypeVar("T")
@@ -48,7 +49,8 @@ RateOrNone = Annotated[float, msgspec.Meta(ge=0, lt=1e30)]  # 0: there is none
 class Machine:
     """One kind of node and the network between nodes.
 
-    gpus_per_node   : ranks 0 … n-1 are on the first node, and so on; a node is what NVLink joins
+    gpus_per_node   : ranks 0 … n-1 are on the first node, and so on; a node is what NVLink joins;
+                      of a job whose slices say how many ranks a host has: ``with_nodes_of``
     generation      : of the GPU, for NCCL's limits: volta, ampere, hopper, blackwell
     link            : between GPUs of a node: nvlink or pcie
     flops           : dtype -> dense matrix flops per second that large products reach; fused
@@ -68,6 +70,7 @@ class Machine:
     leaf_nodes      : nodes below a leaf switch of the network; 0 if nobody said
     device_memory   : bytes that the driver says a GPU has (torch.cuda.mem_get_info's total); 0 if
                       nobody said
+    gpus_per_host   : where NVLink joins several hosts: GPUs of one; 0: a node is one host
     ops             : its table of measured kernels (``kernels``), a name or a file; "" if none
     """
 
@@ -89,6 +92,7 @@ class Machine:
     oversubscription: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     leaf_nodes: foreign.Natural = 0
     device_memory: foreign.Natural = 0
+    gpus_per_host: foreign.Natural = 0
 
 
 def machines() -> dict[str, Path]:
@@ -102,6 +106,20 @@ def machine(name: str | os.PathLike[str]) -> Machine:
     if "bf16" not in found.flops:
         raise UsageError(f"machine {name}: flops has no bf16", fix='"flops": {"bf16": 6e14}')
     return found
+
+
+def with_nodes_of(found: Machine, world: World) -> Machine:
+    """The machine with nodes of as many ranks as the launcher of ``world`` starts on each; NVLink
+    joins as many hosts as before, and none of these gets more ranks than it has GPUs."""
+    ranks, host = world.gpus_per_node, found.gpus_per_host
+    if ranks is None:
+        return found
+    if host:
+        ranks = min(ranks, host)
+        return replace(
+            found, gpus_per_node=found.gpus_per_node // host * ranks, gpus_per_host=ranks
+        )
+    return replace(found, gpus_per_node=ranks)
 
 
 def named_in(text: str) -> str | None:
