@@ -362,8 +362,8 @@ class World:
         return self.vpp or 1
 
     def same_places(self, other: World) -> bool:
-        """Whether every rank has the same coordinates in both, whatever chunks its stage and ranks its
-        node have."""
+        """Whether every rank has the same coordinates in both, whatever chunks stages and ranks
+        nodes have."""
         a, b = (replace(one, vpp=None, gpus_per_node=None) for one in (self, other))
         return a == b
     def axis_sizes(self) -> dict[str, int]:
