@@ -366,6 +366,7 @@ class World:
         nodes have."""
         a, b = (replace(one, vpp=None, gpus_per_node=None) for one in (self, other))
         return a == b
+
     def axis_sizes(self) -> dict[str, int]:
         """Size of every coordinate, in the order of ``Coordinates``."""
         return {axis: getattr(self, axis) for axis in AXES}
