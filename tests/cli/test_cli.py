@@ -11,7 +11,6 @@ import pytest
 
 from megatron_prism.cli import main as cli
 from megatron_prism.cli import output
-from megatron_prism.core.recipe import shipped
 
 
 def run(*words, capsys):
@@ -111,13 +110,6 @@ def test_completion_knows_commands_and_options(capsys):
     assert done.stdout.split() == ["--against", "meta"]
 
 
-def test_recipes_lists_them(capsys):
-    status, out, _ = run("recipes", capsys=capsys)
-    assert status == 0
-    assert all(name in out for name in shipped())
-    assert list(json.loads(run("recipes", "--json", capsys=capsys)[1])) == list(shipped())
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -153,14 +145,6 @@ def test_bad_usage_is_status_2_with_a_fix_and_nothing_on_stdout(words, says, cap
     assert err.startswith("prism: error: ")
     assert says in err
     assert "fix: " in err
-
-
-def test_a_taken_artefact_folder_is_refused_before_the_work(tmp_path, capsys):
-    (tmp_path / "mine.txt").write_text("mine")
-    status, out, err = run("emulate", "tiny-gpt_1cpu", "-o", str(tmp_path), capsys=capsys)
-    assert (status, out) == (2, "")
-    assert "exists already" in err
-    assert "--force" in err
 
 
 def test_options_and_settings_in_any_order(monkeypatch):

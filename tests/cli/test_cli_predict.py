@@ -26,15 +26,6 @@ def world(tmp_path):
     return str(path)
 
 
-def test_the_page(world, capsys):
-    assert cli.main(["predict", world, "seed=1"]) == 0
-    out = capsys.readouterr().out
-    assert "p95" in out
-    assert "what moves p95" in out
-    assert "one GPU of class 0 takes 1.2 x as long" in out
-    assert "spreads: published ranges: assumed" in out
-
-
 def test_json_is_the_same_every_time(world, capsys):
     found = []
     for _ in range(2):

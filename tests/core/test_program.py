@@ -342,24 +342,6 @@ def test_a_newer_file_says_which_release_reads_it(tmp_path, monkeypatch):
         program.load(tmp_path / "x.prism")
 
 
-def test_a_file_of_format_1_is_read_without_notes(tmp_path):
-    made, path = parse(TEXT.replace(f' note="{NOTE}"', "")), tmp_path / "x.prism"
-    program.save(made, path)
-    with np.load(path) as stored:
-        arrays = dict(stored)
-    head = json.loads(arrays["head"].tobytes()) | {"format": 1}
-    arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
-    for i in range(2):
-        new = arrays[f"allocations{i}"]
-        old = np.empty(new.size, dtype=[("before", "i4"), ("storage", "i4"), ("bytes", "i8")])
-        for name in old.dtype.names:
-            old[name] = new[name]
-        arrays[f"allocations{i}"] = old
-    with path.open("wb") as file:
-        np.savez(file, **arrays)
-    assert program.load(path) == made
-
-
 def test_every_rank_needs_a_program():
     made = parse(TEXT)
     with pytest.raises(ProgramError, match="2 ranks need a program each, but 4"):

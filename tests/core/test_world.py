@@ -165,15 +165,6 @@ def test_a_group_that_megatron_does_not_make():
         World(8).group(0, "DP")
 
 
-def test_embedding_groups_are_the_ends_of_the_pipeline():
-    world = World(16, pp=4)
-    assert world.group(1, "EMBEDDING_GROUP") == (1, 13)
-    assert world.group(5, "EMBEDDING_GROUP") is None
-    assert world.group(13, "POSITION_EMBEDDING_GROUP") is None
-    assert World(2).group(1, "EMBEDDING_GROUP") == (1,)
-    assert "EMBEDDING_GROUP" not in world.groups(5)
-
-
 def test_gloo_twins_and_releases():
     world = World(8, tp=2)
     plain, later = world.groups(3, gloo=False), world.groups(3, megatron=(0, 19))
@@ -234,26 +225,6 @@ def test_orthogonal_rank_groups_equal_megatrons(parallel_state, data):
     ours = orthogonal_rank_groups(world, sizes, mask)
     assert ours == theirs
     assert all(type(rank) is int for group in ours for rank in group)
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("sizes", SWEEP, ids=IDS)
-def test_families_equal_rank_generator(parallel_state, sizes):
-    world = World(**sizes)
-    generators = {
-        "dense": parallel_state.RankGenerator(
-            tp=world.tp, ep=1, dp=world.dp, pp=world.pp, cp=world.cp, order=world.order
-        ),
-        "expert": parallel_state.RankGenerator(
-            tp=world.etp, ep=world.ep, dp=world.edp, pp=world.pp, cp=1, order=world.order
-        ),
-    }
-    for family in FAMILIES:
-        if family.pick == "all" and family.axes:
-            theirs = generators[family.grid].get_ranks("-".join(family.axes))
-            for members in theirs:
-                for rank in members:
-                    assert world.group(rank, family) == tuple(members)
 
 
 @pytest.mark.megatron

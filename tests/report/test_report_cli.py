@@ -55,16 +55,6 @@ def test_a_schedule_has_an_order_and_no_times(tmp_path, capsys):
         assert (status, "no segment says how long it takes" in err) == (0, warned)
 
 
-def test_json_has_the_same_numbers(world, capsys):
-    status, out, _ = run(world, "iterations=3", "--json", capsys=capsys)
-    found = json.loads(out)
-    assert status == 0
-    assert found["iterations"] == 3
-    assert found["iteration_ns"] == replayed(tiny(), 3).iteration_ns
-    assert found["tokens_per_s"]["value"] is None
-    assert found["classes"][0]["name"] == "stage 0"
-
-
 def test_files_are_written_and_never_overwritten(world, tmp_path, capsys):
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     words = (world, "--html", page, "--trace", trace)
