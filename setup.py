@@ -13,7 +13,6 @@ README = HERE / "README.md"
 TRAINING = [
     "six",
     "regex",
-    "pydantic>=2",
     "psutil",  # without it a job that saves waits for ever (0.16.1, torch_dist)
     'megatron-core[training]; python_version >= "3.12"',
 ]
@@ -54,6 +53,10 @@ setup(
         "msgspec>=0.19",  # checks foreign files against types; 0.4 MB, no dependencies
         "shtab>=1.7",  # prism completion; 14 kB, no dependencies
         "PyYAML>=6",  # OmegaConf's own parser, whose errors we explain
+        # its Python alone, 1.2 MB: without an extra the wheel brings no library and needs nothing.
+        # It imports pydantic (common/recipe/__init__.py) and does not ask for it.
+        "transformer-engine>=2.9",
+        "pydantic>=2",
     ],
     extras_require={
         "test": TEST,
@@ -62,7 +65,7 @@ setup(
         "sweep": ["ray[client]>=2.9", "optuna>=3"],  # prism sweep address=, trials=
         "debug": ["debugpy>=1.8"],
         "training": TRAINING,
-        "te": ["transformer-engine[pytorch]>=2.5"],
+        "te": ["transformer-engine[pytorch]>=2.9"],  # with its library, for a GPU
     },
     entry_points={
         "console_scripts": ["prism = megatron_prism.__main__:main"],

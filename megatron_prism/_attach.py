@@ -2,12 +2,16 @@
 
 The entry point group ``torch.backends`` makes torch import this module (off switch:
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).  Without a ``--prism-*`` argument and without ``PRISM_ARGS``
-it does nothing and imports nothing.  With one, it waits for the first ``import megatron`` or the
-first ``init_process_group``; a script that was told to emulate and ends without either fails.
+it imports nothing, and hides a Transformer Engine that has no library.  With one, it waits for the
+first ``import megatron`` or the first ``init_process_group``; a script that was told to emulate and
+ends without either fails.
 """
 
+import importlib.util
 import os
 import sys
+
+_ENGINE = "transformer_engine"
 
 
 def emulation_is_asked_for(argv: "list[str] | None" = None) -> bool:
@@ -20,8 +24,24 @@ def emulation_is_asked_for(argv: "list[str] | None" = None) -> bool:
     return bool(os.environ.get("PRISM_ARGS")) or any(ours)
 
 
+def hide_bare_engine() -> None:
+    """Have Transformer Engine's Python alone, which comes with us, look as if it were not there.
+
+    Without its compiled library it raises RuntimeError where Megatron expects an ImportError
+    (common/__init__.py, sanity_checks_for_pypi_installation @v2.20).  Emulation brings it back.
+    """
+    if _ENGINE in sys.modules or (spec := importlib.util.find_spec(_ENGINE)) is None:
+        return
+    folder = os.path.dirname(spec.origin or "")
+    places = (os.path.dirname(folder), folder, os.path.join(folder, "wheel_lib"))
+    names = (name for place in places if os.path.isdir(place) for name in os.listdir(place))
+    if not any(name.startswith(f"lib{_ENGINE}") for name in names):
+        sys.modules[_ENGINE] = None  # type: ignore[assignment]
+
+
 def autoload() -> None:
     """Called by torch; must be cheap and must never raise."""
+    hide_bare_engine()
     if not emulation_is_asked_for():
         return
     from megatron_prism.emulate import exit_status, import_hooks

@@ -53,6 +53,8 @@ PACKAGES = {
     "rich": ["cli/*", "report/*", "emulate/*"],
     "pytest": ["pytest_plugin.py"],
     "numba": ["replay/*"],
+    "triton": ["runtime/devices/triton.py"],
+    "transformer_engine_torch": ["runtime/te_kernels/*"],
     "debugpy": ["emulate/debugger.py"],
     "ray": ["sweep/evaluate.py"],
     "optuna": ["sweep/sweep.py"],

@@ -8,7 +8,6 @@ and their source is parsed.
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.metadata
 import importlib.util
 import re
@@ -26,6 +25,7 @@ __all__ = [
     "UNKNOWN",
     "Release",
     "engine_release",
+    "engine_version",
     "locate",
     "lookup",
     "megatron_release",
@@ -189,9 +189,17 @@ def engine_release(text: str) -> Release:
     return 2, int(found[1])
 
 
+def engine_version() -> str:
+    """The installed Transformer Engine, ``2.20.2``, its Python alone or whole; "" without one."""
+    try:
+        return importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def versions() -> dict[str, str]:
     """What besides Megatron decides the memory: torch, and Transformer Engine if it is there."""
     found = {"torch": importlib.metadata.version("torch")}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["transformer_engine"] = importlib.metadata.version("transformer-engine")
+    if version := engine_version():
+        found["transformer_engine"] = version
     return found

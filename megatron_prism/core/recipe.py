@@ -560,7 +560,7 @@ class Prism:
     out: str | None = None  # artefact folder
     # local: Megatron's own layers; local_flash: the same, on meta without the s x s scores
     transformer_impl: str = "transformer_engine"
-    te_version: str | None = None  # whose memory tier meta has; None: 2.17.1, of NVIDIA's container
+    te_version: str | None = None  # the Transformer Engine that tier meta must have; None: any
 
 
 @dataclass

@@ -360,7 +360,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--prism-te-version": {
         "metavar": "V",
-        "help": "tier meta: have the memory of Transformer Engine V (default 2.17.1)",
+        "help": "tier meta: refuse to run with another Transformer Engine than V",
     },
     "--prism-values": {
         "default": "mirror",

@@ -592,7 +592,8 @@ def start_world(run: Run, recipe: Recipe, session: Session) -> VirtualWorld:
 
 
 def _has_te() -> bool:
-    return "transformer_engine" in sys.modules or bool(find_spec("transformer_engine"))
+    there = sys.modules.get("transformer_engine") is not None
+    return there or bool(find_spec("transformer_engine"))
 
 
 # -- the model -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World
 from megatron_prism.emulate import exit_status, job_arguments
@@ -136,8 +137,7 @@ class Reporter(TrainingListener):
         """Peaks in bytes; None where this tier does not know them."""
         if self.tier.live is not None:
             found = self._modelled(self.tier.live)
-            engine = sys.modules.get("megatron_prism.runtime.te")
-            found["transformer_engine"] = (engine and engine.deciding_release()) or None
+            found["transformer_engine"] = _engine_of_memory()
             unknown = peaks.estimates(job_arguments.of_running_job())
             found["estimated"] = [asdict(estimate) for estimate in unknown]
             found["provenance"] = peaks.described(found["provenance"], unknown)
@@ -256,10 +256,7 @@ class Reporter(TrainingListener):
                 for one in memory.get("estimated", ())
             ]
             if release := memory.get("transformer_engine"):
-                lines.append(
-                    f"            as Transformer Engine {release} has it; --prism-te-version names "
-                    "another one"
-                )
+                lines.append(f"            as Transformer Engine {release} has it")
             if nccl := memory.get("nccl"):
                 used = format_bytes(memory["device_used"] - memory["nccl_reserve"])
                 lines.append(
@@ -307,6 +304,13 @@ class Reporter(TrainingListener):
             texts[options.ranks[process]] = received
         write_folder(out, options.force, {f"rank-{r:06d}.json": t for r, t in texts.items()})
         self._say(f"wrote {out} ({counted(len(texts), 'rank')})")
+
+
+def _engine_of_memory() -> str | None:
+    """The Transformer Engine whose memory this process has; None where the job has none."""
+    if (virtual := sys.modules.get("megatron_prism.runtime.te")) is not None:
+        return str(virtual.deciding_release()) or None
+    return engine_version() if sys.modules.get("transformer_engine") is not None else None
 
 
 def _paced(pacing: Json) -> list[str]:

@@ -12,5 +12,6 @@ listeners.py          interfaces of what follows the training and the calls
 recorder/             a running rank -> a program
 pacing/               virtual peers that take their time
 devices/              tiers: CUDA, CPU, and shapes without data (meta)
-te/                   Transformer Engine's modules as shapes and bytes
+te_kernels/           Transformer Engine's own Python, on kernels that only have shapes
+te/                   Transformer Engine's modules as values, for tier cpu
 """

@@ -256,16 +256,7 @@ def test_on_shapes_an_optimizer_that_is_loaded_has_states_before_the_first_itera
     assert (one.states, stub.states) == (made, 0)
 
 
-def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
-    class JITFunction:
-        __name__ = "rotate"
-
-        def run(self):
-            return 1
-
-    patching.apply("no-triton", SimpleNamespace(JITFunction=JITFunction), patching.context())
-    with pytest.raises(UnsupportedError, match="triton kernel rotate needs a GPU"):
-        JITFunction().run()
+def test_graphs_and_restarts_are_refused(monkeypatch):
     graphs = SimpleNamespace(CudaGraphManager=type("CudaGraphManager", (), {}))
     patching.apply("no-graphs", graphs, patching.context())
     with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA device"):

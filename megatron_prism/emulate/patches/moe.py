@@ -23,7 +23,6 @@ from megatron_prism.emulate.patch import (
     refused,
 )
 from megatron_prism.runtime.devices import cuda, moe_dispatch
-from megatron_prism.runtime.te.moe import counts
 from megatron_prism.runtime.values import BalancedExpertCounts
 from megatron_prism.runtime.virtual_world import values_of
 
@@ -168,7 +167,7 @@ def _balanced_splits(
         tp_size=self.tp_size,
         topk=self.config.moe_router_topk,
     )
-    counts["made_up"] = True
+    moe_dispatch.counts["made_up"] = True
     self.num_out_tokens = splits.total
     self.input_splits = splits.sent
     self.output_splits = splits.received
@@ -206,7 +205,7 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
             tp_size=1,
             topk=self.config.moe_router_topk,
         )
-        counts["made_up"] = True
+        moe_dispatch.counts["made_up"] = True
         total = int(splits.per_local_expert.sum())
         permuted, _, self.reversed_local_input_permutation_mapping, *_ = module.permute(
             hidden_states,
@@ -257,7 +256,7 @@ def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
     def metadata(original: Original, self: Any, *args: object, **kwargs: object) -> object:
         ways = self.num_experts // self.config.num_moe_experts
         moe_dispatch.set_copies(self.config.moe_router_topk * ways)
-        counts["made_up"] = True
+        moe_dispatch.counts["made_up"] = True
         return original(self, *args, **kwargs)
 
     def multihot(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.devices import kernels, local_layers
@@ -35,31 +36,6 @@ def _mla_rope(module: ModuleType, context: PatchContext) -> None:
     """The rotary embedding of multi-latent attention is four triton kernels by default."""
     for name, kernel in kernels.KERNELS.items():
         context.set(module, name, kernel)
-
-
-@PATCHES.instead(
-    "triton.runtime.jit",
-    "JITFunction.run",
-    reason="a kernel without a stand-in is named",
-    source="triton/runtime/jit.py (JITFunction.run) @3.6",
-    tiers=NO_CUDA,
-)
-@PATCHES.instead(
-    "triton.runtime.autotuner",
-    "Autotuner.run",
-    reason="the same where triton would time a kernel first",
-    source="triton/runtime/autotuner.py (Autotuner.run) @3.6",
-    tiers=NO_CUDA,
-)
-def _no_triton(
-    context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """A triton kernel without a stand-in: triton's own words are that libcuda.so is missing."""
-    name = getattr(self, "__name__", None) or getattr(self.base_fn, "__name__", "?")
-    raise UnsupportedError(
-        f"the triton kernel {name} needs a GPU, and has no stand-in here",
-        fix="leave out the flag that asks for this fusion, or --prism-tier cuda",
-    )
 
 
 @PATCHES.patch(
@@ -175,11 +151,12 @@ def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
         return
 
     def sorted_groups(original: Original, self: Any, fraction: float) -> Any:
-        torch.Tensor.is_cuda = property(lambda t: t.is_meta)  # type: ignore[assignment]
+        changes = ProcessChanges()
+        changes.set(torch.Tensor, "is_cuda", property(lambda t: t.is_meta))
         try:
             return original(self, fraction)
         finally:
-            del torch.Tensor.is_cuda
+            changes.undo()
 
     def without_steps(original: Original, self: Any) -> None:
         original(self)

@@ -6,6 +6,7 @@ changes; on the others Transformer Engine is virtual where it is not installed (
 remap.py         ``cuda`` means another device
 cuda.py          torch.cuda without a driver
 kernels.py       kernels of triton, Apex and others
+triton.py        triton without a driver
 state_space.py   mamba-ssm, causal-conv1d, flash-linear-attention
 local_layers.py  norm and attention without Transformer Engine and apex
 moe_dispatch.py  tokens on their way to experts
@@ -30,8 +31,9 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices import cuda_choices, kernels, state_space
+from megatron_prism.runtime.devices import cuda_choices, kernels, state_space, triton
 from megatron_prism.runtime.devices.live_bytes import LiveBytes, workspaces
 
 __all__ = ["Tier", "best", "prepare"]
@@ -77,20 +79,14 @@ def prepare(
              for it where it is missing, and its FusedAdam for torch's AdamW
     queues : CUDA_DEVICE_MAX_CONNECTIONS of a tier without a device, if the job does not say
     history : keep every request to the allocator, however many; else the first million (``meta``)
-    engine_release : whose memory the virtual Transformer Engine has; None: NVIDIA's container's
+    engine_release : the Transformer Engine that must be installed; None: whichever is
 
     Raises UsageError for an unknown tier, for ``cuda`` without a device, for a second tier while
     ``changes`` of the first are not undone, and for a release where the engine is not virtual.
     """
     tier = _prepare(name, changes, engine, queues, history)
     if engine_release is not None:
-        virtual_te = sys.modules.get("megatron_prism.runtime.te")
-        if tier.live is None or virtual_te is None:
-            raise UsageError(
-                f"Transformer Engine {engine_release}: only tier meta's stand-in takes a release",
-                fix="--prism-tier meta, where Transformer Engine is not installed",
-            )
-        virtual_te.set_release(engine_release, changes)
+        _check_release(engine_release, tier, changes)
     return tier
 
 
@@ -120,6 +116,17 @@ def _prepare(name: str, changes: ProcessChanges, engine: bool, queues: str, hist
     return tier
 
 
+def _check_release(asked: str, tier: Tier, changes: ProcessChanges) -> None:
+    found, virtual_te = engine_version(), sys.modules.get("megatron_prism.runtime.te")
+    if virtual_te is not None and tier.live is not None:
+        virtual_te.set_release(asked, changes)
+    elif found.split(".")[:2] != asked.split(".")[:2]:
+        raise UsageError(
+            f"Transformer Engine {asked} is asked for, and {found or 'none'} is installed",
+            fix=f"pip install --no-deps transformer-engine=={asked}",
+        )
+
+
 def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str) -> Tier:
     from megatron_prism.runtime.devices import cuda
     from megatron_prism.runtime.devices.remap import Remap
@@ -135,7 +142,8 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     if not hasattr(torch.distributed, "ProcessGroupNCCL"):  # a build of torch for CPUs
         changes.set(torch.distributed, "ProcessGroupNCCL", _NcclGroup)
     stand_in = ["torch.cuda: inert streams and events"]
-    if engine and importlib.util.find_spec("transformer_engine") is None:
+    real = engine and name == "meta" and bool(engine_version())
+    if engine and not real and importlib.util.find_spec("transformer_engine") is None:
         from megatron_prism.runtime import te as virtual_te
 
         virtual_te.add_modules(changes)
@@ -144,9 +152,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         stand_in.append(f"Transformer Engine {version}: virtual, saves what the real one saves")
     stand_in += [kernels.add_module(changes), kernels.add_modules(changes)]
     stand_in.append(state_space.add_modules(changes))
-    if importlib.util.find_spec("triton") is None:
-        _stub_triton(changes)
-        stand_in.append("triton: absent, its kernels are never called")
+    stand_in.append(triton.replace_launches(changes))
     remap = Remap(name)
     remap.__enter__()
     changes.on_undo(lambda: remap.__exit__(None, None, None))
@@ -166,6 +172,11 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         changes.on_undo(lambda: live.__exit__(None, None, None))
         cuda.set_memory_source(live)
         stand_in.append("values: none, shapes only; what depends on data is unknown in the log")
+    if real and live is not None:
+        from megatron_prism.runtime import te_kernels
+
+        version = te_kernels.install(changes, live)
+        stand_in.append(f"Transformer Engine {version}: its own Python, its kernels are shapes")
     return Tier(name, torch.device(name), live, tuple(stand_in))
 
 
@@ -251,28 +262,3 @@ def _no_pinned_memory(changes: ProcessChanges) -> None:
         init(self, *args, **kwargs)
 
     changes.set(torch.utils.data.DataLoader, "__init__", unpinned)
-
-
-class _Absent(types.ModuleType):
-    """A module of a missing library: any attribute is a decorator that leaves functions alone."""
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def decorate(*args: object, **kwargs: object) -> object:
-            if len(args) == 1 and callable(args[0]) and not kwargs:
-                return args[0]
-            return lambda function: function
-
-        return decorate
-
-
-def _stub_triton(changes: ProcessChanges) -> None:
-    """Megatron imports triton at module level in places (batch_invariant_kernels.py:15 @0.16.1)."""
-    root, language = _Absent("triton"), _Absent("triton.language")
-    root.language = language  # type: ignore[attr-defined]
-    root.__version__ = "0.0.0"  # type: ignore[attr-defined]
-    root.__path__ = []
-    changes.set_item(sys.modules, "triton", root)
-    changes.set_item(sys.modules, "triton.language", language)

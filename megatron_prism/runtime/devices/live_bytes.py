@@ -186,6 +186,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.device_type, self.meta, self.cublas = device, device == "meta", cublas
         self.now = 0
+        self.wrappers: tuple[type, ...] = ()  # tensors whose memory is that of what they wrap
         self.high = LivePeak()
         self.parts: dict[str, int] = {}  # part of the job -> the most that was alive in it
         self._running = self._seen = 0  # the most in this part; below ``_seen`` nothing is new
@@ -334,7 +335,9 @@ class LiveBytes(TorchDispatchMode):
         """Count the storage of ``tensor`` if it is on the device and not yet counted."""
         if not (tensor.is_meta if self.meta else tensor.device.type == self.device_type):
             return
-        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        if type(tensor) is not torch.Tensor and (
+            isinstance(tensor, self.wrappers) or is_traceable_wrapper_subclass(tensor)
+        ):
             return  # a DTensor: what it wraps has memory
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ExpertLoads",
     "balanced_splits",
+    "counts",
     "fused_combine",
     "fused_dispatch",
     "hybrid_ep_combine",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _copies = 1  # of a token, in the group
+counts = {"made_up": False}  # of tokens: by the stand-in for the dispatcher's copy to the host
 
 
 def set_copies(copies: int) -> None:

@@ -197,8 +197,8 @@ def _flash_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
 
 _TEMPORARIES: dict[OpOverload, Temporaries] = {
     **dict.fromkeys(
-        (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim,
-         _aten.amax.default, _aten.amin.default),
+        (_aten.sum.default, _aten.sum.dim_IntList, _aten.sum.IntList_out, _aten.mean.default,
+         _aten.mean.dim, _aten.amax.default, _aten.amin.default),
         _reduction,
     ),
     **dict.fromkeys((_aten.max.dim, _aten.min.dim), _pairs),

@@ -176,9 +176,11 @@ class AllocationOwners:
             for name, buffer in model.named_buffers():
                 yield "other", self._name(number, name), buffer
             for name, module in model.named_modules():
-                kept = getattr(module, "fp8_weights", {}).values()
+                kept = getattr(module, "fp8_weights", {}) or getattr(module, "_fp8_workspaces", {})
                 of = f"{self._name(number, name)} weights in FP8"
-                yield from (("other", of, t) for weight in kept for t in vars(weight).values())
+                yield from (
+                    ("other", of, t) for weight in kept.values() for t in vars(weight).values()
+                )
 
     def _of_optimizer(self) -> Iterator[tuple[str, str, object]]:
         for part in getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer]:
@@ -194,7 +196,10 @@ class AllocationOwners:
 
 def _parts(parameter: object) -> Iterable[object]:
     """The tensors that the values of a parameter in FP8 are in."""
-    return vars(parameter.held).values() if hasattr(parameter, "held") else ()
+    if hasattr(parameter, "held"):
+        return vars(parameter.held).values()
+    written = vars(parameter).items() if hasattr(parameter, "_quantizer") else ()
+    return [value for name, value in written if name.startswith("_")]
 
 
 def _workspaces() -> Iterator[tuple[str, str, object]]:
@@ -205,6 +210,8 @@ def _workspaces() -> Iterator[tuple[str, str, object]]:
         yield from (("other", "cuBLAS workspace", tensor) for tensor in tensors)
     for tensor in getattr(base, "dummies", {}).values():
         yield "other", "gradients that Transformer Engine returns in place of main_grad", tensor
+    if (hooks := sys.modules.get("megatron_prism.runtime.te_kernels.hooks")) is not None:
+        yield from (("other", what, tensor) for what, tensor in hooks.kept())
 
 
 def _together(names: list[str]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.devices.moe_dispatch import counts
 from megatron_prism.runtime.te.fp8 import FP8GlobalStateManager
 from megatron_prism.runtime.te.unsupported import absent_function, refuse
 
@@ -238,9 +239,6 @@ def moe_sort_chunks_by_index_with_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for rows and their probabilities."""
     return _SortChunks.apply(inp, split_sizes, sorted_index, probs)
-
-
-counts = {"made_up": False}  # by the stand-in for the dispatcher's copy of them to the host
 
 
 class _Resize(torch.autograd.Function):

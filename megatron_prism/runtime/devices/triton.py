@@ -1,0 +1,121 @@
+"""Triton without a driver: ``kernel[grid](…)`` starts nothing.
+
+On shapes a kernel of Transformer Engine writes into tensors that Python has made, so that a launch
+is what it reads and writes; other kernels that have no stand-in are refused by their name.  Where
+triton is not installed, its modules are stubs: kernels keep their names and do the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices.kernels import fused
+
+__all__ = ["replace_launches"]
+
+_ENGINE = "transformer_engine"
+# the kernels that costs know by another name
+_COSTS = {
+    "_permute_kernel": "permute",
+    "_unpermute_kernel": "unpermute",
+    "_unpermute_bwd_with_merging_probs_kernel": "unpermute",
+    "_sort_chunks_by_map_kernel": "sort_chunks",
+    "cross_entropy_kernel": "cross_entropy",
+    "element_mul_kernel": "mul",
+}
+
+
+def _launch(function: object, *args: object) -> None:
+    name = getattr(function, "__name__", "?")
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    ours = str(getattr(function, "__module__", "")).partition(".")[0] == _ENGINE
+    if not (ours and any(tensor.is_meta for tensor in tensors)):
+        raise UnsupportedError(
+            f"the triton kernel {name} needs a GPU, and has no stand-in here",
+            fix="leave out the flag that asks for this fusion, or --prism-tier cuda",
+        )
+    fused(_COSTS.get(name, name), 0, *tensors)
+
+
+class _Kernel:
+    """A kernel of a triton that is not installed."""
+
+    def __init__(self, fn: Callable[..., object]) -> None:
+        self.fn, self.__name__, self.__module__ = fn, fn.__name__, fn.__module__
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **options: _launch(self, *args, *options.values())
+
+
+class _Absent(types.ModuleType):
+    """A module of a missing library: any attribute is a decorator that leaves functions alone."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def decorate(*args: object, **kwargs: object) -> object:
+            if len(args) == 1 and callable(args[0]) and not kwargs:
+                return args[0]
+            return lambda function: function
+
+        return decorate
+
+
+def _jit(fn: Callable[..., object] | None = None, **options: object) -> object:
+    return _Kernel(fn) if fn is not None else _Kernel
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+_MODULES = ("", ".language", ".language.core", ".language.standard", ".language.extra", ".runtime")
+
+
+def _stub(changes: ProcessChanges) -> None:
+    """Megatron and Transformer Engine import triton at module level
+    (batch_invariant_kernels.py:15 @0.16.1; pytorch/triton/permutation.py:10 @v2.20)."""
+    for suffix in _MODULES:
+        module = _Absent(f"triton{suffix}")
+        module.__path__ = []
+        changes.set_item(sys.modules, module.__name__, module)
+        parent, _, leaf = module.__name__.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, module)
+    vars(sys.modules["triton"]).update(
+        __version__="0.0.0", jit=_jit, cdiv=lambda x, y: -(-x // y),
+        next_power_of_2=_next_power_of_2)  # fmt: skip
+
+
+def _launcher(kernel: Any, grid: object) -> Callable[..., None]:
+    """KernelInterface.__getitem__: of a kernel in autotuners and heuristics, too."""
+    while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return lambda *args, **options: _launch(kernel, *args, *options.values())
+
+
+def replace_launches(changes: ProcessChanges) -> str:
+    """Have kernels start nothing until ``changes`` are undone; says what stands in."""
+    if importlib.util.find_spec("triton") is None:
+        _stub(changes)
+        return "triton: absent; its kernels have names alone"
+    from triton.runtime import driver  # type: ignore[import-not-found]
+    from triton.runtime.jit import KernelInterface  # type: ignore[import-not-found]
+
+    changes.set(KernelInterface, "__getitem__", _launcher)
+    target = types.SimpleNamespace(backend="cuda", arch=90, warp_size=32)
+    none = types.SimpleNamespace(  # autotune() asks for a driver as it decorates
+        get_benchmarker=lambda: None, get_current_target=lambda: target,
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+        get_device_properties=lambda device: {})  # fmt: skip
+    changes.set(driver, "_active", none)
+    return "triton: its kernels start nothing"

@@ -1,0 +1,106 @@
+"""Transformer Engine's own Python, on kernels that only have shapes.
+
+Its package runs as it is installed; a module of ours takes the place of its compiled library,
+``transformer_engine_torch``.
+
+    table.py         rows: kernel -> shapes, types, temporaries; what rows share
+    quantization.py  casts to FP8, and the objects that C++ builds
+    products.py      cuBLASLt
+    rows.py          norms, softmax, rotary embedding, activations, dropout
+    attention.py     cuDNN
+    flash.py         flash-attn
+    experts.py       the router
+    optimizers.py    multi-tensor kernels
+    enumerations.py  names and numbers of C++'s enumerations
+    hooks.py         where its Python asks for a device, each with its reason
+
+``install(changes, live)`` imports it; ``changes.undo()`` takes it away again.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+from megatron_prism.core.megatron_source import Release, engine_version
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.te_kernels import (  # noqa: F401  (their rows enter the table)
+    attention,
+    experts,
+    hooks,
+    optimizers,
+    products,
+    quantization,
+    rows,
+    table,
+)
+from megatron_prism.runtime.te_kernels.enumerations import enumerations
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
+
+__all__ = ["install"]
+
+_PACKAGE, _LIBRARY = "transformer_engine", "transformer_engine_torch"
+
+
+class _Library(types.ModuleType):
+    """The compiled library; a kernel that the table lacks is there, and refuses to run."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def absent(*args: Any, **options: Any) -> Any:
+            table.refuse(name)
+
+        absent.__name__ = name
+        return absent
+
+
+def _library(release: Release) -> types.ModuleType:
+    library = _Library(_LIBRARY, "A stand-in of megatron_prism.")
+    library.__spec__ = importlib.machinery.ModuleSpec(_LIBRARY, None)
+    vars(library).update(enumerations(release), **table.TABLE)
+    return library
+
+
+def install(changes: ProcessChanges, live: LiveBytes) -> str:
+    """Import the installed Transformer Engine onto our kernels; returns its release.
+
+    live : counts its tensors, but not the wrappers round them
+    """
+    version = engine_version()
+    major, minor = (int(part) for part in version.split(".")[:2])
+    changes.on_undo(lambda: table.adopt((0, 0)))
+    table.adopt((major, minor))
+    changes.set_item(os.environ, "NVTE_PROJECT_BUILDING", "1")  # its core library stays away
+    changes.set_item(sys.modules, _LIBRARY, _library((major, minor)))
+    _import(version, changes)
+    hooks.set_up(changes, live)
+    return version
+
+
+def _import(version: str, changes: ProcessChanges) -> None:
+    """Its ``__init__`` would load the library as it imports ``pytorch``; here both come in turn."""
+    before = set(sys.modules)
+    changes.on_undo(lambda: [sys.modules.pop(name) for name in set(sys.modules) - before
+                             if name.partition(".")[0] == _PACKAGE])  # fmt: skip
+    changes.set_item(sys.modules, _PACKAGE, types.ModuleType(_PACKAGE))
+    del sys.modules[_PACKAGE]  # hidden without a library (``_attach``)
+    spec = importlib.util.find_spec(_PACKAGE)
+    assert spec is not None
+    package = types.ModuleType(_PACKAGE)
+    package.__spec__, package.__file__, package.__path__ = spec, spec.origin, []
+    package.__path__ = list(spec.submodule_search_locations or ())
+    package.__version__ = version  # type: ignore[attr-defined]
+    sys.modules[_PACKAGE] = package
+    hooks.before_import(changes)
+    package.common = importlib.import_module(f"{_PACKAGE}.common")  # type: ignore[attr-defined]
+    changes.set(package.common, "load_framework_extension", lambda framework: None)
+    with hooks.operators_in_sight():
+        package.pytorch = importlib.import_module(f"{_PACKAGE}.pytorch")  # type: ignore[attr-defined]

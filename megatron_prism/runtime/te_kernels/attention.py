@@ -1,0 +1,288 @@
+"""Fused attention (cuDNN on Hopper), and the kernels of packed and spread sequences.
+
+Arguments are told apart by what they are, since each release adds some: Q, K and V follow the two
+first tensors, which are cumulated lengths.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.te_kernels.quantization import kind_of
+from megatron_prism.runtime.te_kernels.table import (
+    TABLE,
+    Values,
+    dtype_of,
+    kernel,
+    member,
+    new,
+    refuse,
+)
+
+__all__ = ["announce", "is_deterministic", "rounded"]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of fused attention.
+
+    form    : sbhd, bshd or thd, of the queries;  layout : of all three
+    tensors : of forward q, k, v; of backward q, k, v, out and its gradient
+    rest    : the arguments after them
+    """
+
+    layout: str
+    mask: str
+    bias: str
+    dropout: float
+    window: tuple[int, int]
+    tensors: tuple[Tensor, ...]
+    rest: tuple[Values, ...]
+
+    @staticmethod
+    def of(args: Sequence[Values], dropout: float, count: int) -> _Call:
+        first = next(i for i, a in enumerate(args) if isinstance(a, Tensor))
+        tensors, rest = tuple(args[first + 2 : first + 2 + count]), args[first + 2 + count :]
+        if not all(isinstance(t, Tensor) and not hasattr(t, "_quantizer") for t in tensors):
+            refuse("fused_attn of FP8")
+        left, right = next(a for a in args if isinstance(a, (tuple, list)))
+        layout, mask, bias = (member(f"NVTE_{kind}", args)
+                              for kind in ("QKV_Layout", "Mask_Type", "Bias_Type"))  # fmt: skip
+        return _Call(layout, mask, bias, dropout, (left, right), tensors, tuple(rest))
+
+    @property
+    def form(self) -> str:
+        return self.layout.split("_")[0].translate(str.maketrans("", "", "23"))
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(sequences, rows of one's queries, of its keys); packed ones are one long sequence."""
+        q, k = self.tensors[:2]
+        if self.form == "thd":
+            return 1, q.shape[0], k.shape[0]
+        s, b = self.form.index("s"), self.form.index("b")
+        return q.shape[b], q.shape[s], k.shape[s]
+
+    def statistics(self) -> Tensor:
+        q, (batch, rows, _) = self.tensors[0], self.size
+        packed = self.form == "thd"
+        return new([rows, q.shape[1], 1] if packed else [batch, q.shape[-2], rows, 1],
+                   torch.float32)  # fmt: skip
+
+    def announce(self, name: str, products: int, out: Tensor) -> None:
+        announce(name, products, self.tensors, out, self.size, "causal" in self.mask, self.window,
+                 self.dropout)  # fmt: skip
+
+
+def announce(
+    name: str,
+    products: int,
+    qkv: Sequence[Tensor],
+    out: Tensor,
+    size: tuple[int, int, int],
+    causal: bool,
+    window: tuple[int, int],
+    dropout: float,
+) -> None:
+    """One kernel of ``products`` matrix products a head (2 forward, 5 backward).
+
+    size : sequences, rows of one's queries, of its keys
+
+    A causal mask halves them; a window leaves as many keys a query as it is wide; packed sequences
+    count as if they saw each other, an upper bound.  Dropout and a fixed order of sums are in the
+    kernel's name.
+    """
+    (q, k, v), (batch, rows, columns), (left, right) = qkv[:3], size, window
+    pairs = batch * rows * columns // (2 if causal else 1)
+    if left >= 0:
+        width = left + 1 + (0 if causal else columns if right < 0 else right)
+        pairs = min(pairs, batch * rows * width)
+    name += "_dropout" * bool(dropout)
+    name += "_deterministic" * (products > 2 and is_deterministic())
+    fused(name, products * q.shape[-2] * pairs * (q.shape[-1] + v.shape[-1]), q, k, v, out)
+
+
+def is_deterministic() -> bool:
+    """Whether gradients are summed in one order (dot_product_attention.py,
+    DotProductAttention.__init__ @v2.9)."""
+    asked = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+    return asked or torch.are_deterministic_algorithms_enabled()
+
+
+def rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@kernel()
+def fused_attn_fwd(*args: Values) -> list[Tensor]:
+    """attention.cpp:114 @v2.18: out, statistics, (largest logits,) state, (bias,) (offset)"""
+    call = _Call.of(args, args[4], 3)
+    q, k, v = call.tensors
+    _, _, _, _, _, s_quantizer, o_quantizer, bias, offset, _, _, largest, *_ = call.rest
+    if kind_of(s_quantizer) or kind_of(o_quantizer):
+        refuse("fused_attn_fwd of FP8")
+    out = new([*q.shape[:-1], v.shape[-1]], q.dtype)
+    state = new(2, torch.int64)
+    kept = [call.statistics() for _ in range(2 if largest else 1)]
+    more = [t for t in (bias, offset) if isinstance(t, Tensor)]
+    call.announce("attention", 2, out)
+    return [out, *kept, state, *more]
+
+
+@kernel()
+def fused_attn_bwd(*args: Values) -> list[Tensor | None]:
+    """attention.cpp:323 @v2.18: gradients of q, k, v, the bias and the softmax offset"""
+    call = _Call.of(args, args[3], 5)
+    q, k, v, _, grad = call.tensors
+    grads = _gradients(call.layout, q, k, v)
+    (kept,) = (a for a in call.rest if isinstance(a, list))  # statistics, random state, …
+    biased = call.bias in ("pre_scale_bias", "post_scale_bias")
+    dbias = new(kept[-1].shape, q.dtype) if biased else None
+    offset = member("NVTE_Softmax_Type", args) != "vanilla_softmax"
+    doffset = new([1, q.shape[-2], 1, 1], torch.float32) if offset else None
+    new(_workspace(call))
+    call.announce("attention_backward", 5, grad)
+    return [*grads, dbias, doffset]
+
+
+def _gradients(layout: str, q: Tensor, *kv: Tensor) -> list[Tensor]:
+    """Three tensors, or parts of one or two where the layout has q, k and v so
+    (attention.cpp:384 @v2.18)."""
+    groups, found = layout.split("_"), []
+    owners = {1: [(q, *kv)], 2: [(q,), kv], 3: [(q,), kv[:1], kv[1:]]}[len(groups)]
+    for group, tensors in zip(groups, owners, strict=True):
+        shape, count = list(tensors[0].shape), len(tensors)
+        if count == 1:
+            found.append(new(shape, q.dtype))
+            continue
+        at = len(shape) - len(group.partition(str(count))[2])
+        shape.insert(at, count)
+        found += new(shape, q.dtype).unbind(at)
+    return found
+
+
+def _workspace(call: _Call) -> int:
+    """Bytes of one backward (cudnn-frontend, scaled_dot_product_flash_attention.h,
+    get_fe_workspace_size_node @1.32): gradients of the queries in fp32 and a sum a row, or the
+    parts of a fixed order; with grouped heads keys' and values' gradients of every head."""
+    q, k, v = call.tensors[:3]
+    batch, rows, columns = call.size
+    heads, size = q.shape[-2:]
+    whole = batch * heads
+    taken = 4 * whole * rows * (size + 1)
+    if is_deterministic() and call.form != "thd":
+        taken = 2 * whole * rounded(rows, 64) * rounded(columns, 128) + 4 * whole * rows
+    if k.shape[-2] != heads:
+        taken += q.element_size() * whole * columns * (k.shape[-1] + v.shape[-1])
+    return taken
+
+
+@kernel()
+def get_fused_attn_backend(*args: Values) -> Values:
+    """attention.cpp:43 @v2.18: what cuDNN 9 takes on Hopper (nvte_get_fused_attn_backend,
+    common/fused_attn/fused_attn.cpp); from 2.19 on of one object, with the reason of a refusal"""
+    from transformer_engine_torch import (  # type: ignore[import-not-found]
+        NVTE_Fused_Attn_Backend,
+    )
+
+    if len(args) == 1:
+        (of,) = args
+        rest: Sequence[Values] = (of.dropout, of.num_attn_heads, of.num_gqa_groups, of.max_seqlen_q,
+                of.max_seqlen_kv, of.head_dim_qk, of.head_dim_v, of.window_size_left,
+                of.window_size_right)  # fmt: skip
+        dtype, mask = of.qkv_dtype, of.attn_mask_type.name.lower()
+    else:
+        dtype, mask, rest = args[1], member("NVTE_Mask_Type", args), args[7:]
+    dropout, _, _, rows, columns, *sizes, left, right = rest[:9]
+    windowed = left != -1 or right not in (-1, 0)
+    fits = dtype_of(dtype) in (torch.float16, torch.bfloat16) and "arbitrary" not in mask
+    fits = fits and all(size % 8 == 0 and size <= 256 for size in sizes)
+    fits = fits and not (windowed and (dropout or rows > columns))
+    name = "NVTE_F16_arbitrary_seqlen" if fits else "NVTE_No_Backend"
+    answer = NVTE_Fused_Attn_Backend[name]
+    return (answer, "" if fits else "no row of our table") if len(args) == 1 else answer
+
+
+# -- packed sequences, spread over ranks -----------------------------------------------------------
+@kernel()
+def thd_read_half_tensor(x: Tensor, lengths: Tensor, half: int) -> Tensor:
+    """attention.cpp:792 @v2.18"""
+    shape, dim = list(x.shape), 0 if x.dim() == 3 else 1
+    shape[dim] //= 2
+    out = new(shape, x.dtype)
+    fused("copy_", 0, out, out)
+    return out
+
+
+@kernel()
+def thd_get_partitioned_indices(lengths: object, tokens: Any, size: int, rank: int) -> Tensor:
+    """attention.cpp:957 @v2.18"""
+    return new(int(tokens) // size, torch.int32)
+
+
+@kernel()
+def thd_read_second_half_lse(
+    statistics: Tensor, lengths: object, packed: bool, tokens: int
+) -> Tensor:
+    """attention.cpp:876 @v2.18"""
+    return torch.zeros([*statistics.shape[:-1], tokens], device=statistics.device)
+
+
+def _corrected(*args: object, **options: object) -> None:
+    """attention.cpp:832, :925, :942 @v2.18: the first two tensors are read, the first written"""
+    to, of = (a for a in args[:2] if isinstance(a, Tensor))
+    fused("add_", 0, to, of, to)
+
+
+for _name in ("thd_out_correction", "thd_second_half_lse_correction", "thd_grad_correction"):
+    TABLE[_name] = _corrected
+
+
+@kernel("thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order")
+def reordered(x: Tensor, *rest: object) -> Tensor:
+    """attention.cpp:978 @v2.18"""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    fused("index_select", 0, x, out)
+    return out
+
+
+@kernel()
+def fa_prepare_fwd(qkv: Tensor) -> Tensor:
+    """attention.cpp:611 @v2.18: q, a third of [s, b, h, 3 d], to all three [3, b, s, h, d]"""
+    rows, batch, heads, size = qkv.shape
+    out = new([3, batch, rows, heads, size], qkv.dtype)
+    fused("copy_", 0, out, out)
+    return out
+
+
+@kernel()
+def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """attention.cpp:632 @v2.18"""
+    batch, rows, heads, size = q.shape
+    out = new([rows, batch, heads, 3 * size], q.dtype)
+    fused("copy_", 0, out, out)
+    return out
+
+
+@kernel()
+def convert_thd_to_bshd(x: Tensor, lengths: object, batch: int, rows: int) -> Tensor:
+    """attention.cpp:1052 @v2.18"""
+    out = new([batch, rows, *x.shape[1:]], x.dtype)
+    fused("copy_", 0, x, out)
+    return out
+
+
+@kernel()
+def convert_bshd_to_thd(x: Tensor, lengths: object, tokens: int) -> Tensor:
+    """attention.cpp:1072 @v2.18"""
+    out = new([tokens, *x.shape[2:]], x.dtype)
+    fused("copy_", 0, x, out)
+    return out

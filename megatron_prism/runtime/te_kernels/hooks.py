@@ -1,0 +1,246 @@
+"""Where Transformer Engine's Python asks for a CUDA device, or takes shapes for something else.
+
+Each hook says what would go wrong without it.  All are undone with the ``ProcessChanges``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices.moe_dispatch import counts
+from megatron_prism.runtime.te_kernels import flash
+from megatron_prism.runtime.te_kernels.table import Kernel
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
+
+__all__ = ["before_import", "kept", "operators_in_sight", "set_up"]
+
+_TE = "transformer_engine.pytorch"
+
+
+class _Anything(types.ModuleType):
+    """A package whose names nobody calls here."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _no_onnx(changes: ProcessChanges) -> None:
+    """Export to ONNX is imported with the rest (pytorch/export.py @v2.9), and nobody exports."""
+    for name in ("onnx", "onnxscript", f"{_TE}.onnx_extensions"):
+        if name not in sys.modules:
+            module = _Anything(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            changes.set_item(sys.modules, name, module)
+
+
+def _shapes_are_on_the_device(changes: ProcessChanges) -> None:
+    """``is_cuda`` guards every kernel (permutation.py:302, cross_entropy.py:111 @v2.20)."""
+    changes.set(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
+
+
+class _SameDevice(contextlib.nullcontext):
+    def __init__(self, device: object = None) -> None:
+        super().__init__()
+
+
+def _one_device(changes: ProcessChanges) -> None:
+    """``torch.cuda.device(x.device)`` refuses ``meta`` (module/grouped_linear.py @v2.9)."""
+    changes.set(torch.cuda, "device", _SameDevice)
+
+
+def _wrappers_of_shapes(changes: ProcessChanges) -> None:
+    """FP8 tensors are wrappers; no function mode sees them come, and sends their ``cuda`` elsewhere
+    (quantized_tensor.py, _make_wrapper_subclass @v2.20)."""
+    make = torch.Tensor._make_wrapper_subclass
+
+    def on_meta(*args: Any, device: Any = None, **options: Any) -> Any:
+        if device is not None and torch.device(device).type == "cuda":
+            device = "meta"
+        return make(*args, **{**options, "device": device})
+
+    changes.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(on_meta))
+
+
+def _a_cuda_release(changes: ProcessChanges) -> None:
+    """Blocks of FP8 are refused below CUDA 12.9, which torch's build for CPUs has not at all
+    (quantization.py:180 @v2.20)."""
+    if torch.version.cuda is None:
+        changes.set(torch.version, "cuda", "13.0")
+
+
+def before_import(changes: ProcessChanges) -> None:
+    """What must be so when its modules are imported."""
+    _no_onnx(changes)
+    _a_cuda_release(changes)
+    flash.add_modules(changes)
+    _shapes_are_on_the_device(changes)
+    _one_device(changes)
+    _wrappers_of_shapes(changes)
+
+
+class _Operator:
+    """A ``torch.library.custom_op`` that is a function: below the dispatcher no mode would see what
+    it allocates (attention/dot_product_attention/softmax.py:21 @v2.20)."""
+
+    def __init__(self, name: str, function: Kernel) -> None:
+        self.function, self.signature = function, inspect.signature(function)
+        self.default, self.differentiable = self, cast(Any, None)
+        self.__name__ = name
+        space, _, leaf = name.partition("::")
+        setattr(getattr(torch.ops, space), leaf, self)
+
+    def register_fake(self, fake: object = None) -> object:
+        return fake if fake is not None else lambda fake: fake
+
+    register_kernel = impl = register_torch_dispatch = register_vmap = (
+        lambda self, *args, **options: lambda function: function)  # fmt: skip
+
+    def register_autograd(self, backward: Kernel, *, setup_context: Kernel | None = None) -> None:
+        """As an autograd function, whose backward runs in sight, too."""
+        members = {
+            "forward": staticmethod(lambda *args: self.function(*args)),
+            "setup_context": staticmethod(setup_context or (lambda ctx, inputs, output: None)),
+            "backward": staticmethod(backward),
+        }
+        name = self.__name__.replace("::", "_")
+        self.differentiable = type(name, (torch.autograd.Function,), members)
+
+    def __call__(self, *args: object, **options: object) -> object:
+        bound = self.signature.bind(*args, **options)
+        bound.apply_defaults()
+        run = self.function if self.differentiable is None else self.differentiable.apply
+        return run(*bound.arguments.values())
+
+
+@contextlib.contextmanager
+def operators_in_sight() -> Iterator[None]:
+    """What is declared inside as a custom operator is a plain function."""
+    declare = torch.library.custom_op
+
+    def custom_op(name: str, fn: Kernel | None = None, /, **options: object) -> object:
+        return _Operator(name, fn) if fn is not None else lambda fn: _Operator(name, fn)
+
+    torch.library.custom_op = custom_op  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.library.custom_op = declare
+
+
+_workspaces: dict[tuple[bool, ...], object] = {}
+
+
+def _workspaces_on_the_device(changes: ProcessChanges) -> None:
+    """``A.device.index`` of shapes is None, for which torch.empty takes the host
+    (cpp_extensions/gemm.py:228 @v2.20; since 2.10)."""
+    changes.on_undo(_workspaces.clear)
+    for name, module in list(sys.modules.items()):
+        function = vars(module).get("get_cublas_workspace") if name.startswith(_TE) else None
+        if function is not None:
+
+            def on_device(device: int | None, *which: bool, of: Kernel = function) -> object:
+                return _workspaces.setdefault(which, of(device or 0, *which))
+
+            changes.set(module, "get_cublas_workspace", on_device)
+
+
+def kept() -> Iterator[tuple[str, object]]:
+    """(whose, tensor) of what its modules keep beside their layers."""
+    base = sys.modules.get(f"{_TE}.module.base")
+    before = [getattr(base, f"_{name}cublas_workspace", None) for name in ("", "multi_stream_")]
+    for held in (*_workspaces.values(), *before):  # until 2.9 in two variables
+        yield from (("cuBLAS workspace", t) for t in (held if isinstance(held, list) else [held]))
+    for tensor in getattr(base, "_dummy_wgrads", {}).values():
+        yield "gradients that Transformer Engine returns in place of main_grad", tensor
+
+
+def _workspace_comes_first(changes: ProcessChanges) -> None:
+    """A layer asks for the workspace when it is made, if its weight is CUDA's
+    (module/linear.py:2329 @v2.20)."""
+    linear = importlib.import_module(f"{_TE}.module.linear")
+    if hasattr(linear.Linear, "_prealloc_cublas_workspace"):
+        changes.set(linear.Linear, "_prealloc_cublas_workspace",
+                    lambda self: linear.get_cublas_workspace(0, False, False))  # fmt: skip
+
+
+class _Torch(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(*args: Any) -> torch.device:
+        return torch.device("cpu") if args == ("meta",) else torch.device(*args)
+
+
+def _parameters_are_made(changes: ProcessChanges) -> None:
+    """A parameter on ``meta`` is one that is not made yet, and is made anew (module/base.py:1820
+    @v2.20; te.ops: ops/basic/basic_linear.py:346, at every forward pass)."""
+    changes.set(importlib.import_module(f"{_TE}.module.base"), "torch", _Torch("torch"))
+    for kind in vars(importlib.import_module(f"{_TE}.ops.basic")).values():
+        if isinstance(kind, type) and "pre_first_fuser_forward" in vars(kind):
+            first = vars(kind)["pre_first_fuser_forward"]
+
+            def without_reset(self: Any, *args: object, first: Kernel = first) -> object:
+                self.reset_parameters = lambda: None
+                try:
+                    return first(self, *args)
+                finally:
+                    del self.reset_parameters
+
+            changes.set(kind, "pre_first_fuser_forward", without_reset)
+
+
+def _some_experts_are_padded(changes: ProcessChanges) -> None:
+    """Counts of tokens that we make up are even, and would never be padded for FP8; a router's are
+    not (module/fp8_padding.py:74, fp8_unpadding.py:72 @v2.20)."""
+    for name, kind in (("fp8_padding", "Fp8Padding"), ("fp8_unpadding", "Fp8Unpadding")):
+        module = importlib.import_module(f"{_TE}.module.{name}")
+        owner, resize = getattr(module, kind), getattr(module, f"_{kind}")
+        original, back = owner.forward, kind == "Fp8Unpadding"
+
+        def forward(self: Any, x: torch.Tensor, splits: list[int], original: Kernel = original,
+                    resize: Any = resize, back: bool = back) -> object:  # fmt: skip
+            align = self.align_size or 16
+            if not counts["made_up"] or any(count % align for count in splits):
+                return original(self, x, splits)
+            padded = [count + align * (i % 2 == 0) for i, count in enumerate(splits)]
+            out = resize.apply(x, (splits, padded, torch.is_grad_enabled()))
+            return out if back else (out, padded)
+
+        changes.set(owner, "forward", forward)
+
+
+def _blackwell_at_hand(changes: ProcessChanges) -> None:
+    """MXFP8 asks for capability 10.0, and our device is a Hopper GPU (quantization.py:162 @v2.20);
+    what it keeps is as on Blackwell."""
+    quantization = importlib.import_module(f"{_TE}.quantization")
+    changes.set(quantization, "check_mxfp8_support", lambda: (True, ""))
+
+
+def _wrappers_have_no_memory(changes: ProcessChanges, live: LiveBytes) -> None:
+    """A quantised tensor has a storage of its own on ``meta``, beside those of its parts."""
+    tensor = importlib.import_module(f"{_TE}.tensor")
+    changes.set(live, "wrappers", (tensor.QuantizedTensor,))
+
+
+def set_up(changes: ProcessChanges, live: LiveBytes) -> None:
+    """What is changed in its modules once they are there."""
+    _workspaces_on_the_device(changes)
+    _workspace_comes_first(changes)
+    _parameters_are_made(changes)
+    _some_experts_are_padded(changes)
+    _blackwell_at_hand(changes)
+    _wrappers_have_no_memory(changes, live)

@@ -1,0 +1,330 @@
+"""Casts to FP8 and back, and the Python objects that C++ builds for them (csrc/quantizer.cpp)."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.te_kernels.table import (
+    TABLE,
+    Kernel,
+    Quantizer,
+    Values,
+    dtype_of,
+    kernel,
+    new,
+    plain,
+    refuse,
+    tensors_in,
+)
+
+__all__ = ["computed", "create", "kind_of", "parts", "sizes"]
+
+# a quantizer's class -> (what decides its scales, its tensor's class, the module of that)
+_QUANTIZERS = {
+    "Float8CurrentScalingQuantizer": ("current", "Float8Tensor", "float8_tensor"),
+    "Float8Quantizer": ("delayed", "Float8Tensor", "float8_tensor"),
+    "Float8BlockQuantizer": ("block", "Float8BlockwiseQTensor", "float8_blockwise_tensor"),
+    "MXFP8Quantizer": ("mx", "MXFP8Tensor", "mxfp8_tensor"),
+}
+_DATA = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
+
+
+@functools.cache
+def _known(quantizer: type) -> tuple[str, str, str]:
+    names = [base.__name__ for base in quantizer.__mro__ if base.__name__ in _QUANTIZERS]
+    return _QUANTIZERS[names[0]] if names else refuse(f"quantize({quantizer})")
+
+
+def kind_of(quantizer: Quantizer) -> str:
+    """``current``, ``delayed``, ``block`` or ``mx``; "" without a quantizer."""
+    return "" if quantizer is None else _known(type(quantizer))[0]  # type: ignore[arg-type]
+
+
+@functools.cache
+def _target(quantizer: type, internal: bool) -> tuple[Values, frozenset[str]]:
+    """(class of what it makes, the names that its constructors take)."""
+    _, name, module = _known(quantizer)
+    if internal:
+        name, module = f"{name}Storage", f"storage.{module}_storage"
+    found = getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
+    makers = (vars(base).get("__new__") for base in found.__mro__[:-1])
+    taken = (inspect.signature(make).parameters for make in makers if inspect.isroutine(make)
+             or isinstance(make, staticmethod))  # fmt: skip
+    return found, frozenset(name for parameters in taken for name in parameters)
+
+
+def create(
+    quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, bulk: Kernel | None = None
+) -> Values:
+    """Quantizer::create_tensor on Hopper, whose FP8 products are all TN (quantizer.cpp:206, :325,
+    :650, :1040, :1480 @v2.18); a plain tensor without a quantizer.
+
+    bulk : takes a shape and a type, and gives the memory (``split_quantize``); None: the allocator
+    """
+    if quantizer is None:
+        return new(shape, dtype)
+    shape, kind, take = list(shape), kind_of(quantizer), bulk or new
+    tensor, names = _target(type(quantizer), bool(quantizer.internal))  # type: ignore[arg-type]
+    scales = torch.uint8 if kind == "mx" else torch.float32
+    found: dict[str, Any] = {
+        "fp8_dtype": quantizer.dtype, "quantizer": quantizer, "shape": shape, "dtype": dtype,
+        "fake_dtype": dtype, "with_gemm_swizzled_scales": False,
+    }  # fmt: skip
+    if kind in ("current", "delayed"):
+        first = new(1, torch.float32) if kind == "delayed" else None  # the scale
+        found["data"] = new(shape) if quantizer.rowwise_usage else None
+        found["data_transpose"] = new(turned(shape)) if quantizer.columnwise_usage else None
+        found["fp8_scale_inv"] = new(1, torch.float32) if first is None else first
+    else:
+        for way, wanted in _usages(quantizer):
+            data = take(_stored(kind, way, shape), torch.uint8) if wanted else None
+            scale = None
+            if wanted:
+                scale = take(quantizer.get_scale_shape(shape, way == "columnwise"), scales)
+            found |= {f"{way}_data": data, f"{way}_scale_inv": scale}
+        if kind == "block":
+            found["is_2D_scaled"] = quantizer.block_scaling_dim == 2
+    if quantizer.internal:
+        del found["shape"], found["dtype"]
+    else:
+        found.pop("fake_dtype")
+    optional = ("fake_dtype", "with_gemm_swizzled_scales")
+    return tensor(**{k: v for k, v in found.items() if k not in optional or k in names})
+
+
+def turned(shape: Sequence[int]) -> list[int]:
+    """Of a tensor by columns (make_transpose_shape, quantizer.cpp:49 @v2.18)."""
+    return [shape[-1], *shape[:-1]]
+
+
+def _usages(quantizer: Quantizer) -> tuple[tuple[str, bool], tuple[str, bool]]:
+    return ("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage)
+
+
+def _stored(kind: str, way: str, shape: Sequence[int]) -> Sequence[int]:
+    return turned(shape) if kind == "block" and way == "columnwise" else shape
+
+
+def _update(quantizer: Quantizer, out: Values) -> Values:
+    """Quantizer::convert_and_update_tensor: what the quantizer wants comes, the rest goes
+    (quantizer.cpp:522, :868, :1261, :1703 @v2.18)."""
+    if isinstance(out, Tensor) and not hasattr(out, "_quantizer"):
+        return out
+    shape, kind = sizes(out), kind_of(quantizer)
+    if kind in ("current", "delayed"):
+        pairs = ("_data", shape), ("_transpose", turned(shape))
+        for (name, of), (_, wanted) in zip(pairs, _usages(quantizer), strict=True):
+            if not wanted:
+                setattr(out, name, None)
+            elif getattr(out, name) is None:
+                setattr(out, name, new(of))
+        out._transpose_invalid = not quantizer.columnwise_usage
+        return out
+    scales = torch.uint8 if kind == "mx" else torch.float32
+    for way, wanted in _usages(quantizer):
+        data, scale = f"_{way}_data", f"_{way}_scale_inv"
+        if not wanted:
+            setattr(out, data, None)
+            setattr(out, scale, None)
+        elif getattr(out, data) is None:
+            setattr(out, data, new(_stored(kind, way, shape)))
+            setattr(out, scale, new(quantizer.get_scale_shape(shape, way == "columnwise"), scales))
+    return out
+
+
+def sizes(tensor: Values) -> list[int]:
+    """The shape as C++ has it: Python's of values by columns alone is flat before 2.18."""
+    if isinstance(tensor, Tensor):
+        return list(tensor.shape)
+    for name in ("_data", "_rowwise_data"):
+        if getattr(tensor, name, None) is not None:
+            return list(getattr(tensor, name).shape)
+    columns = getattr(tensor, "_transpose", None)
+    if columns is None and hasattr(tensor, "_is_2D_scaled"):
+        columns = tensor._columnwise_data
+    return list(tensor.size()) if columns is None else [*columns.shape[1:], columns.shape[0]]
+
+
+def parts(tensor: Values) -> tuple[Tensor | None, ...]:
+    """The tensors whose memory holds ``tensor``'s values."""
+    if tensor is None or (isinstance(tensor, Tensor) and not hasattr(tensor, "_quantizer")):
+        return (tensor,)
+    return tuple(part for name in _DATA if (part := getattr(tensor, name, None)) is not None)
+
+
+def _cast(x: Tensor, quantizer: Quantizer, out: Values, amax: Tensor | None = None) -> Values:
+    """Quantizer::quantize of ``x`` into ``out`` (quantizer.cpp:613, :960, :1404 @v2.18)."""
+    if quantizer is None or not x.numel():
+        return out
+    if kind_of(quantizer) == "current":
+        pair = new(1 if amax is not None else 2, torch.float32)
+        if amax is None:
+            fused("fp8_amax", 0, x)
+        if quantizer.with_amax_reduction:
+            group = quantizer.amax_reduction_group
+            dist.all_reduce(pair[:1] if amax is None else amax, op=dist.ReduceOp.MAX, group=group)
+    fused("fp8_quantize", 0, x, *parts(out))
+    return out
+
+
+# What computes in high precision first and casts that: activations (activation.cpp:34 @v2.18), and
+# norms (normalization.cpp:92 @v2.18).
+_CAST_AFTER = {"activation": ("current", "block"), "norm": ("current", "block", "mx")}
+
+
+def computed(
+    of: str, shape: Sequence[int], dtype: torch.dtype, quantizer: Quantizer, out: Values = None
+) -> Values:
+    """The output of a kernel of rows, ``of`` a norm or an activation, with its cast."""
+    out = create(quantizer, shape, dtype) if out is None else out
+    if kind_of(quantizer) in _CAST_AFTER[of]:
+        amax = new(1, torch.float32) if kind_of(quantizer) == "current" else None
+        _cast(new(shape, dtype), quantizer, out, amax)
+    return out
+
+
+@kernel()
+def create_empty_quantized_tensor(
+    quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, *rest: object
+) -> Values:
+    """cast.cpp:135 @v2.18"""
+    return create(quantizer, shape, dtype)
+
+
+@kernel()
+def quantize(x: Tensor, quantizer: Quantizer, out: Values = None, noop: object = None) -> Values:
+    """cast.cpp:52 @v2.18"""
+    x = x.contiguous()
+    out = create(quantizer, x.shape, x.dtype) if out is None else _update(quantizer, out)
+    return _cast(x, quantizer, out)
+
+
+@kernel()
+def bgrad_quantize(grad: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
+    """bias.cpp:22 @v2.18"""
+    grad = grad.contiguous()
+    dbias = new(grad.shape[-1], grad.dtype)
+    rows, kind = grad.reshape(-1, grad.shape[-1]), kind_of(quantizer)
+    out = grad if quantizer is None else create(quantizer, grad.shape, grad.dtype)
+    both = kind and quantizer.rowwise_usage and quantizer.columnwise_usage
+    if kind == "mx" or (kind == "delayed" and both):  # sums of blocks of rows, beside the cast
+        new([-(-len(rows) // (64 if kind == "delayed" else 128)), rows.shape[1]], torch.float32)
+        fused("fp8_quantize", 0, grad, *parts(out))
+        return dbias, out
+    torch.sum(rows, 0, out=dbias)
+    return dbias, _cast(grad, quantizer, out)
+
+
+@kernel()
+def dequantize(x: Values, dtype: object) -> Tensor:
+    """cast.cpp:559 @v2.18"""
+    out = new(sizes(x), dtype_of(dtype))
+    fused("fp8_dequantize", 0, *parts(x), out)
+    return out
+
+
+_ALIGNED = {torch.uint8: 256, torch.float32: 16}  # data, and scales that are not bytes
+
+
+def _buffer(shapes: list[tuple[Sequence[int], torch.dtype, int]]) -> Iterator[Tensor]:
+    """Tensors of one request (bulk_allocate, allocate.cpp:25 @v2.18)."""
+    starts, end = [], 0
+    for shape, dtype, aligned in shapes:
+        starts.append(-(-end // aligned) * aligned)
+        end = starts[-1] + prod(shape) * dtype.itemsize
+    base = new(end + max(aligned for *_, aligned in shapes))
+    for start, (shape, dtype, _) in zip(starts, shapes, strict=True):
+        yield base[start : start + prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+
+def _in_bulk(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Values]:
+    """bulk_allocate_fp8_blockwise_tensors, bulk_allocate_mxfp8_tensors (cast.cpp:760, :870 @v2.18):
+    one buffer of all data and scales by rows, one by columns."""
+    kind = kind_of(quantizers[0])
+    scales = torch.uint8 if kind == "mx" else torch.float32
+    taken: dict[str, Iterator[Tensor]] = {}
+    for way, wanted in _usages(quantizers[0]):
+        if wanted:
+            data = [(_stored(kind, way, x.shape), torch.uint8, 256) for x in xs]
+            of = [(q.get_scale_shape(list(x.shape), way == "columnwise"), scales, 16)
+                  for x, q in zip(xs, quantizers, strict=True)]  # fmt: skip
+            made = list(_buffer(data + of))
+            pairs = zip(made[: len(xs)], made[len(xs) :], strict=True)
+            taken[way] = (tensor for pair in pairs for tensor in pair)
+    order = [way for way, wanted in _usages(quantizers[0]) if wanted for _ in range(2)]
+    out = []
+    for x, quantizer in zip(xs, quantizers, strict=True):
+        ways = iter(order)
+        out.append(create(quantizer, x.shape, x.dtype, lambda *_, w=ways: next(taken[next(w)])))
+    return out
+
+
+@kernel()
+def split_quantize(
+    x: Tensor,
+    counts: Sequence[int],
+    quantizers: Sequence[Quantizer],
+    disable_bulk_allocation: bool = False,
+) -> list[Values]:
+    """cast.cpp:1652 @v2.18"""
+    xs = x.contiguous().split(list(counts))
+    kinds = {kind_of(quantizer) for quantizer in quantizers}
+    if not disable_bulk_allocation and kinds in ({"block"}, {"mx"}):
+        out = _in_bulk(xs, quantizers)
+    else:
+        out = [create(q, one.shape, x.dtype) for one, q in zip(xs, quantizers, strict=True)]
+    return [_cast(*three) for three in zip(xs, quantizers, out, strict=True)]
+
+
+@kernel()
+def multi_tensor_quantize(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Values]:
+    """cast.cpp:719 @v2.18"""
+    out = [create(q, x.shape, x.dtype) for x, q in zip(xs, quantizers, strict=True)]
+    return [_cast(*three) for three in zip(xs, quantizers, out, strict=True)]
+
+
+@kernel()
+def fp8_transpose(x: Tensor, dtype: object, out: Tensor | None = None) -> Tensor:
+    """transpose.cpp:20 @v2.18"""
+    x = x.contiguous()
+    out = new(turned(x.shape)) if out is None else out
+    fused("fp8_transpose", 0, x, out)
+    return out
+
+
+def _in_place(name: str) -> Values:
+    def run(*args: object, **kwargs: object) -> None:
+        """Writes into what it is given: recipe.cpp:17, fp8_partial_cast.cpp:11, padding.cpp:12,
+        multi_tensor/compute_scale.cpp:11 @v2.18"""
+        lists = (
+            zip(*cast(Any, args[2]), strict=False) if name == "fp8_scale" else [tensors_in(args)]
+        )
+        for tensors in lists:
+            fused(name, 0, *map(plain, tensors))
+
+    return run
+
+
+_WRITERS = {  # kernel -> the name by which costs know it
+    "fused_amax_and_scale_update_after_reduction": "amax_and_scale_update",
+    "compute_amax": "fp8_amax",
+    "fp8_block_scaling_compute_partial_amax": "fp8_amax",
+    "fp8_block_scaling_partial_cast": "fp8_quantize",
+    "mxfp8_scaling_compute_partial_amax": "fp8_amax",
+    "mxfp8_scaling_partial_cast": "fp8_quantize",
+    "multi_tensor_compute_scale_and_scale_inv": "fp8_scale",
+    "multi_tensor_compute_scale_inv_e8m0": "fp8_scale",
+    "fused_multi_row_padding": "fused_multi_row_padding",
+    "fused_multi_row_unpadding": "fused_multi_row_padding",
+}
+TABLE.update({name: _in_place(of) for name, of in _WRITERS.items()})

@@ -1,0 +1,118 @@
+"""The table of Transformer Engine's compiled kernels, and what its rows share.
+
+A row is a function of the kernel's name and arguments (transformer_engine/pytorch/csrc/extensions):
+it returns tensors of the shapes and types that the kernel returns, and asks for memory in the
+order in which C++ does.  What it asks for and does not return is a temporary.  The first line of
+its docstring ends with where that stands, ``file.cpp:line @release``.
+
+A kernel without a row is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.megatron_source import Release
+from megatron_prism.runtime.te_kernels.enumerations import Member
+
+__all__ = [
+    "TABLE",
+    "Kernel",
+    "Quantizer",
+    "Values",
+    "adopt",
+    "dtype_of",
+    "kernel",
+    "member",
+    "new",
+    "plain",
+    "refuse",
+    "release",
+    "since",
+    "tensors_in",
+]
+
+Kernel = Callable[..., Any]
+Quantizer = Any  # an object of Transformer Engine's, or None
+Values = Any  # a tensor, or Transformer Engine's object for one in FP8
+TABLE: dict[str, Kernel] = {}
+_META = torch.device("meta")
+_release: Release = (0, 0)
+
+
+def release() -> Release:
+    """The release whose Python calls; (0, 0) before it is imported."""
+    return _release
+
+
+def adopt(found: Release) -> None:
+    """From now on ``found`` decides what ``since`` answers."""
+    global _release
+    _release = found
+
+
+def since(major: int, minor: int) -> bool:
+    """Whether C++ does so from this release on: Python cannot tell.  Dates are of TE's git tags."""
+    return _release >= (major, minor)
+
+
+def kernel(*names: str) -> Callable[[Kernel], Kernel]:
+    """Enter a function as the row of ``names`` (else of its own name)."""
+
+    def enter(function: Kernel) -> Kernel:
+        TABLE.update(dict.fromkeys(names or (function.__name__,), function))
+        return function
+
+    return enter
+
+
+def refuse(name: str) -> NoReturn:
+    """Raise UnsupportedError that names the kernel ``name``."""
+    raise UnsupportedError(
+        f"Transformer Engine's kernel {name} has no row in our table (runtime/te_kernels)",
+        fix="leave out the option that asks for it, or --prism-tier cuda",
+    )
+
+
+def new(shape: Sequence[int] | int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """A request to the allocator; bytes unless ``dtype`` says otherwise."""
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
+def plain(value: Any) -> Tensor | None:
+    return value if isinstance(value, Tensor) else None
+
+
+def tensors_in(args: Iterable[Any]) -> list[Tensor]:
+    return [a for a in args if isinstance(a, Tensor)]
+
+
+def member(kind: str, args: Iterable[Any]) -> str:
+    """The name of the first argument that belongs to the enumeration ``kind``, in small letters."""
+    for value in args:
+        if isinstance(value, Member) and value.kind == kind:
+            return value.name.removeprefix("NVTE_").lower()
+    return ""
+
+
+_TORCH = {
+    0: torch.uint8, 2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat16,
+    7: torch.uint8, 8: torch.uint8, 10: torch.uint8,
+}  # fmt: skip
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """torch's type of an NVTEDType (common/include/transformer_engine/transformer_engine.h:25);
+    FP8 and FP4 lie in memory as bytes."""
+    return value if isinstance(value, torch.dtype) else _TORCH[int(value)]
+
+
+def rows_of(shape: Sequence[int]) -> int:
+    """How many rows a tensor has for a kernel that knows two dimensions."""
+    return prod(shape[:-1])
