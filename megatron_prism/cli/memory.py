@@ -138,9 +138,10 @@ def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]
 
 def _measure(path: str, settings: Mapping[str, str], draws: Draws | None = None) -> Baseline:
     from megatron_prism.core.world import format_ranks
+    from megatron_prism.memory import nccl_buffers
     from megatron_prism.memory.baseline import peak_memory
 
-    device = settings.get("device", "h200")
+    device = settings.get("device", nccl_buffers.DEFAULT)
     known = None if device == "none" else device
     alloc = settings.get("alloc", "")
     programs = _open(path)
@@ -183,7 +184,7 @@ def size(given: Mapping[str, Any], key: str, default: int = 0) -> int:
     if given.get(key) is None:
         return default
     try:
-        found = units.parse_bytes(given[key])
+        found = (units.parse_limit if key == "limit" else units.parse_bytes)(given[key])
     except UnitError as error:
         raise UsageError(f"{key}={given[key]}: {error.message}", fix=error.fix) from None
     if found < 0:

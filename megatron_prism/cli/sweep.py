@@ -152,7 +152,7 @@ def _words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """(arguments of ``sweep``, axes)."""
     keys: dict[str, arguments.Reader] = {
         "machine": arguments.name,
-        "limit": units.parse_bytes,
+        "limit": units.parse_limit,
         "objective": arguments.name,
         "price": arguments.number("price=2.5"),
         "part": arguments.name,

@@ -37,6 +37,7 @@ from megatron_prism.core.errors import ProgramError
 
 __all__ = [
     "ALLOCATION",
+    "BEGUN",
     "CODE",
     "CODED",
     "CallLabel",
@@ -123,7 +124,8 @@ OP = np.dtype(
 # What of the live memory changed before which op: storage ids are the program's own.  ``note`` says
 # whose storage it is, as ``kind:module @file:line``; every part may be absent (kinds: memory.py).
 ALLOCATION = np.dtype([("before", "i4"), ("storage", "i4"), ("bytes", "i8"), ("note", "u4")])
-EMPTIED, WAITED = -1, -2  # for a storage in a history: the cache is emptied, the host waits
+# for a storage in a history: the cache is emptied, the host waits, a train step begins
+EMPTIED, WAITED, BEGUN = -1, -2, -3
 SLOWER = "planted x"  # x1.5 and ; before the note of a segment that takes that many times as long
 TEXTS = ("stream", "group", "shape", "site", "note")
 CODED: dict[str, tuple[str, ...]] = {

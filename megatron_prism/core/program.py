@@ -142,6 +142,16 @@ class Builder:
         self._allocations.append((len(self._rows), storage, num_bytes, self._text(note)))
         self._streams.append(stream)
 
+    def own(self, owners: Mapping[int, str]) -> None:
+        """Storages that came to be are whose ``owners`` says (``kind:module``), at their site."""
+        texts = list(self._strings)
+        for at, (before, storage, num_bytes, note) in enumerate(self._allocations):
+            owner = owners.get(storage)
+            if owner is not None and num_bytes > 0 and ":" not in texts[note].partition("@")[0]:
+                site = texts[note].rpartition("@")[2] if "@" in texts[note] else ""
+                named = self._text(f"{owner} @{site}" if site else owner)
+                self._allocations[at] = (before, storage, num_bytes, named)
+
     def position(self) -> tuple[int, int]:
         """How many ops and changes of memory there are."""
         return len(self._rows), len(self._allocations)

@@ -58,6 +58,15 @@ def parse_bytes(text: str | int) -> int:
     return _parse(text, BYTES, "size", "512, 16MiB, 1.5 GiB, 80GB", bare="B")
 
 
+def parse_limit(text: str | int) -> int:
+    """A size of device memory.  UnitError for a bare number that is below 1 MiB as bytes."""
+    num_bytes = parse_bytes(text)
+    if isinstance(text, str) and text.strip().isdecimal() and num_bytes < 1 << 20:
+        said = f"{text.strip()} is {num_bytes:,} bytes, which no device has"
+        raise UnitError(said, fix=f"limit={text.strip()}GiB")
+    return num_bytes
+
+
 def format_bytes(num_bytes: int) -> str:
     """``1.5 GiB``, in powers of 1024, rounded to four significant digits."""
     return _format(num_bytes, BINARY)

@@ -70,8 +70,7 @@ class Iteration:
 class TrainingMonitor:
     """What happened in this process, and who is told of it while it happens.
 
-    peak_source : object with ``parts``, ``scope(**labels)`` and ``part(name)`` (the live-byte
-                  tracker) or None
+    peak_source : the live-byte tracker, which is told before any listener, or None
     """
 
     def __init__(self, peak_source: Any = None, shapes_only: bool = False) -> None:
@@ -104,13 +103,13 @@ class TrainingMonitor:
     def listen(self, *listeners: TrainingListener) -> None:
         """Tell ``listeners`` from here on, in this order, instead of those before."""
         self.listeners: tuple[TrainingListener, ...] = tuple(listeners)
-        sources = (*([self.peak_source] if self.peak_source is not None else ()), *listeners)
         # found once: every forward and backward has a scope
-        self._scopes = tuple(one.scope for one in overriding(sources, TrainingListener, "scope"))
-        self._parts = tuple(one.part for one in overriding(sources, TrainingListener, "part"))
+        self._scopes = tuple(one.scope for one in self._hearing("scope"))
+        self._parts = tuple(one.part for one in self._hearing("part"))
 
     def _hearing(self, name: str) -> tuple[Any, ...]:
-        return overriding(self.listeners, TrainingListener, name)
+        source = () if self.peak_source is None else (self.peak_source,)
+        return overriding((*source, *self.listeners), TrainingListener, name)
 
     @property
     def hears_calls(self) -> bool:

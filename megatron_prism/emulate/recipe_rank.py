@@ -69,13 +69,11 @@ __all__ = [
 class Shortcuts(TypedDict, total=False):
     """How a slice is captured sooner than by running all of two iterations.
 
-    short  : the first iterations have as few microbatches as the schedule takes
     repeat : microbatches that repeat others do not run (``runtime.recorder.repeats``)
     alike  : other stages, with layers like these; their slices say nothing of memory
     more   : (number of microbatches, where the slices of such an iteration go), which follows
     """
 
-    short: bool
     repeat: bool
     alike: Sequence[int]
     more: tuple[int, SliceStore] | None
@@ -463,7 +461,7 @@ def run(
     if how.get("repeat") and recorder is not None and tier.live is not None:
         monitor.repeats = Repeats(tier.live, recorder)
         job.note_sections(monitor.repeats.sections)
-    before = _train(job, world, recorder, how.get("short", False))
+    before = _train(job, world, recorder)
     summary = job.summary(world, before, built - start, time.perf_counter() - built)
     if witness is not None:
         summary["witness"] = witness.summary()
@@ -481,17 +479,11 @@ def run(
     return summary
 
 
-def _train(
-    job: RankJob, world: VirtualWorld, recorder: Recorder | None, short: bool
-) -> TrafficCounter | None:
+def _train(job: RankJob, world: VirtualWorld, recorder: Recorder | None) -> TrafficCounter | None:
     """All iterations, the last of which is recorded; the traffic before the last."""
     recipe, monitor, before = job.recipe, job.monitor, None
     for iteration in range(recipe.train.iterations):
         last = iteration == recipe.train.iterations - 1
-        job.num_microbatches = recipe.num_microbatches
-        if short and not last:
-            # the interleaved schedule takes rounds of pp (core/pipeline_parallel/schedules.py:1007)
-            job.num_microbatches = recipe.parallel.pp if recipe.parallel.vpp else 1
         before = world.tally.copy()
         if recorder is not None and last:
             world.listen(*world.listeners, recorder)

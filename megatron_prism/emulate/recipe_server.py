@@ -85,8 +85,7 @@ class CaptureServer:
     ) -> None:
         """Put the slice of ``rank`` into ``slices``.
 
-        The first iteration, which only makes what the optimizer keeps, has as few microbatches as
-        the schedule allows; what repeats itself runs once (``runtime.recorder.repeats``).
+        What repeats itself runs once (``runtime.recorder.repeats``).
 
         alike : other stages in the middle of the pipeline with the same layers: their slices, which
                 say nothing of memory, come along, unless one of them does anything of its own
@@ -200,7 +199,7 @@ def _capture(
             events.append({"kind": kind, **fields})
 
     try:
-        how = recipe_rank.Shortcuts(short=True, repeat=repeat, alike=alike, more=more)
+        how = recipe_rank.Shortcuts(repeat=repeat, alike=alike, more=more)
         recipe_rank.attempt(emit, recipe, rank, slices, **how)
     except NotRepeatedError:
         return {"kind": "unlike"}

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.core.ops import EMPTIED
+from megatron_prism.core.ops import EMPTIED, WAITED
 
 __all__ = ["CachingAllocator", "Settings", "allocated_by_span", "replay_requests"]
 
@@ -211,7 +211,7 @@ def replay_requests(
     late: deque[tuple[int, int]] = deque()  # of those, given back and in use: launch, storage
     for number, (storage, change, *more) in enumerate(events):
         stream, launch = more[:1], more[1] if more[1:] else 0
-        while late and (launch >= late[0][0] + ahead or storage < 0):
+        while late and (launch >= late[0][0] + ahead or storage in (EMPTIED, WAITED)):
             machine.free(late.popleft()[1])
         if change > 0:
             sizes[storage] = sizes.get(storage, 0) + change

@@ -141,7 +141,7 @@ def peak_memory(
     programs: Programs,
     *,
     alloc_conf: str = "",
-    device: str | os.PathLike[str] | nccl_buffers.BufferCalibration | None = "h200",
+    device: str | os.PathLike[str] | nccl_buffers.BufferCalibration | None = nccl_buffers.DEFAULT,
     draws: Draws | None = None,
 ) -> Baseline:
     """Find the peak memory of every class of ranks, and what is alive then.
@@ -234,14 +234,12 @@ def measure(
     device = device or nccl_buffers.BufferCalibration()
     classes: dict[str, ClassMemoryFigures] = {}
     for one in analyse(programs, settings):
-        used = nccl_buffers.used_by(programs, one.program)
-        nccl, between = device.nccl(used), device.between(used)
-        beyond = None if nccl is None or device.process is None else nccl + device.process
+        beyond = nccl_buffers.beyond_reserved(programs, one.program, device)
         classes[one.name] = {
             **_figures(one),
-            "nccl": nccl,
-            "nccl_between": None if between is None else list(between),
-            "peak_device": None if beyond is None else one.reserved + beyond,
+            "nccl": beyond.nccl,
+            "nccl_between": None if beyond.between is None else list(beyond.between),
+            "peak_device": None if beyond.num_bytes is None else one.reserved + beyond.num_bytes,
         }
         if draws is not None:
             more = (classes[one.name]["peak_device"] or one.reserved) - one.peak.num_bytes
@@ -318,8 +316,8 @@ def _figures(one: ClassMemory) -> ClassMemoryFigures:
         "by_category": dict(top.by_kind),
         "top": listed,
         "smaller": left,
-        "growth": None if one.growth is None else sum(h.num_bytes for h in one.growth),
-        "growth_top": [_origin(h) for h in (one.growth or ())[:TOP] if h.num_bytes > 0],
+        "growth": None if one.growth is None else one.growth.num_bytes,
+        "growth_top": [] if one.growth is None else [_origin(h) for h in one.growth.origins[:TOP]],
     }
 
 

@@ -30,11 +30,13 @@ from megatron_prism.core.ops import CODE, IS_PAIR, ITEM_SIZE, NAMES
 from megatron_prism.core.program import Programs
 
 __all__ = [
+    "BeyondReserved",
     "BufferCalibration",
     "Communicator",
     "ON_HOST",
     "SMALL",
     "ConnectedCommunicators",
+    "beyond_reserved",
     "connection_bytes",
     "fitting",
     "read",
@@ -43,6 +45,7 @@ __all__ = [
 
 
 FOLDER = Path(__file__).with_name("device_memory")
+DEFAULT = "h200"  # the calibration that counts until another device is measured, too
 PAGE = 2 << 20
 _WAYS = frozenset({"out", "in"})
 _HOST = 8  # GPUs, where the world does not say it
@@ -369,6 +372,30 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
             local = _on_host(members, rank, host)
             used.add(group, size, NAMES[code], num_bytes, distance, batched, local)
     return used.all()
+
+
+@dataclass(frozen=True)
+class BeyondReserved:
+    """What a rank's process takes beyond its reserved bytes; None where it was not measured.
+
+    nccl      : of its communicators
+    between   : the least and the most that ``nccl`` may be
+    num_bytes : ``nccl``, context and libraries
+    """
+
+    nccl: int | None = None
+    between: tuple[int, int] | None = None
+    num_bytes: int | None = None
+
+
+def beyond_reserved(
+    programs: Programs, index: int, calibration: BufferCalibration
+) -> BeyondReserved:
+    """What the ranks that run program ``index`` take beyond reserved bytes."""
+    used = used_by(programs, index)
+    nccl, process = calibration.nccl(used), calibration.process
+    total = None if nccl is None or process is None else nccl + process
+    return BeyondReserved(nccl, calibration.between(used), total)
 
 
 def _on_host(members: Sequence[int], rank: int, host: int) -> int:

@@ -30,7 +30,7 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import Op
+from megatron_prism.core.ops import BEGUN, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import AXES, World, format_ranks
 from megatron_prism.graph.classes import equal_programs
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ClassMemory",
     "Estimate",
+    "Retained",
     "HeldMemory",
     "KINDS",
     "analyse",
@@ -101,6 +102,14 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Retained:
+    """``num_bytes`` that an iteration leaves behind, and the origins that grew, largest first."""
+
+    num_bytes: int
+    origins: tuple[HeldMemory, ...]
+
+
+@dataclass(frozen=True)
 class Overflow:
     """Where a class runs out of memory: ``limit`` bytes of segments are not enough for a request of
     ``size`` bytes at ``op`` (None: for what stands before the iteration), after cached segments
@@ -135,7 +144,7 @@ class ClassMemory:
     reserved: int
     between: tuple[int, int]
     program: int = 0
-    growth: tuple[HeldMemory, ...] | None = None
+    growth: Retained | None = None
 
 
 def peak(program: Program) -> Peak | None:
@@ -211,30 +220,46 @@ def _holdings(program: Program, top: int) -> tuple[HeldMemory, ...]:
     return tuple(sorted(made, key=lambda h: (-h.num_bytes, h.key)))
 
 
-def growth(program: Program) -> tuple[HeldMemory, ...] | None:
-    """What is alive after the iteration and was not before it, by origin, largest first.
+def growth(program: Program) -> Retained | None:
+    """What the recorded iteration leaves behind, from the start of its train step to that of the
+    next: None in a job's first iteration, which makes what the optimizer keeps, and without a
+    history.
 
-    An origin that replaces what it left the last time has not grown.  None in a job's first
-    iteration, which makes what the optimizer keeps, and where notes do not say.
+    An origin that replaces what it left the last time has not grown.  Nor does it count if the
+    iteration before left nothing: neither were there more bytes after it, nor is anything alive
+    that it made; so a cache that fills is no leak.
     """
-    events = program.allocations
-    notes = [program.strings[note] for note in np.unique(events["note"][events["before"] == 0])]
-    if not any(n.startswith("optim:") and not n.startswith("optim:main") for n in notes):
+    rows, events = program.history, program.allocations
+    begun = np.flatnonzero(rows[:, 0] == BEGUN)
+    if begun.size < 2:
         return None
-    ids, first, which = np.unique(events["storage"], return_index=True, return_inverse=True)
-    left = np.zeros(ids.size, dtype=np.int64)
-    np.add.at(left, which.ravel(), events["bytes"])
-    stood = np.zeros(ids.size, dtype=np.int64)
-    early = events["before"] == 0
-    np.add.at(stood, which.ravel()[early], events["bytes"][early])
-    total: dict[tuple[str, str], list[int]] = {}
-    for one in np.flatnonzero(left != stood):
-        _, module, site = _split(program.strings[events["note"][first[one]]])
-        entry = total.setdefault((_NUMBER.sub("*", module), site), [0, 0])
-        entry[0] += int(left[one] - stood[one])
-        entry[1] += 1 if left[one] > stood[one] else -1
-    made = [HeldMemory("other", *key, num_bytes=size, count=n) for key, (size, n) in total.items()]
-    return tuple(sorted((h for h in made if h.num_bytes), key=lambda h: (-h.num_bytes, h.key)))
+    first, last = begun[-2:].tolist()  # of the two iterations
+    before, num_bytes = (int(part[:, 1].sum()) for part in (rows[first:last], rows[last:]))
+    born = rows[first:last, 0][rows[first:last, 1] > 0]
+    kept = int(rows[np.isin(rows[:, 0], born), 1].sum())
+    num_bytes = min(num_bytes, max(before, kept))
+    if num_bytes <= 0:
+        return Retained(num_bytes, ())
+    stands = events.size - int((rows[last:, 1] != 0).sum())
+    ids, born, which = np.unique(events["storage"], return_index=True, return_inverse=True)
+    change = np.zeros(ids.size, dtype=np.int64)
+    np.add.at(change, which.ravel()[stands:], events["bytes"][stands:])
+    total: dict[tuple[str, str, str], list[int]] = {}
+    sites: dict[tuple[str, str, str], str] = {}
+    for one in np.flatnonzero(change):
+        kind, module, site = _split(program.strings[events["note"][born[one]]])
+        # what the model or the optimizer owns is the same wherever it was made
+        key = kind or "other", _NUMBER.sub("*", module), "" if kind else site
+        entry = total.setdefault(key, [0, 0])
+        entry[0] += int(change[one])
+        entry[1] += 1 if change[one] > 0 else -1
+        sites[key] = site or sites.get(key, "")
+    made = [
+        HeldMemory(*key[:2], site=sites[key], num_bytes=size, count=max(n, 0))
+        for key, (size, n) in total.items()
+        if size > 0
+    ]
+    return Retained(num_bytes, tuple(sorted(made, key=lambda h: (-h.num_bytes, h.key))))
 
 
 def overflow(

@@ -53,7 +53,8 @@ def render_text(sweep: Sweep) -> str:
             lines.append(f"… and {len(sweep.rows) - _SHOWN} more: --csv FILE or --json has all")
         if sum(row.rank == 1 for row in sweep.rows) > 1:
             lines.append("= the interval of its time overlaps that of others: they count as equal")
-        lines += ["", f"start the first: {command(sweep, sweep.rows[0])}"]
+        lines += ["", f"memory: device bytes, {sweep.memory_provenance}"]
+        lines += [f"start the first: {command(sweep, sweep.rows[0])}"]
     lines += ["", *_fell(sweep)] if sweep.dropped else []
     return "\n".join(lines) + "\n"
 

@@ -49,7 +49,8 @@ FITS_NOT, FAILED = "out of memory", "failed"
 Figures = dict[str, Any]  # of a point, as JSON
 _SAMPLES = 400  # iterations drawn for p95
 _TRIES = 3  # of a family whose worker dies
-_CLOSE = 0.85  # of allocated bytes
+_CLOSE = 0.85
+_BESIDE = "behind iterations of fewer microbatches\n"  # in the .whole file of such slices
 _MEMORY = 2 << 30  # bytes that a worker and its captures may take
 Family = Sequence[SweepPoint]
 Given = tuple["SweepSettings", Path]  # to every worker
@@ -63,14 +64,14 @@ class SweepSettings:
     folder  : of the sweep
     machine : name or file of it
     limit   : bytes of device memory; None: nothing falls by it
-    device  : calibration of context, libraries and NCCL buffers; None: reserved bytes count
+    device  : calibration of context, libraries and NCCL buffers
     tail    : whether p95 is wanted
     """
 
     folder: Path
     machine: str
     limit: int | None
-    device: str | None
+    device: str
     tail: bool = False
 
 
@@ -263,7 +264,7 @@ def _captured(base: JobLayout, family: Path, limit: int | None) -> Programs:
     whole.touch()
     names = {path.name for path in folder.glob("slice-*")}
     if beside and names <= {path.name for path in more.glob("slice-*")}:
-        more.with_name(f"{more.name}.whole").touch()
+        more.with_name(f"{more.name}.whole").write_text(_BESIDE)
     return made
 
 
@@ -282,28 +283,24 @@ def _changed(programs: Programs, layout: JobLayout) -> Programs:
 def _memory(
     programs: Programs, layout: JobLayout, base: JobLayout, settings: SweepSettings
 ) -> Figures:
-    """The stage that needs most: of the two that allocate most, the one with more device bytes.
+    """The stage that needs most device bytes, by what ``prism memory`` asks.
 
-    The second is not looked at if it allocates less than ``_CLOSE`` of the first: fragmentation and
-    NCCL's buffers differ less between stages.  Slices of another data-parallel size have another
+    A stage is not looked at if its tensors, context and NCCL take less than ``_CLOSE`` of the most:
+    fragmentation differs less between stages.  Slices of another data-parallel size have another
     part of the optimizer's state, in proportion.
     """
-    tops = {i: int(programs.programs[i].live_bytes().max(initial=0))
-            for i in set(programs.program_of.tolist())}  # fmt: skip
-    used = sorted(tops, key=lambda i: -tops[i])
-    device = nccl_buffers.read(settings.device) if settings.device is not None else None
-    found = []
-    for index in [i for i in used[:2] if tops[i] >= _CLOSE * tops[used[0]]]:
-        program = programs.programs[index]
+    device, beside, needs = nccl_buffers.read(settings.device), {}, {}
+    for index in set(programs.program_of.tolist()):
+        if tensors := int(programs.programs[index].live_bytes().max(initial=0)):
+            beside[index] = nccl_buffers.beyond_reserved(programs, index, device).num_bytes
+            needs[index] = tensors + (beside[index] or 0)
+    family, found = settings.folder / "slices" / layout.family(), []
+    for index in [i for i, need in needs.items() if need >= _CLOSE * max(needs.values())]:
+        program, beyond = programs.programs[index], beside[index]
         top, more = known_peak(program), 0
         if layout.shares_state and base.world.dp != layout.world.dp:
             state = top.by_kind["optim"]
             more = state * base.world.dp // layout.world.dp - state
-        nccl = device.nccl(nccl_buffers.used_by(programs, index)) if device is not None else None
-        beyond = (nccl + device.process
-                  if device is not None and nccl is not None and device.process is not None
-                  else None)  # fmt: skip
-        family = settings.folder / "slices" / layout.family()
         held = _reserved(program, family) + more
         found.append({
             "stage": f"stage {programs.world.coordinates(program.rank).pp}",
@@ -311,6 +308,7 @@ def _memory(
             "level": "reserved" if beyond is None else "device",
             "allocated": top.num_bytes + more,
             "reserved": held,
+            "history": _history(layout, base, family),
             "at": top.op.label,
             "by_kind": {kind: size + more * (kind == "optim")
                         for kind, size in top.by_kind.items() if size},
@@ -318,9 +316,18 @@ def _memory(
     return max(found, key=lambda one: one["bytes"])
 
 
+def _history(layout: JobLayout, base: JobLayout, family: Path) -> str:
+    """Whose requests ``reserved`` is of: those of the point's own job, or of another one."""
+    dp, microbatches = base.world.dp, base.num_microbatches
+    whole = family / f"dp{dp}-m{microbatches}.whole"
+    if (dp, microbatches) != (layout.world.dp, layout.num_microbatches):
+        return f"of {microbatches} microbatches and a data-parallel size of {dp}"
+    return whole.read_text().strip() or "as captured"
+
+
 def _reserved(program: Program, family: Path) -> int:
-    """Bytes that PyTorch's allocator reserves; it costs more than a replay and is the same for any
-    number of microbatches, so it is kept beside the slices."""
+    """Bytes that PyTorch's allocator reserves; it costs more than a replay, so it is kept beside
+    the slices."""
     asked = program.history if len(program.history) else program.allocations
     content = (__version__.encode(), asked.tobytes(), program.streams.tobytes())
     place = family / f"reserved-{hashlib.sha1(b''.join(content)).hexdigest()[:16]}"

@@ -31,8 +31,9 @@ from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import memory_bound
-from megatron_prism.replay.costs.machine import default_machine
+from megatron_prism.replay.costs.machine import default_machine, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.sweep import space
@@ -47,8 +48,6 @@ _AT_ONCE = 64  # recipes of a request
 _ASKED = 8  # trials before Optuna hears of them
 OBJECTIVES = ("time", "tokens_per_gpu", "p95", "cost")
 
-# measured context, libraries and NCCL are of this machine
-_DEVICES = {"h200": "h200"}
 Axes = Mapping[str, Sequence[Value] | str] | Sequence[str]
 Result = Figures
 
@@ -93,6 +92,14 @@ class Sweep:
     commands: Mapping[str, Sequence[str]]
     replayed: Callable[[str], Timeline] | None = None
 
+    @property
+    def memory_provenance(self) -> str:
+        """What the points' ``memory.bytes`` are made of."""
+        calibration = nccl_buffers.read(nccl_buffers.DEFAULT)
+        elsewhere = named_in(self.machine) != named_in(calibration.source)
+        more = f"; not measured on {self.machine}: extrapolated" if elsewhere else ""
+        return calibration.provenance() + more
+
     def to_json(self) -> dict[str, object]:
         """What ``prism sweep --json`` prints; times in ns, memory in bytes."""
         return {
@@ -101,6 +108,7 @@ class Sweep:
             "objective": self.objective,
             "machine": self.machine,
             "limit": self.limit,
+            "memory_provenance": self.memory_provenance,
             "axes": {axis: list(values) for axis, values in self.axes.items()},
             "points": [
                 {"rank": row.rank, "equal": row.equal, **row.result, "cost": row.cost,
@@ -207,7 +215,7 @@ def sweep(
     nodes = read_machine(machine)
     limit = limit if limit is not None else nodes.device_memory or None
     settings = SweepSettings(
-        folder.absolute(), machine, limit, _DEVICES.get(machine), objective == "p95"
+        folder.absolute(), machine, limit, nccl_buffers.DEFAULT, objective == "p95"
     )
     shares = _shares(part)
     execute = partial(run, workers=workers or 2, address=address)

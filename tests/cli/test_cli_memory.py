@@ -1,14 +1,18 @@
 """``prism memory``: what fails, by how much, at which line; and files that are no baselines."""
 
+import dataclasses
 import json
 import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.ops import BEGUN
+from megatron_prism.core.program import save
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.memory import baseline as memory_baseline
@@ -313,7 +317,9 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
         (("check", "{job}", "baseline={base}", "limit=80gb"), "did you mean GB"),
         (("check", "{job}", "baseline={base}", "tol=-1"), "below 0"),
         (("check", "{job}", "baseline={base}", "headroom=1"), "taken from a limit"),
-        (("check", "{job}", "baseline={base}", "limit=1", "headroom=4GiB"), "leaves nothing"),
+        (("check", "{job}", "baseline={base}", "limit=1GiB", "headroom=4GiB"), "leaves nothing"),
+        (("check", "{job}", "baseline={base}", "limit=80"), "fix: limit=80GiB"),
+        (("check", "{job}", "baseline={base}", "limit=1048575"), "fix: limit=1048575GiB"),
         (("check", "{job}", "baseline={base}", "tol=1", "tol=2"), "tol is given twice"),
         (("check", "{job}", "baseline={base}", "-o", "x.json"), "-o has no effect"),
         (("record", "{job}", "-o", "x.json", "--github"), "--github has no effect"),
@@ -361,7 +367,7 @@ def test_errors_are_of_our_tree():
 LEAK = """
 program ranks=0-3
 -    alloc       storage=0 bytes=1048576 note="param:decoder[2]"
--    alloc       storage=1 bytes=2097152 note="{state}"
+-    alloc       storage=1 bytes=2097152 note="optim:exp_avg"
 -    alloc       storage=2 bytes=8 note="@core/pipeline_parallel/schedules.py:256"
 0F0  compute     kernels=1
 -    alloc       storage=3 bytes=3145728 note="decoder.layers.0.mlp @core/transformer/mlp.py:5"
@@ -374,14 +380,19 @@ O    compute     kernels=1
 FREED = "-    free        storage=3 bytes=3145728"
 
 
-def leaking(path, free="", state="optim:exp_avg"):
-    path.write_text(HEAD.replace(" pp=2", "") + LEAK.format(free=free, state=state))
-    return str(path)
+def leaking(path, free="", iterations=2):
+    """The program, which has a history of so many iterations; its first three storages stand."""
+    (program,) = (made := parse(HEAD.replace(" pp=2", "") + LEAK.format(free=free))).programs
+    rows = [[one, size, 0, 0] for _, one, size, _ in program.allocations.tolist()]
+    rows[3:3] = [[BEGUN, 0, 0, 0]]
+    rows[:0] = [[BEGUN, 0, 0, 0]] * (iterations - 1)
+    program = dataclasses.replace(program, history=np.array(rows))
+    return str(save(dataclasses.replace(made, programs=(program,)), path))
 
 
 def test_what_an_iteration_leaves_behind_is_a_leak(tmp_path, capsys):
     """Also when the baseline leaks as much: its peak has not grown, and the job will still fail."""
-    path, base = leaking(tmp_path / "a.txt"), str(tmp_path / "m.json")
+    path, base = leaking(tmp_path / "a.prism"), str(tmp_path / "m.json")
     assert run(capsys, "record", path, "-o", base)[0] == 0
     code, out = run(capsys, "check", path, f"baseline={base}")
     assert code == 1
@@ -390,13 +401,13 @@ def test_what_an_iteration_leaves_behind_is_a_leak(tmp_path, capsys):
     assert "schedules.py:256" not in out  # replaced what it left the last time
     assert run(capsys, "check", path, f"baseline={base}", "leak=3145728")[0] == 0
     assert run(capsys, "check", path, f"baseline={base}", "leak=3145727")[0] == 1
-    clean = leaking(tmp_path / "b.txt", FREED)
+    clean = leaking(tmp_path / "b.prism", FREED)
     assert run(capsys, "check", clean, f"baseline={base}")[0] == 0
     assert json.loads(Path(base).read_text())["classes"]["all"]["growth"] == 3145728
 
 
 def test_the_first_iteration_of_a_job_is_no_leak(tmp_path, capsys):
-    path, base = leaking(tmp_path / "a.txt", state="optim:main parameters"), tmp_path / "m.json"
+    path, base = leaking(tmp_path / "a.prism", iterations=1), tmp_path / "m.json"
     assert run(capsys, "record", path, "-o", str(base))[0] == 0
     assert json.loads(base.read_text())["classes"]["all"]["growth"] is None
     assert run(capsys, "check", path, f"baseline={base}")[0] == 0
@@ -406,7 +417,7 @@ def test_over_the_limit_names_the_op_that_does_not_fit(tmp_path, capsys):
     """2 + 20 MiB of segments stand; the third MiB needs no other one, 25 MiB do."""
     big = LEAK.replace("storage=3 bytes=3145728", "storage=3 bytes=26214400")
     path, base = tmp_path / "a.txt", str(tmp_path / "m.json")
-    path.write_text(HEAD.replace(" pp=2", "") + big.format(free="", state="optim:exp_avg"))
+    path.write_text(HEAD.replace(" pp=2", "") + big.format(free=""))
     assert run(capsys, "record", str(path), "-o", base)[0] == 0
     words = ("check", str(path), f"baseline={base}", "leak=1GiB", "device=none")
     code, out = run(capsys, *words, "limit=40MiB")

@@ -11,6 +11,7 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
@@ -183,6 +184,33 @@ def test_what_follows_from_a_shorter_capture_is_what_a_capture_says(recipe, fold
     whole = prism.capture(recipes.load("tiny-gpt_1cpu", settings), tmp_path / "exact")
     assert found.rows[0].result["iteration_ns"] == prism.replay(whole, machine="h200").iteration_ns
     assert "microbatches instead of" in found.rows[0].result["provenance"]
+
+
+@pytest.mark.slow
+def test_memory_of_a_point_is_that_of_its_capture_on_every_machine(recipe, tmp_path):
+    axes, out = ["pp=2", "global_batch_size=32"], tmp_path / "sweep"
+    settings = [*TINY, "parallel.pp=2", "train.global_batch_size=32", "prism.tier=meta",
+                "train.iterations=2"]  # fmt: skip
+    whole = prism.capture(recipes.load("tiny-gpt_1cpu", settings), tmp_path / "exact")
+    most = max(prism.peak_memory(whole).classes.values(), key=lambda one: one["peak_device"])
+    for machine in ("h200", "h100", "b200"):
+        made = prism.sweep(recipe, axes, out, machine=machine, workers=1)
+        found = made.rows[0].result["memory"]
+        assert [found[key] for key in ("allocated", "reserved", "bytes", "level", "history")] == [
+            most["peak_allocated"], most["peak_reserved"], most["peak_device"], "device",
+            "as captured",
+        ]  # fmt: skip
+        assert ("not measured on" in made.to_text()) == (machine != "h200")
+        assert not prism.sweep(recipe, axes, out, machine=machine, limit=3 << 30).rows
+    for program in whole.programs:
+        (path,) = out.glob(f"slices/*/dp4-m2/slice-{program.rank:06d}.prism")
+        (mine,) = prism.load(path).programs
+        assert mine == program
+        assert np.array_equal(mine.history, program.history)
+    (beside,) = prism.sweep(recipe, ["pp=2", "global_batch_size=80"], out, workers=1).rows
+    assert beside.result["memory"]["history"] == "behind iterations of fewer microbatches"
+    (other,) = prism.sweep(recipe, ["pp=2", "global_batch_size=192"], out, workers=1).rows
+    assert other.result["memory"]["history"].startswith("of 5 microbatches")
 
 
 def test_a_sweep_over_other_axes_uses_the_results_under_its_own_names(recipe, folder, first):

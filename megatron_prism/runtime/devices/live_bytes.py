@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from megatron_prism.core.ops import EMPTIED, WAITED
+from megatron_prism.core.ops import BEGUN, EMPTIED, WAITED
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import operators
 from megatron_prism.runtime.devices.operators import IN_PLACE, Temporaries, temporaries
@@ -81,6 +81,10 @@ class History:
         """The host waits until the device is through; waits without a request between are one."""
         if len(self._rows) < 4 or self._rows[-4] != WAITED:
             self._rows.extend((WAITED, 0, 0, self.launches))
+
+    def begun(self) -> None:
+        """A train step begins."""
+        self._rows.extend((BEGUN, 0, 0, self.launches))
 
     @property
     def full(self) -> bool:
@@ -223,6 +227,11 @@ class LiveBytes(TorchDispatchMode):
         """Keep what the history knows by now, and add no more: a long job would fill memory."""
         if self.history is not None:
             self.earlier, self.history = (self.history, self.high.bytes), None
+
+    def iteration_started(self, number: int, wanted: int, model: object, optimizer: object) -> None:
+        """Train step ``number`` begins."""
+        if self.history is not None:
+            self.history.begun()
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -161,6 +161,9 @@ class Recorder(CallListener, TrainingListener):
         self.active = False
         if self.meter is not None:
             self.meter.memory = self.meter.note = None
+            standing = self.owners.standing()
+            kept = {number: standing[key] for number, _, key, _ in self._alive() if key in standing}
+            self._builder.own(kept)
             self.owners.remove()
         builder = None if self._quick else self._builder
         if builder is not None and self._history is not None:
