@@ -54,6 +54,7 @@ _HOMES = {  # public name -> module:attribute
     "price": "replay.priced_graph:price",
     "replay": "replay.priced_graph:replay",
     "sweep": "sweep.sweep:sweep",
+    "with_microbatches": "emulate.schedule:with_microbatches",
 }
 __all__ = [*_HOMES, "__version__"]
 

@@ -1,7 +1,7 @@
 """``prism replay``: when everything happens, and what the iteration's time is made of.
 
 Prints a page of text or JSON, and writes an HTML page and a trace for ui.perfetto.dev on request.
-Without torch.
+Without torch, but for other numbers of microbatches, whose order is Megatron's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron_prism.cli.output import (
     write_data,
     write_outputs,
 )
+from megatron_prism.cli.schedule import megatron_schedule
 from megatron_prism.core.errors import UnitError, UsageError
 from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.units import parse_bytes
@@ -68,7 +69,7 @@ def replay(args: argparse.Namespace) -> int:
                                 oversubscribed); network=none: not even if the recipe says so
       slow_rail=3:0.5 …         the NICs of place 3 of every node have half the bandwidth
       tp=4 pp=2 …               says which slices that needs: ranks of other sizes run other kernels
-      microbatches=32           the steady state of the schedule, longer or shorter
+      microbatches=32           captured steps in the order of Megatron's scheduler
 
     prism replay DIR --against DIR,slow=517:1.2 --html page.html      two replays side by side
 
@@ -89,7 +90,10 @@ def replay(args: argparse.Namespace) -> int:
         warn_without_times(programs)
         here = {**how, **{key: settings.pop(key) for key in _HOW if key in settings}}
         sizes = {key: settings.pop(key) for key in _SIZES if key in settings}
-        whatif.check_sizes(programs, sizes, settings.get("dp"), settings.get("microbatches"))
+        wanted = settings.pop("microbatches", None)
+        whatif.check_sizes(programs, sizes, settings.get("dp"), wanted)
+        if wanted is not None:
+            programs = megatron_schedule().with_microbatches(programs, wanted)
         return replay_programs(programs, what_if=_what_if(**settings), **here)
 
     timeline = timeline_of(args.programs, settings)

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
     from megatron_prism.replay.timeline import ScheduleStep, ScheduleTimeline
 
-__all__ = ["chart", "schedule"]
+__all__ = ["chart", "megatron_schedule", "schedule"]
 
 _MOST_STAGES = 4096  # longer pipelines take minutes to play
 _MOST_STEPS = 500_000  # forwards of all stages that are recorded: about a gigabyte
@@ -53,7 +54,7 @@ def schedule(args: argparse.Namespace) -> int:
     out = Path(args.out) if args.out else None
     if out is not None and out.exists() and not args.force:  # before the work, not after
         raise UsageError(f"{out} exists and is not overwritten", fix="--force, or another name")
-    recorded = _record(settings)
+    recorded = megatron_schedule().schedules(**settings)
     times = schedule_timeline(recorded)
     if out is not None:
         program.save(recorded, out, force=args.force)
@@ -119,11 +120,12 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _record(settings: dict[str, Any]) -> Programs:
+def megatron_schedule() -> ModuleType:
+    """``emulate.schedule``.  UnsupportedError without Megatron."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that Megatron would rather have
-            from megatron_prism.emulate.schedule import schedules
+            from megatron_prism.emulate import schedule
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("megatron", "torch"):
             raise
@@ -131,7 +133,7 @@ def _record(settings: dict[str, Any]) -> Programs:
             f"schedules are Megatron's, and there is no {error.name} here",
             fix="pip install megatron-core torch",
         ) from error
-    return schedules(**settings)
+    return schedule
 
 
 # -- output ----------------------------------------------------------------------------------------

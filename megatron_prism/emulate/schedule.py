@@ -41,9 +41,10 @@ from megatron_prism.emulate.schedule_tape import (
     replace,
     replace_combined,
 )
+from megatron_prism.replay import microbatches as other
 from megatron_prism.runtime import virtual_world
 
-__all__ = ["schedules"]
+__all__ = ["schedules", "with_microbatches"]
 
 
 _lock = threading.Lock()  # what is replaced are module globals
@@ -71,6 +72,18 @@ def schedules(pp: int, vpp: int | None = None, microbatches: int = 1, **settings
     }
     world = World(pp, pp=pp, vpp=wanted.vpp)
     return Programs.one_per_rank(programs, world, source=source)
+
+
+def with_microbatches(programs: Programs, wanted: int) -> Programs:
+    """The world of ``programs`` with ``wanted`` microbatches an iteration: captured steps in the
+    order in which Megatron's scheduler runs them.
+
+    Raises:
+        UsageError: Megatron's scheduler refuses that number, in its words.
+        ProgramError: the captured order is not that of Megatron's scheduler, or a kind of step that
+            ``wanted`` microbatches have was not captured.
+    """
+    return other.with_microbatches(programs, wanted, schedules)
 
 
 def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
@@ -118,7 +131,8 @@ def _run(settings: ScheduleSettings, config: Any, tape: Tape, chunks: list[Any],
             pg_collection=groups,
         )
     except (AssertionError, ValueError, RuntimeError) as error:  # its own refusals
-        raise UsageError(f"Megatron refuses: {error}", fix="change what it names") from error
+        words = " ".join(str(error).split())
+        raise UsageError(f"Megatron refuses: {words}", fix=settings.accepted) from error
 
 
 def _no_forward(*args: Any, **kwargs: Any) -> Any:
@@ -263,8 +277,6 @@ class ScheduleSettings:
         if self.overlap_p2p is None:
             object.__setattr__(self, "overlap_p2p", self.vpp is not None)
         self._check_switches()
-        if self.vpp is not None:
-            self._check_groups()
 
     def _take_layout(self) -> None:
         """A layout says how many chunks there are: stages and chunks, separated by ``|``."""
@@ -303,23 +315,18 @@ class ScheduleSettings:
              "group_size belongs to the interleaved schedule", "vpp=2"),
         )  # fmt: skip
 
-    def _check_groups(self) -> None:
-        """The last group of microbatches must be whole or at least as long as the pipeline."""
+    @property
+    def accepted(self) -> str:
+        """What to type where Megatron refuses the numbers: those nearby whose last group of
+        microbatches is whole, or at least as long as the pipeline."""
         group, m = self.group_size or self.pp, self.microbatches
+        if self.vpp is None:
+            return "change what it names"
         if group < self.pp:
-            raise UsageError(
-                f"group_size={group} is below pp={self.pp}: the pipeline would run dry",
-                fix=f"group_size={self.pp}",
-            )
-        if not self._fits(m):
-            low = next((n for n in range(m - 1, 0, -1) if self._fits(n)), None)
-            high = next(n for n in range(m + 1, m + 2 * group) if self._fits(n))
-            near = " or ".join(f"microbatches={n}" for n in (low, high) if n)
-            raise UsageError(
-                f"{m} microbatches do not divide into groups of {group} (pp={self.pp}): the last "
-                f"group would have {m % group} of them",
-                fix=near,
-            )
+            return f"group_size={self.pp}"
+        low = next((n for n in range(m - 1, 0, -1) if self._fits(n)), None)
+        high = next(n for n in range(m + 1, m + 2 * group + 1) if self._fits(n))
+        return " or ".join(f"microbatches={n}" for n in (low, high) if n)
 
     def _fits(self, m: int) -> bool:
         group = self.group_size or self.pp

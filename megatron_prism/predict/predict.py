@@ -36,6 +36,7 @@ from megatron_prism.predict.variability import (
 from megatron_prism.predict.variability import read_variability as shipped
 from megatron_prism.predict.whatifs import FACTORS, Study, busiest, p95, study, with_slow
 from megatron_prism.replay.interval import interval
+from megatron_prism.replay.microbatches import microbatch_count as microbatches
 from megatron_prism.replay.priced_graph import (
     CalibrationLike,
     MachineLike,
@@ -43,7 +44,6 @@ from megatron_prism.replay.priced_graph import (
     WhatIf,
     price,
 )
-from megatron_prism.replay.whatif import microbatch_count as microbatches
 
 __all__ = ["Chance", "Comparison", "Prediction", "compare", "predict"]
 

@@ -53,7 +53,7 @@ from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
 from megatron_prism.replay.network import ports, read_topology, replay_network
 from megatron_prism.replay.timeline import Timeline, build_timeline, durations_of, evaluate
-from megatron_prism.replay.whatif import SlowNic, with_data_parallel, with_microbatches
+from megatron_prism.replay.whatif import SlowNic, with_data_parallel
 
 __all__ = ["PricedGraph", "WhatIf", "corrected_once", "price", "replay", "replay_with_overlap"]
 
@@ -70,7 +70,6 @@ class WhatIf:
 
     Args:
         dp: data-parallel size; None: as captured.
-        microbatches: of an iteration; None: as captured.
         slow: ranks -> how many times as long they compute: a rank (517) or ranks as selectors
             read them ("pp=3,tp=0").  A mapping, or pairs; who is named twice is slow twice.
         slow_nics: (ranks, bandwidth factor, more latency in ns) of network interfaces.
@@ -90,7 +89,6 @@ class WhatIf:
     """
 
     dp: int | None = None
-    microbatches: int | None = None
     slow: Pairs = ()
     slow_nics: tuple[SlowNic, ...] = ()
     faster: Pairs = ()
@@ -446,8 +444,6 @@ def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
     """The programs of the world of the what-ifs, which are named in their source."""
     if what_if.dp is not None or what_if.moved is not None or what_if.nccl:
         programs = whatif.without_call_times(programs)
-    if what_if.microbatches is not None:
-        programs = with_microbatches(programs, what_if.microbatches)
     if what_if.dp is not None:
         programs = with_data_parallel(programs, what_if.dp)
     for ranks, factor in _pairs(what_if.slow):

@@ -37,9 +37,10 @@ from megatron_prism.emulate.workers import die_with_parent
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import known_peak, peak, reserved
 from megatron_prism.predict import predict
+from megatron_prism.replay.microbatches import microbatch_count
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.replay.whatif import with_data_parallel, with_microbatches
+from megatron_prism.replay.whatif import with_data_parallel
 from megatron_prism.sweep.layout import JobLayout
 from megatron_prism.sweep.space import SweepPoint
 
@@ -276,7 +277,11 @@ def _check_fits(path: Path, stage: int, limit: int) -> None:
 
 def _changed(programs: Programs, layout: JobLayout) -> Programs:
     """Programs with the replicas and microbatches of ``layout``; ProgramError if they cannot."""
-    return with_data_parallel(with_microbatches(programs, layout.num_microbatches), layout.world.dp)
+    if microbatch_count(programs) != layout.num_microbatches:
+        from megatron_prism.emulate.schedule import with_microbatches  # Megatron, seconds to import
+
+        programs = with_microbatches(programs, layout.num_microbatches)
+    return with_data_parallel(programs, layout.world.dp)
 
 
 # -- figures --------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from megatron_prism.core import program
-from megatron_prism.core.errors import ProgramError
+from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program_text import dump, parse
+from megatron_prism.core.world import World
 from megatron_prism.graph import world_graph
-from megatron_prism.replay import whatif
+from megatron_prism.replay.microbatches import fewest_microbatches
+from megatron_prism.sweep.layout import RecipeLayout
 
 schedule = pytest.importorskip("megatron_prism.emulate.schedule")
 
@@ -24,6 +26,16 @@ def ops_of(programs):
     ("sizes", "given", "wanted"),
     [
         ({"pp": 4}, 8, 9),
+        ({"pp": 4}, 5, 33),
+        ({"pp": 1}, 2, 9),
+        ({"pp": 2, "vpp": 2}, 6, 16),
+        ({"pp": 4, "vpp": 5}, 12, 24),
+        ({"pp": 4, "vpp": 2, "group_size": 6}, 23, 29),
+        ({"pp": 4, "vpp": 2, "group_size": 6}, 18, 30),
+        ({"pp": 4, "vpp": 2, "overlap_p2p": False}, 12, 24),
+        ({"pp": 4, "vpp": 2, "warmup_flush": True}, 12, 16),
+        ({"pp": 4, "vpp": 2, "variable_lengths": True}, 12, 16),
+        ({"pp": 2, "variable_lengths": True}, 4, 16),
         ({"pp": 4}, 8, 32),
         ({"pp": 4}, 16, 8),
         ({"pp": 1}, 4, 7),
@@ -32,10 +44,12 @@ def ops_of(programs):
         ({"pp": 4, "vpp": 3}, 16, 64),
         ({"pp": 4, "vpp": 2, "overlap_p2p": True}, 16, 32),
         ({"pp": 2, "vpp": 4, "overlap_p2p": True}, 24, 12),
+        ({"pp": 4, "vpp": 2, "ep_overlap": True}, 12, 20),
+        ({"pp": 1, "ep_overlap": True}, 3, 8),
     ],
 )
 def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
-    made = whatif.with_microbatches(schedule.schedules(microbatches=given, **sizes), wanted)
+    made = schedule.with_microbatches(schedule.schedules(microbatches=given, **sizes), wanted)
     real = schedule.schedules(microbatches=wanted, **sizes)
     assert ops_of(made) == ops_of(real)
     assert world_graph.build(made).check() == []
@@ -46,23 +60,44 @@ def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
 def test_programs_that_name_no_microbatch_are_refused():
     text = "prism-program 1\nworld size=1\nprogram ranks=0\n- compute ns=5\n"
     with pytest.raises(ProgramError, match="no op of the programs names a microbatch"):
-        whatif.with_microbatches(parse(text), 8)
+        schedule.with_microbatches(parse(text), 8)
 
 
-def test_what_does_not_repeat_is_refused():
-    with pytest.raises(ProgramError, match="too few to make") as caught:
-        whatif.with_microbatches(schedule.schedules(pp=4, microbatches=4), 16)
-    assert caught.value.fix.endswith("--global-batch-size N, 4 times what it is now")
-    with pytest.raises(ProgramError, match="periods of 4") as caught:  # and none of them is equal
-        whatif.with_microbatches(schedule.schedules(pp=4, vpp=5, microbatches=8), 7)
-    assert caught.value.fix.endswith("N, 12/8 times what it is now")
-    with pytest.raises(ProgramError, match="periods of 4") as caught:
-        whatif.with_microbatches(schedule.schedules(pp=4, vpp=2, microbatches=16), 18)
-    assert caught.value.fix == "microbatches=20"
+def test_a_kind_of_step_that_was_not_captured_is_named():
+    with pytest.raises(ProgramError, match="4 microbatches have no .*, which 16 micro") as caught:
+        schedule.with_microbatches(schedule.schedules(pp=4, microbatches=4), 16)
+    assert "with 5 microbatches" in caught.value.fix
+    with pytest.raises(ProgramError, match="1 microbatches have no backward, which 3"):
+        schedule.with_microbatches(schedule.schedules(pp=1, microbatches=1), 3)
     with pytest.raises(ProgramError, match="ops, too many"):
-        whatif.with_microbatches(schedule.schedules(pp=2, microbatches=16), 1 << 24)
+        schedule.with_microbatches(schedule.schedules(pp=2, microbatches=16), 1 << 22)
     same = schedule.schedules(pp=2, microbatches=4)
-    assert whatif.with_microbatches(same, 4) is same
+    assert schedule.with_microbatches(same, 4) is same
+
+
+def test_what_megatron_refuses_is_refused_in_its_words():
+    given = schedule.schedules(pp=4, vpp=2, microbatches=16)
+    with pytest.raises(UsageError, match="The remainder of M .* but it is 2") as caught:
+        schedule.with_microbatches(given, 18)
+    assert caught.value.fix == "microbatches=16 or microbatches=20"
+
+
+def test_an_order_that_is_not_megatrons_is_refused():
+    given = schedule.schedules(pp=2, microbatches=4)
+    one = given.programs[0]
+    ops = one.ops[::-1].copy()
+    changed = dataclasses.replace(one, ops=ops)
+    programs = dataclasses.replace(given, programs=(changed, *given.programs[1:]))
+    with pytest.raises(ProgramError, match="not in the order of Megatron's scheduler"):
+        schedule.with_microbatches(programs, 8)
+
+
+@pytest.mark.parametrize("vpp", [None, 2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_sweep_captures_every_kind_of_step(pp, vpp):
+    world = World(pp, pp=pp, vpp=vpp)
+    layout = type("", (RecipeLayout,), {"world": world})(None)
+    assert fewest_microbatches(pp, vpp, 8 * pp, schedule.schedules) <= layout.fewest
 
 
 @pytest.mark.parametrize("wanted", [5, 12])
@@ -75,7 +110,7 @@ def test_times_of_single_iterations_are_those_of_the_segments(wanted, tmp_path):
         ops["ns"][where] = 1000 + np.arange(len(where))
         samples = np.stack([ops["ns"][where], 2 * ops["ns"][where]]).astype(np.int64)
         timed.append(dataclasses.replace(one, ops=ops, samples=samples))
-    made = whatif.with_microbatches(dataclasses.replace(given, programs=tuple(timed)), wanted)
+    made = schedule.with_microbatches(dataclasses.replace(given, programs=tuple(timed)), wanted)
     for one in made.programs:
         ns = one.ops["ns"][one.ops["name"] == CODE["compute"]]
         assert (one.samples == [ns, 2 * ns]).all()
@@ -83,23 +118,63 @@ def test_times_of_single_iterations_are_those_of_the_segments(wanted, tmp_path):
     assert program.load(tmp_path / "x.prism") == made
 
 
-TEXT = """prism-program 1
-world size=1
-source tokens_per_iteration=400
-program ranks=0
-- compute ns=7
-""" + "".join(
-    f"{i}F compute ns={10 + i}\n{i}B compute ns={20 + i}\n" for i in range(4)
-) + "G all_reduce default_pg fp32 n=4 reduce=sum\n"  # fmt: skip
+def body(flops, steps):
+    """A rank without a pipeline: a step is (label, flops, what follows)."""
+    lines = ["prism-program 1", "world size=1", "source tokens_per_iteration=400",
+             "program ranks=0", "- compute ns=7"]  # fmt: skip
+    for label, part, *more in steps:
+        lines += [f"{label} compute flops={flops * part}", *more]
+    return parse("\n".join(lines) + "\n")
 
 
-def test_measured_times_of_the_last_equal_period_are_repeated():
-    made = whatif.with_microbatches(parse(TEXT), 6)
-    assert [op.ns for op in made.of(0)][1:-1] == [10, 20, 11, 21, 12, 22, 13, 23, 13, 23, 13, 23]
-    assert [op.microbatch for op in made.of(0)][1:-1:2] == list(range(6))
-    assert made.source["tokens_per_iteration"] == "600"
-    fewer = whatif.with_microbatches(parse(TEXT), 2)
-    assert [op.ns for op in fewer.of(0)][1:-1] == [10, 20, 11, 21]
+REDUCE = "reduce_scatter default_pg fp32 in=8 out=8 reduce=sum"
+GATHER = "all_gather default_pg bf16 in=8 out=8"
+
+
+def overlapped(count):
+    """Gradients are reduced within the last backward, parameters gathered in the first forward."""
+    steps = []
+    for i in range(count):
+        steps += [(f"{i}F", 1, *([f"{i}F {GATHER}", f"{i}F compute flops=9"] if i == 0 else []))]
+        if i < count - 1:
+            steps += [(f"{i}B", 2)]
+        else:  # a bucket is full before the end
+            steps += [(f"{i}B", 1, f"{i}B {REDUCE}", f"{i}B compute flops=60", f"{i}B {REDUCE}")]
+    return body(60, steps)
+
+
+@pytest.mark.parametrize("given", [2, 3, 4, 5])
+@pytest.mark.parametrize("wanted", [2, 3, 8, 64])
+def test_first_and_last_microbatches_keep_their_own_bodies(given, wanted):
+    made = schedule.with_microbatches(overlapped(given), wanted)
+    assert list(made.of(0)) == list(overlapped(wanted).of(0))
+    if wanted != given:
+        assert made.source["tokens_per_iteration"] == str(400 * wanted // given)
+
+
+def test_the_first_microbatches_that_defer_a_gradient_stay_as_many():
+    def deferring(count):
+        parts = [1 if i < 3 else 4 for i in range(count)]
+        steps = [one for i in range(count) for one in [(f"{i}F", 1), (f"{i}B", parts[i])]]
+        return body(10, steps)
+
+    made = schedule.with_microbatches(deferring(6), 9)
+    assert list(made.of(0)) == list(deferring(9).of(0))
+
+
+def test_steps_that_never_repeat_are_refused():
+    steps = [one for i in range(4) for one in [(f"{i}F", 1), (f"{i}B", 1, *[f"{i}B {GATHER}"] * i)]]
+    with pytest.raises(ProgramError, match="every backward has other ops"):
+        schedule.with_microbatches(body(1, steps), 8)
+
+
+def test_measured_times_are_those_of_captured_steps():
+    text = "".join(f"{i}F compute ns={10 + i}\n{i}B compute ns={20 + i}\n" for i in range(4))
+    given = parse(f"prism-program 1\nworld size=1\nprogram ranks=0\n{text}")
+    ns = [op.ns for op in schedule.with_microbatches(given, 8).of(0)]
+    assert (ns[0], ns[-1]) == (10, 23)
+    assert set(ns[2::2]) == {11, 12, 13}
+    assert set(ns[1:-1:2]) == {20, 21, 22}
 
 
 def test_what_products_take_may_differ_from_period_to_period():
@@ -111,7 +186,7 @@ def test_what_products_take_may_differ_from_period_to_period():
             line += f" ns={100 + count} products={count}"
         lines.append(line)
     assert count > 16
-    made = whatif.with_microbatches(parse("\n".join(lines)), 12)
+    made = schedule.with_microbatches(parse("\n".join(lines)), 12)
     assert "12 microbatches instead of 8" in made.source["what-if"]
 
 
@@ -125,7 +200,7 @@ def test_memory_keeps_its_peak():
     kept = dataclasses.replace(one, allocations=memory)
     given = dataclasses.replace(programs, programs=(kept, *programs.programs[1:]))
     for wanted in (4, 12):
-        made = whatif.with_microbatches(given, wanted).programs[0]
+        made = schedule.with_microbatches(given, wanted).programs[0]
         assert made.live_bytes().max() == 64
         assert made.live_bytes()[-1] == 0
         assert made.allocations["before"].max() < len(made)

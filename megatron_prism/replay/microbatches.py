@@ -1,0 +1,662 @@
+"""Another number of microbatches: captured steps in the order of Megatron's scheduler.
+
+In : Programs of M microbatches, and a Scheduler, which runs Megatron's own with stub steps
+(``emulate.schedule.schedules``).  Out: Programs of N microbatches.
+
+A program is cut into steps (the span of one forward's or backward's ops; spans that overlap are one
+step) and what lies between them.  The scheduler's own run with M microbatches must give the same
+steps, sends, receives and waits; its run with N says in which order pieces of which kind follow.
+A kind is what the scheduler does in the piece, phases and chunks of the steps in it or beside it,
+and whether a microbatch is among the first or the last, which have bodies of their own (parameters
+that are gathered, gradients that are reduced).  Every piece is a captured one of its kind; handles,
+batches and storages are those of the new places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.ops import CODE, IS_PAIR, PHASE_NAMES
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.replay.whatif import with_assumption
+
+__all__ = ["Scheduler", "fewest_microbatches", "microbatch_count", "with_microbatches"]
+
+Scheduler = Callable[..., Programs]  # (pp, vpp, microbatches, **settings) -> one program a stage
+Member = tuple[int, int]  # phase, chunk
+Kind = tuple[object, ...]
+
+_FORWARD, _BACKWARD, _WEIGHT = map(PHASE_NAMES.index, ("forward", "backward", "weight"))
+_SYNCS = [CODE[name] for name in ("grad_sync", "param_sync", "mark")]
+_RELATIVE = ("microbatch", "handle", "batch", "note")  # of a place, not of a kind
+_TIMES = ("ns", "host", "lead", "products")
+_SIZES = ("num_in", "num_out", "splits", "flops", "traffic", "kernels", "shape")
+_MOST_OPS = 1 << 25  # 4 GB
+_MOST_STEPS = 1 << 20  # of the scheduler's own run, 5 us and 2 KB each
+_GROWS = {"tokens_per_iteration", "model_flops_per_iteration", "microbatches"}
+# how unlike a captured piece is that stands for a wanted one: from _OTHER on it does not
+_NEIGHBOUR, _EDGE, _CHUNK, _OTHER = 1, 10, 100, 10000
+
+
+def microbatch_count(programs: Programs) -> int:
+    """Microbatches of an iteration; 0 if the programs name none."""
+    return 1 + max(int(p.ops["microbatch"].max(initial=-1)) for p in programs.programs)
+
+
+def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> Programs:
+    """The world with ``wanted`` microbatches an iteration.
+
+    Raises:
+        UsageError: Megatron's scheduler refuses that number, in its words.
+        ProgramError: the captured order is not that of Megatron's scheduler, or a kind of step that
+            ``wanted`` microbatches have was not captured.
+    """
+    there = microbatch_count(programs)
+    if wanted == there:
+        return programs
+    if not there:
+        raise ProgramError(
+            "no op of the programs names a microbatch, so their number cannot be changed",
+            fix="capture the job with that many",
+        )
+    size = sum(len(program) for program in programs.programs) * -(-wanted // there)
+    if size > _MOST_OPS or wanted * len(programs.programs) > _MOST_STEPS:  # before they are made
+        raise ProgramError(
+            f"{wanted:,} microbatches are {size:,} ops, too many to hold", fix="fewer microbatches"
+        )
+    order = _Order.of(programs, there, scheduler)
+    before, after = order.run(there), order.run(wanted)
+    stages = [programs.world.coordinates(program.rank).pp for program in programs.programs]
+    pieces = [
+        _Pieces(program, there, before[stage])
+        for program, stage in zip(programs.programs, stages, strict=True)
+    ]
+    try:
+        made = tuple(
+            _Extension(one, after[stage]).program()
+            for one, stage in zip(pieces, stages, strict=True)
+        )
+    except _MissingKind as error:
+        fewest = order.fewest(wanted, there)
+        raise ProgramError(
+            f"{there} microbatches have no {error}, which {wanted} microbatches need",
+            fix=f"prism capture it with {fewest} microbatches: --global-batch-size, or "
+            "train.global_batch_size of a recipe",
+        ) from None
+    source = {**programs.source}
+    for key in (k for k in _GROWS & set(source) if source[k].isdecimal()):
+        source[key] = str(int(source[key]) * wanted // there)
+    return with_assumption(
+        dataclasses.replace(programs, programs=made, source=source),
+        f"{wanted} microbatches instead of {there}: captured steps in the order of Megatron's "
+        "scheduler",
+    )
+
+
+class _MissingKind(Exception):
+    """No captured piece can stand for one of the wanted schedule."""
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+class _Cut:
+    """A program cut into pieces: what lies before, between and behind steps (0, 2, 4 ...), and
+    steps (1, 3, 5 ...).
+
+    members : of every step: microbatch by phase and chunk
+    bounds  : int64 [pieces + 1]: where each begins
+    """
+
+    def __init__(self, program: Program) -> None:
+        ops = program.ops
+        self.program, self.pipeline = program, _is_pipeline(program)
+        phase = np.where(ops["phase"] == _WEIGHT, _BACKWARD, ops["phase"])
+        inside = (ops["microbatch"] >= 0) & np.isin(phase, (_FORWARD, _BACKWARD)) & ~self.pipeline
+        at = np.flatnonzero(inside)
+        labels = np.stack([ops["microbatch"][at], ops["chunk"][at], phase[at]], axis=1)
+        keys, number = np.unique(labels.astype(np.int64), axis=0, return_inverse=True)
+        first, last = np.full(len(keys), len(ops)), np.full(len(keys), -1)
+        np.minimum.at(first, number.ravel(), at)
+        np.maximum.at(last, number.ravel(), at)
+        self.members: list[dict[Member, int]] = []
+        bounds, end = [0], 0
+        for label in np.argsort(first).tolist():
+            microbatch, chunk, what = keys[label].tolist()
+            if first[label] >= end:
+                self.members.append({})
+                bounds += [int(first[label]), 0]
+            self.members[-1][what, chunk] = microbatch
+            end = bounds[-1] = max(end, int(last[label]) + 1)
+        self.bounds = np.array([*bounds, len(ops)], dtype=np.int64)
+        self.shapes: list[Kind] = [tuple(sorted(one)) for one in self.members]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def shape(self, piece: int) -> Kind:
+        """Phases and chunks of a step; of the steps beside what lies between."""
+        if piece % 2:
+            return self.shapes[piece // 2]
+        return (self._beside(piece - 1), self._beside(piece + 1))
+
+    def _beside(self, step: int) -> Kind | None:
+        return self.shapes[step // 2] if 0 <= step < len(self) else None
+
+    @cached_property
+    def issuers(self) -> np.ndarray:
+        """int64 [n]: the op that made the handle that each op has or waits for; -1: none."""
+        ops = self.program.ops
+        found, last = np.full(len(ops), -1, dtype=np.int64), dict[int, int]()
+        for i in np.flatnonzero(ops["handle"] >= 0).tolist():
+            handle = int(ops["handle"][i])
+            if int(ops["name"][i]) != CODE["wait"]:
+                last[handle] = i
+            found[i] = last.get(handle, -1)
+        return found
+
+    @cached_property
+    def talk(self) -> list[list[int]]:
+        """Of every piece the sends and receives of the pipeline and the waits for them."""
+        ops, issuers = self.program.ops, self.issuers
+        waits = (ops["name"] == CODE["wait"]) & (issuers >= 0) & self.pipeline[issuers]
+        return self._by_piece(np.flatnonzero(self.pipeline | waits))
+
+    @cached_property
+    def syncs(self) -> list[list[int]]:
+        """Of every piece what the scheduler asks for: gradients, parameters."""
+        return self._by_piece(np.flatnonzero(np.isin(self.program.ops["name"], _SYNCS)))
+
+    def _by_piece(self, at: np.ndarray) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(len(self))]
+        places = np.searchsorted(self.bounds, at, side="right") - 1
+        for op, piece in zip(at.tolist(), self._nonempty(places).tolist(), strict=True):
+            found[piece].append(op)
+        return found
+
+    def _nonempty(self, places: np.ndarray) -> np.ndarray:
+        return np.clip(places, 0, len(self) - 1)
+
+    def piece_of(self, at: np.ndarray) -> np.ndarray:
+        """int64: the piece in which each op lies; the last one for what is behind all ops."""
+        return self._nonempty(np.searchsorted(self.bounds, at, side="right") - 1)
+
+    def messages(self, piece: int) -> tuple[tuple[int, int], ...]:
+        """Sends, receives and waits of the pipeline in a piece, as the scheduler orders them."""
+        ops = self.program.ops
+        return tuple((int(ops["name"][i]), int(ops["peer"][i])) for i in self.talk[piece])
+
+    def asked(self, piece: int) -> Kind:
+        """All that the scheduler does in a piece."""
+        ops, strings = self.program.ops, self.program.strings
+        syncs = ((int(ops["name"][i]), int(ops["chunk"][i]), strings[ops["note"][i]])
+                 for i in self.syncs[piece])  # fmt: skip
+        return (self.messages(piece), *syncs)
+
+    def same_order(self, other: _Cut) -> bool:
+        """Whether both have the same steps, sends, receives and waits in the same order."""
+        return self.members == other.members and all(
+            self.messages(piece) == other.messages(piece) for piece in range(len(self))
+        )
+
+
+def _is_pipeline(program: Program) -> np.ndarray:
+    """bool [n]: sends and receives between stages."""
+    ops = program.ops
+    names = [
+        "PIPELINE_MODEL_PARALLEL" in text or "p2p_communication.py" in text
+        for text in program.strings
+    ]
+    known = np.array(names, dtype=bool)
+    return IS_PAIR[ops["name"]] & (known[ops["group"]] | known[ops["site"]])
+
+
+# -- the order -------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """Megatron's scheduler with the settings under which it gives the captured order."""
+
+    scheduler: Scheduler
+    pp: int
+    vpp: int | None
+    settings: Mapping[str, object]
+
+    @classmethod
+    def of(cls, programs: Programs, count: int, scheduler: Scheduler) -> _Order:
+        """ProgramError if there are none."""
+        cuts = [_Cut(program) for program in programs.programs]
+        stages = [programs.world.coordinates(program.rank).pp for program in programs.programs]
+        labels = [chunk for cut in cuts for one in cut.members for _, chunk in one]
+        chunks = 1 + max(labels, default=-1)
+        vpp = chunks if chunks and programs.world.pp > 1 else None
+        fixed = {
+            "group_size": _group_size(cuts) if vpp else None,
+            "ep_overlap": any(len(one) > 1 for cut in cuts for one in cut.members),
+        }
+        wrong = ""
+        for settings in _settings(vpp is not None):
+            order = cls(scheduler, programs.world.pp, vpp, {**fixed, **settings})
+            try:
+                recorded = order.run(count)
+            except UsageError as error:
+                wrong = wrong or error.message
+                continue
+            if all(
+                cut.same_order(recorded[stage]) for cut, stage in zip(cuts, stages, strict=True)
+            ):
+                return order
+        raise ProgramError(
+            f"{count} microbatches: the steps and messages of the programs are not in the order of "
+            f"Megatron's scheduler{f' ({wrong})' if wrong else ''}, so other numbers of "
+            "microbatches cannot be made of them",
+            fix="capture the job with that many",
+        )
+
+    def run(self, count: int) -> list[_Cut]:
+        """Every stage's schedule of ``count`` microbatches."""
+        recorded = self.scheduler(self.pp, self.vpp, count, **self.settings)
+        return [_Cut(program) for program in recorded.programs]
+
+    def fewest(self, wanted: int, more_than: int) -> int:
+        """The smallest number above ``more_than`` whose schedule has every kind of ``wanted``."""
+        after = self.run(wanted)
+        for count in range(more_than + 1, wanted):
+            try:
+                before = self.run(count)
+                for one, other in zip(before, after, strict=True):
+                    _Choice(one, count, other, {}).pieces()
+                return count
+            except (UsageError, _MissingKind):
+                continue
+        return wanted
+
+
+def _settings(interleaved: bool) -> Iterator[dict[str, object]]:
+    """What a captured order may have come from: how stages exchange tensors."""
+    overlaps = ((True, False), (True, True), (False, False)) if interleaved else ((False, False),)
+    for (overlap, flush), lengths in itertools.product(overlaps, (False, True)):
+        yield {"overlap_p2p": overlap, "warmup_flush": flush, "variable_lengths": lengths}
+
+
+def _group_size(cuts: Sequence[_Cut]) -> int:
+    """Microbatches that follow each other through one chunk, from the order of the forwards."""
+    forwards = [chunk for one in cuts[0].members for phase, chunk in one if phase == _FORWARD]
+    return len(list(itertools.takewhile(lambda chunk: chunk == forwards[0], forwards)))
+
+
+def fewest_microbatches(pp: int, vpp: int | None, wanted: int, scheduler: Scheduler) -> int:
+    """The smallest number of microbatches that has every kind of step of ``wanted``."""
+    return _Order(scheduler, pp, vpp, {}).fewest(wanted, 0)
+
+
+# -- which piece stands for which ------------------------------------------------------------------
+_AROUND = 4  # steps on each side
+Edges = Mapping[Kind, tuple[int, int]]  # of steps: how many first and last microbatches differ
+
+
+class _Choice:
+    """For every piece of the wanted schedule a piece of the captured one, of its kind."""
+
+    def __init__(self, before: _Cut, count: int, after: _Cut, edges: Edges) -> None:
+        self.before, self.after, self.edges, self.count = before, after, edges, count
+        self.wanted = 1 + max((m for one in after.members for m in one.values()), default=-1)
+        self.by_kind = defaultdict[Kind, list[int]](list)
+        for piece in range(len(before)):
+            self.by_kind[_kind(before, piece)].append(piece)
+
+    def pieces(self) -> list[int]:
+        """Of every wanted piece the captured one.  _MissingKind if there is none."""
+        places = defaultdict[Kind, list[int]](list)
+        for piece in range(len(self.after)):
+            key = _kind(self.after, piece), self._place(self.after, piece, self.wanted)
+            places[key].append(piece)
+        chosen = np.empty(len(self.after), dtype=np.int64)
+        for (kind, place), pieces in places.items():
+            captured = self._nearest(kind, place, pieces[0])
+            chosen[pieces] = [captured[i] for i in _spread(len(captured), len(pieces))]
+        found: list[int] = chosen.tolist()
+        return found
+
+    def _nearest(self, kind: Kind, place: Kind, wanted: int) -> list[int]:
+        costs = [
+            (_distance(place, self._place(self.before, piece, self.count)), piece)
+            for piece in self.by_kind.get(kind, ())
+        ]
+        least = min((cost for cost, _ in costs), default=_OTHER)
+        if least >= _OTHER:
+            raise _MissingKind(_named(self.after.shape(wanted), wanted % 2 == 1))
+        return [piece for cost, piece in costs if cost == least]
+
+    def _place(self, cut: _Cut, piece: int, count: int) -> Kind:
+        """What tells a piece from others of its kind, and how much: whether microbatches of a step
+        are among the first or last; between steps their chunks, and such microbatches."""
+        around = tuple((_NEIGHBOUR, cut._beside(at)) for at in _around(piece))
+        if piece % 2 == 0:
+            beside = (cut.members[i // 2] for i in (piece - 1, piece + 1) if 0 <= i < len(cut))
+            steps = [(what, one[what]) for one in beside for what in sorted(one)]
+            chunks = ((_CHUNK, chunk) for (_, chunk), _ in steps)
+            edges = ((_EDGE, _clipped(number, count, 1, 1)) for _, number in steps)
+            return (*chunks, *edges, *around)
+        members, shape = cut.members[piece // 2], cut.shape(piece)
+        found: list[object] = []
+        for phase, chunk in sorted(members):
+            usual = (1, 0) if phase == _FORWARD else (0, 1)
+            edges = self.edges.get(shape, usual)
+            number = members[phase, chunk]
+            found.append((_OTHER, _clipped(number, count, *edges)))
+            found.append((_EDGE, _clipped(number, count, 1, 1)))
+        return (*found, *around)
+
+
+def _around(piece: int) -> Iterator[int]:
+    """The steps before and behind a piece that decide what Python frees in it: buffers of messages
+    live until the next one takes their name."""
+    first = 2 if piece % 2 else 3
+    for away in range(first, 2 * _AROUND + first - 1, 2):
+        yield from (piece - away, piece + away)
+
+
+def _spread(there: int, wanted: int) -> Iterator[int]:
+    """Which of ``there`` equal pieces stands for each of ``wanted``: the first and the last quarter
+    for themselves, since what they find in memory differs, the others in turn."""
+    first = (there + 2) // 4
+    last = min(first, there - 1 - first)
+    for i in range(wanted):
+        if i < first:
+            yield i
+        elif wanted - i <= last:
+            yield there - (wanted - i)
+        else:
+            yield first + (i - first) % (there - first - last)
+
+
+def _kind(cut: _Cut, piece: int) -> Kind:
+    """What a piece must have in common with one that stands for it: what the scheduler does in it,
+    and a step's phases and chunks, or the phases of the steps beside."""
+    shape = cut.shape(piece)
+    if piece % 2 == 0:
+        shape = tuple(one and tuple(phase for phase, _ in one) for one in shape)  # type: ignore
+    return shape, cut.asked(piece)
+
+
+def _clipped(number: int, count: int, first: int, last: int) -> tuple[int, int]:
+    return min(number, first), min(count - 1 - number, last)
+
+
+def _distance(one: Kind, other: Kind) -> int:
+    return sum(a[0] for a, b in zip(one, other, strict=True) if a != b)  # type: ignore[index]
+
+
+def _named(kind: Kind, step: bool) -> str:
+    """A kind in words: ``backward of chunk 1``."""
+    if step:
+        words = (PHASE_NAMES[phase] + (f" of chunk {chunk}" if chunk >= 0 else "")
+                 for phase, chunk in kind)  # type: ignore[misc] # fmt: skip
+        return " with ".join(words)
+    before, after = (_named(one, True) if one else "" for one in kind)  # type: ignore[arg-type]
+    return f"{after or 'end'} behind {before or 'the start'} with these messages"
+
+
+class _Pieces(_Cut):
+    """A captured program, cut, and which of its steps have bodies of their own."""
+
+    def __init__(self, program: Program, count: int, order: _Cut) -> None:
+        super().__init__(program)
+        self.count, self.order = count, order
+
+    @cached_property
+    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [n] twice: ops that are equal but for their times, and for their sizes, too."""
+        return tuple(self._equal(but) for but in (_TIMES, (*_TIMES, *_SIZES)))  # type: ignore
+
+    def _equal(self, but: Sequence[str]) -> np.ndarray:
+        plain = self.program.ops.copy()
+        for name in (*_RELATIVE, *but):
+            plain[name] = 0
+        numbers: dict[bytes, int] = {}
+        data, size = plain.tobytes(), plain.itemsize
+        found = (numbers.setdefault(data[at : at + size], len(numbers))
+                 for at in range(0, len(data), size))  # fmt: skip
+        return np.fromiter(found, dtype=np.int64, count=len(plain))
+
+    def body(self, piece: int, sizes: bool = True) -> bytes:
+        """The same for pieces with the same ops (of other sizes, if not ``sizes``)."""
+        numbers = self._numbers[0 if sizes else 1]
+        return numbers[self.bounds[piece] : self.bounds[piece + 1]].tobytes()
+
+    @cached_property
+    def edges(self) -> dict[Kind, tuple[int, int]]:
+        """Of steps of one forward or backward: how many first and last have other bodies than the
+        longest run of equal ones.  ProgramError if steps differ without an order."""
+        steps = defaultdict[Kind, dict[int, int]](dict)
+        for step, members in enumerate(self.members):
+            if len(members) == 1:
+                (number,) = members.values()
+                steps[self.shapes[step]][number] = 2 * step + 1
+        found = {}
+        for shape, pieces in steps.items():
+            numbers = sorted(pieces)
+            for sizes in (True, False):  # tokens of experts differ from microbatch to microbatch
+                start, end = _longest_run([self.body(pieces[n], sizes) for n in numbers])
+                if end - start > 1 or len(numbers) < 3:
+                    break
+            else:
+                raise ProgramError(
+                    f"rank {self.program.rank}: every {_named(shape, True)} has other ops, so "
+                    "there is none that more microbatches would repeat",
+                    fix="capture the job with that many",
+                )
+            if end - start > 1:
+                found[shape] = start, len(numbers) - end
+        return found
+
+
+def _longest_run(bodies: Sequence[bytes]) -> tuple[int, int]:
+    """[start, end) of the longest run of equal entries, the last of several."""
+    best, start = (0, 0), 0
+    for at in range(1, len(bodies) + 1):
+        if at == len(bodies) or bodies[at] != bodies[start]:
+            best = max((start, at), best, key=lambda run: run[1] - run[0])
+            start = at
+    return best
+
+
+# -- the program of the wanted schedule ------------------------------------------------------------
+class _Extension:
+    """The captured pieces of one rank in the order of the wanted schedule."""
+
+    def __init__(self, given: _Pieces, after: _Cut) -> None:
+        self.given, self.after = given, after
+        self.chosen = _Choice(given.order, given.count, after, given.edges).pieces()
+        chosen = np.array(self.chosen)
+        lengths = np.diff(given.bounds)[chosen]
+        self.base = np.concatenate(([0], np.cumsum(lengths)))  # where every new piece begins
+        self.source = np.concatenate(
+            [np.arange(*given.bounds[piece : piece + 2]) for piece in self.chosen]
+        )
+        self.piece = np.repeat(np.arange(len(chosen)), lengths)  # of every new op
+
+    def program(self) -> Program:
+        """The program."""
+        program = self.given.program
+        ops = program.ops[self.source]
+        ops["microbatch"] = self._microbatches(ops)
+        ops["handle"] = self._handles(ops)
+        ops["batch"] = self._batches(ops["batch"])
+        allocations, memory = self._memory()
+        compute = program.ops["name"] == CODE["compute"]
+        samples = program.samples
+        if samples.size:
+            samples = samples[:, (np.cumsum(compute) - 1)[self.source[compute[self.source]]]]
+        return dataclasses.replace(
+            program,
+            ops=ops,
+            allocations=allocations,
+            samples=samples,
+            streams=program.streams[memory] if len(program.streams) else program.streams,
+            routed=program.routed[memory] if len(program.routed) else program.routed,
+        )
+
+    def _microbatches(self, ops: np.ndarray) -> np.ndarray:
+        """As the wanted schedule has them; messages of a program without a model have labels, too,
+        which the scheduler gives anew."""
+        found = ops["microbatch"].copy()
+        labelled = np.flatnonzero(found >= 0)
+        given, after = self.given, self.after
+        phase = np.where(ops["phase"] == _WEIGHT, _BACKWARD, ops["phase"])
+        for i in labelled.tolist():
+            piece, old = int(self.piece[i]), int(self.source[i])
+            if given.pipeline[old]:
+                number = given.talk[self.chosen[piece]].index(old)
+                row = after.program.ops[after.talk[piece][number]]
+                ops["chunk"][i], found[i] = row["chunk"], row["microbatch"]
+            else:
+                found[i] = after.members[piece // 2][int(phase[i]), int(ops["chunk"][i])]
+        return found
+
+    def _handles(self, ops: np.ndarray) -> np.ndarray:
+        """Of every op the new place of who made its handle."""
+        given, found = self.given, np.full(len(ops), -1, dtype=np.int64)
+        issuer = given.issuers[self.source]
+        home = given.piece_of(issuer)
+        used = Counter(self.chosen)
+        last: dict[int, int] = {}  # captured piece -> where it was used last
+        alike: dict[Kind, int] = {}
+        at = 0
+        for i in np.flatnonzero(issuer >= 0).tolist():
+            piece = int(self.piece[i])
+            for passed in range(at, piece + 1):
+                last[self.chosen[passed]] = passed
+                alike[self._alike(self.chosen[passed])] = passed
+            at = max(at, piece + 1)
+            old, there = self.chosen[piece], int(home[i])
+            if given.pipeline[issuer[i]] and int(ops["name"][i]) == CODE["wait"]:
+                found[i] = self._message(piece, int(self.source[i]))
+                continue
+            behind = piece - (old - there)  # as far back as it was captured
+            once = used[old] == 1 and used[there] == 1
+            if there == old:
+                new = piece
+            elif not once and behind >= 0 and (
+                self._alike(self.chosen[behind]) == self._alike(there)
+            ):  # fmt: skip
+                new = behind
+            else:
+                new = last.get(there, alike.get(self._alike(there), -1))
+            if new >= 0:
+                found[i] = self.base[new] + issuer[i] - given.bounds[there]
+        return found
+
+    def _alike(self, piece: int) -> Kind:
+        return self.given.shape(piece), self.given.body(piece, sizes=False)
+
+    def _message(self, piece: int, wait: int) -> int:
+        """Where the message of a wait was issued, as the scheduler has it."""
+        after, given = self.after, self.given
+        number = given.talk[self.chosen[piece]].index(wait)
+        issuer = int(after.issuers[after.talk[piece][number]])
+        there = int(after.piece_of(np.array([issuer]))[0])
+        at = given.talk[self.chosen[there]][after.talk[there].index(issuer)]
+        return int(self.base[there] + at - given.bounds[self.chosen[there]])
+
+    def _batches(self, batch: np.ndarray) -> np.ndarray:
+        """Batches as they come, from 0; none goes beyond its piece."""
+        found, numbers = np.full(len(batch), -1, dtype=np.int64), dict[tuple[int, int], int]()
+        for i in np.flatnonzero(batch >= 0).tolist():
+            key = int(self.piece[i]), int(batch[i])
+            found[i] = numbers.setdefault(key, len(numbers))
+        return found
+
+    # -- memory -----------------------------------------------------------------------------------
+    def _events(self, piece: int) -> np.ndarray:
+        """The changes of memory before the ops of a piece."""
+        before, bounds = self.given.program.allocations["before"], self.given.bounds
+        last = piece == len(self.given) - 1
+        start, end = np.searchsorted(before, [bounds[piece], bounds[piece + 1]])
+        return np.arange(start, len(before) if last else end)
+
+    def _memory(self) -> tuple[np.ndarray, np.ndarray]:
+        """Changes of memory with storages of their own for every piece, and which captured change
+        each is.
+
+        What is freed in another piece than it came to be in is the oldest that came to be in such a
+        step, as what it says of itself, of that size: microbatches go through a chunk in order.
+        What the end of the iteration frees of every microbatch, it frees of all of them.  Between
+        steps there are never more such storages than were captured: when Python drops the buffer
+        of a message depends on several messages before it.
+        """
+        given = self.given
+        old = given.program.allocations
+        homes = given.piece_of(old["before"])
+        births: dict[int, int] = {}  # storage -> the change that made it
+        for i, storage in enumerate(old["storage"].tolist()):
+            births.setdefault(storage, i)
+        origins = {i: self._origin(i, int(homes[i])) for i in births.values()}
+        most, stays = self._most(births, origins)
+        ends = {origins[births[int(old["storage"][change])]]: change
+                for change in np.flatnonzero(homes == len(given) - 1).tolist()
+                if old["bytes"][change] < 0}  # fmt: skip
+        waiting = defaultdict[Kind, deque[int]](deque)
+        live: list[int] = []  # bytes of every new storage
+        rows: list[tuple[int, int, int, int]] = []
+        changes: list[int] = []
+
+        def change_to(number: int, size: int, before: int, note: int, change: int) -> None:
+            live[number] += size
+            if live[number] <= 0:
+                waiting[origins[births[int(old["storage"][change])]]].remove(number)
+            rows.append((before, number, size, note))
+            changes.append(change)
+
+        events = [self._events(piece).tolist() for piece in range(len(given))]
+        for piece, chosen in enumerate(self.chosen):
+            mine: dict[int, int] = {}  # captured storage -> new one
+            moved = int(self.base[piece] - given.bounds[chosen])
+            for change in events[chosen]:
+                before, storage, size, note = old[change].item()
+                birth = births[storage]
+                origin = origins[birth]
+                queue = waiting[origin]
+                if birth == change:
+                    mine[storage] = len(live)
+                    queue.append(len(live))
+                    live.append(0)
+                elif storage not in mine and not queue:
+                    continue
+                new = mine.setdefault(storage, queue[0] if queue else -1)
+                if size < 0 and live[new] <= 0:
+                    continue
+                change_to(new, size, before + moved, note, change)
+                gone: list[int] = []
+                if ends.get(origin) == change and origin not in stays:
+                    gone = list(queue)
+                elif not origin[0] and len(queue) > most[origin]:
+                    gone = [queue[0]]
+                for number in gone:
+                    change_to(number, -live[number], before + moved, 0, change)
+        return np.array(rows, dtype=old.dtype), np.array(changes, dtype=np.int64)
+
+    def _origin(self, birth: int, piece: int) -> Kind:
+        """What storages are told apart by: phases and chunks of the step in which they came to be,
+        what they say of themselves, and their size."""
+        row = self.given.program.allocations[birth]
+        step = self.given.shape(piece) if piece % 2 else ()
+        return step, int(row["note"]), int(row["bytes"])
+
+    def _most(
+        self, births: Mapping[int, int], origins: Mapping[int, Kind]
+    ) -> tuple[Counter[Kind], set[Kind]]:
+        """How many storages of each origin there are at once, and origins of which some stay."""
+        old = self.given.program.allocations
+        left, now, most = Counter[int](), Counter[Kind](), Counter[Kind]()
+        for storage, size in zip(old["storage"].tolist(), old["bytes"].tolist(), strict=True):
+            origin, before = origins[births[storage]], left[storage]
+            left[storage] += size
+            now[origin] += (left[storage] > 0) - (before > 0)
+            most[origin] = max(most[origin], now[origin])
+        return most, {origin for origin, count in now.items() if count > 0}
