@@ -14,11 +14,6 @@ RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 MIB = 1 << 20
 
 
-@pytest.fixture
-def planted():
-    return planted_oom
-
-
 def stage(rank, layers):
     """A stage that keeps ``layers`` activations of 60 MiB."""
     builder = Builder()
@@ -28,8 +23,8 @@ def stage(rank, layers):
     return builder.build(rank)
 
 
-def test_the_limit_is_between_the_peaks_and_the_op_is_named(planted):
-    found = planted.predicted({0: stage(0, 6), 1: stage(1, 3)})
+def test_the_limit_is_between_the_peaks_and_the_op_is_named():
+    found = planted_oom.predicted({0: stage(0, 6), 1: stage(1, 3)})
     assert (found["over"], found["under"]) == (0, 1)
     assert found["reserved"][1] < found["limit"] < found["reserved"][0]
     assert (found["phase"], found["microbatch"]) == ("forward", 5)
@@ -38,16 +33,16 @@ def test_the_limit_is_between_the_peaks_and_the_op_is_named(planted):
     assert found["limit"] + found["raise_by"] == found["reserved"][0]
 
 
-def test_what_a_rank_says_is_read(planted):
+def test_what_a_rank_says_is_read():
     labels = {"iteration": 2, "phase": "backward", "microbatch": 3, "chunk": 1}
     error = explain(torch.OutOfMemoryError("no"), "rank 7 (pp=1)", labels)
-    match = planted.RAN_OUT.search(str(error))
+    match = planted_oom.RAN_OUT.search(str(error))
     assert match.groups() == ("backward", "3", None)
     said = str(error).replace("microbatch 3, chunk 1", "microbatch 3, at core/a.py:7")
-    assert planted.RAN_OUT.search(said).groups() == ("backward", "3", "core/a.py:7")
+    assert planted_oom.RAN_OUT.search(said).groups() == ("backward", "3", "core/a.py:7")
 
 
-def test_the_kept_plan_is_one(planted):
+def test_the_kept_plan_is_one():
     kept = json.loads((RESULTS / "planted_oom_plan.json").read_text())
     assert (
         kept["reserved"][str(kept["under"])] < kept["limit"] < kept["reserved"][str(kept["over"])]

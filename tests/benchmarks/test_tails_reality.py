@@ -16,11 +16,6 @@ from megatron_prism.core.world import World
 from megatron_prism.predict.variability import fitted, read_variability
 
 
-@pytest.fixture
-def reality():
-    return tails_reality
-
-
 def captured(rng, iterations, segments=100, step=0.03):
     """Two data-parallel ranks that compute 2 ms a segment."""
     made = []
@@ -35,10 +30,10 @@ def captured(rng, iterations, segments=100, step=0.03):
     return Programs.one_per_rank(made, World(2))
 
 
-def test_a_run_like_the_slices_is_met(reality):
+def test_a_run_like_the_slices_is_met():
     rng = np.random.default_rng(0)
     steps = rng.lognormal(0, 0.03, (300, 2)).max(axis=1)
-    found = reality.judge(captured(rng, 60), None, (200.0 * steps).tolist())
+    found = tails_reality.judge(captured(rng, 60), None, (200.0 * steps).tolist())
     assert abs(found["p50_percent"]) < 1.0
     assert abs(found["p95_percent"]) < 2.0
     assert found["ks"] < 0.15
@@ -46,22 +41,22 @@ def test_a_run_like_the_slices_is_met(reality):
     assert found["timed_iterations"] == 60
 
 
-def test_a_run_that_is_not_like_them_is_missed(reality):
+def test_a_run_that_is_not_like_them_is_missed():
     rng = np.random.default_rng(1)
     steps = rng.lognormal(0, 0.15, 50)
-    found = reality.judge(captured(rng, 60), None, (220.0 * steps).tolist())
+    found = tails_reality.judge(captured(rng, 60), None, (220.0 * steps).tolist())
     assert found["ks"] > 0.15
     assert found["p50_percent"] < -2
     assert not found["p95_is_known"]
 
 
-def test_slices_without_times_are_refused(reality):
+def test_slices_without_times_are_refused():
     bare = captured(np.random.default_rng(2), 1)
     with pytest.raises(PrismError, match="hold no repeated times"):
-        reality.judge(bare, None, [200.0])
+        tails_reality.judge(bare, None, [200.0])
 
 
-def test_the_table_is_printed_and_kept(reality, tmp_path, monkeypatch, capsys):
+def test_the_table_is_printed_and_kept(tmp_path, monkeypatch, capsys):
     """The whole command on files as accuracy.py and prism calibrate leave them."""
     rng = np.random.default_rng(3)
     made = captured(rng, 60)
@@ -78,7 +73,7 @@ def test_the_table_is_printed_and_kept(reality, tmp_path, monkeypatch, capsys):
     words = [str(tmp_path), str(tmp_path / "c.json"), str(tmp_path / "real.json")]
     out = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["tails_reality.py", *words, "--json", str(out)])
-    assert reality.main() == 0
+    assert tails_reality.main() == 0
     text = capsys.readouterr()
     assert "job" in text.out
     assert "none" in text.err

@@ -40,16 +40,26 @@ def row(**more):
             "method": OVERLAP_METHOD, "compute": 1.0, "call": 1.0, **more}  # fmt: skip
 
 
-def found(text, call_ms, compute, call):
-    """(iteration ms, Prices) with a call of ``call_ms`` and these factors."""
-    made = world_graph.build(parse(text))
+def overlapped(text, call_ms, *rows, iterations=1, **source):
+    """The replay of ``text``, whose call takes ``call_ms`` alone, with factors of these rows."""
+    programs = parse(text)
+    made = world_graph.build(dataclasses.replace(programs, source={**programs.source, **source}))
     prices = costs.price_ops(made, machine("h200"))
     prices = dataclasses.replace(prices, collective_ns=np.full(1, call_ms * MS))
-    factors = read_overlap([row(compute=compute, call=call)])
-    slower = priced_graph.replay_with_overlap(made, prices, factors, "4 x X", 1)
-    again = timeline.build_timeline(made, slower.prices, 1)  # its prices are what it rests on
+    return priced_graph.replay_with_overlap(made, prices, read_overlap(rows), "4 x X", iterations)
+
+
+def found(text, call_ms, compute, call):
+    """(iteration ms, Prices) with a call of ``call_ms`` and these factors."""
+    slower = overlapped(text, call_ms, row(compute=compute, call=call))
+    again = timeline.build_timeline(slower.graph, slower.prices, 1)  # what its prices rest on
     assert again.iteration_ns == slower.iteration_ns
     return slower.iteration_ns / MS, slower.prices
+
+
+def ms(prices):
+    """(computing, the call)"""
+    return prices.compute[0].max() / MS, prices.collective_ns[0] / MS
 
 
 def test_factors_of_few_rounds_are_left_out():
@@ -96,13 +106,9 @@ def test_closed_forms(call_ms, compute, call, expected):
 )
 def test_products_and_other_kernels_lose_differently(products, computing_ms, call_ms):
     said = "" if products is None else f" products={products * MS}"
-    made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS}{said}")))
-    prices = costs.price_ops(made, machine("h200"))
-    prices = dataclasses.replace(prices, collective_ns=np.full(1, 500 * MS))
-    factors = read_overlap([row(compute=2.0), row(kind="memory", call=2.0)])
-    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1).prices
-    assert slower.collective_ns[0] / MS == pytest.approx(call_ms, abs=1)
-    assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
+    text = BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS}{said}")
+    slower = overlapped(text, 500, row(compute=2.0), row(kind="memory", call=2.0))
+    assert ms(slower.prices) == pytest.approx((computing_ms, call_ms), abs=1)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +127,9 @@ def test_beside_calls_of_context_parallel_ranks_runs_attention(rows, computing_m
     text = BESIDE.replace(GROUP, group).replace("size=2", "size=2 cp=2")
     named = f"group {group} 0,1\n" if group.startswith("HIER") else ""
     text = text.replace("program ranks", f"{named}program ranks")
-    made = world_graph.build(parse(text.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
-    prices = costs.price_ops(made, machine("h200"))
-    prices = dataclasses.replace(prices, collective_ns=np.full(1, 500 * MS))
-    factors = read_overlap([row(), row(kind="memory", compute=2.0, call=2.0), *rows])
-    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1).prices
-    assert slower.collective_ns[0] / MS == pytest.approx(call_ms, abs=1)
-    assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
+    text = text.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")
+    slower = overlapped(text, 500, row(), row(kind="memory", compute=2.0, call=2.0), *rows)
+    assert ms(slower.prices) == pytest.approx((computing_ms, call_ms), abs=1)
 
 
 @pytest.mark.parametrize(
@@ -152,17 +154,11 @@ def test_streams_of_a_rank_share_its_gpu(main_ms, side_ms, wait, expected):
 
 
 def test_computing_that_was_recorded_beside_calls_loses_no_more():
-    made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
-    factors = read_overlap([row(), row(kind="memory", compute=2.0, call=2.0)])
-    plain = dataclasses.replace(
-        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 500 * MS)
-    )
-    alone = priced_graph.replay_with_overlap(made, plain, factors, "x", 1).prices
-    source = {**made.programs.source, "peers": "paced"}
-    paced = world_graph.build(dataclasses.replace(made.programs, source=source))
-    beside = priced_graph.replay_with_overlap(paced, plain, factors, "x", 1).prices
-    assert alone.compute[0].max() > 1000 * MS == beside.compute[0].max()
-    assert beside.collective_ns[0] == 1000 * MS  # calls are calibrated alone: they lose as before
+    """Calls are calibrated alone: they lose as before."""
+    text = BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")
+    rows = row(), row(kind="memory", compute=2.0, call=2.0)
+    assert ms(overlapped(text, 500, *rows).prices)[0] > 1000
+    assert ms(overlapped(text, 500, *rows, peers="paced").prices) == (1000, 1000)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +167,7 @@ def test_computing_that_was_recorded_beside_calls_loses_no_more():
 def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor):
     """1,000 ms of additions beside the call: it has run 1,000 / factor of its own time then."""
     beside = BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")
-    made = world_graph.build(parse(beside))
-    prices = dataclasses.replace(
-        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, call_ms * MS)
-    )
-    factors = read_overlap([row(), row(kind="memory", call=factor)])
-    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1)
+    slower = overlapped(beside, call_ms, row(), row(kind="memory", call=factor))
     expected = call_ms + 1000 * (1 - 1 / factor)
     assert slower.prices.collective_ns[0] / MS == pytest.approx(expected, rel=2e-3)
     assert slower.iteration_ns / MS == pytest.approx(max(1000, expected), rel=2e-3)
@@ -186,12 +177,7 @@ def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor
 def test_a_call_that_computing_nearly_covers(factor):
     """Its first ms is alone: pass by pass it comes nearer to the end, and does come there."""
     late = BESIDE.replace(f"ns={1000 * MS}", f"ns={4000 * MS} products=0 host={MS} lead={MS}")
-    made = world_graph.build(parse(late))
-    prices = dataclasses.replace(
-        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 100 * MS)
-    )
-    factors = read_overlap([row(), row(kind="memory", call=factor)])
-    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1).prices
+    slower = overlapped(late, 100, row(), row(kind="memory", call=factor)).prices
     assert slower.collective_ns[0] / MS == pytest.approx(99 * factor + 1, rel=2e-3)
 
 
@@ -199,12 +185,8 @@ def test_a_call_that_computing_nearly_covers(factor):
 @pytest.mark.parametrize("factor", [1.5, 1.9, 2.0, 3.6])
 def test_computing_on_several_streams_slows_a_call_once(factor):
     side = "".join(f"- compute ns={1000 * MS} stream=s{n}\n" for n in range(2))
-    made = world_graph.build(parse(BESIDE.replace("- compute", f"{side}- compute")))
-    prices = dataclasses.replace(
-        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 100 * MS)
-    )
-    factors = read_overlap([row(call=factor)])
-    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1).prices
+    text = BESIDE.replace("- compute", f"{side}- compute")
+    slower = overlapped(text, 100, row(call=factor)).prices
     assert slower.collective_ns[0] / MS == pytest.approx(100 * factor, rel=1e-3)
 
 
