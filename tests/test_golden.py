@@ -17,7 +17,6 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 JOBS = sorted(path.name for path in (GOLDEN / "slices").iterdir())
 SHAPES = [job for job in JOBS if not job.startswith("gpu_")]  # these recorded memory
 CALIBRATED = "calibration=calibration.json"
-RUN = "iterations=1000 mtbf=1h checkpoint_cost=10s restart=1min deadline=1d".split()
 TIMES = {
     "replay": ["replay", "JOB"],
     "replay-iterations": ["replay", "JOB", "iterations=3"],
@@ -28,7 +27,7 @@ TIMES = {
     "replay-microbatches": ["replay", "JOB", "microbatches=6"],
     "predict": ["predict", "JOB", "samples=200"],
     "predict-calibrated": ["predict", "JOB", "samples=200", "seed=3", "slow=2", CALIBRATED],
-    "predict-run": ["predict", "JOB", "samples=100", "variability=public", *RUN],
+    "predict-public": ["predict", "JOB", "samples=100", "variability=public"],
     "classes": ["classes", "JOB"],
     "check": ["check", "JOB"],
     "hang": ["hang", "JOB"],
