@@ -52,8 +52,9 @@ from megatron_prism.replay.costs.machine import (
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
 from megatron_prism.replay.network import ports, read_topology, replay_network
+from megatron_prism.replay.replicas import with_data_parallel
 from megatron_prism.replay.timeline import Timeline, build_timeline, durations_of, evaluate
-from megatron_prism.replay.whatif import SlowNic, with_data_parallel
+from megatron_prism.replay.whatif import SlowNic
 
 __all__ = ["PricedGraph", "WhatIf", "corrected_once", "price", "replay", "replay_with_overlap"]
 

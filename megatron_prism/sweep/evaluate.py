@@ -39,8 +39,8 @@ from megatron_prism.memory.peaks import known_peak, peak, reserved
 from megatron_prism.predict import predict
 from megatron_prism.replay.microbatches import microbatch_count
 from megatron_prism.replay.priced_graph import price
+from megatron_prism.replay.replicas import with_data_parallel
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.replay.whatif import with_data_parallel
 from megatron_prism.sweep.layout import JobLayout
 from megatron_prism.sweep.space import SweepPoint
 
@@ -291,8 +291,7 @@ def _memory(
     """The stage that needs most device bytes, by what ``prism memory`` asks.
 
     A stage is not looked at if its tensors, context and NCCL take less than ``_CLOSE`` of the most:
-    fragmentation differs less between stages.  Slices of another data-parallel size have another
-    part of the optimizer's state, in proportion.
+    fragmentation differs less between stages.
     """
     device, beside, needs = nccl_buffers.read(settings.device), {}, {}
     for index in set(programs.program_of.tolist()):
@@ -302,21 +301,16 @@ def _memory(
     family, found = settings.folder / "slices" / layout.family(), []
     for index in [i for i, need in needs.items() if need >= _CLOSE * max(needs.values())]:
         program, beyond = programs.programs[index], beside[index]
-        top, more = known_peak(program), 0
-        if layout.shares_state and base.world.dp != layout.world.dp:
-            state = top.by_kind["optim"]
-            more = state * base.world.dp // layout.world.dp - state
-        held = _reserved(program, family) + more
+        top, held = known_peak(program), _reserved(program, family)
         found.append({
             "stage": f"stage {programs.world.coordinates(program.rank).pp}",
             "bytes": held if beyond is None else held + beyond,
             "level": "reserved" if beyond is None else "device",
-            "allocated": top.num_bytes + more,
+            "allocated": top.num_bytes,
             "reserved": held,
             "history": _history(layout, base, family),
             "at": top.op.label,
-            "by_kind": {kind: size + more * (kind == "optim")
-                        for kind, size in top.by_kind.items() if size},
+            "by_kind": {kind: size for kind, size in top.by_kind.items() if size},
         })  # fmt: skip
     return max(found, key=lambda one: one["bytes"])
 

@@ -33,13 +33,11 @@ class JobLayout(ABC):
     world            : its sizes
     micro_batch_size : sequences of a microbatch
     global_batch_size: of an iteration
-    shares_state     : whether replicas share the optimizer's state out
     """
 
     world: World
     micro_batch_size: int
     global_batch_size: int
-    shares_state: bool
 
     @property
     def num_microbatches(self) -> int:
@@ -113,10 +111,6 @@ class RecipeLayout(JobLayout):
     @property
     def global_batch_size(self) -> int:  # type: ignore[override]
         return self.recipe.train.global_batch_size
-
-    @property
-    def shares_state(self) -> bool:  # type: ignore[override]
-        return self.recipe.train.use_distributed_optimizer
 
     def content(self) -> object:
         return dataclasses.asdict(self.recipe)
@@ -200,10 +194,6 @@ class ScriptLayout(JobLayout):
                 fix="another batch",
             )
         return cls(script, tuple(words), tuple(ours), given.world, micro, batch)
-
-    @property
-    def shares_state(self) -> bool:  # type: ignore[override]
-        return "--use-distributed-optimizer" in self.words
 
     @property
     def fewest(self) -> int:

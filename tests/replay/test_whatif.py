@@ -23,7 +23,7 @@ from megatron_prism.replay import network, timeline, whatif
 from megatron_prism.replay.costs import price_ops
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.dependencies import COMPUTE, MEET
-from megatron_prism.replay.whatif import with_data_parallel
+from megatron_prism.replay.replicas import with_data_parallel
 
 SEEDS = st.integers(0, 2**32)
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "slices"

@@ -22,6 +22,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -46,6 +47,7 @@ __all__ = [
     "compute_ns",
     "parts_of",
     "read",
+    "scaled_kernels",
     "table_of",
 ]
 
@@ -468,6 +470,44 @@ def parts_of(
         rest = MeasuredKernel("", (), (), "bfloat16", max(0, flops), max(0, traffic))
         roof += kernels * machine.kernel_ns + _roofline(rest, machine)
     return _planted(note, SegmentParts(products, others, roof))
+
+
+_LISTS = ("multi_tensor_l2norm",)  # one kernel, however many tensors
+_WHOLE = ("fp8_transpose",)  # of parameters, not of a rank's part of them
+_SCALARS = 16  # bytes
+
+
+def scaled_kernels(note: str, factor: Fraction) -> tuple[str, int, int]:
+    """Elementwise kernels of ``factor`` times as many parameters.
+
+    There are as many times as many kernels, but at least one of each; their bytes together are
+    ``factor`` times as many.
+
+    Returns:
+        (the note; how many bytes and kernels more there are)
+    """
+    more = [0, 0]
+
+    def scaled(match: re.Match[str]) -> str:
+        count, one = int(match["count"] or 1), int(match["bytes"])
+        scalar, name = one <= _SCALARS, match["name"].strip()
+        if name in _WHOLE or scalar and count < 3:  # of a step, not of each parameter
+            return match[0]
+        now = count if name in _LISTS or count == 1 else max(1, round(count * factor))
+        size = one if scalar else max(1, round(one * count * factor / now))
+        more[0] += now * size - count * one
+        more[1] += now - count
+        shapes = ",".join(_scaled_shape(text, size / one) for text in match["shapes"].split(","))
+        flops = round(int(match["flops"]) * size / one)
+        text = f"{match['name']}({shapes}){match['dtype']}:{flops}:{size}"
+        return f"{text}*{now}" if now > 1 else text
+
+    return _KERNEL.sub(scaled, note), more[0], more[1]
+
+
+def _scaled_shape(text: str, factor: float) -> str:
+    first, rest = re.match(r"(\d*)(.*)", text).groups()  # type: ignore[union-attr] # it may be ""
+    return f"{max(1, round(int(first) * factor))}{rest}" if first not in ("", "1") else text
 
 
 def _planted(note: str, parts: SegmentParts) -> SegmentParts:

@@ -1,0 +1,347 @@
+"""What if a job had more or fewer replicas: ``dp=``.
+
+In : Programs.  Out: Programs of a world with another data-parallel size, in which everything that
+follows a rank's shard of parameters has its new size: calls, segments of the optimizer, its states
+and what a step allocates.  What is assumed is in ``Programs.source["what-if"]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+import numpy as np
+
+from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.groups import WORLD_GROUP
+from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, PHASE_NAMES, SHARED
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.world import World
+from megatron_prism.graph.classes import memberships, partition
+from megatron_prism.replay.costs.kernels import scaled_kernels
+from megatron_prism.replay.whatif import with_assumption, without_unused
+
+__all__ = ["with_data_parallel"]
+
+
+_BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
+_OF_PARTS = CODE["all_gather"], CODE["reduce_scatter"]
+_ALIGN = 128
+_BUCKET_GROWS = 40  # ranks
+_GROWS_WITH_BATCH = {"tokens_per_iteration", "model_flops_per_iteration"}  # with the global batch
+
+
+def with_data_parallel(programs: Programs, dp: int) -> Programs:
+    """The world with data-parallel size ``dp``.
+
+    UsageError if the experts do not fill such a world, ProgramError if the replicas are not alike
+    or a call's size in the new world is not known.
+    """
+    old = programs.world
+    if dp < 1:
+        raise UsageError(f"a data-parallel size of {dp}", fix="1 or more")
+    if dp == old.dp:
+        return programs
+    if programs.groups:
+        raise ProgramError(
+            f"the groups {', '.join(programs.groups)} are lists of ranks, which say nothing of a "
+            "larger world",
+            fix="capture a world of that size",
+        )
+    experts = (old.etp or old.tp) * old.ep
+    whole = experts // math.gcd(experts, old.tp * old.cp)  # replicas that the experts fill
+    if dp % whole:
+        raise UsageError(
+            f"dp={dp}: experts etp {old.etp} x ep {old.ep} need a multiple of {whole} replicas of "
+            f"tp {old.tp} x cp {old.cp} ranks",
+            fix=f"dp={-(-dp // whole) * whole}",
+        )
+    world = dataclasses.replace(old, size=old.size // old.dp * dp)
+    same = np.array(partition(programs).programs, dtype=np.int32)
+    running = same[partition(programs).of]
+    first = _places(old)[:, :, 0]  # [pp, others]: the ranks of the first replica
+    _check_alike(running, _places(old))
+    of = np.empty(world.size, dtype=np.int32)
+    of[_places(world)] = running[first][:, :, None]
+    bare = dataclasses.replace(programs, world=world, program_of=of)
+    before, after = memberships(programs), memberships(bare)
+    made, widths, sharded = list(programs.programs), set[tuple[int, int]](), False
+    for index in np.unique(of).tolist():
+        place = tuple(np.argwhere(running[first] == index)[0])
+        here, there = int(first[place]), int(_places(world)[(*place, 0)])
+        sizes = {
+            name: (len(before[name].group(here)), len(after[name].group(there)))
+            for name in programs.programs[index].groups()
+        }
+        resized = _Resizer(programs.programs[index], sizes, old, world, here, there)
+        made[index] = resized.program()
+        widths |= resized.buckets
+        sharded |= resized.sharded
+    source = {**programs.source}
+    for key in (k for k in _GROWS_WITH_BATCH & set(source) if source[k].isdecimal()):
+        source[key] = str(int(source[key]) * dp // old.dp)
+    scaled = without_unused(dataclasses.replace(bare, programs=tuple(made), source=source))
+    return with_assumption(scaled, _said(old.dp, dp, widths, sharded))
+
+
+def _said(old: int, new: int, widths: set[tuple[int, int]], sharded: bool) -> str:
+    text = f"data-parallel size {new} instead of {old}: "
+    if sharded:
+        text += f"what follows a rank's part of the parameters x {Fraction(old, new)}, other "
+    text += "segments and memory as captured"
+    if any(b % a for a, b in widths):
+        text += ", buckets up to their padding too large"
+    if any(max(pair) > _BUCKET_GROWS for pair in widths):
+        text += ", boundaries of buckets as captured"
+    return text
+
+
+def _places(world: World) -> np.ndarray:
+    """int64 [pp, cp x tp, dp]: the rank at every place."""
+    ranks = np.arange(world.size)
+    where = [np.asarray(world._along(axis, ranks)) for axis in ("pp", "cp", "tp", "dp")]
+    found = np.empty((world.pp, world.cp, world.tp, world.dp), dtype=np.int64)
+    found[tuple(where)] = ranks
+    return found.reshape(world.pp, world.cp * world.tp, world.dp)
+
+
+def _check_alike(running: np.ndarray, places: np.ndarray) -> None:
+    differ = np.argwhere(running[places] != running[places][:, :, :1])
+    if differ.size:
+        stage, other, replica = differ[0]
+        ranks = places[stage, other, [0, replica]].tolist()
+        raise ProgramError(
+            f"ranks {ranks[0]} and {ranks[1]} differ in nothing but the replica, and run different "
+            "programs",
+            fix="change the size first and slow ranks down after that; uneven experts need a "
+            "capture of the new size",
+        )
+
+
+class _Resizer:
+    """One program, and the sizes of its groups before and after."""
+
+    def __init__(
+        self,
+        program: Program,
+        sizes: dict[str, tuple[int, int]],
+        old: World,
+        new: World,
+        here: int,
+        there: int,
+    ) -> None:
+        self.given, self.sizes, self.old, self.new = program, sizes, old, new
+        self.here, self.there = here, there
+        self.buckets: set[tuple[int, int]] = set()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether replicas share the parameters out, so that each updates a part of them."""
+        return bool(self._of_buckets("reduce_scatter").any())
+
+    def program(self) -> Program:
+        """The program in the new world."""
+        ops = self.given.ops.copy()
+        for name, indices in self.given.groups().items():
+            if self.sizes[name][0] != self.sizes[name][1]:
+                for i in indices.tolist():
+                    self._resize(ops[i], name)
+        resized = dataclasses.replace(self.given, ops=ops, rank=self.there)
+        if not self.sharded:
+            return resized
+        ratio = Fraction(self.old.dp, self.new.dp)  # of the experts' shards, too
+        return with_shard(resized, ratio, self._of_buckets("all_gather"))
+
+    def _of_buckets(self, name: str) -> np.ndarray:
+        """bool [ops]: calls of that name which move buckets."""
+        sites = np.array([_BUCKETS in text for text in self.given.strings])
+        found: np.ndarray = (self.given.ops["name"] == CODE[name]) & sites[self.given.ops["site"]]
+        return found
+
+    def _resize(self, row: np.void, group: str) -> None:
+        before, after = self.sizes[group]
+        name = int(row["name"])
+        if IS_PAIR[name]:
+            row["peer"] = self._peer(int(row["peer"]), group)
+        elif self._shares_more(row):
+            raise ProgramError(
+                f"replicas share more out than the optimizer's states (an {NAMES[name]} of {group} "
+                f"at {self.given.strings[row['site']]}), and what else follows their number is "
+                "not known",
+                fix="capture a world of that size",
+            )
+        elif name == CODE["all_to_all"] or row["splits"] >= 0:
+            raise ProgramError(
+                f"who sends what in an {NAMES[name]} of {group} with {after} ranks is not known",
+                fix="capture a world of that size",
+            )
+        elif name in (CODE["all_gather"], CODE["gather"]) and row["num_out"] > 0:
+            row["num_in"], row["num_out"] = self._shard(row, "num_in", "num_out", before, after)
+        elif name in (CODE["reduce_scatter"], CODE["scatter"]) and row["num_in"] > 0:
+            row["num_out"], row["num_in"] = self._shard(row, "num_out", "num_in", before, after)
+
+    def _shares_more(self, row: np.void) -> bool:
+        """Whether a call moves parts of parameters or gradients that are no bucket of DDP's, as
+        both FSDPs do."""
+        site, group = (self.given.strings[row[name]] for name in ("site", "group"))
+        if int(row["name"]) not in _OF_PARTS or SHARED not in group or not site:
+            return False
+        return _BUCKETS not in site or "fsdp" in site
+
+    def _shard(
+        self, row: np.void, part: str, whole: str, before: int, after: int
+    ) -> tuple[int, int]:
+        """(elements of one rank, of all) in the new group."""
+        if _BUCKETS not in self.given.strings[row["site"]]:
+            return int(row[part]), int(row[part]) * after
+        self.buckets.add((before, after))
+        align = math.lcm(after, _ALIGN)
+        total = -(-int(row[whole]) // align) * align
+        return total // after, total
+
+    def _peer(self, offset: int, group: str) -> int:
+        """How far the same stage is in the new world."""
+        if group == WORLD_GROUP:
+            other = (self.here + offset) % self.old.size
+            mine, theirs = self.old.coordinates(self.here), self.old.coordinates(other)
+            if mine._replace(pp=0) == theirs._replace(pp=0):
+                at = self.new.coordinates(self.there)._replace(pp=theirs.pp)
+                return self.new.rank_at(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp) - self.there
+        raise ProgramError(
+            f"a message goes {offset} places along {group}, which changes its size",
+            fix="capture a world of that size",
+        )
+
+
+_OPTIMIZER = PHASE_NAMES.index("optimizer")
+_STATES = re.compile(r"optim:|grad:main parameters$")  # notes of what has a shard's size
+_LEAST = 512  # bytes; what is smaller is a scalar
+_TOOK = ("ns", "host", "lead", "products")
+
+
+def with_shard(program: Program, ratio: Fraction, gathers: np.ndarray) -> Program:
+    """The program of a rank that updates ``ratio`` times as many parameters.
+
+    Args:
+        gathers: bool [ops], of parameters.  What a step does behind the last one is about whole
+            parameters.
+    """
+    step = program.ops["phase"] == _OPTIMIZER
+    ends = np.flatnonzero(gathers & step)
+    step[ends[-1] if len(ends) else len(step) :] = False
+    resized = _with_segments(program, ratio, np.flatnonzero(step & _computes(program)))
+    return _with_memory(resized, ratio, step)
+
+
+def _computes(program: Program) -> np.ndarray:
+    found: np.ndarray = program.ops["name"] == CODE["compute"]
+    return found
+
+
+def _with_segments(program: Program, ratio: Fraction, segments: np.ndarray) -> Program:
+    ops, strings = program.ops.copy(), list(program.strings)
+    for index in segments.tolist():
+        row = ops[index]
+        note, num_bytes, kernels = scaled_kernels(strings[row["note"]], ratio)
+        if row["traffic"] >= 0:
+            row["traffic"] = max(0, int(row["traffic"]) + num_bytes)
+        if row["kernels"] >= 0:
+            row["kernels"] += kernels
+        for name in _TOOK:
+            if row[name] >= 0:
+                row[name] = _times(int(row[name]), ratio)
+        if note != strings[row["note"]]:
+            row["note"] = len(strings)
+            strings.append(note)
+    return dataclasses.replace(program, ops=ops, strings=tuple(strings))
+
+
+def _with_memory(program: Program, ratio: Fraction, step: np.ndarray) -> Program:
+    """The program with ``ratio`` times as many bytes of storages that a shard's parameters have.
+
+    Requests of earlier iterations are known by their size alone: those follow the shard whose size
+    only storages of this iteration have that do.
+    """
+    memory, history = program.allocations, program.history
+    if not len(memory):
+        return program
+    states, buckets = (
+        np.array([bool(text.search(note)) for note in program.strings])[memory["note"]]
+        for text in (_STATES, re.compile(re.escape(_BUCKETS)))
+    )
+    within = (memory["before"] > 0) & step[np.minimum(memory["before"], len(step) - 1)]
+    come = memory["bytes"] >= _LEAST
+    chosen = come & (states | within & ~buckets)
+    parts = _parts(
+        memory["storage"][chosen], memory["bytes"][chosen], memory["note"][chosen], ratio
+    )
+    sizes = set(memory["bytes"][chosen & within].tolist())
+    sizes -= set(memory["bytes"][come & ~chosen].tolist())
+    earlier = ~np.isin(history[:, 0], memory["storage"]) & np.isin(history[:, 1], [*sizes])
+    parts |= _parts(history[earlier, 0], history[earlier, 1], np.zeros(earlier.sum()), ratio)
+    new = 1 + max(memory["storage"].max(), history[:, 0].max(initial=0))
+    names = {}
+    for storage, sizes_of_it in parts.items():
+        names[storage] = [storage, *range(new, new + len(sizes_of_it) - 1)]
+        new += max(0, len(sizes_of_it) - 1)
+    rows, storage, num_bytes = _split(memory["storage"], memory["bytes"], parts, names)
+    allocations = memory[rows]
+    allocations["storage"], allocations["bytes"] = storage, num_bytes
+    asked, storage, num_bytes = _split(history[:, 0], history[:, 1], parts, names)
+    history = history[asked]
+    history[:, 0], history[:, 1] = storage, num_bytes
+    return dataclasses.replace(
+        program,
+        allocations=allocations,
+        history=history,
+        streams=program.streams[rows] if len(program.streams) else program.streams,
+        routed=program.routed[rows] if len(program.routed) else program.routed,
+    )
+
+
+def _parts(
+    storages: np.ndarray, sizes: np.ndarray, notes: np.ndarray, ratio: Fraction
+) -> dict[int, list[int]]:
+    """Storage -> bytes of those that come in its place: of a smaller shard the first ones of each
+    kind, as a shard is a part of a row of parameters; of a larger one as many more of each."""
+    found: dict[int, list[int]] = {}
+    for note in np.unique(notes).tolist():
+        mine = np.flatnonzero(notes == note)
+        left = _times(int(sizes[mine].sum()), ratio)
+        for storage, size in zip(storages[mine].tolist(), sizes[mine].tolist(), strict=True):
+            count = max(1, int(ratio))
+            taken = min(size, left) if ratio < 1 else _times(size, ratio / count)
+            found[storage], left = [taken] * (count if taken else 0), left - taken
+    return found
+
+
+def _split(
+    storages: np.ndarray,
+    sizes: np.ndarray,
+    parts: Mapping[int, list[int]],
+    names: Mapping[int, list[int]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Events of storages (bytes that come; negative: that go) with those of ``parts`` in their
+    places.
+
+    Returns:
+        (the event that each follows from, its storage, its bytes), int64 [events]
+    """
+    rows, found = list[int](), list[tuple[int, int]]()
+    for index, (storage, size) in enumerate(zip(storages.tolist(), sizes.tolist(), strict=True)):
+        here = [(storage, size)]
+        if storage in parts:
+            sign = (size > 0) - (size < 0)
+            here = [(n, sign * b) for n, b in zip(names[storage], parts[storage], strict=False)]
+        rows += [index] * len(here)
+        found += here
+    columns = np.array(found, dtype=np.int64).reshape(-1, 2)
+    return np.array(rows, dtype=np.int64), columns[:, 0], columns[:, 1]
+
+
+def _times(size: int, ratio: Fraction) -> int:
+    """Rounded up."""
+    return -(-size * ratio.numerator // ratio.denominator)
