@@ -39,7 +39,10 @@ _AGAIN_S = 5.0  # between two looks at a running job
 def hang(args: argparse.Namespace) -> int:
     """Who made the job hang?  Culprits, not victims, with what speaks for it.
 
-    prism hang --dumps DIR      from Flight Recorder dumps, one per rank, alone
+    prism hang DIR              from what lies there: Flight Recorder dumps, one per rank (also gz,
+                                or what curl saved of torch's HTTP handler), and logs
+    prism hang --dumps DIR --logs FILE…
+                                the same, named apart; logs of one or many ranks, also without dumps
     prism hang --dumps DIR --then DIR2
                                 also: from dumps of the same job some seconds later; who moved is
                                 alive, and if nobody did, the job hangs
@@ -61,17 +64,21 @@ def hang(args: argparse.Namespace) -> int:
                                 the dumps that they would leave; -o DIR keeps these, truth=FILE what
                                 was planted.  Faults that only cost time are replayed
 
-    Exit status: 0 nobody waits, 1 a culprit is named, 3 nobody is: several explanations remain, or
-    the job was perhaps running.  Dumps are read without executing anything in them.
+    Exit status: 0 nobody waits, 1 a culprit is named, 3 nobody is, or only a rank whose dump is
+    missing: several explanations remain, or the job was perhaps running.  Dumps are read without
+    executing anything in them.
     """
-    live, dumps = args.live, args.dumps is not None
+    live = args.live
+    if args.programs and args.dumps is None and not args.live and _is_observation(args.programs):
+        args.dumps, args.programs = args.programs, None  # prism hang DIR
+    dumps = args.dumps is not None or bool(args.logs)
     refuse(
         (not live and (args.watch or args.ras or args.prometheus),
          "--watch, --ras and --prometheus are of a running job", "prism hang --live --watch 60s"),
-        (live and (args.dumps or args.programs or args.settings or args.confirm),
+        (live and (dumps or args.programs or args.settings or args.confirm),
          "--live looks at the job on this host: it takes no dumps and no programs",
          "prism hang --live"),
-        (not live and not (args.dumps or args.programs) or args.dumps == "",
+        (not live and not (dumps or args.programs) or args.dumps == "",
          "name dumps or programs", "prism hang --dumps DIR, or prism hang DIR"),
         (not dumps and args.then is not None and not live,
          "--then is a second set of dumps, and there is no first",
@@ -84,6 +91,7 @@ def hang(args: argparse.Namespace) -> int:
          "prism hang --dumps DIR --recipe NAME --confirm"),
     )  # fmt: skip
     inputs = [path for path in (args.programs, args.dumps, args.then, args.of) if path]
+    inputs += args.logs or ()
     check_outputs([args.markdown, args.html, args.trace], args.force, inputs)
     planted = None
     if args.live:
@@ -134,11 +142,12 @@ def _live(args: argparse.Namespace) -> Diagnosis:
 def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     """The verdict on dumps, tried on the job's programs where these are named."""
     from megatron_prism.hang import analyze as judge
-    from megatron_prism.hang.dumps import read
+    from megatron_prism.hang import logs
 
     settings, overrides = _job_of_dumps(args)
-    dumps = read(args.dumps)
-    later = None if args.then is None else read(args.then)
+    dumps = None if args.dumps is None else logs.read_folder(Path(args.dumps))
+    dumps = logs.together(dumps, args.logs or ())
+    later = None if args.then is None else logs.read_folder(Path(args.then))
     found, dumps = judge.diagnose_dumps(dumps, later), later or dumps
     if args.job:
         return _of_script(args, dumps, found, settings.get("programs"))
@@ -157,6 +166,16 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
             )
         path = Path(settings.get("programs", place))
         return _on_programs(dumps, found, recipe, programs, path, args.confirm)
+
+
+def _is_observation(path: str) -> bool:
+    """Whether a folder holds dumps or logs and no slices."""
+    from megatron_prism.hang import dumps, logs
+
+    folder = Path(path)
+    if not folder.is_dir() or any(folder.glob("*.prism")):
+        return False
+    return dumps.has_dumps(folder) or any(p.is_file() and logs.is_log(p) for p in folder.iterdir())
 
 
 def _job_of_dumps(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:

@@ -200,6 +200,7 @@ COMMANDS = {
             (("programs",), {**PROGRAMS[1], "nargs": "?"}),
             SETTINGS,
             (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
+            (("--logs",), {"metavar": "FILE", "nargs": "+", "help": "what the job printed"}),
             (("--then",), {"metavar": "DIR2", "help": "dumps of the same job some seconds later"}),
             (("--live",), {"action": "store_true", "help": "of the job that runs on this host"}),
             (("--watch",), {"metavar": "60s", "help": "look again so often"}),

@@ -2,6 +2,7 @@
 
 diagnose.py      all ways to a verdict: ``prism.diagnose``
 dumps.py         Flight Recorder dumps as entries, groups and status
+logs.py          what the job printed, as dumps and events
 consistency.py   dumps of another job or of another moment
 state.py         outstanding calls of every rank
 mismatch.py      ranks whose call or order differs from their equals'

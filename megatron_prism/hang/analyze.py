@@ -22,11 +22,16 @@ from dataclasses import replace
 
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.files import no_collector
-from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang import consistency, waits
 from megatron_prism.hang.dumps import DumpSet, Entry, Launch
-from megatron_prism.hang.mismatch import Mismatch, find_mismatches, find_order_conflicts
+from megatron_prism.hang.mismatch import (
+    Mismatch,
+    find_broken_rhythms,
+    find_mismatches,
+    find_order_conflicts,
+    is_batched,
+)
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis
 from megatron_prism.hang.waits import issue_order
@@ -34,7 +39,6 @@ from megatron_prism.hang.waits import issue_order
 __all__ = ["diagnose_dumps", "message", "stop_options"]
 
 
-_EPOCH_NS = 10**18  # 2001: smaller numbers are counters, not clocks
 _TYPES = {
     "all_reduce": "ALLREDUCE", "all_gather": "_ALLGATHER_BASE",
     "reduce_scatter": "_REDUCE_SCATTER_BASE", "broadcast": "BROADCAST", "reduce": "REDUCE",
@@ -49,15 +53,16 @@ def first(state: JobState) -> str:
         (entry.created_ns + entry.timeout_ms * 1_000_000, rank, entry)
         for rank, calls in state.outstanding.items()
         for entry in calls
-        if entry.created_ns > _EPOCH_NS and entry.timeout_ms > 0
+        if entry.created_ns > consistency.EPOCH_NS and entry.timeout_ms > 0
     ]
     if not waits:
         return ""
     begin = min(entry.created_ns for _, _, entry in waits)
     due, rank, entry = min(waits, key=lambda wait: wait[:2])
     after = (due - begin) / 1e9
+    batched = bool(is_batched(state, rank, entry))
     return (f"rank {rank}, {after:.1f} s after the first call that waits was issued: "
-            + message(rank, entry) + _audit(state))  # fmt: skip
+            + message(rank, entry, batched) + _audit(state))  # fmt: skip
 
 
 def _audit(state: JobState) -> str:
@@ -75,10 +80,10 @@ def stop_options(rank: int, call: str, site: str, more: str = "") -> str:
     return f"--prism-ranks {rank} --prism-break '{call}{at}{more}'"
 
 
-def message(rank: int, entry: Entry) -> str:
-    """What the watchdog of ``rank`` prints about ``entry``."""
-    ins, outs = (sum(side) for side in entry.numbers)
-    kind = _TYPES.get(entry.op, entry.op.upper())
+def message(rank: int, entry: Entry, batched: bool = False) -> str:
+    """What the watchdog of ``rank`` prints about ``entry``, or the batch in which it is."""
+    ins, outs = (0, 0) if batched and entry.pair else (sum(side) for side in entry.numbers)
+    kind = "COALESCED" if batched else _TYPES.get(entry.op, entry.op.upper())
     return (f"[Rank {rank}] Watchdog caught collective operation timeout: "
             f"WorkNCCL(SeqNum={entry.seq}, OpType={kind}, NumelIn={ins}, NumelOut={outs}, "
             f"Timeout(ms)={entry.timeout_ms}) of {entry.desc} ran for {entry.timeout_ms} "
@@ -124,26 +129,80 @@ class _Judge:
             self.evidence.append(self.parted.strangers)
             return Diagnosis("undetermined", confidence="possible", evidence=tuple(self.evidence),
                              missing=("the dumps of one hang alone", *state.lacks()))  # fmt: skip
-        if not any(state.outstanding.values()) and not state.lates:
+        self.evidence += state.said
+        if not any(state.outstanding.values()) and not state.lates and not state.events:
             return self._idle()
         odds = [odd for odd in find_mismatches(state) if self._pending(odd)]
         self.differ = {odd.entry.launch for odd in odds}
         entered = [odd for odd in odds if self._all_came(odd.entry)]
         self.split = any(not odd.ranks for odd in entered)
         steps: tuple[Callable[[], list[Culprit]], ...] = (
+            self._ended,
+            self._outside,
             lambda: self._odd(entered),
-            lambda: self._stuck(odds),
+            self._stuck,
             lambda: self._ordered(odds),
             lambda: self._odd(odds),
+            lambda: self._odd(find_broken_rhythms(state)),
             self._never_started,
+            self._gone,
         )
+        culprits: dict[int, Culprit] = {}
+        left: Collection[int] = ()
         for step in steps:
-            culprits = step()
-            if culprits:
-                beside = [o for o in odds if not any(o.text in line for line in self.evidence)]
-                self.evidence += [f"besides, {odd}" for odd in beside[:3]]
-                return self._result(culprits[0].kind, culprits)
+            kept, first = len(self.evidence), self.first
+            named = step()
+            new = [c for c in named if c.rank not in culprits]
+            if culprits:  # beside them, who holds others yet
+                new = [c for c in new if len(self._held({*culprits, c.rank})) < len(left)]
+            elif step == self._gone and self._held({c.rank for c in new}):
+                new = []
+            if named and not new:
+                self.first = first
+                del self.evidence[kept:]
+            culprits |= {c.rank: c for c in new}
+            left = self._held(culprits)
+            if culprits and not left:
+                break
+        if culprits:
+            found = sorted(culprits.values(), key=lambda c: (c.kind != "device stuck", c.rank))
+            beside = [o for o in odds if not any(o.text in line for line in self.evidence)]
+            self.evidence += [f"besides, {odd}" for odd in beside[:3]]
+            return self._result(found[0].kind, found)
         return self._nobody(odds)
+
+    def _held(self, culprits: Collection[int]) -> set[int]:
+        """Who waits for something else than ``culprits``, and those of whom dumps say nothing."""
+        return waits.held(self.state, {*culprits, *self.excused, *self.state.mute()})
+
+    # -- 0: what logs say -------------------------------------------------------------------------
+    def _ended(self) -> list[Culprit]:
+        """Whose process failed by itself; where half of them did, that is the job's error."""
+        found = {r: e for r, events in self.state.events.items() for e in events[::-1]
+                 if e.kind != "outside"}  # fmt: skip
+        self.evidence += [f"rank {r}: {e.kind}: {e.text}" for r, e in sorted(found.items())[:4]]
+        if 2 * len(found) > len(self.state.dumps):
+            return []
+        return [Culprit(r, e.kind, e.text) for r, e in sorted(found.items())]
+
+    def _outside(self) -> list[Culprit]:
+        """Who did not come to a call outside NCCL, in which others time out by their logs."""
+        state = self.state
+        texts = {rank: e.text for rank, events in state.events.items() for e in events
+                 if e.kind == "outside"}  # fmt: skip
+        self.excused |= texts.keys()
+        blamed: set[int] = set()
+        for rank, text in texts.items():
+            groups = [state.groups[name] for name in state.groups_of[rank]]
+            groups = [g for g in groups if g.desc.startswith("DATA_PARALLEL")] or groups
+            group = max(groups, key=lambda g: len(g.ranks), default=None)
+            others = set(group.ranks) - texts.keys() if group else set()
+            self.evidence.append(f"rank {rank} waits outside NCCL, in {text}")
+            self.among = tuple(sorted({*self.among, *others}))
+            blamed |= others if len(others) == 1 else set()
+        where = next(iter(texts.values()), "").partition(":")[0]
+        return [Culprit(r, "skipped call", f"did not come to {where}) outside NCCL")
+                for r in sorted(blamed)]  # fmt: skip
 
     # -- 1: signatures ----------------------------------------------------------------------------
     def _pending(self, odd: Mismatch) -> bool:
@@ -166,23 +225,8 @@ class _Judge:
         return [Culprit(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
 
     # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
-    def _stuck(self, odds: list[Mismatch]) -> list[Culprit]:
-        found = {b.rank: b for step in (self._hosts, self._devices) for b in step()}
-        dead, lost = self._gone(bool(found)), len(self.state.missing)
-        # files are lost, not their ranks alone: who left one and contradicts its siblings says more
-        by_file = dead and not found and lost > _LOST
-        if by_file and (other := self._ordered(odds) or self._odd(odds)):
-            self.evidence.append(f"{counted(lost, 'rank')} left no dump: they may be victims")
-            return other
-        gone = self._dead(dead)
-        idle = [r for r, b in found.items() if b.kind == "host stuck" and not self.state.head(r)]
-        if beyond := waits.waiting_for_dead(self.state, idle, gone):
-            who, whom = format_ranks(sorted(beyond)), format_ranks(sorted(gone))
-            text = f"ranks {who} may wait outside NCCL (gloo, the store) for {whom}"
-            self.evidence.append(text)
-            self.excused |= beyond
-        found = gone | {r: b for r, b in found.items() if r not in beyond}
-        return sorted(found.values(), key=lambda b: (b.kind != "device stuck", b.rank))
+    def _stuck(self) -> list[Culprit]:
+        return [*{b.rank: b for step in (self._hosts, self._devices) for b in step()}.values()]
 
     def _devices(self) -> Iterable[Culprit]:
         """Complete-late: the others saw the end of a call that needs everybody."""
@@ -195,8 +239,9 @@ class _Judge:
     def _hosts(self) -> list[Culprit]:
         """Enqueue-late, and not because of its own waits."""
         state, found = self.state, dict[int, tuple[Entry, str]]()
+        away = self.excused - self.parted.new.keys()  # their logs say where they wait
         for (_, rank), entry in sorted(state.lates.items(), key=lambda late: issue_order(late[1])):
-            if rank in found or rank not in state.dumps:
+            if rank in {*found, *away} or rank not in state.dumps:
                 continue
             if not state.outstanding[rank]:
                 found[rank] = (entry, "it waits for nobody")
@@ -211,6 +256,16 @@ class _Judge:
         if extra:
             return extra
         ahead = waits.ranks_ahead(state, idle - self.parted.new.keys())
+        beyond = waits.waiting_for_dead(state, idle - ahead, waits.dead_ranks(state, ()))
+        if len(beyond) > 1:  # one may as well be stuck, and the other's file be lost
+            text = f"ranks {format_ranks(sorted(beyond))} may wait outside NCCL (gloo, the store)"
+            self.evidence.append(f"{text} for {format_ranks(state.missing)}")
+            ahead, idle = ahead | beyond, idle - beyond
+        for rank in sorted(r for r in idle - ahead if waits.is_between_iterations(state, r)):
+            self.evidence.append(f"rank {rank} waits outside NCCL (gloo, the store, files, data), "
+                                 "or is stuck: it stands between two iterations")  # fmt: skip
+            self.among = (*self.among, rank)
+            ahead, idle = ahead | {rank}, idle - {rank}
         self.excused |= ahead
         if idle and (text := waits.why_hosts_wait(state, idle, ahead)):
             self.doubt = True
@@ -244,26 +299,19 @@ class _Judge:
                              "data, gloo): they wait for nobody")  # fmt: skip
         return [Culprit(r, "extra call", f"makes {call_text(e)} alone") for r, e in came.items()]
 
-    def _gone(self, others_stuck: bool) -> dict[int, Entry]:
-        """Ranks without a dump at which waits end; where many dumps are lost and somebody else is
-        stuck, they may be victims as well."""
-        there = {*self.parted.stale, *(self.state.unreadable if others_stuck else ())}
-        found, lost = waits.dead_ranks(self.state, there), len(self.state.missing)
-        if found and others_stuck and lost > _LOST:
-            self.evidence.append(f"{counted(lost, 'rank')} left no dump: they may be victims")
-            return {}
-        # if most are not here, that says nothing of any of them
-        return found if lost <= len(self.state.dumps) else {}
-
-    def _dead(self, found: dict[int, Entry]) -> dict[int, Culprit]:
-        """The same, said: ranks for which one call waits in one line."""
+    def _gone(self) -> list[Culprit]:
+        """Ranks without a dump at which waits end."""
+        state = self.state
+        found = waits.dead_ranks(state, self.parted.stale)
+        if self.split or len(state.missing) > len(state.dumps):
+            return []  # others contradict each other, or most are not here: it says nothing of them
         for entry, text in waits.missing_dump_lines(found):
             self._note(entry, text)
         if len(found) > 1:
             self.evidence.append("who only lost its dump looks like who died: some of these may be "
                                  "victims")  # fmt: skip
-        return {r: Culprit(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
-                for r, e in found.items()}  # fmt: skip
+        return [Culprit(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
+                for r, e in found.items()]  # fmt: skip
 
     # -- 5, 6: no source --------------------------------------------------------------------------
     def _ordered(self, odds: list[Mismatch], queued: bool = False) -> list[Culprit]:
@@ -296,10 +344,10 @@ class _Judge:
         self.evidence += map(str, odds[:3])
         if odds:
             self.first = odds[0].entry
-            self.among = odds[0].among
+            self.among = self.among or odds[0].among
         state, cycle = self.state, waits.smallest_cycle(self.state)
         ends = waits.last_waited_for(state)
-        if not odds and not state.missing and (few := self._few(cycle)):
+        if not odds and (few := self._few(cycle)):
             return self._result(few[0].kind, few, cycle)
         if early := self._ordered(odds, queued=True):
             return self._result("order", early, cycle)
@@ -316,7 +364,7 @@ class _Judge:
             self.evidence.append(waits.complete_call_lines(state))
             self.among = tuple(state.groups[calls[0].group].ranks) if len(calls) == 1 else ()
         else:
-            self.among = tuple(ends)
+            self.among = self.among or tuple(ends)
             self.evidence.append(f"waited for: {format_ranks(ends)}, and these wait for nobody")
         hard = cycle and all("behind" not in state.waits(r)[0] for r in cycle)
         verdict = "mismatch" if odds else "deadlock" if hard else "undetermined"

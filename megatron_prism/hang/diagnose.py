@@ -322,6 +322,8 @@ def diagnose_stall(
                 if told is not None:
                     told((rank + 1) / state.programs.world.size)
         found = dataclasses.replace(analyze.diagnose_dumps(DumpSet(dumps)), missing=())
+        if found.verdict == "missing dump":  # no file was lost
+            found = dataclasses.replace(found, confidence="likely")
         if found.culprits:
             break
     if healthy is not None and not found.culprits:

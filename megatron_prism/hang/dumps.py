@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import threading
+import zlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -40,14 +41,17 @@ __all__ = [
     "Dump",
     "DumpSet",
     "Entry",
+    "Event",
     "Group",
     "Launch",
     "bounded_memory",
     "dump_files",
     "entries_of",
+    "has_dumps",
     "of_batches",
     "of_value",
     "parse",
+    "rank_of_name",
     "read_in_process",
 ]
 
@@ -113,6 +117,8 @@ class Dump:
 
     ids     : this rank's number of a group -> the group's name, as its calls say
     unnamed : numbers of which it does not say whose they are -> their counters
+    messages : all sends and receives since the job began, where these are left of a dump of
+               outstanding calls: torch never ends the records inside a batch
     written_ns : when its file was written, by the clock of its calls; 0 if that is not known
     """
 
@@ -125,14 +131,27 @@ class Dump:
     ids: Mapping[str, str] = field(default_factory=dict)
     unnamed: Mapping[str, Status] = field(default_factory=dict)
     written_ns: int = 0
+    messages: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a log says of a rank.  kind: exception, out of memory, killed; or outside: it waited for
+    others in a call outside NCCL."""
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True)
 class DumpSet:
-    """The dumps of a folder by rank, and files that could not be read (rank -> why)."""
+    """The dumps of a folder by rank, files that could not be read (rank -> why), and what logs say
+    beside them: of ranks, and of the job."""
 
     dumps: Mapping[int, Dump]
     unreadable: Mapping[int, str] = field(default_factory=dict)
+    events: Mapping[int, tuple[Event, ...]] = field(default_factory=dict)
+    evidence: tuple[str, ...] = ()
 
     @cached_property
     def listed(self) -> Mapping[str, Counter[Group]]:
@@ -216,6 +235,19 @@ def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple
     batched |= {made[at].group for at in closed if made[at].pair} | set(ended)
     return tuple(e for at, e in enumerate(made) if at in closed or e.state != "scheduled" or (
         issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
+
+
+def _whole_messages(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Its messages, if all of them are there: in batches, and none of them ended by its record."""
+    found = tuple(e for e in entries if e.pair)
+    if any(e.done for e in entries):
+        return ()
+    last: dict[str, int] = {}
+    for e in found:
+        if e.seq - last.get(e.group, 0) not in (0, 1):
+            return ()
+        last[e.group] = e.seq
+    return found
 
 
 def aborted(raw: Sequence[_RawEntry]) -> set[int]:
@@ -334,7 +366,7 @@ def _numbers(sizes: _Sizes) -> tuple[int, ...]:
     return tuple(count if abs(count) < 1 << 63 else -1 for count in counts)
 
 
-_ENDING = r"(?:\.(?:json|pkl|pickle|trace|bin|pt))?$"
+_ENDING = r"(?:\.(?:json|pkl|pickle|trace|bin|pt))?(?:\.gz)?$"
 _FILE = re.compile(r"(?:^|\D)(\d{1,9})" + _ENDING)
 # of a world's rank, not of a node's, a local or a stage's one: those have a word in front
 _RANK = re.compile(
@@ -342,7 +374,7 @@ _RANK = re.compile(
 )
 _PLAIN = re.compile(r"[^.]*" + _ENDING)
 _LOOSE = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
-_PACKED = re.compile(r"\.(?:gz|tgz|zst|xz|bz2|lz4|zip|tar)$")
+_PACKED = re.compile(r"\.(?:tgz|zst|xz|bz2|lz4|zip|tar)$|\.tar\.gz$")
 _LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _MANY, _ITEMS = (list, tuple, set, frozenset), 1 << 24
 _LIMIT = 1 << 28  # bytes of one file; full dumps with C++ stacks are a few MB
@@ -361,9 +393,18 @@ def load(rank: int, file: Path) -> Dump | DumpError:
     """One dump, or why it cannot be read."""
     try:
         made = parse(_bytes(file), rank, str(file))
-        return replace(made, written_ns=file.stat().st_mtime_ns)
+        return replace(made, rank=_named_otherwise(made), written_ns=file.stat().st_mtime_ns)
     except DumpError as error:
         return error
+
+
+def _named_otherwise(dump: Dump) -> int:
+    """Its rank, or where that is no rank of its groups, such as a port, the one in all of them."""
+    groups = [set(group.ranks) for group in dump.groups.values() if group.ranks]
+    if not groups or dump.rank in set.union(*groups):
+        return dump.rank
+    own = set.intersection(*groups)
+    return own.pop() if len(own) == 1 else dump.rank
 
 
 def gather(loaded: Iterable[tuple[int, Dump | DumpError]]) -> DumpSet:
@@ -376,7 +417,10 @@ def gather(loaded: Iterable[tuple[int, Dump | DumpError]]) -> DumpSet:
             broken[rank] = found.message
         else:
             _is_of(found)
-            dumps[rank] = found
+            if found.rank in dumps:
+                raise DumpError(f"two files are of rank {found.rank}",
+                                fix="keep the dumps of one hang per folder")  # fmt: skip
+            dumps[found.rank] = found
     if not dumps:
         raise DumpError(next(iter(broken.values())), fix=FIX)
     return DumpSet(dumps, broken)
@@ -432,6 +476,11 @@ def dump_files(folder: Path) -> dict[int, Path]:
     return found
 
 
+def has_dumps(folder: Path) -> bool:
+    """Whether a file there is named like a dump."""
+    return folder.is_dir() and any(_may_be_dump(p.name) and p.is_file() for p in folder.iterdir())
+
+
 def _may_be_dump(name: str) -> bool:
     """.nfs0012 is no dump of rank 12, rank_3.log none of rank 3."""
     worded = _RANK.search(name) and _PLAIN.match(name)
@@ -452,6 +501,12 @@ def _by_rank(
     return found, None
 
 
+def rank_of_name(name: str) -> int | None:
+    """The global rank that a file's name has; None if it has none."""
+    found = _RANK.findall(name) or _LOOSE.findall(name)
+    return int(found[-1]) if found else None
+
+
 def _instead(paths: list[Path]) -> str:
     """What to do about a folder in which no file is a dump."""
     if any(_PACKED.search(path.name) for path in paths):
@@ -470,9 +525,14 @@ def _bytes(path: Path) -> bytes:
     try:
         if path.stat().st_size > _LIMIT:
             raise DumpError(f"{path} has more than {_LIMIT >> 20} MiB: no dump of one rank")
-        return path.read_bytes()
-    except OSError as error:
-        raise DumpError(f"cannot read {path}: {error.strerror}", fix=FIX) from error
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = zlib.decompressobj(31).decompress(data, _LIMIT)
+        if data[:5] == b"HTTP/":  # what curl -i saved of torch's worker server
+            data = data.replace(b"\r\n", b"\n").partition(b"\n\n")[2]
+        return data
+    except (OSError, zlib.error) as error:
+        raise DumpError(f"cannot read {path}: {error}", fix=FIX) from error
 
 
 def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
@@ -546,12 +606,14 @@ def of_value(value: object, rank: int) -> Dump:
         entries = tuple(sorted(entries, key=lambda e: e.record))
     names = _names_of_ids(status, groups, raw)
     known = {names[i]: s for i, s in status.items() if i in names}
+    messages = _whole_messages(entries)
     entries = of_batches(entries, [n for n, s in known.items() if 0 <= s.enqueued == s.completed])
     unnamed = {i: s for i, s in status.items() if i not in names}
     if unnamed:
         notes.append(f"pg_status of {len(unnamed)} groups cannot be named")
     notes += ["no pg_status"] * (not status)
-    return Dump(rank, version, groups, known, entries, tuple(notes), names, unnamed)
+    return Dump(rank, version, groups, known, entries, tuple(notes), names, unnamed,
+                messages=messages)  # fmt: skip
 
 
 def _group(name: str, config: _RawGroup | str) -> Group:
@@ -731,7 +793,7 @@ def _pack(dump: Dump) -> Packed:
     """Pickle writes a repeated object once, and an array as its bytes."""
     columns = list(zip(*dump.entries, strict=True))
     packed = [c if word else array("q", c) for c, word in zip(columns, _WORDS, strict=False)]
-    rest = dump.notes, dump.ids, dump.unnamed, dump.written_ns
+    rest = dump.notes, dump.ids, dump.unnamed, dump.written_ns, dump.messages
     return dump.rank, dump.version, dump.groups, dump.status, packed, *rest
 
 

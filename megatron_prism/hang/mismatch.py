@@ -18,7 +18,7 @@ import numpy as np
 from megatron_prism.hang.dumps import Entry
 from megatron_prism.hang.state import JobState, call_text
 
-__all__ = ["Mismatch", "find_mismatches", "find_order_conflicts"]
+__all__ = ["Mismatch", "find_broken_rhythms", "find_mismatches", "find_order_conflicts"]
 
 
 _HALVES = {"Half", "BFloat16"}  # a job computes in one of them; others have their places
@@ -145,6 +145,7 @@ def find_mismatches(state: JobState) -> list[Mismatch]:
         odd = next(filter(None, (_compare(made, call) for call in calls)), None)
         if odd is not None:
             found.append(odd)
+    found += _beside_lost(made)
     found += _messages(made)
     return sorted(found, key=lambda odd: odd.entry.created_ns)
 
@@ -189,12 +190,13 @@ def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Mismatch | None:
     votes = Counter(signatures.values())
     if len(votes) == 1:
         return _totals(state, calls)
+    first = next(iter(calls.values()))[0]
+    unseen = len(state.groups[first.group].ranks) - len(calls)
     usual, count = votes.most_common(1)[0]
-    if 2 * count <= len(calls):  # no majority here: ask the siblings
-        first = next(iter(calls.values()))[0]
+    if 2 * count <= len(calls) + unseen:  # no majority here: ask the siblings
         votes += Counter(_elsewhere(made, first, set(calls), set(votes)))
         usual, count = votes.most_common(1)[0]
-        if [n for _, n in votes.most_common(2)] == [count, count]:
+        if 2 * count <= votes.total() + unseen:
             if (odd_one := _unheard(made, calls, signatures)) is not None:
                 return odd_one
             texts = {r: _text(e) for r, e in calls.items()}
@@ -207,6 +209,29 @@ def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Mismatch | None:
     kind = _skipped_or_extra(made, calls[odd[0]][0], odd[0], usual, calls.keys())
     kind = kind or _kind(signatures[odd[0]], usual)
     return Mismatch(kind, model[0], odd, tuple(calls), text)
+
+
+def _beside_lost(made: _Made) -> Iterator[Mismatch]:
+    """Calls that wait for members without a dump, and that siblings make otherwise there."""
+    state, known = made.state, set[object]()
+    for rank in state.outstanding if state.missing else ():
+        head = state.head(rank)
+        if head is None or head.pair or head.launch in known:
+            continue
+        known.add(head.launch)
+        members = state.groups[head.group].ranks
+        calls = {r: found for r in members if r in state.dumps
+                 and (found := made.at(r, head.desc, head.seq))}  # fmt: skip
+        signs = {signature(entries) for entries in calls.values()}
+        if len(calls) == len(members) or len(signs) != 1:
+            continue
+        votes = Counter(_elsewhere(made, head, set(calls), None))
+        usual, count = votes.most_common(1)[0] if votes else ((), 0)
+        if usual in signs or count < 2 or 2 * count <= len(members) + votes.total():
+            continue
+        text = f"{_differ({r: _text(e) for r, e in calls.items()})}, {count} siblings otherwise"
+        kind = _kind(signs.pop(), usual)
+        yield Mismatch(kind, head, tuple(calls), tuple(calls), text, voted=False)
 
 
 def _skipped_or_extra(
@@ -225,16 +250,18 @@ def _skipped_or_extra(
 
 
 def _elsewhere(
-    made: _Made, like: Entry, here: set[int], known: set[Signature]
+    made: _Made, like: Entry, here: set[int], known: set[Signature] | None
 ) -> Iterator[Signature]:
-    """What siblings of the ranks ``here`` call at this place of their own groups: those whose calls
-    before it are alike, since numbers say nothing where siblings make calls of their own."""
+    """What siblings of the ranks ``here`` call at this place of their own groups, of what is
+    ``known``: those whose calls before it are alike, since numbers say nothing where siblings make
+    calls of their own."""
     state = made.state
     mine = [made.before(rank, like) for rank in sorted(here)]
     for role in {state.role.get(rank, 0) for rank in here}:
         for rank in state.siblings[role]:
             entries = [] if rank in here else made.at(rank, like.desc, like.seq)
-            if entries and (found := signature(entries)) in known:
+            found = signature(entries)
+            if entries and (known is None or found in known):
                 before = made.before(rank, like)
                 if any(_fit(before, one) for one in mine):
                     yield found
@@ -362,7 +389,7 @@ def _unbatched(
 ) -> Iterator[Mismatch]:
     """A message that one side posts in a batch and the other by itself: NCCL moves the first in the
     group's communicator and the second in one of the two ranks, so they never meet."""
-    here = [(_batched(state, *side), *side) for side in (one, other)]
+    here = [(is_batched(state, *side), *side) for side in (one, other)]
     if {batched for batched, *_ in here} != {True, False}:
         return
     odd = []
@@ -372,7 +399,7 @@ def _unbatched(
             alike = (e for e in state.dumps[sibling].entries if e.pair and sibling != rank
                      and (e.desc, e.op, state.step(sibling, e)) == kind)  # fmt: skip
             if (last := next(alike, None)) is not None:
-                seen[_batched(state, sibling, last)] += 1
+                seen[is_batched(state, sibling, last)] += 1
         if seen[not batched] > seen[batched]:
             odd.append(rank)
     if len(odd) == 1:
@@ -381,7 +408,7 @@ def _unbatched(
         yield Mismatch("coalescing", one[1], tuple(odd), (one[0], other[0]), text)
 
 
-def _batched(state: JobState, rank: int, entry: Entry) -> bool | None:
+def is_batched(state: JobState, rank: int, entry: Entry) -> bool | None:
     """Whether the record that closes a batch follows; None where the records behind are not there,
     as in dumps without calls that ended."""
     entries = state.dumps[rank].entries
@@ -394,6 +421,58 @@ def _batched(state: JobState, rank: int, entry: Entry) -> bool | None:
         if e.op == "coalesced":
             return True
     return False
+
+
+_STEP = ("INTRA_", "EMBEDDING", "MODEL_PARALLEL", "DATA_PARALLEL")  # called by every optimizer step
+_Way = tuple[tuple[str, int], ...]  # (operation, places further) of what is issued as one
+
+
+def find_broken_rhythms(state: JobState) -> list[Mismatch]:
+    """Ranks whose last messages are not those of their own earlier iterations, where no sibling and
+    no other rank of that group lost its rhythm: evaluations and ramps of the batch change it for
+    all."""
+    broken: dict[str, list[Mismatch]] = defaultdict(list)
+    known = {rank: _batches(state, rank) for rank in state.outstanding}
+    for rank, groups in known.items():
+        counts = [n for desc, n in state.all_counts(rank).items() if desc.startswith(_STEP)]
+        for name, batches in groups.items():
+            ways = [way for way, _ in batches.values()]
+            found = _first_change(ways, min(counts, default=0))
+            if name not in state.groups or found is None:
+                continue
+            turn, place = found
+            usual, (mine, entry) = ways[place - turn], list(batches.values())[place]
+            siblings = (known[s] for s in state.siblings[state.role.get(rank, 0)] if s != rank)
+            rows = (b for groups in siblings for b in groups.values() if entry.seq in b)
+            if any(row[entry.seq][0] == mine for row in rows):
+                continue
+            kind = ("skipped call" if set(mine) < set(usual) else
+                    "extra call" if set(mine) > set(usual) else "order")  # fmt: skip
+            text = (f"rank {rank} posts {_way_text(mine)} where its earlier iterations have "
+                    + _way_text(usual))  # fmt: skip
+            broken[name].append(Mismatch(kind, entry, (rank,), (rank,), text, voted=False))
+    return [rows[0] for rows in broken.values() if len(rows) == 1]
+
+
+def _batches(state: JobState, rank: int) -> dict[str, dict[int, tuple[_Way, Entry]]]:
+    """Group -> number -> (what is issued as one, its first message)."""
+    found: dict[str, dict[int, tuple[_Way, Entry]]] = defaultdict(dict)
+    for e in state.messages(rank):
+        way, first = found[e.group].get(e.seq, ((), e))
+        found[e.group][e.seq] = tuple(sorted((*way, (e.op, state.step(rank, e))))), first
+    return found
+
+
+def _first_change(ways: list[_Way], steps: int) -> tuple[int, int] | None:
+    """(how many batches an iteration has, the batch in the last of them that is not that of the
+    iteration before), where two iterations are known and alike, and no more than ``steps``."""
+    for turn in range(2, len(ways) // 2 + 1):
+        if len({*ways[:turn]}) > 1 and ways[:turn] == ways[turn : 2 * turn]:
+            other = (i for i in range(2 * turn, len(ways)) if ways[i] != ways[i - turn])
+            place = next(other, None)
+            if place is not None and place >= len(ways) - turn and place // turn <= steps:
+                return turn, place
+    return None
 
 
 _Key = tuple[str, int]  # description, sequence
@@ -509,9 +588,9 @@ def _issued(state: JobState, rank: int) -> _Issued:
     messages: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
     for place, e in enumerate(e for e in state.dumps[rank].entries if e.op != "coalesced"):
         order.setdefault((e.desc, "p2p" if e.pair else "all", e.seq), place)
-        if e.pair:
-            one = (e.op, state.step(rank, e))
-            messages[e.desc, e.seq] = (*messages.get((e.desc, e.seq), ()), one)
+    for e in state.messages(rank):
+        one = (e.op, state.step(rank, e))
+        messages[e.desc, e.seq] = (*messages.get((e.desc, e.seq), ()), one)
     counts = {
         state.groups[name].desc: state.enqueued[name, rank]
         for name in state.groups_of[rank]
@@ -529,7 +608,7 @@ def _conflict(one: _Issued, other: _Issued) -> Conflict | None:
     for (desc, seq), mine in one.messages:
         theirs = messages.get((desc, seq), mine)
         if sorted(mine) != sorted(theirs):
-            text = f"{desc} message #{seq}: {_way(mine)} or {_way(theirs)}"
+            text = f"{desc} message #{seq}: {_way_text(mine)} or {_way_text(theirs)}"
             return Conflict(desc, True, seq, text)
     order = dict(other.order)
     common = [key for key, _ in one.order if key in order]
@@ -558,7 +637,7 @@ def _early(one: _Issued, other: _Issued) -> Conflict | None:
     return None
 
 
-def _way(messages: tuple[tuple[str, int], ...]) -> str:
+def _way_text(messages: _Way) -> str:
     """``send to the rank 1 further`` of what was issued as one."""
     return " and ".join(f"{op} {'to' if op == 'send' else 'from'} {step} ranks further"
                         for op, step in messages)  # fmt: skip

@@ -53,7 +53,8 @@ def _unnamed(group: Group, seq: int) -> Entry:
 
 def call_text(entry: Entry) -> str:
     """``all_reduce #3 of GROUP at file:line``."""
-    what = f"{entry.op} to group rank {entry.to}" if entry.pair else entry.op
+    way = "to" if entry.op == "send" else "from"
+    what = f"{entry.op} {way} group rank {entry.to}" if entry.pair else entry.op
     where = f" at {entry.site}" if entry.site else ""
     return f"{what} #{entry.seq} of {entry.desc}{where}"
 
@@ -70,7 +71,8 @@ class JobState:
     """
 
     def __init__(self, found: DumpSet) -> None:
-        self.dumps, self.unreadable = found.dumps, found.unreadable
+        self.dumps, self.unreadable, self.events = found.dumps, found.unreadable, found.events
+        self.said = found.evidence
         self.groups: dict[str, Group] = {}
         self.notes: list[str] = []
         self.enqueued: dict[tuple[str, int], int] = {}
@@ -184,6 +186,19 @@ class JobState:
                 found[self.groups[name].desc, True] = status.enqueued
         return found
 
+    def all_counts(self, rank: int) -> dict[str, int]:
+        """Description -> calls or messages issued, also in groups of one."""
+        dump = self.dumps[rank]
+        return {dump.groups[name].desc: status.enqueued for name, status in dump.status.items()
+                if name in dump.groups}  # fmt: skip
+
+    def messages_ended(self, rank: int, desc: str) -> int:
+        """Messages of its group of that description that ended, by its counter; -1: not known."""
+        counters = (s.completed for name, s in self.dumps[rank].status.items()
+                    if name in self.pairs and name in self.groups
+                    and self.groups[name].desc == desc)  # fmt: skip
+        return max(counters, default=-1)
+
     def opened(self, rank: int) -> frozenset[tuple[str, bool, int]]:
         """Its outstanding calls, comparable between siblings."""
         if rank not in self._opened:
@@ -213,6 +228,26 @@ class JobState:
                   and e.op == back and self.other(peer, e) == rank]  # fmt: skip
         at = mine.index(entry)
         return theirs[at] if at < len(theirs) else None
+
+    def messages(self, rank: int) -> tuple[Entry, ...]:
+        """Its recorded messages: of outstanding calls only, where all are left, all of them."""
+        return self.dumps[rank].messages or tuple(e for e in self.dumps[rank].entries if e.pair)
+
+    def never_posted(self, rank: int, entry: Entry) -> bool | None:
+        """Whether the other side made fewer messages of this kind than ``rank``, up to ``entry``;
+        None where not all of them are recorded."""
+        peer = self.other(rank, entry)
+        if peer not in self.dumps or not self.dumps[rank].messages or not self.dumps[peer].messages:
+            return None
+        mine = [e for e in self.dumps[rank].messages
+                if (e.group, e.op, e.to) == (entry.group, entry.op, entry.to)]  # fmt: skip
+        theirs = sum(e.group == entry.group and e.op != entry.op and self.other(peer, e) == rank
+                     for e in self.dumps[peer].messages)  # fmt: skip
+        return theirs <= next(i for i, e in enumerate(mine) if e.record == entry.record)
+
+    def is_over(self, rank: int, entry: Entry) -> bool:
+        """Whether ``rank`` saw the collective ``entry`` end."""
+        return self.completed.get((entry.group, rank), -1) >= entry.seq
 
     def arrived(self, rank: int, entry: Entry) -> bool:
         """Whether ``rank`` has issued its part of the collective ``entry``."""
@@ -259,8 +294,11 @@ class JobState:
             if entry.launch == head.launch:
                 peer = self.other(rank, entry)
                 mate, first = self.mate(rank, entry), self.head(peer)
-                if mate is None:
+                never = self.never_posted(rank, entry)
+                if mate is None if never is None else never:
                     lacking[peer] = None
+                elif mate is None:
+                    continue  # it ended there, or waits for the rest of its batch
                 elif first and first.record < mate.record and first.launch != mate.launch:
                     behind[peer] = None
         if lacking:
@@ -276,7 +314,7 @@ class JobState:
         if lost:
             return "left no dump", tuple(lost)
         behind = [r for r in ranks if (h := self.head(r)) and (h.group, h.seq, h.pair) !=
-                  (head.group, head.seq, False)]  # fmt: skip
+                  (head.group, head.seq, False) and not self.is_over(r, head)]  # fmt: skip
         return ("has it queued behind another call", tuple(behind)) if behind else ("", ())
 
     @cached_property

@@ -64,10 +64,12 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0 no fault, 1 a culprit is named, 3 nobody is: several explanations remain."""
+        """0 no fault, 1 a culprit is named, 3 nobody is, or only ranks whose dumps are missing:
+        several explanations remain."""
         if self.verdict == "healthy":
             return 0
-        return 1 if self.culprits else 3
+        lost = self.confidence == "possible" and self.verdict == "missing dump"
+        return 3 if lost or not self.culprits else 1
 
     def to_json(self) -> dict[str, object]:
         """``prism.diagnosis/1``."""

@@ -150,6 +150,25 @@ def why_hosts_wait(state: JobState, idle: Collection[int], ahead: Collection[int
             "of them outside NCCL (DeepEP, gloo, the store), which is not recorded")  # fmt: skip
 
 
+def is_between_iterations(state: JobState, rank: int) -> bool:
+    """Whether siblings made one iteration's calls more than ``rank``, which made whole iterations:
+    so do checkpoints, evaluations and data hold a host, for which others may be to blame.
+
+    An iteration makes as many calls in a group as a sibling that waits at its end is ahead.
+    """
+    mine = state.all_counts(rank)
+    for other in state.siblings[state.role.get(rank, 0)]:
+        theirs = state.all_counts(other)
+        more = {key: theirs[key] - n for key, n in mine.items() if theirs.get(key, -1) > n}
+        if len(more) > 1:
+            most = max(more, key=lambda key: more[key])
+            turns, rest = divmod(mine[most], more[most])
+            whole = turns > 1 and all(n >= turns and not n % turns for n in (mine[k] for k in more))
+            if whole and not rest:
+                return True
+    return False
+
+
 def ranks_ahead(state: JobState, idle: Collection[int]) -> set[int]:
     """Those of ``idle`` who stand together further on than a sibling among them."""
     found = set[int]()
@@ -360,6 +379,68 @@ def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
                 yield rank, joint[0], last
 
 
+def held(state: JobState, culprits: Collection[int]) -> set[int]:
+    """Ranks that wait on even if ``culprits`` made their calls: something else holds them.
+
+    Who waits goes on when all for whom its oldest call waits do; where that is nobody and the call
+    does not end, when a culprit is among its members.  A rank without a dump goes on with anybody
+    for whom it may wait.
+    """
+    heads = {r: head for r in state.outstanding if (head := state.head(r)) is not None}
+    needs: dict[object, set[int]] = {}
+    waits: dict[object, list[int]] = defaultdict(list)
+    for rank, head in heads.items():
+        key = (rank, head.launch) if head.pair else head.launch
+        waits[key].append(rank)
+        if key not in needs:
+            needs[key] = blockers(state, rank, head) or _who_errs(state, rank, head, culprits)
+    goes = set(culprits)
+    lost = {rank: set(_may_wait_for(state, rank)) for rank in state.missing}
+    while True:
+        more = {r for key, need in needs.items() if need <= goes for r in waits[key]}
+        more |= {rank for rank, others in lost.items() if not goes.isdisjoint(others)}
+        if more <= goes:
+            return heads.keys() - goes
+        goes |= more
+
+
+def _who_errs(state: JobState, rank: int, head: Entry, culprits: Collection[int]) -> set[int]:
+    """The culprits among those who stand in a call that does not end; if there is none, the other
+    side of a message, whose number is its own, or a rank that never goes on."""
+    other = state.other(rank, head) if head.pair else -1
+    members = (rank, other) if head.pair else state.groups[head.group].ranks
+    return set(culprits).intersection(members) or {other}
+
+
+def blockers(state: JobState, rank: int, head: Entry) -> set[int]:
+    """Everybody who keeps the oldest call of ``rank`` waiting."""
+    if head.pair:
+        return set(state.waits(rank)[1])
+    members = state.groups[head.group].ranks
+    absent = {r for r in members if r not in state.dumps or not state.arrived(r, head)}
+    return absent | {r for r in _queued_before(state, members, head) if not state.is_over(r, head)}
+
+
+def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
+    """For whom a rank without a dump may wait: who did not end what its siblings called in its
+    group, or ended fewer messages than its own siblings."""
+    siblings = state.siblings[state.role.get(lost, 0)]
+    for name in state.groups_of[lost]:
+        group = state.groups[name]
+        last = max((state.counts(s).get(group.desc, -1) for s in siblings), default=1 << 62)
+        for other in group.ranks:
+            if other not in state.dumps:
+                continue
+            if name in state.pairs:
+                alike = state.siblings[state.role.get(other, 0)]
+                last = max(state.messages_ended(s, group.desc) for s in alike)
+                behind = state.messages_ended(other, group.desc) < max(1, last)
+            else:
+                behind = state.completed.get((name, other), -1) < last
+            if behind:
+                yield other
+
+
 def last_waited_for(state: JobState) -> list[int]:
     """Ranks for whom somebody waits, and who wait for nobody."""
     others = {other for rank in state.outstanding for other in state.waits(rank)[1]}
@@ -370,7 +451,8 @@ def complete_calls(state: JobState) -> list[Entry]:
     """Collectives at which all members stand and that did not end: a device, or the network; or the
     job runs, since counters are some 100 ms old."""
     calls = {e.launch: e for rank in sorted(state.outstanding)
-             if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]}  # fmt: skip
+             if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]
+             and state.hidden.isdisjoint(state.groups[e.group].ranks)}  # fmt: skip
     return list(calls.values())
 
 
@@ -384,12 +466,14 @@ def is_complete_but_held(state: JobState) -> bool:
 
 
 def complete_call_lines(state: JobState) -> str:
-    """What is said where calls have everybody and nobody leaves them: whose they are."""
+    """What is said where calls have everybody and somebody does not leave them: whose they are."""
     calls = complete_calls(state)
     ranks = [format_ranks(sorted(state.groups[e.group].ranks)) for e in calls]
     more = ", …" if len(ranks) > 4 else ""
     whose = f" (of ranks {'; '.join(ranks[:4])}{more})" if ranks else ""
-    return f"every member{whose} entered the call and none left it: a device, the network or NCCL"
+    over = sorted({r for e in calls for r in state.groups[e.group].ranks if state.is_over(r, e)})
+    left = f"only {ranks_text(over)} left it" if over else "none left it"
+    return f"every member{whose} entered the call and {left}: a device, the network or NCCL"
 
 
 def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:
@@ -407,7 +491,7 @@ def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], s
         members = state.groups[head.group].ranks
         came = [r for r in members if state.arrived(r, head)]
         if all((h := state.head(r)) is not None and h.launch == head.launch for r in came):
-            absent = [r for r in members if r not in came]
+            absent = [r for r in members if r in state.dumps and r not in came]
             few, alone = (came, True) if len(came) < len(absent) else (absent, False)
             shares[len(few) / len(members)].append((head, few, alone))
     share = min(shares, default=1.0)
@@ -436,8 +520,15 @@ def waiting_ranks(
         if len(chain) < 10 and (rank in cycle or not set(blamed).isdisjoint(others)):
             if len(others) > 1:
                 why = why.replace("has ", "have ", 1).replace("its side", "their sides")
-            chain.append(f"rank {rank} in {call_text(head)}: {ranks_text(others)} {why}")
+            chain.append(f"rank {rank} in {call_text(_lacking_message(state, rank, head))}: "
+                         f"{ranks_text(others)} {why}")  # fmt: skip
     return tuple(victims), tuple(chain)
+
+
+def _lacking_message(state: JobState, rank: int, head: Entry) -> Entry:
+    """Of a batch the message that the other side did not post."""
+    calls = (e for e in state.outstanding[rank] if head.pair and e.launch == head.launch)
+    return next((e for e in calls if state.never_posted(rank, e)), head)
 
 
 def issue_order(entry: Entry) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def test_the_culprit_is_exact(kind, tmp_path):
     finished, found = judged(tmp_path / "d", programs, faults, timing=True)
     assert not finished
     assert (found.verdict, named(found)) == (VERDICTS[kind], culprits)
-    assert found.exit_code == 1
+    assert found.exit_code == (3 if kind == "killed" else 1)  # its file may be lost
     assert found.victims
     assert culprits.isdisjoint(victim.rank for victim in found.victims)
     assert found.group
@@ -76,7 +76,7 @@ def test_with_less_recorded_nobody_innocent_is_named(kind, tmp_path):
     programs, faults, culprits = random_hangs.draw(kind, WORLD, seed=3)
     _, found = judged(tmp_path / "d", programs, faults, active_only=True, stacks=False)
     assert named(found) in (culprits, set())
-    assert found.exit_code == (1 if found.culprits else 3)
+    assert found.exit_code == (1 if found.culprits and kind != "killed" else 3)
     assert any("TORCH_INCLUDE_ONLY_ACTIVE=0" in line for line in found.missing)
 
 

@@ -103,7 +103,7 @@ def test_lost_dumps_are_said_once(tmp_path, capsys):
     one = production.dataclasses.replace(one, files=production.lost(*range(8, 16)))
     production.dumps(one, tmp_path / "d")
     code, found = command(tmp_path / "d", capsys)
-    assert (code, found["verdict"], found["confidence"]) == (1, "missing dump", "possible")
+    assert (code, found["verdict"], found["confidence"]) == (3, "missing dump", "possible")
     assert found["evidence"][0].startswith("ranks 8-15 left no dump, and send #8 of PIPELINE")
     assert "some of these may be victims" in found["evidence"][1]
     assert len(found["evidence"]) == 2
@@ -146,7 +146,7 @@ def test_who_was_cut_off_while_it_wrote_is_not_who_wrote_nothing(tmp_path, capsy
     file = tmp_path / "d" / "_dump_14"
     file.write_bytes(file.read_bytes()[:2000])
     code, found = command(tmp_path / "d", capsys)
-    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [15])
+    assert (code, [row["rank"] for row in found["culprits"]]) == (3, [15])
     assert found["verdict"] == "missing dump"
 
 

@@ -1,0 +1,329 @@
+"""Read job logs: what watchdogs, processes that end and launchers print, as dumps and events.
+
+In : log files of one or many ranks, mixed, perhaps gzip, with any launcher's prefix.  Out: a
+DumpSet: of each rank that speaks the calls that its watchdog names, its counters, and what happened
+to it (``Event``).  A log names the group of a call, not its members: these are those of Megatron's
+parallel sizes, where the log has them, else the ranks that speak of that group.
+
+A watchdog speaks of one group.  Of the others a rank that waits is taken to have come to all calls
+there, so nothing is said against it; a rank whose watchdog is silent waits for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_prism.core import foreign
+from megatron_prism.core.errors import DumpError, PrismError
+from megatron_prism.core.world import World
+from megatron_prism.hang.dumps import (
+    Dump,
+    DumpSet,
+    Entry,
+    Event,
+    Group,
+    Status,
+    has_dumps,
+    rank_of_name,
+    read,
+)
+
+__all__ = ["is_log", "read_folder", "read_logs", "together"]
+
+_MOST = 1 << 31  # bytes of one log
+FIX = "name what the job printed: prism hang --logs job.log, or one file per rank"
+
+_RANK = re.compile(r"\[rank(\d{1,9})\]:?\s?")
+_TASK = re.compile(r"^\s*(\d{1,6}): ")  # srun --label
+_GROUP = re.compile(
+    r"\[PG (?:ID (?P<id>\d+) )?(?:PG )?(?:GUID )?(?P<name>[^\s()\]]+)\s?(?:\((?P<desc>[^)]*)\))? "
+    r"Rank (?P<rank>\d+)\]"
+)
+_ALONE = re.compile(r"\[Rank (\d{1,9})\]")
+_CAUGHT = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\((?P<body>.*?)\) ran for \d+"
+)
+_BODY = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut|Timeout\(ms\))=(\w+)")
+_COUNTS = re.compile(
+    r"last enqueued (?:NCCL )?work: (-?\d+), (?:last started (?:NCCL )?work: -?\d+, )?"
+    r"last completed (?:NCCL )?work: (-?\d+)", re.IGNORECASE
+)  # fmt: skip
+_FAILED = re.compile(
+    r"(?:at work sequence id|at NCCL work|at work|detected by watchdog at work): (\d+)"
+)
+_DESYNC = re.compile(r"\[([\d, ]+)\] (?:finished|joined|got|never)[^\n]*?didn't (join|finish) "
+                     r"collective #(\d+)")  # fmt: skip
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_NATIVE = re.compile(r"^\s*#\d+ (\S+) from (\S+):(\d+)")
+_RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Iteration|Timeout)\b")
+_OOM = re.compile(r"out of memory", re.IGNORECASE)
+_OUTSIDE = re.compile(
+    r"gloo.*Timed out waiting|Timed out waiting \d+ms|Wait timeout|Socket Timeout|"
+    r"DistStoreError|wait timeout after|timed out.*(?:store|TCPStore|barrier)", re.IGNORECASE
+)  # fmt: skip
+_AFTER = re.compile(
+    r"Connection (?:closed|reset)|Broken pipe|Socket|NCCL|DistBackend|ChildFailed|SignalException|"
+    r"SystemExit|KeyboardInterrupt|collective operation timeout|recvValue failed", re.IGNORECASE
+)  # fmt: skip
+_KILLED = re.compile(r"oom[-_ ]kill|Out of memory: Killed process", re.IGNORECASE)
+_TABLE = re.compile(r"\s*(rank|exitcode)\s*: (-?\d+)")
+_SIGNALS = {-9: "killed (SIGKILL)", -11: "crashed (SIGSEGV)", -7: "crashed (SIGBUS)",
+            -4: "crashed (SIGILL)", -8: "crashed (SIGFPE)"}  # fmt: skip
+_SIZES = {"world size": "size", "context-parallel size": "cp", "tensor-model-parallel size": "tp",
+          "pipeline-model-parallel size": "pp"}  # fmt: skip
+_ARGUMENT = re.compile(r"^\s*(expert_model_parallel_size|expert_tensor_parallel_size) \.+ (\d+)$")
+_OPS = {"ALLREDUCE": "all_reduce", "BROADCAST": "broadcast", "REDUCE": "reduce",
+        "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather", "ALLGATHER_COALESCED":
+        "all_gather", "REDUCE_SCATTER": "reduce_scatter", "_REDUCE_SCATTER_BASE": "reduce_scatter",
+        "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all", "BARRIER": "barrier",
+        "GATHER": "gather", "SCATTER": "scatter"}  # fmt: skip
+_STEPS = {"recv_forward": ("recv", -1), "send_forward": ("send", 1),
+          "recv_backward": ("recv", 1), "send_backward": ("send", -1)}  # fmt: skip
+
+
+@dataclass
+class _Call:
+    """A call that timed out; ``stack`` is torch's of the failed collective, innermost first."""
+
+    seq: int
+    op: str = ""
+    numbers: tuple[int, int] = (-1, -1)
+    timeout_ms: int = -1
+    group: str = ""
+    stack: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Speaker:
+    """What one rank printed: its calls, (enqueued, completed) by group, its last traceback."""
+
+    calls: list[_Call] = field(default_factory=list)
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    frames: list[str] | None = None  # of a traceback that has not ended
+    events: list[Event] = field(default_factory=list)
+
+
+def read_folder(folder: Path) -> DumpSet:
+    """What lies in ``folder``: dumps, answers of torch's HTTP handler, logs; a rank's dump says
+    more than its log.  DumpError if there is nothing of them."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    logs = [path for path in paths if path.is_file() and is_log(path)]
+    if logs and not has_dumps(folder):
+        return read_logs(logs)
+    found = read(folder)
+    if not logs:
+        return found
+    with contextlib.suppress(DumpError):  # none of its lines is of a rank
+        return together(found, logs)
+    return found
+
+
+def together(dumps: DumpSet | None, logs: Sequence[str | os.PathLike[str]]) -> DumpSet:
+    """Dumps and logs of one job as one observation."""
+    if not logs:
+        assert dumps is not None, "dumps or logs"
+        return dumps
+    said = read_logs(logs)
+    found = DumpSet({}) if dumps is None else dumps
+    return DumpSet({**said.dumps, **found.dumps}, found.unreadable, said.events, said.evidence)
+
+
+def is_log(path: Path) -> bool:
+    """Whether a file is text without being JSON, by its first bytes."""
+    try:
+        data = _first_bytes(path)
+    except OSError:
+        return False
+    return bool(data) and b"\0" not in data and data.lstrip()[:1] not in (b"{", b"\x80")
+
+
+def _first_bytes(path: Path) -> bytes:
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        return file.read(4096)
+
+
+def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
+    """All ranks that speak in ``paths``.  DumpError if none does."""
+    reader = _Reader()
+    for path in map(Path, paths):
+        with foreign.reading(path, "a log", FIX, error=DumpError):
+            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else (
+                foreign.read_bytes(path, _MOST))  # fmt: skip
+        reader.read(data.decode(errors="replace"), rank_of_name(path.name))
+    if not reader.ranks:
+        raise DumpError("no line of these logs is of a rank: [rank12]: …, or a rank in its name",
+                        fix=FIX)  # fmt: skip
+    return reader.dumps()
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.ranks: dict[int, _Speaker] = defaultdict(_Speaker)
+        self.descs: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
+        self.evidence: list[str] = []
+        self.stack_of: int | None = None
+
+    # -- lines ------------------------------------------------------------------------------------
+    def read(self, text: str, owner: int | None) -> None:
+        table: dict[str, int] = {}
+        for line in text.splitlines():
+            if line.startswith("using world size"):
+                found = re.findall(r"([a-z-]+(?: size)?(?:-\w+ size)?): (\d+)", line)
+                self.sizes |= {_SIZES[k]: int(v) for k, v in found if k in _SIZES}
+                world = re.search(r"world size: (\d+)", line)
+                self.sizes |= {"size": int(world[1])} if world else {}
+            elif (argument := _ARGUMENT.match(line)) is not None:
+                self.sizes["ep" if "model" in argument[1] else "etp"] = int(argument[2])
+            elif (row := _TABLE.match(line)) is not None:
+                table[row[1]] = int(row[2])
+                if len(table) == 2:
+                    self._ended(table.pop("rank"), table.pop("exitcode"))
+            elif (late := _DESYNC.search(line)) is not None:
+                self.evidence.append(f"desync report: {late[0].strip()}")
+            rank, rest = self._whose(line, owner)
+            if rank is None and _NATIVE.match(line):  # only its first line says whose it is
+                rank = self.stack_of
+            elif "Stack trace of the failed collective" in line:
+                self.stack_of = rank
+            if rank is not None:
+                self._line(rank, rest)
+
+    def _whose(self, line: str, owner: int | None) -> tuple[int | None, str]:
+        """(global rank, what is left of the line)."""
+        if (found := _RANK.search(line)) is not None:
+            return int(found[1]), line[found.end() :]
+        if owner is not None:
+            return owner, line
+        if (found := _TASK.match(line)) is not None:
+            return int(found[1]), line[found.end() :]
+        group = _GROUP.search(line)
+        inner = group["rank"] if group else (_ALONE.search(line) or ["", ""])[1]
+        return (int(inner), line) if inner and ("NCCL" in line or "Watchdog" in line) else (
+            None, line)  # fmt: skip
+
+    def _line(self, rank: int, line: str) -> None:
+        me, group = self.ranks[rank], _GROUP.search(line)
+        name = group["name"] if group else ""
+        if group and group["desc"]:
+            self.descs[name] = group["desc"]
+        if (caught := _CAUGHT.search(line)) is not None:
+            body = dict(_BODY.findall(caught["body"]))
+            seq = int(body.get("SeqNum", -1))
+            if all(call.seq != seq or name and call.group not in ("", name) for call in me.calls):
+                sizes = int(body.get("NumelIn", -1)), int(body.get("NumelOut", -1))
+                limit = int(body.get("Timeout(ms)", -1))
+                me.calls.append(_Call(seq, body.get("OpType", ""), sizes, limit, name))
+        if (counts := _COUNTS.search(line)) is not None and name:
+            me.counts[name] = int(counts[1]), int(counts[2])
+            if (failed := _FAILED.search(line)) is not None:
+                mine = (c for c in me.calls if c.seq == int(failed[1]) and c.group in ("", name))
+                for call in mine:
+                    call.group = name
+        elif me.calls and (frame := _NATIVE.match(line)) is not None:
+            me.calls[-1].stack.append(frame[1])
+        if _KILLED.search(line):
+            me.events.append(Event("killed", line.strip()[-200:]))
+        self._traceback(me, line)
+
+    def _traceback(self, me: _Speaker, line: str) -> None:
+        if "Traceback (most recent call last)" in line:
+            me.frames = []
+        elif me.frames is not None and (frame := _FRAME.search(line)) is not None:
+            me.frames.append(f"{frame[3]} ({frame[1].rpartition('site-packages/')[2]}:{frame[2]})")
+        elif me.frames is not None and _RAISED.match(line.strip()):
+            where = [f for f in reversed(me.frames) if "torch/distributed" not in f]
+            calls = [f.partition(" ")[0] for f in me.frames if "torch/distributed" in f]
+            site, text = (where or ["its script"])[0], line.strip()[:200]
+            call = next((c for c in reversed(calls) if c != "wrapper"), "a call")
+            me.frames = None
+            if _OUTSIDE.search(text):
+                me.events.append(Event("outside", f"{call} of {site}: {text}"))
+            elif _OOM.search(text):
+                me.events.append(Event("out of memory", f"{text} in {site}"))
+            elif not _AFTER.search(text):
+                me.events.append(Event("exception", f"{text} in {site}"))
+
+    def _ended(self, rank: int, code: int) -> None:
+        """A row of torchrun's table: the agent ends the others by SIGTERM, watchdogs by SIGABRT."""
+        if code in _SIGNALS:
+            self.ranks[rank].events.append(Event("killed", f"{_SIGNALS[code]} (torchrun's table)"))
+
+    # -- dumps ------------------------------------------------------------------------------------
+    def dumps(self) -> DumpSet:
+        world, groups = self._world(), self._groups()
+        spoken: dict[str, int] = defaultdict(int)  # the last call of a group that anybody names
+        ended: dict[str, int] = {}
+        for me in self.ranks.values():
+            for name, (enqueued, completed) in me.counts.items():
+                spoken[name] = max(spoken[name], enqueued)
+                ended[name] = min(ended.get(name, completed), completed)
+        made: dict[int, Dump] = {}
+        for rank, me in sorted(self.ranks.items()):
+            mine = {n: g for n, g in groups.items() if rank in g.ranks}
+            status = {n: Status(e, -1, c) for n, (e, c) in me.counts.items()}
+            entries = tuple(self._entries(rank, me, mine))
+            if any(s.enqueued > s.completed for s in status.values()):
+                unknown = mine.keys() - status.keys()
+                status |= {n: Status(last, -1, ended[n]) for n, last in spoken.items()
+                           if n in unknown}  # fmt: skip
+            elif world is not None and not me.counts and not me.events:
+                continue  # it says nothing of its calls: as if it had left no dump
+            made[rank] = Dump(rank, "log", mine, status, entries, ("a log, no dump",))
+        events = {r: tuple(me.events) for r, me in self.ranks.items() if me.events}
+        return DumpSet(made, events=events, evidence=tuple(dict.fromkeys(self.evidence))[:4])
+
+    def _world(self) -> World | None:
+        try:
+            return World(**self.sizes) if "size" in self.sizes else None  # type: ignore[arg-type]
+        except PrismError:
+            return None
+
+    def _groups(self) -> Mapping[str, Group]:
+        """Name -> the group; the name that ranks print is one group's, whoever prints it."""
+        world, speakers = self._world(), defaultdict[str, set[int]](set)
+        for rank, me in self.ranks.items():
+            for name in me.counts.keys() | {c.group for c in me.calls if c.group}:
+                speakers[name].add(rank)
+        found = {}
+        for name, ranks in speakers.items():
+            desc = self.descs.get(name, "default_pg" if name == "0" else name)
+            members = tuple(sorted(self.ranks if desc == "default_pg" else ranks))
+            if world is not None and max(ranks) < world.size:
+                try:
+                    members = world.group(min(ranks), desc) or members
+                except (PrismError, KeyError):
+                    members = tuple(range(world.size)) if desc == "default_pg" else members
+            if set(members) >= ranks:
+                found[name] = Group(name, desc, members)
+        return found
+
+    def _entries(self, rank: int, me: _Speaker, groups: Mapping[str, Group]) -> Iterator[Entry]:
+        for place, call in enumerate(me.calls):
+            group = groups.get(call.group)
+            if group is None:
+                continue
+            ins, outs = call.numbers
+            numbers = ((ins,), (outs,)) if ins > 0 else ((), ())
+            op, more = _OPS.get(call.op, "call"), (call.timeout_ms, -1)
+            if group.desc.startswith("PIPELINE") or call.op in ("SEND", "RECV"):
+                at = group.ranks.index(rank)
+                words = {w: s for frame in call.stack[:8] for w, s in _STEPS.items() if w in frame}
+                for name, step in words.values():
+                    to = (at + step) % len(group.ranks)
+                    yield Entry(place, group.name, group.desc, name, call.seq, call.seq, to,
+                                numbers, (), "scheduled", False, "", *more)  # fmt: skip
+                continue
+            if call.op == "COALESCED" and ins > 0 < outs:
+                op = (
+                    "reduce_scatter" if ins > outs else "all_gather" if outs > ins else "all_reduce"
+                )
+            yield Entry(place, group.name, group.desc, op, call.seq, call.seq, -1, numbers, (),
+                        "scheduled", False, "", *more)  # fmt: skip

@@ -1,0 +1,145 @@
+"""Verdicts from what a job printed: watchdog lines, tracebacks, launchers' tables."""
+
+import gzip
+import pickle
+import random
+
+import pytest
+from helpers import random_hangs, rendered_logs
+from helpers.programs import healthy
+from helpers.random_hangs import WORLDS, named
+
+from megatron_prism.cli import main as cli
+from megatron_prism.graph import stall
+from megatron_prism.hang import analyze, export
+from megatron_prism.hang.dumps import DumpSet, of_value
+from megatron_prism.hang.logs import read_folder, read_logs, together
+
+GLOO = """[rank0]: Traceback (most recent call last):
+[rank0]:   File "megatron/core/optimizer/distrib_optimizer.py", line 1380, in get_parameter_state
+[rank0]:     torch.distributed.gather(
+[rank0]:   File "torch/distributed/distributed_c10d.py", line 4408, in gather
+[rank0]:     work.wait()
+[rank0]: RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv
+"""
+CAUGHT = """[rank1]:[E1125 ProcessGroupNCCL.cpp:689] [Rank 1] Watchdog caught collective operation \
+timeout: WorkNCCL(SeqNum=16, OpType=COALESCED, NumelIn=64, NumelOut=32, Timeout(ms)=60000) ran for \
+60034 milliseconds before timing out.
+[rank1]:[E1125 ProcessGroupNCCL.cpp:2303] [PG ID 2 PG GUID 3(DATA_PARALLEL_GROUP_WITH_CP) Rank 1]  \
+failure detected by watchdog at work sequence id: 16 PG status: last enqueued work: 16, last \
+completed work: 15
+[rank0]:[E1125 ProcessGroupNCCL.cpp:1914] [PG ID 0 PG GUID 0(default_pg) Rank 0] Received a dump \
+signal due to a collective timeout from  rank 1. Last enqueued NCCL work: 39, last completed NCCL \
+work: 39.
+"""
+
+
+def judged(folder, *texts, name="job"):
+    paths = [folder / f"{name}{i}.log" for i in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return analyze.diagnose_dumps(read_logs(paths))
+
+
+def test_who_did_not_come_to_a_call_outside_nccl(tmp_path):
+    """Rank 0's own log says that it waits for rank 1, which went on without the save."""
+    found = judged(tmp_path, CAUGHT + GLOO)
+    assert [(c.rank, c.kind) for c in found.culprits] == [(1, "skipped call")]
+    assert "gather of get_parameter_state" in found.culprits[0].why
+
+
+def test_of_several_who_may_not_have_come_none_is_named(tmp_path):
+    found = judged(tmp_path, "using world size: 4, data-parallel size: 4\n" + CAUGHT + GLOO)
+    assert (found.culprits, found.candidates) == ((), (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out of memory"),
+        ("StopIteration", "exception"),
+        ("ValueError: 7 is no token", "exception"),
+        ("torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3", ""),
+        ("RuntimeError: Connection closed by peer [10.0.0.1]:3000", ""),
+    ],
+)
+def test_who_failed_by_itself_is_named(line, kind, tmp_path):
+    """What a communicator says after its peer is gone is no fault of this rank."""
+    text = CAUGHT.replace("[rank0]", "[rank2]") + "\n".join(
+        f"[rank0]: {x}" for x in ("Traceback (most recent call last):",
+                                  '  File "train.py", line 7, in step', line))  # fmt: skip
+    found = judged(tmp_path, text)
+    assert [c.kind for c in found.culprits if c.rank == 0] == [kind] * bool(kind)
+
+
+def test_a_rank_that_the_kernel_killed_is_named_by_torchrun_s_table(tmp_path):
+    rows = "  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 7)\n"
+    assert [c.rank for c in judged(tmp_path, CAUGHT + rows.format(-9)).culprits] == [0]
+    found = judged(tmp_path, CAUGHT.partition("[rank0]")[0] + rows.format(-6))
+    assert found.culprits == (), "a watchdog ends its process by SIGABRT"
+
+
+@pytest.mark.parametrize("prefix", ["", "1: ", "[default1]:"])
+def test_lines_of_older_releases_and_other_launchers(prefix, tmp_path):
+    """torch 2.2 has neither a global rank nor a group's name in front."""
+    line = ("{}[PG 1 Rank 1] Timeout at NCCL work: 4, last enqueued NCCL work: 4, last completed "
+            "NCCL work: 3.\n")  # fmt: skip
+    (tmp_path / "log_rank1.txt").write_text(line.format(prefix))
+    (dump,) = read_logs([tmp_path / "log_rank1.txt"]).dumps.values()
+    assert (dump.rank, dump.status["1"].enqueued, dump.status["1"].completed) == (1, 4, 3)
+
+
+def planted(kind, seed):
+    world = random.Random(seed).choice(WORLDS[:4])
+    programs, faults, culprits = random_hangs.draw(kind, world, seed)
+    state = stall.run_until_stalled(programs, faults)
+    return world, dict(export.dumps_of(state, active_only=True, stacks=False)), culprits
+
+
+@pytest.mark.parametrize("kind", ["host_stuck", "shape", "message_shape", "killed", "extra"])
+def test_logs_alone_name_who_dumps_name(kind, tmp_path):
+    world, values, culprits = planted(kind, 3)
+    killed = culprits if kind == "killed" else ()
+    found = judged(tmp_path, rendered_logs.text(values, world, killed))
+    assert named(found) == culprits, found
+
+
+@pytest.mark.parametrize("kind", list(random_hangs.KINDS))
+def test_logs_alone_name_nobody_innocent(kind, tmp_path):
+    for seed in range(4):
+        world, values, culprits = planted(kind, seed)
+        killed = culprits if kind == "killed" else ()
+        found = judged(tmp_path, rendered_logs.text(values, world, killed))
+        assert named(found) <= culprits, (seed, found)
+
+
+def test_dumps_and_logs_of_a_folder_are_one_observation(tmp_path, capsys):
+    """A dump of the HTTP handler behind its headers, one packed, and the log of a third."""
+    world, values, culprits = planted("host_stuck", 3)
+    export.write(
+        stall.run_until_stalled(*random_hangs.draw("host_stuck", world, 3)[:2]), tmp_path / "d",
+        active_only=True, as_json=True,
+    )  # fmt: skip
+    files = sorted((tmp_path / "d").iterdir())
+    files[0].write_bytes(b"HTTP/1.1 200 OK\r\nContent-Type: x\r\n\r\n" + files[0].read_bytes())
+    (tmp_path / "d" / (files[1].name + ".gz")).write_bytes(gzip.compress(files[1].read_bytes()))
+    files[1].unlink()
+    (tmp_path / "d" / "job.log").write_text(rendered_logs.text(values, world))
+    found = read_folder(tmp_path / "d")
+    assert set(found.dumps) == set(values)
+    assert cli.main(["hang", str(tmp_path / "d")]) == 1
+    assert f"rank {min(culprits)} (host stuck)" in capsys.readouterr().out
+
+
+def test_a_dump_whose_name_ends_in_a_port_is_of_the_rank_in_all_its_groups(tmp_path):
+    state = stall.run_until_stalled(healthy(WORLDS[0]), {3: stall.RankFault(host=4)})
+    for rank, value in export.dumps_of(state, active_only=True):
+        (tmp_path / f"node{rank}_25999.json").write_bytes(pickle.dumps(value, protocol=2))
+        break
+    assert set(read_folder(tmp_path).dumps) == {0}
+
+
+def test_a_dump_says_more_than_the_log_of_its_rank():
+    world, values, culprits = planted("operation", 3)
+    dumps = DumpSet({rank: of_value(value, rank) for rank, value in values.items()})
+    assert together(dumps, []) is dumps
