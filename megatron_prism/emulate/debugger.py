@@ -353,13 +353,14 @@ class Prompt:
     def where(self) -> None:
         """Print what this call is in the program, who its peers are and what they would deliver."""
         ranks, me = list(self.group.ranks), self._debugger.rank
-        local = [r for r in ranks if r == me] if not self.group.all_local else ranks
+        local = [ranks[position] for position in self.group.local]
         shown = format_ranks(sorted(ranks)) if len(ranks) <= _LISTED else (
             f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}")  # fmt: skip
         print(f"{self.line}, iteration {self.call.iteration}")
         print(f"  rank {me} is member {ranks.index(me)} of {len(ranks)}: {shown}")
         virtual = len(ranks) - len(local)
-        policy = {"mirror": "hold what this rank holds (mirror)",
+        whose = f"ranks {format_ranks(sorted(local))} hold" if local != [me] else "this rank holds"
+        policy = {"mirror": f"hold what {whose} (mirror)",
                   "noise": "hold noise of the same scale"}  # fmt: skip
         what = policy.get(self._debugger.values, f"answer by {self._debugger.values}")
         print(f"  {virtual} of them virtual: they {what}" if virtual else "  all of them are real")

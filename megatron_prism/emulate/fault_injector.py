@@ -353,7 +353,8 @@ class Injector:
         kind, call = fault.kind, make(op, answer)
         ins, outs = arguments(op, args)
         alone = group.size() < 2 and kind not in ("group", "swap")  # nobody waits for it there
-        if kind not in _GOES_ON and not (group.all_local or alone):
+        others = len(group.local) > 1 and not group.has_virtual
+        if kind not in _GOES_ON and not (others or alone):
             self.survived[str(fault)] = f"{op} #{self.sequence[group.desc, op in _PAIR]} of " + (
                 group.desc
             )

@@ -35,6 +35,7 @@ __all__ = [
     "PartiallyLocalGroup",
     "fill_rows",
     "reduce_op_name",
+    "reduction_of",
 ]
 
 _NAMES: dict[object, str] = {
@@ -46,21 +47,28 @@ _NAMES: dict[object, str] = {
     ReduceOp.BAND: "band",
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
+    ReduceOp.PREMUL_SUM: "premul_sum",
 }
 _IDENTITIES = frozenset({"avg", "min", "max", "band", "bor"})
 
 
 def reduce_op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
-    """``sum``, ``avg``, ``min``, ``max``, ``product``, ``band``, ``bor`` or ``bxor``.
-
-    Raises UnsupportedError for PREMUL_SUM, whose factor c10d does not give back to Python.
-    """
+    """``sum``, ``avg``, ``min``, ``max``, ``product``, ``band``, ``bor``, ``bxor`` or
+    ``premul_sum``."""
     kind: object = getattr(op, "op", op)
-    name = _NAMES.get(kind)
-    if name is None:
+    return _NAMES[kind]
+
+
+def reduction_of(op: ReduceOp | ReduceOp.RedOpType, tensor: torch.Tensor) -> str:
+    """The name of ``op``, which ``tensor`` is reduced with.
+
+    Raises UnsupportedError for a premultiplied sum of values: c10d does not give its factor back.
+    """
+    name = reduce_op_name(op)
+    if name == "premul_sum" and not tensor.is_meta:
         raise UnsupportedError(
-            f"reduce op {op} has no virtual answer",
-            fix="use a plain SUM and scale before it (Megatron-FSDP: drop --nccl-ub's premul sum)",
+            "a premultiplied sum has no virtual answer: c10d does not say its factor",
+            fix="--no-gradient-reduce-div-fusion (Megatron-FSDP), or --prism-tier meta",
         )
     return name
 

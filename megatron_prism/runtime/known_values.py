@@ -1,26 +1,47 @@
 """What is known of values on tier meta, where tensors have shapes only.
 
-A one-element tensor that was made of numbers on the host (a learning rate, a loss scale) keeps its
-number, and so does what is computed from such tensors alone.  Everything else depends on data, and
+Control values keep their numbers: a tensor of one element that was made of numbers on the host (a
+learning rate, a loss scale), 32-bit integers that came from the host (where documents of a packed
+sequence end), and what is computed from such tensors alone.  Everything else depends on data, and
 is ``Unknown`` where it is read.
 
-The number lies in a cell, a list of one host tensor, that a tensor and its views share; ``[None]``
-once somebody wrote what nobody knows.
+The numbers lie in a cell: one for a tensor of one element and its views, else one for each, which
+all end when somebody writes to one of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["PLACEHOLDER", "Unknown", "UnknownCount", "follow", "forget", "learn", "value_of"]
+__all__ = [
+    "PLACEHOLDER",
+    "Unknown",
+    "UnknownCount",
+    "follow",
+    "forget",
+    "keep_lengths",
+    "learn",
+    "on_host",
+    "value_of",
+]
 
 PLACEHOLDER = 2.0
 _CELL = "_prism_known"
+_MOST = 1 << 22  # elements of a tensor of lengths
+
+
+@dataclass
+class _Cell:
+    """The value of a tensor, on the host; ``valid`` is shared by all that see the same memory."""
+
+    value: torch.Tensor
+    valid: list[bool] = field(default_factory=lambda: [True])
 
 
 class Unknown(float):
@@ -64,7 +85,7 @@ class UnknownCount(int):
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a meta tensor on the host, if it has a known one."""
     cell = getattr(tensor, _CELL, None)
-    return None if cell is None or cell[0] is None else cell[0].reshape(tensor.shape)
+    return cell.value.reshape(tensor.shape) if cell is not None and cell.valid[0] else None
 
 
 def learn(tensor: torch.Tensor, data: object) -> None:
@@ -77,67 +98,117 @@ def learn(tensor: torch.Tensor, data: object) -> None:
             _keep(tensor, torch.tensor(leaf, dtype=tensor.dtype, device="cpu"))
 
 
+def keep_lengths(tensor: torch.Tensor, host: torch.Tensor) -> None:
+    """``tensor`` is the copy of ``host``, whose 32-bit integers are lengths and no tokens."""
+    if host.dtype == torch.int32 and host.device.type == "cpu" and 0 < host.numel() <= _MOST:
+        _keep(tensor, host.detach().clone())
+
+
 def forget(tensor: torch.Tensor) -> None:
     """Something unknown was written to ``tensor``."""
     cell = getattr(tensor, _CELL, None)
     if cell is not None:
-        cell[0] = None
+        cell.valid[0] = False
 
 
-def follow(
-    func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], out: object
-) -> None:
-    """``func`` of meta tensors gave ``out``: what is known of that, and of what it wrote to."""
-    for arg in (*args, *kwargs.values()):  # nearly all calls end here
-        if getattr(arg, _CELL, None) or (
-            isinstance(arg, (list, tuple)) and any(getattr(one, _CELL, None) for one in arg)
-        ):
-            break
-    else:
-        return
-    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-    name = getattr(func, "__name__", "")
-    writes = (name.endswith("_") and not name.endswith("__")) or name[:3] == "__i"
-    if "out" in kwargs or name in ("__setitem__", "__set__"):  # in part, perhaps
-        for one in tensors:
-            forget(one)
-        return
-    if not writes and (not isinstance(out, torch.Tensor) or out.numel() != 1):
-        return
-    values = [value_of(one) for one in tensors]
-    if any(value is None for value in values):
-        for one in tensors if name[:1] == "_" else tensors[:1]:  # _amp_…_ writes to the others too
-            if writes:
-                forget(one)
-        return
-    pairs = zip(tensors, values, strict=True)
-    copies = {id(one): value.clone() for one, value in pairs if value is not None}
+def _known(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether something may be known of a tensor among the arguments."""
+    return any(
+        getattr(arg, _CELL, None)
+        or (isinstance(arg, (list, tuple)) and any(getattr(one, _CELL, None) for one in arg))
+        for arg in (*args, *kwargs.values())
+    )
 
-    def on_host(leaf: object) -> object:
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+
+
+def _computed(
+    func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[object, dict[int, torch.Tensor]] | None:
+    """(what ``func`` gives on the host, the values of its arguments after it by their ids); None if
+    one is not known or the host lacks the operator."""
+    values = {id(one): value_of(one) for one in _tensors(args, kwargs)}
+    copies = {key: value.clone() for key, value in values.items() if value is not None}
+    if len(copies) < len(values):
+        return None
+
+    def host(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             return copies[id(leaf)]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
     try:
         with torch.no_grad():
-            args, kwargs = tree_map(on_host, (tuple(args), dict(kwargs)))
-            found = func(*args, **kwargs)
+            args, kwargs = tree_map(host, (tuple(args), dict(kwargs)))
+            return func(*args, **kwargs), copies
     except Exception:  # an operator that the host lacks: nothing is known then
-        found = None
+        return None
+
+
+def on_host(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``func`` gives, whose shape depends on values, as meta tensors; None if that is not
+    known."""
+    found = _computed(func, args, kwargs) if _known(args, kwargs) else None
+    if found is None:
+        return None
+
+    def stand_in(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        _keep(made, leaf)
+        return made
+
+    return tree_map(stand_in, found[0])
+
+
+def follow(
+    func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], out: object
+) -> None:
+    """``func`` of meta tensors gave ``out``: what is known of that, and of what it wrote to."""
+    if not _known(args, kwargs):  # nearly all calls end here
+        return
+    tensors = _tensors(args, kwargs)
+    name = getattr(func, "__name__", "")
+    writes = (name.endswith("_") and not name.endswith("__")) or name[:3] == "__i"
+    if "out" in kwargs or name in ("__setitem__", "__set__"):  # in part, perhaps
+        for one in tensors:
+            forget(one)
+        return
+    outs = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
+    size = 1 if all(one.numel() == 1 for one in tensors) else _MOST
+    if not writes and (not outs or any(one.numel() > size for one in outs)):
+        return
+    found = _computed(func, args, kwargs)
+    if found is None:
+        for one in tensors if name[:1] == "_" else tensors[:1]:  # _amp_…_ writes to the others too
+            if writes:
+                forget(one)
+        return
+    answer, after = found
     if writes:
-        _keep(tensors[0], copies[id(tensors[0])] if found is not None else None)
-    elif isinstance(found, torch.Tensor) and found.numel() == 1:
-        assert isinstance(out, torch.Tensor)
-        if out.untyped_storage()._cdata == tensors[0].untyped_storage()._cdata:
-            setattr(out, _CELL, getattr(tensors[0], _CELL))
-        else:
-            _keep(out, found)
+        forget(tensors[0])
+        _keep(tensors[0], after[id(tensors[0])])
+        return
+    values = [one for one in tree_leaves(answer) if isinstance(one, torch.Tensor)]
+    for one, value in zip(outs, values, strict=False):
+        if one.shape == value.shape and not getattr(one, _CELL, None):
+            shared = [t for t in tensors if _memory(t) == _memory(one)]
+            _keep(one, value, getattr(shared[0], _CELL) if shared else None)
 
 
-def _keep(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-    value = None if value is None else value.reshape(())
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _keep(tensor: torch.Tensor, value: torch.Tensor, base: _Cell | None = None) -> None:
+    """``tensor`` is known to be ``value``; ``base``: the cell of what it is a view of."""
     cell = getattr(tensor, _CELL, None)
-    if cell is None:
-        setattr(tensor, _CELL, [value])
+    if cell is not None:
+        cell.value, cell.valid = value, [True]
+    elif base is not None and base.value.numel() == value.numel() == 1:
+        setattr(tensor, _CELL, base)
     else:
-        cell[0] = value
+        setattr(tensor, _CELL, _Cell(value) if base is None else _Cell(value, base.valid))

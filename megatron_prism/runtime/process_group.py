@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.collectives import BY_METHOD, BY_NAME
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.runtime.answers import OneLocalMember, PartiallyLocalGroup, reduce_op_name
+from megatron_prism.runtime.answers import OneLocalMember, PartiallyLocalGroup, reduction_of
 from megatron_prism.runtime.known_values import forget
 from megatron_prism.runtime.values import Exchange, Values, holds_sequences, is_ring
 
@@ -237,16 +237,26 @@ class PrismGroup(dist.ProcessGroup):
         self._count = world.tally.add
         self.sequence = 0
         self.real, self._mixed = world.connect(self, backend)
-        self.all_local = self._n > 1 and self.real is not None and self._mixed is None
-        local = len(self._mixed.positions) if self._mixed is not None else 1
-        self.has_virtual = self._n > local and not self.all_local
+        self._passes = self.real is not None and self._mixed is None  # to the real group
         self._exchange: Exchange | None = None
+
+    @property
+    def local(self) -> Sequence[int]:
+        """Who has a process here that this one meets in its calls: group ranks, ascending."""
+        if self._mixed is not None:
+            return self._mixed.positions
+        return range(self._n) if self._passes else (self._p,)
+
+    @property
+    def has_virtual(self) -> bool:
+        """Whether some members have no process."""
+        return len(self.local) < self._n
 
     def owners(self) -> list[int]:
         """For each member (group rank) the local member that it is or mirrors."""
         if self._mixed is not None:
             return self._mixed.owners
-        return list(range(self._n)) if self.all_local else [self._p] * self._n
+        return list(range(self._n)) if self._passes else [self._p] * self._n
 
     @contextlib.contextmanager
     def in_place_of(self, position: int) -> Iterator[None]:
@@ -352,8 +362,8 @@ class PrismGroup(dist.ProcessGroup):
     def allreduce(
         self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None
     ) -> CompletedWork:
-        op = reduce_op_name(opts.reduceOp) if opts is not None else "sum"
         for tensor in tensors:
+            op = reduction_of(opts.reduceOp, tensor) if opts is not None else "sum"
             self._answers(tensor).reduced(tensor, op, self._values)
         return self._done("all_reduce", tensors, tensors)
 
@@ -368,8 +378,8 @@ class PrismGroup(dist.ProcessGroup):
         return self._done("broadcast", tensors, tensors)
 
     def reduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOptions) -> CompletedWork:
-        op = reduce_op_name(opts.reduceOp)
         for tensor in tensors:
+            op = reduction_of(opts.reduceOp, tensor)
             self._answers(tensor).reduce(tensor, op, opts.rootRank, self._values)
         return self._done("reduce", tensors, tensors)
 
@@ -409,7 +419,7 @@ class PrismGroup(dist.ProcessGroup):
     def _reduce_scatter_base(
         self, out: torch.Tensor, whole: torch.Tensor, opts: dist.ReduceScatterOptions
     ) -> CompletedWork:
-        self._scatter_one(out, whole, reduce_op_name(opts.reduceOp))
+        self._scatter_one(out, whole, reduction_of(opts.reduceOp, whole))
         return self._done("reduce_scatter", (whole,), (out,))
 
     reduce_scatter_single: Callable[..., dist.Work] = _reduce_scatter_base
@@ -417,9 +427,8 @@ class PrismGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outs: list[torch.Tensor], wholes: list[torch.Tensor], opts: dist.ReduceScatterOptions
     ) -> CompletedWork:
-        op = reduce_op_name(opts.reduceOp)
         for out, whole in zip(outs, wholes, strict=True):
-            self._scatter_one(out, whole, op)
+            self._scatter_one(out, whole, reduction_of(opts.reduceOp, whole))
         return self._done("reduce_scatter", wholes, outs)
 
     reduce_scatter_single_coalesced: Callable[..., dist.Work] = reduce_scatter_tensor_coalesced
@@ -430,8 +439,8 @@ class PrismGroup(dist.ProcessGroup):
         part_lists: list[list[torch.Tensor]],
         opts: dist.ReduceScatterOptions,
     ) -> CompletedWork:
-        op = reduce_op_name(opts.reduceOp)
         for out, parts in zip(outs, part_lists, strict=True):
+            op = reduction_of(opts.reduceOp, out)
             self._answers(out).reduce_scatter_list(out, parts, op, self._values)
         return self._done("reduce_scatter", [t for parts in part_lists for t in parts], outs)
 
@@ -532,11 +541,11 @@ def _real_barrier(real: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _passing_through(method: str, answer: Answer) -> Answer:
-    """Groups whose members are all local answer with the real group's own method."""
+    """Groups whose members are all local on NCCL answer with the real group's own method."""
     op = BY_METHOD[method].name
 
     def plain(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
-        if not self.all_local or self.world.shapes_only:
+        if not self._passes:
             return answer(self, *args, **kwargs)
         if op == "barrier":  # c10d finds no device in this group and would ask for the CPU's
             assert self.real is not None, "all members are local, and have a real group"

@@ -111,7 +111,7 @@ def test_an_unknown_debugger_is_refused(text):
 class Group:
     """A tp group of two whose other member is virtual; ``world`` has no further listener."""
 
-    desc, ranks, all_local = TP, (4, 5), False
+    desc, ranks, local = TP, (4, 5), (0,)
     world = SimpleNamespace(after=lambda caller: None)
 
 
@@ -151,6 +151,20 @@ def test_it_stops_at_the_call_that_was_named_and_at_no_other(stops, capsys):
     assert "member 0 of 2: 4,5" in said
     assert "1 of them virtual: they hold what this rank holds" in said
     assert said.count("norm 2.44949") == 2
+
+
+@pytest.mark.parametrize(("local", "words"), [
+    ((0, 1), "all of them are real"),
+    ((0, 1, 2), "1 of them virtual: they hold what ranks 4-6 hold (mirror)"),
+])  # fmt: skip
+def test_it_says_which_peers_are_real(local, words, stops, capsys, monkeypatch):
+    monkeypatch.setattr(Group, "local", local)
+    monkeypatch.setattr(Group, "ranks", (4, 5, 6, 7)[: 2 if len(local) == 2 else 4])
+    debugger = follow("1B all_reduce nth=1")
+    for _ in range(2):
+        call(debugger, phase="backward", microbatch=1)
+    stops[0].where()
+    assert words in capsys.readouterr().out
 
 
 def test_it_stops_at_the_call_of_a_number_that_dumps_print(stops):

@@ -30,7 +30,7 @@ x = torch.ones(4, device="cuda")
 assert x.device.type == "cpu" and x.cuda().device.type == "cpu"
 assert x.to("cuda:3").device.type == "cpu" and torch.zeros(2, device=0).device.type == "cpu"
 assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
-assert x.sum().item() == 4.0 and bool((x > 0).all())
+assert x.sum().item() == 4.0 and bool((x > 0).all()) and x.is_cuda
 assert x.half().type(torch.cuda.FloatTensor).dtype == torch.float32
 assert torch.cuda.is_available() and torch.cuda.current_device() == 0
 with torch.cuda.stream(torch.cuda.Stream()):
@@ -96,7 +96,7 @@ else: raise AssertionError
 
 META = """
 x = torch.ones(4, 8, device="cuda")
-assert x.is_meta and x.cuda().is_meta
+assert x.is_meta and x.cuda().is_meta and x.is_cuda and not torch.ones(2, device="cpu").is_cuda
 assert x.sum().item() == 2.0 and not bool((x > 0).all())
 assert x.tolist() == [[2.0] * 8] * 4 and x.long().tolist() == [[0] * 8] * 4
 assert x.cpu().shape == (4, 8) and x.to("cpu").device.type == "cpu"
@@ -118,6 +118,23 @@ for write in (lambda t: t.add_(x.sum()), lambda t: t.copy_(x[0, :1]), lambda t: 
     write(known)
     assert isinstance(known.item(), Unknown), write
 assert isinstance(torch.tensor([x.sum().item()], device="cuda").item(), Unknown)
+ends = torch.tensor([[0, 3, 8, 8, 8]], dtype=torch.int32).cuda()  # documents of 3 and 5 tokens
+row = ends[0]
+hits = (row == 8).nonzero(as_tuple=True)[0]
+valid = row[:hits[0].item() + 1]
+assert ends.is_meta and valid.is_meta and valid.shape == (3,) and valid.cpu().tolist() == [0, 3, 8]
+lengths = valid[1:] - valid[:-1]
+assert lengths.tolist() == [3, 5] and int(lengths.max()) == 5 and lengths.to("cpu").sum() == 8
+assert torch.cat([valid, valid[1:] + 8]).tolist() == [0, 3, 8, 11, 16]
+assert torch.repeat_interleave(lengths, lengths).shape == (8,)
+lengths.mul_(2)
+assert lengths.tolist() == [6, 10] and valid.tolist() == [0, 3, 8]
+ends.copy_(x[:1, :5])  # unknown now, of its views, too
+assert row.tolist() == [0] * 5 and not any(valid.tolist())
+tokens = torch.arange(8).cuda()
+try: tokens.nonzero()
+except NotImplementedError: pass
+else: raise AssertionError("what a token is depends on data")
 from megatron_prism.runtime import te as virtual_te
 named = [text for text in tier.stand_in if text.startswith("Transformer Engine")]  # not if real
 assert all(virtual_te.VERSION in text for text in named)

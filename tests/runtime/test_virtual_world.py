@@ -20,6 +20,7 @@ from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.answers import OneLocalMember, PartiallyLocalGroup, fill_rows
 from megatron_prism.runtime.listeners import CallListener
+from megatron_prism.runtime.recorder.recorder import _splits
 from megatron_prism.runtime.values import (
     BalancedExpertCounts,
     LocalVocabularySum,
@@ -117,6 +118,14 @@ def test_mean_and_sum_of_equal_members():
 def test_a_reduce_op_without_an_answer_is_refused_by_name(world):
     with pytest.raises(UnsupportedError, match="has no virtual answer"):
         dist.all_reduce(numbers(2), op=dist._make_nccl_premul_sum(2.0))
+
+
+def test_a_premultiplied_sum_of_shapes_needs_no_factor():
+    start(device="meta")
+    op = dist._make_nccl_premul_sum(2.0)
+    out, whole = torch.empty(2, device="meta"), torch.empty(32, device="meta")
+    dist.all_reduce(out, op=op)
+    dist.reduce_scatter_tensor(out, whole, op=op)
 
 
 def test_a_parameter_can_take_part(world):
@@ -623,6 +632,24 @@ def test_local_members_are_in_group_order(monkeypatch):
     group = world.build_group([6, 3, 1], "g", "G")
     assert made == [[6, 1]]
     assert group._mixed.positions == (0, 2)
+
+
+@pytest.mark.parametrize(("local", "ranks", "met"), [
+    ((0, 1), (0, 1), [0, 1]), ((0, 1), (0, 1, 2), [0, 1]), ((0, 6), (0, 2, 6), [0, 2]),
+    ((0, 1), (0, 2), [0]), ((0,), (0, 1), [0]), ((0,), (0,), [0]),
+])  # fmt: skip
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_who_has_a_process_here_does_not_depend_on_the_backend(
+    local, ranks, met, backend, monkeypatch
+):
+    world = virtual_world.VirtualWorld(8, 0, local, Values(), torch.device("cpu"), backend=backend)
+    monkeypatch.setattr(world, "_real_group", lambda *args: object())
+    group = world.build_group(ranks, "g", "EXPERT_MODEL_PARALLEL_GROUP")
+    assert list(group.local) == met
+    assert group.has_virtual == (len(met) < len(ranks))
+    opts, rows = dist.AllToAllOptions(), [1] * len(ranks)
+    splits = _splits(group, (torch.ones(1), torch.ones(1), rows, rows, opts))
+    assert (splits is None) == group.has_virtual
 
 
 def test_torchs_fake_backend_works_beside_ours():

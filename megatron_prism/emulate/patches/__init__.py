@@ -6,16 +6,25 @@ pipeline.py      what is received from other ranks: scale, shape, tokens; labels
 moe.py           dispatchers, routing, multi-token prediction
 outputs.py       checkpoints, curves, traces and other files of the real job
 without_cuda.py  kernels, CUDA graphs, offloading and number formats where there is no GPU
+initial_parameters.py  the same weights in every layout (cpu)
 """
 
 from __future__ import annotations
 
 from megatron_prism.emulate.patch import Patch
-from megatron_prism.emulate.patches import moe, outputs, pipeline, startup, training, without_cuda
+from megatron_prism.emulate.patches import (
+    initial_parameters,
+    moe,
+    outputs,
+    pipeline,
+    startup,
+    training,
+    without_cuda,
+)
 
 __all__ = ["PATCHES", "patches_for"]
 
-_BY_SUBJECT = (startup, pipeline, training, outputs, moe, without_cuda)
+_BY_SUBJECT = (startup, pipeline, training, outputs, moe, without_cuda, initial_parameters)
 PATCHES: list[Patch] = [one for module in _BY_SUBJECT for one in module.PATCHES]
 
 

@@ -77,7 +77,8 @@ def _tied_embedding(context: PatchContext, original: Original, self: Any) -> Non
         return
     weight = self.shared_embedding_or_output_weight()
     if before is not None:
-        weight.data.copy_(before)
+        with torch._C.DisableTorchFunction():  # it is as if nobody had written to it
+            weight.data.copy_(before)
     elif getattr(weight, "shared", False):
         world = current()
         assert world is not None

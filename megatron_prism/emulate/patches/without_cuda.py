@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.devices import kernels, local_layers
@@ -71,7 +70,7 @@ _LEFT_OUT: dict[str, tuple[dict[str, object], str]] = {
     ),
     "--use-cpu-initialization": (
         {"use_cpu_initialization": False},
-        "weights are drawn where they stay, from the same distribution",
+        "weights are drawn where they stay, and tier cpu has the same in every layout",
     ),
     "--use-transformer-engine-op-fuser": (
         {"use_transformer_engine_op_fuser": False},
@@ -135,37 +134,26 @@ def _hadamard(module: ModuleType, context: PatchContext) -> None:
 
 @PATCHES.patch(
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
-    "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
     "HybridDeviceOptimizer._init_sub_optimizers",
-    reason="the device's parameters are not CUDA's here",
+    reason="the host has no values to step with",
     source="core/optimizer/cpu_offloading/hybrid_optimizer.py:251 @0.19.0",
     tiers=NO_CUDA,
 )
 def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
-    """It sorts parameters by their device: tier ``meta``'s is one, and the host has no values to
-    step with.  On ``cpu`` host and device are one."""
+    """On tier ``meta`` the host has no values to step with; on ``cpu`` host and device are one."""
     if not context.meta:
         what = "--optimizer-cpu-offload moves states between a CUDA device and its host"
-        call = refused(what, "leave it out, --prism-tier meta, or --prism-tier cuda")
-        context.replace(module, call, "HybridDeviceOptimizer._get_sub_optimizer_param_groups")
+        context.replace(
+            module, refused(what, "leave it out, --prism-tier meta, or --prism-tier cuda")
+        )
         return
-
-    def sorted_groups(original: Original, self: Any, fraction: float) -> Any:
-        changes = ProcessChanges()
-        changes.set(torch.Tensor, "is_cuda", property(lambda t: t.is_meta))
-        try:
-            return original(self, fraction)
-        finally:
-            changes.undo()
 
     def without_steps(original: Original, self: Any) -> None:
         original(self)
         for optimizer in self.cpu_optimizers:
             optimizer.step = lambda closure=None: None
 
-    name = "HybridDeviceOptimizer"
-    context.replace(module, sorted_groups, f"{name}._get_sub_optimizer_param_groups")
-    context.replace(module, without_steps, f"{name}._init_sub_optimizers")
+    context.replace(module, without_steps)
 
 
 @PATCHES.instead(
@@ -377,11 +365,22 @@ def _one_generator(module: ModuleType, context: PatchContext) -> None:
     source="training/training.py:3422 @0.16.1; :4601 @0.19.0",
     tiers=NO_CUDA,
 )
-def _seeds_of_loaders(
+@PATCHES.instead(
+    "megatron.training.initialize",
+    "_warmup_jit_function",
+    reason="tensors of a warm-up, whose sizes depend on tp and cp, moved the device's random state",
+    source="training/initialize.py:463 @0.16.1; :497 @0.19.0",
+    tiers=NO_CUDA,
+)
+def _other_draws(
     context: PatchContext, original: Original, *args: object, **kwargs: object
 ) -> object:
-    """A data loader that starts draws a seed from the host's generator.  Here that is the device's,
-    too: dropout of a job that goes on from a checkpoint would be another one than before."""
+    """What is drawn beside the model leaves the device's random state alone.
+
+    A data loader draws a seed from the host's generator, which is the device's here: dropout of a
+    job that goes on from a checkpoint would be another one than before.  A CUDA generator advances
+    by calls (Philox), the host's by elements: layouts would start from other weights.
+    """
     with torch.random.fork_rng(devices=[]):
         return original(*args, **kwargs)
 

@@ -3,8 +3,9 @@
 A ``TorchFunctionMode`` that rewrites device arguments: ``cpu`` tier (real values on the CPU) or
 ``meta`` tier (shapes only).  It also answers the few questions Megatron asks of CUDA tensors:
 
-* ``tensor.type()`` says ``torch.cuda.FloatTensor``: DistributedOptimizer tests that string
-  (core/optimizer/distrib_optimizer.py:361 @0.16.1)
+* ``tensor.type()`` says ``torch.cuda.FloatTensor``, and ``is_cuda`` True, of what stands for the
+  device's: DistributedOptimizer tests that string (core/optimizer/distrib_optimizer.py:361
+  @0.16.1), Megatron-FSDP and offloading optimizers ask for the device
 * on ``meta``, ``item()``, ``tolist()``, ``bool()`` and friends, which need data, answer what is
   known (``known_values``), else ``Unknown``: a finite positive number where a loss or gradient norm
   is asked for, False for truth values; ``equal`` compares sizes
@@ -89,6 +90,14 @@ def _filled(shape: Sequence[int], value: Any) -> Any:
     return [_filled(shape[1:], value) for _ in range(shape[0])]
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """What is known of a meta tensor, or zeros."""
+    value = known_values.value_of(tensor)
+    if value is not None:
+        return value.clone()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
 def _first_leaf(data: Any) -> torch.Tensor | None:
     """The first leaf of nested lists, if it is a meta tensor."""
     while isinstance(data, (list, tuple)) and data:
@@ -146,17 +155,28 @@ class Remap(TorchFunctionMode):
             return special(self, func, args, kwargs)
         if self.meta and func in _NUMBERS and args[0].is_meta:
             return _NUMBERS[func](args[0])
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:  # its shape depends on values
+            answer = known_values.on_host(func, args, kwargs) if self.meta else None
+            if answer is None:
+                raise
+            return answer
 
     def _cuda(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return _TO(args[0], self.target)
+        return self._moved(args[0], _TO(args[0], self.target))
+
+    def _moved(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        if after.is_meta and not before.is_meta:
+            known_values.keep_lengths(after, before)
+        return after
 
     def _to(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if len(args) > 1 and not isinstance(args[1], torch.dtype) and self._is_cuda(args[1]):
             args = (args[0], self.target, *args[2:])
         if self.meta and args[0].is_meta and kwargs.get("device", _second(args)) is not None:
             return self._from_meta(args, kwargs)
-        return func(*args, **kwargs)
+        return self._moved(args[0], func(*args, **kwargs))
 
     def _data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``param.data = device tensor`` of a parameter built on the host; meta wants another."""
@@ -167,12 +187,12 @@ class Remap(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _from_meta(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A copy to the host has no data to copy: zeros of the right shape and dtype."""
+        """A copy to the host has what is known, or zeros of the right shape and dtype."""
         device = kwargs.get("device", _second(args))
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
             rest = [a for a in args[2:] if isinstance(a, torch.dtype)]
             dtype = kwargs.get("dtype") or (rest[0] if rest else args[0].dtype)
-            return torch.zeros(args[0].shape, dtype=dtype, device="cpu")
+            return _on_host(args[0]).to(dtype)
         return _TO(*args, **kwargs)
 
     def _device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -192,6 +212,9 @@ class Remap(TorchFunctionMode):
             return _TO(args[0], _LEGACY[getattr(torch.cuda, wanted.rpartition(".")[2])])
         return func(*args, **kwargs)
 
+    def _of_device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return args[0].device.type == self.target.type
+
     def _unpinned(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
 
@@ -208,14 +231,15 @@ class Remap(TorchFunctionMode):
 
     def _list(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args[0].is_meta:
+            value = known_values.value_of(args[0])
+            if value is not None:
+                return value.tolist()
             return _filled(args[0].shape, _number(args[0]))
         return func(*args, **kwargs)
 
     def _host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args[0].is_meta:
-            value = known_values.value_of(args[0])
-            empty = torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu")
-            return empty if value is None else value.clone()
+            return _on_host(args[0])
         return func(*args, **kwargs)
 
     def _tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -254,6 +278,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__set__: Remap._data,  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: Remap._of_device,  # type: ignore[attr-defined]
     _TO_CUDA: Remap._cuda,
     _TO: Remap._to,
     _TYPE: Remap._type,

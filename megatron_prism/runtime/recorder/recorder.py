@@ -579,7 +579,7 @@ def _nearest(offset: int, size: int) -> int:
 def _splits(group: PrismGroup, args: Args) -> Splits | None:
     """(rows to, rows from) every member where they are facts: mirrored peers send what we send, and
     that is nobody's split."""
-    known = group.all_local or group.world.shapes_only
+    known = not group.has_virtual or group.world.shapes_only
     if len(args) < 4 or not known or not (len(args[2]) and len(args[3])):
         return None
     return tuple(map(int, args[3])), tuple(map(int, args[2]))
@@ -590,7 +590,7 @@ def _uneven(group: PrismGroup, args: Args) -> Splits | None:
     all know them: whole parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0).
     Of experts' tokens (mappings.py:153 @0.19.0) mirrored peers have as many as we have."""
     lists, shards = args[0], args[1]
-    if not (group.all_local or SHARED in group.desc):
+    if group.has_virtual and SHARED not in group.desc:
         return None
     if torch.is_tensor(lists) or len(lists) != 1 or torch.is_tensor(lists[0]):
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -368,6 +369,14 @@ def fused_gradient(weight: Weight, main_grad: torch.Tensor) -> torch.Tensor | No
     return get_dummy_wgrad(main_grad.shape, weight.dtype, zero, weight.device)
 
 
+@dataclass(frozen=True)
+class ParameterInit:
+    """What Megatron-FSDP reads of a parameter of a module on the meta device."""
+
+    init_fn: Init | None
+    fp8_meta_index: None = None  # FP8 parameters are refused there
+
+
 class TransformerEngineBaseModule(torch.nn.Module):
     """Parameters, tracker, groups and the checkpoint's extra state."""
 
@@ -378,14 +387,15 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super().__init__()
         self.name: str | None = None
         self.activation_dtype: torch.dtype | None = None
-        self.fp8 = self.fp8_initialized = self.fp8_calibration = self.fp8_parameters = False
+        self.fp8 = self.fp8_initialized = self.fp8_calibration = False
+        self.primary_weights_in_fp8 = False  # what Megatron-FSDP asks; it refuses FP8 parameters
         self.fp8_meta: dict[str, object] = {"recipe": None, "fp8_checkpoint": False}
         self.fp8_state: LayerState | None = None
         self.fp8_weights: dict[str, Quantized] = {}
         self.tp_group: Group = None
         self.tp_size = 1
         self.sequence_parallel = False
-        self.param_init: dict[str, Init | None] = {}
+        self.param_init_meta: dict[str, ParameterInit] = {}
         self.get_rng_state_tracker: Trackers | None = None
         self.rng_tracker_name: str | None = None
         self.delayed: list[Callable[[], None]] = []
@@ -439,14 +449,14 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """A parameter that ``reset_parameters`` initialises with ``init``."""
         data = torch.empty(shape, dtype=dtype or torch.get_default_dtype(), device=device)
         self.register_parameter(name, torch.nn.Parameter(data))
-        self.param_init[name] = init
+        self.param_init_meta[name] = ParameterInit(init)
         return getattr(self, name)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         if defer_init:
             return
-        for name, init in self.param_init.items():
-            param = getattr(self, name)
+        for name, meta in self.param_init_meta.items():
+            param, init = getattr(self, name), meta.init_fn
             if init is None:
                 continue
             if self.get_rng_state_tracker is None:
@@ -460,7 +470,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def quantize_parameters(self) -> None:
         """Weights become FP8 where fp8_model_init says so (``parameters_fp8``)."""
         linear = hasattr(self, "in_features")  # a norm's weight stays as it is
-        names = [name for name in self.param_init if linear and name.startswith("weight")]
+        names = [name for name in self.param_init_meta if linear and name.startswith("weight")]
         state = begin_parameters(self, len(names))
         if state is not None:
             for name, quantizer in zip(names, state.weights, strict=True):

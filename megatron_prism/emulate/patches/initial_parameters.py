@@ -1,0 +1,139 @@
+"""Initial parameters that do not depend on the layout: ``--use-cpu-initialization`` on tier cpu.
+
+Megatron seeds tp, pp and ep ranks apart, so jobs of two layouts start from other weights; with this
+flag it draws whole weights and takes each tp rank's part, but pipeline stages and experts still
+differ.  Here every parameter is drawn whole from a seed of its own name, and each rank keeps the
+shard that Megatron's distributed checkpoint says it has: the one-rank job, resharded bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_prism.emulate import job_arguments
+from megatron_prism.emulate.patch import Original, PatchContext, Patches
+from megatron_prism.emulate.patches.startup import megatron_args
+from megatron_prism.runtime.virtual_world import values_of
+
+__all__ = ["PATCHES"]
+
+PATCHES = Patches()
+Fill = Callable[[torch.Tensor], None]
+_OVERWRITE = ("zero_", "fill_", "copy_", "constant_")  # nothing that was drawn before is left
+
+
+class _Fills(TorchFunctionMode):
+    """What fills storages with random numbers while a model is built: calls in place, in order, of
+    functions that change nothing but their first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[int, tuple[torch.dtype, list[Fill]]] = {}  # by storage
+        self._kept: list[torch.Tensor] = []  # so that no other storage gets the same address
+
+    def of(self, tensor: torch.Tensor) -> tuple[torch.dtype, list[Fill]]:
+        """(of what type the numbers were drawn, the calls)."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._of:
+            self._of[key] = tensor.dtype, []
+            self._kept.append(tensor.detach())
+        return self._of[key]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        before = torch.default_generator.get_state()
+        answer = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        tensor, rest = (args[0], args[1:]) if args else (kwargs.get("tensor"), ())
+        if not isinstance(tensor, torch.Tensor):
+            return answer
+        if func is torch.Tensor.to and answer is not tensor:  # a router's weight, in another type
+            self._of[answer.untyped_storage()._cdata] = self.of(tensor)
+            self._kept.append(answer.detach())
+        if not name.endswith("_") or name[-2:] == "__":
+            return answer
+        more = {key: value for key, value in kwargs.items() if value is not tensor}
+        draws = more.pop("generator", None) is not None
+        draws = draws or not torch.equal(before, torch.default_generator.get_state())
+        calls = self.of(tensor)[1]
+        if name in _OVERWRITE or any(map(torch.is_tensor, (*rest, *more.values()))):
+            calls.clear()
+        elif draws or calls:
+            calls.append(lambda whole: func(whole, *rest, **more))
+        return answer
+
+
+def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
+    """Fill each random parameter of ``model`` with its shard; names of those that stay as Megatron
+    has drawn them, because it does not draw them in place."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from torch.utils._pytree import tree_leaves
+
+    state = {"model": model.sharded_state_dict()}
+    apply_factories(state)
+    filled = set[int]()
+    for shard in tree_leaves(state):
+        if not isinstance(shard, ShardedTensor) or shard.data is None:
+            continue
+        dtype, calls = fills.of(shard.data)
+        if not calls:
+            continue
+        along = shard.prepend_axis_num
+        where = f"{seed} {shard.key} {shard.global_offset[:along]}"
+        digest = hashlib.sha256(where.encode()).digest()
+        whole = torch.empty(shard.global_shape[along:], dtype=dtype)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            for call in calls:
+                call(whole)
+            shard.data.copy_(whole[shard.global_slice()[along:]])
+        filled.add(shard.data.untyped_storage()._cdata)
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.untyped_storage()._cdata not in filled
+        and parameter.numel() > 1
+        and bool((parameter != parameter.reshape(-1)[0]).any())
+    ]
+
+
+@PATCHES.instead(
+    "megatron.training.training",
+    "get_model",
+    reason="layouts start from other weights; on the CPU they can be compared",
+    source="training/training.py:1161 @0.16.1; :1706 @0.19.0",
+    tiers=("cpu",),
+)
+@PATCHES.instead(
+    "megatron.training.models.dist_utils",
+    "unimodal_build_distributed_models",
+    reason="the same where a builder makes the model",
+    source="training/models/dist_utils.py:53 @0.19.0",
+    releases=">=0.19",
+    tiers=("cpu",),
+)
+def _same_parameters(
+    context: PatchContext, original: Original, provider: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """With ``--use-cpu-initialization`` a model has the same parameters in every layout."""
+
+    def build(*words: Any, **more: Any) -> Any:
+        with _Fills() as fills:
+            model = provider(*words, **more)
+        if rest := _draw_by_name(model, fills, megatron_args().seed):
+            context.say(f"--use-cpu-initialization leaves as they are: {', '.join(rest)}")
+        group = getattr(model, "embd_group", None)
+        ends = group is not None and (model.pre_process or model.post_process)
+        if ends and values_of(group) is None:  # the last stage takes the first one's embedding
+            model.setup_embeddings_and_output_layer()
+        return model
+
+    asked = job_arguments.left_out.get("use_cpu_initialization")
+    return original(build if asked else provider, *args, **kwargs)
