@@ -1,12 +1,10 @@
 """Received activations of known tokens: the same vector for the same token, and none alike."""
 
 import gc
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import patching
+from helpers import patching, processes
 
 torch = pytest.importorskip("torch")
 
@@ -201,13 +199,7 @@ assert found["image"].untyped_storage().nbytes() == 4 * (24 + 10)  # one buffer,
 def test_a_batch_that_a_virtual_rank_would_send_is_what_was_read(tier, rank):
     """As pretrain_vlm.py, pretrain_bert.py and pretrain_t5.py ask for theirs."""
     pytest.importorskip("megatron.core")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BATCH, tier, str(rank)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = processes.python(BATCH, tier, rank)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

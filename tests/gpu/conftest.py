@@ -6,4 +6,14 @@ would be behind the first's for good.  The driver reads the variable when it sta
 
 import os
 
+import pytest
+import torch
+
 os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.path.parts:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))

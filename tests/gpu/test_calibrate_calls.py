@@ -8,11 +8,6 @@ from torch import distributed as dist
 
 from megatron_prism.emulate.calibrate_rank import CallTimer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 
 @pytest.fixture(scope="module")
 def measure(tmp_path_factory):

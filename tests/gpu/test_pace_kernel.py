@@ -6,50 +6,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.answer_tables import one_interaction, random_table
 
-from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.device import Streams
 from megatron_prism.runtime.pacing.moves import ADDED, COPY, KINDS, Move
 from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
 from megatron_prism.runtime.process_group import CompletedWork
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 ITERATIONS = 4
-
-
-def table_of(seed, count=40):
-    """Random terms, each to an earlier interaction or into the last iteration."""
-    rng = np.random.default_rng(seed)
-    start, cause, back, weight = [0], [], [], []
-    for j in range(count):
-        for _ in range(int(rng.integers(0, 5))):
-            earlier = j > 0 and rng.random() < 0.8
-            cause.append(int(rng.integers(0, j if earlier else count)))
-            back.append(0 if earlier else 1)
-            weight.append(int(rng.integers(0, 200_000)))
-        start.append(len(cause))
-    return AnswerTimes(
-        (0,),
-        np.zeros(count, np.int32),
-        np.arange(count, dtype=np.int32),
-        np.arange(count, dtype=np.int32),
-        rng.integers(1_000, 60_000, count),
-        0,
-        np.array(start),
-        np.array(cause, np.int32),
-        np.array(back, np.int32),
-        np.array(weight, np.int64),
-    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ends_are_those_of_the_table(seed):
     from megatron_prism.runtime.pacing.device import LAUNCH, RING, Launcher
 
-    table = table_of(seed)
+    table = random_table([0] * 40, range(40), seed=seed, weights=200_000)
     launches = [[2 * i, 2 * i + 1] for i in range(len(table) // 2)]
     device = torch.device("cuda", torch.cuda.current_device())
     launcher = Launcher(table, launches, device)
@@ -90,11 +61,7 @@ def alone(own):
     """A launcher of one interaction that takes ``own`` ns."""
     from megatron_prism.runtime.pacing.device import Launcher
 
-    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
-    table = AnswerTimes(
-        (0,), one, one, one, np.array([own]), 0, np.zeros(2, np.int64), none, none, none
-    )
-    return Launcher(table, [[0]], torch.device("cuda", torch.cuda.current_device()))
+    return Launcher(one_interaction(own), [[0]], torch.device("cuda", torch.cuda.current_device()))
 
 
 def tensors(kind_of, size, odd):

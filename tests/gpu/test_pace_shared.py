@@ -4,43 +4,26 @@ With two GPUs each rank has its own, with one they take turns.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
 from datetime import timedelta
 
 import numpy as np
-import pytest
 import torch
+from helpers.answer_tables import random_table
 
-from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.shared_memory import Shared, layout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 COUNT, ITERATIONS = 12, 3
 
 
 def table_of_two():
     """Interactions of rank 0 alone, rank 1 alone, and both; terms across them."""
-    rng = np.random.default_rng(7)
-    start, cause, back, weight, member, of = [0], [], [], [], [], []
-    for j in range(COUNT):
-        for one in ((0,), (1,), (0, 1))[j % 3]:
-            member.append(one)
-            of.append(j)
-        for _ in range(int(rng.integers(0, 4))):
-            earlier = j > 0 and rng.random() < 0.7
-            cause.append(int(rng.integers(0, j if earlier else COUNT)))
-            back.append(0 if earlier else 1)
-            weight.append(int(rng.integers(0, 100_000)))
-        start.append(len(cause))
-    member, of, cause, back = (np.array(a, np.int32) for a in (member, of, cause, back))
-    op, own = np.arange(len(of), dtype=np.int32), rng.integers(1_000, 60_000, COUNT)
-    weight = np.array(weight, np.int64)
-    return AnswerTimes((0, 1), member, op, of, own, 0, np.array(start), cause, back, weight)
+    seats = [(one, j) for j in range(COUNT) for one in ((0,), (1,), (0, 1))[j % 3]]
+    member, of = zip(*seats, strict=True)
+    return random_table(member, of, (0, 1), seed=7, most=3)
 
 
 def launches_of(table, process):
@@ -145,8 +128,9 @@ def one_of_two(process, port):
 def test_two_processes():
     port = str(20_000 + int(time.time()) % 20_000)
     words = [sys.executable, __file__]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     running = [
-        subprocess.Popen([*words, str(p), port], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*words, str(p), port], stdout=subprocess.PIPE, text=True, env=env)
         for p in range(2)
     ]
     said = [process.communicate(timeout=120)[0] for process in running]

@@ -2,21 +2,16 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from helpers.answer_tables import one_interaction
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.device import Streams
 from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
 from megatron_prism.runtime.process_group import CompletedWork
 from megatron_prism.runtime.recorder.recorder import PacedRecorder, report_to
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 OWN_NS = 20_000_000  # of the call
 GROUP = SimpleNamespace(desc="TP", _mixed=None, rank=lambda: 0, size=lambda: 2)
 
@@ -25,12 +20,8 @@ GROUP = SimpleNamespace(desc="TP", _mixed=None, rank=lambda: 0, size=lambda: 2)
 def recorder():
     from megatron_prism.runtime.pacing.device import Launcher
 
-    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
-    table = AnswerTimes(
-        (0,), one, one, one, np.array([OWN_NS]), 0, np.zeros(2, np.int64), none, none, none
-    )
     device = torch.device("cuda", torch.cuda.current_device())
-    launcher = Launcher(table, [[0]], device)
+    launcher = Launcher(one_interaction(OWN_NS), [[0]], device)
     pacer = Pacer([PacedCall("all_reduce", "TP", 0)], launcher, Streams(launcher.driver, device))
     made = PacedRecorder(0, "cuda", pacer)
     changes = ProcessChanges()

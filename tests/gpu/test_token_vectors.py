@@ -1,14 +1,8 @@
 """Vectors of tokens on a real GPU: gathered as by hand, without memory the job does not have."""
 
-import pytest
 import torch
 
 from megatron_prism.runtime.values import COUNT, TokenVectors
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 
 
 def test_vectors_are_windows_and_torchs_peak_stays():

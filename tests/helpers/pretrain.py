@@ -1,10 +1,8 @@
 """Run pretrain_tiny.py in a fork of one process that has imported everything."""
 
-import pathlib
-
 from helpers import stock_jobs
 
-SCRIPT = pathlib.Path(__file__).with_name("pretrain_tiny.py")
+SCRIPT = stock_jobs.TINY
 
 JOB = """
 --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32

@@ -75,111 +75,92 @@ def index(ops, name, group, nth=0):
     return [i for i, op in enumerate(ops) if (op.name, op.group) == (name, group)][nth]
 
 
+def applied_later(change):
+    """``change(it, …)`` as ``change(…)``, which waits for ``it``: a Job, or the dumps by rank."""
+    return lambda *args, **more: lambda it: change(it, *args, **more)
+
+
 # -- what goes wrong ------------------------------------------------------------------------------
 # each takes a Job and returns the standstill's faults
 def nothing(it):
     return {}
 
 
-def without(rank, part):
+@applied_later
+def without(it, rank, part):
     """Rank skips a whole part."""
-
-    def change(it):
-        it.parts[rank] = [(n, o) for n, o in it.parts[rank] if n != part]
-        return {}
-
-    return change
+    it.parts[rank] = [(n, o) for n, o in it.parts[rank] if n != part]
+    return {}
 
 
-def without_calls(rank, part, name, group, which=None):
+@applied_later
+def without_calls(it, rank, part, name, group, which=None):
     """Rank leaves out calls of a part: all of a name and group, or the ``which``-th."""
-
-    def change(it):
-        ops = it.of(rank, part)
-        gone = [op for op in ops if (op.name, op.group) == (name, group)]
-        gone = gone if which is None else [gone[which]]
-        handles = {op.handle for op in gone if op.handle >= 0}
-        ops[:] = [op for op in ops if not any(op is g for g in gone)
-                  and not (op.name == "wait" and op.handle in handles)]  # fmt: skip
-        return {}
-
-    return change
+    ops = it.of(rank, part)
+    gone = [op for op in ops if (op.name, op.group) == (name, group)]
+    gone = gone if which is None else [gone[which]]
+    handles = {op.handle for op in gone if op.handle >= 0}
+    ops[:] = [op for op in ops if not any(op is g for g in gone)
+              and not (op.name == "wait" and op.handle in handles)]  # fmt: skip
+    return {}
 
 
-def another(rank, part, name, group, nth=0, /, **fields):
+@applied_later
+def another(it, rank, part, name, group, nth=0, /, **fields):
     """Rank makes one call otherwise."""
-
-    def change(it):
-        ops = it.of(rank, part)
-        at = index(ops, name, group, nth)
-        ops[at] = dataclasses.replace(ops[at], **fields)
-        return {}
-
-    return change
+    ops = it.of(rank, part)
+    at = index(ops, name, group, nth)
+    ops[at] = dataclasses.replace(ops[at], **fields)
+    return {}
 
 
-def more(ranks, part, at, *calls):
+@applied_later
+def more(it, ranks, part, at, *calls):
     """Ranks make calls that nobody else makes."""
-
-    def change(it):
-        for rank in ranks:
-            it.of(rank, part)[at:at] = calls
-        return {}
-
-    return change
+    for rank in ranks:
+        it.of(rank, part)[at:at] = calls
+    return {}
 
 
-def microbatch_more(rank):
+@applied_later
+def microbatch_more(it, rank):
     """One more forward of the second microbatch, as where one rank's data has more of them."""
-
-    def change(it):
-        ops = it.of(rank, "3")
-        forward = [op for op in ops if op.label == "1F"]
-        at = next(i for i, op in enumerate(ops) if op is forward[-1])
-        ops[at + 1 : at + 1] = forward
-        return {}
-
-    return change
+    ops = it.of(rank, "3")
+    forward = [op for op in ops if op.label == "1F"]
+    at = next(i for i, op in enumerate(ops) if op is forward[-1])
+    ops[at + 1 : at + 1] = forward
+    return {}
 
 
-def ring_turned(rank):
+@applied_later
+def ring_turned(it, rank):
     """Rank sends its keys and values to the previous rank of the ring, and expects the next's."""
-
-    def change(it):
-        ops = it.of(rank, "2")
-        ops[:] = [dataclasses.replace(o, peer=-o.peer) if o.group == CP else o for o in ops]
-        return {}
-
-    return change
+    ops = it.of(rank, "2")
+    ops[:] = [dataclasses.replace(o, peer=-o.peer) if o.group == CP else o for o in ops]
+    return {}
 
 
-def swapped(rank, part, first, second):
+@applied_later
+def swapped(it, rank, part, first, second):
     """Two calls (name, group, nth) change places."""
-
-    def change(it):
-        ops = it.of(rank, part)
-        a, b = index(ops, *first), index(ops, *second)
-        ops[a], ops[b] = ops[b], ops[a]
-        return {}
-
-    return change
+    ops = it.of(rank, part)
+    a, b = index(ops, *first), index(ops, *second)
+    ops[a], ops[b] = ops[b], ops[a]
+    return {}
 
 
-def stands(*ranks, part="3", at=40, silent=False):
+@applied_later
+def stands(it, *ranks, part="3", at=40, silent=False):
     """The hosts of these ranks stop there."""
-
-    def change(it):
-        faults = {}
-        for rank in ranks:
-            before = 0
-            for name, ops in it.parts[rank]:
-                if name == part:
-                    break
-                before += len(ops)
-            faults[rank] = RankFault(host=before + at, silent=silent)
-        return faults
-
-    return change
+    faults = {}
+    for rank in ranks:
+        before = 0
+        for name, ops in it.parts[rank]:
+            if name == part:
+                break
+            before += len(ops)
+        faults[rank] = RankFault(host=before + at, silent=silent)
+    return faults
 
 
 def device_stops(rank, part="3", at=40):
@@ -188,33 +169,26 @@ def device_stops(rank, part="3", at=40):
     return lambda it: {r: stall.RankFault(device=f.host) for r, f in stop(it).items()}
 
 
-def both(*changes):
-    def change(it):
-        faults = {}
-        for one in changes:
-            faults |= one(it)
-        return faults
-
-    return change
+@applied_later
+def both(it, *changes):
+    faults = {}
+    for one in changes:
+        faults |= one(it)
+    return faults
 
 
 # -- what becomes of the files --------------------------------------------------------------------
-def lost(*ranks):
-    def change(values):
-        for rank in ranks:
-            del values[rank]
-
-    return change
+@applied_later
+def lost(values, *ranks):
+    for rank in ranks:
+        del values[rank]
 
 
-def spares(*ranks):
+@applied_later
+def spares(values, *ranks):
     """Ranks that wait in the store until one dies: they are in no group."""
-
-    def change(values):
-        for rank in ranks:
-            values[rank] = values[0] | {"entries": [], "pg_config": {}, "pg_status": {}}
-
-    return change
+    for rank in ranks:
+        values[rank] = values[0] | {"entries": [], "pg_config": {}, "pg_status": {}}
 
 
 def clocks_apart(values):
@@ -226,38 +200,32 @@ def clocks_apart(values):
             entry["time_created_ns"] += apart[rank // 4]
 
 
-def lost_but_for(culprit, count, seed=1):
+@applied_later
+def lost_but_for(values, culprit, count, seed=1):
     """Half of the dumps did not make it to the file system."""
-
-    def change(values):
-        rest = [rank for rank in values if rank != culprit]
-        for rank in random.Random(seed).sample(rest, count):
-            del values[rank]
-
-    return change
+    rest = [rank for rank in values if rank != culprit]
+    for rank in random.Random(seed).sample(rest, count):
+        del values[rank]
 
 
-def of_version(version):
+@applied_later
+def of_version(values, version):
     """As that torch wrote them."""
-
-    def change(values):
-        number = int(version.partition(".")[2])
-        for rank, value in values.items():
-            mine = version if version != "mixed" else ("2.3", "2.10")[rank % 2]
-            value["version"] = mine
-            for entry in value["entries"]:
-                if number < 9:
-                    entry.pop("thread_id", None)
-                    entry.pop("thread_name", None)
-                if number < 3:
-                    entry.pop("retired")
-                    entry.pop("timeout_ms")
-                if number < 2:
-                    entry.pop("is_p2p")
+    number = int(version.partition(".")[2])
+    for rank, value in values.items():
+        mine = version if version != "mixed" else ("2.3", "2.10")[rank % 2]
+        value["version"] = mine
+        for entry in value["entries"]:
+            if number < 9:
+                entry.pop("thread_id", None)
+                entry.pop("thread_name", None)
+            if number < 3:
+                entry.pop("retired")
+                entry.pop("timeout_ms")
             if number < 2:
-                value.pop("pg_status")
-
-    return change
+                entry.pop("is_p2p")
+        if number < 2:
+            value.pop("pg_status")
 
 
 def no_entries(values):
@@ -265,126 +233,97 @@ def no_entries(values):
         value["entries"] = []
 
 
-def ring_of(length):
+@applied_later
+def ring_of(values, length):
     """Only the last calls are kept."""
-
-    def change(values):
-        for value in values.values():
-            value["entries"] = value["entries"][-length:]
-
-    return change
+    for value in values.values():
+        value["entries"] = value["entries"][-length:]
 
 
-def rings(*lengths):
+@applied_later
+def rings(values, *lengths):
     """The same, of ranks that keep different numbers of calls."""
-
-    def change(values):
-        for rank, value in values.items():
-            value["entries"] = value["entries"][-lengths[rank % len(lengths)] :]
-
-    return change
+    for rank, value in values.items():
+        value["entries"] = value["entries"][-lengths[rank % len(lengths)] :]
 
 
-def of_an_earlier_moment(rank, calls):
+@applied_later
+def of_an_earlier_moment(values, rank, calls):
     """The dump of ``rank`` was asked for by hand before the others': it ends ``calls`` earlier."""
-
-    def change(values):
-        value = values[rank]
-        value["entries"] = value["entries"][:-calls]
-        for number, status in value["pg_status"].items():
-            mine = [e for e in value["entries"] if str(e["pg_id"]) == number]
-            counts = [e["collective_seq_id"] for e in mine]
-            status["last_enqueued_collective"] = max(counts, default=-1)
-            done = [e["collective_seq_id"] for e in mine if e["retired"]]
-            status["last_completed_collective"] = max(done, default=-1)
-
-    return change
+    value = values[rank]
+    value["entries"] = value["entries"][:-calls]
+    for number, status in value["pg_status"].items():
+        mine = [e for e in value["entries"] if str(e["pg_id"]) == number]
+        counts = [e["collective_seq_id"] for e in mine]
+        status["last_enqueued_collective"] = max(counts, default=-1)
+        done = [e["collective_seq_id"] for e in mine if e["retired"]]
+        status["last_completed_collective"] = max(done, default=-1)
 
 
-def recorder_off(*ranks):
+@applied_later
+def recorder_off(values, *ranks):
     """TORCH_FR_BUFFER_SIZE=0 there, or reset: neither calls nor counters."""
-
-    def change(values):
-        for rank in ranks:
-            values[rank]["entries"], values[rank]["pg_status"] = [], {}
-
-    return change
+    for rank in ranks:
+        values[rank]["entries"], values[rank]["pg_status"] = [], {}
 
 
-def failed_calls_counted(*ranks):
+@applied_later
+def failed_calls_counted(values, *ranks):
     """As gloo does: a call that failed is counted as completed, though its record is open."""
-
-    def change(values):
-        for rank in ranks:
-            for status in values[rank]["pg_status"].values():
-                status["last_completed_collective"] = status["last_enqueued_collective"]
-
-    return change
+    for rank in ranks:
+        for status in values[rank]["pg_status"].values():
+            status["last_completed_collective"] = status["last_enqueued_collective"]
 
 
-def earlier_of(rank, calls, outstanding_only):
+@applied_later
+def earlier_of(values, rank, calls, outstanding_only):
     """The same, of dumps that may have outstanding calls only."""
-
-    def change(values):
-        of_an_earlier_moment(rank, calls)(values)
-        for value in values.values() if outstanding_only else ():
-            value["entries"] = [e for e in value["entries"] if not e["retired"]]
-
-    return change
+    of_an_earlier_moment(rank, calls)(values)
+    for value in values.values() if outstanding_only else ():
+        value["entries"] = [e for e in value["entries"] if not e["retired"]]
 
 
-def other_names(rank, a, b):
+@applied_later
+def other_names(values, rank, a, b):
     """Rank made two groups in the other order: their names are exchanged there."""
+    value = values[rank]
+    names = {c["desc"]: n for n, c in value["pg_config"].items()}
+    one, two = names[a], names[b]
+    other = {one: two, two: one}
+    value["pg_config"] = {
+        other.get(n, n): c | {"name": other.get(n, n)} for n, c in value["pg_config"].items()
+    }
+    for entry in value["entries"]:
+        name, desc = entry["process_group"]
+        entry["process_group"] = (other.get(name, name), desc)
 
-    def change(values):
-        value = values[rank]
-        names = {c["desc"]: n for n, c in value["pg_config"].items()}
-        one, two = names[a], names[b]
-        other = {one: two, two: one}
-        value["pg_config"] = {
-            other.get(n, n): c | {"name": other.get(n, n)} for n, c in value["pg_config"].items()
-        }
+
+@applied_later
+def of_another_job(values, ranks, name="interleaved"):
+    state = stall.run_until_stalled(job(name).programs(), {ranks[0]: RankFault(host=100)})
+    for rank, value in export.dumps_of(state, active_only=True):
+        if rank in ranks:
+            values[rank] = value
+
+
+@applied_later
+def started_again(values, rank):
+    """The rank was restarted alone: it counts from the beginning and waits for its first step."""
+    values[rank]["entries"] = []
+    for status in values[rank]["pg_status"].values():
+        for word in status:
+            status[word] = -1
+
+
+@applied_later
+def called(values, words):
+    """The groups have other descriptions: a device mesh's, or none."""
+    for value in values.values():
+        for config in value["pg_config"].values():
+            config["desc"] = words.get(config["desc"], config["desc"])
         for entry in value["entries"]:
             name, desc = entry["process_group"]
-            entry["process_group"] = (other.get(name, name), desc)
-
-    return change
-
-
-def of_another_job(ranks, name="interleaved"):
-    def change(values):
-        state = stall.run_until_stalled(job(name).programs(), {ranks[0]: RankFault(host=100)})
-        for rank, value in export.dumps_of(state, active_only=True):
-            if rank in ranks:
-                values[rank] = value
-
-    return change
-
-
-def started_again(rank):
-    """The rank was restarted alone: it counts from the beginning and waits for its first step."""
-
-    def change(values):
-        values[rank]["entries"] = []
-        for status in values[rank]["pg_status"].values():
-            for word in status:
-                status[word] = -1
-
-    return change
-
-
-def called(words):
-    """The groups have other descriptions: a device mesh's, or none."""
-
-    def change(values):
-        for value in values.values():
-            for config in value["pg_config"].values():
-                config["desc"] = words.get(config["desc"], config["desc"])
-            for entry in value["entries"]:
-                name, desc = entry["process_group"]
-                entry["process_group"] = (name, words.get(desc, desc))
-
-    return change
+            entry["process_group"] = (name, words.get(desc, desc))
 
 
 def of_a_larger_job(values):
@@ -393,39 +332,33 @@ def of_a_larger_job(values):
     values |= {r: v for r, v in export.dumps_of(state, active_only=True) if r > 15}
 
 
-def aborted_but(*ranks):
+@applied_later
+def aborted_but(values, *ranks):
     """All others were written down when their watchdogs had aborted what was outstanding."""
-
-    def change(values):
-        for rank in values.keys() - set(ranks):
-            entries = values[rank]["entries"]
-            values[rank]["entries"] = [e | {"retired": True} for e in entries]
-            for status in values[rank]["pg_status"].values():
-                status["last_completed_collective"] = status["last_enqueued_collective"]
-
-    return change
+    for rank in values.keys() - set(ranks):
+        entries = values[rank]["entries"]
+        values[rank]["entries"] = [e | {"retired": True} for e in entries]
+        for status in values[rank]["pg_status"].values():
+            status["last_completed_collective"] = status["last_enqueued_collective"]
 
 
-def unbatched(rank):
+@applied_later
+def unbatched(values, rank):
     """Rank posts its messages one by one where the others post them as a batch; the fault that
     stopped the world at one of them (1000 elements) is taken back."""
-
-    def change(values):
-        value = values[rank]
-        left, inside = [], []
-        for entry in value["entries"]:
-            for side in ("input_sizes", "output_sizes"):
-                entry[side] = [[1024] if size == [1000] else size for size in entry[side]]
-            if entry["profiling_name"] == "nccl:coalesced":
-                for place, message in enumerate(inside):  # by itself each has a state of its own
-                    message |= {k: entry[k] for k in ("state", "retired")}
-                    message["p2p_seq_id"] = 2 * message["p2p_seq_id"] + place
-                left += inside
-            inside = [*inside, entry] if entry["is_p2p"] else []
-            left += [] if entry["is_p2p"] else [entry]
-        value["entries"] = left
-
-    return change
+    value = values[rank]
+    left, inside = [], []
+    for entry in value["entries"]:
+        for side in ("input_sizes", "output_sizes"):
+            entry[side] = [[1024] if size == [1000] else size for size in entry[side]]
+        if entry["profiling_name"] == "nccl:coalesced":
+            for place, message in enumerate(inside):  # by itself each has a state of its own
+                message |= {k: entry[k] for k in ("state", "retired")}
+                message["p2p_seq_id"] = 2 * message["p2p_seq_id"] + place
+            left += inside
+        inside = [*inside, entry] if entry["is_p2p"] else []
+        left += [] if entry["is_p2p"] else [entry]
+    value["entries"] = left
 
 
 @dataclass(frozen=True)

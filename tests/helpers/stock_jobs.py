@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import pathlib
 import runpy
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import tempfile
 
 PREPARED = "torch torch.distributed.fsdp torch._inductor.compile_fx wandb transformers".split()
+TINY = pathlib.Path(__file__).with_name("pretrain_tiny.py")
 PATIENCE_S = 300  # then a job counts as hanging, and is ended by SIGALRM
 
 
@@ -33,6 +35,12 @@ def run(*phases):
         assert line, f"{__file__} ended: its stderr says why"
         found += [tuple(answer) for answer in json.loads(line)]
     return found
+
+
+def named(script, *phases):
+    """name -> (status, output) of jobs given as name -> words of ``script``; see ``run``."""
+    answers = run(*([["--", script, *words] for words in some.values()] for some in phases))
+    return dict(zip([name for some in phases for name in some], answers, strict=True))
 
 
 @functools.cache

@@ -5,9 +5,9 @@ Needs megatron.training (0.19).  All jobs are forks of one process (``stock_jobs
 """
 
 import json
-from pathlib import Path
 
 import pytest
+from helpers import stock_jobs
 from helpers.needs import TRAINING
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
@@ -66,25 +66,26 @@ LATER = {
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """name -> (status, output); and where they were told to write."""
-    from helpers import stock_jobs
-
     place = tmp_path_factory.mktemp("place")
-    script = Path(__file__).parents[1] / "helpers" / "pretrain_tiny.py"
 
     def words(flags):
         job = JOB.replace("--bf16", "") if "--fp16" in flags else JOB
-        return ["--", script, *(job + flags).format(place=place).split()]
+        return (job + flags).format(place=place).split()
 
-    phases = [[words(flags) for flags in some.values()] for some in (JOBS, LATER)]
-    answers = stock_jobs.run(*phases)
-    return dict(zip([*JOBS, *LATER], answers, strict=True)), place
+    phases = ({name: words(flags) for name, flags in some.items()} for some in (JOBS, LATER))
+    return stock_jobs.named(stock_jobs.TINY, *phases), place
+
+
+def trained(jobs, name):
+    """(what the job printed, where it was told to write); it ended well."""
+    status, said = jobs[0][name]
+    assert status == 0, said[-3000:]
+    return said, jobs[1]
 
 
 @pytest.mark.parametrize("name", ["writes", "writes, rank 0"])
 def test_nothing_is_added_to_the_real_jobs_records(name, jobs):
-    found, place = jobs
-    status, said = found[name]
-    assert status == 0, said[-3000:]
+    said, place = trained(jobs, name)
     assert not (place / "curves").exists()
     assert not (place / "saved").exists()
     assert not (place / "torch_profile").exists()
@@ -98,16 +99,13 @@ def test_gradients_and_traces_are_not_written_and_that_is_said(jobs):
 
 
 def test_a_skipped_iteration_is_not_asked_for(jobs):
-    status, said = jobs[0]["skips"]
-    assert status == 0, said[-3000:]
-    assert "2 optimizer steps applied of 2" in said
+    assert "2 optimizer steps applied of 2" in trained(jobs, "skips")[0]
 
 
 def test_the_fused_weight_gradient_is_the_unfused_one(jobs):
-    found, place = jobs
     iterations = []
     for name, folder in (("writes", "fused"), ("unfused", "unfused")):
-        assert found[name][0] == 0, found[name][1][-3000:]
+        _, place = trained(jobs, name)
         summary = json.loads((place / folder / "rank-000007.json").read_text())
         iterations.append([(i["losses"], i["grad_norm"]) for i in summary["iterations"]])
     assert len(iterations[0]) == 3
@@ -115,8 +113,7 @@ def test_the_fused_weight_gradient_is_the_unfused_one(jobs):
 
 
 def test_what_cannot_be_is_refused_by_name(jobs):
-    found, _ = jobs
-    status, said = found["DeepEP"]
+    status, said = jobs[0]["DeepEP"]
     assert status == 1, said[-3000:]
     last = said.splitlines()[-2:]
     what = "--moe-token-dispatcher-type flex talks to the other ranks through DeepEP"
@@ -138,30 +135,22 @@ def test_what_cannot_be_is_refused_by_name(jobs):
     ],
 )
 def test_what_would_need_a_package_or_values_trains(name, jobs):
-    found, _ = jobs
-    status, said = found[name]
-    assert status == 0, said[-3000:]
-    assert "3 optimizer steps applied of 3" in said
+    assert "3 optimizer steps applied of 3" in trained(jobs, name)[0]
 
 
 def test_graphs_that_are_left_out_are_not_forgotten(jobs):
-    found, _ = jobs
-    assert "estimated: +0 to +10 %, CUDA graphs" in found["graph"][1]
+    assert "estimated: +0 to +10 %, CUDA graphs" in jobs[0]["graph"][1]
 
 
 def test_a_job_that_nobody_records_is_none_to_save_also_if_no_rank_is_virtual(jobs):
-    found, place = jobs
-    status, said = found["alone"]
-    assert status == 0, said[-3000:]
+    said, place = trained(jobs, "alone")
     assert not (place / "alone").exists()
     assert said.count("checkpoints are not written") == 1
     assert list((place / "traced.profile").rglob("*rank-0.json.gz"))
 
 
 def test_the_real_job_that_is_recorded_writes(jobs):
-    found, place = jobs
-    status, said = found["own"]
-    assert status == 0, said[-3000:]
+    said, place = trained(jobs, "own")
     assert (place / "own" / "progress.txt").read_text().count("Starting job") == 1
     assert (place / "own" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     assert "prism: error" not in said  # nor from the processes that write it
@@ -169,7 +158,5 @@ def test_the_real_job_that_is_recorded_writes(jobs):
 
 @pytest.mark.parametrize(("name", "steps"), [("load, rank 0", 2), ("load, shapes", 5)])
 def test_the_real_jobs_checkpoint_can_be_named(name, steps, jobs):
-    found, _ = jobs
-    status, said = found[name]
-    assert status == 0, said[-3000:]
+    said, _ = trained(jobs, name)
     assert f"{steps} optimizer steps applied of {steps}" in said

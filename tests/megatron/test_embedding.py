@@ -1,30 +1,13 @@
 """Megatron's embedding over virtual ranks: the rows of all tokens, and the gradients of its own."""
 
-import subprocess
-import sys
-
 import pytest
+from helpers import processes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 _LOOKUPS = """
 import itertools
-import torch
-from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime import devices as tiers
-from megatron_prism.emulate import patch
-from megatron_prism.emulate.patches import training
-from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.runtime import virtual_world
-from megatron_prism.runtime.values import Values
-here = tiers.prepare("cpu", ProcessChanges())
-world = virtual_world.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
-context = patch.PatchContext(lambda: world, TrainingMonitor(), False, (1,), 1)
-names = {"whole-lookup", "mirrored-labels"}
-patch.apply([one for one in training.PATCHES if one.name in names], context)
-virtual_world.start(world)
-
-from megatron.core import ModelParallelConfig, parallel_state
+from megatron.core import ModelParallelConfig
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 
 parallel_state.initialize_model_parallel(4)
@@ -61,12 +44,12 @@ print("summed otherwise", world.values.parts is None)
 
 
 def test_every_token_has_a_row_and_gradients_stay():
-    pytest.importorskip("megatron.core")
-    done = subprocess.run(
-        [sys.executable, "-c", _LOOKUPS], capture_output=True, text=True, timeout=300, check=False
+    patches = (
+        """[one for one in training.PATCHES if one.name in {"whole-lookup", "mirrored-labels"}]"""
     )
-    assert "summed otherwise True" in done.stdout, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("lookup ")]
+    found, errors = processes.patched(_LOOKUPS, size=4, rank=1, patches=patches)
+    assert "summed otherwise True" in found, errors
+    lines = [line.split() for line in found if line.startswith("lookup ")]
     assert len(lines) == 24
     for _, way, weight, *_, whole, own in lines:
         completed = way != "plain" and weight == "partition"

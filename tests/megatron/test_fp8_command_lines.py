@@ -3,9 +3,8 @@
 Needs megatron.training (0.19).  All jobs are forks of one process (``stock_jobs``).
 """
 
-from pathlib import Path
-
 import pytest
+from helpers import stock_jobs
 from helpers.needs import TRAINING
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
@@ -47,14 +46,9 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def jobs():
     """name -> (status, output)."""
-    from helpers import stock_jobs
-
-    script = Path(__file__).parents[1] / "helpers" / "pretrain_tiny.py"
-    given = {**{name: f"--prism-tier meta {flags}" for name, flags in JOBS.items()}}
-    given |= {name: f"--prism-tier meta {flags}" for name, flags in REFUSED.items()}
-    given |= {name: flags for name, flags in REFUSED.items() if "--prism-tier" in flags}
-    answers = stock_jobs.run([["--", script, *(JOB + flags).split()] for flags in given.values()])
-    return dict(zip(given, answers, strict=True))
+    given = {**JOBS, **REFUSED}
+    words = {name: (JOB + "--prism-tier meta " + flags).split() for name, flags in given.items()}
+    return stock_jobs.named(stock_jobs.TINY, words)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers import stock_jobs
 from helpers.needs import TRAINING
 
 from megatron_prism.core.program import load
@@ -30,20 +31,12 @@ BOUND = 0.001  # of the peak: blocks that are not split, norms' workspaces, expe
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory):
     """job -> (status, output, bytes here)."""
-    from helpers import stock_jobs
-
     place = tmp_path_factory.mktemp("place")
-    script = Path(__file__).parents[1] / "helpers" / "pretrain_tiny.py"
     own = "--prism-emulate --prism-world-size 2 --prism-ranks 0 --prism-tier meta --num-workers 0 "
     own += "--train-iters 3 --global-batch-size 4"  # four of its eight microbatches: the same peak
-    answers = stock_jobs.run(
-        [
-            ["--", script, *f"{REAL['arguments']} {REAL['jobs'][name]['arguments']}".split(),
-             *own.split(), "--prism-capture", place / name]
-            for name in JOBS
-        ]
-    )  # fmt: skip
-    return dict(zip(JOBS, answers, strict=True)), place
+    jobs = {name: f"{REAL['arguments']} {REAL['jobs'][name]['arguments']} {own}" for name in JOBS}
+    words = {name: [*job.split(), "--prism-capture", place / name] for name, job in jobs.items()}
+    return stock_jobs.named(stock_jobs.TINY, words), place
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -1,29 +1,9 @@
 """What a stage receives as a gradient is multiplied by what its own optimizer divides by."""
 
-import subprocess
-import sys
-
 import pytest
+from helpers import processes
 
 _STAGE = """
-import sys
-import torch
-from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime import devices as tiers
-from megatron_prism.emulate import patch
-from megatron_prism.emulate.patches.pipeline import PATCHES as pipeline_patches
-from megatron_prism.emulate.patches.training import PATCHES as training_patches
-from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.runtime import virtual_world
-from megatron_prism.runtime.values import Values
-from megatron_prism.runtime.values import rms
-here = tiers.prepare("cpu", ProcessChanges())
-world = virtual_world.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
-context = patch.PatchContext(lambda: world, TrainingMonitor(), False, (1,), 1)
-patch.apply(pipeline_patches + training_patches, context)
-virtual_world.start(world)
-
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -56,16 +36,10 @@ print("scales", *scales)
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "scales"), [("bf16", (1, 1)), ("fp16", (4096, 2048))])
 def test_received_gradients_carry_the_scale_of_now(precision, scales):
-    pytest.importorskip("megatron.core")
-    done = subprocess.run(
-        [sys.executable, "-c", _STAGE, precision],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    words = done.stdout.split()
-    assert "scales" in words, done.stderr[-3000:]
+    patches = "pipeline.PATCHES + training.PATCHES"
+    lines, errors = processes.patched(_STAGE, precision, size=4, rank=1, patches=patches)
+    words = " ".join(lines).split()
+    assert "scales" in words, errors
     *gradients, activation = (float(word) for word in words[words.index("scales") + 1 :])
     one = 1 / (64 * 2 * 64**0.5)
     assert gradients == pytest.approx([scale * one for scale in scales], rel=0.05)

@@ -1,33 +1,12 @@
 """The network that mirrors make up: a loss it can learn, and no more tokens than are routed."""
 
-import subprocess
-import sys
-
 import pytest
+from helpers import processes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-_START = """
-import types
-import torch
-from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime import devices as tiers
-from megatron_prism.emulate import patch
-from megatron_prism.emulate.patches import moe, training
-from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.runtime import virtual_world
-from megatron_prism.runtime.values import Values
-here = tiers.prepare("cpu", ProcessChanges())
-world = virtual_world.VirtualWorld(8, 5, [5], Values(rank=5), here.device)
-names = {"whole-lookup", "mirrored-labels"}
-chosen = [one for one in training.PATCHES + moe.PATCHES if one in moe.PATCHES or one.name in names]
-patch.apply(chosen, patch.PatchContext(lambda: world, TrainingMonitor(), False, (5,), 5))
-virtual_world.start(world)
-from megatron.core import parallel_state
-torch.manual_seed(1)
-"""
-
 _LOSS = """
+import types
 from megatron.core.models.common.language_module.language_module import LanguageModule
 parallel_state.initialize_model_parallel(4)  # rank 5 is the second of four
 group = parallel_state.get_tensor_model_parallel_group()
@@ -104,16 +83,10 @@ print("as before", world.values.parts is None)
 
 @pytest.fixture(scope="module")
 def lines():
-    pytest.importorskip("megatron.core")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _START + _LOSS + _EXPERTS],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    found = done.stdout.splitlines()
-    assert found.count("as before True") == 2, done.stderr[-3000:]
+    names = {"whole-lookup", "mirrored-labels"}
+    patches = f"moe.PATCHES + [one for one in training.PATCHES if one.name in {names}]"
+    found, errors = processes.patched(_LOSS + _EXPERTS, size=8, rank=5, patches=patches)
+    assert found.count("as before True") == 2, errors
     return found
 
 

@@ -1,12 +1,10 @@
 """One process emulates two worlds, one after the other, and is then as it was before."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import processes
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -117,10 +115,7 @@ except MemoryError:
 
 
 def run(code):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE, code], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=600,
-    )  # fmt: skip
+    done = processes.python(CODE, code, timeout=600, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.answer_tables import random_table
 
-from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.device import (
     CHUNK_NS,
     CLOCK,
@@ -127,25 +127,8 @@ class Device:
         return self.ticks.value - begin
 
 
-def table_of(member, of, local, seed=3):
-    """Random terms among as many interactions as ``of`` names."""
-    rng, count = np.random.default_rng(seed), max(of) + 1
-    start, cause, back, weight = [0], [], [], []
-    for j in range(count):
-        for _ in range(int(rng.integers(0, 5))):
-            earlier = j > 0 and rng.random() < 0.7
-            cause.append(int(rng.integers(0, j if earlier else count)))
-            back.append(0 if earlier else 1)
-            weight.append(int(rng.integers(0, 100_000)))
-        start.append(len(cause))
-    member, of, cause, back = (np.array(a, np.int32) for a in (member, of, cause, back))
-    own = rng.integers(1_000, 60_000, count)
-    op, start, weight = np.arange(len(of)), np.array(start), np.array(weight, np.int64)
-    return AnswerTimes(local, member, op, of, own, 0, start, cause, back, weight)
-
-
 def test_calls_end_when_the_table_says(library):
-    table = table_of([0] * 12, range(12), (0,))
+    table = random_table([0] * 12, range(12), (0,))
     device, before = Device(library, table, 0), []
     for iteration in range(2 * RING):
         for launch in range(12):
@@ -161,7 +144,7 @@ def test_calls_end_when_the_table_says(library):
 
 @pytest.mark.parametrize("arrive", [False, True])
 def test_a_call_holds_its_stream_for_its_own_time_launch_included(library, arrive):
-    table = table_of([0], [0], (0,))
+    table = random_table([0], [0], (0,))
     device = Device(library, table, 0)
     begin = device.ticks.value
     took = device.call(0, 0, arrive)
@@ -172,7 +155,7 @@ def test_a_call_holds_its_stream_for_its_own_time_launch_included(library, arriv
 @pytest.mark.parametrize(("kind", "last"), [(0, COPY_NS), (ADDED + 1, SUM_NS + 2 * CHUNK_NS)])
 def test_what_is_moved_last_is_there_when_the_call_ends(library, kind, last):
     """A tile takes no time here, so the last one is there by as much earlier as it would take."""
-    table = table_of([0], [0], (0,))
+    table = random_table([0], [0], (0,))
     table.own[0] = 60_000
     device = Device(library, table, 0)
     source, to = np.zeros(8_192, np.uint8), np.zeros(4_096, np.uint8)
@@ -184,7 +167,7 @@ def test_what_is_moved_last_is_there_when_the_call_ends(library, kind, last):
 
 def test_a_local_rank_that_died_is_waited_for_once_an_iteration(library):
     """Its GPU holds nobody for longer than that, however many calls the others have issued."""
-    both = table_of([0, 1] * 6, [j for j in range(6) for _ in range(2)], (0, 1))
+    both = random_table([0, 1] * 6, [j for j in range(6) for _ in range(2)], (0, 1))
     one = Device(library, both, 0)
     for iteration in range(2):
         times = [one.call(launch, iteration) for launch in range(6)]
@@ -195,7 +178,7 @@ def test_a_local_rank_that_died_is_waited_for_once_an_iteration(library):
 
 
 def test_clocks_are_shifted_to_the_first_device(library):
-    both = table_of([0, 1] * 3, [j for j in range(3) for _ in range(2)], (0, 1))
+    both = random_table([0, 1] * 3, [j for j in range(3) for _ in range(2)], (0, 1))
     one = Device(library, both, 0)
     two = Device(library, both, 1, one)
     two.columns["clocks"][0] = np.array([(7_000_000, 1, 0.0, 50)], CLOCK)[0]
@@ -218,7 +201,7 @@ def test_clocks_are_shifted_to_the_first_device(library):
     ("size", "period"), [(96, 96), (192, 48), (80, 32), (7, 7), (16, 48), (0, 0)]
 )
 def test_what_moves_is_every_byte_once(library, size, period, offset):
-    table = table_of([0], [0], (0,))
+    table = random_table([0], [0], (0,))
     device = Device(library, table, 0)
     source = np.arange(256, dtype=np.uint8)
     to = np.full(256, 255, np.uint8)
@@ -232,7 +215,7 @@ def test_what_moves_is_every_byte_once(library, size, period, offset):
 
 @pytest.mark.parametrize(("kind", "dtype"), [(3, "f4"), (4, "f8"), (5, "i4"), (6, "i8")])
 def test_what_is_summed_over_equal_members_is_scaled_where_it_is(library, kind, dtype):
-    device = Device(library, table_of([0], [0], (0,)), 0)
+    device = Device(library, random_table([0], [0], (0,)), 0)
     values = np.arange(1, 38).astype(dtype)
     expected = values * 3
     at = values.ctypes.data
@@ -246,7 +229,7 @@ def test_what_is_summed_over_equal_members_is_scaled_where_it_is(library, kind, 
 @pytest.mark.parametrize("count", [1, 8, 37, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_chunks_are_added_up(library, dtype, count, odd, chunks):
-    device = Device(library, table_of([0], [0], (0,)), 0)
+    device = Device(library, random_table([0], [0], (0,)), 0)
     generator = torch.Generator().manual_seed(count)
     whole = torch.randn(chunks * count + odd, generator=generator).to(dtype)[odd:]
     out = torch.full((count + odd + 8,), 7, dtype=dtype)
@@ -270,7 +253,7 @@ def test_sums_read_nothing_behind_their_chunks(library, count):
     area = mmap.mmap(-1, 2 * page)
     at = ctypes.addressof(ctypes.c_char.from_buffer(area))
     ctypes.CDLL(None).mprotect(ctypes.c_void_p(at + page), page, 0)
-    device = Device(library, table_of([0], [0], (0,)), 0)
+    device = Device(library, random_table([0], [0], (0,)), 0)
     part = 4 * count
     out, source = np.ones(count, np.float32), at + page - 2 * part
     try:

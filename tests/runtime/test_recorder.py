@@ -1,13 +1,12 @@
 """The recorder writes down what hand-made sequences do, and nothing else."""
 
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from helpers import processes
 from torch import distributed as dist
 
 from megatron_prism.core.ops import CODE
@@ -429,10 +428,5 @@ assert recorder.stop().program().live_bytes()[-1] == 4096 + 32 + (32 << 20)
     ids=["cpu-streams", "meta-streams", "meta"],
 )
 def test_a_tier_is_recorded(tier, code):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", START.format(tier=tier) + code],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = processes.python(START.format(tier=tier) + code)
     assert done.returncode == 0, done.stdout + done.stderr
