@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.core import job_settings
+from megatron_prism.core import job_settings, shard
 from megatron_prism.core.errors import MissingSlicesError, ProgramError, UsageError
 from megatron_prism.core.files import check_writable, claimed
 from megatron_prism.core.megatron_source import ENGINE
@@ -179,8 +179,9 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     """The world of a folder of slices.
 
     A rank without a slice runs that of the captured rank of its stage with which it shares most
-    coordinates (the lowest of them).  ProgramError for a missing stage, unless ``partial``, or
-    slices of two jobs or of two ways to measure times.
+    coordinates (the lowest of them).  Of slices that differ in their shards of parameters alone,
+    the one that updates most stands for all (``source["alike"]``).  ProgramError for a missing
+    stage, unless ``partial``, or slices of two jobs or of two ways to measure times.
     """
     paths = sorted(p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name))
     if not paths:
@@ -215,7 +216,48 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     if indices := [one.source[HOST_INDEX] for one in slices if HOST_INDEX in one.source]:
         source[HOST_INDEX] = " ".join(indices)
     where = os.fspath(folder)
+    one_of = _alike(first.world, captured)
+    if said := _said(captured, one_of):
+        source["alike"] = said
+        kept = sorted(set(one_of))
+        of = np.where(of < 0, of, np.searchsorted(kept, np.array(one_of))[of]).astype(np.int32)
+        captured = [captured[index] for index in kept]
     return Programs(first.world, tuple(captured), of, groups, source, where, partial)
+
+
+def _alike(world: World, captured: Sequence[Program]) -> list[int]:
+    """For each program the one that stands for it: of those of a stage that are alike but for their
+    shards, the one with the longest step."""
+    strings = list(dict.fromkeys(text for program in captured for text in program.strings))
+    splits = list(dict.fromkeys(split for program in captured for split in program.splits))
+    kinds: dict[tuple[int, bytes], list[int]] = {}
+    for index, program in enumerate(captured):
+        kind = -1 - index, b""
+        if len(captured) > 1 and shard.is_sharded(program):
+            same = shard.without_shard(program).columns(strings, splits)
+            kind = world.coordinates(program.rank).pp, same
+        kinds.setdefault(kind, []).append(index)
+    found = list(range(len(captured)))
+    for alike in kinds.values():
+        longest = max(alike, key=lambda index: (*_work(captured[index]), -index))
+        for index in alike:
+            found[index] = longest
+    return found
+
+
+def _work(program: Program) -> tuple[int, int]:
+    """(bytes that the optimizer's step moves, its kernels)."""
+    step = program.ops[shard.segments(program)]
+    return int(step["traffic"].sum()), int(step["kernels"].sum())
+
+
+def _said(captured: Sequence[Program], one_of: Sequence[int]) -> str:
+    """``rank 2 for 7``: who stands for whom."""
+    others = defaultdict[int, list[int]](list)
+    for index, one in enumerate(one_of):
+        if one != index:
+            others[captured[one].rank].append(captured[index].rank)
+    return ", ".join(f"rank {rank} for {format_ranks(ranks)}" for rank, ranks in others.items())
 
 
 def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> None:

@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shlex
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.errors import UsageError
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.errors import MissingSlicesError, UsageError
+from megatron_prism.core.program import save
+from megatron_prism.core.slices import WORLD, SliceStore, assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES, World, format_ranks
 from megatron_prism.emulate import options as flags
@@ -173,6 +175,8 @@ def capture(
             _, found = workers.capture_world(store, ranks, record, console)
         else:
             found = record([rank for rank in ranks if rank not in there])
+            with contextlib.suppress(MissingSlicesError):  # some stages' ranks alone make no world
+                save(assemble(folder), folder / WORLD, force=True)
     for one in found:
         peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
         console.print(f"rank {one['rank']:,}: {one['said']}{peak}")

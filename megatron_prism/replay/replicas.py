@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from fractions import Fraction
 
 import numpy as np
 
+from megatron_prism.core import shard
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.groups import WORLD_GROUP
-from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, PHASE_NAMES, SHARED
+from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, SHARED
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.graph.classes import memberships, partition
@@ -27,7 +27,6 @@ from megatron_prism.replay.whatif import with_assumption, without_unused
 __all__ = ["with_data_parallel"]
 
 
-_BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
 _OF_PARTS = CODE["all_gather"], CODE["reduce_scatter"]
 _ALIGN = 128
 _BUCKET_GROWS = 40  # ranks
@@ -116,8 +115,8 @@ def _check_alike(running: np.ndarray, places: np.ndarray) -> None:
         raise ProgramError(
             f"ranks {ranks[0]} and {ranks[1]} differ in nothing but the replica, and run different "
             "programs",
-            fix="change the size first and slow ranks down after that; uneven experts need a "
-            "capture of the new size",
+            fix="change the size first and slow ranks down after that; one slice a stage where "
+            "times were measured; uneven experts need a capture of the new size",
         )
 
 
@@ -139,8 +138,7 @@ class _Resizer:
 
     @property
     def sharded(self) -> bool:
-        """Whether replicas share the parameters out, so that each updates a part of them."""
-        return bool(self._of_buckets("reduce_scatter").any())
+        return shard.is_sharded(self.given)
 
     def program(self) -> Program:
         """The program in the new world."""
@@ -152,14 +150,7 @@ class _Resizer:
         resized = dataclasses.replace(self.given, ops=ops, rank=self.there)
         if not self.sharded:
             return resized
-        ratio = Fraction(self.old.dp, self.new.dp)  # of the experts' shards, too
-        return with_shard(resized, ratio, self._of_buckets("all_gather"))
-
-    def _of_buckets(self, name: str) -> np.ndarray:
-        """bool [ops]: calls of that name which move buckets."""
-        sites = np.array([_BUCKETS in text for text in self.given.strings])
-        found: np.ndarray = (self.given.ops["name"] == CODE[name]) & sites[self.given.ops["site"]]
-        return found
+        return _with_shard(resized, Fraction(self.old.dp, self.new.dp))  # of the experts', too
 
     def _resize(self, row: np.void, group: str) -> None:
         before, after = self.sizes[group]
@@ -189,13 +180,13 @@ class _Resizer:
         site, group = (self.given.strings[row[name]] for name in ("site", "group"))
         if int(row["name"]) not in _OF_PARTS or SHARED not in group or not site:
             return False
-        return _BUCKETS not in site or "fsdp" in site
+        return shard.BUCKETS not in site or "fsdp" in site
 
     def _shard(
         self, row: np.void, part: str, whole: str, before: int, after: int
     ) -> tuple[int, int]:
         """(elements of one rank, of all) in the new group."""
-        if _BUCKETS not in self.given.strings[row["site"]]:
+        if shard.BUCKETS not in self.given.strings[row["site"]]:
             return int(row[part]), int(row[part]) * after
         self.buckets.add((before, after))
         align = math.lcm(after, _ALIGN)
@@ -216,34 +207,17 @@ class _Resizer:
         )
 
 
-_OPTIMIZER = PHASE_NAMES.index("optimizer")
-_STATES = re.compile(r"optim:|grad:main parameters$")  # notes of what has a shard's size
-_LEAST = 512  # bytes; what is smaller is a scalar
 _TOOK = ("ns", "host", "lead", "products")
 
 
-def with_shard(program: Program, ratio: Fraction, gathers: np.ndarray) -> Program:
-    """The program of a rank that updates ``ratio`` times as many parameters.
-
-    Args:
-        gathers: bool [ops], of parameters.  What a step does behind the last one is about whole
-            parameters.
-    """
-    step = program.ops["phase"] == _OPTIMIZER
-    ends = np.flatnonzero(gathers & step)
-    step[ends[-1] if len(ends) else len(step) :] = False
-    resized = _with_segments(program, ratio, np.flatnonzero(step & _computes(program)))
-    return _with_memory(resized, ratio, step)
+def _with_shard(program: Program, ratio: Fraction) -> Program:
+    """The program of a rank that updates ``ratio`` times as many parameters."""
+    return _with_memory(_with_segments(program, ratio), ratio)
 
 
-def _computes(program: Program) -> np.ndarray:
-    found: np.ndarray = program.ops["name"] == CODE["compute"]
-    return found
-
-
-def _with_segments(program: Program, ratio: Fraction, segments: np.ndarray) -> Program:
+def _with_segments(program: Program, ratio: Fraction) -> Program:
     ops, strings = program.ops.copy(), list(program.strings)
-    for index in segments.tolist():
+    for index in shard.segments(program).tolist():
         row = ops[index]
         note, num_bytes, kernels = scaled_kernels(strings[row["note"]], ratio)
         if row["traffic"] >= 0:
@@ -259,7 +233,7 @@ def _with_segments(program: Program, ratio: Fraction, segments: np.ndarray) -> P
     return dataclasses.replace(program, ops=ops, strings=tuple(strings))
 
 
-def _with_memory(program: Program, ratio: Fraction, step: np.ndarray) -> Program:
+def _with_memory(program: Program, ratio: Fraction) -> Program:
     """The program with ``ratio`` times as many bytes of storages that a shard's parameters have.
 
     Requests of earlier iterations are known by their size alone: those follow the shard whose size
@@ -268,17 +242,12 @@ def _with_memory(program: Program, ratio: Fraction, step: np.ndarray) -> Program
     memory, history = program.allocations, program.history
     if not len(memory):
         return program
-    states, buckets = (
-        np.array([bool(text.search(note)) for note in program.strings])[memory["note"]]
-        for text in (_STATES, re.compile(re.escape(_BUCKETS)))
-    )
-    within = (memory["before"] > 0) & step[np.minimum(memory["before"], len(step) - 1)]
-    come = memory["bytes"] >= _LEAST
-    chosen = come & (states | within & ~buckets)
+    chosen, within = shard.storages(program)
+    come = memory["bytes"] >= shard.SCALAR
     parts = _parts(
         memory["storage"][chosen], memory["bytes"][chosen], memory["note"][chosen], ratio
     )
-    sizes = set(memory["bytes"][chosen & within].tolist())
+    sizes = set(memory["bytes"][within].tolist())
     sizes -= set(memory["bytes"][come & ~chosen].tolist())
     earlier = ~np.isin(history[:, 0], memory["storage"]) & np.isin(history[:, 1], [*sizes])
     parts |= _parts(history[earlier, 0], history[earlier, 1], np.zeros(earlier.sum()), ratio)

@@ -252,8 +252,10 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
         words = with_option(words, "--num-layers-per-virtual-pipeline-stage", None)
         if axes["vpp"] == 1:
             words = with_option(words, option_of("parallel.vpp"), None)
-    if axes.get("tp") == 1:
-        words = with_option(words, "--sequence-parallel", None)
+    if "tp" in axes and not {"parallel.sequence_parallel", "--sequence-parallel"} & {*axes}:
+        tp, given = size_of(job.words, option_of(AXES["tp"])), "--sequence-parallel" in job.words
+        if (wanted := _sequence_parallel(axes, tp, given)) != given:
+            words = with_option(words, "--sequence-parallel", wanted)
     if "recompute" in axes:
         full = axes["recompute"] == "full"
         method = option_value(words, "--recompute-method") or "uniform"
@@ -271,6 +273,12 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
         return SweepPoint(axes, None, error.message, "no layout")
 
 
+def _sequence_parallel(axes: Mapping[str, Value], tp: int, given: bool) -> bool:
+    """Whether a point has it: as the job where that has tensor parallelism (``tp``), else as
+    Megatron's guides advise."""
+    return (given or tp == 1) and int(str(axes["tp"])) > 1
+
+
 def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
     sections = {name: copy.copy(getattr(recipe, name)) for name in ("model", "parallel", "train")}
     prism = dataclasses.replace(recipe.prism, ranks=None, tier="meta", out=None)
@@ -285,9 +293,8 @@ def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
     if parallel.vpp == 1:
         parallel.vpp = None
     if "tp" in axes and "parallel.sequence_parallel" not in axes:
-        # as the recipe where it has tensor parallelism, else as Megatron's guides advise
-        asked = recipe.parallel.sequence_parallel or recipe.parallel.tp == 1
-        parallel.sequence_parallel = asked and parallel.tp > 1
+        own = recipe.parallel
+        parallel.sequence_parallel = _sequence_parallel(axes, own.tp, own.sequence_parallel)
     if train.recompute_granularity != "full":
         train.recompute_method = train.recompute_num_layers = None
     else:

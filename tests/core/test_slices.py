@@ -13,7 +13,7 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, load, save
-from megatron_prism.core.program_text import dump
+from megatron_prism.core.program_text import dump, parse
 from megatron_prism.core.slices import SliceStore, assemble, open_programs, stand_in_for
 from megatron_prism.core.world import World
 
@@ -80,6 +80,38 @@ def test_a_gather_of_uneven_shares_wants_a_slice_of_each_rank_that_differs(tmp_p
         stored("a", [0])
     assert 1 in caught.value.ranks
     assert stored("b", [0, 1, 3]).program_of[2] == 0
+
+
+STEP = """prism-program 1
+world size=4 pp=2
+program rank={rank} ranks=0-3
+-    alloc storage=1 bytes=4096 note="param:[2]"
+-    alloc storage=2 bytes={state} note="optim:exp_avg"
+0F   compute flops={flops} traffic=1000 kernels=1
+G    reduce_scatter DATA_PARALLEL_GROUP fp32 in=8 out=4 reduce=avg @a/param_and_grad_buffer.py:7
+O    compute flops=0 traffic={state} kernels={kernels} note=cut@{rank}
+"""
+
+
+def test_ranks_that_differ_in_their_shards_alone_are_one_class(tmp_path):
+    """The one with the longest step stands for its stage; other work is not taken for a shard."""
+
+    def assembled(name, *ranks):
+        for rank, state, kernels, flops in ranks:
+            text = STEP.format(rank=rank, state=state, kernels=kernels, flops=flops)
+            (one,) = parse(text).programs
+            store = SliceStore(tmp_path / name, World(4, pp=2), SOURCE)
+            store.folder.mkdir(exist_ok=True)
+            store.put(one)
+        return assemble(tmp_path / name)
+
+    alike = assembled("a", (0, 600, 3, 9), (1, 700, 2, 9), (2, 600, 3, 9))
+    assert [one.rank for one in alike.programs] == [1, 2]  # other stages stay apart
+    assert alike.program_of.tolist() == [0, 0, 1, 1]
+    assert alike.source["alike"] == "rank 1 for 0"
+    other = assembled("b", (0, 600, 3, 9), (1, 600, 3, 8), (2, 600, 3, 9))
+    assert other.program_of.tolist() == [0, 1, 2, 2]
+    assert "alike" not in other.source
 
 
 # -- the store ------------------------------------------------------------------------------------

@@ -104,6 +104,19 @@ def of_script(*words):
     return space.points(SCRIPT, space.parse_axes(words, SCRIPT))
 
 
+@pytest.mark.parametrize(
+    ("given", "tp", "expected"),
+    [("", 1, False), ("", 2, True), ("--tensor-model-parallel-size 2", 4, False),
+     ("--tensor-model-parallel-size 2 --sequence-parallel", 4, True),
+     ("--tensor-model-parallel-size 2 --sequence-parallel", 1, False)],
+)  # fmt: skip
+def test_sequence_parallelism_of_a_script_follows_the_axis_tp(given, tp, expected):
+    words = f"--num-layers 8 --micro-batch-size 1 --global-batch-size 64 {given}".split()
+    job = space.Script("pretrain_gpt.py", tuple(words), ("--prism-world-size", "8"))
+    (one,) = space.points(job, space.parse_axes([f"tp={tp}"], job))
+    assert ("--sequence-parallel" in one.layout.command()) == expected
+
+
 def test_a_script_has_megatrons_options_as_axes():
     one, other = of_script("tensor-model-parallel-size=1,4", "recompute=full", "bf16=none")
     assert (one.layout.world.tp, other.layout.world.tp) == (1, 4)
