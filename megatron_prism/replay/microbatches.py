@@ -22,9 +22,11 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.ops import CODE, IS_PAIR, PHASE_NAMES
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.world import World
 from megatron_prism.replay.whatif import with_assumption
 
 __all__ = ["Scheduler", "fewest_microbatches", "microbatch_count", "with_microbatches"]
@@ -66,6 +68,7 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
             "no op of the programs names a microbatch, so their number cannot be changed",
             fix="capture the job with that many",
         )
+    _check_end(programs.source, min(there, wanted))
     size = sum(len(program) for program in programs.programs) * -(-wanted // there)
     if size > _MOST_OPS or wanted * len(programs.programs) > _MOST_STEPS:  # before they are made
         raise ProgramError(
@@ -75,7 +78,7 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
     before, after = order.run(there), order.run(wanted)
     stages = [programs.world.coordinates(program.rank).pp for program in programs.programs]
     pieces = [
-        _Pieces(program, there, before[stage])
+        _Pieces(program, programs.world, there, before[stage])
         for program, stage in zip(programs.programs, stages, strict=True)
     ]
     try:
@@ -100,6 +103,20 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
     )
 
 
+def _check_end(source: Mapping[str, str], fewest: int) -> None:
+    """ProgramError if every microbatch leaves work to the end of the iteration
+    (core/pipeline_parallel/utils.py drain_embedding_wgrad_compute; limit 0: all of them)."""
+    given = job_settings.values(source.get("arguments", ""))
+    limit = int(given.get("--wgrad-deferral-limit", 0))
+    if "--defer-embedding-wgrad-compute" in given and not 0 < limit < fewest:
+        raise ProgramError(
+            f"with --defer-embedding-wgrad-compute and --wgrad-deferral-limit {limit} each of "
+            f"{fewest} microbatches leaves a gradient to the end of the iteration, which is "
+            "another one for every number of them",
+            fix="capture the job with that many, or with a smaller limit than microbatches",
+        )
+
+
 class _MissingKind(Exception):
     """No captured piece can stand for one of the wanted schedule."""
 
@@ -113,9 +130,10 @@ class _Cut:
     bounds  : int64 [pieces + 1]: where each begins
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, world: World) -> None:
         ops = program.ops
         self.program, self.pipeline = program, _is_pipeline(program)
+        self.stages = _stages(program, world)
         phase = np.where(ops["phase"] == _WEIGHT, _BACKWARD, ops["phase"])
         inside = (ops["microbatch"] >= 0) & np.isin(phase, (_FORWARD, _BACKWARD)) & ~self.pipeline
         at = np.flatnonzero(inside)
@@ -188,8 +206,8 @@ class _Cut:
 
     def messages(self, piece: int) -> tuple[tuple[int, int], ...]:
         """Sends, receives and waits of the pipeline in a piece, as the scheduler orders them."""
-        ops = self.program.ops
-        return tuple((int(ops["name"][i]), int(ops["peer"][i])) for i in self.talk[piece])
+        names = self.program.ops["name"]
+        return tuple((int(names[i]), int(self.stages[i])) for i in self.talk[piece])
 
     def asked(self, piece: int) -> Kind:
         """All that the scheduler does in a piece."""
@@ -216,6 +234,20 @@ def _is_pipeline(program: Program) -> np.ndarray:
     return IS_PAIR[ops["name"]] & (known[ops["group"]] | known[ops["site"]])
 
 
+def _stages(program: Program, world: World) -> np.ndarray:
+    """int64 [n]: how many stages on the peer of each message is, and 0 for all other ops.
+
+    Two stages exchange in two groups, one of them everybody's, in which peers are farther away
+    (core/pipeline_parallel/p2p_communication.py:65 @0.16.1).
+    """
+    ops, rank = program.ops, program.rank
+    inside = ["PIPELINE_MODEL_PARALLEL" in text for text in program.strings]
+    own, peer = world.coordinates(rank).pp, ops["peer"].astype(np.int64)
+    there = np.asarray(world._along("pp", (rank + peer) % world.size)) - own
+    stages = np.where(np.array(inside, dtype=bool)[ops["group"]], peer, there) % world.pp
+    return np.where(IS_PAIR[ops["name"]], stages, 0)
+
+
 # -- the order -------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class _Order:
@@ -229,7 +261,7 @@ class _Order:
     @classmethod
     def of(cls, programs: Programs, count: int, scheduler: Scheduler) -> _Order:
         """ProgramError if there are none."""
-        cuts = [_Cut(program) for program in programs.programs]
+        cuts = [_Cut(program, programs.world) for program in programs.programs]
         stages = [programs.world.coordinates(program.rank).pp for program in programs.programs]
         labels = [chunk for cut in cuts for one in cut.members for _, chunk in one]
         chunks = 1 + max(labels, default=-1)
@@ -260,7 +292,7 @@ class _Order:
     def run(self, count: int) -> list[_Cut]:
         """Every stage's schedule of ``count`` microbatches."""
         recorded = self.scheduler(self.pp, self.vpp, count, **self.settings)
-        return [_Cut(program) for program in recorded.programs]
+        return [_Cut(program, recorded.world) for program in recorded.programs]
 
     def fewest(self, wanted: int, more_than: int) -> int:
         """The smallest number above ``more_than`` whose schedule has every kind of ``wanted``."""
@@ -405,8 +437,8 @@ def _named(kind: Kind, step: bool) -> str:
 class _Pieces(_Cut):
     """A captured program, cut, and which of its steps have bodies of their own."""
 
-    def __init__(self, program: Program, count: int, order: _Cut) -> None:
-        super().__init__(program)
+    def __init__(self, program: Program, world: World, count: int, order: _Cut) -> None:
+        super().__init__(program, world)
         self.count, self.order = count, order
 
     @cached_property
