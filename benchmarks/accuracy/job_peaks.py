@@ -3,10 +3,10 @@
 ``python -m benchmarks.accuracy.job_peaks RESULTS SCRIPTS [JOB … ]``
 
 RESULTS is ``h200_fp8_peaks`` (15 jobs, 13 of them in FP8: four minutes of one core) or
-``h100_stock_peaks`` (13 configurations after Megatron-LM's examples: eight minutes).  SCRIPTS holds
-stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  Every job is captured
-on tier ``meta`` as the rank that was emulated on the GPU with the real Transformer Engine; its
-figure was read by hand, as ``about`` in the file says.
+``h100_stock_peaks`` (23 configurations after Megatron-LM's examples: fifteen minutes).  SCRIPTS
+holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  Every job is
+captured on tier ``meta`` as the rank that was emulated on the GPU with the real Transformer
+Engine; its figure was read by hand, as ``about`` in the file says.
 """
 
 from __future__ import annotations
