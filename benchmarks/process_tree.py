@@ -1,8 +1,7 @@
 """How long does a command take, and how much memory do it and its children hold at once? (Linux)
 
 ``measure(argv)`` runs it to its end.  ``peak_rss`` adds resident pages of all processes, so pages
-they share (libraries) count once for each; ``peak_pss`` shares them out, which is what the machine
-really holds.
+they share (libraries) count once for each.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class Measured:
     seconds: float
     cpu_seconds: float
     peak_rss: int
-    peak_pss: int
     status: int
     output: str
 
@@ -46,14 +44,13 @@ def _tree(root: int) -> list[int]:
     return found
 
 
-def _memory(pid: int) -> tuple[int, int]:
-    """(resident, proportional) bytes of one process; zeros if it has ended."""
+def _memory(pid: int) -> int:
+    """Resident bytes of one process; 0 if it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except OSError:
-        return 0, 0
-    sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines[1:]}
-    return sizes.get("Rss:", 0), sizes.get("Pss:", 0)
+        return 0
+    return pages * resource.getpagesize()
 
 
 def measure(argv: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> Measured:
@@ -68,11 +65,9 @@ def measure(argv: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
     ) as process:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        output, rss, pss = b"", 0, 0
+        output, rss = b"", 0
         while process.poll() is None:
-            sizes = [_memory(pid) for pid in _tree(process.pid)]
-            rss = max(rss, sum(size[0] for size in sizes))
-            pss = max(pss, sum(size[1] for size in sizes))
+            rss = max(rss, sum(map(_memory, _tree(process.pid))))
             output += process.stdout.read() or b""
             time.sleep(PERIOD)
         seconds = time.perf_counter() - start
@@ -80,4 +75,4 @@ def measure(argv: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
         output += process.stdout.read() or b""
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Measured(seconds, cpu, rss, pss, process.returncode, output.decode(errors="replace"))
+    return Measured(seconds, cpu, rss, process.returncode, output.decode(errors="replace"))

@@ -12,8 +12,7 @@ out of memory, in which step, at which line, and by how many bytes the limit is 
 falls into the middle of the largest request of the first class beyond the second's peak, so that a
 model that is off by less than half of it is right.  ``run`` starts side by side on one GPU, with
 the allocator limited: the class that shall run out (and compares where it does), the one that shall
-not, and the first with the limit raised by the reported bytes; and the first once more without a
-limit, with ``--prism-reserve-nccl h200`` and ``--prism-memory-snapshot``.
+not, and the first with the limit raised by the reported bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -133,26 +131,23 @@ def _limit(program: Program, above: int) -> int:
 
 # -- on one GPU -----------------------------------------------------------------------------------
 def run(scripts: Path, made: dict[str, Any], work: Path) -> tuple[list[dict[str, Any]], int]:
-    """All four at once; (rows, how many were not as predicted)."""
+    """All three at once; (rows, how many were not as predicted)."""
     over, under, limit = made["over"], made["under"], made["limit"]
     jobs = {
-        "over": (over, limit, ()),
-        "under": (under, limit, ()),
-        "raised": (over, limit + made["raise_by"], ()),
-        "watched": (over, 0, ("--prism-reserve-nccl", "h200", "--prism-memory-snapshot",
-                              str(work / "snapshot"))),
-    }  # fmt: skip
+        "over": (over, limit),
+        "under": (under, limit),
+        "raised": (over, limit + made["raise_by"]),
+    }
     running = {}
-    for name, (rank, bytes_, ours) in jobs.items():
-        words = command(rank, "--prism-tier", "cuda", "--prism-out", str(work / name),
-                        *ours)  # fmt: skip
+    for name, (rank, bytes_) in jobs.items():
+        words = command(rank, "--prism-tier", "cuda", "--prism-out", str(work / name))
         log = open(work / f"{name}.log", "wb")  # noqa: SIM115 - closed with the process
         running[name] = subprocess.Popen(
             words, env=environment(scripts, bytes_), stdout=log, stderr=log
         )
     rows, wrong = [], 0
     for name, process in running.items():
-        rank, bytes_, _ = jobs[name]
+        rank, bytes_ = jobs[name]
         status = process.wait()
         text = (work / f"{name}.log").read_text(errors="replace")
         row: dict[str, Any] = {"job": name, "rank": rank, "limit": bytes_, "status": status}
@@ -167,9 +162,6 @@ def run(scripts: Path, made: dict[str, Any], work: Path) -> tuple[list[dict[str,
             row["same_line"] = row.get("site") == made["site"]
         row["as_predicted"] = good
         wrong += not good or row.get("same_line") is False
-        if name == "watched":
-            row |= _snapshot(work / "snapshot")
-            wrong += not row["snapshot"]
         if not good:
             row["log"] = text[-1500:]
         rows.append(row)
@@ -185,17 +177,6 @@ def _memory(file: Path, predicted_bytes: int) -> dict[str, Any]:
     found = {key: stored[key] for key in kept if stored.get(key)}
     found["predicted_percent"] = 100 * (predicted_bytes / stored["allocated_peak"] - 1)
     return found
-
-
-def _snapshot(folder: Path) -> dict[str, Any]:
-    """What memory_viz will find."""
-    files = sorted(folder.glob("*.pickle"))
-    if not files:
-        return {"snapshot": None}
-    stored = pickle.loads(files[0].read_bytes())  # our own process wrote it
-    entries = sum(map(len, stored.get("device_traces", ())))
-    return {"snapshot": files[0].stat().st_size, "segments": len(stored["segments"]),
-            "trace_entries": entries}  # fmt: skip
 
 
 def main() -> int:

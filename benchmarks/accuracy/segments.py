@@ -1,14 +1,13 @@
 """How far off are segments that were never run?  Tier ``meta`` against the same ranks on a GPU.
 
 ``python -m benchmarks.accuracy.segments META MEASURED [--machine h200] [--table FILE.json]
-[--job NAME] [--phases forward,backward] [--json OUT] [--calibration FILE]``
+[--job NAME] [--phases forward,backward] [--json OUT]``
 
 META and MEASURED are folders of slices of the same job, captured with ``--prism-tier meta`` and on
 a GPU; ranks that both have are compared.  Each rank's time in kernels by phase: forward and
 backward as the median of its microbatches, the rest of an iteration as one sum.  Slices whose
 ``host`` time is apart hold kernels alone; older ones also where the GPU waited for its host.  OUT
 keeps rows of other jobs.
-With a calibration also the iteration time that META alone predicts, without any host's time.
 """
 
 from __future__ import annotations
@@ -58,12 +57,6 @@ def by_roofline(program: Program, hardware: Machine) -> dict[str, float]:
     return {phase: roof / max(1, table + roof) for phase, (table, roof) in found.items()}
 
 
-def iteration_ms(folder: Path, hardware: Machine, calibration: Path) -> float:
-    """Of the whole job, from slices of every stage."""
-    programs = prism.load(folder)
-    return prism.replay(programs, machine=hardware, calibration=calibration).iteration_ns / 1e6
-
-
 def segments_ns(world: prism.PricedGraph, rank: int) -> np.ndarray:
     """ns of every op of ``rank`` that is a segment."""
     return world.prices.compute[int(world.graph.classes.of[rank])]
@@ -80,15 +73,12 @@ def main() -> None:
     parser.add_argument("--table", default=None)
     parser.add_argument("--job", default="")
     parser.add_argument("--phases", default="forward,backward,optimizer,rest")
-    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     hardware = machine(args.machine)
     table = dataclasses.replace(hardware, ops=args.table or hardware.ops)
     rows = []
     world = prism.price(prism.load(args.meta), machine=table)
-    if args.calibration is not None:
-        print(f"iteration: {iteration_ms(args.meta, table, args.calibration):.1f} ms")
     print(f"{'rank':>4} {'phase':10} {'measured':>10} {'op table':>18} {'lacks':>6}")
     for path in sorted(args.meta.glob("slice-*.prism")):
         if not (args.measured / path.name).exists():

@@ -2,7 +2,7 @@
 
 ``initialize_model_parallel`` at TP8 PP16 CP2 EP8 for one rank in the middle of 1,024, 8,192 and
 65,536 ranks; each measurement in a process of its own, the best of three (the machine's own noise
-only ever adds).  ``--compare`` also measures without our patches: every rank walks every group.
+only ever adds).
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from megatron_prism.emulate.patches import startup
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values
 
-size, with_patches = int(sys.argv[1]), sys.argv[2] == "1"
+size = int(sys.argv[1])
 rank = size * 5 // 8
 world = virtual_world.VirtualWorld(size, rank, (rank,), Values(), torch.device("cpu"))
-if with_patches:
-    context = patch.PatchContext(None, None, meta=False, local_ranks=(rank,), rank=rank)
-    wanted = [one for one in startup.PATCHES if one.name == "fast-groups"]
-    patch.apply(tuple(wanted), context)
+context = patch.PatchContext(None, None, meta=False, local_ranks=(rank,), rank=rank)
+patch.apply(tuple(one for one in startup.PATCHES if one.name == "fast-groups"), context)
 from megatron.core import parallel_state
 
 def resident():
@@ -63,23 +61,16 @@ print(json.dumps(result))
 def main() -> None:
     """Measure, print, exit 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--compare", action="store_true", help="also without our patches")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     rows = []
     for size in (1_024, 8_192, 65_536):
-        runs = [child(CHILD, size, 1) for _ in range(args.rounds)]
+        runs = [child(CHILD, size) for _ in range(args.rounds)]
         seconds = min(run["seconds"] for run in runs)
         rows.append(Row(f"{size:,} ranks: time", seconds, "s", BOUNDS.get(size)))
         for key, name in (("megabytes", "memory kept"), ("peak_megabytes", "memory, peak")):
             most = min(run[key] for run in runs)
             rows.append(Row(f"{size:,} ranks: {name}", most, "MB", MEMORY))
-        if args.compare:
-            plain = child(CHILD, size, 0)
-            rows.append(Row(f"{size:,} ranks without our patches: time", plain["seconds"], "s"))
-            rows.append(
-                Row(f"{size:,} ranks without our patches: peak", plain["peak_megabytes"], "MB")
-            )
     finish("process groups at TP8 PP16 CP2 EP8 (gloo twins included)", rows)
 
 

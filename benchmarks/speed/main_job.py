@@ -34,7 +34,6 @@ def main() -> None:
             Row(f"{name}: wall time", done.seconds, "s", SECONDS),
             Row(f"{name}: CPU time", done.cpu_seconds, "s"),
             Row(f"{name}: memory of all processes", done.peak_rss / 1e9, "GB", MEMORY),
-            Row(f"{name}: the same, shared pages once", done.peak_pss / 1e9, "GB"),
         ]
     finish("prism emulate, one rank per pipeline stage, no GPU", rows)
 

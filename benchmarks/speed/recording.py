@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.speed.recording [key=value …]``
 
-One rank of a tiny GPT on the cpu tier (real values), TP2 PP2 DP2 in a virtual world: plain,
-recorded and only timed iterations, and such with a --prism-break that is never reached, take turns
-in one process, so that a busy machine is busy for all of them.  Processor time; medians, and the
+One rank of a tiny GPT on the cpu tier (real values), TP2 PP2 DP2 in a virtual world: plain
+and recorded iterations, and such with a --prism-break that is never reached, take turns in one
+process, so that a busy machine is busy for all of them.  Processor time; medians, and the
 median of the ratios of neighbours.
 """
 
@@ -27,7 +27,7 @@ SETTINGS = """
     train.overlap_grad_reduce=true train.global_batch_size=16 train.micro_batch_size=2
     train.data=mock model.num_layers=4 model.hidden_size=256 model.ffn_hidden_size=768
 """
-KINDS = ("plain", "recorded", "only timed", "to be stopped")
+KINDS = ("plain", "recorded", "to be stopped")
 
 
 def build(overrides: list[str]) -> tuple[Any, Any]:
@@ -57,12 +57,11 @@ def measure(job: Any, world: Any) -> tuple[dict[str, list[float]], int]:
     from megatron_prism.runtime.recorder.recorder import Recorder, report_to
 
     recorder, watched = Recorder(world.rank, "cpu"), ProcessChanges()
-    start = recorder.start
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     number, ops = 2, 0
     for turn in range(ROUNDS):
-        for kind in KINDS[turn % 4 :] + KINDS[: turn % 4]:  # nobody is always first
-            used = recorder if kind in ("recorded", "only timed") else None
+        for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:  # nobody is always first
+            used = recorder if kind == "recorded" else None
             job.recorder = used
             listeners = () if used is None else (used,)
             if kind == "to be stopped":
@@ -73,9 +72,6 @@ def measure(job: Any, world: Any) -> tuple[dict[str, list[float]], int]:
             watched.undo()
             if used is not None:
                 report_to(recorder, watched)
-                recorder.start = lambda quick=kind == "only timed": start(quick=quick)
-                stop = _stop(recorder, kind)
-                recorder.stop = stop
             start_s = time.process_time()
             job.iterate(number)
             found[kind].append(time.process_time() - start_s)
@@ -83,20 +79,6 @@ def measure(job: Any, world: Any) -> tuple[dict[str, list[float]], int]:
                 ops = len(job.program)
             number += 1
     return found, ops
-
-
-def _stop(recorder: Any, kind: str) -> Any:
-    """``stop`` of the recorder; a recording of times only has no program to build."""
-    original = type(recorder).stop
-
-    class Times:
-        def program(self) -> None: ...
-
-    def stop() -> Any:
-        recording = original(recorder)
-        return Times() if kind == "only timed" else recording
-
-    return stop
 
 
 def overhead(found: dict[str, list[float]], kind: str) -> float:
@@ -117,7 +99,6 @@ def main() -> None:
     rows += [
         Row(f"recording {ops:,} ops costs", overhead(found, "recorded"), "%", BOUND),
         Row("a break that is not reached costs", overhead(found, "to be stopped"), "%", BOUND),
-        Row("timing their segments costs", overhead(found, "only timed"), "%", BOUND),
     ]
     finish("What recording costs on the cpu tier", rows)
 
