@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program_text import parse
 from megatron_prism.emulate.pace import expected
@@ -347,26 +346,15 @@ def test_programs_without_the_hosts_time_replay_as_before():
     assert not any("host" in source for source in found.prices.used())
 
 
-def test_a_calibration_with_an_impossible_host_is_refused(tmp_path):
-    stored = {"format": 1, "source": "x", "collectives": [],
-              "host": [{"op": "all_reduce", "asynchronous": False, "ns": 0}]}  # fmt: skip
-    path = tmp_path / "c.json"
-    path.write_text(json.dumps(stored))
-    with pytest.raises(UsageError, match="host"):
-        read_calibration(path)
-    stored["host"][0]["ns"] = 3
-    path.write_text(json.dumps(stored))
-    assert read_calibration(path).host == {("all_reduce", False): 3}
-    assert read_calibration(path).host_ns("all_reduce", False, 9, again=True) == 3  # not measured
-    stored["host"][0]["again"] = 2
-    path.write_text(json.dumps(stored))
-    found = read_calibration(path)
-    assert (found.host_ns("all_reduce", False, 9), found.again) == (3, {("all_reduce", False): 2})
+def test_what_a_calibration_says_of_a_call_right_after_another(tmp_path):
+    row, path = {"op": "all_reduce", "asynchronous": False, "ns": 3}, tmp_path / "c.json"
+    for more in ({}, {"again": 2}):
+        stored = {"format": 1, "source": "x", "collectives": [], "host": [{**row, **more}]}
+        path.write_text(json.dumps(stored))
+        found = read_calibration(path)
+        assert found.host_ns("all_reduce", False, 9) == 3
+        assert found.host_ns("all_reduce", False, 9, again=True) == more.get("again", 3)
     assert found.host_ns("broadcast", False, 9, again=True) == 2  # the others right after another
-    stored["host"][0]["again"] = -1
-    path.write_text(json.dumps(stored))
-    with pytest.raises(UsageError, match=r"host\[0\].again: expected an int >= 1"):
-        read_calibration(path)
 
 
 BROADCASTS = """prism-program 1

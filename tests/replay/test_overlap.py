@@ -257,29 +257,6 @@ def test_calls_measured_back_to_back_are_said_to_be(tmp_path):
         assert ("back to back" in read_calibration(path).source) == bool(said)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (row(compute=0), "compute: expected a float > 0.0"),
-        (row(call=float("nan")), "no JSON"),
-        (row(compute=1e9), "compute: expected a float < 100.0"),
-        (row(bytes=0), "bytes: expected an int >= 1"),
-        (row(kind="sleep"), "one of gemm, memory, attention, not 'sleep'"),
-        (row(kind=["gemm"]), "kind: expected a str"),
-        ([row(), row(call=1.5)], "contradicts itself: all_reduce of 128 bytes beside gemm"),
-        ({"method": OVERLAP_METHOD}, "is missing"),
-    ],
-)
-def test_factors_that_cannot_be(tmp_path, wrong, says):
-    path = tmp_path / "c.json"
-    rows = wrong if isinstance(wrong, list) else [wrong]
-    whole = {"format": 1, "source": "x", "collectives": [], "overlap": rows}
-    path.write_text(json.dumps(whole))
-    with pytest.raises(UsageError, match="not a calibration of ours") as caught:
-        read_calibration(path)
-    assert says in str(caught.value)
-
-
 @pytest.fixture
 def told(tmp_path, capsys):
     """What a command says of BESIDE with a calibration whose computing takes ``factor`` times as
