@@ -64,6 +64,7 @@ class Builder:
         self._allocations: list[tuple[int, ...]] = []
         self._streams: list[int] = []  # of each allocation
         self.history = self.routes = np.empty((0, 4), np.int64)
+        self.earlier: Mapping[str, int] = {}  # as in Program, by description
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -173,6 +174,7 @@ class Builder:
         if not memory:
             self._allocations, self._streams = [], []
             self.history = self.history[:0]
+        earlier = [(self._strings[d], n) for d, n in self.earlier.items() if d in self._strings]
         return Program(
             rank,
             np.array(self._rows, dtype=OP),
@@ -182,6 +184,7 @@ class Builder:
             streams=np.array(self._streams if any(self._streams) else [], dtype=np.int16),
             history=self.history,
             routes=self.routes,
+            earlier=np.array(earlier, np.int64).reshape(-1, 2),
         )
 
 
@@ -206,6 +209,9 @@ class Program:
     routes      : int64 [1 + calls, 4]: (copies of tokens that a rank sends, experts, experts of a
                   token, source ranks); of every call (layer, turn, copies that this rank's experts
                   get, more of them in the probe); the text form leaves both out
+    earlier     : int64 [groups, 2]: (its description in ``strings``, collectives issued in it since
+                  the process began, before this iteration); of "" the iterations before it; none
+                  if not known, as in the text form
     """
 
     rank: int
@@ -219,6 +225,7 @@ class Program:
     history: np.ndarray = field(default_factory=lambda: np.empty((0, 4), np.int64))
     routed: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
     routes: np.ndarray = field(default_factory=lambda: np.empty((0, 4), np.int64))
+    earlier: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
     @staticmethod
     def from_ops(rank: int, ops: Iterable[Op]) -> Program:
@@ -340,6 +347,7 @@ _OPTIONAL = {  # array -> type and shape; -1 is any length
     "history": (np.int64, (-1, 4)),
     "routed": (np.int64, (-1, 2)),
     "routes": (np.int64, (-1, 4)),
+    "earlier": (np.int64, (-1, 2)),
 }
 
 

@@ -210,9 +210,9 @@ class StockCapture(TrainingListener):
                 self._install()
             self._recorder.owned_by(model, optimizer)
             left = wanted - 1 - number  # where some are evaluated, the last may be
-            self._start(left - (2 if self._evaluates else 0), left)
+            self._start(number, left - (2 if self._evaluates else 0), left)
 
-    def _start(self, left: int, spare: int) -> None:
+    def _start(self, number: int, left: int, spare: int) -> None:
         """Record the iteration that begins, or only clock the host in it, or neither; ``left``
         iterations are to come until one is traced, ``spare`` until the last that could be."""
         cuda, timed = self.tier.name == "cuda", len(self._recordings) - 1
@@ -230,7 +230,14 @@ class StockCapture(TrainingListener):
         self._quick = self.tier.name != "meta" and (self._written or hopeless)
         if not self._quick:  # the next iteration's batch may be another
             self._now = of_running_job()
-        self._recorder.start(quick=self._quick)
+        self._recorder.start(quick=self._quick, earlier=self._earlier(number))
+
+    def _earlier(self, number: int) -> dict[str, int]:
+        """Collectives by description, and iterations, before iteration ``number``."""
+        from megatron_prism.runtime.virtual_world import current
+
+        world = current()
+        return {"": number - 1} | (world.tally.collectives() if world is not None else {})
 
     def _starts_probe(self) -> bool:
         """Whether the iteration that begins shows what depends on routing: one after that which is

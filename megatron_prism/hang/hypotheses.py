@@ -12,6 +12,7 @@ none: the verdict stays as it was, with them in its evidence.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -22,7 +23,13 @@ from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
 from megatron_prism.hang.alignment import Alignment, as_dumped, key, seen
 from megatron_prism.hang.dumps import DumpSet, Entry
-from megatron_prism.hang.mismatch import find_mismatches
+from megatron_prism.hang.mismatch import (
+    Way,
+    batches_of,
+    find_mismatches,
+    kind_of_change,
+    way_text,
+)
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
 
@@ -51,7 +58,13 @@ def explain(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Diagnosis
     if state.missing or max(found.dumps) >= programs.world.size:
         return verdict
     explainer = _Explainer(state, programs)
-    return explainer.verdict(verdict) if explainer.healthy else verdict
+    if not explainer.healthy:
+        return verdict
+    breaks = list(explainer.messages_otherwise())
+    if len({why.rank for why in breaks}) == 1:
+        text = "all other ranks posted the messages of their programs, in their order"
+        return explainer.named(verdict, breaks[0], text)
+    return explainer.verdict(verdict)
 
 
 class _Explainer:
@@ -66,23 +79,27 @@ class _Explainer:
         self.calls = [self._calls_of(p) for p in programs.programs]
 
     def verdict(self, verdict: Diagnosis) -> Diagnosis:
-        tried, fits = 0, list[_Hypothesis]()
+        tried, fits = 0, list[tuple[int, _Hypothesis]]()
         ops = sum(len(self.calls[i]) for i in self.programs.program_of.tolist())
         for hypothesis in self._hypotheses():
             if tried * ops > _MOST:
                 text = f"{tried} hypotheses were tried on the programs, and there are more"
                 return dataclasses.replace(verdict, evidence=(*verdict.evidence, text))
             tried += 1
-            if self._leaves_these_dumps(hypothesis):
-                fits.append(hypothesis)
-        ranks = sorted({h.rank for h in fits})
+            if (counts := self._leaves_these_dumps(hypothesis)) is not None:
+                fits.append((self._disagreement(counts), hypothesis))
         text = f"of {tried} single faults tried on the programs {len(fits)} leave these dumps"
+        least = min((wrong for wrong, _ in fits), default=0)
+        if any(wrong > least for wrong, _ in fits):
+            fits = [(wrong, h) for wrong, h in fits if wrong == least]
+            text += f", {len(fits)} of them also by the calls since the job began"
+        ranks = sorted({h.rank for _, h in fits})
         if len(ranks) != 1:
             more = f", of ranks {format_ranks(ranks)}" if ranks else ""
             return dataclasses.replace(verdict, evidence=(*verdict.evidence, text + more))
-        return self._named(verdict, fits[0], f"{text}, all of rank {ranks[0]}")
+        return self.named(verdict, fits[0][1], f"{text}, all of rank {ranks[0]}")
 
-    def _named(self, verdict: Diagnosis, why: _Hypothesis, text: str) -> Diagnosis:
+    def named(self, verdict: Diagnosis, why: _Hypothesis, text: str) -> Diagnosis:
         victims = tuple(v for v in verdict.victims if v.rank != why.rank) or tuple(
             Waiting(r, tuple(self.state.waits(r)[1]), e.op, e.desc, e.seq)
             for r in sorted(self.state.outstanding)
@@ -94,6 +111,34 @@ class _Explainer:
             culprits=(Culprit(why.rank, why.kind, why.text),),
             evidence=(*verdict.evidence, f"rank {why.rank} {why.text}", text),
         )  # fmt: skip
+
+    def messages_otherwise(self) -> Iterator[_Hypothesis]:
+        """Ranks of whom all messages are recorded, where they are not those of their program."""
+        for rank in self.state.dumps:
+            for name, batches in batches_of(self.state, rank).items():
+                if not self.state.dumps[rank].messages or name not in self.state.groups:
+                    continue
+                group = self.state.groups[name]
+                rows: dict[int, list[tuple[str, int]]] = defaultdict(list)
+                for i, op in enumerate(self.programs.of(rank)):
+                    if op.name in ("send", "recv") and op.group == group.desc:
+                        step = (op.name, op.peer % len(group.ranks))
+                        rows[op.batch if op.batch >= 0 else -1 - i].append(step)
+                usual = [tuple(sorted(row)) for row in rows.values()]
+                pairs = zip(batches.values(), itertools.cycle(usual), strict=False)
+                for (mine, entry), ways in pairs if usual else ():
+                    if mine != ways:
+                        yield self._break(rank, entry, mine, ways)
+                        break
+
+    def _break(self, rank: int, entry: Entry, mine: Way, usual: Way) -> _Hypothesis:
+        kind = kind_of_change(mine, usual)
+        text = f"posts {way_text(mine)} in batch #{entry.seq}, its program {way_text(usual)}"
+        turns = {op.microbatch for op in self.programs.of(rank) if op.microbatch >= 0}
+        if kind == "extra call" and turns:
+            text += (f": it runs more than the {len(turns)} microbatches of its program; compare "
+                     "the batch flags of the ranks")  # fmt: skip
+        return _Hypothesis(rank, kind, text)
 
     # -- what the dumps say -----------------------------------------------------------------------
     def _observed(self, rank: int) -> list[tuple[object, ...]]:
@@ -115,7 +160,9 @@ class _Explainer:
         return {n: {r: max(c.values()) - k for r, k in c.items()} for n, c in found.items()}
 
     # -- what a hypothesis leads to ---------------------------------------------------------------
-    def _leaves_these_dumps(self, why: _Hypothesis) -> bool:
+    def _leaves_these_dumps(self, why: _Hypothesis) -> dict[tuple[str, int], int] | None:
+        """The collectives by (group, rank) that are then issued in this iteration; None if other
+        dumps would be left."""
         programs = self.programs
         if why.ops is not None:
             of = programs.program_of.copy()
@@ -129,14 +176,35 @@ class _Explainer:
         calls = self.calls
         if why.ops is not None:
             calls = [*self.calls, self._calls_of(why.ops)]
+        issued = list(after.issued)
         for rank, wanted in self.wanted.items():
             mine, done = calls[int(programs.program_of[rank])], after.done[rank]
             waits = {b for i, b, _ in mine if i < after.issued[rank] and not done[i]}
-            left = [k for i, b, k in mine if i < after.issued[rank] and b in waits
+            left = [(i, k) for i, b, k in mine if i < after.issued[rank] and b in waits
                     and len(self.groups[str(k[0])].group(rank)) > 1]  # fmt: skip
-            if left != wanted:
-                return False
-        return self._relative(self._issued(after)) == self.counts
+            if [k for _, k in left[: len(wanted)]] != wanted:
+                return None
+            if len(left) > len(wanted):  # its host may wait for a copy, which no program shows
+                if not wanted:
+                    return None
+                issued[rank] = left[len(wanted)][0]
+        counts = self._issued(after, issued)
+        return counts if self._relative(counts) == self.counts else None
+
+    def _disagreement(self, counts: dict[tuple[str, int], int]) -> int:
+        """In how many counters the number of iterations is not that of most, where captures say
+        how many calls came before the iteration that they hold."""
+        turns: Counter[int] = Counter()
+        for (name, rank), now in counts.items():
+            program, desc = self.programs.of(rank), self.state.groups[name].desc
+            earlier = {program.strings[i]: n for i, n in program.earlier.tolist()}
+            fifo = self.overlay.fifos[int(self.programs.program_of[rank])].get((desc, False))
+            if desc in earlier and fifo is not None and name not in self.state.pairs:
+                more = max(0, self.state.enqueued[name, rank]) - now - earlier[desc]
+                whole, rest = divmod(more, len(fifo.keys))
+                turns[-1 if rest else whole + earlier.get("", 0)] += 1
+        usual = max(turns.values(), default=0)
+        return turns.total() - usual
 
     def _calls_of(self, ops: Iterable[Op]) -> list[tuple[int, int, tuple[object, ...]]]:
         """(index, its batch, what is called); what is issued in one ends in one."""
@@ -150,13 +218,13 @@ class _Explainer:
         size = int(start[1] - start[0])
         return (op.group, op.peer % size, *key(op))
 
-    def _issued(self, after: stall.StalledJob) -> dict[tuple[str, int], int]:
+    def _issued(self, after: stall.StalledJob, issued: list[int]) -> dict[tuple[str, int], int]:
         per: dict[tuple[int, int], Counter[str]] = {}
         found = {}
         for name, rank in self.state.enqueued:
             if name not in self.state.groups:
                 continue
-            program, end = after.programs.of(rank), after.issued[rank]
+            program, end = after.programs.of(rank), issued[rank]
             number = int(after.programs.program_of[rank]), end
             if number not in per:
                 rows = program.ops[:end]

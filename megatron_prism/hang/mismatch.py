@@ -18,7 +18,8 @@ import numpy as np
 from megatron_prism.hang.dumps import Entry
 from megatron_prism.hang.state import JobState, call_text
 
-__all__ = ["Mismatch", "find_broken_rhythms", "find_mismatches", "find_order_conflicts"]
+__all__ = ["Mismatch", "Way", "batches_of", "find_broken_rhythms", "find_mismatches",
+           "find_order_conflicts", "is_batched", "kind_of_change", "way_text"]  # fmt: skip
 
 
 _HALVES = {"Half", "BFloat16"}  # a job computes in one of them; others have their places
@@ -424,7 +425,7 @@ def is_batched(state: JobState, rank: int, entry: Entry) -> bool | None:
 
 
 _STEP = ("INTRA_", "EMBEDDING", "MODEL_PARALLEL", "DATA_PARALLEL")  # called by every optimizer step
-_Way = tuple[tuple[str, int], ...]  # (operation, places further) of what is issued as one
+Way = tuple[tuple[str, int], ...]  # (operation, places further) of what is issued as one
 
 
 def find_broken_rhythms(state: JobState) -> list[Mismatch]:
@@ -432,7 +433,7 @@ def find_broken_rhythms(state: JobState) -> list[Mismatch]:
     no other rank of that group lost its rhythm: evaluations and ramps of the batch change it for
     all."""
     broken: dict[str, list[Mismatch]] = defaultdict(list)
-    known = {rank: _batches(state, rank) for rank in state.outstanding}
+    known = {rank: batches_of(state, rank) for rank in state.outstanding}
     for rank, groups in known.items():
         counts = [n for desc, n in state.all_counts(rank).items() if desc.startswith(_STEP)]
         for name, batches in groups.items():
@@ -446,24 +447,30 @@ def find_broken_rhythms(state: JobState) -> list[Mismatch]:
             rows = (b for groups in siblings for b in groups.values() if entry.seq in b)
             if any(row[entry.seq][0] == mine for row in rows):
                 continue
-            kind = ("skipped call" if set(mine) < set(usual) else
-                    "extra call" if set(mine) > set(usual) else "order")  # fmt: skip
-            text = (f"rank {rank} posts {_way_text(mine)} where its earlier iterations have "
-                    + _way_text(usual))  # fmt: skip
+            kind = kind_of_change(mine, usual)
+            text = (f"rank {rank} posts {way_text(mine)} where its earlier iterations have "
+                    + way_text(usual))  # fmt: skip
             broken[name].append(Mismatch(kind, entry, (rank,), (rank,), text, voted=False))
     return [rows[0] for rows in broken.values() if len(rows) == 1]
 
 
-def _batches(state: JobState, rank: int) -> dict[str, dict[int, tuple[_Way, Entry]]]:
+def kind_of_change(mine: Way, usual: Way) -> str:
+    """What is wrong with a batch that is not the usual one."""
+    if set(mine) < set(usual):
+        return "skipped call"
+    return "extra call" if set(mine) > set(usual) else "order"
+
+
+def batches_of(state: JobState, rank: int) -> dict[str, dict[int, tuple[Way, Entry]]]:
     """Group -> number -> (what is issued as one, its first message)."""
-    found: dict[str, dict[int, tuple[_Way, Entry]]] = defaultdict(dict)
+    found: dict[str, dict[int, tuple[Way, Entry]]] = defaultdict(dict)
     for e in state.messages(rank):
         way, first = found[e.group].get(e.seq, ((), e))
         found[e.group][e.seq] = tuple(sorted((*way, (e.op, state.step(rank, e))))), first
     return found
 
 
-def _first_change(ways: list[_Way], steps: int) -> tuple[int, int] | None:
+def _first_change(ways: list[Way], steps: int) -> tuple[int, int] | None:
     """(how many batches an iteration has, the batch in the last of them that is not that of the
     iteration before), where two iterations are known and alike, and no more than ``steps``."""
     for turn in range(2, len(ways) // 2 + 1):
@@ -608,7 +615,7 @@ def _conflict(one: _Issued, other: _Issued) -> Conflict | None:
     for (desc, seq), mine in one.messages:
         theirs = messages.get((desc, seq), mine)
         if sorted(mine) != sorted(theirs):
-            text = f"{desc} message #{seq}: {_way_text(mine)} or {_way_text(theirs)}"
+            text = f"{desc} message #{seq}: {way_text(mine)} or {way_text(theirs)}"
             return Conflict(desc, True, seq, text)
     order = dict(other.order)
     common = [key for key, _ in one.order if key in order]
@@ -637,7 +644,7 @@ def _early(one: _Issued, other: _Issued) -> Conflict | None:
     return None
 
 
-def _way_text(messages: _Way) -> str:
+def way_text(messages: Way) -> str:
     """``send to the rank 1 further`` of what was issued as one."""
     return " and ".join(f"{op} {'to' if op == 'send' else 'from'} {step} ranks further"
                         for op, step in messages)  # fmt: skip

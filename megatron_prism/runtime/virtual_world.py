@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +75,13 @@ class TrafficCounter:
             entry[3] = num_bytes
         elif num_bytes < entry[2]:
             entry[2] = num_bytes
+
+    def collectives(self) -> Counter[str]:
+        """Description -> collectives that were counted so far."""
+        found: Counter[str] = Counter()
+        for (group, _, op), entry in list(self._counts.items()):
+            found[group] += entry[0] if op not in ("send", "recv") else 0
+        return found
 
     def calls_to_others(self) -> int:
         """How many calls with another member were counted so far; another thread may ask."""

@@ -119,7 +119,7 @@ def simulated(tmp_path, monkeypatch):
         class Recorder:
             clock, active = Clock(), False
 
-            def start(self, quick):
+            def start(self, quick, earlier):
                 log.append((number, "times" if quick else "written"))
                 self.active, self.quick = True, quick
 

@@ -1,14 +1,24 @@
 """The smallest dumps of single rules: who is named, who is not, and what is said of it."""
 
+import dataclasses
 import json
 import os
 import pickle
 
+import numpy as np
 import pytest
-from helpers.dump_values import Dump, verdict
+from helpers.dump_values import NAMES, Dump, verdict
 from helpers.flight_dumps import said
+from helpers.programs import drop, with_rank
+from helpers.random_hangs import dumps_of
 
 from megatron_prism.cli import main as cli
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.world import World
+from megatron_prism.graph import stall
+from megatron_prism.hang.diagnose import diagnose
+from megatron_prism.hang.dumps import DumpSet, of_value
 
 
 @pytest.mark.parametrize(
@@ -176,3 +186,59 @@ def test_a_call_that_is_over_on_its_root_is_not_queued_behind_another():
     assert named == set()
     assert not any("queued behind" in line for line in found.chain)
     assert said(found, "only rank 0 left it")
+
+
+NORM, MP = "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "MODEL_PARALLEL_GROUP"
+
+
+def step(known):
+    """Two ranks whose step reduces the norm and a flag; ``known``: what came before it, too."""
+    ops = [Op("all_reduce", name, "fp32", 1, 1, "sum") for name in (NORM, MP)]
+    program = Program.from_ops(0, [*ops, Op("host_wait", note="device")])
+    rows = [[0, 0], *([program.strings.index(name), 0] for name in (NORM, MP))]
+    if known:
+        program = dataclasses.replace(program, earlier=np.array(rows))
+    return Programs(World(2, tp=2), (program,), np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_calls_since_the_job_began_tell_one_left_out_from_one_twice(known):
+    """Rank 1 left out the norm: rank 0 made it twice leaves the same but for the counters."""
+    programs, ops = step(known), list(step(known).of(1))
+    drop("all_reduce", NORM)(ops)
+    state = stall.run_until_stalled(with_rank(programs, 1, ops))
+    found = diagnose(dumps_of(state, active_only=True, stacks=False), programs=programs)
+    assert [(c.rank, c.kind) for c in found.culprits] == [(1, "skipped call")] * known, found
+
+
+@pytest.mark.parametrize(("more", "kind"), [(True, "extra call"), (False, "skipped call")])
+def test_all_messages_of_a_rank_are_held_against_its_program(more, kind):
+    """Rank 1 runs one microbatch more, or fewer, than rank 0 and the programs."""
+    dumps = {r: Dump({"pp": (0, 1), "mp": (0, 1)}) for r in range(2)}
+    ops = {r: [] for r in range(2)}
+    for turn in range(4):
+        ways = [(r, *(("send", "recv") if r == 0 else ("recv", "send"))) for r in range(2)]
+        for rank, *names in ways:
+            for name in names if 0 < turn < 3 else names[turn == 3 :][:1]:
+                size = {"num_in": 8} if name == "send" else {"num_out": 8}
+                ops[rank].append(Op(name, NAMES["pp"], "fp32", peer=1, batch=turn,
+                                    microbatch=turn, **size))  # fmt: skip
+    mine = (("send 0->1",), ("send 0->1", "recv 0<-1"), ("send 0->1", "recv 0<-1"), ("recv 0<-1",))
+    both = ("send 1->0", "recv 1<-0")
+    theirs = (("recv 1<-0",), both, both, both) if more else (("recv 1<-0",), both, both[:1])
+    for rank, rows in enumerate((mine, theirs)):
+        batches(dumps[rank], *rows)
+        dumps[rank].made["pp"] = dumps[rank].ended["pp"] = len(rows)
+        dumps[rank].call("mp", count=rank == 0 or not more)
+    last = dumps[1].entries[-1 if more else -2]
+    closing = {"record_id": 20, "profiling_name": "nccl:coalesced", "is_p2p": False,
+               "input_sizes": [], "output_sizes": []}  # fmt: skip
+    if more:
+        dumps[1].ended["pp"] = 3
+        dumps[1].entries.append(last | closing)
+    programs = Programs(
+        World(2, pp=2), tuple(Program.from_ops(r, ops[r]) for r in range(2)), np.arange(2)
+    )
+    made = DumpSet({rank: of_value(dump.value(), rank) for rank, dump in dumps.items()})
+    found = diagnose(made, programs=programs)
+    assert [(c.rank, c.kind) for c in found.culprits] == [(1, kind)], found

@@ -13,7 +13,7 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -119,10 +119,16 @@ class Recorder(CallListener, TrainingListener):
         self._events: dict[int, int] = {}
 
     # -- an iteration -----------------------------------------------------------------------------
-    def start(self, quick: bool = False, like: Builder | None = None) -> None:
+    def start(
+        self,
+        quick: bool = False,
+        like: Builder | None = None,
+        earlier: Mapping[str, int] | None = None,
+    ) -> None:
         """Forget what came before and record from here on; ``quick``: only times of segments;
-        ``like``: with its texts, so that its rows can be repeated."""
+        ``like``: with its texts, so that its rows can be repeated; ``earlier``: of Program."""
         self._builder, self._times, self._trace, self._events = Builder(like), [], [], {}
+        self._builder.earlier = earlier or {}
         self._collections.start()
         self._hosts, self._num_batches, self._quick, self.active = [], -1, quick, True
         if self.meter is not None:

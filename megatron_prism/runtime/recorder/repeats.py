@@ -415,7 +415,7 @@ class Sections:
         NotRepeatedError where the other stage does not make the same calls.
         """
         self._content, self._told = builder, {}
-        self._recorder.start(like=builder)
+        self._recorder.start(like=builder, earlier=builder.earlier)
         try:
             run()
             found = self._recorder.stop().builder
