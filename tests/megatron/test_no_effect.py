@@ -22,6 +22,9 @@ pytestmark = [
     ),
 ]
 
+# Transformer Engine's Python alone does not import, which the attach hides from Megatron
+START = """import runpy, sys; sys.argv = sys.argv[1:]; sys.modules["transformer_engine"] = None
+runpy.run_path(sys.argv[0], run_name="__main__")"""
 LIGHT = {"megatron_prism", "megatron_prism._attach"}  # all that the attach itself may import
 
 JOB = """
@@ -37,7 +40,7 @@ def run(autoload, *words, script=SCRIPT):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PRISM_ARGS")}
     env |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script), *words],
+        [sys.executable, "-c", START, str(script), *words],
         capture_output=True,
         text=True,
         env=env,

@@ -83,6 +83,8 @@ def _a_cuda_release(changes: ProcessChanges) -> None:
 
 def before_import(changes: ProcessChanges) -> None:
     """What must be so when its modules are imported."""
+    for name in ("float", "half", "bfloat16"):  # it replaces them (tensor/__init__.py:88 @v2.20)
+        changes.set(torch.nn.Module, name, vars(torch.nn.Module)[name])
     _no_onnx(changes)
     _a_cuda_release(changes)
     flash.add_modules(changes)
@@ -130,8 +132,11 @@ def operators_in_sight() -> Iterator[None]:
     """What is declared inside as a custom operator is a plain function."""
     declare = torch.library.custom_op
 
-    def custom_op(name: str, fn: Kernel | None = None, /, **options: object) -> object:
-        return _Operator(name, fn) if fn is not None else lambda fn: _Operator(name, fn)
+    def custom_op(name: str, fn: Kernel | None = None, /, **options: Any) -> object:
+        if fn is None:
+            return lambda fn: custom_op(name, fn, **options)
+        ours = fn.__module__.startswith(_TE)  # what it imports of torch for the first time is not
+        return _Operator(name, fn) if ours else declare(name, fn, **options)
 
     torch.library.custom_op = custom_op  # type: ignore[assignment]
     try:
