@@ -200,6 +200,7 @@ class _Reported(TrainingListener):
         self.run, self.capture, self.emit = run, capture, emit
         self.of = 1  # forwards and backwards, of all iterations and chunks
         run.monitor.on_step = self._stepped
+        run.monitor.on_note = lambda text: emit("note", text=text)
 
     def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
         self.of = 2 * wanted * len(model or (1,))

@@ -96,6 +96,8 @@ class TrainingMonitor:
         self._schedule: dict[str, Any] = {}
         self._before: tuple[torch.Tensor, float] | None = None
         self.on_step: Callable[[int], None] | None = None  # told how many steps are done
+        self.notes: list[str] = []  # what this run does otherwise than the real job
+        self.on_note: Callable[[str], None] = lambda text: None
         self._done = 0
         self.loop: OwnLoop | None = None  # of a program that has no pretrain
         self.repeats: Repeats | None = None  # who writes steps that repeat themselves
@@ -106,6 +108,14 @@ class TrainingMonitor:
         # found once: every forward and backward has a scope
         self._scopes = tuple(one.scope for one in self._hearing("scope"))
         self._parts = tuple(one.part for one in self._hearing("part"))
+
+    def note(self, text: str) -> bool:
+        """Keep what this run does otherwise; False if it is known."""
+        if text in self.notes:
+            return False
+        self.notes.append(text)
+        self.on_note(text)
+        return True
 
     def _hearing(self, name: str) -> tuple[Any, ...]:
         source = () if self.peak_source is None else (self.peak_source,)

@@ -185,7 +185,6 @@ class PatchContext:
     local_flash: bool = False
     profiles: Path | None = None
     _applying: Patch | None = None
-    _said: set[str] = field(default_factory=set)
 
     @property
     def leads(self) -> bool:
@@ -193,9 +192,8 @@ class PatchContext:
         return self.rank == min(self.local_ranks)
 
     def say(self, text: str) -> None:
-        """Have the leading local rank say on stderr, once, what the job does without."""
-        if self.leads and text not in self._said:
-            self._said.add(text)
+        """Note what the job does without; the leading local rank says it on stderr, once."""
+        if self.monitor.note(text) and self.leads:
             sys.stderr.write(f"prism: {text}\n")
 
     def is_real(self, world_size: int | None = None) -> bool:

@@ -99,6 +99,7 @@ class Reporter(TrainingListener):
             "coordinates": options.world.coordinates(options.rank)._asdict(),
             "tier": self.tier.name,
             "stand_ins": list(self.tier.stand_in),
+            "notes": list(monitor.notes),
             "values": options.values,
             "trained": {
                 "steps": monitor.steps,
@@ -247,6 +248,7 @@ class Reporter(TrainingListener):
             f"rank {self.options.rank} trained: {trained['steps']} optimizer steps applied"
             f" of {trained['expected']}, {summary['parameters']:,} parameters"
         ]
+        lines += [f"  note      {line}" for note in summary["notes"] for line in note.splitlines()]
         if memory["allocated_peak"] is not None:
             at = ", ".join(f"{k} {v}" for k, v in memory.get("at", {}).items())
             peak = format_bytes(memory["allocated_peak"])

@@ -71,6 +71,7 @@ class _Worker:
     events: int
     printed: IO[bytes]
     bar: TaskID
+    noted: set[str]  # what one of all has noted is printed once
     buffer: bytes = b""
     result: Json | None = None
     failure: Json = field(default_factory=dict)
@@ -103,6 +104,7 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
     num_workers = num_workers or min(len(os.sched_getaffinity(0)), 8)
     waiting, running = list(tasks), list[_Worker]()
     done: dict[int, Json] = {}
+    noted = set[str]()
     lines = Lines(lambda line: console.print(line))
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"),
                TimeElapsedColumn())  # fmt: skip
@@ -112,7 +114,7 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
         try:
             while waiting or running:
                 while waiting and len(running) < num_workers:
-                    worker = _start(waiting.pop(0), made)
+                    worker = _start(waiting.pop(0), made, noted)
                     bars.update(worker.bar, what="starting")
                     running.append(worker)
                     selector.register(worker.events, io_selectors.EVENT_READ, worker)
@@ -141,7 +143,7 @@ def _far(running: Sequence[_Worker], bars: Progress, done: int, total: int) -> s
     return f"  {done} of {counted(total, 'rank')} done; {', '.join(now)}"
 
 
-def _start(task: RankTask, bars: dict[int, TaskID]) -> _Worker:
+def _start(task: RankTask, bars: dict[int, TaskID], noted: set[str]) -> _Worker:
     read, write = os.pipe()
     printed = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
     environment = {key: text for key, text in os.environ.items() if key not in _LAUNCHER}
@@ -161,7 +163,7 @@ def _start(task: RankTask, bars: dict[int, TaskID]) -> _Worker:
     with contextlib.suppress(BrokenPipeError):  # its status says what happened
         process.stdin.write(task.stdin)
         process.stdin.close()
-    return _Worker(task, process, read, printed, bars[task.rank])
+    return _Worker(task, process, read, printed, bars[task.rank], noted)
 
 
 def die_with_parent() -> None:
@@ -180,6 +182,10 @@ def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
         if event["kind"] == "step":
             what = f"{event['done']}/{event['total']} steps of a microbatch"
             bars.update(worker.bar, completed=event["done"], total=event["total"], what=what)
+        elif event["kind"] == "note":
+            if event["text"] not in worker.noted:
+                worker.noted.add(event["text"])
+                bars.console.print(f"  {'note':<20} {event['text']}", markup=False)
         elif event["kind"] == "phase":
             bars.update(worker.bar, what=event["text"])
         elif event["kind"] == "result":

@@ -247,6 +247,8 @@ def test_on_shapes_an_optimizer_that_is_loaded_has_states_before_the_first_itera
     found = {}
     shapes = SimpleNamespace(meta=True, say=print, iterations=None, is_real=lambda: False)
     shapes.replace = lambda module, call: found.update(load_checkpoint=partial(call, None))
+    said = []
+    shapes.say = said.append
     checkpointing = SimpleNamespace(checkpoint_exists=lambda place: exists)
     monkeypatch.setattr(outputs, "megatron_args", lambda: SimpleNamespace(**settings))
     outputs._read_checkpoint(checkpointing, shapes)
@@ -254,6 +256,19 @@ def test_on_shapes_an_optimizer_that_is_loaded_has_states_before_the_first_itera
     chained = SimpleNamespace(chained_optimizers=[one, stub])
     assert found["load_checkpoint"]("model", chained, "scheduler") == (0, 0)
     assert (one.states, stub.states) == (made, 0)
+    (line,) = said
+    assert line.startswith(f"--load {settings['load']}") and ("not read" in line) == exists
+    assert ("are there before the first step" in line) == bool(made)
+
+
+def test_a_missing_checkpoint_ends_the_job_on_shapes_where_it_ends_the_real_one(monkeypatch):
+    job = SimpleNamespace(load="nowhere", exit_on_missing_checkpoint=True, no_load_optim=True)
+    monkeypatch.setattr(outputs, "megatron_args", lambda: job)
+    monkeypatch.setattr(patching.PatchContext, "is_real", lambda self: False)
+    module = SimpleNamespace(checkpoint_exists=lambda place: False, load_checkpoint=print)
+    patching.apply("read-checkpoint", module, patching.context(meta=True))
+    with pytest.raises(UsageError, match="--load nowhere has no checkpoint"):
+        module.load_checkpoint(None, None, None)
 
 
 def test_graphs_and_restarts_are_refused(monkeypatch):

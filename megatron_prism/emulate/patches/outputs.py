@@ -165,10 +165,10 @@ def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
                 job.ckpt_step = _last_before(job.load, wanted[0], job.ckpt_step)
             job.exit_interval = wanted[1]  # a multiple of it: training ends there
         if context.meta:
-            if _loads_optimizer(module, job):
-                for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-                    _make_states(part)
-            context.say("checkpoints are not read: shapes have no values")
+            makes = _loads_optimizer(module, job)
+            for part in (getattr(optimizer, "chained_optimizers", None) or [optimizer]) * makes:
+                _make_states(part)
+            context.say(_unread(module, job, makes))
             begun, operations = 0, 0
         else:
             begun, operations = original(model, optimizer, scheduler, *args, **kwargs)
@@ -178,6 +178,27 @@ def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
         return begun, operations
 
     context.replace(module, call)
+
+
+def _unread(module: ModuleType, job: Any, makes: bool) -> str:
+    """What becomes of ``--load`` on shapes.
+
+    Raises UsageError where Megatron would end: there is no checkpoint, and the job insists on one.
+    """
+    folder = job.load or getattr(job, "pretrained_checkpoint", None)
+    begins = (
+        "the optimizer's states are there before the first step"
+        if makes
+        else "the first step makes the optimizer's states"
+    )
+    if module.checkpoint_exists(folder):
+        return f"--load {folder}: a checkpoint is not read, shapes have no values; {begins}"
+    if getattr(job, "exit_on_missing_checkpoint", False):
+        raise UsageError(
+            f"--load {folder} has no checkpoint, and --exit-on-missing-checkpoint ends the job",
+            fix="--load a folder that has latest_checkpointed_iteration.txt",
+        )
+    return f"--load {folder} has no checkpoint, and the job starts afresh; {begins}"
 
 
 def _last_before(folder: str, iteration: int, chosen: int | None) -> int:

@@ -91,7 +91,7 @@ def _leave_out(
 ) -> object:
     """Ways of running the same operations that need a device: the job runs without, and says so."""
     for name, (off, meaning) in _LEFT_OUT.items():
-        asked = [key for key, value in off.items() if getattr(args, key, value) != value]
+        asked = [key for key, no in off.items() if getattr(args, key, no) not in (no, None)]
         for key in asked:
             context.changes.set_item(job_arguments.left_out, key, getattr(args, key))
             setattr(args, key, off[key])
