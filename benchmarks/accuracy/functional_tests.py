@@ -59,6 +59,8 @@ DROPPED = re.compile(
     r"|export-|seed$|pretrained-checkpoint)"
 )
 VOCABULARY = {
+    "BertWordPieceLowerCase": 30521,  # NullTokenizer adds one
+    "BertWordPieceCase": 29095,  # with T5's hundred sentinels
     "GPT2BPETokenizer": 50257,
     "GPTSentencePieceTokenizer": 256000,
     "Llama2Tokenizer": 32000,
@@ -169,16 +171,9 @@ def command(
     for key, value in args.items():
         if value is not None and value is not False and not DROPPED.match(key):
             job += [key, *words_of(value)]
-    vocabulary = args.get("--vocab-size") or VOCABULARY.get(
-        args.get("--tokenizer-type") or "GPT2BPETokenizer"
-    )
-    if family in ("bert", "t5"):
-        job += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model",
-                f"{data}/{family}", "--data-path", f"{data}/{family}/text",
-                "--split", "100,0,0"]  # fmt: skip
-        if family == "t5":
-            job += ["--tokenizer-special-tokens", *(f"<extra_id_{k}>" for k in range(100))]
-    elif family != "mimo":
+    usual = "BertWordPieceLowerCase" if family == "bert" else "GPT2BPETokenizer"
+    vocabulary = args.get("--vocab-size") or VOCABULARY.get(args.get("--tokenizer-type") or usual)
+    if family != "mimo":
         if vocabulary is None:
             return [], f"tokenizer {args['--tokenizer-type']} of unknown size"
         job += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size",
@@ -210,30 +205,6 @@ def shorten(job: list[str], samples: int, iters: int, replicas: int, stages: int
             job[at : at + 2] = ["--global-batch-size", str(batch)]
             if "--train-samples" in job:
                 job[job.index("--train-samples") + 1] = str(iters * batch)
-
-
-def make_data(folder: Path) -> None:
-    """Tokenizers and tiny corpora of the real sizes for BERT and T5, which have no mock data."""
-    import numpy
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    for name, size, sentences, length in (("bert", 30522, 20, 40), ("t5", 28996, 1, 700)):
-        place = folder / name
-        place.mkdir(parents=True, exist_ok=True)
-        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-        words += [f"w{k}" for k in range(size - len(words))]
-        (place / "vocab.txt").write_text("\n".join(words) + "\n")
-        settings = {"tokenizer_class": "BertTokenizer", "model_max_length": 4096}
-        (place / "tokenizer_config.json").write_text(json.dumps(settings))
-        (place / "config.json").write_text('{"model_type": "bert"}')
-        corpus = IndexedDatasetBuilder(str(place / "text.bin"), dtype=numpy.uint16)
-        draw = numpy.random.default_rng(0)
-        for _ in range(400):
-            for _ in range(sentences):
-                corpus.add_item(torch.tensor(draw.integers(5, size, length)))
-            corpus.end_document()
-        corpus.finalize(str(place / "text.idx"))
 
 
 # -- one run ---------------------------------------------------------------------------------------
@@ -417,10 +388,6 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        if not (work / "data/t5/text.idx").exists():
-            sys.path.insert(0, str(tree))
-            if forked(lambda: make_data(work / "data"), 120) != 0:
-                raise SystemExit("the tiny corpora could not be made; see above")
         trial = Trial(
             tree, work, options.iters, options.limit, options.samples, options.time, options.tier
         )

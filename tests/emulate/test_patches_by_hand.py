@@ -257,7 +257,8 @@ def test_on_shapes_an_optimizer_that_is_loaded_has_states_before_the_first_itera
     assert found["load_checkpoint"]("model", chained, "scheduler") == (0, 0)
     assert (one.states, stub.states) == (made, 0)
     (line,) = said
-    assert line.startswith(f"--load {settings['load']}") and ("not read" in line) == exists
+    assert line.startswith(f"--load {settings['load']}")
+    assert ("not read" in line) == exists
     assert ("are there before the first step" in line) == bool(made)
 
 

@@ -6,6 +6,7 @@ pipeline.py      what is received from other ranks: scale, shape, tokens; labels
 moe.py           dispatchers, routing, multi-token prediction
 outputs.py       checkpoints, curves, traces and other files of the real job
 without_cuda.py  kernels, CUDA graphs, offloading and number formats where there is no GPU
+stand_in_data.py  mock data where Megatron has none
 initial_parameters.py  the same weights in every layout (cpu)
 """
 
@@ -17,6 +18,7 @@ from megatron_prism.emulate.patches import (
     moe,
     outputs,
     pipeline,
+    stand_in_data,
     startup,
     training,
     without_cuda,
@@ -24,7 +26,8 @@ from megatron_prism.emulate.patches import (
 
 __all__ = ["PATCHES", "patches_for"]
 
-_BY_SUBJECT = (startup, pipeline, training, outputs, moe, without_cuda, initial_parameters)
+_BY_SUBJECT = (startup, pipeline, training, outputs, moe, without_cuda, initial_parameters,
+               stand_in_data)  # fmt: skip
 PATCHES: list[Patch] = [one for module in _BY_SUBJECT for one in module.PATCHES]
 
 

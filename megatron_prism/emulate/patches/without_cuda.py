@@ -9,7 +9,7 @@ import contextlib
 import enum
 import logging
 import weakref
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -130,6 +130,27 @@ def _hadamard(module: ModuleType, context: PatchContext) -> None:
     """Sparse attention's indexer turns its queries and keys with a CUDA package's kernel."""
     if module.hadamard_transform is None:
         context.set(module, "hadamard_transform", kernels.transform)
+
+
+@PATCHES.patch(
+    "megatron.core.utils",
+    "tex",
+    reason="a kernel of Transformer Engine deals out documents over context parallelism",
+    source="core/utils.py:2070 @0.16.1; :2440 @0.19.0",
+    tiers=NO_CUDA,
+)
+def _dealt_documents(module: ModuleType, context: PatchContext) -> None:
+    """Where Transformer Engine is not installed its kernel's shapes are all that there is."""
+
+    def refuse(*args: object) -> torch.Tensor:
+        what = "packed sequences with context parallelism on real values have no stand-in"
+        raise UnsupportedError(what, fix="--prism-tier meta")
+
+    if module.tex is None:
+        from megatron_prism.runtime.te_kernels import attention
+
+        deal = attention.thd_get_partitioned_indices if context.meta else refuse
+        context.set(module, "tex", SimpleNamespace(thd_get_partitioned_indices=deal))
 
 
 @PATCHES.patch(
