@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.program import Program, Programs
     from megatron_prism.memory.baseline import (
         Baseline,
         Change,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         DrawnFigures,
         Draws,
     )
-    from megatron_prism.memory.peaks import HeldMemory
 
 __all__ = ["ACTIONS", "describe", "limit_of", "memory", "size"]
 
@@ -269,16 +268,28 @@ def _runs_out(path: str, changes: list[Change], now: Baseline) -> dict[str, str]
             f"  runs out {place.where}: {place.size:,} B do not fit beside "
             f"{exact(place.reserved)} reserved"
         )
-        found[change.name] += _room(place.holdings)
+        program = programs.of(_first_rank(change.ranks))
+        found[change.name] += _advice(program, now, (change.after or 0) - (change.before or 0))
     return found
 
 
-def _room(held: Iterable[HeldMemory]) -> str:
-    """A line on what recomputation could free; "" if nothing."""
-    from megatron_prism.memory import peaks
+def _advice(program: Program, now: Baseline, missing: int = 0) -> str:
+    """Lines on what recomputation frees at the peak, and what decides then; "" if nothing.
 
-    words = [f"{k} {units.format_bytes(v)}" for k, v in peaks.recomputable(held).items()]
-    return "\n  --recompute-modules would free at most: " + ", ".join(words) if words else ""
+    missing : bytes above the limit
+    """
+    from megatron_prism.memory import allocator, remedies
+
+    settings = allocator.Settings.parse(now.job.get("alloc_conf", ""))
+    lines = []
+    for one in remedies.remedies(program, now.job, settings):
+        enough = f", which {'is' if one.reserved >= missing else 'is not'} enough"
+        lines.append(
+            f"\n  {one.words}\n    frees {units.format_bytes(one.freed)}"
+            f"{enough if missing else ''}; then {exact(one.peak.num_bytes)} in "
+            f"{one.peak.op.label} {one.peak.op.name} {one.peak.site}".rstrip()
+        )
+    return "".join(lines)
 
 
 def _diff(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
@@ -339,8 +350,6 @@ def _write_snapshot(
 
 
 def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
-    from megatron_prism.memory import peaks
-
     top = settings.get("top", "12")
     if not re.fullmatch(r"[0-9]{1,9}", top):
         raise UsageError(f"top={top} is no number", fix="top=12")
@@ -361,8 +370,7 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
         print(f"\n{name}: {exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")
         kinds = (f"{k} {units.format_bytes(v)}" for k, v in one["by_category"].items() if v)
         print("  " + ", ".join(kinds), end="")
-        peak = peaks.peak(programs.of(_first_rank(one["ranks"])))
-        print("" if peak is None else _room(peak.holdings))
+        print(_advice(programs.of(_first_rank(one["ranks"])), made))
         least, most = one["reserved_between"]
         if least < most:
             print(

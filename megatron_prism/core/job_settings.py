@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-__all__ = ["KEYS", "OLDER", "as_text", "differences", "short", "values"]
+__all__ = ["KEYS", "OLDER", "as_text", "differences", "plain", "short", "values"]
 
 KEYS = ("arguments", "settings")  # of a source: of a stock job, of a recipe
 OLDER = "of another release of ours, which did not keep its arguments: capture again"
@@ -39,6 +39,15 @@ def values(text: str) -> dict[str, str]:
     """Every setting in a line; none of a digest or of words of a person."""
     parts = _read(text)
     return {} if parts is None else {**parts[1], **parts[0]}
+
+
+def plain(text: str) -> dict[str, str]:
+    """The settings by Megatron's names: ``--num-experts`` and ``model.num_experts`` are one; a flag
+    is ``True``."""
+    return {
+        name.removeprefix("--").replace("-", "_").rpartition(".")[2]: value or "True"
+        for name, value in values(text).items()
+    }
 
 
 def differences(key: str, there: str | None, here: str) -> list[str]:

@@ -729,7 +729,9 @@ def transformer_config(recipe: Recipe) -> MegatronConfig:
             f"model.extra.{min(missing)} is no field of this Megatron's TransformerConfig",
             fix="check its spelling in megatron/core/transformer/transformer_config.py",
         )
-    fields |= m.extra
+    lists = {one.name for one in dataclasses.fields(TransformerConfig) if "List[" in str(one.type)}
+    fields |= {key: [value] if key in lists and isinstance(value, str) else value
+               for key, value in m.extra.items()}  # fmt: skip
     return kind(**{k: v for k, v in fields.items() if k in known})
 
 

@@ -3,6 +3,7 @@
 peaks.py         peaks, and what is alive there
 allocator.py     what PyTorch's caching allocator reserves for it
 nccl_buffers.py  what NCCL's communicators take beside it
+remedies.py      what recomputation frees at the peak, and the peak that decides then
 routing.py       peaks of an MoE job whose routing is drawn from a law
 baseline.py      peaks kept in a file, and compared: ``prism.peak_memory``
 """

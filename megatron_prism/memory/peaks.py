@@ -22,7 +22,7 @@ step counts as that step's.  It does not see what no tensor holds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,15 +46,17 @@ __all__ = [
     "HeldMemory",
     "KINDS",
     "analyse",
+    "changes",
     "class_name",
     "described",
+    "ends_of_steps",
     "estimates",
     "growth",
     "known_peak",
     "memory_bound",
+    "module_of",
     "overflow",
     "peak",
-    "recomputable",
     "reserved",
     "viz_snapshot",
 ]
@@ -182,7 +184,12 @@ def _split(note: str) -> tuple[str, str, str]:
     return (kind, module, site.strip()) if colon and kind in KINDS else ("", owner.strip(), site)
 
 
-def _runs(program: Program) -> np.ndarray:
+def module_of(note: str) -> str:
+    """The module that a note names, "" if none."""
+    return _split(note)[1]
+
+
+def ends_of_steps(program: Program) -> np.ndarray:
     """int64 [ops]: the last op of the step that each op belongs to."""
     ops = program.ops
     labels = [ops[name] for name in ("phase", "microbatch", "chunk")]
@@ -207,7 +214,7 @@ def _holdings(program: Program, top: int) -> tuple[HeldMemory, ...]:
     np.minimum.at(born, which, np.arange(events.size))
     last = np.zeros(ids.size, dtype=np.int64)
     np.maximum.at(last, which, np.arange(events.size))
-    ends = _runs(program)
+    ends = ends_of_steps(program)
     total: dict[tuple[str, str, str], list[int]] = {}
     for one in np.flatnonzero(held > 0):
         first = int(born[one])
@@ -267,7 +274,7 @@ def overflow(
 ) -> Overflow | None:
     """Where the program runs out of ``limit`` bytes of segments; None if they are enough for its
     iteration, and for all that the process had asked for before, where that is known."""
-    full = allocator.replay_requests(_changes(program), settings, limit).full
+    full = allocator.replay_requests(changes(program), settings, limit).full
     if full is None:
         full = allocator.replay_requests(program.history.tolist(), settings, limit).full
         return None if full is None else Overflow(None, "", full.size, full.reserved)
@@ -276,28 +283,6 @@ def overflow(
     site = _split(program.strings[row["note"]])[2]
     held = _holdings(program, full.event)
     return Overflow(program[at] if at else None, site, full.size, full.reserved, held)
-
-
-# --recompute-modules (core/transformer/transformer_config.py @0.19.0) and what is made in them
-_RECOMPUTED = (
-    ("core_attn", re.compile(r"\.core_attention(\.|$)")),
-    ("mla_up_proj", re.compile(r"\.linear_(q|kv)_up_proj(\.|$)")),
-    ("moe", re.compile(r"\.mlp\.(experts|router|shared_experts|token_dispatcher)(\.|$)")),
-    ("mlp", re.compile(r"\.mlp(\.|$)")),
-    ("layernorm", re.compile(r"\.(input|pre_mlp)_layernorm(\.|$)")),
-)
-
-
-def recomputable(holdings: Iterable[HeldMemory]) -> dict[str, int]:
-    """--recompute-modules -> bytes of activations made in them, most first: at most what
-    recomputing them would free, as their outputs may stay."""
-    found: dict[str, int] = {}
-    for held in holdings:
-        if held.kind == "act":
-            name = next((name for name, of in _RECOMPUTED if of.search(held.module)), None)
-            if name is not None:
-                found[name] = found.get(name, 0) + held.num_bytes
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
 def viz_snapshot(program: Program) -> dict[str, object]:
@@ -392,13 +377,14 @@ def analyse(
 def reserved(program: Program, settings: allocator.Settings | None = None) -> tuple[int, int]:
     """(least, most) bytes of the allocator's segments, over all that its process asked for: the
     device keeps up, or the host is far ahead of it."""
-    heard = program.history.tolist() or _changes(program)
+    heard = program.history.tolist() or changes(program)
     least, most = (allocator.replay_requests(heard, settings, ahead=n).peak_reserved
                    for n in (0, allocator.AHEAD))  # fmt: skip
     return least, most
 
 
-def _changes(program: Program) -> list[tuple[int, int, int]]:
+def changes(program: Program) -> list[tuple[int, int, int]]:
+    """(storage, bytes, stream) of the iteration, as the allocator's model takes them."""
     events = program.allocations
     streams = program.streams.tolist() or [0] * len(events)
     return list(zip(events["storage"].tolist(), events["bytes"].tolist(), streams, strict=True))
@@ -463,9 +449,7 @@ _RULES: tuple[tuple[Callable[[_Settings], bool], Estimate], ...] = (
 
 def estimates(arguments: str | None) -> tuple[Estimate, ...]:
     """What is not known of a job with these settings (``job_settings``'s line of text)."""
-    found = job_settings.values(arguments or "")
-    plain = {name.removeprefix("--").replace("-", "_").rpartition(".")[2]: text or "True"
-             for name, text in found.items()}  # fmt: skip
+    plain = job_settings.plain(arguments or "")
     return tuple(estimate for applies, estimate in _RULES if applies(plain))
 
 

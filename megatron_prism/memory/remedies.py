@@ -1,0 +1,289 @@
+"""What recomputation frees at the peak: the allocator again, without what would not be kept.
+
+In : a program.  Out: a ``Remedy`` for every module that Megatron can recompute, with the peak that
+decides then.  A checkpointed part of the forward keeps its input and its output.  What else it made
+for backward goes when it ends, and is made anew (with the temporaries of that forward) before its
+backward: both are in the replay.
+
+Allocations do not say what a part was given.  What its layer had made before, and freed in the
+forward behind it, counts as given: a value that is a view keeps the storage of queries and keys,
+too.  So the promise may be too small.  What a forward without gradients frees earlier is unknown.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core import job_settings
+from megatron_prism.core.ops import ALLOCATION, PHASE_NAMES
+from megatron_prism.core.program import Program
+from megatron_prism.memory import allocator, peaks
+
+__all__ = ["Remedy", "remedies"]
+
+Row = tuple[int, int, int, int, int]  # before, storage, bytes, note, stream
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """A part of the model that Megatron can run again.
+
+    module      : of --recompute-modules; "" for whole layers
+    part        : of a module's name: the part that runs again
+    inside      : of the names of its modules, one at least is there
+    keeps_output: a normal checkpoint; else the output goes, too (output-discarding)
+    Source: core/transformer/transformer_config.py:411 @0.16.1
+    """
+
+    module: str
+    part: re.Pattern[str]
+    inside: re.Pattern[str] = re.compile("")
+    keeps_output: bool = True
+
+
+_LAYER = re.compile(r".*\blayers\.\d+\b")
+_NORM, _MLP = re.compile(r".*\.(input|pre_mlp)_layernorm\b"), re.compile(r".*\.mlp\b")
+_EXPERTS = re.compile(r"\.mlp\.(experts|router|token_dispatcher)\b")
+_KNOWN = (
+    Recomputation("core_attn", re.compile(r".*\.core_attention\b")),
+    Recomputation("mlp", _MLP, re.compile(r"\.mlp\.linear_fc")),
+    Recomputation("moe", _MLP, _EXPERTS),
+    Recomputation("shared_experts", re.compile(r".*\.mlp\.shared_experts\b")),
+    Recomputation("layernorm", _NORM, keeps_output=False),
+    Recomputation("mla_up_proj", re.compile(r".*\.linear_(q|kv)_up_proj\b"), keeps_output=False),
+    Recomputation("", _LAYER),
+)
+
+
+_FORWARD = PHASE_NAMES.index("forward")
+_BACKWARD = PHASE_NAMES.index("backward"), PHASE_NAMES.index("weight")
+_LEAST = 100  # times what a remedy frees is the peak: fragmentation moves segments by a percent
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the job and the peak that decides then.
+
+    words    : to type: Megatron's options, or keys of a recipe
+    freed    : bytes of tensors that the peak is lower
+    reserved : bytes of segments that an iteration holds less
+    peak     : the next one
+    """
+
+    words: str
+    freed: int
+    reserved: int
+    peak: peaks.Peak
+
+
+def remedies(
+    program: Program, job: Mapping[str, str], settings: allocator.Settings | None = None
+) -> tuple[Remedy, ...]:
+    """Recomputations that lower the peak of ``program``, by what each frees, most first.
+
+    job : its source: whether it is a recipe's, and what it recomputes already
+    """
+    before, found = peaks.known_peak(program), []
+    segments = _segments(program, settings)
+    values = job_settings.plain(next((job[key] for key in job_settings.KEYS if key in job), ""))
+    granularity, modules = _applied(values)
+    refused = [*modules] if _has_no_biases(values) else [*modules, "mlp"]
+    for one in _KNOWN:
+        if one.module in refused or granularity == "full":
+            continue
+        changed = _recomputed(program, one)
+        if changed is None:
+            continue
+        after, less = peaks.known_peak(changed), segments - _segments(changed, settings)
+        freed = before.num_bytes - after.num_bytes
+        if freed * _LEAST >= before.num_bytes and less > 0:
+            words = _words([*modules, one.module] if one.module else [], "settings" in job)
+            found.append(Remedy(words, freed, less, after))
+    return tuple(sorted(found, key=lambda remedy: -remedy.freed))
+
+
+def _applied(values: Mapping[str, str]) -> tuple[str, list[str]]:
+    """(granularity, modules) of what the job recomputes."""
+    granularity = values.get("recompute_granularity", "")
+    modules = re.findall(r"\w+", values.get("recompute_modules", "core_attn"))
+    return granularity, modules if granularity == "selective" else []
+
+
+def _has_no_biases(values: Mapping[str, str]) -> bool:
+    """With biases the backward of a recomputed MLP starts itself without end (docs/limitations)."""
+    return "disable_bias_linear" in values or values.get("add_bias_linear") in ("false", "False")
+
+
+def _words(modules: Sequence[str], recipe: bool) -> str:
+    """What recomputes ``modules``, or whole layers."""
+    given = {"granularity": "selective" if modules else "full"}
+    if not modules:
+        given |= {"method": "uniform", "num-layers": "1"}
+    if recipe:
+        words = [f"train.recompute_{key.replace('-', '_')}={text}" for key, text in given.items()]
+        return " ".join(words + [f"'model.extra.recompute_modules=[{','.join(modules)}]'"]
+                        * bool(modules))  # fmt: skip
+    words = [f"--recompute-{key} {text}" for key, text in given.items()]
+    return " ".join(words + [f"--recompute-modules {' '.join(modules)}"] * bool(modules))
+
+
+def _segments(program: Program, settings: allocator.Settings | None) -> int:
+    """Bytes of segments that its iteration needs at most."""
+    return allocator.replay_requests(peaks.changes(program), settings).peak_reserved
+
+
+@dataclass(frozen=True)
+class _Lives:
+    """Of every storage that comes once and goes at most once: the events at which it does.
+
+    kept : storages that a forward leaves for the backward of its microbatch
+    """
+
+    born: dict[int, int]
+    gone: dict[int, int]
+    kept: frozenset[int]
+
+    @staticmethod
+    def of(program: Program) -> _Lives:
+        events = program.allocations
+        born: dict[int, int] = {}
+        gone: dict[int, int] = {}
+        odd = set()
+        moves = zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True)
+        for at, (storage, size) in enumerate(moves):
+            lives = born if size > 0 else gone
+            if storage in lives:
+                odd.add(storage)
+            lives[storage] = at
+        ops, before = program.ops, events["before"].tolist()
+        op = np.minimum(events["before"], len(program) - 1).tolist()
+        turns = list(zip(ops["microbatch"].tolist(), ops["chunk"].tolist(), strict=True))
+        phases = ops["phase"].tolist()
+
+        def in_backward(event: int, turn: tuple[int, int]) -> bool:
+            """Also on the way out of it, before the op behind it."""
+            return any(phases[at] in _BACKWARD and turns[at] == turn
+                       for at in (op[event], max(before[event] - 1, 0)))  # fmt: skip
+
+        kept = frozenset(
+            one for one, at in born.items()
+            if one not in odd and one in gone and before[at] and phases[op[at]] == _FORWARD
+            and in_backward(gone[one], turns[op[at]])
+        )  # fmt: skip
+        return _Lives(born, gone, kept)
+
+
+@dataclass
+class _Region:
+    """A forward of the part: its first and last event, those of the layer that it is in."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+def _regions(program: Program, how: Recomputation) -> list[_Region]:
+    """Every forward of the part in every microbatch."""
+    events, parts, layers = program.allocations, {}, {}
+    for note in np.unique(events["note"]).tolist():
+        module = peaks.module_of(program.strings[note])
+        if (found := _LAYER.match(module)) is not None:
+            layers[note] = found[0]
+        if (found := how.part.match(module)) is not None:
+            parts[note] = found[0], how.inside.search(module) is not None
+    op = np.minimum(events["before"], len(program) - 1)
+    labels = [program.ops[key][op] for key in ("microbatch", "chunk")]
+    mine = program.ops["phase"][op] == _FORWARD
+    mine &= (events["before"] > 0) & (events["bytes"] > 0)
+    regions: dict[tuple[str, int, int], list[int]] = {}
+    whole: dict[tuple[str, int, int], list[int]] = {}
+    real = {}
+    for at in np.flatnonzero(mine & np.isin(events["note"], [*parts, *layers])).tolist():
+        note, turn = int(events["note"][at]), (int(labels[0][at]), int(labels[1][at]))
+        layer = layers.get(note, "")
+        whole.setdefault((layer, *turn), [at, at])[1] = at
+        if note in parts:
+            part, inside = parts[note]
+            regions.setdefault((part, *turn), [at, at])[1] = at
+            if inside:
+                real[(part, *turn)] = (layer, *turn)
+    return [_Region(*regions[key], *whole[layer]) for key, layer in real.items()]
+
+
+def _begin(program: Program, ends: np.ndarray, event: int) -> int:
+    """The first event of the step that ``event`` is in."""
+    before = program.allocations["before"]
+    op = min(int(before[event]), len(program) - 1)
+    return int(np.searchsorted(before, np.searchsorted(ends, ends[op])))
+
+
+def _recomputed(program: Program, how: Recomputation) -> Program | None:
+    """The program with what ``how`` frees and makes anew; None where it keeps nothing."""
+    lives, events = _Lives.of(program), program.allocations
+    streams = program.streams.tolist() or [0] * len(events)
+    rows: list[Row] = list(zip(*(events[key].tolist() for key in ALLOCATION.names or ()), streams,
+                               strict=True))  # fmt: skip
+    ends = peaks.ends_of_steps(program)
+    releases = sorted(lives.gone[one] for one in lives.kept)
+    added: dict[int, list[Row]] = {}  # event -> rows before it
+    renamed: dict[int, int] = {}  # event -> the storage that goes instead
+    number = max(lives.born, default=-1) + 1
+    dropped: set[int] = set()  # events that come later
+    for region in _regions(program, how):
+        first, last = region.first, region.last
+        mine = {row[1]: row for row in rows[first : last + 1] if row[2] > 0}
+        while (
+            last + 1 < len(rows)
+            and rows[last + 1][2] < 0
+            and rows[last + 1][1] in mine.keys() - lives.kept
+        ):
+            last += 1  # what goes with its last result
+        output = list(mine)[-1] if how.keeps_output else None
+        kept = [one for one in mine if one in lives.kept and one != output]
+        if not kept:
+            continue
+        frees = sorted(lives.gone[one] for one in kept)
+        # its backward begins behind what the part after it lets go, in its own step at the earliest
+        behind = bisect.bisect_left(releases, frees[0])
+        start = max(releases[behind - 1] + 1 if behind else 0, _begin(program, ends, frees[0]))
+        copies = {one: number + at for at, one in enumerate(mine)}
+        number += len(copies)
+        forward = [row for row in rows[first : last + 1] if row[1] in copies]
+        gone = {row[1] for row in forward if row[2] < 0}
+        again = added.setdefault(start, [])
+        again += [(rows[start][0], copies[row[1]], *row[2:]) for row in forward]
+        left = [row for one, row in mine.items() if one not in gone and one not in kept]
+        added.setdefault(last + 1, [])[:0] = [
+            (rows[last][0], one, -mine[one][2], 0, 0) for one in kept
+        ]
+        added.setdefault(frees[-1] + 1, [])[:0] = [
+            (rows[frees[-1]][0], copies[row[1]], -row[2], 0, 0) for row in left
+        ]
+        renamed |= {lives.gone[one]: copies[one] for one in kept}
+        for row in rows[region.begin : first]:  # what it may be given, of the same layer
+            free = lives.gone.get(row[1], -1) if row[2] > 0 else -1
+            if row[1] not in lives.kept and first < free <= region.end and free not in dropped:
+                dropped.add(free)
+                added[frees[-1] + 1].append((rows[frees[-1]][0], row[1], -row[2], 0, 0))
+    if not renamed:
+        return None
+    changed: list[Row] = []
+    for at, row in enumerate(rows):
+        changed += added.get(at, ())
+        if at not in dropped:
+            changed.append((row[0], renamed.get(at, row[1]), *row[2:]))
+    changed += added.get(len(rows), ())
+    return dataclasses.replace(
+        program,
+        allocations=np.array([row[:4] for row in changed], dtype=ALLOCATION),
+        streams=np.array([row[4] for row in changed], dtype=np.int16),
+        history=program.history[:0],
+        routed=program.routed[:0],
+    )

@@ -1,0 +1,175 @@
+"""What recomputation frees at the peak: programs by hand, and real jobs that run again with it."""
+
+import contextlib
+
+import pytest
+
+from megatron_prism.core import job_settings
+from megatron_prism.core.program import Builder
+from megatron_prism.memory import peaks, remedies
+
+MIB = 1 << 20
+
+
+class Pass:
+    """Forward and backward of layers of attention and MLP, whose tensors are named."""
+
+    def __init__(self):
+        self.build, self.ids, self.sizes = Builder(), {}, {}
+        self.new("weights", 40, "param:decoder")
+        self.build.add("compute", phase="optimizer", kernels=1)
+
+    def new(self, name, size, note="", layer=None):
+        self.ids[name], self.sizes[name] = len(self.sizes), size * MIB
+        note = note if layer is None else f"decoder.layers.{layer}.{note} @core/x.py:1"
+        self.build.memory(self.ids[name], size * MIB, note)
+
+    def free(self, *names):
+        for name in names:
+            self.build.memory(self.ids[name], -self.sizes[name])
+
+    def op(self, phase):
+        self.build.add("compute", phase=phase, microbatch=0, kernels=1)
+
+    def forward(self, layer, scores, temporary=0, view=0):
+        attention = "self_attention.core_attention"
+        if view:
+            self.new(f"qkv{layer}", view, "self_attention.linear_qkv", layer)
+        if temporary:
+            self.new(f"mask{layer}", temporary, attention, layer)
+        self.new(f"scores{layer}", scores, attention, layer)
+        if temporary:
+            self.free(f"mask{layer}")
+        self.new(f"context{layer}", 2, attention, layer)
+        self.new(f"proj{layer}", 2, "self_attention.linear_proj", layer)
+        if view:
+            self.free(f"qkv{layer}")
+        self.new(f"act{layer}", 6, "mlp.linear_fc1", layer)
+        self.new(f"out{layer}", 1, "mlp.linear_fc2", layer)
+        self.free(f"out{layer}")
+
+    def backward(self, layer, grads=0):
+        self.free(f"act{layer}", f"proj{layer}", f"context{layer}")
+        if grads:
+            self.new(f"grad{layer}", grads, "")
+        self.free(f"scores{layer}")
+        if grads:
+            self.free(f"grad{layer}")
+
+    def run(self, loss=0, grads=0, layers=4, **more):
+        for layer in range(layers):
+            self.forward(layer, **more)
+        if loss:
+            self.new("loss", loss, "output_layer")
+        self.op("forward")
+        self.op("backward")
+        if loss:
+            self.free("loss")
+        for layer in reversed(range(layers)):
+            self.backward(layer, grads)
+        self.op("backward")
+        return self.build.build(0)
+
+
+def job(disable_bias_linear="", **given):
+    given["disable_bias_linear"] = disable_bias_linear
+    return {"arguments": job_settings.as_text({f"--{k.replace('_', '-')}": v
+                                               for k, v in given.items()})}  # fmt: skip
+
+
+def frees(program, **given):
+    """module -> (MiB that it frees, MiB of the next peak)."""
+    found = remedies.remedies(program, job(**given))
+    return {one.words.rpartition(" ")[2]: (one.freed / MIB, one.peak.num_bytes / MIB)
+            for one in found if "modules" in one.words}  # fmt: skip
+
+
+def test_what_is_kept_goes_and_one_layer_comes_back():
+    """Four layers keep 10 of scores, 10 of others; the loss decides then, not the backward."""
+    program = Pass().run(scores=10, loss=30)
+    assert peaks.peak(program).num_bytes == (40 + 4 * 20 + 30) * MIB
+    assert frees(program) == {"core_attn": (40, 110), "mlp": (24, 126)}
+
+
+def test_the_next_peak_may_be_in_the_backward():
+    """Scores and context come back, with their temporaries, beside the gradient of scores."""
+    program = Pass().run(scores=10, temporary=8)
+    assert peaks.peak(program).num_bytes == (40 + 3 * 20 + 21) * MIB
+    assert frees(program)["core_attn"] == (121 - 88, 88)  # 40, three layers, mask and scores
+    (found,) = (one for one in remedies.remedies(Pass().run(scores=10, grads=90), job())
+                if one.words.endswith("core_attn"))  # fmt: skip
+    assert (found.peak.op.phase, found.peak.num_bytes / MIB) == ("backward", 40 + 3 * 10 + 102)
+
+
+def test_a_part_keeps_the_storage_that_its_input_views():
+    """12 of queries, keys and values stay for 10 of scores: recomputation would cost 8."""
+    assert "core_attn" not in frees(Pass().run(scores=10, view=12, loss=30))
+    assert frees(Pass().run(scores=16, view=12, loss=30))["core_attn"] == (16, 40 + 4 * 22 + 30)
+
+
+def test_what_is_recomputed_already_is_kept_in_the_words():
+    program = Pass().run(scores=10, loss=30)
+    given = {"recompute_granularity": "selective"}
+    words = [one.words for one in remedies.remedies(program, job(**given))]
+    assert "--recompute-granularity selective --recompute-modules core_attn mlp" in words
+    assert not any(one.endswith(" core_attn") for one in words)
+    assert remedies.remedies(program, job(recompute_granularity="full")) == ()
+    biased = {"arguments": job_settings.as_text({})}  # Megatron's mlp recomputes itself there
+    words = [one.words for one in remedies.remedies(program, biased)]
+    assert any(one.endswith("core_attn") for one in words)
+    assert not any("mlp" in one for one in words)
+    settings = job_settings.as_text({"train.recompute_granularity": "selective",
+                                     "model.add_bias_linear": "false"})  # fmt: skip
+    assert (
+        "train.recompute_granularity=selective 'model.extra.recompute_modules=[core_attn,mlp]'"
+        in [one.words for one in remedies.remedies(program, {"settings": settings})]
+    )
+
+
+def test_a_remedy_below_a_percent_is_none():
+    assert set(frees(Pass().run(scores=10, loss=30))) == {"core_attn", "mlp"}
+    assert frees(Pass().run(scores=10, loss=7000)) == {}
+
+
+# -- real jobs, with no GPU ------------------------------------------------------------------------
+SMALL = ["prism.tier=meta", "train.bf16=true", "train.data=mock", "parallel.world_size=2",
+         "parallel.pp=2", "model.hidden_size=512", "model.num_attention_heads=8",
+         "model.num_layers=8", "model.seq_length=1024", "train.global_batch_size=4",
+         "train.micro_batch_size=1", "train.use_distributed_optimizer=true",
+         "model.add_bias_linear=false"]  # fmt: skip
+KINDS = {
+    "local": ["prism.transformer_impl=local"],
+    "flash": [],
+    "engine": ["prism.transformer_impl=transformer_engine"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_that_takes_the_advice_peaks_where_it_was_promised(tmp_path, kind):
+    """Bytes of tensors within 5 %, at most a percent above the promise, and less than before."""
+    pytest.importorskip("megatron.core")
+    from megatron_prism.core import recipe as recipes
+    from megatron_prism.core.program import load
+    from megatron_prism.core.slices import SliceStore
+    from megatron_prism.emulate.recipe_job import source_of
+    from megatron_prism.emulate.recipe_server import CaptureServer
+
+    with contextlib.closing(CaptureServer()) as server:
+
+        def run(name, *words):
+            recipe = recipes.load("tiny-gpt_1cpu", [*SMALL, *KINDS[kind], *words])
+            store = SliceStore(tmp_path / name, recipe.world, source_of(recipe))
+            server.capture(recipe, 0, store)
+            made = load(store.path(0))
+            return made.programs[0], made.source
+
+        program, source = run("before")
+        found = remedies.remedies(program, source)
+        assert len(found) >= 2
+        for number, one in enumerate(found):
+            again, _ = run(str(number), *one.words.replace("'", "").split())
+            actual, promised = peaks.peak(again).num_bytes, one.peak.num_bytes
+            assert -0.05 < actual / promised - 1 < 0.01, one.words
+            assert sum(peaks.reserved(again)) < sum(peaks.reserved(program)), one.words
