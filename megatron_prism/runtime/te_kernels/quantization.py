@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, cast
@@ -94,11 +95,13 @@ def create(
             found |= {f"{way}_data": data, f"{way}_scale_inv": scale}
         if kind == "block":
             found["is_2D_scaled"] = quantizer.block_scaling_dim == 2
+            formats = sys.modules["transformer_engine_torch"].Float8BlockScaleTensorFormat
+            found["data_format"] = formats.GEMM_READY  # the one that is left from 2.10 on
     if quantizer.internal:
         del found["shape"], found["dtype"]
     else:
         found.pop("fake_dtype")
-    optional = ("fake_dtype", "with_gemm_swizzled_scales")
+    optional = ("fake_dtype", "with_gemm_swizzled_scales", "data_format")
     return tensor(**{k: v for k, v in found.items() if k not in optional or k in names})
 
 
