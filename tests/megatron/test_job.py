@@ -205,6 +205,13 @@ def test_a_field_that_megatron_lacks_is_named(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_word_for_a_list_of_megatron_is_a_list_of_one(tmp_path):
+    words = ["train.recompute_granularity=selective", "model.extra.recompute_modules=mlp",
+             "model.add_bias_linear=false", "prism.tier=meta", "train.iterations=1"]  # fmt: skip
+    made = recipe_job.emulate(recipes.load("tiny-gpt_1cpu", words), tmp_path / "out")
+    assert made
+
+
 def test_a_killed_job_leaves_no_folder_and_no_worker(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "megatron_prism", "emulate", "tiny-gpt_1cpu"]
