@@ -11,3 +11,6 @@ TRAINING = pytest.mark.skipif(
     or sys.version_info < (3, 12),
     reason="megatron.training 0.19 needs Python 3.12 and megatron-core[training]",
 )
+MEGATRON = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
+)

@@ -1,0 +1,104 @@
+"""Relations between answers: what-ifs as people type them, and the same job captured anew.
+
+``@about("dp", …)`` says of which what-ifs a test is; ``test_every_what_if`` wants one for each that
+the documentation names.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+
+from megatron_prism.cli import replay as cli_replay
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.slices import open_programs
+from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.memory import peaks
+from megatron_prism.replay import whatif
+from megatron_prism.replay.priced_graph import replay
+from megatron_prism.sweep.layout import RecipeLayout
+
+STORED = Path(__file__).parents[1] / "golden" / "slices"
+JOBS = ("cp2", "dense_pp2", "fp8_tp2", "interleaved", "moe_ep2")
+MACHINE = "machine=h100"
+TINY = ("model.num_layers=4", "model.hidden_size=256", "model.num_attention_heads=4",
+        "model.seq_length=128", "model.vocab_size=1024", "parallel.tp=1", "train.bf16=true",
+        "train.use_distributed_optimizer=true", "train.data=mock")  # fmt: skip
+ABOUT: dict[str, list[str]] = {}  # what-if -> tests
+
+
+def about(*names):
+    """Mark a test as one of what-ifs."""
+
+    def registered(test):
+        for name in names:
+            ABOUT.setdefault(name, []).append(test.__name__)
+        return test
+
+    return registered
+
+
+@functools.cache
+def stored(job):
+    """Programs of a stored job."""
+    return open_programs(STORED / job)
+
+
+def answer(programs, *words):
+    """The timeline of ``prism replay`` with these words."""
+    given = cli_replay._settings([word for word in words if word])
+    how = {key: given.pop(key) for key in cli_replay._HOW if key in given}
+    sizes = {key: given.pop(key) for key in cli_replay._SIZES if key in given}
+    microbatches = given.pop("microbatches", None)
+    whatif.check_sizes(programs, sizes, given.get("dp"), microbatches)
+    if microbatches is not None:
+        from megatron_prism.emulate import schedule
+
+        programs = schedule.with_microbatches(programs, microbatches)
+    return replay(programs, what_if=cli_replay._what_if(**given), **how)
+
+
+def ns(programs, *words):
+    return answer(programs, *words).iteration_ns
+
+
+def memory(programs):
+    """(allocated, reserved) bytes at the peak of every stage, by its lowest rank."""
+    found = {}
+    for rank in [int(programs.world.matching(pp=stage)[0]) for stage in programs.world.stages]:
+        program = programs.of(rank)
+        found[rank] = peaks.known_peak(program).num_bytes, sum(peaks.reserved(program)) // 2
+    return list(found.values())
+
+
+@functools.cache
+def _server():
+    return CaptureServer()
+
+
+@functools.cache
+def fresh(*settings, dp=2, microbatches=4, rank=None):
+    """Programs of a tiny job, captured now: ``settings`` of its recipe, on ``dp`` replicas.
+
+    rank : which rank of each stage is captured, counted from its first
+    """
+    layout = RecipeLayout(recipes.load("tiny-gpt_1cpu", [*TINY, *settings]))
+    sizes = layout.recipe.parallel
+    replica = sizes.tp * sizes.pp * sizes.cp
+    size, batch = replica * dp, dp * microbatches
+    layout = RecipeLayout(recipes.load("tiny-gpt_1cpu", [
+        *TINY, *settings, f"parallel.world_size={size}", f"train.global_batch_size={batch}",
+        "train.micro_batch_size=1"]))  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if rank is None:
+            for stage in layout.world.stages:
+                layout.capture(folder, stage, _server, None)
+        else:
+            from megatron_prism.core.slices import SliceStore
+            from megatron_prism.emulate.recipe_job import source_of
+
+            store = SliceStore(folder, layout.world, source_of(layout.recipe))
+            for stage in layout.world.stages:
+                chosen = int(layout.world.matching(pp=stage)[rank])
+                _server().capture(layout.recipe, chosen, store)
+        return layout.assembled(folder)

@@ -1,0 +1,56 @@
+"""What-ifs, points of a sweep and memory against jobs that are captured as asked."""
+
+import pytest
+from helpers.metamorphic import MACHINE, about, answer, fresh, memory, ns
+from helpers.needs import MEGATRON
+
+from megatron_prism.replay.replicas import with_data_parallel
+
+pytestmark = [MEGATRON, pytest.mark.slow]
+
+LAYOUTS = {
+    "dense": (),
+    "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true"),
+    "pp2": ("parallel.pp=2",),
+    "fp16": ("train.bf16=false", "train.fp16=true"),
+    "whole": ("train.use_distributed_optimizer=false",),
+    "moe": ("model.num_experts=4", "parallel.ep=2"),
+    "overlap": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),
+}
+
+
+@about("dp")
+@pytest.mark.parametrize(("before", "after"), [(2, 8), (8, 2)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_replicas_are_the_job_captured_with_them(layout, before, after):
+    settings = LAYOUTS[layout]
+    given, real = fresh(*settings, dp=before), fresh(*settings, dp=after)
+    assert ns(given, MACHINE, f"dp={after}") == pytest.approx(ns(real, MACHINE), rel=0.02)
+    made = with_data_parallel(given, after)
+    for (top, held), (real_top, real_held) in zip(memory(made), memory(real), strict=True):
+        assert top == pytest.approx(real_top, rel=0.003)
+        assert held == pytest.approx(real_held, rel=0.1)
+
+
+@about("microbatches")
+@pytest.mark.parametrize("layout", ["dense", "pp2", "moe"])
+def test_other_microbatches_are_the_job_captured_with_them(layout):
+    given, real = (fresh(*LAYOUTS[layout], microbatches=n) for n in (6, 9))
+    assert ns(given, MACHINE, "microbatches=9") == pytest.approx(ns(real, MACHINE), rel=0.01)
+    assert memory(answer(given, MACHINE, "microbatches=9").graph.programs) == [
+        (pytest.approx(top, rel=0.001), pytest.approx(held, rel=0.03)) for top, held in memory(real)
+    ]
+
+
+@pytest.mark.parametrize("layout", ["dense", "tp2", "pp2", "moe"])
+def test_whichever_rank_of_a_stage_is_captured(layout):
+    first, last = fresh(*LAYOUTS[layout]), fresh(*LAYOUTS[layout], rank=-1)
+    assert ns(last, MACHINE) == pytest.approx(ns(first, MACHINE), rel=0.005)
+    for (top, _), (other, _) in zip(memory(first), memory(last), strict=True):
+        assert other == pytest.approx(top, rel=0.002)
+
+
+def test_memory_of_a_job_is_that_of_longer_runs():
+    short, long = (fresh(f"train.iterations={n}") for n in (2, 5))
+    assert [top for top, _ in memory(long)] == [top for top, _ in memory(short)]
+    assert ns(long, MACHINE) == ns(short, MACHINE)

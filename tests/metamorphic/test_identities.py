@@ -1,0 +1,105 @@
+"""What changes nothing has the answer of nothing, and the same question the same answer."""
+
+import dataclasses
+
+import pytest
+from helpers.metamorphic import JOBS, MACHINE, STORED, about, answer, ns, stored
+from helpers.spreads import spread
+
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.world import World
+from megatron_prism.predict import predict
+from megatron_prism.replay.costs import nccl_settings
+from megatron_prism.replay.replicas import with_data_parallel
+
+
+def of_itself(name, programs):
+    """A what-if's words that change nothing of ``programs``."""
+    world = programs.world
+    return {
+        "slow": "slow=0:1",
+        "faster": "faster=all_reduce:1",
+        "moved": "moved=h100",
+        "network": "network=none",
+        "sends": "sends=buffered:0",
+        "dp": f"dp={world.dp}",
+        "tp": f"tp={world.tp}",
+        "pp": f"pp={world.pp}",
+        "slow_rail": "slow_rail=0:1",
+    }[name]
+
+
+@about("slow", "faster", "moved", "network", "sends", "dp", "tp", "pp", "slow_rail")
+@pytest.mark.parametrize(
+    "name", ["slow", "faster", "moved", "network", "sends", "dp", "tp", "pp", "slow_rail"]
+)
+@pytest.mark.parametrize("job", JOBS)
+def test_nothing_changed_is_nothing_changed(job, name):
+    programs = stored(job)
+    if name == "faster" and "all_reduce" not in answer(programs, MACHINE).to_text(verbose=True):
+        pytest.skip("it has no all-reduces")
+    words = of_itself(name, programs)
+    assert ns(programs, MACHINE, words) == ns(programs, MACHINE)
+
+
+@about("moved")
+@pytest.mark.parametrize("job", JOBS)
+def test_moved_to_a_machine_is_asked_of_that_machine(job):
+    """Of shapes, which nobody measured anywhere."""
+    programs = stored(job)
+    assert ns(programs, "machine=h200", "moved=h100") == ns(programs, MACHINE)
+    assert ns(programs, "machine=b200", "moved=h100") == ns(programs, MACHINE)
+
+
+@about("host", "nccl")
+@pytest.mark.parametrize("job", JOBS)
+def test_hosts_and_settings_as_they_were(job):
+    programs = stored(job)
+    assert ns(programs, MACHINE, "host=1") == ns(programs, MACHINE)
+    once = ns(programs, MACHINE, "nccl=NCCL_MAX_NCHANNELS=4")
+    env = {**programs.source, nccl_settings.NCCL_ENV: "NCCL_MAX_NCHANNELS=4"}
+    assert ns(dataclasses.replace(programs, source=env), MACHINE) == once
+
+
+@about("--against")
+def test_against_itself_nothing_differs(capsys):
+    path = str(STORED / "dense_pp2")
+    assert cli.main(["replay", path, MACHINE, "--against", f"{path},{MACHINE}"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:] if " ms " in line]
+    assert len(rows) > 3
+    assert {row[-2] for row in rows} <= {"+0.0", "-0.0"}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_without_spreads_every_drawn_iteration_is_the_replays(job):
+    drawn = predict(stored(job), machine="h100", variability=spread(), samples=200, seed=0)
+    assert drawn.steady == ns(stored(job), MACHINE)
+    assert {q.ns for q in drawn.quantiles if q.ns is not None} == {drawn.steady}
+
+
+@about("dp")
+@pytest.mark.parametrize("job", JOBS)
+def test_more_replicas_and_back_are_the_job(job):
+    """But for rounding: a shard's kernels and storages are whole numbers."""
+    programs = stored(job)
+    more = with_data_parallel(programs, 4 * programs.world.dp)
+    back = with_data_parallel(more, programs.world.dp)
+    assert ns(back, MACHINE) == pytest.approx(ns(programs, MACHINE), rel=0.01)
+    for one, other in zip(programs.programs, back.programs, strict=True):
+        a, b = (int(p.live_bytes().max(initial=0)) for p in (one, other))
+        assert b == pytest.approx(a, rel=0.001)
+
+
+@about("tp", "pp")
+def test_another_split_is_another_capture():
+    for word in ("tp=16", "pp=8", "cp=4", "vpp=3"):
+        with pytest.raises(UsageError, match="captur"):
+            answer(stored("dense_pp2"), MACHINE, word)
+
+
+def test_nodes_as_the_machine_has_them_change_nothing():
+    programs = stored("dense_pp2")
+    sizes = {f.name: getattr(programs.world, f.name) for f in dataclasses.fields(World) if f.init}
+    known = dataclasses.replace(programs, world=World(**{**sizes, "gpus_per_node": 8}))
+    assert ns(known, MACHINE) == ns(programs, MACHINE)
