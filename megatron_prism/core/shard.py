@@ -14,12 +14,21 @@ import numpy as np
 from megatron_prism.core.ops import CODE, PHASE_NAMES
 from megatron_prism.core.program import Program
 
-__all__ = ["BUCKETS", "SCALAR", "calls_of_buckets", "is_sharded", "segments", "without_shard"]
+__all__ = [
+    "BUCKETS",
+    "SCALAR",
+    "calls_of_buckets",
+    "is_sharded",
+    "parameters",
+    "segments",
+    "without_shard",
+]
 
 BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
 SCALAR = 512  # bytes; what is smaller is of a step, not of parameters
 _OPTIMIZER = PHASE_NAMES.index("optimizer")
 _STATES = re.compile(r"optim:|grad:main parameters$")  # notes of what has a shard's size
+_PARAMETERS = re.compile(r"param:.*?(?:\[(\d+)\])?$")
 _COSTS = ("ns", "host", "lead", "products", "flops", "traffic", "kernels")
 
 
@@ -47,6 +56,13 @@ def _step(program: Program) -> np.ndarray:
 def segments(program: Program) -> np.ndarray:
     """int64 [n]: the segments that work on the shard."""
     return np.flatnonzero(_step(program) & (program.ops["name"] == CODE["compute"]))
+
+
+def parameters(program: Program) -> int:
+    """How many parameters the rank has, of which a shard has no more; 0 if nothing says so."""
+    held = program.allocations["note"][program.allocations["before"] == 0]
+    notes = (_PARAMETERS.match(program.strings[note]) for note in held.tolist())
+    return sum(int(note[1] or 1) for note in notes if note)
 
 
 def storages(program: Program) -> tuple[np.ndarray, np.ndarray]:

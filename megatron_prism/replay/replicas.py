@@ -216,10 +216,10 @@ def _with_shard(program: Program, ratio: Fraction) -> Program:
 
 
 def _with_segments(program: Program, ratio: Fraction) -> Program:
-    ops, strings = program.ops.copy(), list(program.strings)
+    ops, strings, most = program.ops.copy(), list(program.strings), shard.parameters(program)
     for index in shard.segments(program).tolist():
         row = ops[index]
-        note, num_bytes, kernels = scaled_kernels(strings[row["note"]], ratio)
+        note, num_bytes, kernels = scaled_kernels(strings[row["note"]], ratio, most)
         if row["traffic"] >= 0:
             row["traffic"] = max(0, int(row["traffic"]) + num_bytes)
         if row["kernels"] >= 0:
@@ -244,13 +244,12 @@ def _with_memory(program: Program, ratio: Fraction) -> Program:
         return program
     chosen, within = shard.storages(program)
     come = memory["bytes"] >= shard.SCALAR
-    parts = _parts(
-        memory["storage"][chosen], memory["bytes"][chosen], memory["note"][chosen], ratio
-    )
+    mine, most = memory[chosen], shard.parameters(program)
+    parts = _parts(mine["storage"], mine["bytes"], mine["note"], ratio, most)
     sizes = set(memory["bytes"][within].tolist())
     sizes -= set(memory["bytes"][come & ~chosen].tolist())
     earlier = ~np.isin(history[:, 0], memory["storage"]) & np.isin(history[:, 1], [*sizes])
-    parts |= _parts(history[earlier, 0], history[earlier, 1], np.zeros(earlier.sum()), ratio)
+    parts |= _parts(history[earlier, 0], history[earlier, 1], np.zeros(earlier.sum()), ratio, most)
     new = 1 + max(memory["storage"].max(), history[:, 0].max(initial=0))
     names = {}
     for storage, sizes_of_it in parts.items():
@@ -272,16 +271,17 @@ def _with_memory(program: Program, ratio: Fraction) -> Program:
 
 
 def _parts(
-    storages: np.ndarray, sizes: np.ndarray, notes: np.ndarray, ratio: Fraction
+    storages: np.ndarray, sizes: np.ndarray, notes: np.ndarray, ratio: Fraction, most: int
 ) -> dict[int, list[int]]:
     """Storage -> bytes of those that come in its place: of a smaller shard the first ones of each
-    kind, as a shard is a part of a row of parameters; of a larger one as many more of each."""
+    kind, as a shard is a part of a row of parameters; of a larger one as many more of each, up to
+    ``most``, the rank's parameters (0: not known)."""
     found: dict[int, list[int]] = {}
     for note in np.unique(notes).tolist():
         mine = np.flatnonzero(notes == note)
         left = _times(int(sizes[mine].sum()), ratio)
         for storage, size in zip(storages[mine].tolist(), sizes[mine].tolist(), strict=True):
-            count = max(1, int(ratio))
+            count = max(1, min(int(ratio), (most or int(ratio) * len(mine)) // len(mine)))
             taken = min(size, left) if ratio < 1 else _times(size, ratio / count)
             found[storage], left = [taken] * (count if taken else 0), left - taken
     return found

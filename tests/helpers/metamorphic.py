@@ -10,7 +10,8 @@ from pathlib import Path
 
 from megatron_prism.cli import replay as cli_replay
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.slices import SliceStore, open_programs
+from megatron_prism.emulate.recipe_job import source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.memory import peaks
 from megatron_prism.replay import whatif
@@ -22,7 +23,8 @@ JOBS = ("cp2", "dense_pp2", "fp8_tp2", "interleaved", "moe_ep2")
 MACHINE = "machine=h100"
 TINY = ("model.num_layers=4", "model.hidden_size=256", "model.num_attention_heads=4",
         "model.seq_length=128", "model.vocab_size=1024", "parallel.tp=1", "train.bf16=true",
-        "train.use_distributed_optimizer=true", "train.data=mock")  # fmt: skip
+        "train.use_distributed_optimizer=true", "train.data=mock", "train.micro_batch_size=1",
+        "train.global_batch_size=64", "parallel.world_size=64", "prism.tier=meta")  # fmt: skip
 ABOUT: dict[str, list[str]] = {}  # what-if -> tests
 
 
@@ -81,22 +83,16 @@ def fresh(*settings, dp=2, microbatches=4, rank=None):
 
     rank : which rank of each stage is captured, counted from its first
     """
-    layout = RecipeLayout(recipes.load("tiny-gpt_1cpu", [*TINY, *settings]))
-    sizes = layout.recipe.parallel
-    replica = sizes.tp * sizes.pp * sizes.cp
-    size, batch = replica * dp, dp * microbatches
-    layout = RecipeLayout(recipes.load("tiny-gpt_1cpu", [
-        *TINY, *settings, f"parallel.world_size={size}", f"train.global_batch_size={batch}",
-        "train.micro_batch_size=1"]))  # fmt: skip
+    sizes = recipes.load("tiny-gpt_1cpu", [*TINY, *settings]).parallel
+    size = sizes.tp * sizes.pp * sizes.cp * dp
+    of_size = f"parallel.world_size={size}", f"train.global_batch_size={dp * microbatches}"
+    layout = RecipeLayout(recipes.load("tiny-gpt_1cpu", [*TINY, *settings, *of_size]))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if rank is None:
             for stage in layout.world.stages:
                 layout.capture(folder, stage, _server, None)
         else:
-            from megatron_prism.core.slices import SliceStore
-            from megatron_prism.emulate.recipe_job import source_of
-
             store = SliceStore(folder, layout.world, source_of(layout.recipe))
             for stage in layout.world.stages:
                 chosen = int(layout.world.matching(pp=stage)[rank])

@@ -12,7 +12,7 @@ LAYOUTS = {
     "dense": (),
     "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true"),
     "pp2": ("parallel.pp=2",),
-    "fp16": ("train.bf16=false", "train.fp16=true"),
+    "fp32": ("train.bf16=false",),
     "whole": ("train.use_distributed_optimizer=false",),
     "moe": ("model.num_experts=4", "parallel.ep=2"),
     "overlap": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),

@@ -477,10 +477,11 @@ _WHOLE = ("fp8_transpose",)  # of parameters, not of a rank's part of them
 _SCALARS = 16  # bytes
 
 
-def scaled_kernels(note: str, factor: Fraction) -> tuple[str, int, int]:
-    """Elementwise kernels of ``factor`` times as many parameters.
+def scaled_kernels(note: str, factor: Fraction, most: int = 0) -> tuple[str, int, int]:
+    """Elementwise kernels of ``factor`` times as many elements of parameters.
 
-    There are as many times as many kernels, but at least one of each; their bytes together are
+    There are as many times as many kernels, but at least one of each, and no more of one than
+    ``most``, the rank's parameters (0: not known), if there were not; their bytes together are
     ``factor`` times as many.
 
     Returns:
@@ -493,7 +494,8 @@ def scaled_kernels(note: str, factor: Fraction) -> tuple[str, int, int]:
         scalar, name = one <= _SCALARS, match["name"].strip()
         if name in _WHOLE or scalar and count < 3:  # of a step, not of each parameter
             return match[0]
-        now = count if name in _LISTS or count == 1 else max(1, round(count * factor))
+        wanted = max(1, round(count * factor))
+        now = count if name in _LISTS or count == 1 else min(wanted, max(count, most or wanted))
         size = one if scalar else max(1, round(one * count * factor / now))
         more[0] += now * size - count * one
         more[1] += now - count
