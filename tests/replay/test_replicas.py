@@ -19,7 +19,7 @@ TEXT = f"""
 prism-program 1
 world size=4
 program ranks=0-3
--    alloc storage=1 bytes=4096 note="param:[2]"
+-    alloc storage=1 bytes=4096 note="param:[64]"
 -    alloc storage=2 bytes=1024 note="optim:exp_avg"
 -    alloc storage=3 bytes=1024 note="optim:exp_avg"
 -    alloc storage=4 bytes=4 note="optim:exp_avg"

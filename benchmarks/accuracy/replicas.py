@@ -1,6 +1,6 @@
-"""``replay dp=`` and ``microbatches=`` of stock jobs against captures of those jobs.
+"""``replay dp=`` of stock jobs against captures of those jobs.
 
-    python -m benchmarks.accuracy.metamorphic MEGATRON_CHECKOUT [LAYOUT …] [--keep DIR]
+    python -m benchmarks.accuracy.replicas MEGATRON_CHECKOUT [LAYOUT …] [--keep DIR]
 
 Captures ``pretrain_gpt.py`` of every layout on 2, 8 and 32 replicas on tier meta, and asks each
 capture for the other two.  The slow half of ``tests/metamorphic``: ten minutes of one core for all.
