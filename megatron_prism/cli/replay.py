@@ -76,7 +76,7 @@ def replay(args: argparse.Namespace) -> int:
     Where the difference is, by what a mean rank does; OTHER is slices and what differs for them.
     """
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.replay import whatif
+    from megatron_prism.replay import microbatches, whatif
     from megatron_prism.replay.priced_graph import replay as replay_programs
     from megatron_prism.report.replay import render_html
 
@@ -92,9 +92,13 @@ def replay(args: argparse.Namespace) -> int:
         sizes = {key: settings.pop(key) for key in _SIZES if key in settings}
         wanted = settings.pop("microbatches", None)
         whatif.check_sizes(programs, sizes, settings.get("dp"), wanted)
-        if wanted is not None:
-            programs = megatron_schedule().with_microbatches(programs, wanted)
-        return replay_programs(programs, what_if=_what_if(**settings), **here)
+        found = replay_programs(programs, what_if=_what_if(**settings), **here)
+        if wanted is None:
+            return found
+        other = megatron_schedule().with_microbatches(programs, wanted)
+        after = replay_programs(other, what_if=_what_if(**settings), **here)
+        microbatches.check_plausible(found, after)
+        return after
 
     timeline = timeline_of(args.programs, settings)
     other = None if against is None else timeline_of(*against)

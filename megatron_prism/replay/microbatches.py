@@ -19,17 +19,27 @@ import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_prism.core import job_settings
-from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.ops import CODE, IS_PAIR, PHASE_NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.whatif import with_assumption
 
-__all__ = ["Scheduler", "fewest_microbatches", "microbatch_count", "with_microbatches"]
+if TYPE_CHECKING:
+    from megatron_prism.replay.timeline import Timeline
+
+__all__ = [
+    "Scheduler",
+    "check_plausible",
+    "fewest_microbatches",
+    "microbatch_count",
+    "with_microbatches",
+]
 
 Scheduler = Callable[..., Programs]  # (pp, vpp, microbatches, **settings) -> one program a stage
 Member = tuple[int, int]  # phase, chunk
@@ -119,6 +129,56 @@ def _check_end(source: Mapping[str, str], fewest: int) -> None:
 
 class _MissingKind(Exception):
     """No captured piece can stand for one of the wanted schedule."""
+
+
+# -- is it plausible? -----------------------------------------------------------------------------
+_STRAYS = 0.2  # of what a captured microbatch takes
+
+
+def check_plausible(before: Timeline, after: Timeline) -> None:
+    """PrismError, as a fault of ours, if ``after``, of other microbatches than ``before``, computes
+    faster than its machine can, or another microbatch takes much longer or shorter than captured
+    ones do."""
+    programs = after.graph.programs
+    there, wanted = microbatch_count(before.graph.programs), microbatch_count(programs)
+    model = programs.source.get("model_flops_per_iteration", "")
+    rate = int(model) / after.iteration_ns * 1e9 / programs.world.size if model.isdecimal() else 0
+    settings = programs.source.get("arguments", "") + programs.source.get("settings", "")
+    most = after.prices.peak * (2 if "fp8" in settings or "fp4" in settings else 1)
+    wrong = ""
+    if most and rate > most:
+        wrong = f"{rate / 1e12:,.0f} TFLOP/s a GPU, of which it has {most / 1e12:,.0f}"
+    each = (after.iteration_ns - before.iteration_ns) / (wanted - there) if wanted != there else 0
+    steady = _steady_ns(before)
+    if not wrong and each and steady and abs(each / steady - 1) > _STRAYS:
+        wrong = f"{each / 1e6:,.2f} ms for each other one, {steady / 1e6:,.2f} as captured"
+    if wrong:
+        raise PrismError(
+            f"a fault of ours: {wanted} microbatches instead of {there} would take {wrong}",
+            fix="capture the job with that many microbatches, and report these slices",
+        )
+
+
+def _steady_ns(timeline: Timeline) -> float:
+    """What a microbatch takes between starts of its forwards on the last stage, which warms up
+    shortest; 0 if there are too few."""
+    world, found = timeline.graph.programs.world, 0.0
+    for index, program in enumerate(timeline.graph.program_list):
+        if world.coordinates(program.rank).pp < world.pp - 1:
+            continue
+        cut = _Cut(program, world)
+        first = min((one for step in cut.members for one in step if one[0] == _FORWARD), default=())
+        spans = timeline.spans(index)  # waits have none
+        begins = {
+            step[first]: int(spans["start"][np.searchsorted(spans["op"], cut.bounds[2 * at + 1])])
+            for at, step in enumerate(cut.members)
+            if first in step
+        }
+        apart = _group_size([cut]) if first and first[1] >= 0 else 1
+        gaps = [(begins[n + apart] - begins[n]) / apart for n in begins if n + apart in begins]
+        if gaps:
+            found = max(found, float(np.median(gaps[len(gaps) // 2 :])))
+    return found
 
 
 # -- pieces ----------------------------------------------------------------------------------------

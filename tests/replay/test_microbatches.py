@@ -1,17 +1,19 @@
 """Other numbers of microbatches: op by op what Megatron's own scheduler gives for them."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 
+import megatron_prism as prism
 from megatron_prism.core import program
-from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program_text import dump, parse
 from megatron_prism.core.world import World
 from megatron_prism.graph import world_graph
-from megatron_prism.replay.microbatches import fewest_microbatches
+from megatron_prism.replay.microbatches import check_plausible, fewest_microbatches
 from megatron_prism.sweep.layout import RecipeLayout
 
 schedule = pytest.importorskip("megatron_prism.emulate.schedule")
@@ -123,7 +125,7 @@ def body(flops, steps):
     lines = ["prism-program 1", "world size=1", "source tokens_per_iteration=400",
              "program ranks=0", "- compute ns=7"]  # fmt: skip
     for label, part, *more in steps:
-        lines += [f"{label} compute flops={flops * part}", *more]
+        lines += [f"{label} compute flops={int(flops * part)}", *more]
     return parse("\n".join(lines) + "\n")
 
 
@@ -204,3 +206,24 @@ def test_memory_keeps_its_peak():
         assert made.live_bytes().max() == 64
         assert made.live_bytes()[-1] == 0
         assert made.allocations["before"].max() < len(made)
+
+
+@pytest.mark.parametrize(("part", "wrong"), [(1, ""), (0.5, "ms for each other one")])
+def test_another_microbatch_that_takes_another_time_is_a_fault_of_ours(part, wrong):
+    def steps(count, flops):
+        return [one for i in range(count) for one in [(f"{i}F", flops), (f"{i}B", 2 * flops)]]
+
+    few = prism.replay(body(10**12, steps(4, 1)), machine="h200")
+    more = steps(4, 1) + [(label, part * flops) for label, flops in steps(8, 1)[8:]]
+    many = prism.replay(body(10**12, more), machine="h200")
+    expected = pytest.raises(PrismError, match=wrong) if wrong else contextlib.nullcontext()
+    with expected:
+        check_plausible(few, many)
+
+
+def test_a_rate_above_the_machines_peak_is_a_fault_of_ours():
+    few, many = body(10**12, [("0F", 1), ("0B", 2)]), body(10**12, [("0F", 1), ("0B", 2)] * 2)
+    source = {"model_flops_per_iteration": str(10**14), "tier": "meta"}
+    many = dataclasses.replace(many, source=source)
+    with pytest.raises(PrismError, match="a fault of ours: .* TFLOP/s a GPU, of which it has 989"):
+        check_plausible(*(prism.replay(one, machine="h200") for one in (few, many)))
