@@ -13,6 +13,9 @@ worlds of 16 to 8,192 ranks, a third of them of 1,024 and more.
 ``python -m benchmarks.accuracy.hang_scores running [N]``: N (40) sets of dumps of each of ten jobs
 that run, of 8 to 64 ranks, eight of them captured now; then of the same with stragglers.  How many
 sets name somebody?  None should.
+``python -m benchmarks.accuracy.hang_scores lost|logs|two [FIRST [LAST]]``: the same faults on up to
+128 ranks (seeds 0 to 199), where the dump of one innocent rank, or of a fifth of them, is lost; by
+what the job would have printed alone; and two faults of two kinds at once.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
 
 
-from helpers import hang_worlds, random_hangs, running_jobs  # noqa: E402
+from helpers import hang_worlds, random_hangs, rendered_logs, running_jobs  # noqa: E402
 from helpers.healthy_jobs import RECIPES  # noqa: E402
 from helpers.programs import healthy  # noqa: E402
 from helpers.random_hangs import dumps_of  # noqa: E402
@@ -37,6 +41,10 @@ import megatron_prism as prism  # noqa: E402
 from megatron_prism.core.world import World  # noqa: E402
 from megatron_prism.emulate import recipe_job  # noqa: E402
 from megatron_prism.graph import stall  # noqa: E402
+from megatron_prism.graph.stall import StalledJob  # noqa: E402
+from megatron_prism.hang import export  # noqa: E402
+from megatron_prism.hang.dumps import DumpSet  # noqa: E402
+from megatron_prism.hang.logs import read_logs  # noqa: E402
 
 LARGE = [World(1024, tp=8, pp=8, ep=8), World(4096, tp=8, pp=8, cp=2, ep=8),
          World(8192, tp=8, pp=16, cp=2, ep=8)]  # fmt: skip
@@ -116,7 +124,78 @@ def running(sets: int) -> None:
         print("with stragglers" if straggles else "no stragglers", dict(named), flush=True)
 
 
+Draw = tuple[random.Random, World, str, StalledJob, set[int]]
+
+
+def drawn(first: int, last: int) -> Iterator[Draw]:
+    """(what draws on, world, kind, the stalled job, its culprits), where it stalls."""
+    for seed in range(first, last + 1):
+        rng = random.Random(seed)
+        kind, world = rng.choice(list(random_hangs.KINDS)), rng.choice(random_hangs.WORLDS)
+        if world.size <= 128:
+            programs, faults, culprits = random_hangs.draw(kind, world, seed)
+            state = stall.run_until_stalled(programs, faults)
+            if not state.finished:
+                yield rng, world, kind, state, culprits
+
+
+def lost(first: int, last: int) -> None:
+    """How often lost files change who is named."""
+    table: dict[str, Counter[str]] = defaultdict(Counter)
+    for rng, world, kind, state, culprits in drawn(first, last):
+        innocent = sorted(set(range(world.size)) - culprits)
+        for share, number in (("one", 1), ("a fifth", world.size // 5)):
+            gone = set(rng.sample(innocent, number))
+            for name, how in (("history", {"timing": True}), ("active only", ACTIVE)):
+                kept = {r: d for r, d in dumps_of(state, **how).dumps.items() if r not in gone}
+                found = prism.diagnose(DumpSet(kept)) if kind != "killed" else None
+                if found is not None:  # exit status 3: a dump is missing, perhaps its rank
+                    says = scored(found, culprits, False) if found.exit_code == 1 else "open"
+                    table[f"{share} lost, {name}"][says] += 1
+    for name, counts in table.items():
+        print(f"{name}: {dict(counts)}")
+
+
+def logs(first: int, last: int) -> None:
+    """Who is named from logs alone."""
+    table: dict[str, Counter[str]] = defaultdict(Counter)
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "job.log")
+        for _, world, kind, state, culprits in drawn(first, last):
+            values = dict(export.dumps_of(state, **ACTIVE))
+            killed = culprits if kind == "killed" else ()
+            path.write_text(rendered_logs.text(values, world, killed))
+            found = prism.diagnose(read_logs([path]))
+            table[kind][scored(found, culprits, False)] += 1
+    print(f"logs alone: {dict(sum(table.values(), Counter()))}")
+    for kind, counts in sorted(table.items()):
+        print(f"    {kind:14} {dict(counts)}")
+
+
+def two(first: int, last: int) -> None:
+    """Who is named of two ranks that err in two ways."""
+    table: dict[str, Counter[str]] = defaultdict(Counter)
+    for seed in range(first, last + 1):
+        rng = random.Random(seed)
+        world, kinds = rng.choice(random_hangs.WORLDS[:5]), rng.sample([*random_hangs.KINDS], 2)
+        ranks, programs, faults = rng.sample(range(world.size), 2), healthy(world), {}
+        for kind, rank in zip(kinds, ranks, strict=True):
+            programs, more = random_hangs.KINDS[kind](rng, programs, rank)
+            faults |= more
+        state = stall.run_until_stalled(programs, faults)
+        for name, how in (("history", {"timing": True}), ("active only", ACTIVE)):
+            named = random_hangs.named(prism.diagnose(dumps_of(state, **how)))
+            innocent = named - set(ranks)
+            table[name]["innocent" if innocent else f"{len(named)} named"] += 1
+    for name, counts in table.items():
+        print(f"two faults, {name}: {dict(counts)}")
+
+
 def main() -> None:
+    if sys.argv[1:2] and sys.argv[1] in ("lost", "logs", "two"):
+        bounds = [*map(int, sys.argv[2:]), *(0, 199)[len(sys.argv) - 2 :]]
+        {"lost": lost, "logs": logs, "two": two}[sys.argv[1]](*bounds)
+        return
     if sys.argv[1:2] == ["running"]:
         running(int(sys.argv[2]) if len(sys.argv) > 2 else 40)
         return

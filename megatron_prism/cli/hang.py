@@ -49,11 +49,13 @@ def hang(args: argparse.Namespace) -> int:
     prism hang --dumps DIR --programs P (or --recipe R)
                                 also: where in its program every rank stood, and whether the
                                 programs stop there too; P is what prism capture wrote
+    prism hang DIR -- pretrain_gpt.py <the job's own arguments>
+                                the same; the programs are captured now
     prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu model.num_layers=4]
                                 also: runs the culprits' real code to the place where they stood,
                                 and on
     prism hang --dumps DIR --confirm [--programs P] -- pretrain_gpt.py <the job's own arguments>
-                                the same of a script; without --programs it is captured first
+                                the same of a script
     prism hang --live           on a node of the running job: asks torch's recorders and NCCL's RAS
                                 twice, 5 s apart, and takes the suspects' stacks with py-spy
     prism hang --live --watch 60s [--json --prometheus FILE]
@@ -199,9 +201,8 @@ def _job_of_dumps(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
         (args.confirm and not recipe and not args.job,
          "--confirm runs the suspect's real code, of which job?",
          "--recipe NAME, or -- pretrain_gpt.py … (and --programs DIR, if it was captured)"),
-        (args.job and (recipe or not args.confirm),
-         f"{' '.join(args.job[:1])}: a script is run by --confirm, without a recipe",
-         "--confirm -- pretrain_gpt.py …"),
+        (args.job and recipe, f"{' '.join(args.job[:1])}: either a script or a recipe",
+         "prism hang --dumps DIR -- pretrain_gpt.py …"),
         (overrides and not recipe, f"{' '.join(overrides)}: of which recipe?", "--recipe NAME"),
     )  # fmt: skip
     return settings, overrides
@@ -221,7 +222,7 @@ def _of_script(
             size = ["--prism-world-size", str(job.world.size), "--prism-tier", job.tier]
             script_job.capture_command_line(args.job[0], [*size, *job.ours, *job.words[1:]], path,
                                             console(stderr=True))  # fmt: skip
-        return _on_programs(dumps, found, job, open_programs(path), path, True)
+        return _on_programs(dumps, found, job, open_programs(path), path, args.confirm)
 
 
 def _on_programs(

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.files import no_collector
-from megatron_prism.core.world import format_ranks
+from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import consistency, waits
 from megatron_prism.hang.dumps import DumpSet, Entry, Launch
 from megatron_prism.hang.mismatch import (
@@ -36,7 +36,7 @@ from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis
 from megatron_prism.hang.waits import issue_order
 
-__all__ = ["diagnose_dumps", "message", "stop_options"]
+__all__ = ["diagnose_dumps", "message", "stop_options", "what_decides"]
 
 
 _TYPES = {
@@ -106,9 +106,31 @@ def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
         parted = consistency.consistent_dumps(found if then is None else then)
         judge = _Judge(parted)
         made = replace(judge.verdict(), watchdog=first(judge.state))
-        if then is None:
-            return consistency.unless_running(made, parted, judge.differ, judge.excused)
-        return consistency.unless_moved(made, found, then)
+        made = (consistency.unless_running(made, parted, judge.differ, judge.excused)
+                if then is None else consistency.unless_moved(made, found, then))  # fmt: skip
+        return replace(made, decides=what_decides(made, judge.state))
+
+
+def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) -> str:
+    """The one command or setting that would tell who it is; "" where somebody is named.
+
+    programs : whether the verdict was held against the job's programs already
+    """
+    if verdict.exit_code != 3:
+        return ""
+    who = ranks_text(verdict.candidates or [c.rank for c in verdict.culprits] or [0])
+    if any("--then DIR" in line for line in verdict.evidence):
+        return "prism hang DIR --then DIR2: dumps of the same job some seconds later"
+    if any("outside NCCL" in line for line in verdict.evidence):
+        return f"the log of {who}, or its stack: prism hang DIR with the logs in DIR, py-spy dump"
+    if verdict.verdict == "missing dump" or any("and no dump" in x for x in verdict.evidence):
+        return f"what {who} printed: prism hang DIR with its log in DIR"
+    if not programs:
+        return ("prism hang DIR -- pretrain_gpt.py <the job's arguments>: its programs, captured "
+                "on tier meta, tell who left the order")  # fmt: skip
+    if not state.history:
+        return "--no-flight-recorder-include-only-active (TORCH_INCLUDE_ONLY_ACTIVE=0) in the job"
+    return "TORCH_NCCL_ENABLE_TIMING=1 in the job: which device started its call"
 
 
 class _Judge:
@@ -217,7 +239,7 @@ class _Judge:
 
     def _odd(self, odds: Iterable[Mismatch]) -> list[Culprit]:
         decided = [odd for odd in odds if odd.ranks]  # the same in other groups is one fault
-        same = [odd for odd in decided if odd.call == decided[0].call]
+        same = [odd for odd in decided if odd.call == decided[0].call or odd.voted]
         if same:
             self.first = same[0].entry
             self.sure = all(odd.voted for odd in same)

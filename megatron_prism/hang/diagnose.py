@@ -33,6 +33,7 @@ from megatron_prism.hang.alignment import Confirmation
 from megatron_prism.hang.dumps import DumpSet, of_value, read
 from megatron_prism.hang.fault_plan import Fault
 from megatron_prism.hang.fault_planting import PlantedFaults
+from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
 from megatron_prism.replay.priced_graph import WhatIf, price
 
@@ -108,6 +109,7 @@ def judged(
         places=tuple(map(str, shown)),
         tried=placed.lines,
         confirmed=placed.confirmed,
+        decides=analyze.what_decides(verdict, JobState(dumps), programs=True),
         stop=next((_stop(programs, *stop) for stop in sorted(placed.stops.items())), verdict.stop),
     )
     return verdict, placed
@@ -321,7 +323,8 @@ def diagnose_stall(
                 dumps[rank] = of_value(value, rank)
                 if told is not None:
                     told((rank + 1) / state.programs.world.size)
-        found = dataclasses.replace(analyze.diagnose_dumps(DumpSet(dumps)), missing=())
+        found = analyze.diagnose_dumps(DumpSet(dumps))
+        found = dataclasses.replace(found, missing=(), decides="")  # all is known already
         if found.verdict == "missing dump":  # no file was lost
             found = dataclasses.replace(found, confidence="likely")
         if found.culprits:

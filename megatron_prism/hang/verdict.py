@@ -60,6 +60,7 @@ class Diagnosis:
     tried: tuple[str, ...] = ()  # what the programs, and the culprit's real code, say to it
     confirmed: bool | None = None  # by them; None: not tried, or it says nothing
     candidates: tuple[int, ...] = ()  # where nobody is named: among whom the culprit is, if known
+    decides: str = ""  # where nobody is named: the command or setting that would tell
     stop: str = ""  # options with which the culprit's rank stops at that call, in a debugger
 
     @property
@@ -98,6 +99,8 @@ class Diagnosis:
             lines += [f"\n{title}:"] * bool(rows) + [f"  {row}" for row in rows]
         if self.verdict != "healthy":
             lines.append(f"\nconfidence: {self.confidence}")
+        if self.decides:
+            lines.append(f"\nnext: {self.decides}")
         return "\n".join(lines)
 
     def headline(self) -> str:

@@ -143,3 +143,10 @@ def test_a_dump_says_more_than_the_log_of_its_rank():
     world, values, culprits = planted("operation", 3)
     dumps = DumpSet({rank: of_value(value, rank) for rank, value in values.items()})
     assert together(dumps, []) is dumps
+
+
+def test_a_verdict_that_names_nobody_ends_with_what_would_decide_it(tmp_path):
+    found = judged(tmp_path, "using world size: 4, data-parallel size: 4\n" + CAUGHT + GLOO)
+    assert str(found).splitlines()[-1].startswith("next: the log of ranks 1-3, or its stack")
+    named = judged(tmp_path, CAUGHT + GLOO)
+    assert "next:" not in str(named)

@@ -486,9 +486,8 @@ CASES = (
          2, part="3", at=5), {2}, "host stuck", world="line"),
     case("killed in a pipeline without replicas", "only messages tell", stands(
          2, part="3", at=5, silent=True), {2}, "missing dump", world="line"),
-    case("receives before it sends", "no replica, no majority: only its program can tell",
-         swapped(2, "3", ("send", PP, 1), ("recv", PP, 2)), (), "undetermined", PP,
-         world="line", exit=(3,)),
+    case("receives before it sends", "no replica, no majority: its own earlier iterations tell",
+         swapped(2, "3", ("send", PP, 1), ("recv", PP, 2)), {2}, "order", PP, world="line"),
     case("killed while a stage waits for it outside NCCL", "gloo; its stage was named with it",
          both(stands(8, 9, 10, 11, 13, 14, 15, part="3", at=0), stands(
              12, part="3", at=0, silent=True)), {12}, "missing dump", PP, "send"),
