@@ -112,7 +112,7 @@ def _get_cpu_offload_context(
 ) -> tuple[AbstractContextManager[None], Callable[[torch.Tensor], torch.Tensor]]:
     """(context, function for each output) that do nothing (pytorch/cpu_offload.py @v2.9)."""
     if enabled:
-        refuse("activation offloading", fix="leave --cpu-offloading out")
+        refuse("activation offloading", fix="leave --cpu-offloading-num-layers out")
     return contextlib.nullcontext(), lambda output: output
 
 

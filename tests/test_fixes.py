@@ -1,0 +1,148 @@
+"""Every ``fix:`` that names a flag or a tier: the flag exists, the tier does not refuse in turn.
+
+The texts are read from the source, so that a new one is tried, too: a fix that names tier cpu or
+meta has a job here that is refused as it says and then trains there, or a reason why not.
+"""
+
+import argparse
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import pretrain
+from helpers.needs import TRAINING
+
+import megatron_prism
+from megatron_prism.emulate import options
+
+ROOT = Path(megatron_prism.__file__).parent
+FLAG = re.compile(r"--[a-z][a-z0-9-]+")
+
+
+def text(node):
+    """The text of an expression, with {} for what is put into it."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text(one) or "{}" for one in node.values)
+    if isinstance(node, ast.BinOp):
+        return text(node.left) + text(node.right)
+    if isinstance(node, ast.IfExp):
+        return f"{text(node.body)} | {text(node.orelse)}"
+    return ""
+
+
+def fixes():
+    """(file, text) of everything that is given as a fix, also through ``refuse`` and tables."""
+    found = set()
+    for file in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            given = []
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).rpartition(".")[2]
+                given = [one.value for one in node.keywords if one.arg == "fix"]
+                given += node.args[1:2] if name in ("refuse", "refused") else []
+            elif isinstance(node, ast.Assign | ast.Tuple):  # what a fix is put together from
+                held = node.elts if isinstance(node, ast.Tuple) else [node.value]
+                given = [one for one in held if "--prism-tier " in text(one)]
+            for one in given:
+                if FLAG.search(text(one)):
+                    found.add((str(file.relative_to(ROOT)), text(one)))
+    return sorted(found)
+
+
+FIXES = fixes()
+TINY = """
+--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64
+--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 2
+--lr 1e-3 --mock-data --vocab-size 1000 --bf16 --no-gradient-accumulation-fusion --eval-iters 0 --eval-interval 1000 --num-workers 0
+--position-embedding-type rope
+""".split()
+# (file, the beginning of its fix) -> flags of a tiny GPT that tier cpu refuses and tier meta trains
+JOBS = {
+    ("emulate/patches/training.py", "leave it out, or --prism-tier meta"):
+        "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist",
+    ("emulate/patches/without_cuda.py", "leave it out, --prism-tier meta"):
+        "--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer",
+    ("emulate/patches/without_cuda.py", "use --prism-tier meta; or leave out --fp8-format"):
+        "--fp8-format hybrid",
+    ("runtime/te/attention.py", "--prism-tier meta, or leave --qk-clip"):
+        "--log-max-attention-logit --context-parallel-size 2",
+}  # fmt: skip
+# the same for what is no job of a tiny GPT -> why it is not run here
+NOT_RUN = {
+    ("emulate/debugger.py", "--prism-tier cpu, with a smaller model"): "every job of tier cpu",
+    ("emulate/fault_injector.py", "--prism-tier meta"): "hang/test_fault_plan.py: out of memory",
+    ("emulate/fault_injector.py", "--prism-tier cpu"): "every job of tier cpu",
+    ("emulate/launch.py", "use --prism-tier cuda or cpu"): "every job of tier cpu",
+    ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
+    ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
+    ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",
+    ("memory/peaks.py", "capture on tier meta"): "every job of tier meta",
+    ("runtime/answers.py", "--no-gradient-reduce-div-fusion"): "runtime/test_virtual_world.py",
+    ("runtime/devices/__init__.py", "use --prism-tier cpu"): "every job of both tiers",
+    ("runtime/devices/state_space.py", "use --prism-tier meta"): "a hybrid's script",
+    ("runtime/te/context_parallel.py", "use --prism-tier meta"): "pretrain_gpt.py: --sft with cp",
+    ("runtime/te/base.py", "--prism-tier meta, which has no values"): "refused before, by its flag",
+}  # fmt: skip
+
+
+def place(file, fix, table):
+    """The entry of ``table`` that begins as ``fix`` does: the longest."""
+    fits = [key for key in table if key[0] == file and fix.startswith(key[1])]
+    return max(fits, key=lambda key: len(key[1]), default=None)
+
+
+def test_every_fix_that_names_a_tier_without_a_gpu_is_tried_or_says_why_not():
+    named = [(file, fix) for file, fix in FIXES if re.search(r"--prism-tier .*(cpu|meta)", fix)]
+    tables = JOBS | NOT_RUN
+    assert [one for one in named if place(*one, tables) is None] == []
+    assert {place(*one, tables) for one in named} == set(tables)
+
+
+@TRAINING
+def test_the_flags_that_fixes_name_exist():
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = options.add_flags(add_megatron_arguments(argparse.ArgumentParser(add_help=False)))
+    known = set(parser._option_string_actions) | set(FLAG.findall(commands())) | OTHERS
+    named = {flag for _, fix in FIXES for flag in FLAG.findall(fix)}
+    assert named - known == set()
+
+
+def commands():
+    """The reference of our own commands."""
+    return (ROOT.parent / "docs/reference/commands.md").read_text()
+
+
+OTHERS = {  # of torchrun, pip, docker and every command
+    "--nproc-per-node", "--master-port", "--no-deps", "--shm-size", "--help",
+}  # fmt: skip
+
+
+@TRAINING
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("entry", JOBS, ids=" ".join)
+def test_a_tier_that_a_fix_names_does_not_refuse_in_turn(entry):
+    flags = JOBS[entry].split()
+    (refused, why), (status, said) = (started(tier, flags) for tier in ("cpu", "meta"))
+    assert refused != 0, why
+    assert f"fix: {entry[1]}" in why
+    assert status == 0, said
+
+
+def started(tier, flags):
+    """(status, what it printed) of a job, with as many connections as FSDP wants."""
+    given = {key: text for key, text in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    job = ["--prism-tier", tier, "--prism-world-size", "8", "--", pretrain.SCRIPT, *TINY, *flags]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_prism", "run", *map(str, job)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        env=given | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return done.returncode, done.stdout[-3000:]
