@@ -59,7 +59,8 @@ FIXES = fixes()
 TINY = """
 --num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64
 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 2
---lr 1e-3 --mock-data --vocab-size 1000 --bf16 --no-gradient-accumulation-fusion --eval-iters 0 --eval-interval 1000 --num-workers 0
+--lr 1e-3 --mock-data --vocab-size 1000 --bf16 --no-gradient-accumulation-fusion
+--eval-iters 0 --eval-interval 1000 --num-workers 0
 --position-embedding-type rope
 """.split()
 # (file, the beginning of its fix) -> flags of a tiny GPT that tier cpu refuses and tier meta trains
