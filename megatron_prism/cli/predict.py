@@ -201,7 +201,7 @@ def predict(args: argparse.Namespace) -> int:
     variability=mine.json   a file like predict/variability/public.json
     samples=2000            how many iterations of the whole world are drawn
     slow=1.2                how many times as long the one slow GPU computes (0.5: half as long)
-    host=0.6                how fast hosts are, as in prism replay
+    host=1.4                the index of the hosts, as in prism replay
 
     Calls that calibration= has samples of vary as those do.
 

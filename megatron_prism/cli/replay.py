@@ -56,8 +56,8 @@ def replay(args: argparse.Namespace) -> int:
       faster=all_reduce:2 …     calls twice as fast; faster=GROUP:2, faster=all_reduce@GROUP:1/2
       moved=b200                programs measured on machine=, run on another one; calibration= is
                                 then that one's
-      host=0.6                  hosts take 0.6 times as long; host=HOST.json: as that host (prism
-                                calibrate --host) by its index and those in the slices
+      host=1.4                  on hosts of this index; host=HOST.json: on that one (prism calibrate
+                                --host); host=0.6x: hosts take 0.6 times as long
       nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job had not; also NCCL_PROTO,
                                 NCCL_NVLS_ENABLE, NCCL_MAX_NCHANNELS, …
       sends=buffered            sends end without their receivers while NCCL's buffers hold them: as

@@ -4,7 +4,8 @@ In : a timeline.  Out: Interval, and by how much each source of uncertainty move
 
 Every source has a range and a reason (``RANGES``); none is fitted to a prediction's error.  The
 range is applied to all durations of the source at once and the graph is evaluated again, so that
-what a late host costs is what it costs beside these kernels, not a share of a path.  Sources are
+what a late host costs is what it costs beside these kernels, not a share of a path.  A host of
+another index takes what ``host=`` says of it (``whatif.host_factors``).  Sources are
 independent of each other: their deviations add up as squares.  How often real runs lie inside is
 counted by ``benchmarks/accuracy/intervals.py``.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +27,10 @@ from megatron_prism.replay.costs.prices import NO_TIME
 from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, Dag
 from megatron_prism.replay.priced_graph import corrected_once
 from megatron_prism.replay.timeline import Timeline, durations_of
+from megatron_prism.replay.whatif import host_factors
 
 __all__ = ["CLOCKS", "HOST_FACTOR", "HOST_KNOWN", "RANGES", "Interval", "Range", "Uncertainty",
-           "combined", "interval"]  # fmt: skip
+           "answers_by_host", "combined", "interval"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,11 @@ HOST_FACTOR, HOST_KNOWN = 1.75, 1.35
 # indices of nine in ten of the 28 that were measured on hosts of H100 and H200, NVIDIA's own by
 # inference: where the target's may be when that of the capture is known
 HOSTS = 0.7, 2.0
-# modelled by kernels: Megatron's own tests on one kind of host take 0.7 to 1.5 times as long
-HOST_MODEL = 1.5
+_SHOWN = HOSTS[0], 1.0, 1.4, HOSTS[1]
+_USUAL = f"nine hosts in ten have index {HOSTS[0]} to {HOSTS[1]:g}"
+# modelled by kernels: Megatron's own tests on one kind of host, which nobody measured, take 0.7 to
+# 1.5 times as long; jobs beside which the index was measured at most 1.16 times as long
+HOST_MODEL, HOST_MODEL_KNOWN = (0.7, 1.5), (0.7, 1.16)
 # beside calls of 16 MiB and more products took 1.4 to 1.8 times as long, memory-bound kernels 1.1
 # to 1.25, attention 1.03 to 1.25; the calls 1.0 to 1.25, 1.7 to 2.2 and 1.04 to 1.16 times, in a
 # real ring 1.65 with what its ranks waited for each other: upper ends
@@ -132,6 +137,17 @@ def interval(timeline: Timeline) -> Interval:
     return combined(timeline.iteration_ns, _Variations(timeline).all())
 
 
+def answers_by_host(timeline: Timeline) -> tuple[tuple[float, int], ...]:
+    """(index of the host, ns of an iteration), from the fastest of the usual hosts to the slowest;
+    none if the slices have no index, or the replay is of a host that was named."""
+    here = _Variations(timeline)
+    programs = timeline.graph.programs
+    if here.named_host or not here.knows_host or not indices_of(programs.source):
+        return ()
+    each = ((index, host_factors(programs, index)) for index in _SHOWN)
+    return tuple((index, here.with_hosts(list(map(float, factors)))) for index, factors in each)
+
+
 class _Variations:
     """Evaluates the graph again with some of the durations changed."""
 
@@ -146,6 +162,7 @@ class _Variations:
         self.knows_host = any(program.knows_host for program in programs.programs)
         self.codes = _codes(self.dag, timeline)
         self.hosts = np.isin(self.dag.kind, (LEAD, HOST))
+        self.named_host = any(ON_TARGET in text for text in self.prices.sources)
 
     def all(self) -> list[Uncertainty]:
         """Of every source that moves the iteration."""
@@ -184,30 +201,47 @@ class _Variations:
         """Of a host whose times were measured: on another one than the target's."""
         if not self.knows_host and not self._delayed:
             return None
-        mine = self.hosts | (self.dag.kind == COMPUTE) if self._delayed else self.hosts
-        known = any(ON_TARGET in text for text in self.prices.sources)
-        model = [HOST_MODEL] * any(MODELLED in text for text in self.prices.sources)
-        here = indices_of(self.timeline.graph.programs.source)
-        faster = slower = [HOST_FACTOR]
+        programs = self.timeline.graph.programs
+        here, alike = indices_of(programs.source), [1.0] * len(programs.programs)
+        # at both ends: times as long as here, of each program, and how far off that may be
+        ends, off = (alike, alike), (HOST_FACTOR, HOST_FACTOR)
         why = f"GPUs wait for Python, and hosts differ by up to {HOST_FACTOR} times"
         fix = "prism calibrate --host -o HOST.json on the target, then host=HOST.json"
-        if known:
-            faster = slower = [max(HOST_KNOWN, 1 + self._spread)]
-            why, fix = f"this host varies by {format_share(slower[0] - 1, 0)}, within minutes", ""
+        if self.named_host:
+            moment = max(HOST_KNOWN, 1 + self._spread)
+            off = moment, moment
+            why, fix = f"this host varies by {format_share(moment - 1, 0)}, within minutes", ""
         elif self._delayed:
             why = "the slices have their host's delays in the segments"
             fix = "capture them again with this release"
-        elif here and not model:
+        elif here:
+            fastest, slowest = (host_factors(programs, index) for index in HOSTS)
+            ends, off = (list(map(float, fastest)), list(map(float, slowest))), (HOST_KNOWN,) * 2
             index = statistics.median(here.values())
-            faster, slower = [HOST_KNOWN, index / HOSTS[0]], [HOST_KNOWN, HOSTS[1] / index]
-            why = f"GPUs wait for Python, here of a host of index {index:.2g}; nine hosts in ten "
-            why += f"have {HOSTS[0]} to {HOSTS[1]:g}"
-        low, high = 1 / _apart(*faster, *model), _apart(*slower, *model)
-        if model:
-            why = f"nobody measured the host; Megatron's own tests differ by up to {high:.1f} times"
-            fix = "capture the ranks on a GPU"
-            fix += "" if known else "; or, for less: prism calibrate --host there, then host=FILE"
-        return self._scaled("host", [(Range("", "host", low, high, ""), mine)], why, fix)
+            why = f"GPUs wait for Python, here of a host of index {index:.2g}; {_USUAL}"
+        if any(MODELLED in text for text in self.prices.sources):
+            low, high = HOST_MODEL_KNOWN if self.named_host else HOST_MODEL
+            if self.named_host:
+                off = _apart(off[0], 1 / low), _apart(off[1], high)
+                fix = "capture the ranks on a GPU"
+            else:  # their times have the moment in them
+                off, why = (1 / low, high), f"nobody measured the host; {_USUAL}"
+                fix = f"capture the ranks on a GPU; or, for less: {fix}"
+            why += f", and jobs take {low} to {high} times what their kernels let expect"
+        faster = [1 / _apart(1 / times, off[0]) for times in ends[0]]
+        slower = [_apart(times, off[1]) for times in ends[1]]
+        # all four: of two replayed iterations the last may be shorter behind a slower first
+        hosts = {tuple(factors) for factors in (*ends, faster, slower)}
+        each = [self.with_hosts(factors) - self.base for factors in hosts]
+        return Uncertainty("host", max(0, -min(each)), max(0, *each), why, fix)
+
+    def with_hosts(self, factors: Sequence[float]) -> int:
+        """ns of an iteration if the hosts of each program take ``factors`` times as long."""
+        mine = self.hosts | (self.dag.kind == COMPUTE) if self._delayed else self.hosts
+        of_class = np.array(factors)[list(self.timeline.graph.classes.programs)]
+        durations = self.durations.copy()
+        durations[mine] = np.rint(durations[mine] * of_class[self.dag.owner[mine]])
+        return self.timeline.iteration_with(durations)
 
     def unmeasured_overlap(self) -> Uncertainty | None:
         """Computing and calls side by side, if nobody measured how they slow each other down."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -76,8 +75,8 @@ class WhatIf:
         slow_nics: (ranks, bandwidth factor, more latency in ns) of network interfaces.
         faster: calls -> how many times as fast: a collective, a group, or collective@group.
         moved: the machine that it runs on instead of the one that it was measured on.
-        host: how many times as long hosts take, or the index of the host that the job will run on
-            (a file of ``prism calibrate --host``); None: as in the slices.
+        host: the index of the host that the job will run on, a file that has it (``prism calibrate
+            --host``), or ``0.6x``: hosts take that many times as long; None: as in the slices.
         nccl: settings of NCCL that differ from the captured job's, ``NCCL_ALGO=Ring``.
         network: ``rails`` or ``fat-tree:2``: calls share the links of their ranks, and those above
             leaf switches; ``none``: nobody holds anybody up; None: as the recipe says
@@ -491,9 +490,8 @@ def _prices(
         prices = whatif.scale_prices(graph, prices, factor, *_calls(words))
     prices = whatif.slow_down_prices(graph, prices)
     host = what_if.host
-    captured_on = indices_of(graph.programs.source)
-    if host is None and there.host_index and captured_on:
-        host = there.host_index / statistics.median(captured_on.values())
+    if host is None and indices_of(graph.programs.source):
+        host = there.host_index or None
     return prices if host is None else whatif.scale_hosts(graph, prices, host)
 
 

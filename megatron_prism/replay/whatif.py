@@ -43,6 +43,7 @@ __all__ = [
     "with_own_classes",
     "without_call_times",
     "with_assumption",
+    "host_factors",
     "scale_hosts",
     "scale_prices",
     "with_slow_nics",
@@ -189,8 +190,7 @@ def scale_prices(
 
 
 def scale_hosts(graph: WorldGraph, prices: Prices, host: str | os.PathLike[str] | float) -> Prices:
-    """Hosts take ``host`` times as long; of a file (``prism calibrate --host``): as long as that
-    host would, by its index and that of the host of each slice.
+    """Hosts are as fast as ``host`` (``host_factors``).
 
     UsageError if the slices do not say how long their host takes, or how fast it was.
     """
@@ -200,7 +200,7 @@ def scale_hosts(graph: WorldGraph, prices: Prices, host: str | os.PathLike[str] 
             "the slices do not say how long their host takes, so it cannot be another one",
             fix="capture the ranks on a GPU, or leave host= out",
         )
-    factors = _host_factors(programs, host)
+    factors = host_factors(programs, host)
     lead, hosts, sources = list(prices.lead), list(prices.host), list(prices.sources)
     source = list(prices.host_source)
     for index, number in enumerate(graph.classes.programs):
@@ -217,16 +217,29 @@ def scale_hosts(graph: WorldGraph, prices: Prices, host: str | os.PathLike[str] 
     )  # fmt: skip
 
 
-def _host_factors(programs: Programs, host: str | os.PathLike[str] | float) -> list[Fraction]:
-    """Of every program."""
+_NUMBER = re.compile(r"([\d./e+-]+)(x?)")
+
+
+def host_factors(programs: Programs, host: str | os.PathLike[str] | float) -> list[Fraction]:
+    """How many times as long as in the slices hosts take, of every program.
+
+    Args:
+        host: the index of the host; a file of ``prism calibrate --host``, which has it; ``0.6x``:
+            that many times as long.
+
+    Raises:
+        UsageError: the slices do not say how fast their host was.
+    """
     text = os.fspath(host) if isinstance(host, os.PathLike) else str(host)
-    if re.fullmatch(r"[\d./e+-]+", text) and not os.path.exists(text):
-        return [parse_factor(text)] * len(programs.programs)
-    target, here = read_host_index(text).index, indices_of(programs.source)
+    number = None if os.path.exists(text) else _NUMBER.fullmatch(text)
+    if number is not None and number[2]:
+        return [parse_factor(number[1])] * len(programs.programs)
+    target = read_host_index(text).index if number is None else float(parse_factor(number[1]))
+    here = indices_of(programs.source)
     if not here:
         raise UsageError(
             "the slices do not say how fast their host was",
-            fix="capture them again with this release, or say by how much: host=0.6",
+            fix="capture them again with this release, or say by how much: host=0.6x",
         )
     usual = statistics.median(here.values())
     return [parse_factor(target / here.get(one.rank, usual)) for one in programs.programs]

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_prism.core.job_settings import short
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
 from megatron_prism.core.world import format_ranks
-from megatron_prism.replay.interval import Uncertainty, interval
+from megatron_prism.replay.interval import Uncertainty, answers_by_host, interval
 from megatron_prism.replay.network import BusyLink, busy_links
 from megatron_prism.replay.timeline import Timeline
 
@@ -192,6 +192,7 @@ class Metrics:
     uncertainties   : what the two are made of, the largest first
     host            : part of 1 of the critical path in which a host issues work; None if the
     slices do not say how long that takes
+    hosts           : (index of a host, ns of the iteration there), where no host was named
     host_unknown    : ranks whose slices do not say how long the host takes, where others do
     host_spread     : relative standard deviation of what a rank's host takes for an iteration, the
     largest of the slices'; None if none has two iterations
@@ -210,6 +211,7 @@ class Metrics:
     exposed: float
     bubble: float
     host: float | None
+    hosts: tuple[tuple[float, int], ...]
     host_unknown: int
     host_spread: float | None
     tokens_per_s: Value
@@ -268,6 +270,7 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
         exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
         bubble=sum((sum(c.waiting.values()) + c.idle) * c.count for c in classes) / whole,
         host=_host(timeline, path),
+        hosts=answers_by_host(timeline),
         host_unknown=_host_unknown(timeline),
         host_spread=_host_spread(timeline),
         **_rates(timeline),

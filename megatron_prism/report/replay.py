@@ -81,6 +81,9 @@ def _head(found: Metrics, verbose: bool) -> str:
             rows.append(
                 ("host", f"{format_share(found.host)} of the critical path: GPUs wait for Python")
             )
+        if found.hosts and found.hosts[-1][1] > (1 + _SHOWN) * found.hosts[0][1]:
+            each = ", ".join(f"{index}: {format_ns(ns)}" for index, ns in found.hosts)
+            rows.append(("", f"by the host's index {each}"))
         if found.host_unknown:
             size = sum(one.count for one in found.classes)
             ranks = (

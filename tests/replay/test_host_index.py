@@ -57,7 +57,9 @@ def test_a_replay_has_the_hosts_of_the_target(slices, tmp_path):
     found = prism.replay(programs, what_if=prism.WhatIf(host=path))
     both = zip(found.prices.host, found.prices.lead, strict=True)
     assert [int((host + lead).sum()) for host, lead in both] == [5_000_000, 10_000_000]
-    quicker = prism.replay(programs, what_if=prism.WhatIf(host=0.6)).to_json()
+    same = prism.replay(programs, what_if=prism.WhatIf(host=1.0))
+    assert same.iteration_ns == found.iteration_ns
+    quicker = prism.replay(programs, what_if=prism.WhatIf(host="0.6x")).to_json()
     assert quicker["iteration_ns"] == 6_000_000
     (host,) = (one for one in quicker["uncertainties"] if one["what"] == "host")
     assert host["high_ns"] == pytest.approx((HOST_KNOWN - 1) * 6e6, rel=0.01)
@@ -86,7 +88,7 @@ def test_a_file_that_is_no_index_is_refused(content, fix, tmp_path, slices, caps
 def test_hosts_that_nobody_measured_cannot_be_others(tmp_path, slices):
     bare = parse(f"{TWO}program ranks=0,1\n- compute ns=1ms\n")
     with pytest.raises(UsageError, match="how long their host takes"):
-        prism.replay(bare, what_if=prism.WhatIf(host=0.5))
+        prism.replay(bare, what_if=prism.WhatIf(host="0.5x"))
     old = parse(f"{TWO}program ranks=0,1\n{WAITS}\n")
     path = tmp_path / "host.json"
     path.write_text(of(1.0).to_json())

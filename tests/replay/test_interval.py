@@ -7,7 +7,15 @@ import pytest
 import megatron_prism as prism
 from megatron_prism.core.program_text import parse
 from megatron_prism.replay.costs.host import KERNEL_NS
-from megatron_prism.replay.interval import HOST_FACTOR, Uncertainty, combined, interval
+from megatron_prism.replay.interval import (
+    HOST_FACTOR,
+    HOST_MODEL,
+    HOSTS,
+    Uncertainty,
+    answers_by_host,
+    combined,
+    interval,
+)
 
 HEAD = "prism-program 1\nworld size=1\nprogram ranks=0\n"
 
@@ -52,8 +60,8 @@ def test_without_a_gpu_the_host_is_expected_to_take_longer_than_few_flops():
     found = timeline("F0 compute kernels=1000 flops=1", tier="meta")
     assert found.iteration_ns == pytest.approx(1000 * KERNEL_NS, rel=0.01)
     (host,) = (one for one in interval(found).sources if one.what == "host")
-    assert host.low_ns > 0.4 * found.iteration_ns
-    assert host.high_ns > 0.9 * found.iteration_ns
+    assert host.low_ns == pytest.approx((1 - HOST_MODEL[0]) * found.iteration_ns, rel=0.01)
+    assert host.high_ns > (HOSTS[1] / HOSTS[0] - 1) * found.iteration_ns
     assert "GPU" in host.fix
     loops = timeline("O compute kernels=1000 flops=1", tier="meta")
     assert loops.iteration_ns < found.iteration_ns / 4  # the optimizer's, launched by C++
@@ -61,9 +69,52 @@ def test_without_a_gpu_the_host_is_expected_to_take_longer_than_few_flops():
     assert "host" not in {one.what for one in interval(large).sources}
 
 
+LATE = """prism-program 1
+world size=2
+program rank=0 ranks=0
+F0 compute ns=3ms host=4ms lead=1ms kernels=60 flops=9e12
+- all_reduce DATA_PARALLEL_GROUP bf16 n=4194304 handle=1
+B0 compute ns=2ms host=1ms lead=10us kernels=20 flops=9e12
+- wait handle=1
+O compute ns=1ms host=3ms lead=1ms kernels=50
+program rank=1 ranks=1
+F0 compute ns=2ms host=5ms lead=1ms kernels=90 flops=9e12
+- all_reduce DATA_PARALLEL_GROUP bf16 n=4194304 handle=1
+B0 compute ns=2ms host=2ms lead=10us kernels=30 flops=9e12
+- wait handle=1
+O compute ns=1ms host=1ms lead=1ms kernels=20
+"""
+AHEAD = LATE.replace("host=5ms", "host=1ms").replace("host=4ms", "host=1ms")
+KNOWN = {"0=2.0 1=1.0": "cuda", "0=0.9 1=0.92": "cuda", "0=0.5 1=2.6": "cuda", "": "meta"}
+
+
+@pytest.mark.parametrize("text", [LATE, AHEAD], ids=["late", "ahead"])
+@pytest.mark.parametrize(("here", "tier"), KNOWN.items(), ids=map(str, KNOWN))
+def test_the_interval_of_an_unknown_host_holds_the_answers_of_the_usual_ones(text, here, tier):
+    """They are those of ``host=``; a host that is named, and not the slowest, leaves less open."""
+    source = {"tier": tier, **({"host_index": here} if here else {})}
+    programs = dataclasses.replace(parse(text), source=source)
+
+    def on(index):
+        return prism.replay(programs, machine="h200", what_if=prism.WhatIf(host=index))
+
+    unknown = prism.replay(programs, machine="h200")
+    between, answers = interval(unknown), dict(answers_by_host(unknown))
+    assert (min(answers), max(answers)) == HOSTS
+    for index, ns in answers.items():
+        named = on(index)
+        assert ns == pytest.approx(named.iteration_ns, rel=2e-3)
+        assert between.low_ns <= named.iteration_ns <= between.high_ns
+        assert answers_by_host(named) == ()
+        less = interval(named)
+        if index < HOSTS[1]:
+            assert less.high_ns - less.low_ns < between.high_ns - between.low_ns
+    assert list(answers.values()) == sorted(answers.values())
+
+
 def test_another_host_than_that_of_the_model():
     ops = "F0 compute kernels=1000 flops=1"
-    once, twice = (timeline(ops, tier="meta", host=factor) for factor in (1.0, 2.0))
+    once, twice = (timeline(ops, tier="meta", host=factor) for factor in ("1x", "2x"))
     assert twice.iteration_ns == pytest.approx(2 * once.iteration_ns, rel=0.01)
 
 
