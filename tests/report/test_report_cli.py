@@ -226,7 +226,7 @@ def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
         (["faster=:0"], "0 is no factor"),
         (["moved=abacus"], "cannot read a machine, abacus"),
         (["microbatches=0"], "microbatches=32"),
-        (["microbatches=7"], "--global-batch-size N, 7/"),
+        (["microbatches=7"], "not in the order of Megatron's scheduler"),
         (["--html", "/proc/page.html"], "cannot write to /proc"),
         (["--html", "."], "is a folder"),
         (["--html", "same", "--trace", "same"], "two outputs"),
