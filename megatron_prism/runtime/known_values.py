@@ -33,6 +33,8 @@ __all__ = [
 
 PLACEHOLDER = 2.0
 _CELL = "_prism_known"
+Args = Sequence[Any]
+Options = Mapping[str, Any]
 _MOST = 1 << 22  # elements of a tensor of lengths
 
 
@@ -111,7 +113,7 @@ def forget(tensor: torch.Tensor) -> None:
         cell.valid[0] = False
 
 
-def _known(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _known(args: Args, kwargs: Options) -> bool:
     """Whether something may be known of a tensor among the arguments."""
     return any(
         getattr(arg, _CELL, None)
@@ -120,12 +122,12 @@ def _known(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def _tensors(args: Args, kwargs: Options) -> list[torch.Tensor]:
     return [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
 
 
 def _computed(
-    func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]
+    func: Callable[..., object], args: Args, kwargs: Options
 ) -> tuple[object, dict[int, torch.Tensor]] | None:
     """(what ``func`` gives on the host, the values of its arguments after it by their ids); None if
     one is not known or the host lacks the operator."""
@@ -147,7 +149,7 @@ def _computed(
         return None
 
 
-def on_host(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def on_host(func: Callable[..., object], args: Args, kwargs: Options) -> object:
     """What ``func`` gives, whose shape depends on values, as meta tensors; None if that is not
     known."""
     found = _computed(func, args, kwargs) if _known(args, kwargs) else None
@@ -164,9 +166,7 @@ def on_host(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[st
     return tree_map(stand_in, found[0])
 
 
-def follow(
-    func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], out: object
-) -> None:
+def follow(func: Callable[..., object], args: Args, kwargs: Options, out: object) -> None:
     """``func`` of meta tensors gave ``out``: what is known of that, and of what it wrote to."""
     if not _known(args, kwargs):  # nearly all calls end here
         return

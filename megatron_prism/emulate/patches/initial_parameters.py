@@ -9,7 +9,7 @@ shard that Megatron's distributed checkpoint says it has: the one-rank job, resh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from megatron_prism.runtime.virtual_world import values_of
 __all__ = ["PATCHES"]
 
 PATCHES = Patches()
-Fill = Callable[[torch.Tensor], None]
+Fill = Callable[[torch.Tensor], object]
+Args = Sequence[Any]
+Options = Mapping[str, Any]
 _OVERWRITE = ("zero_", "fill_", "copy_", "constant_")  # nothing that was drawn before is left
 
 
@@ -45,7 +47,7 @@ class _Fills(TorchFunctionMode):
         return self._of[key]
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self, func: Original, types: object, args: Args = (), kwargs: Options | None = None
     ) -> Any:
         kwargs = kwargs or {}
         before = torch.default_generator.get_state()
@@ -120,11 +122,11 @@ def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
     tiers=("cpu",),
 )
 def _same_parameters(
-    context: PatchContext, original: Original, provider: Any, *args: Any, **kwargs: Any
-) -> Any:
+    context: PatchContext, original: Original, provider: Original, *args: object, **kwargs: object
+) -> object:
     """With ``--use-cpu-initialization`` a model has the same parameters in every layout."""
 
-    def build(*words: Any, **more: Any) -> Any:
+    def build(*words: object, **more: object) -> object:
         with _Fills() as fills:
             model = provider(*words, **more)
         if rest := _draw_by_name(model, fills, megatron_args().seed):

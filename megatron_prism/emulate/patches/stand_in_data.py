@@ -16,10 +16,11 @@ from megatron_prism.emulate.patch import Original, PatchContext, Patches
 __all__ = ["PATCHES"]
 
 PATCHES = Patches()
+Sample = dict[str, object]
 _DOCUMENTS = 4  # of a packed sequence
 
 
-class _StandIn(torch.utils.data.Dataset[dict[str, Any]]):
+class _StandIn(torch.utils.data.Dataset[Sample]):
     """A data set of Megatron whose samples nobody reads from anywhere."""
 
     def __init__(
@@ -38,21 +39,21 @@ class _StandIn(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         seed = (self.config.random_seed, self.split.value, index)
         return self.sample(np.random.default_rng(seed), self.config.sequence_length)
 
     def tokens(self, draw: np.random.Generator, length: int) -> np.ndarray:
         return draw.integers(0, self.config.tokenizer.vocab_size, length)
 
-    def sample(self, draw: np.random.Generator, length: int) -> dict[str, Any]:
+    def sample(self, draw: np.random.Generator, length: int) -> Sample:
         raise NotImplementedError
 
 
 class _Bert(_StandIn):
     """As BERTMaskedWordPieceDataset (core/datasets/bert_dataset.py:84 @0.16.1)."""
 
-    def sample(self, draw: np.random.Generator, length: int) -> dict[str, Any]:
+    def sample(self, draw: np.random.Generator, length: int) -> Sample:
         ones = np.ones(length, np.int64)
         masked = draw.random(length) < self.config.masking_probability
         return {
@@ -69,7 +70,7 @@ class _Bert(_StandIn):
 class _T5(_StandIn):
     """As T5MaskedWordPieceDataset (core/datasets/t5_dataset.py:216 @0.16.1)."""
 
-    def sample(self, draw: np.random.Generator, length: int) -> dict[str, Any]:
+    def sample(self, draw: np.random.Generator, length: int) -> Sample:
         decoded = self.config.sequence_length_decoder
         return {
             "text_enc": self.tokens(draw, length),
@@ -86,7 +87,7 @@ class _FineTuning(_StandIn):
     """As SFTDataset (training/datasets/sft_dataset.py:96 @0.16.1): documents in one sequence, cut
     where context parallelism wants them."""
 
-    def sample(self, draw: np.random.Generator, length: int) -> dict[str, Any]:
+    def sample(self, draw: np.random.Generator, length: int) -> Sample:
         from megatron.core import utils
 
         part = 2 * getattr(self.config, "context_parallel_size", 1)

@@ -212,7 +212,7 @@ class Remap(TorchFunctionMode):
             return _TO(args[0], _LEGACY[getattr(torch.cuda, wanted.rpartition(".")[2])])
         return func(*args, **kwargs)
 
-    def _of_device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _of_device(self, func: object, args: Sequence[torch.Tensor], kwargs: object) -> bool:
         return args[0].device.type == self.target.type
 
     def _unpinned(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
