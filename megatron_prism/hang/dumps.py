@@ -41,7 +41,7 @@ __all__ = [
     "Dump",
     "DumpSet",
     "Entry",
-    "Event",
+    "RankEvent",
     "Group",
     "Launch",
     "bounded_memory",
@@ -135,7 +135,7 @@ class Dump:
 
 
 @dataclass(frozen=True)
-class Event:
+class RankEvent:
     """What a log says of a rank.  kind: exception, out of memory, killed; or outside: it waited for
     others in a call outside NCCL."""
 
@@ -150,7 +150,7 @@ class DumpSet:
 
     dumps: Mapping[int, Dump]
     unreadable: Mapping[int, str] = field(default_factory=dict)
-    events: Mapping[int, tuple[Event, ...]] = field(default_factory=dict)
+    events: Mapping[int, tuple[RankEvent, ...]] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
 
     @cached_property

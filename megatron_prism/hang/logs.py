@@ -2,8 +2,8 @@
 
 In : log files of one or many ranks, mixed, perhaps gzip, with any launcher's prefix.  Out: a
 DumpSet: of each rank that speaks the calls that its watchdog names, its counters, and what happened
-to it (``Event``).  A log names the group of a call, not its members: these are those of Megatron's
-parallel sizes, where the log has them, else the ranks that speak of that group.
+to it (``RankEvent``).  A log names the group of a call, not its members: these are those of
+Megatron's parallel sizes, where the log has them, else the ranks that speak of that group.
 
 A watchdog speaks of one group.  Of the others a rank that waits is taken to have come to all calls
 there, so nothing is said against it; a rank whose watchdog is silent waits for nobody.
@@ -27,8 +27,8 @@ from megatron_prism.hang.dumps import (
     Dump,
     DumpSet,
     Entry,
-    Event,
     Group,
+    RankEvent,
     Status,
     has_dumps,
     rank_of_name,
@@ -107,7 +107,7 @@ class _Speaker:
     calls: list[_Call] = field(default_factory=list)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     frames: list[str] | None = None  # of a traceback that has not ended
-    events: list[Event] = field(default_factory=list)
+    events: list[RankEvent] = field(default_factory=list)
 
 
 def read_folder(folder: Path) -> DumpSet:
@@ -230,7 +230,7 @@ class _Reader:
         elif me.calls and (frame := _NATIVE.match(line)) is not None:
             me.calls[-1].stack.append(frame[1])
         if _KILLED.search(line):
-            me.events.append(Event("killed", line.strip()[-200:]))
+            me.events.append(RankEvent("killed", line.strip()[-200:]))
         self._traceback(me, line)
 
     def _traceback(self, me: _Speaker, line: str) -> None:
@@ -245,16 +245,18 @@ class _Reader:
             call = next((c for c in reversed(calls) if c != "wrapper"), "a call")
             me.frames = None
             if _OUTSIDE.search(text):
-                me.events.append(Event("outside", f"{call} of {site}: {text}"))
+                me.events.append(RankEvent("outside", f"{call} of {site}: {text}"))
             elif _OOM.search(text):
-                me.events.append(Event("out of memory", f"{text} in {site}"))
+                me.events.append(RankEvent("out of memory", f"{text} in {site}"))
             elif not _AFTER.search(text):
-                me.events.append(Event("exception", f"{text} in {site}"))
+                me.events.append(RankEvent("exception", f"{text} in {site}"))
 
     def _ended(self, rank: int, code: int) -> None:
         """A row of torchrun's table: the agent ends the others by SIGTERM, watchdogs by SIGABRT."""
         if code in _SIGNALS:
-            self.ranks[rank].events.append(Event("killed", f"{_SIGNALS[code]} (torchrun's table)"))
+            self.ranks[rank].events.append(
+                RankEvent("killed", f"{_SIGNALS[code]} (torchrun's table)")
+            )
 
     # -- dumps ------------------------------------------------------------------------------------
     def dumps(self) -> DumpSet:

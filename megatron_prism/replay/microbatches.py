@@ -19,7 +19,7 @@ import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -258,7 +258,8 @@ class _Cut:
         return found
 
     def _nonempty(self, places: np.ndarray) -> np.ndarray:
-        return np.clip(places, 0, len(self) - 1)
+        pieces: np.ndarray = np.clip(places, 0, len(self) - 1)
+        return pieces
 
     def piece_of(self, at: np.ndarray) -> np.ndarray:
         """int64: the piece in which each op lies; the last one for what is behind all ops."""
@@ -291,7 +292,7 @@ def _is_pipeline(program: Program) -> np.ndarray:
         for text in program.strings
     ]
     known = np.array(names, dtype=bool)
-    return IS_PAIR[ops["name"]] & (known[ops["group"]] | known[ops["site"]])
+    return np.asarray(IS_PAIR[ops["name"]] & (known[ops["group"]] | known[ops["site"]]))
 
 
 def _stages(program: Program, world: World) -> np.ndarray:
@@ -305,7 +306,7 @@ def _stages(program: Program, world: World) -> np.ndarray:
     own, peer = world.coordinates(rank).pp, ops["peer"].astype(np.int64)
     there = np.asarray(world._along("pp", (rank + peer) % world.size)) - own
     stages = np.where(np.array(inside, dtype=bool)[ops["group"]], peer, there) % world.pp
-    return np.where(IS_PAIR[ops["name"]], stages, 0)
+    return np.asarray(np.where(IS_PAIR[ops["name"]], stages, 0))
 
 
 # -- the order -------------------------------------------------------------------------------------
@@ -400,7 +401,7 @@ class _Choice:
 
     def pieces(self) -> list[int]:
         """Of every wanted piece the captured one.  _MissingKind if there is none."""
-        places = defaultdict[Kind, list[int]](list)
+        places = defaultdict[tuple[Kind, Kind], list[int]](list)
         for piece in range(len(self.after)):
             key = _kind(self.after, piece), self._place(self.after, piece, self.wanted)
             places[key].append(piece)
@@ -429,8 +430,8 @@ class _Choice:
             beside = (cut.members[i // 2] for i in (piece - 1, piece + 1) if 0 <= i < len(cut))
             steps = [(what, one[what]) for one in beside for what in sorted(one)]
             chunks = ((_CHUNK, chunk) for (_, chunk), _ in steps)
-            edges = ((_EDGE, _clipped(number, count, 1, 1)) for _, number in steps)
-            return (*chunks, *edges, *around)
+            ends = ((_EDGE, _clipped(number, count, 1, 1)) for _, number in steps)
+            return (*chunks, *ends, *around)
         members, shape = cut.members[piece // 2], cut.shape(piece)
         found: list[object] = []
         for phase, chunk in sorted(members):
@@ -469,7 +470,8 @@ def _kind(cut: _Cut, piece: int) -> Kind:
     and a step's phases and chunks, or the phases of the steps beside."""
     shape = cut.shape(piece)
     if piece % 2 == 0:
-        shape = tuple(one and tuple(phase for phase, _ in one) for one in shape)  # type: ignore
+        steps = cast("tuple[tuple[tuple[int, int], ...], ...]", shape)
+        shape = tuple(one and tuple(phase for phase, _ in one) for one in steps)
     return shape, cut.asked(piece)
 
 
@@ -485,7 +487,7 @@ def _named(kind: Kind, step: bool) -> str:
     """A kind in words: ``backward of chunk 1``."""
     if step:
         words = (PHASE_NAMES[phase] + (f" of chunk {chunk}" if chunk >= 0 else "")
-                 for phase, chunk in kind)  # type: ignore[misc] # fmt: skip
+                 for phase, chunk in cast("tuple[tuple[int, int], ...]", kind))  # fmt: skip
         return " with ".join(words)
     before, after = (_named(one, True) if one else "" for one in kind)  # type: ignore[arg-type]
     return f"{after or 'end'} behind {before or 'the start'} with these messages"

@@ -250,10 +250,10 @@ def _with_memory(program: Program, ratio: Fraction) -> Program:
     sizes -= set(memory["bytes"][come & ~chosen].tolist())
     earlier = ~np.isin(history[:, 0], memory["storage"]) & np.isin(history[:, 1], [*sizes])
     parts |= _parts(history[earlier, 0], history[earlier, 1], np.zeros(earlier.sum()), ratio, most)
-    new = 1 + max(memory["storage"].max(), history[:, 0].max(initial=0))
+    new = 1 + int(max(memory["storage"].max(), history[:, 0].max(initial=0)))
     names = {}
-    for storage, sizes_of_it in parts.items():
-        names[storage] = [storage, *range(new, new + len(sizes_of_it) - 1)]
+    for old, sizes_of_it in parts.items():
+        names[old] = [old, *range(new, new + len(sizes_of_it) - 1)]
         new += max(0, len(sizes_of_it) - 1)
     rows, storage, num_bytes = _split(memory["storage"], memory["bytes"], parts, names)
     allocations = memory[rows]
