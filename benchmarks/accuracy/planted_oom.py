@@ -95,7 +95,7 @@ def predicted(found: dict[int, Program]) -> dict[str, Any]:
     order = sorted(found, key=lambda rank: -tops[rank].num_bytes)
     first, second = order[:2]
     replay = peaks.allocator.replay_requests
-    reserved = {rank: replay(peaks._changes(found[rank]), settings).peak_reserved
+    reserved = {rank: replay(peaks.changes(found[rank]), settings).peak_reserved
                 for rank in order}  # fmt: skip
     limit = _limit(found[first], reserved[second])
     out = peaks.overflow(found[first], limit, settings)

@@ -223,7 +223,7 @@ def test_the_rank_may_stand_behind_its_word(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "fix"),
-    [("_dump_3.gz", "unpack the files"), ("node1/_dump_3", "name its folder"),
+    [("_dump_3.zst", "unpack the files"), ("node1/_dump_3", "name its folder"),
      ("notes.txt", "name the folder that")],
 )  # fmt: skip
 def test_where_there_are_no_dumps_it_is_said_what_to_do(name, fix, tmp_path, capsys):

@@ -56,7 +56,7 @@ def test_moved_to_a_machine_is_asked_of_that_machine(job):
 @pytest.mark.parametrize("job", JOBS)
 def test_hosts_and_settings_as_they_were(job):
     programs = stored(job)
-    assert ns(programs, MACHINE, "host=1") == ns(programs, MACHINE)
+    assert ns(programs, MACHINE, "host=1x") == ns(programs, MACHINE)
     once = ns(programs, MACHINE, "nccl=NCCL_MAX_NCHANNELS=4")
     env = {**programs.source, nccl_settings.NCCL_ENV: "NCCL_MAX_NCHANNELS=4"}
     assert ns(dataclasses.replace(programs, source=env), MACHINE) == once

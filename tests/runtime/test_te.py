@@ -610,7 +610,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 custom_backward(loss.float().mean(), None)
 assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 import transformer_engine
-assert transformer_engine.__prism_stand_in__
+assert getattr(transformer_engine, "__prism_stand_in__", False) == (tier == "cpu")
 if tier == "cpu":
     assert torch.isfinite(loss).all()
 print("ran", tuple(loss.shape), type(model.decoder.layers[0].self_attention.linear_qkv).__name__)

@@ -86,7 +86,7 @@ def prepare(
     """
     tier = _prepare(name, changes, engine, queues, history)
     if engine_release is not None:
-        _check_release(engine_release, tier, changes)
+        _check_release(engine_release, changes)
     return tier
 
 
@@ -116,10 +116,10 @@ def _prepare(name: str, changes: ProcessChanges, engine: bool, queues: str, hist
     return tier
 
 
-def _check_release(asked: str, tier: Tier, changes: ProcessChanges) -> None:
-    found, virtual_te = engine_version(), sys.modules.get("megatron_prism.runtime.te")
-    if virtual_te is not None and tier.live is not None:
-        virtual_te.set_release(asked, changes)
+def _check_release(asked: str, changes: ProcessChanges) -> None:
+    found = engine_version()
+    if getattr(sys.modules.get("transformer_engine"), "__prism_stand_in__", False):
+        sys.modules["megatron_prism.runtime.te"].set_release(asked, changes)
     elif found.split(".")[:2] != asked.split(".")[:2]:
         raise UsageError(
             f"Transformer Engine {asked} is asked for, and {found or 'none'} is installed",
