@@ -160,7 +160,7 @@ class CompletedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         self.synchronize()  # a future of CUDA tensors is behind the current stream
         devices: list[int | str | torch.device]
-        devices = [self._outs[0].device] if self._outs and self._outs[0].is_cuda else []
+        devices = [out.device for out in self._outs[:1] if out.device.type == "cuda"]
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(list(self._outs))
         return future

@@ -83,7 +83,7 @@ class TokenVectors:
         key = (like.device, like.dtype, like.shape[-1])
         if key not in self._rows:
             length = COUNT * _STEP + like.shape[-1]
-            if like.is_cuda:
+            if like.device.type == "cuda":
                 words = Driver().words(length * like.element_size(), like.device)
                 row = words.view(like.dtype)
             else:

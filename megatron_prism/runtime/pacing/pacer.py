@@ -285,7 +285,8 @@ class Pacer(CallListener):
         if move is None:
             return None
         tensors = args[0] if op == "send" else move.outs
-        if tensors and tensors[0].is_cuda != self._cuda:  # the kernel reaches no host's memory
+        # the kernel reaches no host's memory
+        if tensors and (tensors[0].device.type == "cuda") != self._cuda:
             return None
         group.sequence += 1
         distance = group.distance(args[1]) if op == "send" or op == "recv" else 0
