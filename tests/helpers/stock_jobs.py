@@ -53,7 +53,12 @@ def _server():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=mine | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        env=mine
+        | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "NVTE_CPU_OFFLOAD_V1": "1",
+        },  # else Megatron refuses to offload activations
     )
     atexit.register(place.cleanup)
     atexit.register(process.communicate)  # first: closes its stdin, and waits

@@ -241,8 +241,16 @@ def _wrappers_have_no_memory(changes: ProcessChanges, live: LiveBytes) -> None:
     changes.set(live, "wrappers", (tensor.QuantizedTensor,))
 
 
+def _states_are_tensors(changes: ProcessChanges) -> None:
+    """Only a CUDA generator has states for graphs (pytorch/distributed.py:111 @v2.20)."""
+    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    if hasattr(distributed, "graph_safe_rng_available"):
+        changes.set(distributed, "graph_safe_rng_available", lambda: False)
+
+
 def set_up(changes: ProcessChanges, live: LiveBytes) -> None:
     """What is changed in its modules once they are there."""
+    _states_are_tensors(changes)
     _workspaces_on_the_device(changes)
     _workspace_comes_first(changes)
     _parameters_are_made(changes)
