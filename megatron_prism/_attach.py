@@ -7,11 +7,10 @@ first ``import megatron`` or the first ``init_process_group``; a script that was
 ends without either fails.
 """
 
-import importlib.util
 import os
 import sys
 
-_ENGINE = "transformer_engine"
+from megatron_prism.core.bare_engine import hide_bare_engine
 
 
 def emulation_is_asked_for(argv: "list[str] | None" = None) -> bool:
@@ -22,21 +21,6 @@ def emulation_is_asked_for(argv: "list[str] | None" = None) -> bool:
     words = sys.argv[1:] if argv is None else argv
     ours = (a.startswith("--prism-") and not a.startswith("--prism-mem-") for a in words)
     return bool(os.environ.get("PRISM_ARGS")) or any(ours)
-
-
-def hide_bare_engine() -> None:
-    """Have Transformer Engine's Python alone, which comes with us, look as if it were not there.
-
-    Without its compiled library it raises RuntimeError where Megatron expects an ImportError
-    (common/__init__.py, sanity_checks_for_pypi_installation @v2.20).  Emulation brings it back.
-    """
-    if _ENGINE in sys.modules or (spec := importlib.util.find_spec(_ENGINE)) is None:
-        return
-    folder = os.path.dirname(spec.origin or "")
-    places = (os.path.dirname(folder), folder, os.path.join(folder, "wheel_lib"))
-    names = (name for place in places if os.path.isdir(place) for name in os.listdir(place))
-    if not any(name.startswith(f"lib{_ENGINE}") for name in names):
-        sys.modules[_ENGINE] = None  # type: ignore[assignment]
 
 
 def autoload() -> None:

@@ -36,7 +36,7 @@ LAZILY = {"cli": {"emulate", "runtime"}, "_attach": {"emulate"}, "pytest_plugin"
 TOP = {  # modules beside the packages
     "__init__": {"_attach"},
     "__main__": {"cli"},
-    "_attach": {"emulate"},
+    "_attach": {"core", "emulate"},
     "pytest_plugin": {"cli", "core", "emulate", "memory"},
 }
 # Third-party package -> who may import it ("a/*" is at any depth below a/).

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_prism.core.bare_engine import hide_bare_engine
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.files import check_writable, claimed
 from megatron_prism.core.megatron_source import TESTED, UNKNOWN, megatron_release
@@ -85,6 +86,7 @@ def attach_from_command_line(session: Session | None = None) -> None:
     _attached = True
     session = session or Session()
     session.changes.on_undo(_detach)
+    hide_bare_engine()  # also where torch loads no entry points
     try:
         options = flags.from_command_line(sys.argv[1:])
         if options is not None and exit_status.is_worker():

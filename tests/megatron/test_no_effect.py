@@ -25,7 +25,12 @@ pytestmark = [
 # Transformer Engine's Python alone does not import, which the attach hides from Megatron
 START = """import runpy, sys; sys.argv = sys.argv[1:]; sys.modules["transformer_engine"] = None
 runpy.run_path(sys.argv[0], run_name="__main__")"""
-LIGHT = {"megatron_prism", "megatron_prism._attach"}  # all that the attach itself may import
+LIGHT = {  # all that the attach itself may import
+    "megatron_prism",
+    "megatron_prism._attach",
+    "megatron_prism.core",
+    "megatron_prism.core.bare_engine",
+}
 
 JOB = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32

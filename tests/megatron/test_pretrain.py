@@ -80,7 +80,11 @@ MLA = tuple("--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-he
         ),
         pytest.param(
             "16",
-            (*TE, *"--context-parallel-size 2 --cp-comm-type a2a --prism-tier meta".split()),
+            (
+                *TE,
+                *"--context-parallel-size 2 --cp-comm-type a2a --prism-tier meta".split(),
+                *"--attention-backend fused".split(),  # Transformer Engine refuses it unfused
+            ),
             id="context parallel by heads, Transformer Engine, shapes",
             marks=pytest.mark.slow,
         ),

@@ -243,7 +243,7 @@ def _wrappers_have_no_memory(changes: ProcessChanges, live: LiveBytes) -> None:
 
 def _states_are_tensors(changes: ProcessChanges) -> None:
     """Only a CUDA generator has states for graphs (pytorch/distributed.py:111 @v2.20)."""
-    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    distributed = importlib.import_module(f"{_TE}.distributed")
     if hasattr(distributed, "graph_safe_rng_available"):
         changes.set(distributed, "graph_safe_rng_available", lambda: False)
 
