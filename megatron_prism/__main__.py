@@ -2,8 +2,6 @@
 
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Run the command; Ctrl-C ends it in one line also while it is still being imported."""

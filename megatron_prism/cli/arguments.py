@@ -14,8 +14,6 @@ from typing import Any
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
 
-__all__ = ["Reader", "count", "name", "number", "read"]
-
 Reader = Callable[[str], Any]
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from megatron_prism.hang.fault_planting import PlantedFaults
     from megatron_prism.hang.verdict import Diagnosis
 
-__all__ = ["hang"]
-
 _AGAIN_S = 5.0  # between two looks at a running job
 
 

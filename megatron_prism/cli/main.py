@@ -43,8 +43,6 @@ from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
 
-__all__ = ["COMMANDS", "Command", "main"]
-
 OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
 FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
 PROGRAMS = ("programs",), {"metavar": "PATH", "help": "folder of slices, file of programs, or text"}

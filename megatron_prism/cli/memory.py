@@ -30,9 +30,6 @@ if TYPE_CHECKING:
         Draws,
     )
 
-__all__ = ["ACTIONS", "describe", "limit_of", "memory", "size"]
-
-
 _SHOWN = 8  # origins of a growth
 
 

@@ -27,22 +27,6 @@ if TYPE_CHECKING:
 
     from megatron_prism.core.program import Programs
 
-__all__ = [
-    "check_outputs",
-    "check_working_directory",
-    "console",
-    "write_data",
-    "output_failed",
-    "prepare",
-    "print_json",
-    "print_table",
-    "progress",
-    "steps",
-    "visible",
-    "warn_without_times",
-    "write_outputs",
-]
-
 _FOLDED = 24  # columns that a cell folded over several lines has at least
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
 

@@ -8,8 +8,6 @@ from megatron_prism.cli.output import console, print_table, write_data
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 
-__all__ = ["patches"]
-
 
 def patches(args: argparse.Namespace) -> int:
     """List what an emulated job changes in Megatron, and what this release lacks.

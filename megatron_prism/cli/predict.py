@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from megatron_prism.predict import Comparison, Prediction, Study
     from megatron_prism.predict.predict import Chance
 
-__all__ = ["predict"]
-
-
 _MOST_SAMPLES = 5_000_000
 _DEFAULTS = {"machine": None, "calibration": None, "variability": None, "host": None}
 

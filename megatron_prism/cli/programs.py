@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from megatron_prism.core.program import Program, Programs
     from megatron_prism.graph.difference import ComparedOp
 
-__all__ = ["calibrate", "capture", "check", "classes", "diff", "show"]
-
 _PAYLOADS = "payload-*.bin"  # of a recording
 _AROUND = 6  # ops before and after what ``around=`` names
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from megatron_prism.replay.priced_graph import WhatIf
     from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["replay"]
-
 _MOST_ITERATIONS = 100
 _SIZES = ("tp", "cp", "pp", "ep", "etp", "vpp")
 _OWN = ("machine", "calibration", "iterations", "dp", "slow", "faster", "moved", "host", "nccl",

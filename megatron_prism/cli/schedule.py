@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
     from megatron_prism.replay.timeline import ScheduleStep, ScheduleTimeline
 
-__all__ = ["chart", "megatron_schedule", "schedule"]
-
 _MOST_STAGES = 4096  # longer pipelines take minutes to play
 _MOST_STEPS = 500_000  # forwards of all stages that are recorded: about a gigabyte
 _FORWARD, _BACKWARD, _IDLE = "green", "cyan", "dim"

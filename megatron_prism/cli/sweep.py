@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from megatron_prism.sweep.space import Script
     from megatron_prism.sweep.sweep import Sweep
 
-__all__ = ["sweep"]
-
 
 def sweep(args: argparse.Namespace) -> int:
     """Rank the layouts of a recipe's job: time, memory, and the command line to start each with.

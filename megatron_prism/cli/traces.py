@@ -11,8 +11,6 @@ from megatron_prism.cli.output import check_outputs, console, write_data, write_
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 
-__all__ = ["compare", "import_"]
-
 
 def import_(args: argparse.Namespace) -> int:
     """Turn profiler traces of a real job into programs with times, and say what varies in it.

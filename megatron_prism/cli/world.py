@@ -16,8 +16,6 @@ from megatron_prism.core.errors import UnitError, UsageError
 if TYPE_CHECKING:
     from megatron_prism.core.world import World
 
-__all__ = ["world"]
-
 
 def world(args: argparse.Namespace) -> int:
     """Show a world: its sizes, its stages, and one rank's coordinates and Megatron groups.

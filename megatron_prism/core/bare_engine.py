@@ -4,8 +4,6 @@ import importlib.util
 import os
 import sys
 
-__all__ = ["hide_bare_engine"]
-
 _ENGINE = "transformer_engine"
 
 

@@ -16,8 +16,6 @@ from megatron_prism.core.groups import named_group, short_names
 from megatron_prism.core.ops import NAMES, PHASES, CallLabel
 from megatron_prism.core.world import AXES
 
-__all__ = ["CallSelector", "NthCall"]
-
 _FIELDS = {
     "rank": "rank",
     "iter": "iteration",

@@ -26,8 +26,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BY_METHOD", "BY_NAME", "TABLE"]
-
 
 @dataclass(frozen=True)
 class Collective:

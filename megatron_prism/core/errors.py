@@ -25,23 +25,6 @@ import difflib
 import re
 from collections.abc import Iterable
 
-__all__ = [
-    "DumpError",
-    "HangError",
-    "MissingSlicesError",
-    "NotTrainedError",
-    "PrismError",
-    "ProgramError",
-    "RecipeError",
-    "UnitError",
-    "UnsupportedError",
-    "UsageError",
-    "WorldError",
-    "did_you_mean",
-    "refuse",
-    "shown",
-]
-
 # what a terminal obeys, but for ends of lines and tabs: controls, and turns of direction
 _CONTROL = re.compile(
     "\\r(?!\\n)|[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]"

@@ -36,18 +36,6 @@ from typing import BinaryIO, TypeVar
 
 from megatron_prism.core.errors import UsageError
 
-__all__ = [
-    "ArtefactFolder",
-    "check_not_taken",
-    "check_writable",
-    "claimed",
-    "no_collector",
-    "rendered",
-    "unwinding",
-    "whole_file",
-    "write_whole",
-]
-
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:

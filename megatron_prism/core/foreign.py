@@ -38,25 +38,6 @@ import yaml
 
 from megatron_prism.core.errors import PrismError, UsageError, shown
 
-__all__ = [
-    "HostileValueError",
-    "Natural",
-    "Positive",
-    "PositiveInt",
-    "bounded_memory",
-    "expanded_size",
-    "last_read",
-    "read_arrays",
-    "read_bytes",
-    "read_json",
-    "read_yaml",
-    "reading",
-    "scalars_of_yaml",
-    "shaped",
-    "unpickled",
-    "value_of_json",
-]
-
 T = TypeVar("T")
 Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]

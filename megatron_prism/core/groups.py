@@ -18,10 +18,6 @@ from megatron_prism.core.errors import ProgramError, WorldError
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import FAMILIES, World, family
 
-__all__ = ["Membership", "WORLD_GROUP", "named_group", "of_family", "of_lists",
-           "short_names", "subgroups"]  # fmt: skip
-
-
 WORLD_GROUP = "default_pg"  # torch's description of the group of all ranks
 _TWIN = "_GLOO"
 

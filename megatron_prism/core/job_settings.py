@@ -12,8 +12,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-__all__ = ["KEYS", "OLDER", "as_text", "differences", "plain", "short", "values"]
-
 KEYS = ("arguments", "settings")  # of a source: of a stock job, of a recipe
 OLDER = "of another release of ours, which did not keep its arguments: capture again"
 _SHOWN = 4

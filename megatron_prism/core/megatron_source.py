@@ -19,20 +19,6 @@ from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
 
-__all__ = [
-    "ENGINE",
-    "TESTED",
-    "UNKNOWN",
-    "Release",
-    "engine_release",
-    "engine_version",
-    "locate",
-    "lookup",
-    "megatron_release",
-    "parse_release",
-    "versions",
-]
-
 Release = tuple[int, int]
 TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # tag core_v0.19.0 reports 0.19.1
 # Transformer Engine of NVIDIA's container of 0.19: whose memory its stand-in has if nobody says

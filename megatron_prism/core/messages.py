@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 from megatron_prism.core.errors import shown
 
-__all__ = ["EVERY_S", "SOFTWARE", "Lines", "last_resort"]
-
 EVERY_S = 10.0  # seconds between two lines of progress
 SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
 

@@ -35,33 +35,6 @@ import numpy as np
 from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import ProgramError
 
-__all__ = [
-    "ALLOCATION",
-    "BEGUN",
-    "CODE",
-    "CODED",
-    "CallLabel",
-    "DTYPES",
-    "DTYPE_NAMES",
-    "EMPTIED",
-    "IS_COLLECTIVE",
-    "IS_PAIR",
-    "ITEM_SIZE",
-    "NAMES",
-    "OP",
-    "PHASES",
-    "PHASE_NAMES",
-    "REDUCE",
-    "SHARED",
-    "SLOWER",
-    "TEXTS",
-    "UNKNOWN",
-    "WAITED",
-    "Op",
-    "label",
-    "limits",
-]
-
 NAMES = (
     ("compute", "record", "wait", "host_wait", "grad_sync", "param_sync", "mark")
     + tuple(row.name for row in TABLE)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from typing import TypeVar
 
-__all__ = ["ProcessChanges"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 _ABSENT = object()

@@ -40,9 +40,6 @@ from megatron_prism.core.ops import (
 )
 from megatron_prism.core.world import World
 
-__all__ = ["Builder", "Program", "Programs", "load", "save"]
-
-
 _HANDLE = list(OP.names or ()).index("handle")
 
 

@@ -34,9 +34,6 @@ from megatron_prism.core.ops import DTYPES, NAMES, PHASES, REDUCE, Op, limits
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.world import MOST_RANKS, World, format_ranks
 
-__all__ = ["dump", "format_op", "parse"]
-
-
 VERSION = 1
 TIMES = ("ns", "host", "lead", "products")  # fields with a unit of time
 _DEFAULT = {f.name: f.default for f in fields(Op)}

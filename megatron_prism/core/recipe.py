@@ -35,20 +35,6 @@ from megatron_prism.core.world import (
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "Model",
-    "Parallel",
-    "Recipe",
-    "check",
-    "find",
-    "given",
-    "keys",
-    "load",
-    "load_prism_section",
-    "shipped",
-    "summary",
-]
-
 
 def chunks_of(layout: str) -> list[str]:
     """``Et*2|(t|)*2L`` as the layers of every chunk: Ett, t, t, L

@@ -14,16 +14,6 @@ import numpy as np
 from megatron_prism.core.ops import CODE, PHASE_NAMES
 from megatron_prism.core.program import Program
 
-__all__ = [
-    "BUCKETS",
-    "SCALAR",
-    "calls_of_buckets",
-    "is_sharded",
-    "parameters",
-    "segments",
-    "without_shard",
-]
-
 BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
 SCALAR = 512  # bytes; what is smaller is of a step, not of parameters
 _OPTIMIZER = PHASE_NAMES.index("optimizer")

@@ -28,20 +28,6 @@ from megatron_prism.core.program import FIX, Program, Programs, load, save
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import AXES, World, format_ranks
 
-__all__ = [
-    "AGE",
-    "AT_ONCE",
-    "HOST_INDEX",
-    "PACED",
-    "PEERS",
-    "WORLD",
-    "Origin",
-    "SliceStore",
-    "assemble",
-    "open_programs",
-    "stand_in_for",
-]
-
 WORLD = "world.prism"  # the slices of a folder joined
 AGE = "timing"  # of a source: what times of slices mean; older slices have none
 _AGED = "of another release of ours, whose times mean something else"

@@ -17,19 +17,6 @@ from fractions import Fraction
 
 from megatron_prism.core.errors import UnitError
 
-__all__ = [
-    "counted",
-    "format_bytes",
-    "format_change",
-    "format_count",
-    "format_ns",
-    "format_percent",
-    "format_share",
-    "parse_bytes",
-    "parse_count",
-    "parse_ns",
-]
-
 NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}

@@ -34,20 +34,6 @@ from megatron_prism.core.units import counted
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "AXES",
-    "DEFAULT_ORDER",
-    "FAMILIES",
-    "STAGES",
-    "World",
-    "family",
-    "format_ranks",
-    "ranks_text",
-    "implied_size",
-    "orthogonal_rank_groups",
-]
-
-
 STAGES = "stages"  # selects the first rank of every pipeline stage
 HELP = (
     "write 0,517 or 0-127:8 for ranks, pp=3,tp=0 for coordinates, 'pp=0;pp=3' for several, "

@@ -15,8 +15,6 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import check_writable, write_whole
 from megatron_prism.core.units import counted
 
-__all__ = ["calibrate"]
-
 HOST_S = 10  # for the host's index
 LIMIT_S = 240  # of a stage
 # stage -> its environment: what runs side by side needs hardware queues of its own, or each waits

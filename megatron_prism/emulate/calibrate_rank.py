@@ -32,9 +32,6 @@ from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Group
 
-__all__ = ["CallTimer", "middle", "overlaps"]
-
-
 ONE_WAY = ("broadcast", "send")
 
 _DROPPED = 4  # spans of the beginning

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from megatron_prism.graph.stall import StalledJob
     from megatron_prism.hang.fault_planting import FaultedCall
 
-__all__ = ["CallGuard", "ProgramPeers", "make_guard"]
-
-
 _MOST = 8_000_000  # ops of all ranks that are run to a standstill before the job
 
 

@@ -38,15 +38,6 @@ from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
 
-__all__ = [
-    "StockCapture",
-    "check_free",
-    "disturbed",
-    "of_running_job",
-    "source_of",
-]
-
-
 TIMING = "4"  # goes up when times of a GPU's slices mean something else; 4: no wait for the host
 
 

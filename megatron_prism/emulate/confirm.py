@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["Witness", "confirm", "script_job"]
-
-
 _ITERATION = 2  # the first steady one
 
 

@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.owners import Models
 
-__all__ = ["Breakpoint", "Debugger", "debugger_at", "Prompt", "ValueWatch"]
-
-
 _FIX = "--prism-break '1B2 all_reduce group=tp nth=3', as prism show prints calls"
 _KEPT = 10  # calls before the one where it stands
 _LISTED = 16  # members of a group

@@ -30,8 +30,6 @@ from megatron_prism.runtime.virtual_world import TrafficCounter
 if TYPE_CHECKING:
     from megatron_prism.emulate.options import Options
 
-__all__ = ["NcclReserve", "MemoryWatch", "connected_by", "explain", "watch_from_options"]
-
 
 def take_device_memory(num_bytes: int) -> None:
     """Hold ``num_bytes`` until the process ends.  torch.OutOfMemoryError if they are not there.

@@ -22,18 +22,6 @@ from types import TracebackType
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.process_changes import ProcessChanges
 
-__all__ = [
-    "at_good_end",
-    "expect_emulation",
-    "is_worker",
-    "leave",
-    "note",
-    "report",
-    "tell_parent",
-    "trained",
-    "trained_below",
-]
-
 leave = os._exit  # whatever the verdict
 MARK = "PRISM_TRAINED"
 

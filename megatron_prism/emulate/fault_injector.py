@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["Injector", "leave"]
-
-
 _SIGNALS = {"sigkill": signal.SIGKILL, "segfault": signal.SIGSEGV, "sigstop": signal.SIGSTOP}
 _IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,

@@ -24,8 +24,6 @@ import torch
 
 from megatron_prism.replay.costs.host import HostIndex
 
-__all__ = ["measure"]
-
 _TURN_NS = 50_000_000
 _SIZES = (4096, 256, 65536, 1024, 16384, 512)  # bytes, of buffers
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["after_import", "before_first_call", "before_first_import", "clear", "forget"]
-
 Callback = Callable[[ModuleType], None]
 
 

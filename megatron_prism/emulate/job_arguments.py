@@ -21,17 +21,6 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import MOST_EXPERTS, MOST_LAYERS, MOST_MICROBATCHES
 
-__all__ = [
-    "check_files",
-    "check_sizes",
-    "left_out",
-    "matters",
-    "of_namespace",
-    "of_running_job",
-    "parsed",
-    "text_of",
-]
-
 # What does not matter, by name; whatever is not here does.
 _NAMES = frozenset(
     " ".join((

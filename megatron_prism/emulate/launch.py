@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run
     from megatron_prism.runtime.virtual_world import VirtualWorld
 
-__all__ = ["attach", "attach_from_command_line", "run_script", "start_world"]
-
 _attached = False
 
 

@@ -8,16 +8,6 @@ from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
 
-__all__ = [
-    "check_script",
-    "launcher_variables",
-    "number_in",
-    "processes",
-    "processes_here",
-    "script_line",
-]
-
-
 _LAUNCHER = re.compile(r"(torchrun|python[\d.]*)$")
 _NODES, _EACH = re.compile(r"--nnodes$"), re.compile(r"--nproc[-_]per[-_]node$")
 

@@ -41,13 +41,6 @@ from megatron_prism.runtime.recorder.repeats import Repeats
 if TYPE_CHECKING:
     from megatron_prism.emulate.options import Options
 
-__all__ = [
-    "OwnLoop",
-    "PARTS",
-    "TrainingMonitor",
-    "host",
-]
-
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
 PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint")
 

@@ -19,8 +19,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["KeepAlive", "keep_awake"]
-
 PERIOD_S = 0.02  # well below the 50 ms after which a link falls asleep
 _LOOKS, _DENSE = 50, 35  # of the last second's looks so many found new calls: they never pause
 _BYTES = 1 << 18  # as that process beside it copied; 256 B may pass one of a GPU's 18 links only

@@ -25,18 +25,6 @@ from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
 from megatron_prism.emulate.launchers import number_in, processes, processes_here
 from megatron_prism.hang.fault_plan import Fault, load_plan, parse
 
-__all__ = [
-    "HangOptions",
-    "Options",
-    "TIERS",
-    "add_flags",
-    "from_command_line",
-    "queues",
-    "split",
-    "without_engine",
-]
-
-
 # Megatron's own arguments that fix the smallest world (training/arguments.py @0.16.1, 0.19.0)
 SIZES = {
     "--tensor-model-parallel-size": "tp",

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.options import Options
     from megatron_prism.runtime.pacing.pacer import PacedCall
 
-__all__ = ["CALIBRATION", "Pace", "capture_missing", "expected", "missing_ranks", "nccl_blocks"]
-
-
 _LARGE = 1 << 18  # bytes: answering takes a few us from here on
 
 

@@ -39,23 +39,6 @@ from megatron_prism.runtime.virtual_world import VirtualWorld
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
-__all__ = [
-    "ENABLES",
-    "META",
-    "NO_CUDA",
-    "PROTECTS",
-    "SPEEDS_UP",
-    "STATES",
-    "VALUES",
-    "Original",
-    "PatchContext",
-    "Patch",
-    "Patches",
-    "apply",
-    "refused",
-    "statuses",
-]
-
 PROTECTS = "protects"  # files of the real job: checkpoints, curves, logs
 ENABLES = "enables"  # without it a job does not run, or is wrong
 SPEEDS_UP = "speeds up"  # or makes a log easier to read

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.owners import Models
 
-__all__ = ["PayloadRecorder", "PayloadReplayer", "file_of", "rows_of"]
-
 FORMAT = 1
 MOST_BYTES = 8 << 30  # of a file; what comes then is not kept
 _WAITING = 32  # records that the writer may lag behind: it bounds the memory

@@ -34,25 +34,6 @@ from megatron_prism.emulate import job_arguments, workers
 from megatron_prism.emulate.workers import RankTask
 from megatron_prism.memory.peaks import memory_bound
 
-__all__ = [
-    "body",
-    "capture",
-    "emulate",
-    "Json",
-    "megatron_flags",
-    "Memory",
-    "of_recipe",
-    "OPTION",
-    "option_of",
-    "PeakSummary",
-    "ranks_of",
-    "run_ranks",
-    "settings",
-    "source_of",
-    "Summary",
-]
-
-
 Json = dict[str, Any]  # what becomes JSON, or was: whoever reads a key knows what it wrote there
 
 

@@ -53,18 +53,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.recorder.repeats import Sections
     from megatron_prism.runtime.virtual_world import TrafficCounter, VirtualWorld
 
-__all__ = [
-    "chunks",
-    "initialize",
-    "ModelChunk",
-    "optimizer",
-    "RankJob",
-    "run",
-    "run_of",
-    "start_world",
-    "transformer_config",
-]
-
 
 class Shortcuts(TypedDict, total=False):
     """How a slice is captured sooner than by running all of two iterations.

@@ -31,8 +31,6 @@ from megatron_prism.emulate.workers import die_with_parent
 if TYPE_CHECKING:
     from megatron_prism.core.slices import SliceStore
 
-__all__ = ["CaptureServer"]
-
 # what Megatron imports besides its own modules: most of the time that its import takes
 _SHARED = (
     "torch._inductor.compile_fx",

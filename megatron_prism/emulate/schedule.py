@@ -44,9 +44,6 @@ from megatron_prism.emulate.schedule_tape import (
 from megatron_prism.replay import microbatches as other
 from megatron_prism.runtime import virtual_world
 
-__all__ = ["schedules", "with_microbatches"]
-
-
 _lock = threading.Lock()  # what is replaced are module globals
 
 

@@ -30,17 +30,6 @@ from megatron_prism.runtime.recorder.recorder import Fields, _nearest
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "ModuleProxy",
-    "replace",
-    "replace_combined",
-    "ScheduleChunk",
-    "Tape",
-    "TapeGroup",
-    "Token",
-]
-
-
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 WORLD = "default_pg"
 

@@ -29,8 +29,6 @@ from megatron_prism.emulate import workers
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["ScriptJob", "capture", "capture_command_line", "record"]
-
 STEPS = 12  # of a capture with times: two warm up, nine count, the last ends them
 STEPS_OF_SHAPES = 3  # tier meta: one warms up, one counts, the last ends it
 _SETTLED = (  # by ``ScriptJob.words`` for every rank

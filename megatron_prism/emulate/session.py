@@ -35,8 +35,6 @@ from megatron_prism.emulate.options import Options
 from megatron_prism.runtime.devices import Tier
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
 
-__all__ = ["Run", "Session"]
-
 
 @dataclass
 class Run:

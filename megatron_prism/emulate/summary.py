@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.recipe_job import Json
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
-__all__ = ["Reporter", "check_free", "coordinates"]
-
 FORMAT = 1  # version of the JSON below
 
 

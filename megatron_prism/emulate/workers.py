@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
     from megatron_prism.core.slices import SliceStore
 
-__all__ = ["EVENTS", "Emit", "RankTask", "capture_world", "die_with_parent", "emitter", "run"]
-
 EVENTS = "PRISM_WORKER_EVENTS"  # environment variable: the file descriptor
 Emit = Callable[..., None]  # emit(kind, **fields)
 Json = dict[str, Any]

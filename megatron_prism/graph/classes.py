@@ -26,8 +26,6 @@ from megatron_prism.core.program import Program, Programs
 if TYPE_CHECKING:
     from megatron_prism.core.program import Splits
 
-__all__ = ["Classes", "equal_programs", "partition"]
-
 
 @dataclass(frozen=True)
 class Classes:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 
-__all__ = ["FirstDifference", "ComparedOp", "difference", "rows_of"]
-
 _EVENTS = frozenset({"record", "wait", "host_wait", "mark"})
 _OF_CALLS = ("group", "dtype", "reduce", "num_in", "num_out", "peer", "root", "splits", "shape")
 _OF_COMPUTING = ("flops",)

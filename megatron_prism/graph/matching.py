@@ -21,9 +21,6 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import format_op
 from megatron_prism.graph.classes import Classes
 
-__all__ = ["Finding", "check", "signature"]
-
-
 _FIELDS = ("operation", "dtype", "shape", "reduce op", "root", "coalescing")
 _COUNT_IN = [CODE[n] for n in ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "send")]
 _COUNT_OUT = [CODE[n] for n in ("reduce_scatter", "scatter", "recv")]

@@ -21,8 +21,6 @@ from megatron_prism.core.program import Program, Programs, Splits
 from megatron_prism.graph.classes import Classes, memberships, partition
 from megatron_prism.graph.matching import signature
 
-__all__ = ["ProgramPlan", "RankFault", "StalledJob", "run_until_stalled"]
-
 _WAIT, _RECORD, _HOST, _SEND = (CODE[n] for n in ("wait", "record", "host_wait", "send"))
 _BARRIER = CODE["barrier"]
 _TALK = IS_COLLECTIVE | IS_PAIR

@@ -21,8 +21,6 @@ from megatron_prism.core.units import counted
 from megatron_prism.graph.classes import Classes, memberships, partition
 from megatron_prism.graph.matching import Finding, check
 
-__all__ = ["WorldGraph", "build"]
-
 
 @dataclass(frozen=True)
 class MatchedCalls:

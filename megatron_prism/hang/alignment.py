@@ -28,9 +28,6 @@ from megatron_prism.hang.dumps import Dump, DumpSet, Entry
 from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Culprit, Diagnosis
 
-__all__ = ["Alignment", "Confirmation", "as_dumped", "key", "confirm_verdict", "seen"]
-
-
 _STRETCH = 256  # calls of the history that are compared
 _DTYPES = {word: name for name, word in export.DTYPE_WORDS.items()}
 _UNSIZED = ("all_to_all", "barrier")  # their sizes differ from iteration to iteration

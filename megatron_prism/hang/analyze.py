@@ -36,9 +36,6 @@ from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis
 from megatron_prism.hang.waits import issue_order
 
-__all__ = ["diagnose_dumps", "message", "stop_options", "what_decides"]
-
-
 _TYPES = {
     "all_reduce": "ALLREDUCE", "all_gather": "_ALLGATHER_BASE",
     "reduce_scatter": "_REDUCE_SCATTER_BASE", "broadcast": "BROADCAST", "reduce": "REDUCE",

@@ -28,14 +28,6 @@ from megatron_prism.hang.dumps import Dump, DumpSet, Entry, Group, Launch
 from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Diagnosis
 
-__all__ = [
-    "ConsistentDumps",
-    "consistent_dumps",
-    "position",
-    "unless_moved",
-    "unless_running",
-]
-
 _JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _ROOTLESS = (
     "EXPERT_",

@@ -43,15 +43,6 @@ if TYPE_CHECKING:
     from megatron_prism.hang.export import ExportSettings
     from megatron_prism.replay.timeline import Timeline
 
-__all__ = [
-    "diagnose",
-    "diagnose_faults",
-    "diagnose_graph",
-    "diagnose_stall",
-    "first_watchdog",
-    "judged",
-]
-
 _SHOWN = 16  # ranks whose places are in the verdict
 Progress = Callable[[str, float], object]  # what is done, and which part of it, 0 to 1
 

@@ -37,24 +37,6 @@ from megatron_prism.core.foreign import bounded_memory
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-__all__ = [
-    "Dump",
-    "DumpSet",
-    "Entry",
-    "RankEvent",
-    "Group",
-    "Launch",
-    "bounded_memory",
-    "dump_files",
-    "entries_of",
-    "has_dumps",
-    "of_batches",
-    "of_value",
-    "parse",
-    "rank_of_name",
-    "read_in_process",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

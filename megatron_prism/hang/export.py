@@ -30,8 +30,6 @@ from megatron_prism.graph.stall import StalledJob
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DTYPE_WORDS", "check_free", "dump_of", "dumps_of", "write"]
-
 DTYPE_WORDS = {
     "bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp64": "Double", "int64": "Long",
     "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool",

@@ -25,9 +25,6 @@ from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import World, format_ranks
 
-__all__ = ["Fault", "FaultMatcher", "VALUES", "load_plan", "parse", "truth_line"]
-
-
 # kind -> (parameters it takes, what happens)
 KINDS: dict[str, tuple[tuple[str, ...], str]] = {
     "drop": ((), "the call is not made"),

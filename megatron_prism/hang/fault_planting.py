@@ -22,9 +22,6 @@ from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
 from megatron_prism.hang.fault_plan import FIX, Fault, FaultMatcher, truth_line
 
-__all__ = ["FaultedCall", "PlantedFaults", "plant"]
-
-
 Groups = Mapping[str, Membership]
 
 

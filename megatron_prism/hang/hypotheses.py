@@ -33,8 +33,6 @@ from megatron_prism.hang.mismatch import (
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
 
-__all__ = ["explain"]
-
 _MOST = 12_000_000  # ops that are run for all hypotheses: about a minute
 _RANKS = 32  # suspects
 

@@ -36,8 +36,6 @@ from megatron_prism.hang.diagnose import diagnose
 from megatron_prism.hang.dumps import Dump, DumpSet, gather, load, parse
 from megatron_prism.hang.verdict import Diagnosis
 
-__all__ = ["Look", "Worker", "judge", "look", "parse_ras", "prometheus", "still", "workers"]
-
 _SOCKET, _PIPE = "TORCH_WORKER_SERVER_SOCKET", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _RAS = "localhost:28028"

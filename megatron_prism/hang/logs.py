@@ -35,8 +35,6 @@ from megatron_prism.hang.dumps import (
     read,
 )
 
-__all__ = ["is_log", "read_folder", "read_logs", "together"]
-
 _MOST = 1 << 31  # bytes of one log
 FIX = "name what the job printed: prism hang --logs job.log, or one file per rank"
 

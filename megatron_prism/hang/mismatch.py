@@ -18,10 +18,6 @@ import numpy as np
 from megatron_prism.hang.dumps import Entry
 from megatron_prism.hang.state import JobState, call_text
 
-__all__ = ["Mismatch", "Way", "batches_of", "find_broken_rhythms", "find_mismatches",
-           "find_order_conflicts", "is_batched", "kind_of_change", "way_text"]  # fmt: skip
-
-
 _HALVES = {"Half", "BFloat16"}  # a job computes in one of them; others have their places
 SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier")
 Calls = dict[int, list[Entry]]

@@ -15,9 +15,6 @@ from functools import cached_property
 from megatron_prism.core.world import ranks_text
 from megatron_prism.hang.dumps import DumpSet, Entry, Group
 
-__all__ = ["JobState", "call_text"]
-
-
 _MEGATRON = "PIPELINE_MODEL_PARALLEL_GROUP"
 _WORDS = re.compile(r"(?:^|mesh[_-])pp$|pipeline", re.IGNORECASE)
 

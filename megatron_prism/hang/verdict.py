@@ -11,8 +11,6 @@ from megatron_prism.core.files import rendered
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks, ranks_text
 
-__all__ = ["Culprit", "Diagnosis", "Waiting"]
-
 SCHEMA = "prism.diagnosis/1"
 
 

@@ -14,30 +14,6 @@ from megatron_prism.hang.dumps import Entry
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Waiting
 
-__all__ = [
-    "UNSEEN",
-    "issue_order",
-    "ranks_ahead",
-    "supporting_evidence",
-    "smallest_cycle",
-    "incomplete_calls",
-    "ranks_where_waits_end",
-    "reached_from",
-    "dead_ranks",
-    "is_complete_but_held",
-    "missing_dump_lines",
-    "lone_waiters",
-    "never_started",
-    "complete_call_lines",
-    "complete_calls",
-    "is_behind_replicas",
-    "why_hosts_wait",
-    "ranks_without_message",
-    "waiting_ranks",
-    "waiting_for_dead",
-]
-
-
 _EDGES = 1_000_000  # waits that are looked at for the smallest circle
 
 

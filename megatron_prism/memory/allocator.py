@@ -23,9 +23,6 @@ from dataclasses import dataclass, field
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.ops import EMPTIED, WAITED
 
-__all__ = ["CachingAllocator", "Settings", "allocated_by_span", "replay_requests"]
-
-
 MIB = 1 << 20
 ROUND = 512  # bytes that every size is a multiple of
 UNLIMITED = 1 << 62

@@ -31,8 +31,6 @@ from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse, described, 
 if TYPE_CHECKING:
     from megatron_prism.memory.peaks import HeldMemory
 
-__all__ = ["Baseline", "Change", "Draws", "compare", "load", "measure", "peak_memory", "save"]
-
 SCHEMA = "prism.mem-baseline/1"
 LEAK = 1 << 20  # bytes that an iteration may leave behind
 TOP = 48  # origins that a class lists; what is smaller is summed up

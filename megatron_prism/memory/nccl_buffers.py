@@ -29,21 +29,6 @@ from megatron_prism.core.groups import WORLD_GROUP, of_family, of_lists
 from megatron_prism.core.ops import CODE, IS_PAIR, ITEM_SIZE, NAMES
 from megatron_prism.core.program import Programs
 
-__all__ = [
-    "BeyondReserved",
-    "BufferCalibration",
-    "Communicator",
-    "ON_HOST",
-    "SMALL",
-    "ConnectedCommunicators",
-    "beyond_reserved",
-    "connection_bytes",
-    "fitting",
-    "read",
-    "used_by",
-]
-
-
 FOLDER = Path(__file__).with_name("device_memory")
 DEFAULT = "h200"  # the calibration that counts until another device is measured, too
 PAGE = 2 << 20

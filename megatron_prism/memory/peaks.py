@@ -39,28 +39,6 @@ from megatron_prism.memory import allocator
 if TYPE_CHECKING:
     from megatron_prism.core.recipe import Recipe
 
-__all__ = [
-    "ClassMemory",
-    "Estimate",
-    "Retained",
-    "HeldMemory",
-    "KINDS",
-    "analyse",
-    "changes",
-    "class_name",
-    "described",
-    "ends_of_steps",
-    "estimates",
-    "growth",
-    "known_peak",
-    "memory_bound",
-    "module_of",
-    "overflow",
-    "peak",
-    "reserved",
-    "viz_snapshot",
-]
-
 KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "other")
 _COMM = re.compile(r"p2p_communication\.py|tensor_parallel/mappings\.py|param_and_grad_buffer\.py")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

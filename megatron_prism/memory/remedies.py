@@ -25,8 +25,6 @@ from megatron_prism.core.ops import ALLOCATION, PHASE_NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.memory import allocator, peaks
 
-__all__ = ["Remedy", "remedies"]
-
 Row = tuple[int, int, int, int, int]  # before, storage, bytes, note, stream
 
 

@@ -27,8 +27,6 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CODED
 from megatron_prism.core.program import Program
 
-__all__ = ["Drawn", "Law", "draw", "law", "learned", "more_tokens"]
-
 _STEPS = ("forward", "backward", "weight")
 STEP = 16  # copies by which each call's loads differ in a probe: FP8 pads to no less
 _CALL = re.compile(r"route (\d{1,6})#(\d{1,9})")

@@ -21,20 +21,6 @@ import numpy as np
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.units import format_percent
 
-__all__ = [
-    "Distribution",
-    "FEWEST",
-    "Quantile",
-    "distance",
-    "fit",
-    "largest",
-    "needed",
-    "probabilities",
-    "proportion",
-    "quantile",
-]
-
-
 _TAIL = 10  # draws that must lie beyond a quantile for it to be known
 _OUTSIDE = 0.05
 _Z_95 = 1.959964  # of a two-sided 95 % interval

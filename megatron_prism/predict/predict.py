@@ -45,8 +45,6 @@ from megatron_prism.replay.priced_graph import (
     price,
 )
 
-__all__ = ["Chance", "Comparison", "Prediction", "compare", "predict"]
-
 QUANTILES = (0.05, 0.5, 0.95, 0.99)
 FEWEST = 100
 _DRAWS = 1 << 19  # replicas that a prediction draws, if nobody says how many iterations

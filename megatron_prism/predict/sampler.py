@@ -35,8 +35,6 @@ from megatron_prism.predict.variability import CallSpread, Variability
 from megatron_prism.replay import dependencies, loops, timeline
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["Sampler", "Slow", "replica_of"]
-
 
 def _together(graph: WorldGraph) -> int:
     """Ranks of a stage that make up one replica."""

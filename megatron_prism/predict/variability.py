@@ -28,17 +28,6 @@ from megatron_prism.replay.costs.collectives import stored
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.prices import _both_ways, _shape
 
-__all__ = [
-    "CallSpread",
-    "PARTS",
-    "Variability",
-    "call_spread",
-    "fitted",
-    "is_timed",
-    "read_variability",
-]
-
-
 _MEASURED = "measured: calls"  # how the provenance of such a price begins
 _ENOUGH_SAMPLES = (
     24  # samples of a call that may stand for themselves: one outlier widens fewer by far

@@ -18,19 +18,6 @@ from megatron_prism.predict.sampler import Sampler, Slow, replica_of
 from megatron_prism.predict.variability import PARTS, Variability
 from megatron_prism.replay.priced_graph import PricedGraph
 
-__all__ = [
-    "Study",
-    "busiest",
-    "hot_node",
-    "hot_nodes",
-    "p95",
-    "placement",
-    "scale",
-    "study",
-    "tornado",
-    "with_slow",
-]
-
 FACTORS = (1.05, 1.1, 1.2, 1.5, 2.0)
 SIZES = tuple(1 << n for n in range(6, 18))  # 64 … 131,072 ranks
 _DRAWS, _FEWEST, _MOST = 1 << 15, 200, 2000

@@ -46,9 +46,6 @@ from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.dependencies import MEET, Dag, build
 from megatron_prism.replay.timeline import durations_of
 
-__all__ = ["AnswerTimes", "START", "cuts", "kept", "build_answer_times", "terms"]
-
-
 START = -1  # the beginning of time, before any interaction
 _BOUNDS = 1 << 25  # bounds that are kept
 

@@ -32,9 +32,6 @@ from megatron_prism.core.program import Program
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import loops
 
-__all__ = ["COMPUTE", "Dag", "HOST", "JOIN", "LEAD", "MEET", "SENT", "build"]
-
-
 COMPUTE, JOIN = 0, 1  # a segment, a point in time
 MEET = 2  # a matched call; the other kinds are of one class each
 LEAD, HOST = 3, 4  # the host's time for an op until the device may begin it, and after that

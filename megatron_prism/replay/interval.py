@@ -29,9 +29,6 @@ from megatron_prism.replay.priced_graph import corrected_once
 from megatron_prism.replay.timeline import Timeline, durations_of
 from megatron_prism.replay.whatif import host_factors
 
-__all__ = ["CLOCKS", "HOST_FACTOR", "HOST_KNOWN", "RANGES", "Interval", "Range", "Uncertainty",
-           "answers_by_host", "combined", "interval"]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Range:

@@ -16,8 +16,6 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 
-__all__ = ["SHORT", "longest", "order", "path", "run", "tails", "timed", "transposed"]
-
 SMALL = 1_000_000  # elements of all loops up to which compiling (or importing numba) is slower
 SHORT = 3  # times as many for loops that do little with an element; numba takes 0.5 s to load
 _interpreted = 0  # elements that this process has visited in Python

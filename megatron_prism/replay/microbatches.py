@@ -33,14 +33,6 @@ from megatron_prism.replay.whatif import with_assumption
 if TYPE_CHECKING:
     from megatron_prism.replay.timeline import Timeline
 
-__all__ = [
-    "Scheduler",
-    "check_plausible",
-    "fewest_microbatches",
-    "microbatch_count",
-    "with_microbatches",
-]
-
 Scheduler = Callable[..., Programs]  # (pp, vpp, microbatches, **settings) -> one program a stage
 Member = tuple[int, int]  # phase, chunk
 Kind = tuple[object, ...]

@@ -33,10 +33,6 @@ from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.dependencies import MEET, Dag, build
 from megatron_prism.replay.timeline import Links, Timeline, durations_of
 
-__all__ = ["BusyLink", "NetworkFaults", "Topology", "busy_links", "crossing",
-           "ports", "read_topology", "replay_network", "simulate_network"]  # fmt: skip
-
-
 _OUT, _IN = 0, 1
 
 

@@ -55,8 +55,6 @@ from megatron_prism.replay.replicas import with_data_parallel
 from megatron_prism.replay.timeline import Timeline, build_timeline, durations_of, evaluate
 from megatron_prism.replay.whatif import SlowNic
 
-__all__ = ["PricedGraph", "WhatIf", "corrected_once", "price", "replay", "replay_with_overlap"]
-
 NO_NETWORK = "none"  # of WhatIf.network: links are not shared
 Factor = Fraction | float | str
 Pairs = Mapping[int | str, Factor] | Iterable[tuple[int | str, Factor]]

@@ -24,9 +24,6 @@ from megatron_prism.graph.classes import memberships, partition
 from megatron_prism.replay.costs.kernels import scaled_kernels
 from megatron_prism.replay.whatif import with_assumption, without_unused
 
-__all__ = ["with_data_parallel"]
-
-
 _OF_PARTS = CODE["all_gather"], CODE["reduce_scatter"]
 _ALIGN = 128
 _BUCKET_GROWS = 40  # ranks

@@ -25,17 +25,6 @@ from megatron_prism.replay import loops
 from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, SENT, Dag, build
 
-__all__ = [
-    "ScheduleStep",
-    "ScheduleTimeline",
-    "cost_of",
-    "critical_path",
-    "evaluate",
-    "build_timeline",
-    "mean_parts",
-    "schedule_timeline",
-]
-
 
 def evaluate(dag: Dag, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(start, end) of every node in ns, int64 [n] each; ``durations`` int64 [n], none negative.

@@ -38,25 +38,6 @@ from megatron_prism.replay.costs.kernels import MEASURED
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.network import Topology, crossing
 
-__all__ = [
-    "SlowNic",
-    "with_own_classes",
-    "without_call_times",
-    "with_assumption",
-    "host_factors",
-    "scale_hosts",
-    "scale_prices",
-    "with_slow_nics",
-    "check_sizes",
-    "move_prices",
-    "oversubscribed",
-    "price_slow_nics",
-    "with_slow_ranks",
-    "with_unreached",
-    "slow_down_prices",
-]
-
-
 _SLOWED = "slowed x"
 _FINEST = 1000  # denominators of factors
 

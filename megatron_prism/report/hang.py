@@ -13,8 +13,6 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.verdict import Diagnosis, Waiting
 from megatron_prism.report.page import render_page
 
-__all__ = ["markdown", "page", "page_data"]
-
 _MOST = 64  # victims in the table
 
 

@@ -19,9 +19,6 @@ from megatron_prism.replay.interval import Uncertainty, answers_by_host, interva
 from megatron_prism.replay.network import BusyLink, busy_links
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["ClassMetrics", "Metrics", "Value", "timeline_metrics", "path_parts"]
-
-
 HOST_PART = "host: "  # what begins so is a host that issues work
 
 

@@ -16,8 +16,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["allow_script", "render_page"]
-
 FOLDER = Path(__file__).parent
 # what could end a script element, or a line of JavaScript
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}

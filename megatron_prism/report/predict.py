@@ -12,8 +12,6 @@ from megatron_prism.predict.distributions import Quantile
 from megatron_prism.predict.predict import Comparison
 from megatron_prism.report.page import render_page
 
-__all__ = ["render_comparison", "render_distribution"]
-
 
 def render_distribution(prediction: Prediction) -> str:
     """The page; with a study and a whole run if the prediction has them."""

@@ -21,16 +21,6 @@ from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.report.metrics import ClassMetrics, Metrics, Value, timeline_metrics
 from megatron_prism.report.page import render_page
 
-__all__ = [
-    "live_memory",
-    "merge",
-    "page_data",
-    "path_rows",
-    "render_html",
-    "render_text",
-    "step_codes",
-]
-
 _BLOCK = 8  # classes side by side
 _CLASSES = 24  # classes at all
 _PARTS = 14  # rows of the critical path

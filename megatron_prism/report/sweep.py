@@ -16,8 +16,6 @@ from megatron_prism.report.page import render_page
 from megatron_prism.sweep.space import text as axis_text
 from megatron_prism.sweep.sweep import Row, Sweep, explain, front
 
-__all__ = ["render_csv", "render_html", "render_pair", "render_text"]
-
 _SHOWN = 25  # rows of the table on a terminal
 _REASONS = 20
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from megatron_prism.traces.compare import Difference, Times, TraceComparison
     from megatron_prism.traces.variance import Variation
 
-__all__ = ["render_comparison", "render_page", "render_variation"]
-
 _SHOWN = 12  # rows of what differs most
 
 

@@ -30,14 +30,6 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime.known_values import forget
 from megatron_prism.runtime.values import PartialSums, Values, rms
 
-__all__ = [
-    "OneLocalMember",
-    "PartiallyLocalGroup",
-    "fill_rows",
-    "reduce_op_name",
-    "reduction_of",
-]
-
 _NAMES: dict[object, str] = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",

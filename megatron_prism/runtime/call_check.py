@@ -23,9 +23,6 @@ from megatron_prism.core.ops import DTYPES, Op
 if TYPE_CHECKING:
     from torch import distributed as dist
 
-__all__ = ["LocalCallCheck", "CallCheck", "differences", "frames", "gloo_does", "nccl_lets_through"]
-
-
 _MOST = 12
 
 

@@ -19,18 +19,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = [
-    "PLACEHOLDER",
-    "Unknown",
-    "UnknownCount",
-    "follow",
-    "forget",
-    "keep_lengths",
-    "learn",
-    "on_host",
-    "value_of",
-]
-
 PLACEHOLDER = 2.0
 _CELL = "_prism_known"
 Args = Sequence[Any]

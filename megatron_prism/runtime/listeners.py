@@ -18,18 +18,6 @@ from megatron_prism.core.ops import CallLabel
 from megatron_prism.core.world import World
 from megatron_prism.runtime.recorder.owners import CallSites
 
-__all__ = [
-    "Answer",
-    "Args",
-    "CallListener",
-    "CountsIterations",
-    "Kwargs",
-    "LabelledCalls",
-    "TrainingListener",
-    "overriding",
-]
-
-
 # Of one of c10d's methods: tensors, lists of them, splits, ranks, options.  Each method has others.
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]

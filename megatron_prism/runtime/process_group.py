@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from megatron_prism.runtime.listeners import Answer, Args, CallListener
 
-__all__ = ["CompletedWork", "ForwardedWork", "PrismGroup", "arguments", "message_size", "size_of"]
-
 
 def size_of(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of all of them."""

@@ -29,8 +29,6 @@ from megatron_prism.runtime.listeners import CountsIterations
 if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["ValueRecorder", "ValueReplayer"]
-
 FORMAT = 3
 _MEMBERS = re.compile(r"(?:\d{1,12} )?(gather|route) .*#\d{1,9}", re.DOTALL)
 _LARGEST = 1 << 16  # elements: token counts are far smaller, activations far larger

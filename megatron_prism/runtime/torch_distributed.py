@@ -30,8 +30,6 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["describe", "register", "replace_functions"]
-
 
 class Positions(Mapping[int, int]):
     """Global rank -> group rank of evenly spaced ranks; as a dict 65,536 of them take 9 MB."""

@@ -44,20 +44,6 @@ import torch
 from megatron_prism.core.errors import UsageError
 from megatron_prism.runtime.pacing.driver import Driver
 
-__all__ = [
-    "BalancedExpertCounts",
-    "COUNT",
-    "Exchange",
-    "LocalVocabularySum",
-    "PartialLookup",
-    "PartialSums",
-    "TokenVectors",
-    "Values",
-    "holds_sequences",
-    "is_ring",
-    "rms",
-]
-
 COUNT = 1 << 16  # vectors; larger numbers of tokens begin anew
 _STEP = 8  # elements from one window to the next: 16 B, so that rows begin where words do
 _SCATTER = 40_503  # odd, so every number has its place; neighbours (mock data) lie far apart

@@ -34,9 +34,6 @@ from megatron_prism.runtime.listeners import CallListener, overriding
 from megatron_prism.runtime.process_group import PrismGroup
 from megatron_prism.runtime.values import Values
 
-__all__ = ["TrafficRow", "TrafficCounter", "VirtualWorld", "current", "start", "stop", "values_of"]
-
-
 # (group description, its size, collective, how many places further the other end is, of a batch)
 Way = tuple[str, int, str, int, bool]
 

@@ -44,8 +44,6 @@ from megatron_prism.replay.timeline import Timeline
 from megatron_prism.sweep.layout import JobLayout
 from megatron_prism.sweep.space import SweepPoint
 
-__all__ = ["FAILED", "FITS_NOT", "SweepSettings", "evaluate", "run", "timeline_of"]
-
 FITS_NOT, FAILED = "out of memory", "failed"
 Figures = dict[str, Any]  # of a point, as JSON
 _SAMPLES = 400  # iterations drawn for p95

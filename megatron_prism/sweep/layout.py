@@ -24,8 +24,6 @@ from megatron_prism.emulate import options, script_job
 from megatron_prism.emulate.recipe_job import megatron_flags, of_recipe, settings, source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 
-__all__ = ["JobLayout", "RecipeLayout", "ScriptLayout", "option_value", "size_of", "with_option"]
-
 
 class JobLayout(ABC):
     """One layout, with its replicas and batch.

@@ -33,8 +33,6 @@ from megatron_prism.sweep.layout import (
     with_option,
 )
 
-__all__ = ["AXES", "MOST", "Job", "Script", "SweepPoint", "parse_axes", "points", "sizes", "text"]
-
 AXES = {  # short name -> key of a recipe
     "world_size": "parallel.world_size",
     "tp": "parallel.tp",

@@ -41,8 +41,6 @@ from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings, run, t
 from megatron_prism.sweep.layout import RecipeLayout
 from megatron_prism.sweep.space import Job, Script, SweepPoint, Value
 
-__all__ = ["OBJECTIVES", "Row", "Sweep", "explain", "front", "ranked", "sweep", "too_large"]
-
 MEGATRON, MEMORY = "Megatron's checks", "memory bound"
 _AT_ONCE = 64  # recipes of a request
 _ASKED = 8  # trials before Optuna hears of them

@@ -22,8 +22,6 @@ from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, PHASE_N
 from megatron_prism.core.program import Program
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["write_chakra"]
-
 _MOST_RANKS = 1024  # files; of a larger job those of one rank per class are written
 _COMPUTE, _SEND, _RECV, _COLLECTIVE = 4, 5, 6, 7  # NodeType
 _TYPES = {  # CollectiveCommType

@@ -24,8 +24,6 @@ from megatron_prism.replay.timeline import Timeline
 from megatron_prism.traces.pairing import ENOUGH, Pairing
 from megatron_prism.traces.programs import paired
 
-__all__ = ["Difference", "RankComparison", "Times", "TraceComparison", "compare_traces"]
-
 
 @dataclass(frozen=True)
 class Difference:

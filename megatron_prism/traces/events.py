@@ -35,8 +35,6 @@ from megatron_prism.core import foreign
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.hang import dumps
 
-__all__ = ["HostCall", "Recorded", "read_dumps", "read_trace"]
-
 _PIECE = 1 << 23  # bytes that are decoded at once
 _MOST_EVENT = 1 << 26  # bytes of one event, of what stands before the first and behind the last
 _MOST = 1 << 36  # bytes of a whole trace, unpacked

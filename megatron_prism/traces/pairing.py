@@ -18,8 +18,6 @@ from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.traces.timing import Call
 
-__all__ = ["ENOUGH", "Pairing", "pair"]
-
 ENOUGH = 0.95  # of the calls: with fewer pairs the trace and the program are of two jobs
 
 

@@ -41,8 +41,6 @@ from megatron_prism.traces.events import Recorded, read_dumps, read_trace
 from megatron_prism.traces.pairing import Pairing, pair
 from megatron_prism.traces.timing import Call, Measured, Moment, measure
 
-__all__ = ["Imported", "Paired", "assemble", "import_traces", "paired", "write"]
-
 _TRACE = re.compile(r"\.(json|json\.gz|sqlite)$")
 _SIZES = {
     "tp": "TENSOR_MODEL_PARALLEL_GROUP",

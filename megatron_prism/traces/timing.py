@@ -28,8 +28,6 @@ from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import PrismError
 from megatron_prism.traces.events import Groups, HostCall, Recorded
 
-__all__ = ["Call", "Measured", "Moment", "measure"]
-
 _NAMES = {method: row.name for row in TABLE for method in (row.recorder, row.name, *row.methods)}
 _NAMES |= {
     "alltoallv": "all_to_all",

@@ -26,8 +26,6 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.priced_graph import PricedGraph, price
 from megatron_prism.traces.programs import Imported
 
-__all__ = ["Component", "Outlier", "GroupTime", "Variation", "vary"]
-
 _SHARE = 0.95  # of a time: the longest parts that make it up are looked at
 _SLOW, _DRIFT, _LONG = 0.03, 0.02, 0.2  # what is named: of a rank, over the trace, of an iteration
 _SURE = 4.0  # standard errors from the others

@@ -20,8 +20,6 @@ from megatron_prism.emulate.patch import Original, PatchContext, Patches
 from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.runtime.virtual_world import values_of
 
-__all__ = ["PATCHES"]
-
 PATCHES = Patches()
 Fill = Callable[[torch.Tensor], object]
 Args = Sequence[Any]

@@ -26,8 +26,6 @@ from megatron_prism.runtime.devices import cuda, moe_dispatch
 from megatron_prism.runtime.values import BalancedExpertCounts
 from megatron_prism.runtime.virtual_world import values_of
 
-__all__ = ["PATCHES"]
-
 PATCHES = Patches()
 
 _MTP = "mtp"  # optimizer.py:150 @0.19.0

@@ -23,8 +23,6 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patch import PROTECTS, Original, PatchContext, Patches
 from megatron_prism.emulate.patches.startup import megatron_args
 
-__all__ = ["PATCHES", "weigh"]
-
 PATCHES = Patches()
 _NO_CHECKPOINTS = (
     "checkpoints are not written: --save names the real job's folder\n"

@@ -16,8 +16,6 @@ import torch
 from megatron_prism.emulate.patch import META, VALUES, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.virtual_world import current, values_of
 
-__all__ = ["PATCHES", "mtp_lengths", "tokens_of"]
-
 PATCHES = Patches()
 
 

@@ -13,8 +13,6 @@ import torch
 
 from megatron_prism.emulate.patch import Original, PatchContext, Patches
 
-__all__ = ["PATCHES"]
-
 PATCHES = Patches()
 Sample = dict[str, object]
 _DOCUMENTS = 4  # of a packed sequence

@@ -23,8 +23,6 @@ from megatron_prism.core.world import orthogonal_rank_groups
 from megatron_prism.emulate import job_arguments, options
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
 
-__all__ = ["PATCHES", "megatron_args"]
-
 PATCHES = Patches()
 
 

@@ -26,8 +26,6 @@ from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.runtime.values import LocalVocabularySum, PartialLookup
 from megatron_prism.runtime.virtual_world import current, values_of
 
-__all__ = ["PATCHES", "labels_of_locals"]
-
 PATCHES = Patches()
 
 

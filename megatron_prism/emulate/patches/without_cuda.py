@@ -19,8 +19,6 @@ from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.devices import kernels, local_layers
 
-__all__ = ["PATCHES"]
-
 PATCHES = Patches()
 
 

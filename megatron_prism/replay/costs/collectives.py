@@ -26,10 +26,6 @@ from megatron_prism.core import foreign
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.nccl_settings import NcclSettings, parse
 
-__all__ = ["ATTENTION", "Calibration", "KINDS", "METHOD", "OVERLAP_METHOD", "OverlapFactors",
-           "Shape", "modelled", "read_calibration", "read_overlap", "times"]  # fmt: skip
-
-
 LL, LL128, SIMPLE = "LL", "LL128", "Simple"
 _PROTOCOLS = (LL, LL128, SIMPLE)
 US = 1000.0  # tables are in us, as in NCCL

@@ -27,10 +27,6 @@ from megatron_prism.core.program import Program
 from megatron_prism.core.slices import HOST_INDEX
 from megatron_prism.replay.costs.collectives import Calibration
 
-__all__ = ["CALL_NS", "HostIndex", "MODELLED", "ON_TARGET", "call_ns", "host_ns", "host_scaled",
-           "host_sources", "indices_of", "read_host_index", "right_after",
-           "with_modelled_host"]  # fmt: skip
-
 # Without a calibration: about what `prism calibrate` found on 4 x H200, 20 to 25 us (2026-11-21,
 # ``host_of_calls`` of benchmarks/results/h200_x4_paced.json)
 CALL_NS = 20_000

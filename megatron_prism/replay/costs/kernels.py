@@ -37,21 +37,6 @@ from megatron_prism.core.program import Program
 from megatron_prism.replay.costs import machine
 from megatron_prism.replay.costs.machine import Machine
 
-__all__ = [
-    "MeasuredKernel",
-    "MEASURED",
-    "MIXED",
-    "OPS",
-    "ROOFLINE",
-    "UNKNOWN",
-    "compute_ns",
-    "parts_of",
-    "read",
-    "scaled_kernels",
-    "table_of",
-]
-
-
 FOLDER = Path(__file__).with_name("ops")
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(t?)$")
 _LIKE = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}

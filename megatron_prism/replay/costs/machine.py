@@ -17,9 +17,6 @@ from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import World
 
-__all__ = ["Machine", "default_machine", "machine", "machines", "named_in", "read", "with_nodes_of"]
-
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from functools import cached_property
 
 from megatron_prism.core.errors import UsageError
 
-__all__ = ["NCCL_ENV", "NcclSettings", "parse", "recorded"]
-
 NCCL_ENV = "nccl_env"  # of a source: "NAME=VALUE NAME=VALUE"
 ALGORITHMS = {
     "tree": "tree",

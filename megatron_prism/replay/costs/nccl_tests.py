@@ -22,8 +22,6 @@ from megatron_prism.core import foreign
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 
-__all__ = ["calibration", "read"]
-
 _PROGRAMS = {
     "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
     "alltoall": "all_to_all", "broadcast": "broadcast", "reduce": "reduce", "gather": "gather",

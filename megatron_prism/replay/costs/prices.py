@@ -27,8 +27,6 @@ from megatron_prism.replay.costs.kernels import (
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, NcclSettings, parse
 
-__all__ = ["GIVEN", "NO_TIME", "Prices", "price_ops", "relabelled"]
-
 GIVEN = "given: times of segments in the programs, which do not say who measured them, or where"
 NO_TIME = "unknown: segments that say neither how long they take nor what they compute"
 

@@ -18,8 +18,6 @@ import torch
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 
-__all__ = ["replace_functions", "set_memory_source"]
-
 _H200 = types.SimpleNamespace(
     name="megatron_prism stand-in for NVIDIA H200",
     major=9,

@@ -30,9 +30,6 @@ from megatron_prism.runtime.devices.live_bytes import LiveBytes
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
-__all__ = ["choose_as_cuda", "replace_compile"]
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 _live: LiveBytes | None = None

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
     from megatron_prism.runtime.recorder.shapes_meter import Meter
 
-__all__ = [
-    "KERNELS",
-    "add_module",
-    "add_modules",
-    "batches_per_block",
-    "fused",
-    "masked_softmax",
-    "masked_softmax_backward",
-    "transform",
-]
-
-
 meter: Meter | None = None
 
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
         OpOverload, bool, operators.Answer | None, bool, bool, Temporaries | None, bool, bool
     ]
 
-__all__ = ["History", "LiveBytes", "Outline", "workspaces"]
-
 
 class History:
     """Rows as they come; ``stream`` says which one is current (0: the default).

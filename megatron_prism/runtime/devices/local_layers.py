@@ -18,8 +18,6 @@ from megatron_prism.runtime.devices.kernels import fused
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext
 
-__all__ = ["FlashAttention", "SequenceParallelNorm", "context_parallel_attention"]
-
 
 class ModelConfig(Protocol):
     """What a norm asks of Megatron's TransformerConfig."""

@@ -23,21 +23,6 @@ from megatron_prism.runtime.devices.kernels import fused
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
-__all__ = [
-    "ExpertLoads",
-    "balanced_splits",
-    "counts",
-    "fused_combine",
-    "fused_dispatch",
-    "hybrid_ep_combine",
-    "hybrid_ep_dispatch",
-    "indices_to_multihot",
-    "loads",
-    "masked_select",
-    "permute_shapes",
-    "set_copies",
-]
-
 _copies = 1  # of a token, in the group
 counts = {"made_up": False}  # of tokens: by the stand-in for the dispatcher's copy to the host
 

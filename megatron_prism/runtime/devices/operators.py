@@ -22,8 +22,6 @@ import torch
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-__all__ = ["IN_PLACE", "Temporaries", "answer", "reduction_bytes", "temporaries"]
-
 Args = Sequence[Any]  # of an operator: tensors, numbers, lists
 Kwargs = Mapping[str, Any] | None
 Answer = Callable[[Args, Kwargs], torch.Tensor | None]

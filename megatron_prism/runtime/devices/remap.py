@@ -27,8 +27,6 @@ from megatron_prism.runtime import known_values
 from megatron_prism.runtime.devices import cuda
 from megatron_prism.runtime.known_values import PLACEHOLDER, Unknown, UnknownCount
 
-__all__ = ["Remap"]
-
 _TO_CUDA = torch.Tensor.cuda
 _TO = torch.Tensor.to
 _TYPE = torch.Tensor.type

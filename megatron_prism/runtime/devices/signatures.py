@@ -13,18 +13,6 @@ import torch
 from torch import distributed as dist
 from torch.autograd.function import FunctionCtx
 
-__all__ = [
-    "AutogradContext",
-    "Device",
-    "Grads",
-    "Group",
-    "Groups",
-    "Handle",
-    "Init",
-    "Trackers",
-    "Weight",
-]
-
 Device = torch.device | str | int | None
 Group = dist.ProcessGroup | None  # None: no group, or the default one
 Groups = Group | list[dist.ProcessGroup] | tuple[dist.ProcessGroup, ...]

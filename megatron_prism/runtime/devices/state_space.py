@@ -29,8 +29,6 @@ from megatron_prism.runtime.devices.kernels import fused
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
-__all__ = ["add_modules", "rearrange"]
-
 _Array = TypeVar("_Array", torch.Tensor, np.ndarray)
 
 _DELTA_CHUNK = 64  # of the gated delta rule, by default

@@ -19,8 +19,6 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices.kernels import fused
 
-__all__ = ["replace_launches"]
-
 _ENGINE = "transformer_engine"
 # the kernels that costs know by another name
 _COSTS = {

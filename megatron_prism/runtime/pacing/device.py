@@ -34,21 +34,6 @@ if TYPE_CHECKING:
     from megatron_prism.replay.answer_times import AnswerTimes
     from megatron_prism.runtime.pacing.moves import Move
 
-__all__ = [
-    "CHUNK_NS",
-    "CLOCK",
-    "COPY_NS",
-    "cuda_source",
-    "LAUNCH",
-    "Launcher",
-    "RING",
-    "SHARED",
-    "StreamEnd",
-    "Streams",
-    "SUM_NS",
-    "TABLE",
-]
-
 
 class Streams:
     """The streams of one device."""

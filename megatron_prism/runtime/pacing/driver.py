@@ -13,9 +13,6 @@ from megatron_prism.core.errors import PrismError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NOT_READY", "Driver", "Function"]
-
-
 Function = Callable[..., int]  # answers a status
 
 _P, _U, _I, _N = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_size_t

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["ADDED", "KINDS", "Move", "move_of"]
-
 COPY = 0
 ADDED = 16  # what is added to a kind of number whose chunks are added up
 # how a kind of number is scaled; what is no number here is only copied

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.pacing.device import Launcher
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["at_once", "Batch", "PacedCall", "Pacer", "summary"]
-
 
 class Batch:
     """Answered one by one, ended by one launch, as of one ``Pacer``."""

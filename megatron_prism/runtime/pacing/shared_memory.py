@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from megatron_prism.replay.answer_times import AnswerTimes
 
-__all__ = ["Shared", "layout", "meet", "seats"]
-
 AREA = 8  # words of each process with which clocks are compared
 _FOLDER = Path("/dev/shm")
 _ALIGN = 256

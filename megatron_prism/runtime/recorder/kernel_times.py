@@ -18,9 +18,6 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-__all__ = ["Launches", "Tracer", "busy_ns", "device_ns", "launches"]
-
-
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
 # copies between GPUs, which keep links awake (``emulate/nvlink_keepalive.py``): not the job's

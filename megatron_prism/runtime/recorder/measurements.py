@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["GarbageCollections", "HostClock", "Recording", "stamp", "typical"]
-
-
 _FULL = 2  # the oldest generation
 
 

@@ -23,8 +23,6 @@ from megatron_prism.runtime.devices import live_bytes
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["AllocationOwners", "CallSites"]
-
 _MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
 _OURS = ("/torch/", "/megatron_prism/runtime/", "/megatron_prism/emulate/")
 

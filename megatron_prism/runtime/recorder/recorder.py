@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.recorder.measurements import Span
     from megatron_prism.runtime.recorder.owners import Models
 
-__all__ = ["Fields", "PacedRecorder", "Recorder", "details", "report_to"]
-
 Position = tuple[int, int, int, int]
 # rows, memory, its streams, trace: as ``Builder.since`` has them
 Part = tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int], list[str]]

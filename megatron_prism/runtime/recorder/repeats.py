@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
     from megatron_prism.runtime.recorder.recorder import Part, Position, Recorder
 
-__all__ = ["NotRepeatedError", "Repeats", "Sections", "StepValue", "each_tensor"]
-
 _COLUMNS = list(OP.names or ())
 _NAME, _MICROBATCH = _COLUMNS.index("name"), _COLUMNS.index("microbatch")
 _HANDLE, _BATCH = _COLUMNS.index("handle"), _COLUMNS.index("batch")

@@ -23,8 +23,6 @@ from torch.utils.flop_counter import flop_registry
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-__all__ = ["Meter"]
-
 # allocate, or only look: no kernel is launched
 _FREE = frozenset(
     (

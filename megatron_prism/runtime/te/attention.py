@@ -42,14 +42,6 @@ if TYPE_CHECKING:
     )
 
 
-__all__ = [
-    "DotProductAttention",
-    "SplitAlongDim",
-    "backend",
-    "unfused_attention",
-]
-
-
 def _heads_first(t: torch.Tensor, form: str) -> torch.Tensor:
     return t.permute(1, 2, 0, 3) if form == "sbhd" else t.permute(0, 2, 1, 3)
 

@@ -46,29 +46,6 @@ if TYPE_CHECKING:
     )
     from megatron_prism.runtime.te.fp8 import Quantized
 
-__all__ = [
-    "LayerState",
-    "TransformerEngineBaseModule",
-    "begin",
-    "cast_if_needed",
-    "check_no_userbuffers",
-    "clear",
-    "first_module",
-    "general_gemm",
-    "get_dummy_wgrad",
-    "get_workspace",
-    "keep",
-    "kept",
-    "now_or_later",
-    "quantized_weight",
-    "rows_back",
-    "rows_times",
-    "set_tp_attributes",
-    "weight_product",
-    "weight_usage",
-]
-
-
 Kept = Quantized | torch.Tensor | None
 TENSORS = {True: 3, False: 2}  # of a product, forward and backward (module/base.py:1139 @v2.20.2)
 

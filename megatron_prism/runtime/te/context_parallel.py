@@ -37,18 +37,6 @@ from megatron_prism.runtime.te.unsupported import refuse
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Group, Groups
 
-__all__ = [
-    "COMM_TYPES",
-    "announce_attention",
-    "block_gradients",
-    "context_attention",
-    "context_size",
-    "dropout_seed",
-    "forward_values",
-    "is_deterministic",
-]
-
-
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 

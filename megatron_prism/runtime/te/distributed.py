@@ -14,17 +14,6 @@ from megatron_prism.runtime.te.fp8 import FP8GlobalStateManager, autocast
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Group, Trackers
 
-__all__ = [
-    "CudaRNGStatesTracker",
-    "allreduce",
-    "checkpoint",
-    "gather_along_first_dim",
-    "group_rank",
-    "group_size",
-    "reduce_scatter_along_first_dim",
-    "set_all_rng_states",
-]
-
 _R = TypeVar("_R")
 _all_states: dict[str, torch.Tensor] = {}
 Answer = tuple[torch.Tensor, dist.Work | None]

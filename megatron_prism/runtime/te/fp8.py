@@ -24,23 +24,6 @@ from megatron_prism.runtime.te.unsupported import refuse
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Group
 
-__all__ = [
-    "CustomRecipe",
-    "DelayedScaling",
-    "FP8GlobalStateManager",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "Quantized",
-    "Quantizer",
-    "Recipe",
-    "autocast",
-    "fp8_model_init",
-    "quantizer_of",
-]
-
 
 class Format(enum.Enum):
     """Largest value forward and backward (common/recipe/__init__.py @v2.9)."""

@@ -56,15 +56,6 @@ if TYPE_CHECKING:
     )
     from megatron_prism.runtime.te.base import LayerState
 
-__all__ = [
-    "GroupedLinear",
-    "LayerNormLinear",
-    "Linear",
-    "add_linear_parameters",
-    "options",
-    "options_fp8",
-]
-
 
 def options(
     module: TransformerEngineBaseModule, is_first_microbatch: bool | None, inp: torch.Tensor

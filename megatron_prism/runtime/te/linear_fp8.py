@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Handle, Weight
     from megatron_prism.runtime.te.fp8 import Quantized
 
-__all__ = ["LayerNormLinearFP8", "LinearFP8", "check_dims", "update"]
-
-
 Input = torch.Tensor | Quantized
 
 

@@ -20,18 +20,6 @@ from megatron_prism.runtime.te.unsupported import absent_function, refuse
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
-__all__ = [
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "fused_compute_score_for_moe_aux_loss",
-    "fused_moe_aux_loss",
-    "fused_topk_with_score_function",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-]
-
-
 moe_permute_and_pad_with_probs = absent_function("moe_permute_and_pad_with_probs")
 
 

@@ -19,8 +19,6 @@ from megatron_prism.runtime.te.unsupported import refuse, since
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
-__all__ = ["FusedAdam", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"]
-
 _R = TypeVar("_R")
 Lists = Sequence[Sequence[torch.Tensor]]
 _STATES = ("exp_avg", "exp_avg_sq", "master_param")

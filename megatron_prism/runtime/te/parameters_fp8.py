@@ -28,17 +28,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Group, Handle
     from megatron_prism.runtime.te.fp8 import Quantizer
 
-__all__ = [
-    "MXFP8Tensor",
-    "QuantizedTensor",
-    "cast_master_weights_to_fp8",
-    "gather_quantized",
-    "post_all_gather_processing",
-    "quantize_parameter",
-    "replace_raw_data",
-]
-
-
 Move = tuple[torch.Tensor | None, torch.Tensor | None]  # (to, part)
 
 

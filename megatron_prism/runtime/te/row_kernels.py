@@ -27,17 +27,6 @@ if TYPE_CHECKING:
         Weight,
     )
 
-__all__ = [
-    "LayerNorm",
-    "Norm",
-    "RMSNorm",
-    "norm_backward",
-    "norm_forward",
-    "apply_fused_qkv_rotary_pos_emb",
-    "apply_rotary_pos_emb",
-    "parallel_cross_entropy",
-]
-
 # Kernels of backward in bf16 (ln_bwd_semi_cuda_kernel.cu, rmsnorm_bwd_semi_cuda_kernel.cu @v2.20):
 # width -> (blocks that fit on a processor of an H100, blocks of a row).  How many fit follows from
 # registers and was measured (h100_layer_memory.json); 768 and 2,304 to 65,536 as their neighbours.

@@ -9,9 +9,6 @@ from typing import NoReturn
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.megatron_source import ENGINE, engine_release
 
-__all__ = ["Lazy", "absent_class", "absent_function", "asked", "refuse", "release", "since"]
-
-
 # Whose memory the modules have.  Where another one keeps something else, they ask ``since``.
 release = engine_release(ENGINE)
 asked: set[tuple[int, int]] = set()  # what decided bytes of this job

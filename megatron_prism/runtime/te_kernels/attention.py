@@ -26,8 +26,6 @@ from megatron_prism.runtime.te_kernels.table import (
     refuse,
 )
 
-__all__ = ["announce", "is_deterministic", "rounded"]
-
 
 @dataclass(frozen=True)
 class _Call:

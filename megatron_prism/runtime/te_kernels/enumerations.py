@@ -12,8 +12,6 @@ from typing import Any
 
 from megatron_prism.core.megatron_source import Release
 
-__all__ = ["Member", "enumerations"]
-
 _CLOSED = {
     "FP8FwdTensors": "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT "
                      "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",

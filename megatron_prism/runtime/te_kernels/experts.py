@@ -10,8 +10,6 @@ from torch import Tensor
 from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te_kernels.table import kernel, new, since, tensors_in
 
-__all__: list[str] = []
-
 
 def _between(logits: Tensor) -> torch.dtype:
     """What the router keeps for backward is fp32 from 2.13 on."""

@@ -23,8 +23,6 @@ from megatron_prism.runtime.te_kernels.table import new
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
-__all__ = ["add_modules"]
-
 _VERSION = "2.8.1"
 _PROCESSORS = 132  # of a Hopper GPU
 

@@ -24,8 +24,6 @@ from megatron_prism.runtime.te_kernels.table import Kernel
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
-__all__ = ["before_import", "kept", "operators_in_sight", "set_up"]
-
 _TE = "transformer_engine.pytorch"
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te_kernels.table import TABLE, Values, kernel, new
 
-__all__: list[str] = []
-
 Lists = Sequence[Sequence[Tensor]]
 
 

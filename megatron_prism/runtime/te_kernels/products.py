@@ -19,8 +19,6 @@ from megatron_prism.runtime.te_kernels.table import (
     refuse,
 )
 
-__all__: list[str] = []
-
 
 def _shape(a: Values, transposed: bool, b: Values, b_transposed: bool) -> list[int]:
     """getGemmOutputShape (gemm.cpp:41 @v2.18): C++ counts columns first, so the product is B A."""

@@ -28,8 +28,6 @@ from megatron_prism.runtime.te_kernels.table import (
     tensors_in,
 )
 
-__all__ = ["computed", "create", "kind_of", "parts", "sizes"]
-
 # a quantizer's class -> (what decides its scales, its tensor's class, the module of that)
 _QUANTIZERS = {
     "Float8CurrentScalingQuantizer": ("current", "Float8Tensor", "float8_tensor"),

@@ -21,8 +21,6 @@ from megatron_prism.runtime.te_kernels.table import (
     since,
 )
 
-__all__: list[str] = []
-
 # Kernels of backward in bf16 (ln_bwd_semi_cuda_kernel.cu, rmsnorm_bwd_semi_cuda_kernel.cu @v2.20):
 # width -> (blocks that fit on a processor of an H100, blocks of a row).  How many fit follows from
 # registers and was measured (h100_layer_memory.json); 768 and 2,304 to 65,536 as their neighbours.

@@ -21,23 +21,6 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.megatron_source import Release
 from megatron_prism.runtime.te_kernels.enumerations import Member
 
-__all__ = [
-    "TABLE",
-    "Kernel",
-    "Quantizer",
-    "Values",
-    "adopt",
-    "dtype_of",
-    "kernel",
-    "member",
-    "new",
-    "plain",
-    "refuse",
-    "release",
-    "since",
-    "tensors_in",
-]
-
 Kernel = Callable[..., Any]
 Quantizer = Any  # an object of Transformer Engine's, or None
 Values = Any  # a tensor, or Transformer Engine's object for one in FP8
