@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import sysconfig
 
 _ENGINE = "transformer_engine"
 
@@ -15,8 +16,9 @@ def hide_bare_engine() -> None:
     """
     if _ENGINE in sys.modules or (spec := importlib.util.find_spec(_ENGINE)) is None:
         return
-    folder = os.path.dirname(spec.origin or "")
-    places = (os.path.dirname(folder), folder, os.path.join(folder, "wheel_lib"))
+    # where it looks itself (common/__init__.py:83, :143 @v2.20)
+    roots = (os.path.dirname(os.path.dirname(spec.origin or "")), sysconfig.get_path("purelib"))
+    places = (os.path.join(r, p) for r in roots for p in ("", _ENGINE, f"{_ENGINE}/wheel_lib"))
     names = (name for place in places if os.path.isdir(place) for name in os.listdir(place))
     if not any(name.startswith(f"lib{_ENGINE}") for name in names):
         sys.modules[_ENGINE] = None  # type: ignore[assignment]
