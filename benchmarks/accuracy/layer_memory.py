@@ -604,6 +604,131 @@ for _name, _options in ATTENTION.items():
         )
 
 
+# -- modules of Transformer Engine that Megatron does not build ------------------------------------
+def _in_fp8(module: Callable[..., Any], recipe: str, *inputs: Any, **of_recipe: Any) -> Step:
+    """``module`` of ``inputs`` under an FP8 recipe of this class; none where it is empty."""
+    if not recipe:
+        return on(module, *inputs)
+    import transformer_engine.pytorch as engine
+    from transformer_engine.common import recipe as recipes
+
+    chosen = getattr(recipes, recipe)(**of_recipe)
+
+    def run(*inputs: Any) -> Any:
+        with engine.fp8_autocast(enabled=True, fp8_recipe=chosen):
+            return module(*inputs)
+
+    return on(run, *inputs)
+
+
+def _engine_module(name: str, recipe: str, *sizes: int, **options: Any) -> Step:
+    import transformer_engine.pytorch as engine
+
+    module = getattr(engine, name)(*sizes, params_dtype=torch.bfloat16, device="cuda", **options)
+    return _in_fp8(module, recipe, hidden())
+
+
+_BLOCK = {"num_attention_heads": HEADS, "self_attn_mask_type": "causal",
+          "attention_dropout": 0.0, "hidden_dropout": 0.0}  # fmt: skip
+_HEADS = {"attention_dropout": 0.0, "attn_mask_type": "causal"}
+_RMS = {"normalization": "RMSNorm", "bias": False}
+_NORM_OUT = {"return_layernorm_output": True}
+ENGINE: dict[str, tuple[str, int, dict[str, Any]]] = {  # class, second size, options
+    "Linear": ("Linear", FFN, {}),
+    "Linear without bias": ("Linear", FFN, {"bias": False}),
+    "LayerNormLinear": ("LayerNormLinear", FFN, _RMS),
+    "LayerNormMLP": ("LayerNormMLP", FFN, {}),
+    "LayerNormMLP, swiglu": ("LayerNormMLP", FFN, {**_RMS, "activation": "swiglu"}),
+    "LayerNormMLP, squared relu": ("LayerNormMLP", FFN, {"activation": "srelu"}),
+    "LayerNormMLP, output of the norm": ("LayerNormMLP", FFN, _NORM_OUT),
+    "MultiheadAttention": ("MultiheadAttention", HEADS, _HEADS),
+    "MultiheadAttention, groups, norm": (
+        "MultiheadAttention", HEADS, {**_HEADS, "num_gqa_groups": 2, "input_layernorm": True}),
+    "TransformerLayer": ("TransformerLayer", FFN, _BLOCK),
+    "TransformerLayer, swiglu, groups": (
+        "TransformerLayer", FFN, {**_BLOCK, **_RMS, "activation": "swiglu", "num_gqa_groups": 2}),
+    "TransformerLayer, dropout 0.1": (
+        "TransformerLayer", FFN, {**_BLOCK, "attention_dropout": 0.1, "hidden_dropout": 0.1}),
+    "TransformerLayer, one product of q, k and v": (
+        "TransformerLayer", FFN, {**_BLOCK, "fuse_qkv_params": True}),
+    "TransformerLayer, norm behind": (
+        "TransformerLayer", FFN, {**_BLOCK, "output_layernorm": True}),
+}  # fmt: skip
+OPERATIONS: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {  # class, sizes
+    "Linear": (("Linear", (HIDDEN, FFN)),),
+    "norm, Linear": (("RMSNorm", (HIDDEN,)), ("Linear", (HIDDEN, FFN))),
+    "MLP": (("LayerNorm", (HIDDEN,)), ("Linear", (HIDDEN, FFN)), ("GELU", ()),
+            ("Linear", (FFN, HIDDEN))),
+    "MLP, swiglu": (("RMSNorm", (HIDDEN,)), ("Linear", (HIDDEN, 2 * FFN)), ("SwiGLU", ()),
+                    ("Linear", (FFN, HIDDEN))),
+}  # fmt: skip
+
+
+def _operations(recipe: str, *built: tuple[str, tuple[int, ...]]) -> Step:
+    import transformer_engine.pytorch as engine
+
+    placed = {"device": "cuda", "dtype": torch.bfloat16}
+    parts = [
+        getattr(engine.ops, name)(*sizes, **(placed if sizes else {})) for name, sizes in built
+    ]
+    return _in_fp8(engine.ops.Sequential(*parts), recipe, hidden())
+
+
+RECIPES = ("", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
+for _recipe in RECIPES:
+    _with = f", {_recipe}" if _recipe else ""
+    for _name, (_class, _size, _options) in ENGINE.items():
+        row(f"TE alone, {_name}{_with}", "te")(
+            lambda c=_class, r=_recipe, s=_size, o=_options: _engine_module(c, r, HIDDEN, s, **o)
+        )
+    for _name, _built in OPERATIONS.items():
+        row(f"TE ops, {_name}{_with}", "te")(lambda b=_built, r=_recipe: _operations(r, *b))
+
+
+def _attention_with(backend: str, bias: str = "no_bias", recipe: str = "") -> Step:
+    """Attention with a bias on its scores, or in FP8."""
+    import transformer_engine.pytorch as engine
+
+    attention_backend(backend)
+    module = engine.DotProductAttention(HEADS, 128, HEADS, 0.0, attn_mask_type="causal")
+    inputs = [leaf(SEQUENCE, BATCH, HEADS, 128) for _ in range(3)]
+    added = leaf(1, HEADS, SEQUENCE, SEQUENCE) if bias == "post_scale_bias" else None
+
+    def run(*qkv: torch.Tensor) -> Any:
+        return module(*qkv, core_attention_bias_type=bias, core_attention_bias=added)
+
+    return _in_fp8(run, recipe, *inputs, **({"fp8_dpa": True} if recipe else {}))
+
+
+for _backend in ("fused", "unfused"):
+    for _bias in ("post_scale_bias", "alibi"):
+        row(f"TE attention, {_bias}, {_backend}", "te")(
+            lambda k=_bias, b=_backend: _attention_with(b, k)
+        )
+for _recipe in ("DelayedScaling", "Float8CurrentScaling"):
+    row(f"TE attention in FP8, {_recipe}", "te")(
+        lambda r=_recipe: _attention_with("fused", recipe=r)
+    )
+
+
+@row("TE layers, activations offloaded", "te")
+def _offloaded(layers: int = 3) -> Step:
+    import transformer_engine.pytorch as engine
+
+    context, commit = engine.get_cpu_offload_context(True, 2, layers, True, False)
+    placed = {"params_dtype": torch.bfloat16, "device": "cuda"}
+    blocks = [engine.TransformerLayer(HIDDEN, FFN, **_BLOCK, **placed) for _ in range(layers)]
+
+    def run(out: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            with context:
+                out = block(out)
+            out = commit(out)
+        return out
+
+    return on(run, hidden())
+
+
 # -- measuring -------------------------------------------------------------------------------------
 def _pass(step: Step) -> dict[str, int]:
     """Bytes of one forward and one backward."""
