@@ -79,7 +79,7 @@ def test_public_functions_keep_their_names():
     """``megatron_prism.replay`` is the function, also where the package of that name came first."""
     code = (
         "from megatron_prism.replay.timeline import Timeline; import megatron_prism as prism; "
-        "import megatron_prism.replay.dependencies; from megatron_prism import replay; "
+        "import megatron_prism.replay.network; from megatron_prism import replay; "
         "assert callable(prism.replay) and prism.replay is replay"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -78,10 +78,10 @@ ops = 2 * sum(map(len, world_graph.program_list))
 network.simulate_network(joined, durations)  # importing numba takes 0.3 s, once
 for shared in (None, network.ports(world_graph, h200.gpus_per_node)):
     start = time.perf_counter()
-    outcome = network.simulate_network(joined, durations, shared)
+    _, end = network.simulate_network(joined, durations, shared)
     rates.append(ops / (time.perf_counter() - start) / 1e6)
-    equal = shared is not None or np.array_equal(outcome.end, replayed.node_end)
-    assert equal and not outcome.hangs
+    equal = shared is not None or np.array_equal(end, replayed.node_end)
+    assert equal and end.min() >= 0
 print(json.dumps([seconds, *rates, {MEMORY}, len(world_graph.classes), ops]))
 """
 TAILS = f"""

@@ -29,10 +29,12 @@ from typing import Any
 import numpy as np
 
 from megatron_prism.core.ops import IS_PAIR
+from megatron_prism.graph import loops
+from megatron_prism.graph.issue_graph import JOIN, LEAD, IssueGraph
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.predict.distributions import Distribution, largest
 from megatron_prism.predict.variability import CallSpread, Variability
-from megatron_prism.replay import dependencies, loops, timeline
+from megatron_prism.replay import timeline
 from megatron_prism.replay.timeline import Timeline
 
 
@@ -78,7 +80,7 @@ class Paths:
     lasts  : float64 [n] ns
     row    : int64 [n], which factor a node takes: its class; the number of classes for meetings;
              that, one and its class for the host's time
-    node   : int64 [n], the node of the Dag
+    node   : int64 [n], the node of the IssueGraph
     slot   : int64 [n], where its end is kept; start, before: slots of its predecessors
     spare  : float32 [edges] ns, by how much the predecessor may be late without delaying the node
     ends   : uint8 [n], 2: the last iteration may end with it, 1: the one before may, 0: neither
@@ -206,7 +208,7 @@ def _latest(  # type: ignore[no-untyped-def]
                 top[lane] -= earlier[lane]
 
 
-def build(dag: dependencies.Dag, durations: np.ndarray, classes: int) -> Paths:
+def build(dag: IssueGraph, durations: np.ndarray, classes: int) -> Paths:
     """Compact form of ``dag``, whose nodes take ``durations`` (ns) in the replay."""
     waits = _points_gone(dag, _implied_gone(dag))
     begin, end = timeline.evaluate(dag, durations)
@@ -222,9 +224,7 @@ def build(dag: dependencies.Dag, durations: np.ndarray, classes: int) -> Paths:
     until = [int(end[order[ends == which]].max(initial=0)) for which in (0, 1, 2)]
     return Paths(
         lasts=durations[order].astype(np.float64),
-        row=np.where(
-            owner < 0, classes, owner + (classes + 1) * (dag.kind[order] >= dependencies.LEAD)
-        ),
+        row=np.where(owner < 0, classes, owner + (classes + 1) * (dag.kind[order] >= LEAD)),
         node=order,
         slot=np.array([slot[n] for n in order.tolist()], dtype=np.int64),
         start=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
@@ -236,7 +236,7 @@ def build(dag: dependencies.Dag, durations: np.ndarray, classes: int) -> Paths:
     )
 
 
-def _ends(dag: dependencies.Dag, order: np.ndarray, waits: dict[int, list[int]]) -> np.ndarray:
+def _ends(dag: IssueGraph, order: np.ndarray, waits: dict[int, list[int]]) -> np.ndarray:
     """uint8 [n]: which nodes nothing of their own iteration waits for, of the last two."""
     within = {p for node, before in waits.items() for p in before
               if dag.iteration[p] == dag.iteration[node]}  # fmt: skip
@@ -245,11 +245,11 @@ def _ends(dag: dependencies.Dag, order: np.ndarray, waits: dict[int, list[int]])
     return np.where(last & (back < 2), 2 - back, 0).astype(np.uint8)
 
 
-def _implied_gone(dag: dependencies.Dag) -> dict[int, list[int]]:
+def _implied_gone(dag: IssueGraph) -> dict[int, list[int]]:
     """node -> predecessors, of nodes that are kept: waits that another wait implies are left out
     (looked for three steps back), and so are points in time that wait for one node only."""
     start, before = dag.start.tolist(), dag.before.tolist()
-    point = (dag.kind == dependencies.JOIN).tolist()
+    point = (dag.kind == JOIN).tolist()
     found: list[Sequence[int]] = [()] * len(dag)
     kept: dict[int, list[int]] = {}
     for node in dag.order.tolist():
@@ -266,11 +266,11 @@ def _implied_gone(dag: dependencies.Dag) -> dict[int, list[int]]:
     return kept
 
 
-def _points_gone(dag: dependencies.Dag, waits: dict[int, list[int]]) -> dict[int, list[int]]:
+def _points_gone(dag: IssueGraph, waits: dict[int, list[int]]) -> dict[int, list[int]]:
     """``waits`` without points in time that one node of the same iteration waits for: it waits for
     what they wait for."""
     readers = Counter(p for before in waits.values() for p in before)
-    point, iteration = dag.kind == dependencies.JOIN, dag.iteration
+    point, iteration = dag.kind == JOIN, dag.iteration
     kept = dict(waits)
     for node, before in waits.items():
         inner = [p for p in before if point[p] and readers[p] == 1]

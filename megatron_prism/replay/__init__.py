@@ -2,13 +2,11 @@
 
 priced_graph.py  load, check, price (overlaps included) and replay: the one way from
                  programs to times
-dependencies.py  what happens before what, in a rank and between ranks
 timeline.py      times of all ops, critical path, idle time by cause
 interval.py      how far off an iteration may be, and why
-network.py       calls that share links, and faults
+network.py       calls that share links
 whatif.py        slow ranks, other machines and hosts
 replicas.py      more or fewer replicas: calls, the optimizer's work and its memory
 microbatches.py  other numbers of microbatches, in the order of Megatron's scheduler
 answer_times.py  when virtual ranks answer local ones
-loops.py         the loops, compiled where numba is installed
 """

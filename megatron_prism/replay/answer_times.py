@@ -40,10 +40,10 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import whole_file
+from megatron_prism.graph import loops
+from megatron_prism.graph.issue_graph import MEET, IssueGraph, build_issue_graph
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.replay import loops
 from megatron_prism.replay.costs import Prices
-from megatron_prism.replay.dependencies import MEET, Dag, build
 from megatron_prism.replay.timeline import durations_of
 
 START = -1  # the beginning of time, before any interaction
@@ -51,7 +51,7 @@ _BOUNDS = 1 << 25  # bounds that are kept
 
 
 def terms(
-    dag: Dag, durations: np.ndarray, cut: np.ndarray, free: np.ndarray
+    dag: IssueGraph, durations: np.ndarray, cut: np.ndarray, free: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(int64 [n + 1] slices of, int64 cause, int64 weight): what virtual ranks bring to each node.
 
@@ -299,7 +299,7 @@ def _table(
     graph: WorldGraph, prices: Prices, local: Sequence[int], classes: list[int], unrolled: int
 ) -> AnswerTimes:
     """The last of ``unrolled`` iterations."""
-    dag = build(graph, unrolled)
+    dag = build_issue_graph(graph, unrolled)
     if len(dag.order) < len(dag):
         raise PrismError(
             f"the job hangs: {len(dag) - len(dag.order)} steps wait for each other",
@@ -366,7 +366,7 @@ def _digest(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> str:
     return found.hexdigest()[:20]
 
 
-def cuts(dag: Dag, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def cuts(dag: IssueGraph, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """bool [n] each: the local interactions; what takes no time of its own because it is local.
 
     Meetings of local ranks alone are real: virtual ones notice them through the local ranks only.
@@ -380,7 +380,7 @@ def cuts(dag: Dag, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _members(
-    dag: Dag, classes: Sequence[int], cut: np.ndarray, number: np.ndarray
+    dag: IssueGraph, classes: Sequence[int], cut: np.ndarray, number: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(member, op, of) of Releases: which op of which local rank is which interaction."""
     member, op, of = [], [], []

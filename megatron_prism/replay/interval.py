@@ -21,10 +21,10 @@ import numpy as np
 
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.units import format_ns, format_share
+from megatron_prism.graph.issue_graph import COMPUTE, HOST, LEAD, MEET, IssueGraph
 from megatron_prism.replay.costs.collectives import OverlapFactors
 from megatron_prism.replay.costs.host import MODELLED, ON_TARGET, indices_of
 from megatron_prism.replay.costs.prices import NO_TIME
-from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, Dag
 from megatron_prism.replay.priced_graph import corrected_once
 from megatron_prism.replay.timeline import Timeline, durations_of
 from megatron_prism.replay.whatif import host_factors
@@ -288,7 +288,7 @@ def _apart(*times: float) -> float:
     return math.exp(math.hypot(*(math.log(max(1, one)) for one in times)))
 
 
-def _codes(dag: Dag, timeline: Timeline) -> np.ndarray:
+def _codes(dag: IssueGraph, timeline: Timeline) -> np.ndarray:
     """int16 [nodes]: which provenance each segment and call has; -1 for others."""
     prices = timeline.prices
     found = np.full(len(dag), -1, dtype=np.int16)

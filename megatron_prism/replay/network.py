@@ -1,9 +1,8 @@
-"""Replay with shared links, ranks that stop and ops that never end.
+"""Replay with shared links.
 
-In : a Dag, a duration for every node, and what is in the way: links, faults.  Out: Outcome, also of
-a world that hangs; of a ``Topology`` also which links are busy for how long.  Discrete events in
-whole nanoseconds; without links and faults the result is ``timeline.evaluate``'s, to the last
-digit.
+In : an IssueGraph, a duration for every node, and the links.  Out: when every node begins and ends,
+also of a world that hangs; of a ``Topology`` also which links are busy for how long.  Discrete
+events in whole nanoseconds; without links the result is ``timeline.evaluate``'s, to the last digit.
 
 Links are shared as a fluid, in equal parts: of k transfers on a link each moves at 1/k of the speed
 that it has alone, at the k of its fullest link.  NCCL's kernels run side by side and their packets
@@ -18,19 +17,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE, IS_PAIR
+from megatron_prism.graph import loops
+from megatron_prism.graph.issue_graph import MEET, IssueGraph, build_issue_graph
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.replay import loops
 from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.costs.machine import Machine
-from megatron_prism.replay.dependencies import MEET, Dag, build
 from megatron_prism.replay.timeline import Links, Timeline, durations_of
 
 _OUT, _IN = 0, 1
@@ -178,61 +175,7 @@ def busy_links(timeline: Timeline, links: Links) -> list[BusyLink]:
     return sorted(found, key=lambda one: -one.busy)
 
 
-NEVER = -1
 SHARES = 720_720  # divisible by 1 … 16
-_FOREVER = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True)
-class NetworkFaults:
-    """What goes wrong, by class; a fault of one rank needs ``whatif.with_own_classes``.
-
-    stuck : (class, op) of segments and calls that begin and never end, in every iteration
-    stops : class -> ns from which on nothing of it begins or ends
-    """
-
-    stuck: tuple[tuple[int, int], ...] = ()
-    stops: Mapping[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class BlockedRank:
-    """A matched call that some have come to and others have not; or all have, and it never ends."""
-
-    call: int
-    iteration: int
-    here: tuple[int, ...]
-    missing: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class NetworkOutcome:
-    """When every node began and ended, ns; -1: never."""
-
-    dag: Dag
-    begin: np.ndarray
-    end: np.ndarray
-
-    @property
-    def hangs(self) -> bool:
-        """Whether something never ended."""
-        return bool((self.end < 0).any())
-
-    @cached_property
-    def blocked(self) -> list[BlockedRank]:
-        """Every matched call at which somebody waits for good, in the order of their coming."""
-        dag, found = self.dag, []
-        for node in np.flatnonzero((dag.kind == MEET) & (self.end < 0)).tolist():
-            ready = dag.predecessors(node)
-            came = self.end[ready] >= 0
-            if came.any():
-                owners = dag.owner[ready]
-                here, missing = set(owners[came].tolist()), set(owners[~came].tolist())
-                since = int(self.end[ready][came].min())
-                number, iteration = int(dag.op[node]), int(dag.iteration[node])
-                one = BlockedRank(number, iteration, tuple(sorted(here)), tuple(sorted(missing)))
-                found.append((since, number, one))
-        return [one for _, _, one in sorted(found, key=lambda item: item[:2])]
 
 
 def replay_network(
@@ -240,60 +183,48 @@ def replay_network(
     prices: Prices,
     iterations: int = 2,
     links: Links | None = None,
-    faults: NetworkFaults | None = None,
     buffered: int = 0,
 ) -> Timeline:
     """``iterations`` iterations in a row, as ``timeline.build_timeline``.  PrismError if the job
     hangs."""
-    dag = build(graph, iterations, buffered)
-    outcome = simulate_network(dag, durations_of(dag, prices), links, faults)
-    if outcome.hangs:
+    dag = build_issue_graph(graph, iterations, buffered)
+    begin, end = simulate_network(dag, durations_of(dag, prices), links)
+    if (end < 0).any():
         raise PrismError(
-            f"the job hangs: {int((outcome.end < 0).sum())} steps never end",
+            f"the job hangs: {int((end < 0).sum())} steps never end",
             fix="prism hang draws who waits for whom",
         )
-    return Timeline(graph, prices, dag, outcome.begin, outcome.end, iterations, links)
+    return Timeline(graph, prices, dag, begin, end, iterations, links)
 
 
 def simulate_network(
-    dag: Dag, durations: np.ndarray, links: Links | None = None, faults: NetworkFaults | None = None
-) -> NetworkOutcome:
-    """Play the events.  ``durations`` int64 [n] ns, of transfers that have their links alone."""
+    dag: IssueGraph, durations: np.ndarray, links: Links | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Play the events.
+
+    Args:
+        dag: what waits for what; it may hang.
+        durations: int64 [n] ns, of transfers that have their links alone.
+        links: those that calls share.
+
+    Returns:
+        When every node began and ended, int64 [n] ns; -1: never.
+    """
     n = len(dag)
-    durations, last = _with_faults(dag, durations, faults or NetworkFaults())
     start, port = _ports(dag, links)
     first, after = dag.followers
     begin, end = np.full(n, -1, dtype=np.int64), np.full(n, -1, dtype=np.int64)
     count = int(port.max(initial=-1)) + 1
     where = np.repeat(np.arange(n, dtype=np.int64), np.diff(start))
-    given = [first, after, durations, last, start, port, where]
+    given = [first, after, durations, start, port, where]
     nodes = [np.zeros(n, dtype=np.int64) for _ in range(5)]
     slots = [np.full(len(port), -1, dtype=np.int64) for _ in range(2)]
     per_link = [np.full(count, -1, dtype=np.int64), *np.zeros((3, count), dtype=np.int64)]
-    changed = [np.diff(dag.start), begin, end, *nodes, *slots, *per_link]
-    loops.run(_play, given, changed)
-    return NetworkOutcome(dag, begin, end)
+    loops.run(_play, given, [np.diff(dag.start), begin, end, *nodes, *slots, *per_link])
+    return begin, end
 
 
-def _with_faults(
-    dag: Dag, durations: np.ndarray, faults: NetworkFaults
-) -> tuple[np.ndarray, np.ndarray]:
-    """(durations with NEVER, the last moment at which each node may begin or end)."""
-    last = np.full(len(dag), _FOREVER, dtype=np.int64)
-    durations = durations.copy()
-    for index, op in faults.stuck:
-        durations[[nodes[op] for nodes in dag.node_of[index]]] = NEVER
-    if faults.stops:
-        for index, moment in faults.stops.items():
-            last[dag.owner == index] = moment
-        meets = np.flatnonzero(dag.kind == MEET)
-        owners = np.repeat(np.arange(len(dag)), np.diff(dag.start))
-        edges = np.flatnonzero(np.isin(owners, meets))
-        np.minimum.at(last, owners[edges], last[dag.before[edges]])
-    return durations, last
-
-
-def _ports(dag: Dag, links: Links | None) -> tuple[np.ndarray, np.ndarray]:
+def _ports(dag: IssueGraph, links: Links | None) -> tuple[np.ndarray, np.ndarray]:
     """The links of every node: (int64 [n + 1] slices of, int64 [total])."""
     if links is None:
         return np.zeros(len(dag) + 1, dtype=np.int64), np.empty(0, dtype=np.int64)
@@ -305,7 +236,7 @@ def _ports(dag: Dag, links: Links | None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _play(  # type: ignore[no-untyped-def]
-    first, after, durations, last, start, port, where, waiting, begin, end, stack,
+    first, after, durations, start, port, where, waiting, begin, end, stack,
     due, left, rate, since, following, leading, head, users, dirty, queue,
 ):  # fmt: skip
     """The loop.  ``stack`` holds what begins now (node) and what ends now (-1 - node)."""
@@ -321,14 +252,12 @@ def _play(  # type: ignore[no-untyped-def]
             top -= 1
             entry = stack[top]
             node = entry if entry >= 0 else -1 - entry
-            if now > last[node]:
-                continue
             if entry >= 0:
                 begin[node] = now
                 if durations[node] == 0:
                     stack[top] = -1 - node
                     top += 1
-                elif durations[node] > 0 and start[node] == start[node + 1]:
+                elif start[node] == start[node + 1]:
                     due[node] = now + durations[node]
                     heapq.heappush(heap, (due[node], node))
             else:

@@ -205,7 +205,7 @@ def price(
     if topology is not None:
         prices = whatif.oversubscribed(graph, prices, there, topology)
         links = ports(graph, there.gpus_per_node)
-        settled = replay_network(graph, prices, iterations, links, None, buffered)
+        settled = replay_network(graph, prices, iterations, links, buffered)
     found = PricedGraph(programs, what_if, here, there, measured, graph, prices, iterations)
     if settled is not None:
         vars(found)["timeline"] = settled  # it is there already

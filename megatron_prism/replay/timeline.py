@@ -20,13 +20,21 @@ from megatron_prism.core.errors import PrismError, ProgramError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES, label
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.graph import loops
+from megatron_prism.graph.issue_graph import (
+    COMPUTE,
+    HOST,
+    LEAD,
+    MEET,
+    SENT,
+    IssueGraph,
+    build_issue_graph,
+)
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.replay import loops
 from megatron_prism.replay.costs import Prices
-from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, SENT, Dag, build
 
 
-def evaluate(dag: Dag, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def evaluate(dag: IssueGraph, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(start, end) of every node in ns, int64 [n] each; ``durations`` int64 [n], none negative.
 
     PrismError if some nodes wait for each other.
@@ -45,7 +53,7 @@ def evaluate(dag: Dag, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return begin, end
 
 
-def critical_path(dag: Dag, end: np.ndarray) -> list[int]:
+def critical_path(dag: IssueGraph, end: np.ndarray) -> list[int]:
     """Nodes from the beginning to the last end, each the reason for the start of the next."""
     if not len(dag):
         return []
@@ -322,7 +330,7 @@ class Timeline:
 
     graph: WorldGraph
     prices: Prices
-    dag: Dag
+    dag: IssueGraph
     node_start: np.ndarray
     node_end: np.ndarray
     iterations: int
@@ -478,8 +486,8 @@ def build_timeline(
     graph: WorldGraph, prices: Prices, iterations: int = 2, buffered: int = 0
 ) -> Timeline:
     """Replay ``iterations`` iterations without contention; ``buffered``: bytes to a peer that do
-    not wait for it (``dependencies.build``).  PrismError if the job hangs."""
-    dag = build(graph, iterations, buffered)
+    not wait for it (``build_issue_graph``).  PrismError if the job hangs."""
+    dag = build_issue_graph(graph, iterations, buffered)
     durations = durations_of(dag, prices)
     if durations.sum(dtype=float) > 1 << 62:
         raise PrismError(
@@ -490,7 +498,7 @@ def build_timeline(
     return Timeline(graph, prices, dag, start, end, iterations)
 
 
-def durations_of(dag: Dag, prices: Prices) -> np.ndarray:
+def durations_of(dag: IssueGraph, prices: Prices) -> np.ndarray:
     """The duration of every node, int64 [n]."""
     found = np.zeros(len(dag), dtype=np.int64)
     meets = dag.kind == MEET

@@ -32,9 +32,8 @@ from megatron_prism.core.slices import SliceStore, stand_in_for
 from megatron_prism.core.units import counted, format_ns
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.classes import memberships
+from megatron_prism.graph.issue_graph import COMPUTE, MEET, build_issue_graph
 from megatron_prism.graph.world_graph import WorldGraph, build
-from megatron_prism.replay import dependencies
-from megatron_prism.replay.dependencies import COMPUTE, MEET
 from megatron_prism.replay.priced_graph import PricedGraph
 from megatron_prism.replay.timeline import durations_of, evaluate
 from megatron_prism.traces.events import Recorded, read_dumps, read_trace
@@ -90,7 +89,7 @@ class Imported:
     def replayed_ns(self, priced: PricedGraph) -> np.ndarray:
         """float64 [numbers]: every iteration replayed with its own times, one after the other."""
         count = len(self.numbers)
-        dag = dependencies.build(priced.graph, count)
+        dag = build_issue_graph(priced.graph, count)
         durations = durations_of(dag, priced.prices)
         for row in range(count):
             mine = dag.iteration == row
@@ -387,7 +386,7 @@ def assemble(measured: Sequence[Measured]) -> Imported:
 
 def _runs(graph: WorldGraph) -> bool:
     """Whether nobody waits forever."""
-    dag = dependencies.build(graph)
+    dag = build_issue_graph(graph)
     return len(dag.order) == len(dag)
 
 

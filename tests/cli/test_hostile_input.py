@@ -293,7 +293,7 @@ def test_loops_are_compiled_where_nothing_may_be_written(monkeypatch):
     """A package of the administrator's, a user without a home."""
     import numba
 
-    from megatron_prism.replay import loops
+    from megatron_prism.graph import loops
 
     original, tried = numba.njit, []
 

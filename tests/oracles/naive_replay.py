@@ -52,8 +52,8 @@ class Rank:
 class Simulation:
     """ready, start, end: (rank, iteration, op) -> ns; ``hangs`` if something never came."""
 
-    def __init__(self, programs, iterations=2, contention=False, never=()):
-        self.programs, self.contention, self.never = programs, contention, set(never)
+    def __init__(self, programs, iterations=2, contention=False):
+        self.programs, self.contention = programs, contention
         self.ranks = [Rank(r, list(programs.of(r)), iterations) for r in range(programs.world.size)]
         self.ready, self.start, self.end = {}, {}, {}
         self.parts, self.moving, self.heap, self.now, self.arrivals = {}, [], [], 0, 0
@@ -113,8 +113,6 @@ class Simulation:
     def kernel(self, rank, key, ns, event):
         if key not in self.start:
             self.start[key] = self.now
-            if (rank.rank, key[2]) in self.never:
-                return False
             event.done = ns == 0
             if ns:
                 heapq.heappush(self.heap, (self.now + ns, next(NUM), event))

@@ -14,10 +14,11 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
+from megatron_prism.graph.issue_graph import build_issue_graph
 from megatron_prism.predict import Sampler, needed, predict, quantile
 from megatron_prism.predict.distributions import Distribution
 from megatron_prism.predict.variability import read_variability
-from megatron_prism.replay import dependencies, timeline
+from megatron_prism.replay import timeline
 
 NORMAL = statistics.NormalDist()
 
@@ -65,7 +66,7 @@ def every_rank(world, sigma, count, seed):
     world_graph = still(Programs.one_per_rank(own, world))
     made, prices = world_graph.graph, world_graph.prices
     assert len(made.classes) == world.size
-    dag, found = dependencies.build(made), []
+    dag, found = build_issue_graph(made), []
     for _ in range(count):
         factors = np.exp(sigma * rng.standard_normal(world.size))
         compute = tuple(

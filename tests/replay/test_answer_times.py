@@ -11,8 +11,8 @@ from oracles.naive_replay import prices_of, random_programs
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
-from megatron_prism.graph import world_graph
-from megatron_prism.replay import answer_times, dependencies, loops, timeline, whatif
+from megatron_prism.graph import issue_graph, loops, world_graph
+from megatron_prism.replay import answer_times, timeline, whatif
 from megatron_prism.replay.answer_times import START, build_answer_times, cuts, kept, terms
 
 SEEDS = st.integers(0, 2**32)
@@ -35,7 +35,7 @@ def prescribed(made, joined, local, seed):
     rng = np.random.default_rng(seed)
     durations = timeline.durations_of(joined, prices_of(made))
     classes = [int(made.classes.of[rank]) for rank in local]
-    mine = np.isin(joined.owner, classes) & (joined.kind == dependencies.COMPUTE)
+    mine = np.isin(joined.owner, classes) & (joined.kind == issue_graph.COMPUTE)
     durations[mine] = rng.integers(0, 200, mine.sum())
     return durations, *timeline.evaluate(joined, durations)
 
@@ -49,7 +49,7 @@ def last_arrival(joined, mine, node, end):
 @given(SEEDS)
 def test_terms_give_what_the_whole_world_gives(seed):
     made, local = world_of(seed)
-    joined = dependencies.build(made, 3)
+    joined = issue_graph.build_issue_graph(made, 3)
     assume(len(joined.order) == len(joined))
     classes = [int(made.classes.of[rank]) for rank in local]
     cut, mine = cuts(joined, classes)
@@ -88,7 +88,7 @@ def test_one_table_serves_every_iteration(seed):
     for rank in local:
         programs = whatif.with_own_classes(programs, [rank], f"local {rank}")
     made = world_graph.build(programs)
-    joined = dependencies.build(made, ITERATIONS)
+    joined = issue_graph.build_issue_graph(made, ITERATIONS)
     assume(len(joined.order) == len(joined))
     table = build_answer_times(made, prices_of(made), local)
     assert table.loose == 0
@@ -110,7 +110,7 @@ def test_one_table_serves_every_iteration(seed):
 def test_interpreted_and_compiled_are_one(monkeypatch):
     pytest.importorskip("numba")
     made, local = world_of(7)
-    joined = dependencies.build(made, 3)
+    joined = issue_graph.build_issue_graph(made, 3)
     cut, mine = cuts(joined, [int(made.classes.of[rank]) for rank in local])
     durations = timeline.durations_of(joined, prices_of(made))
     plain = terms(joined, durations, cut, mine)

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from helpers.programs import TP, WORLDS, healthy, with_rank
+from helpers.programs import WORLDS, healthy, with_rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.naive_replay import Simulation, prices_of, random_programs
@@ -19,10 +19,10 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import dump, parse
 from megatron_prism.core.world import World
 from megatron_prism.graph import world_graph as graph
-from megatron_prism.replay import network, timeline, whatif
+from megatron_prism.graph.issue_graph import COMPUTE, MEET
+from megatron_prism.replay import timeline, whatif
 from megatron_prism.replay.costs import price_ops
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.replay.dependencies import COMPUTE, MEET
 from megatron_prism.replay.replicas import with_data_parallel
 
 SEEDS = st.integers(0, 2**32)
@@ -98,24 +98,6 @@ def test_what_is_no_factor_is_refused(factor):
 def test_a_rank_that_does_not_exist_is_refused():
     with pytest.raises(WorldError, match="rank 8 is outside"):
         whatif.with_slow_ranks(healthy(WORLDS[1]), [8], 2)
-
-
-def test_a_fault_of_one_rank():
-    """Rank 5 never ends its first segment: its own groups wait for it first of all."""
-    programs = whatif.with_own_classes(healthy(WORLDS[2]), [5])
-    world_graph = graph.build(programs)
-    index = int(world_graph.classes.of[5])
-    first = next(i for i, op in enumerate(programs.of(5)) if op.name == "compute")
-    joined = timeline.build(world_graph, 1)
-    durations = timeline.durations_of(joined, prices_of(world_graph))
-    outcome = network.simulate_network(
-        joined, durations, faults=network.NetworkFaults(stuck=((index, first),))
-    )
-    assert outcome.hangs
-    waits = [one for one in outcome.blocked if index in one.missing]
-    assert {world_graph.program_list[c][o].group
-            for one in waits for c, o in world_graph.matched_calls.members(one.call)
-            } >= {TP}  # fmt: skip
 
 
 # -- faster calls, other machines ------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The dependency graph: who waits for whom, as a directed acyclic graph of nodes that take time.
 
-In : a WorldGraph (and how many iterations in a row).  Out: Dag.  CUDA's rules, which do not depend
-on times, so the graph is built once and evaluated for any durations:
+In : a WorldGraph (and how many iterations in a row).  Out: IssueGraph.  CUDA's rules, which do not
+depend on times, so the graph is built once and evaluated for any durations:
 
 * ops on a stream run one after the other; each group has a stream of its own for its calls, and
   each pair of ranks one for sends and receives that are not batched (ProcessGroupNCCL)
@@ -29,8 +29,8 @@ import numpy as np
 
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.core.program import Program
+from megatron_prism.graph import loops
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.replay import loops
 
 COMPUTE, JOIN = 0, 1  # a segment, a point in time
 MEET = 2  # a matched call; the other kinds are of one class each
@@ -354,7 +354,7 @@ def _set(streams: np.ndarray, stream: int, where: int, count: int, used: int) ->
 
 
 @dataclass(frozen=True)
-class Dag:
+class IssueGraph:
     """Nodes and their predecessors: the nodes of class 0, of class 1, …, then the matched calls.
 
     kind      : uint8 [n], COMPUTE, MEET, LEAD and HOST (the host issues an op) or
@@ -398,7 +398,7 @@ class Dag:
         return loops.order(np.diff(self.start), *self.followers)
 
 
-def build(graph: WorldGraph, iterations: int = 1, buffered: int = 0) -> Dag:
+def build_issue_graph(graph: WorldGraph, iterations: int = 1, buffered: int = 0) -> IssueGraph:
     """The dependencies of ``iterations`` iterations, one straight after the other; ``buffered``:
     bytes on their way to a peer that NCCL's buffers hold, 0: sends wait for their receivers."""
     return _assemble(graph, _issues(graph, iterations, buffered), iterations)
@@ -418,7 +418,7 @@ def _issues(graph: WorldGraph, iterations: int, buffered: int) -> list[Issue]:
     return issues
 
 
-def _assemble(graph: WorldGraph, issues: list[Issue], iterations: int) -> Dag:
+def _assemble(graph: WorldGraph, issues: list[Issue], iterations: int) -> IssueGraph:
     """Number the nodes of all classes, then their meetings, iteration after iteration."""
     meetings = len(graph.matched_calls)
     counts = [len(one.kind) for one in issues]
@@ -441,7 +441,7 @@ def _assemble(graph: WorldGraph, issues: list[Issue], iterations: int) -> Dag:
         np.stack([own + (mine := np.flatnonzero(one.kind == SENT)), of[one.op[mine]]], axis=1)
         for one, own, of in zip(issues, base[:-1].tolist(), graph.matched_calls.of, strict=True)
     ]
-    return Dag(
+    return IssueGraph(
         np.concatenate([*(one.kind for one in issues), np.full(n - local, MEET, dtype=np.uint8)]),
         np.concatenate([np.repeat(np.arange(len(issues), dtype=np.int32), counts),
                         np.full(n - local, -1, dtype=np.int32)]),
