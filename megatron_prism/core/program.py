@@ -310,17 +310,26 @@ class Program:
         return found
 
     @cached_property
+    def derived(self) -> dict[object, Any]:
+        """What analyses derive from it and keep, each under a key of its own."""
+        return {}
+
+    @cached_property
     def knows_host(self) -> bool:
         """Whether any segment says how long the host takes to issue it."""
         return bool((self.ops["host"] >= 0).any())
 
-    def groups(self) -> dict[str, np.ndarray]:
-        """Group description -> indices of its collectives and p2p ops, ascending."""
+    @cached_property
+    def _groups(self) -> dict[str, np.ndarray]:
         talk = IS_PAIR[self.ops["name"]] | IS_COLLECTIVE[self.ops["name"]]
         return {
             self.strings[code]: np.flatnonzero(talk & (self.ops["group"] == code))
             for code in np.unique(self.ops["group"][talk])
         }
+
+    def groups(self) -> Mapping[str, np.ndarray]:
+        """Group description -> indices of its collectives and p2p ops, ascending."""
+        return self._groups
 
     def live_bytes(self) -> np.ndarray:
         """Live bytes after every allocation event, int64 [m]."""

@@ -46,7 +46,7 @@ class Issue:
     """The nodes of one class, numbered from 0.  ``-1 - k`` is the meeting of call ``k``, where
     k = iteration * ops + op.
 
-    kind, op, iteration : per node; op is -1 for JOINs
+    kind, op, iteration : per node
     start, before       : before[start[i]:start[i + 1]], nodes and meetings that end before node i
     calls, ready        : the calls, and the node at which this rank is ready for each
     node                : int64 [iterations * ops], node or meeting of every op; ``NOTHING``: none
@@ -226,7 +226,7 @@ def _read(  # type: ignore[no-untyped-def]
                 else:
                     comms[2 * used_comms + 1] = comm
                     used_comms += 1
-                kind[n], op[n], at[n], size[n] = JOIN, -1, begin, top - begin
+                kind[n], op[n], at[n], size[n] = JOIN, i, begin, top - begin
                 n += 1
                 member, together = i, 0
                 while member >= 0:
@@ -262,7 +262,7 @@ def _read(  # type: ignore[no-untyped-def]
                     member = following[member]
                 end = ends[0]
                 if together > 1:
-                    kind[n], op[n], at[n], size[n] = JOIN, -1, top, together
+                    kind[n], op[n], at[n], size[n] = JOIN, i, top, together
                     for j in range(together):
                         edges[top] = ends[j]
                         top += 1
@@ -320,7 +320,7 @@ def _read(  # type: ignore[no-untyped-def]
                 if top > begin:
                     if host >= 0:
                         top = _append(edges, begin, top, host)
-                    kind[n], op[n], at[n], size[n] = JOIN, -1, begin, top - begin
+                    kind[n], op[n], at[n], size[n] = JOIN, i, begin, top - begin
                     host = n
                     n += 1
     done[iterations], done[iterations + 1] = n, calls
@@ -360,8 +360,7 @@ class IssueGraph:
     kind      : uint8 [n], COMPUTE, MEET, LEAD and HOST (the host issues an op) or
                 JOIN (which takes no time)
     owner     : int32 [n], the class of a node; -1 for MEET
-    op        : int64 [n], op of a COMPUTE, LEAD or HOST node, matched call of a MEET node,
-                else -1
+    op        : int64 [n], matched call of a MEET node, else the op that the node is of
     iteration : int32 [n]
     start     : int64 [n + 1], slices of ``before``
     before    : int64 [edges], the nodes that must end first
@@ -401,21 +400,14 @@ class IssueGraph:
 def build_issue_graph(graph: WorldGraph, iterations: int = 1, buffered: int = 0) -> IssueGraph:
     """The dependencies of ``iterations`` iterations, one straight after the other; ``buffered``:
     bytes on their way to a peer that NCCL's buffers hold, 0: sends wait for their receivers."""
-    return _assemble(graph, _issues(graph, iterations, buffered), iterations)
-
-
-def _issues(graph: WorldGraph, iterations: int, buffered: int) -> list[Issue]:
-    """Of every class; classes that run the same program in groups of the same sizes share it."""
-    known: dict[object, Issue] = {}
     issues = []
-    for program, rank in zip(graph.classes.programs, graph.classes.representatives, strict=True):
-        names = graph.programs.programs[program].groups()
-        sizes = {name: len(graph.groups[name].group(rank)) for name in names}
-        key = (program, tuple(sizes.values()))
-        if key not in known:
-            known[key] = issue(graph.programs.programs[program], sizes, iterations, buffered)
-        issues.append(known[key])
-    return issues
+    for program, rank in zip(graph.program_list, graph.classes.representatives, strict=True):
+        sizes = {name: len(graph.groups[name].group(rank)) for name in program.groups()}
+        key = (*sizes.items(), iterations, buffered)
+        if key not in program.derived:
+            program.derived[key] = issue(program, sizes, iterations, buffered)
+        issues.append(program.derived[key])
+    return _assemble(graph, issues, iterations)
 
 
 def _assemble(graph: WorldGraph, issues: list[Issue], iterations: int) -> IssueGraph:

@@ -1,16 +1,16 @@
 """Run programs, with faults, until nothing moves: the stalled job.
 
-In : Programs, and faults.  Out: Standstill: per rank what it issued and what of it ended.  Rules as
-in ``replay.dag``, but rank by rank and without times, and for programs that do not fit together: a
-call ends when all members are ready and their calls agree; one that disagrees never ends.  This is
-what a watchdog finds half an hour later; ``hang.export`` writes it down as dumps.
+In : Programs, and faults.  Out: StalledJob: per rank what it issued and what of it ended.  The
+issue graph without times, also of programs that do not fit together: a call ends when all members
+are ready and their calls agree; one that disagrees never ends.  This is what a watchdog finds half
+an hour later; ``hang.export`` writes it down as dumps.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,11 @@ import numpy as np
 from megatron_prism.core.groups import Membership
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.core.program import Program, Programs, Splits
-from megatron_prism.graph.classes import Classes, memberships, partition
+from megatron_prism.graph import loops
+from megatron_prism.graph.classes import memberships, partition
+from megatron_prism.graph.issue_graph import JOIN, MEET, build_issue_graph
 from megatron_prism.graph.matching import signature
-
-_WAIT, _RECORD, _HOST, _SEND = (CODE[n] for n in ("wait", "record", "host_wait", "send"))
-_BARRIER = CODE["barrier"]
-_TALK = IS_COLLECTIVE | IS_PAIR
+from megatron_prism.graph.world_graph import WorldGraph
 
 
 @dataclass(frozen=True)
@@ -45,267 +44,133 @@ class RankFault:
 
 @dataclass
 class StalledJob:
-    """issued: rank -> ops its host issued; done, ready: rank -> which ops ended, which started."""
+    """issued: rank -> ops its host issued; done, ready: rank -> for every op 1 if it ended, and of
+    calls 1 if it started.  Ranks of a class share theirs."""
 
     programs: Programs
     groups: Mapping[str, Membership]
     faults: Mapping[int, RankFault]
     issued: list[int]
-    done: list[bytearray]
-    ready: list[bytearray]
+    done: list[bytes]
+    ready: list[bytes]
     said: dict[object, Any] = field(default_factory=dict)  # what an export needs many times
 
     @property
     def finished(self) -> bool:
         """Whether everybody came to the end."""
         lengths = [len(self.programs.of(r)) for r in range(self.programs.world.size)]
-        kinds = {id(done): done for done in self.done}  # ranks of a class share theirs
-        return self.issued == lengths and all(map(all, kinds.values()))
+        return self.issued == lengths and all(map(all, {id(d): d for d in self.done}.values()))
 
 
 def run_until_stalled(
-    programs: Programs,
-    faults: Mapping[int, RankFault] | None = None,
-    plans: dict[int, ProgramPlan] | None = None,
+    programs: Programs, faults: Mapping[int, RankFault] | None = None
 ) -> StalledJob:
     """Run all ranks until nobody can go on.
 
     Nothing depends on times, so ranks of one class stop at one place: a class is run once.
-
-    plans : kept between runs that share programs: by the place of a program, those of the first run
     """
     groups, faults = memberships(programs), dict(faults or {})
     try:
-        classes = partition(programs, groups, apart=faults)
-        return _Run(programs, faults, plans, groups, classes).to_the_end()
+        return _run(WorldGraph(programs, groups, partition(programs, groups, faults)), faults)
     except _UnlikeGroupsError:
-        return _Run(programs, faults, plans, groups).to_the_end()
+        every = partition(programs, groups, range(programs.world.size))
+        return _run(WorldGraph(programs, groups, every), faults)
 
 
 class _UnlikeGroupsError(Exception):
     """Splits fit in one of two groups that hold the same classes in another order."""
 
 
-@dataclass
-class ProgramPlan:
-    """One program: what each op waits for, and who waits for it."""
+def _run(graph: WorldGraph, faults: Mapping[int, RankFault]) -> StalledJob:
+    """What ends is what the loops can order, once a node that never starts has one thing more to
+    wait for."""
+    dag, of = build_issue_graph(graph), graph.classes.of
+    waiting, meets = np.diff(dag.start), dag.kind == MEET
+    waiting[meets] += ~_calls_that_fit(graph)
+    ends = [len(program) for program in graph.program_list]  # where hosts stop
+    starts = [*ends]  # where devices do
+    for rank, fault in faults.items():
+        index = of[rank]
+        ends[index] = _first_of_batch(graph.program_list[index], fault.host)
+        starts[index] = min(ends[index], _first_of_batch(graph.program_list[index], fault.device))
+        waiting[(dag.owner == index) & (dag.op >= starts[index])] += 1
+    ended = np.zeros(len(dag) + 1, dtype=bool)  # the last one: of ops that have no node
+    ended[loops.order(waiting, *dag.followers)] = True
+    held = (dag.kind == JOIN) & ~ended[:-1]
+    issued, done, ready = [], [], []
+    for index, program in enumerate(graph.program_list):
+        mine = dag.op[held & (dag.owner == index)]
+        ops = program.ops[mine]
+        holds = ~(IS_COLLECTIVE | IS_PAIR)[ops["name"]]
+        holds |= (ops["name"] == CODE["barrier"]) & (ops["handle"] < 0)
+        issued.append(int(min(ends[index], mine[holds].min(initial=ends[index]) + 1)))
+        flags = ended[dag.node_of[index][0]]
+        without = dag.node_of[index][0] < 0
+        flags[without] = np.flatnonzero(without) < issued[-1]
+        flags[mine[holds]] = False
+        done.append(flags.tobytes())
+        ready.append(ended[dag.ready_of[index][0]].tobytes())
+    return StalledJob(
+        graph.programs, graph.groups, faults,
+        *([each[index] for index in of.tolist()] for each in (issued, done, ready)),
+    )  # fmt: skip
 
-    names: list[int]
-    needs: list[int]
-    followers: list[list[int]]
-    hosts: list[bool]
-    calls: list[tuple[str, int, int, bytes]]  # group, peer or 0, place in its FIFO, signature
-    opens: list[int]  # the first op of its batch, or itself
 
-    def place(self, op: int | None) -> int:
-        """Where somebody stops who never gets to ``op``; behind all ops for None."""
-        return len(self.names) if op is None or op >= len(self.names) else self.opens[op]
+def _first_of_batch(program: Program, op: int | None) -> int:
+    """Where somebody stops who never gets to ``op``; behind all ops for None."""
+    if op is None or op >= len(program):
+        return len(program)
+    batch = program.ops["batch"]
+    return op if batch[op] < 0 else int(np.argmax(batch == batch[op]))
 
 
-class _Run:
-    """Classes of ranks; without ``classes`` every rank is one."""
+def _calls_that_fit(graph: WorldGraph) -> np.ndarray:
+    """bool [matched calls]: those that all members make, and alike."""
+    meet, programs = graph.matched_calls, graph.program_list
+    fits = np.diff(meet.start) >= meet.sides
+    first, split = np.full((len(meet), 6), -1, dtype=np.int64), np.zeros(len(meet), dtype=bool)
+    for program, of in zip(programs, meet.of, strict=True):
+        talks = np.flatnonzero(of >= 0)
+        calls, signs = of[talks], _signature(program)[talks]
+        new = first[calls, 0] < 0
+        first[calls[new]] = signs[new]
+        fits[calls[(first[calls] != signs).any(axis=1)]] = False
+        split[calls[program.ops["splits"][talks] >= 0]] = True
 
-    def __init__(
-        self,
-        programs: Programs,
-        faults: dict[int, RankFault],
-        plans: dict[int, ProgramPlan] | None = None,
-        groups: Mapping[str, Membership] | None = None,
-        classes: Classes | None = None,
-    ) -> None:
-        self.programs, self.groups = programs, groups or memberships(programs)
-        n, of = programs.world.size, programs.program_of.tolist()
-        self.of = np.arange(n) if classes is None else classes.of
-        self.heads = range(n) if classes is None else classes.representatives
-        self.faults, self.fault = faults, [faults.get(rank) for rank in self.heads]
-        numbers = of if classes is None else classes.programs
-        known = {} if plans is None else plans
-        self.plans = {i: known[i] if i in known else _plan(programs.programs[i])
-                      for i in dict.fromkeys(numbers)}  # fmt: skip
-        if not known:
-            known.update(self.plans)
-        self.plan = [self.plans[i] for i in numbers]
-        self.left = [list(p.needs) for p in self.plan]
-        self.issued = [0] * len(self.plan)
-        self.done = [bytearray(len(p.names)) for p in self.plan]
-        self.ready = [bytearray(len(p.names)) for p in self.plan]
-        self.met: dict[object, list[tuple[int, int]]] = defaultdict(list)
-        self.came: Counter[object] = Counter()
-        self.kinds: dict[tuple[str, int], tuple[bytes, int, int]] = {}
-        self.stack: list[tuple[int, int]] = []
-        self.hosts = list(range(len(self.plan)))
+    @cache
+    def orders(name: str, index: int) -> set[tuple[int, ...]]:
+        """How the classes of its groups follow each other."""
+        groups = (graph.groups[name].group(int(rank)) for rank in graph.classes.ranks(index))
+        return {tuple(graph.classes.of[group].tolist()) for group in groups}
 
-    def to_the_end(self) -> StalledJob:
-        while self.hosts or self.stack:
-            while self.stack:
-                self._end(*self.stack.pop())
-            if self.hosts:
-                self._issue(self.hosts.pop())
-        of = self.of.tolist()
-        return StalledJob(self.programs, self.groups, self.faults, [self.issued[c] for c in of],
-                          [self.done[c] for c in of], [self.ready[c] for c in of])  # fmt: skip
-
-    def _issue(self, rank: int) -> None:
-        plan, left, at = self.plan[rank], self.left[rank], self.issued[rank]
-        fault = self.fault[rank]
-        stop = plan.place(None if fault is None else fault.host)
-        while at < stop:
-            self.issued[rank] = at + 1
-            if left[at] == 0:
-                self._start(rank, at)
-            if plan.hosts[at] and not self.done[rank][at]:
-                break
-            at += 1
-
-    def _start(self, rank: int, op: int) -> None:
-        fault, plan = self.fault[rank], self.plan[rank]
-        if fault is not None and op >= plan.place(fault.device):
-            return
-        self.ready[rank][op] = 1
-        if not _TALK[plan.names[op]]:
-            if plan.hosts[op]:
-                self.done[rank][op] = 1  # at once: its host goes on in the loop that asked
-                self._followers(rank, op)
-            else:
-                self.stack.append((rank, op))
-            return
-        key, size, mine = self._meeting(rank, op)
-        here = self.met[key]
-        here.append((rank, op))
-        self.came[key] += mine
-        if self.came[key] == size:
-            first = self.plan[here[0][0]].calls[here[0][1]][3]
-            agree = all(self.plan[r].calls[i][3] == first for r, i in here)
-            if agree and self._splits_fit(plan.calls[op][0], here):
-                self.stack += here
-
-    def _meeting(self, rank: int, op: int) -> tuple[object, int, int]:
-        """(which call it is, by how many ranks it is made, how many of them are of this class)."""
-        name, peer, place, _ = self.plan[rank].calls[op]
-        if not IS_PAIR[self.plan[rank].names[op]]:
-            kind, size, mine = self._kind(rank, name)
-            return (name, kind, place), size, mine
-        group, head = self.groups[name], self.heads[rank]
-        members = group.group(head)
-        size = max(1, len(members))
-        if self.plan[rank].names[op] == _SEND:
-            return (name, "p2p", rank, peer % size, place), 2, 1
-        sender = int(self.of[members[(int(group.position[head]) + peer) % size]])
-        return (name, "p2p", sender, -peer % size, place), 2, 1
-
-    def _kind(self, rank: int, name: str) -> tuple[bytes, int, int]:
-        """(the classes in its group, ascending; how many ranks; how many of its own class)."""
-        if (name, rank) not in self.kinds:
-            found = np.sort(self.of[self.groups[name].group(self.heads[rank])])
-            self.kinds[name, rank] = found.tobytes(), len(found), int((found == rank).sum())
-        return self.kinds[name, rank]
-
-    def _splits_fit(self, name: str, here: list[tuple[int, int]]) -> bool:
-        """Whether every member of an all-to-all sends what the others expect."""
-        rows = {}
-        for rank, op in here:
-            program = self.programs.of(self.heads[rank])
-            at = int(program.ops["splits"][op])
-            if at < 0:
-                return True
-            rows[rank] = program.splits[at]
-        group, kind = self.groups[name], self._kind(here[0][0], name)[0]
-        sets = (self.of[group.group(r)] for r in np.flatnonzero(self.of == here[0][0]).tolist())
-        orders = {tuple(one.tolist()) for one in sets if np.sort(one).tobytes() == kind}
-        fits = {_fit([rows[member] for member in order]) for order in orders}
-        if len(fits) > 1:
+    for number in np.flatnonzero(split & fits).tolist():
+        rows = {c: (programs[c], int(programs[c].ops["splits"][op]))
+                for c, op in meet.members(number)}  # fmt: skip
+        if min(at for _, at in rows.values()) < 0:
+            continue
+        index, op = meet.members(number)[0]
+        name = programs[index].strings[programs[index].ops["group"][op]]
+        each = {_splits_fit([rows[c][0].splits[rows[c][1]] for c in order])
+                for order in orders(name, index)}  # fmt: skip
+        if len(each) > 1:
             raise _UnlikeGroupsError
-        return fits.pop()
-
-    def _end(self, rank: int, op: int) -> None:
-        if self.done[rank][op]:
-            return
-        self.done[rank][op] = 1
-        self._followers(rank, op)
-        if self.plan[rank].hosts[op]:  # a barrier: its host was waiting
-            self.hosts.append(rank)
-
-    def _followers(self, rank: int, op: int) -> None:
-        plan, left = self.plan[rank], self.left[rank]
-        for other in plan.followers[op]:
-            left[other] -= 1
-            if left[other] == 0 and other < self.issued[rank]:
-                self._start(rank, other)
-                if plan.hosts[other] and self.done[rank][other]:
-                    self.hosts.append(rank)
+        fits[number] = each.pop()
+    return fits
 
 
-def _fit(rows: Sequence[Splits]) -> bool:
+def _signature(program: Program) -> np.ndarray:
+    """What the other sides must call alike, int64 [ops, 6]."""
+    if "signature" not in program.derived:
+        signs, pair = signature(program, np.arange(len(program))), IS_PAIR[program.ops["name"]]
+        signs[pair, 0] = 0  # a send and its receive agree in dtype and size
+        signs[pair, 3:] = 0
+        program.derived["signature"] = signs
+    return np.asarray(program.derived["signature"])
+
+
+def _splits_fit(rows: Sequence[Splits]) -> bool:
     """Whether each member sends what the others expect; rows: (sent, wanted) of each, in order."""
     sent, wanted = ([row[side] for row in rows] for side in (0, 1))
     if any(len(row) != len(rows) for row in (*sent, *wanted)):
         return False
     return bool(np.array_equal(np.array(sent), np.array(wanted).T))
-
-
-def _plan(program: Program) -> ProgramPlan:
-    """The order that streams, handles, communicators and the host impose."""
-    ops, n = program.ops, len(program)
-    names, sequence = ops["name"].tolist(), program.sequence.tolist()
-    streams, handles = ops["stream"].tolist(), ops["handle"].tolist()
-    batches, groups, peers = (ops[c].tolist() for c in ("batch", "group", "peer"))
-    queue: dict[int, set[int]] = defaultdict(set)
-    comms: dict[tuple[int, int], set[int]] = defaultdict(set)
-    events: dict[int, set[int]] = {}
-    needs: list[set[int]] = []
-    together: dict[int, list[int]] = defaultdict(list)
-    for i in range(n):
-        if batches[i] >= 0:
-            together[batches[i]].append(i)
-    for i, name in enumerate(names):
-        before = set(queue[streams[i]])
-        if _TALK[name]:
-            alone = batches[i] < 0 and IS_PAIR[name]
-            comm = (groups[i], peers[i] if alone else 1 << 40)
-            before = (before | comms[comm]) - set(together.get(batches[i], ()))
-            if batches[i] >= 0 and together[batches[i]][0] != i:
-                before = set(needs[together[batches[i]][0]])
-            ends = set(together.get(batches[i], (i,)))
-            comms[comm] = ends
-            if handles[i] >= 0:
-                events[handles[i]] = ends
-            else:
-                queue[streams[i]] = ends
-        elif name == _WAIT:
-            before |= events.get(handles[i], set())
-            queue[streams[i]] = {i}
-        elif name == _RECORD:
-            events[handles[i]] = {i}
-            queue[streams[i]] = {i}
-        elif name == _HOST:
-            if program.strings[ops["note"][i]] == "device":
-                before = before.union(*queue.values(), *comms.values())
-        else:
-            queue[streams[i]] = {i}
-        needs.append({j for j in before if j < i} if not _TALK[name] else before - {i})
-    followers: list[list[int]] = [[] for _ in range(n)]
-    for i, before in enumerate(needs):
-        for j in before:
-            followers[j].append(i)
-    calls = _calls(program, sequence)
-    waits = np.flatnonzero((ops["name"] == _BARRIER) & (ops["handle"] < 0)).tolist()
-    hosts = [name == _HOST for name in names]
-    for i in waits:  # as NCCL's and gloo's hold the host
-        hosts[i] = True
-    opens = [together[batch][0] if batch >= 0 else i for i, batch in enumerate(batches)]
-    return ProgramPlan(names, [len(b) for b in needs], followers, hosts, calls, opens)
-
-
-def _calls(program: Program, sequence: Sequence[int]) -> list[tuple[str, int, int, bytes]]:
-    signs = signature(program, np.arange(len(program)))
-    pair = IS_PAIR[program.ops["name"]]
-    signs[pair, 0] = 0  # a send and its receive agree in dtype and size
-    splits = program.ops["splits"]
-    signs[splits >= 0, 2] = 0
-    signs[pair, 3:] = 0
-    return [
-        (program.strings[g], int(p), k, sign.tobytes())
-        for g, p, k, sign in zip(
-            program.ops["group"], program.ops["peer"], sequence, signs, strict=True
-        )
-    ]

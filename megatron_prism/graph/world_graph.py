@@ -30,12 +30,14 @@ class MatchedCalls:
     start   : int64 [matched calls + 1], slices of the next two
     classes : int32 [total], the classes that meet, ascending; a send comes before its receive
     ops     : int64 [total], the op of each of them
+    sides   : int64 [matched calls], how many classes meet if all make the call
     """
 
     of: tuple[np.ndarray, ...]
     start: np.ndarray
     classes: np.ndarray
     ops: np.ndarray
+    sides: np.ndarray
 
     def __len__(self) -> int:
         return len(self.start) - 1
@@ -86,7 +88,7 @@ class WorldGraph:
 
     @cached_property
     def matched_calls(self) -> MatchedCalls:
-        """Who meets whom.  Meaningful only if ``check()`` finds nothing."""
+        """Who meets whom: the k-th calls of all FIFOs, whether they fit (``check()``) or not."""
         return _Joiner(self).join()
 
 
@@ -97,27 +99,29 @@ def build(programs: Programs) -> WorldGraph:
 
 
 class _Joiner:
-    """Numbers the meetings: one block per set of classes and FIFO, one number per entry."""
+    """Numbers the meetings: one block per set of classes and FIFO, as long as its longest."""
 
     def __init__(self, graph: WorldGraph) -> None:
         self.graph = graph
-        self.of = [np.full(len(p), -1, dtype=np.int64) for p in graph.program_list]
-        self.blocks: dict[object, int] = {}
+        self.entries: list[tuple[int, np.ndarray, object]] = []  # class, its ops, their block
+        self.blocks: dict[object, tuple[int, int]] = {}  # length, sides
         self.sets: dict[tuple[int, ...], int] = {}  # which classes meet -> a number for them
         self.together: dict[int, int] = {}
-        self.count = 0
 
-    def _block(self, key: object, length: int) -> int:
-        if key not in self.blocks:
-            self.blocks[key] = self.count
-            self.count += length
-        return self.blocks[key]
+    def _add(self, index: int, ops: np.ndarray, block: object, sides: int) -> None:
+        self.entries.append((index, ops, block))
+        self.blocks[block] = max(len(ops), self.blocks.get(block, (0, 0))[0]), sides
 
     def join(self) -> MatchedCalls:
         for index in range(len(self.graph.classes)):
             self._collectives(index)
             self._pairs(index)
-        return self._table()
+        of = [np.full(len(p), -1, dtype=np.int64) for p in self.graph.program_list]
+        lengths, sides = np.array([*self.blocks.values()], dtype=np.int64).reshape(-1, 2).T
+        first = dict(zip(self.blocks, (np.cumsum(lengths) - lengths).tolist(), strict=True))
+        for index, ops, block in self.entries:
+            of[index][ops] = first[block] + np.arange(len(ops))
+        return self._table(of, np.repeat(sides, lengths))
 
     def _collectives(self, index: int) -> None:
         program = self.graph.program_list[index]
@@ -127,29 +131,26 @@ class _Joiner:
             if id(counts) not in self.together:  # classes of one group share one ``counts``
                 who = tuple(c for c, _ in counts)
                 self.together[id(counts)] = self.sets.setdefault(who, len(self.sets))
-            first = self._block((name, self.together[id(counts)]), len(found))
-            self.of[index][found] = first + np.arange(len(found))
+            self._add(index, found, (name, self.together[id(counts)]), len(counts))
 
     def _pairs(self, index: int) -> None:
         graph, program = self.graph, self.graph.program_list[index]
         rank = graph.classes.representatives[index]
         for name, found in program.groups().items():
             found = found[IS_PAIR[program.ops["name"][found]]]
-            if not found.size:
-                continue
             size = len(graph.groups[name].group(rank))
-            ops = program.ops[found]
-            for offset in np.unique(ops["peer"] % size).tolist():
+            if not found.size or not size:
+                continue
+            places, names = program.ops["peer"][found] % size, program.ops["name"][found]
+            for offset in sorted({*places.tolist()}):
+                other = self._partner(index, name, offset, size)
                 for what in ("send", "recv"):
-                    chosen = found[(ops["peer"] % size == offset) & (ops["name"] == CODE[what])]
-                    if not chosen.size:
-                        continue
-                    other = self._partner(index, name, offset, size)
+                    chosen = found[(places == offset) & (names == CODE[what])]
                     # a message is named by its sender, its receiver and the way between them
                     way = offset if what == "send" else -offset % size
                     ends = (index, other) if what == "send" else (other, index)
-                    first = self._block((name, way, ends), len(chosen))
-                    self.of[index][chosen] = first + np.arange(len(chosen))
+                    if chosen.size:
+                        self._add(index, chosen, (name, way, ends), 2)
 
     def _partner(self, index: int, name: str, offset: int, size: int) -> int:
         """The class ``offset`` places further in the group of class ``index``'s representative."""
@@ -158,21 +159,15 @@ class _Joiner:
         members = group.group(rank)
         return int(classes.of[members[(int(group.position[rank]) + offset) % size]])
 
-    def _table(self) -> MatchedCalls:
+    def _table(self, of: list[np.ndarray], sides: np.ndarray) -> MatchedCalls:
         """The inverse of ``of``, sends before receives."""
-        where, owner, number, late = [], [], [], []
-        for index, of in enumerate(self.of):
-            talk = np.flatnonzero(of >= 0)
-            where.append(of[talk])
-            owner.append(np.full(len(talk), index, dtype=np.int32))
-            number.append(talk)
-            late.append(self.graph.program_list[index].ops["name"][talk] == CODE["recv"])
-        if not where:
-            return MatchedCalls(
-                (), np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, np.int64)
-            )
-        at = np.concatenate(where)
-        owners, numbers = np.concatenate(owner), np.concatenate(number)
-        order = np.lexsort((owners, np.concatenate(late), at))
-        start = np.searchsorted(at[order], np.arange(self.count + 1))
-        return MatchedCalls(tuple(self.of), start, owners[order], numbers[order])
+        parts = [
+            (where[talk], np.full(len(talk), index, dtype=np.int32), talk,
+             program.ops["name"][talk] == CODE["recv"])
+            for index, (where, program) in enumerate(zip(of, self.graph.program_list, strict=True))
+            for talk in [np.flatnonzero(where >= 0)]
+        ]  # fmt: skip
+        at, owners, numbers, late = map(np.concatenate, zip(*parts, strict=True))
+        order = np.lexsort((owners, late, at))
+        start = np.searchsorted(at[order], np.arange(len(sides) + 1))
+        return MatchedCalls(tuple(of), start, owners[order], numbers[order], sides)

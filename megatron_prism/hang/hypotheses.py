@@ -72,8 +72,7 @@ class _Explainer:
         self.groups = memberships(programs)
         self.wanted = {rank: self._observed(rank) for rank in state.dumps}
         self.counts = self._relative(state.enqueued)
-        self.plans: dict[int, stall.ProgramPlan] = {}  # of the programs as they are, made once
-        self.healthy = stall.run_until_stalled(programs, None, self.plans).finished
+        self.healthy = stall.run_until_stalled(programs).finished
         self.calls = [self._calls_of(p) for p in programs.programs]
 
     def verdict(self, verdict: Diagnosis) -> Diagnosis:
@@ -170,7 +169,7 @@ class _Explainer:
                 programs, programs=(*programs.programs, changed), program_of=of
             )
         faults = {} if why.fault is None else {why.rank: why.fault}
-        after = stall.run_until_stalled(programs, faults, self.plans)
+        after = stall.run_until_stalled(programs, faults)
         calls = self.calls
         if why.ops is not None:
             calls = [*self.calls, self._calls_of(why.ops)]

@@ -9,6 +9,8 @@ import dataclasses
 import heapq
 import random
 
+from oracles import naive_stall
+
 from megatron_prism.core.program import Program
 from megatron_prism.graph import stall
 from megatron_prism.hang import export
@@ -32,32 +34,32 @@ def repeated(programs, times):
     return dataclasses.replace(programs, programs=tuple(made))
 
 
-class TimedRun(stall._Run):
+class TimedRun(naive_stall.Run):
     """When every op of every rank was issued, started and ended, in ns."""
 
     def __init__(self, programs, seed, straggles=False):
         """straggles: now and then a host pauses for up to 2 s, as for a data loader."""
-        super().__init__(programs, {})
+        super().__init__(programs)
         self.straggles = straggles
         self.rng, self.events = random.Random(seed), []
         self.times = {what: [[-1] * len(plan.names) for plan in self.plan]
                       for what in ("issued", "started", "ended")}  # fmt: skip
         costs = random.Random(seed)
         self.cost = {id(plan): [int(MS * costs.choice((0.1, 0.3, 1, 3))) for _ in plan.names]
-                     for plan in self.plans.values()}  # fmt: skip
+                     for plan in self.plans}  # fmt: skip
         self.waiting = [False] * programs.world.size
         for rank in range(programs.world.size):
             self._at(self.rng.randrange(MS), rank, -1)
         while self.events:
             self.now, rank, op = heapq.heappop(self.events)
-            self._host(rank) if op < 0 else self._end(rank, op)
+            self.host(rank) if op < 0 else self.end(rank, op)
 
     def _at(self, when, rank, op):
         if self.straggles and op < 0 and self.rng.random() < 0.0006:
             when += self.rng.randrange(2000 * MS)
         heapq.heappush(self.events, (when, rank, op))
 
-    def _host(self, rank):
+    def host(self, rank):
         plan, at = self.plan[rank], self.issued[rank]
         if at and plan.hosts[at - 1] and not self.done[rank][at - 1]:
             self.waiting[rank] = True
@@ -68,32 +70,32 @@ class TimedRun(stall._Run):
         for op in range(at, end):
             self.issued[rank], self.times["issued"][rank][op] = op + 1, self.now
             if self.left[rank][op] == 0:
-                self._start(rank, op)
+                self.start(rank, op)
         pause = self.rng.randrange(20 * MS) if self.rng.random() < 0.02 else 0
         if end > at:
             self._at(self.now + self.rng.randrange(10_000, 30_000) + pause, rank, -1)
 
-    def _start(self, rank, op):
+    def start(self, rank, op):
         plan, here = self.plan[rank], [(rank, op)]
         self.times["started"][rank][op] = self.now
         needed, cost = 1, self.cost[id(plan)][op] * self.rng.uniform(1, 1.2)
-        if stall._TALK[plan.names[op]]:
-            key, needed, _ = self._meeting(rank, op)
+        if naive_stall.TALK[plan.names[op]]:
+            key, needed = self.meeting(rank, op)
             here = self.met[key]
             here.append((rank, op))
-        elif plan.hosts[op] or plan.names[op] in (stall._WAIT, stall._RECORD):
+        elif plan.hosts[op] or plan.names[op] in (naive_stall.WAIT, naive_stall.RECORD):
             cost = 0
         for one in here if len(here) == needed else ():
             self._at(self.now + int(cost), *one)
 
-    def _end(self, rank, op):
+    def end(self, rank, op):
         self.done[rank][op] = 1
         self.times["ended"][rank][op] = self.now
         left = self.left[rank]
         for other in self.plan[rank].followers[op]:
             left[other] -= 1
             if left[other] == 0 and other < self.issued[rank]:
-                self._start(rank, other)
+                self.start(rank, other)
         if self.waiting[rank] and self.done[rank][self.issued[rank] - 1]:
             self.waiting[rank] = False
             self._at(self.now, rank, -1)
