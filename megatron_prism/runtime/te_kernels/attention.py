@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te_kernels.quantization import kind_of
+from megatron_prism.runtime.te_kernels.quantization import create, kind_of, parts
 from megatron_prism.runtime.te_kernels.table import (
     TABLE,
     Values,
@@ -23,7 +23,6 @@ from megatron_prism.runtime.te_kernels.table import (
     kernel,
     member,
     new,
-    refuse,
 )
 
 
@@ -32,6 +31,7 @@ class _Call:
     """One call of fused attention.
 
     form    : sbhd, bshd or thd, of the queries;  layout : of all three
+    fp8     : whether q, k and v are in FP8 (attention.cpp:114, fused_attn_fp8.cu:1138 @v2.18)
     tensors : of forward q, k, v; of backward q, k, v, out and its gradient
     rest    : the arguments after them
     """
@@ -48,12 +48,14 @@ class _Call:
     def of(args: Sequence[Values], dropout: float, count: int) -> _Call:
         first = next(i for i, a in enumerate(args) if isinstance(a, Tensor))
         tensors, rest = tuple(args[first + 2 : first + 2 + count]), args[first + 2 + count :]
-        if not all(isinstance(t, Tensor) and not hasattr(t, "_quantizer") for t in tensors):
-            refuse("fused_attn of FP8")
         left, right = next(a for a in args if isinstance(a, (tuple, list)))
         layout, mask, bias = (member(f"NVTE_{kind}", args)
                               for kind in ("QKV_Layout", "Mask_Type", "Bias_Type"))  # fmt: skip
         return _Call(layout, mask, bias, dropout, (left, right), tensors, tuple(rest))
+
+    @property
+    def fp8(self) -> bool:
+        return bool(hasattr(self.tensors[0], "_fp8_dtype"))
 
     @property
     def form(self) -> str:
@@ -68,13 +70,17 @@ class _Call:
         s, b = self.form.index("s"), self.form.index("b")
         return q.shape[b], q.shape[s], k.shape[s]
 
+    @property
+    def biased(self) -> bool:
+        return self.bias in ("pre_scale_bias", "post_scale_bias")
+
     def statistics(self) -> Tensor:
         q, (batch, rows, _) = self.tensors[0], self.size
         packed = self.form == "thd"
         return new([rows, q.shape[1], 1] if packed else [batch, q.shape[-2], rows, 1],
                    torch.float32)  # fmt: skip
 
-    def announce(self, name: str, products: int, out: Tensor) -> None:
+    def announce(self, name: str, products: int, out: Tensor | None) -> None:
         announce(name, products, self.tensors, out, self.size, "causal" in self.mask, self.window,
                  self.dropout)  # fmt: skip
 
@@ -83,7 +89,7 @@ def announce(
     name: str,
     products: int,
     qkv: Sequence[Tensor],
-    out: Tensor,
+    out: Tensor | None,
     size: tuple[int, int, int],
     causal: bool,
     window: tuple[int, int],
@@ -104,7 +110,8 @@ def announce(
         pairs = min(pairs, batch * rows * width)
     name += "_dropout" * bool(dropout)
     name += "_deterministic" * (products > 2 and is_deterministic())
-    fused(name, products * q.shape[-2] * pairs * (q.shape[-1] + v.shape[-1]), q, k, v, out)
+    flops = products * q.shape[-2] * pairs * (q.shape[-1] + v.shape[-1])
+    fused(name, flops, *parts(q), *parts(k), *parts(v), out)
 
 
 def is_deterministic() -> bool:
@@ -119,38 +126,43 @@ def rounded(number: int, multiple: int) -> int:
 
 
 @kernel()
-def fused_attn_fwd(*args: Values) -> list[Tensor]:
+def fused_attn_fwd(*args: Values) -> list[Values]:
     """attention.cpp:114 @v2.18: out, statistics, (largest logits,) state, (bias,) (offset)"""
     call = _Call.of(args, args[4], 3)
     q, k, v = call.tensors
-    _, _, _, _, _, s_quantizer, o_quantizer, bias, offset, _, _, largest, *_ = call.rest
-    if kind_of(s_quantizer) or kind_of(o_quantizer):
-        refuse("fused_attn_fwd of FP8")
-    out = new([*q.shape[:-1], v.shape[-1]], q.dtype)
+    dtype, _, _, _, _, s_quantizer, o_quantizer, bias, offset, _, _, largest, *_ = call.rest
+    create(s_quantizer, [0], torch.float32)
+    out = create(o_quantizer, [*q.shape[:-1], v.shape[-1]], dtype)
     state = new(2, torch.int64)
     kept = [call.statistics() for _ in range(2 if largest else 1)]
     more = [t for t in (bias, offset) if isinstance(t, Tensor)]
-    call.announce("attention", 2, out)
+    call.announce("attention", 2, parts(out)[0])
     return [out, *kept, state, *more]
 
 
 @kernel()
-def fused_attn_bwd(*args: Values) -> list[Tensor | None]:
+def fused_attn_bwd(*args: Values) -> list[Values]:
     """attention.cpp:323 @v2.18: gradients of q, k, v, the bias and the softmax offset"""
     call = _Call.of(args, args[3], 5)
     q, k, v, _, grad = call.tensors
-    grads = _gradients(call.layout, q, k, v)
-    (kept,) = (a for a in call.rest if isinstance(a, list))  # statistics, random state, …
-    biased = call.bias in ("pre_scale_bias", "post_scale_bias")
-    dbias = new(kept[-1].shape, q.dtype) if biased else None
+    at, kept = next((i, a) for i, a in enumerate(call.rest) if isinstance(a, list))
+    *of_scores, of_grads = call.rest[at + 3 : at + 6]  # quantizers; kept: statistics, state, …
+    for quantizer in of_scores:
+        create(quantizer, [0], torch.float32)
+    delayed = kind_of(of_grads) == "delayed"
+    dtype = torch.uint8 if delayed else call.rest[0]
+    grads: list[Values] = list(_gradients(call.layout, dtype, q, k, v))
+    if delayed:
+        grads = [create(of_grads, g.shape, q.dtype, lambda *_, g=g: g) for g in grads]
+    dbias = new(kept[-1].shape, q.dtype) if call.biased else None
     offset = member("NVTE_Softmax_Type", args) != "vanilla_softmax"
     doffset = new([1, q.shape[-2], 1, 1], torch.float32) if offset else None
     new(_workspace(call))
-    call.announce("attention_backward", 5, grad)
+    call.announce("attention_backward", 5, parts(grad)[0])
     return [*grads, dbias, doffset]
 
 
-def _gradients(layout: str, q: Tensor, *kv: Tensor) -> list[Tensor]:
+def _gradients(layout: str, dtype: torch.dtype, q: Tensor, *kv: Tensor) -> list[Tensor]:
     """Three tensors, or parts of one or two where the layout has q, k and v so
     (attention.cpp:384 @v2.18)."""
     groups, found = layout.split("_"), []
@@ -158,24 +170,25 @@ def _gradients(layout: str, q: Tensor, *kv: Tensor) -> list[Tensor]:
     for group, tensors in zip(groups, owners, strict=True):
         shape, count = list(tensors[0].shape), len(tensors)
         if count == 1:
-            found.append(new(shape, q.dtype))
+            found.append(new(shape, dtype))
             continue
         at = len(shape) - len(group.partition(str(count))[2])
         shape.insert(at, count)
-        found += new(shape, q.dtype).unbind(at)
+        found += new(shape, dtype).unbind(at)
     return found
 
 
 def _workspace(call: _Call) -> int:
     """Bytes of one backward (cudnn-frontend, scaled_dot_product_flash_attention.h,
     get_fe_workspace_size_node @1.32): gradients of the queries in fp32 and a sum a row, or the
-    parts of a fixed order; with grouped heads keys' and values' gradients of every head."""
+    parts of a fixed order, which a bias's gradient takes, too; with grouped heads keys' and values'
+    gradients of every head."""
     q, k, v = call.tensors[:3]
     batch, rows, columns = call.size
     heads, size = q.shape[-2:]
     whole = batch * heads
     taken = 4 * whole * rows * (size + 1)
-    if is_deterministic() and call.form != "thd":
+    if (is_deterministic() or call.biased) and call.form != "thd":
         taken = 2 * whole * rounded(rows, 64) * rounded(columns, 128) + 4 * whole * rows
     if k.shape[-2] != heads:
         taken += q.element_size() * whole * columns * (k.shape[-1] + v.shape[-1])
@@ -204,8 +217,11 @@ def get_fused_attn_backend(*args: Values) -> Values:
     fits = fits and all(size % 8 == 0 and size <= 256 for size in sizes)
     fits = fits and not (windowed and (dropout or rows > columns))
     name = "NVTE_F16_arbitrary_seqlen" if fits else "NVTE_No_Backend"
+    if dtype_of(dtype) == torch.uint8 and set(sizes) == {128} and not (windowed or rows % 128):
+        name = "NVTE_FP8"
     answer = NVTE_Fused_Attn_Backend[name]
-    return (answer, "" if fits else "no row of our table") if len(args) == 1 else answer
+    why = "no row of our table" if name == "NVTE_No_Backend" else ""
+    return (answer, why) if len(args) == 1 else answer
 
 
 # -- packed sequences, spread over ranks -----------------------------------------------------------

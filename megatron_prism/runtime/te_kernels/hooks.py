@@ -246,9 +246,34 @@ def _states_are_tensors(changes: ProcessChanges) -> None:
         changes.set(distributed, "graph_safe_rng_available", lambda: False)
 
 
+class _OnDevice:
+    """A tensor of shapes that says it is CUDA's; of the same class for ``isinstance``."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+def _shapes_are_offloaded(changes: ProcessChanges) -> None:
+    """Only tensors whose ``device.type`` is CUDA's go to the host (cpu_offload.py:454 @v2.20)."""
+    state = vars(importlib.import_module(f"{_TE}.cpu_offload")).get("OffloadableLayerState")
+    if state is not None:
+        asked = state._check_if_offload
+        changes.set(state, "_check_if_offload", lambda self, t: asked(self, _OnDevice(t)))
+
+
 def set_up(changes: ProcessChanges, live: LiveBytes) -> None:
     """What is changed in its modules once they are there."""
     _states_are_tensors(changes)
+    _shapes_are_offloaded(changes)
     _workspaces_on_the_device(changes)
     _workspace_comes_first(changes)
     _parameters_are_made(changes)

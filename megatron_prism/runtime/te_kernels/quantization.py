@@ -35,6 +35,7 @@ _QUANTIZERS = {
     "Float8BlockQuantizer": ("block", "Float8BlockwiseQTensor", "float8_blockwise_tensor"),
     "MXFP8Quantizer": ("mx", "MXFP8Tensor", "mxfp8_tensor"),
 }
+PROCESSORS = 132  # of an H100
 _DATA = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
 
 
@@ -68,7 +69,8 @@ def create(
     """Quantizer::create_tensor on Hopper, whose FP8 products are all TN (quantizer.cpp:206, :325,
     :650, :1040, :1480 @v2.18); a plain tensor without a quantizer.
 
-    bulk : takes a shape and a type, and gives the memory (``split_quantize``); None: the allocator
+    bulk : takes a shape and a type, and gives the memory of values by rows, or of all of blocks
+        (``split_quantize``, attention's gradients); None: the allocator
     """
     if quantizer is None:
         return new(shape, dtype)
@@ -81,7 +83,7 @@ def create(
     }  # fmt: skip
     if kind in ("current", "delayed"):
         first = new(1, torch.float32) if kind == "delayed" else None  # the scale
-        found["data"] = new(shape) if quantizer.rowwise_usage else None
+        found["data"] = take(shape, torch.uint8) if quantizer.rowwise_usage else None
         found["data_transpose"] = new(turned(shape)) if quantizer.columnwise_usage else None
         found["fp8_scale_inv"] = new(1, torch.float32) if first is None else first
     else:
@@ -163,7 +165,40 @@ def parts(tensor: Values) -> tuple[Tensor | None, ...]:
     return tuple(part for name in _DATA if (part := getattr(tensor, name, None)) is not None)
 
 
-def _cast(x: Tensor, quantizer: Quantizer, out: Values, amax: Tensor | None = None) -> Values:
+_WIDTHS = [(8, 8), (4, 8), (8, 4), (4, 4), (2, 8), (8, 2), (2, 4), (4, 2), (2, 2), (1, 8), (8, 1),
+           (1, 4), (4, 1), (1, 2), (2, 1), (1, 1)]  # fmt: skip
+
+
+@functools.cache
+def _rows_of_a_block(rows: int, width: int, itemsize: int, of_activation: bool) -> int:
+    """Rows of a tile of the fused cast and transpose of delayed scaling, whose sizes are chosen by
+    an estimate of costs (KernelConfig, cast_transpose_fusion.cu:44, :570 @v2.18)."""
+    costs = []
+    for load, store in _WIDTHS:
+        across, down = load * 32 // itemsize, store * 32
+        if (
+            load < itemsize
+            or width % across
+            or rows % down
+            or (of_activation and max(load, store) > 4)
+        ):
+            continue
+        active = min(-(-(width // across * (rows // down)) // 2), PROCESSORS)
+        loads = 2 if of_activation else 1
+        lines = loads / min(128 // itemsize, across) + 1 / min(128, across) + 1 / min(128, down)
+        costs.append((lines / active, down))
+    return min(costs, key=lambda one: one[0])[1] if costs else 32 * (4 if of_activation else 8)
+
+
+def sum_in_blocks(x: Tensor, quantizer: Quantizer, of_activation: bool = False) -> None:
+    """Ask for the sums over blocks of rows with which a cast finds a bias's gradient."""
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    delayed = kind_of(quantizer) == "delayed"
+    block = _rows_of_a_block(rows, width, x.element_size(), of_activation) if delayed else 128
+    new([-(-rows // block), width], torch.float32)
+
+
+def cast_into(out: Values, x: Tensor, quantizer: Quantizer, amax: Tensor | None = None) -> Values:
     """Quantizer::quantize of ``x`` into ``out`` (quantizer.cpp:613, :960, :1404 @v2.18)."""
     if quantizer is None or not x.numel():
         return out
@@ -190,7 +225,7 @@ def computed(
     out = create(quantizer, shape, dtype) if out is None else out
     if kind_of(quantizer) in _CAST_AFTER[of]:
         amax = new(1, torch.float32) if kind_of(quantizer) == "current" else None
-        _cast(new(shape, dtype), quantizer, out, amax)
+        cast_into(out, new(shape, dtype), quantizer, amax)
     return out
 
 
@@ -207,7 +242,7 @@ def quantize(x: Tensor, quantizer: Quantizer, out: Values = None, noop: object =
     """cast.cpp:52 @v2.18"""
     x = x.contiguous()
     out = create(quantizer, x.shape, x.dtype) if out is None else _update(quantizer, out)
-    return _cast(x, quantizer, out)
+    return cast_into(out, x, quantizer)
 
 
 @kernel()
@@ -219,11 +254,11 @@ def bgrad_quantize(grad: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     out = grad if quantizer is None else create(quantizer, grad.shape, grad.dtype)
     both = kind and quantizer.rowwise_usage and quantizer.columnwise_usage
     if kind == "mx" or (kind == "delayed" and both):  # sums of blocks of rows, beside the cast
-        new([-(-len(rows) // (64 if kind == "delayed" else 128)), rows.shape[1]], torch.float32)
+        sum_in_blocks(rows, quantizer)
         fused("fp8_quantize", 0, grad, *parts(out))
         return dbias, out
     torch.sum(rows, 0, out=dbias)
-    return dbias, _cast(grad, quantizer, out)
+    return dbias, cast_into(out, grad, quantizer)
 
 
 @kernel()
@@ -284,14 +319,14 @@ def split_quantize(
         out = _in_bulk(xs, quantizers)
     else:
         out = [create(q, one.shape, x.dtype) for one, q in zip(xs, quantizers, strict=True)]
-    return [_cast(*three) for three in zip(xs, quantizers, out, strict=True)]
+    return [cast_into(*three) for three in zip(out, xs, quantizers, strict=True)]
 
 
 @kernel()
 def multi_tensor_quantize(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Values]:
     """cast.cpp:719 @v2.18"""
     out = [create(q, x.shape, x.dtype) for x, q in zip(xs, quantizers, strict=True)]
-    return [_cast(*three) for three in zip(xs, quantizers, out, strict=True)]
+    return [cast_into(*three) for three in zip(out, xs, quantizers, strict=True)]
 
 
 @kernel()

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te_kernels.quantization import computed, parts
+from megatron_prism.runtime.te_kernels.quantization import (
+    PROCESSORS,
+    cast_into,
+    computed,
+    create,
+    kind_of,
+    parts,
+    sum_in_blocks,
+)
 from megatron_prism.runtime.te_kernels.table import (
     TABLE,
     Kernel,
@@ -24,7 +32,6 @@ from megatron_prism.runtime.te_kernels.table import (
 # Kernels of backward in bf16 (ln_bwd_semi_cuda_kernel.cu, rmsnorm_bwd_semi_cuda_kernel.cu @v2.20):
 # width -> (blocks that fit on a processor of an H100, blocks of a row).  How many fit follows from
 # registers and was measured (h100_layer_memory.json); 768 and 2,304 to 65,536 as their neighbours.
-_PROCESSORS = 132
 _TUNED: dict[bool, dict[int, tuple[int, int]]] = {  # is it RMSNorm
     False: {768: (3, 1), 1024: (2, 1), 1536: (5, 1), 2048: (4, 1), 2304: (4, 1), 3072: (3, 1),
             3840: (2, 1), 4096: (2, 1), 5120: (2, 1), 6144: (1, 1), 8192: (2, 2), 10240: (2, 2),
@@ -43,11 +50,11 @@ def _blocks(rms: bool, rows: int, width: int) -> int:
     """Blocks that add up the weights' gradients, each for itself in fp32."""
     if width in _TUNED[rms]:
         fit, of_a_row = _TUNED[rms][width]
-        return _PROCESSORS * fit // of_a_row
+        return PROCESSORS * fit // of_a_row
     kernels = _GENERAL[rms]
     columns = min((size for size in kernels if size >= width), default=max(kernels))
     fit, at_once = kernels[columns]
-    return min(-(-rows // at_once), _PROCESSORS * fit // -(-width // columns))
+    return min(-(-rows // at_once), PROCESSORS * fit // -(-width // columns))
 
 
 def _sum_in_blocks(rms: bool, x: Tensor) -> None:
@@ -211,9 +218,17 @@ def _activation_backward(name: str) -> Kernel:
 def _activation_and_bias(name: str) -> Kernel:
     def run(grad: Tensor, x: Tensor, quantizer: Quantizer = None) -> tuple[Values, Any]:
         """bias.cpp:108 @v2.18"""
-        out = TABLE[f"d{name}"](grad, x, quantizer)
+        grad, x = grad.contiguous(), x.contiguous()
+        out = create(quantizer, x.shape, grad.dtype)
         dbias = new(x.shape[-1], grad.dtype)
-        fused("sum", 0, *parts(out)[:1], dbias)
+        fused(f"{name}_back", 0, grad, x, *parts(out)[:1])
+        if kind_of(quantizer) in ("delayed", "mx"):
+            sum_in_blocks(x, quantizer, of_activation=True)
+        else:  # one after the other
+            amax = new(1, torch.float32) if kind_of(quantizer) == "current" else None
+            high = new(x.shape, grad.dtype)
+            torch.sum(high.reshape(-1, x.shape[-1]), 0, out=dbias)
+            cast_into(out, high, quantizer, amax)
         return dbias, out
 
     return run
