@@ -9,6 +9,7 @@ Nothing here imports torch: a command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -72,8 +73,8 @@ def run(argv: Sequence[str]) -> int:
     prism run [--prism-...] -- pretrain_gpt.py <the job's own arguments>
     prism run [--prism-...] torchrun --nnodes 128 --nproc-per-node 8 pretrain_gpt.py <the same>
 
-    --prism-emulate is implied.  A launcher before the script is not started: torchrun's options say
-    how many ranks there are.  The same script started with python or torchrun and --prism-emulate
+    --prism-emulate is implied.  Launchers before the script are not started: their options say how
+    many ranks there are.  The same script started with python or torchrun and --prism-emulate
     among its arguments does the same.
     """
     if not argv or argv[0] in ("-h", "--help"):
@@ -133,7 +134,7 @@ def completion(args: argparse.Namespace) -> int:
         first = (inspect.getdoc(command.function) or "").partition("\n")[0]
         one = commands.add_parser(name, help=first, add_help=False)
         _add_arguments(one, name)
-        if command.raw or command.job:
+        if command.raw or command.job or command.programs is not None:
             from megatron_prism.emulate import options as flags
 
             flags.add_flags(one)
@@ -155,12 +156,14 @@ _PATHS = {  # metavar -> what shtab offers
 @dataclass(frozen=True)
 class Command:
     """One row: the function, its arguments for argparse; ``raw`` gets the words unparsed; ``job``
-    takes a script and its arguments behind ``--``, and the flags of ``prism run`` before it."""
+    takes a launch line, and the flags of ``prism run`` before it; ``programs``: place of a word in
+    whose stead a launch line may stand, whose job is then captured."""
 
     function: Callable[..., int]
     arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
     raw: bool = False
     job: bool = False
+    programs: int | None = None
 
 
 COMMANDS = {
@@ -181,6 +184,7 @@ COMMANDS = {
             _settings("rank, around, group"),
             (("--text",), {"action": "store_true", "help": "print the whole text form"}),
         ),
+        programs=0,
     ),
     "diff": Command(
         diff,
@@ -190,8 +194,8 @@ COMMANDS = {
             SETTINGS,
         ),
     ),
-    "classes": Command(classes, (PROGRAMS,)),
-    "check": Command(check, (PROGRAMS,)),
+    "classes": Command(classes, (PROGRAMS,), programs=0),
+    "check": Command(check, (PROGRAMS,), programs=0),
     "hang": Command(
         hang,
         (
@@ -213,6 +217,7 @@ COMMANDS = {
             _file("--trace", "for ui.perfetto.dev"),
         ),
         job=True,
+        programs=0,
     ),
     "schedule": Command(
         schedule,
@@ -235,6 +240,7 @@ COMMANDS = {
             ),
             VERBOSE,
         ),
+        programs=0,
     ),
     "predict": Command(
         predict,
@@ -245,6 +251,7 @@ COMMANDS = {
             _file("--html", "page to write, with all what-ifs"),
             VERBOSE,
         ),
+        programs=0,
     ),
     "import": Command(
         import_,
@@ -290,6 +297,7 @@ COMMANDS = {
             (("-o", "--out"), {"metavar": "FILE", "help": "baseline, or snapshot of explain"}),
             (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"}),
         ),
+        programs=1,
     ),
     "calibrate": Command(
         calibrate,
@@ -364,32 +372,60 @@ def _dispatch(words: list[str]) -> int:
     command = COMMANDS[name]
     if command.raw:
         return command.function(rest)
-    ours = rest[: rest.index("--")] if command.job and "--" in rest else rest
-    if "-h" in ours or "--help" in ours:
+    line = list[str]()
+    if command.job or command.programs is not None:
+        rest, line = _split_at_line(name, rest)
+    if "-h" in rest or "--help" in rest:
         _parser(name).print_help()
         return 0
     with unwinding(), visible():
-        args = _parse_job(name, rest) if command.job else _parse(name, rest)
+        args = _parse_job(name, rest, line)
         if hasattr(args, "csv"):
             check_outputs([args.csv], args.force)  # before the work, not after
         return command.function(args)
 
 
-def _parse_job(name: str, words: list[str]) -> argparse.Namespace:
-    """As ``_parse``; ``job`` gets what is behind ``--``, ``ours`` flags of ``prism run``."""
-    from megatron_prism.emulate.launchers import check_script, script_line
-    from megatron_prism.emulate.options import split
+def _split_at_line(name: str, words: list[str]) -> tuple[list[str], list[str]]:
+    """(words of command ``name``, a launch line) in ``words``."""
+    from megatron_prism.emulate import options
+    from megatron_prism.emulate.launch_line import split_line
 
-    at = words.index("--") if "--" in words else len(words)
-    ours, rest = list[list[str]](), words[:at]
-    launched, job = script_line(words[at:])
-    if job:
-        check_script(job[0])
-        flags, rest = split([*rest, *launched])
-        ours = [found for _, found in flags]
+    actions = _parser(name)._actions
+    alone = {option for one in actions if one.nargs == 0 for option in one.option_strings}
+    return split_line(words, alone | options.alone())
+
+
+def _parse_job(name: str, rest: list[str], line: list[str]) -> argparse.Namespace:
+    """As ``_parse``; ``job`` gets the script of the launch line and its arguments, ``ours`` the
+    flags of ``prism run``.  A command that reads programs gets those of the job, captured now."""
+    job, ours = list[str](), list[str]()
+    if line:
+        from megatron_prism.emulate import options
+        from megatron_prism.emulate.job_line import job_of
+
+        found, rest = options.split(rest)
+        given = [word for _, some in found for word in some]
+        launched, job = job_of(line, given)
+        ours = [*given, *launched]
+    place = COMMANDS[name].programs
+    if job and place is not None and "--dumps" not in rest:
+        rest = [*rest[:place], str(_captured(job, ours)), *rest[place:]]
+        job = []
     args = _parse(name, rest)
-    args.job, args.ours = job, [word for found in ours for word in found]
+    args.job, args.ours = job, ours
     return args
+
+
+def _captured(job: Sequence[str], ours: Sequence[str]) -> Path:
+    """The folder of slices of a script's job, which is captured unless it is there."""
+    from megatron_prism.emulate import script_job
+
+    digest = hashlib.sha1("\0".join((*ours, *job)).encode()).hexdigest()[:8]
+    folder = Path(f"prism-{digest}")
+    talk = console(stderr=True)
+    script_job.capture_command_line(job[0], [*ours, *job[1:]], folder, talk)
+    talk.print(f"prism: {folder} is kept: the next question about this line reads it")
+    return folder
 
 
 class _Parser(argparse.ArgumentParser):

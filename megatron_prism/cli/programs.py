@@ -33,7 +33,8 @@ def capture(args: argparse.Namespace) -> int:
     """Record what one rank per stage does in an iteration, into a folder of slices.
 
     prism capture llama3-70b_1024gpu_tp8pp4vp5_h200 -o llama [key=value ...]
-    prism capture -o mine [--prism-world-size 1024] -- pretrain_gpt.py <the job's own arguments>
+    prism capture -o mine torchrun --nnodes 128 --nproc-per-node 8 pretrain_gpt.py <its arguments>
+    prism capture -o mine --prism-world-size 1024 -- pretrain_gpt.py <its arguments>
 
     A slice that is finished is kept: start the same command again after an interruption and it goes
     on from there.  world.prism in the folder is the whole world; see prism show, classes and check.

@@ -1,6 +1,7 @@
 """The Megatron side: a job becomes an emulated one.
 
-options.py  launchers.py           what was asked for; torchrun, srun and where they say it
+options.py  launchers.py           what was asked for; variables of torchrun and srun
+launch_line.py  job_line.py        a job's launch line: its launchers, its script
 launch.py  session.py              how a job starts; what it changes in its process
 import_hooks.py  patch.py  patches/  what is changed in Megatron, where and why
 monitor.py  summary.py  exit_status.py  did it train, what does it say, may it exit with 0

@@ -25,6 +25,8 @@ from megatron_prism.core.messages import last_resort
 from megatron_prism.core.units import counted
 from megatron_prism.emulate import exit_status, launchers, workers
 from megatron_prism.emulate import options as flags
+from megatron_prism.emulate.job_line import job_of
+from megatron_prism.emulate.launch_line import split_line
 from megatron_prism.emulate.options import queues, without_engine
 from megatron_prism.emulate.session import Session
 from megatron_prism.emulate.workers import Emit
@@ -47,21 +49,27 @@ def run_script(argv: Sequence[str]) -> int:
 
     Flags before the script are ours; ``--prism-emulate`` is implied.
     """
-    ours, job = launchers.script_line(argv)
+    given, line = split_line(argv, flags.alone())
+    ours, job = job_of(line, given)
     if not job:
         raise UsageError(
             "prism run needs a script", fix="prism run -- pretrain_gpt.py <the job's arguments>"
         )
-    script, *rest = job
-    launchers.check_script(script)
+    module = job[0] == "-m"
+    script, *rest = job[1:] if module else job
+    ours = [*given, *ours]
     emulate = [] if "--prism-emulate" in [*ours, *rest] else ["--prism-emulate"]
-    session, place = Session(), str(Path(script).resolve().parent)  # open until the process ends
+    session = Session()  # open until the process ends
+    place = str(Path.cwd() if module else Path(script).resolve().parent)
     session.changes.set(sys, "argv", [script, *emulate, *ours, *rest])
     sys.path.insert(0, place)
     session.changes.on_undo(lambda: sys.path.remove(place))
     attach_from_command_line(session)
     try:
-        runpy.run_path(script, run_name="__main__")
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:  # also one that was raised without sys.exit
         exit_status.note(end.code)
         raise

@@ -1,15 +1,11 @@
-"""Launchers: torchrun, srun or none, by their environment variables and on a command line."""
+"""Launchers of this process: torchrun, srun or none, by their environment variables."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 from megatron_prism.core.errors import UsageError
-
-_LAUNCHER = re.compile(r"(torchrun|python[\d.]*)$")
-_NODES, _EACH = re.compile(r"--nnodes$"), re.compile(r"--nproc[-_]per[-_]node$")
 
 
 def processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
@@ -58,55 +54,8 @@ def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def number_in(env: Mapping[str, str], name: str, default: int) -> int:
-    """The number that a variable says; UsageError for what is none."""
+    """The number that a variable says, unless it is empty; UsageError for what is none."""
     try:
-        return int(env.get(name, default))
+        return int(env.get(name) or default)
     except ValueError:
         raise UsageError(f"{name}={env[name]} is no number", fix=f"unset {name}") from None
-
-
-def script_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the command line of a job at its script.
-
-    Args:
-        words: flags of ours, a launcher with its options (``torchrun --nnodes 128 …``, ``python``)
-            if there is one, the script and its arguments; ``--`` may stand before the launcher.
-
-    Returns:
-        (flags of ours, with the size of the world that the launcher would start, and of its nodes
-        where there are several, unless they say it; the script and its arguments, none if there is
-        no script).
-    """
-    at = next(
-        (i for i, word in enumerate(words)
-         if word == "--" or word.endswith(".py") or _LAUNCHER.match(Path(word).name)),
-        len(words),
-    )  # fmt: skip
-    ours, rest = list(words[:at]), [*words[at:]]
-    rest = rest[1:] if rest[:1] == ["--"] else rest
-    if not rest or not _LAUNCHER.match(Path(rest[0]).name):
-        return ours, rest
-    script = next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))
-    nodes, each = (_launched(rest[:script], option) for option in (_NODES, _EACH))
-    said = {word.partition("=")[0] for word in words}
-    if each and "--prism-world-size" not in said:
-        ours += ["--prism-world-size", str((nodes or 1) * each)]
-    if each and nodes > 1 and "--prism-gpus-per-node" not in said:
-        ours += ["--prism-gpus-per-node", str(each)]
-    return ours, rest[script:]
-
-
-def check_script(script: str) -> None:
-    """UsageError unless there is such a file."""
-    if not Path(script).is_file():
-        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
-
-
-def _launched(words: Sequence[str], option: re.Pattern[str]) -> int:
-    """The number that torchrun is given, the larger one of a range, or 0."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if option.match(name):
-            number = (value if equals else following).rpartition(":")[2]
-            return int(number) if number.isdigit() else 0
-    return 0

@@ -47,7 +47,7 @@ def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: boo
         if size < 1:
             raise WorldError(f"{name} is {size}", fix="parallel sizes are positive numbers")
     size = args.prism_world_size
-    if size is None and not launched and "WORLD_SIZE" in env:
+    if size is None and not launched and env.get("WORLD_SIZE"):
         size = number_in(env, "WORLD_SIZE", 1)
     if size is None:
         size = implied_size(**sizes)
@@ -476,6 +476,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def alone() -> set[str]:
+    """Our flags that take no value."""
+    return {flag for flag, settings in FLAGS.items() if settings.get("action") == "store_true"}
+
+
 def split(words: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """(our flags, each with its words; the other words) of a command line."""
     ours: list[tuple[str, list[str]]] = []
@@ -485,7 +490,7 @@ def split(words: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]
         name, equals, _ = word.partition("=")
         if not name.startswith("--prism-"):
             others.append(word)
-        elif equals or "action" in FLAGS.get(name, ()) and FLAGS[name]["action"] == "store_true":
+        elif equals or name in alone():
             ours.append((name, [word]))
         else:
             ours.append((name, [word, *([following] if (following := next(rest, None)) else [])]))
@@ -546,7 +551,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     Raises UsageError or WorldError with the fix.
     """
     env = os.environ if env is None else env
-    argv = [*_words_of(env), *argv]
+    argv = [*words_of(env), *argv]
     args = _parse(argv)
     given = [a for a in argv if a.startswith("--prism-")]
     refuse(
@@ -597,7 +602,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     )
 
 
-def _words_of(env: Mapping[str, str]) -> list[str]:
+def words_of(env: Mapping[str, str]) -> list[str]:
     """The words of PRISM_ARGS."""
     try:
         return shlex.split(env.get("PRISM_ARGS", ""))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class ScriptJob:
     @classmethod
     def of(cls, script: str, argv: Sequence[str], world: World, tier: str) -> ScriptJob:
         """The job whose command line ``argv`` may hold flags of ours; PRISM_ARGS come before."""
-        given = [*shlex.split(os.environ.get("PRISM_ARGS", "")), *argv]
+        given = [*flags.words_of(os.environ), *argv]
         ours, rest = flags.split(given)
         kept = [word for name, words in ours if name not in _SETTLED for word in words]
         if "--prism-out" in kept:
@@ -80,11 +79,25 @@ def capture_command_line(
 ) -> None:
     """Record what ``script`` with ``argv``, flags of ours among it, does on the ranks that are
     asked for, else on all that its world needs.  UsageError for a bad command line."""
+    _check_world(argv)
     before = ["--prism-emulate", "--prism-capture", str(folder), "--prism-ranks", STAGES]
     given = flags.from_command_line([*before, *argv])
     assert given is not None, "--prism-emulate is among them"
     job = ScriptJob.of(script, argv, given.world, "" if given.tier == "auto" else given.tier)
     capture(job, folder, given.ranks, console, whole=given.stages, force=force or given.force)
+
+
+def _check_world(argv: Sequence[str]) -> None:
+    """UsageError where nobody says how many ranks the job has: the smallest world that fits its
+    parallel sizes is hardly the one that is meant."""
+    words = [*flags.words_of(os.environ), *argv]
+    says = ("--prism-world-size", "--prism-recipe")
+    if os.environ.get("WORLD_SIZE") or any(word.partition("=")[0] in says for word in words):
+        return
+    raise UsageError(
+        "nobody says how many ranks the job has",
+        fix="torchrun --nnodes N --nproc-per-node 8 before the script, or --prism-world-size N",
+    )
 
 
 def _best() -> str:
@@ -149,7 +162,8 @@ def capture(
     store = SliceStore(folder, job.world, {}, parsed=False)  # workers compare the rest
     with store.writing(force):
         at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
-        console.print(f"{Path(job.words[0]).name}: {job.world}, tier {job.tier}")
+        name = job.words[1] if job.words[0] == "-m" else Path(job.words[0]).name
+        console.print(f"{name}: {job.world}, tier {job.tier}")
         said = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
         console.print(f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual")
 

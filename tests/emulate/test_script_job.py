@@ -112,7 +112,8 @@ def test_a_capture_of_nothing_says_what_to_type(capsys):
 def test_a_stock_job_is_captured_in_one_command_and_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     layers = ["--num-layers", "2", "--pipeline-model-parallel-size", "2"]
-    words = ["capture", "-o", "d", "--prism-tier", "meta", "--", str(SCRIPT), *JOB, *layers]
+    ours = ["--prism-tier", "meta", "--prism-world-size", "4"]
+    words = ["capture", "-o", "d", *ours, "--", str(SCRIPT), *JOB, *layers]
     assert main(words) == 0, capsys.readouterr()
     whole = open_programs("d")
     assert [program.rank for program in whole.programs] == [0, 2]

@@ -1,0 +1,82 @@
+"""The job of a line as people type it: the script, its words, and our flags for its world.
+
+A line of launchers is read; one that ends in a shell script is run dry first.  The variables that
+the line sets for the job are set in this process, whose children are the job's ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.units import counted
+from megatron_prism.emulate.launch_line import LaunchLine, read_line
+from megatron_prism.emulate.options import words_of
+
+
+def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(flags of ours for the world of the job, the script and its arguments).
+
+    Args:
+        words: the launch line; empty where there is none.
+        given: flags of ours that the user gave, which win.
+
+    Raises:
+        UsageError: there is no script, or a launcher does not say its number.
+    """
+    line = read_line(words, os.environ)
+    if line.shell:
+        raise UsageError(
+            f"{shlex.join(line.shell)} is a script, which would have to run to start the job",
+            fix="the line of torchrun, srun or python that it starts Megatron with",
+        )
+    if not line.words:
+        return [], []
+    job = _script(line.words)
+    ours = line.flags([*words_of(os.environ), *given, *job])
+    if line.launchers:
+        print(f"prism: {_summary(line)}", file=sys.stderr)
+    os.environ.update(line.variables or {})
+    return ours, job
+
+
+def _summary(line: LaunchLine) -> str:
+    """``srun, docker are not started; 64 ranks, 8 on a host: --ntasks 64 of srun``."""
+    one = len(line.launchers) == 1
+    text = f"{', '.join(line.launchers)} {'is' if one else 'are'} not started here"
+    if line.ranks is None:
+        return text
+    host = f", {line.each} on a host" if line.each else ""
+    return f"{text}; {counted(line.ranks, 'rank')}{host}: {line.source}"
+
+
+def _script(words: Sequence[str]) -> list[str]:
+    """``words``, whose script is here; one that is named by a path of another machine is the file
+    of its name in the working folder."""
+    if words[0] == "-m":
+        if len(words) < 2 or not _module_exists(words[1]):
+            name = words[1] if len(words) > 1 else ""
+            raise UsageError(f"there is no module {name}", fix="PYTHONPATH=CHECKOUT before prism")
+        return list(words)
+    script, *rest = words
+    if not Path(script).is_file():
+        here = Path(Path(script).name)
+        if not here.is_file() or here.suffix != ".py":
+            raise UsageError(
+                f"there is no script {script}",
+                fix="give the path of pretrain_gpt.py, or start in the checkout that has it",
+            )
+        print(f"prism: {script} is not here; {here} of this folder is taken", file=sys.stderr)
+        script = str(here)
+    return [script, *rest]
+
+
+def _module_exists(name: str) -> bool:
+    """Whether there is such a file; nothing of it is imported."""
+    place = Path(*name.split("."))
+    ends = (place.with_suffix(".py"), place / "__main__.py")
+    return any((Path(folder) / end).is_file() for folder in (".", *sys.path) for end in ends)
