@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
@@ -54,7 +54,7 @@ class LauncherRow:
 _IMAGE = "-i -t -it -d --rm --init --privileged --tty --interactive --nv --rocm --cleanenv -e -c "
 _IMAGE += "--contain --containall --no-home --writable-tmpfs --fakeroot -C --writable --compat"
 LAUNCHERS = (
-    LauncherRow("torchrun torch.distributed.run torch.distributed.launch torch.distributed.launcher",
+    LauncherRow("torchrun torch.distributed.run torch.distributed.launch",
              nodes="--nnodes", each="--nproc-per-node",
              alone="--standalone --no-python --run-path --use-env -m --module", unsaid=(1, 1),
              reads=("", "PET_NNODES", "PET_NPROC_PER_NODE")),
@@ -110,6 +110,7 @@ class LaunchLine:
 
     words     : the script and its arguments; ``-m`` and a module before them for a module
     shell     : the words of a shell and its script, which has to be run to know; else none
+    before    : the words before ``shell``
     launchers : names of what stands before the script, outermost first
     variables : that the line sets
     ranks     : processes of the job; None where the line does not say
@@ -120,6 +121,7 @@ class LaunchLine:
 
     words: tuple[str, ...] = ()
     shell: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     launchers: tuple[str, ...] = ()
     variables: Mapping[str, str] | None = None
     ranks: int | None = None
@@ -199,7 +201,8 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
             rest = rest[1:]
             continue
         if name in ("sbatch", "qsub", "bsub", "salloc") or _SHELL.match(name):
-            return _ending(counted, names, variables, shell=tuple(rest))
+            return replace(_ending(counted, names, variables), shell=tuple(rest),
+                           before=tuple(words[: len(words) - len(rest)]))  # fmt: skip
         if _PYTHON.match(name):
             rest, module = _after_python(rest[1:])
             if module and rest and (row := BY_NAME.get(rest[0])):
@@ -221,11 +224,13 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
         if row.counts:
             counted = _counted(name, row, options, {**env, **variables})
         if row.text and len(rest) == 1 and " " in rest[0]:
-            rest = ["bash", "-c", rest[0]]
+            return replace(_ending(counted, names, variables), shell=("bash", "-c", rest[0]),
+                           before=tuple(words[:-1]))  # fmt: skip
         if options.get("-m", options.get("--module")) is not None:
             return _ending(counted, names, variables, ("-m", *rest))
     if rest and rest[0].endswith((".sh", ".sbatch", ".slurm", ".pbs")):
-        return _ending(counted, names, variables, shell=("bash", *rest))
+        return replace(_ending(counted, names, variables), shell=("bash", *rest),
+                       before=tuple(words[: len(words) - len(rest)]))  # fmt: skip
     return _ending(counted, names, variables, tuple(rest))
 
 
@@ -244,10 +249,8 @@ def _ending(
     names: Sequence[str],
     variables: Mapping[str, str],
     words: tuple[str, ...] = (),
-    shell: tuple[str, ...] = (),
 ) -> LaunchLine:
-    return LaunchLine(words, shell, tuple(names), variables, counted.ranks, counted.each,
-                      counted.source, counted.unclear)  # fmt: skip
+    return replace(counted, words=words, launchers=tuple(names), variables=variables)
 
 
 def _after_python(words: Sequence[str]) -> tuple[list[str], bool]:
