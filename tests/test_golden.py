@@ -123,18 +123,6 @@ def test_the_other_commands(run, request, tmp_path, capsys):
         hold(request, f"others/{name}", run(words))
 
 
-@pytest.mark.megatron
-def test_schedules(run, request):
-    pytest.importorskip("megatron.core")
-    for name, words in (("plain", ["pp=4", "microbatches=8"]),
-                        ("interleaved", ["pp=2", "vpp=2", "microbatches=4"])):  # fmt: skip
-        found = run(["schedule", *words])
-        source = found["json"]["source"]
-        release = ".".join(source.pop("megatron_core").split(".")[:2])  # each has its own order
-        source.pop("torch", None)
-        hold(request, f"others/schedule-{name}-{release}", found)
-
-
 def test_programs_as_text(run, request, capsys):
     cli.main(["show", "slices/dense_pp2", "rank=0", "around=1B0"])
     hold(request, "others/show", {"text": capsys.readouterr().out.splitlines()})

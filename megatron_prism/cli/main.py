@@ -35,7 +35,6 @@ from megatron_prism.cli.patches import patches
 from megatron_prism.cli.predict import predict
 from megatron_prism.cli.programs import calibrate, capture, check, classes, diff, show
 from megatron_prism.cli.replay import replay
-from megatron_prism.cli.schedule import schedule
 from megatron_prism.cli.sweep import sweep
 from megatron_prism.cli.traces import compare, import_
 from megatron_prism.cli.world import world
@@ -219,13 +218,6 @@ COMMANDS = {
         job=True,
         programs=0,
     ),
-    "schedule": Command(
-        schedule,
-        (
-            _settings("sizes and switches"),
-            (("-o", "--out"), {"metavar": "FILE", "help": "file of programs to write"}),
-        ),
-    ),
     "replay": Command(
         replay,
         (
@@ -358,6 +350,12 @@ def _ended_by(error: BaseException | None) -> int | None:
     return None
 
 
+_FORMER = {
+    "schedule": "prism capture tiny-gpt_1cpu parallel.world_size=4 parallel.pp=4 prism.tier=meta "
+    "-o DIR, then prism replay DIR --html page.html draws the pipeline"
+}
+
+
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -367,7 +365,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        fix = did_you_mean(name, COMMANDS, f"use one of {', '.join(COMMANDS)}")
+        fix = _FORMER.get(name) or did_you_mean(name, COMMANDS, f"use one of {', '.join(COMMANDS)}")
         raise UsageError(f"there is no command {name}", fix=fix)
     command = COMMANDS[name]
     if command.raw:

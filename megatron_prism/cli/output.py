@@ -247,7 +247,7 @@ def _same(path: Path, other: str) -> bool:
 
 
 def warn_without_times(programs: Programs) -> None:
-    """Say it where no segment says how long it takes or what it computes, as in a schedule's file:
+    """Say it where no segment says how long it takes or what it computes, as in programs by hand:
     what is added up then are calls and the shortest kernel."""
     from megatron_prism.core.ops import CODE
 
@@ -257,7 +257,7 @@ def warn_without_times(programs: Programs) -> None:
     known = any((rows[key] > 0).any() for rows in segments for key in ("ns", "flops", "traffic"))
     if not known:
         console(stderr=True).print(
-            "prism: warning: no segment says how long it takes or what it computes (prism schedule "
-            "writes an order without times): each counts as the shortest kernel, and what follows "
-            "is no job's time. prism capture RECIPE -o DIR has what a job computes"
+            "prism: warning: no segment says how long it takes or what it computes: each counts as "
+            "the shortest kernel, and what follows is no job's time. prism capture RECIPE -o DIR "
+            "has what a job computes"
         )

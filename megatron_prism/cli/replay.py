@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -21,12 +22,12 @@ from megatron_prism.cli.output import (
     write_data,
     write_outputs,
 )
-from megatron_prism.cli.schedule import megatron_schedule
-from megatron_prism.core.errors import UnitError, UsageError
+from megatron_prism.core.errors import UnitError, UnsupportedError, UsageError
 from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.units import parse_bytes
 
 if TYPE_CHECKING:
+    from megatron_prism.core.program import Programs
     from megatron_prism.replay.priced_graph import WhatIf
     from megatron_prism.replay.timeline import Timeline
 
@@ -93,7 +94,7 @@ def replay(args: argparse.Namespace) -> int:
         found = replay_programs(programs, what_if=_what_if(**settings), **here)
         if wanted is None:
             return found
-        other = megatron_schedule().with_microbatches(programs, wanted)
+        other = _with_microbatches(programs, wanted)
         after = replay_programs(other, what_if=_what_if(**settings), **here)
         microbatches.check_plausible(found, after)
         return after
@@ -121,6 +122,20 @@ def replay(args: argparse.Namespace) -> int:
     else:
         print(timeline.to_text(verbose=args.verbose), end="")
     return 0
+
+
+def _with_microbatches(programs: Programs, wanted: int) -> Programs:
+    """``emulate.schedule.with_microbatches``.  UnsupportedError without Megatron."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that Megatron would rather have
+            from megatron_prism.emulate.schedule import with_microbatches
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("megatron", "torch"):
+            raise
+        what = f"the order of microbatches is Megatron's, and there is no {error.name} here"
+        raise UnsupportedError(what, fix="pip install megatron-core torch") from error
+    return with_microbatches(programs, wanted)
 
 
 def _with(word: str) -> tuple[str, dict[str, Any]]:

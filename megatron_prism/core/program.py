@@ -470,7 +470,7 @@ def _small(arrays: dict[str, np.ndarray]) -> bool:
     return sum(array.nbytes for array in arrays.values()) < 1 << 24
 
 
-FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
+FIX = "a file that prism capture wrote, or a text that starts with prism-program"
 _MEMBERS = re.compile(rf"program_of|(?:ops|allocations|{'|'.join(_OPTIONAL)})\d{{1,7}}")
 _Ranks = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
 _Counts = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 59)], ...]

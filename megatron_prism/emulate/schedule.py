@@ -1,7 +1,8 @@
 """Schedules of all stages of a pipeline, taken from Megatron's own scheduler without a model.
 
-In : ScheduleSettings.  Out: Programs, one per stage.  Megatron's forward_backward_* and its p2p
-code run as they are, once per stage, on tokens instead of tensors; what is replaced is what they
+In : the sizes and switches that change the order.  Out: Programs, one per stage; by
+which ``replay.microbatches`` orders captured steps.  Megatron's forward_backward_* and its p2p code
+run as they are, once per stage, on tokens instead of tensors; what is replaced is what they
 call: torch inside ``p2p_communication`` and ``schedules``, forward and backward of the model, and
 the size of a group (core/utils.py:518 answers 1 while torch.distributed is not initialised).  All
 of it is put back afterwards.  No model is built, so nothing here knows times, memory or the
@@ -13,7 +14,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,9 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_prism.core.errors import UnsupportedError, UsageError, refuse
+from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program, Programs
@@ -47,28 +44,104 @@ from megatron_prism.runtime import virtual_world
 _lock = threading.Lock()  # what is replaced are module globals
 
 
-def schedules(pp: int, vpp: int | None = None, microbatches: int = 1, **settings: Any) -> Programs:
-    """Run Megatron's schedule for every stage; ``settings`` are those of ScheduleSettings.
+def schedules(
+    pp: int,
+    vpp: int | None = None,
+    microbatches: int = 1,
+    *,
+    group_size: int | None = None,
+    overlap_p2p: bool | None = None,
+    warmup_flush: bool = False,
+    variable_lengths: bool = False,
+    ep_overlap: bool = False,
+) -> Programs:
+    """Run Megatron's schedule for every stage.
 
-    Raises UsageError with Megatron's words where it refuses the settings, UnsupportedError inside a
-    virtual world, whose own process group would answer the tokens.
+    Args:
+        pp, vpp: stages; chunks of a stage (None or 1: not interleaved).
+        group_size: microbatch_group_size_per_vp_stage; None: pp, as in Megatron.
+        overlap_p2p: overlap_p2p_comm; None: on if interleaved, as in Megatron's arguments.
+        warmup_flush: overlap_p2p_comm_warmup_flush.
+        variable_lengths: variable_seq_lengths: shapes are sent before tensors.
+        ep_overlap: overlap_moe_expert_parallel_comm.
+
+    Raises:
+        UsageError: Megatron refuses the settings, in its words.
+        UnsupportedError: inside a virtual world, whose own process group would answer the tokens.
     """
     if virtual_world.current() is not None:
         raise UnsupportedError(
             "a schedule without a model cannot be recorded inside an emulated job",
-            fix="use a process of its own: prism schedule",
+            fix="use a process of its own",
         )
-    wanted = ScheduleSettings(pp, vpp, microbatches, **settings)
-    config = configuration(wanted)
-    with _lock:
-        programs = [_stage(wanted, config, stage) for stage in range(pp)]
+    vpp = None if vpp == 1 else vpp  # Megatron's arguments take one chunk for not interleaved
+    if ep_overlap and pp > 1 and vpp is None:
+        raise UsageError("ep_overlap on a pipeline needs chunks", fix="vpp=2 or more")
+    interleaved = vpp is not None
+    overlaps = interleaved if overlap_p2p is None else overlap_p2p
+    if interleaved and pp == 2 and not overlaps:
+        raise UsageError("two sends between the same ranks in one batch", fix="overlap_p2p=True")
+    try:
+        config = _configuration(
+            num_layers=pp * (vpp or 1),
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            overlap_p2p_comm=overlaps,
+            batch_p2p_comm=not overlaps,
+            overlap_p2p_comm_warmup_flush=warmup_flush,
+            microbatch_group_size_per_vp_stage=group_size,
+            variable_seq_lengths=variable_lengths,
+            **(_EP_OVERLAP if ep_overlap else {}),
+        )
+        with _lock:
+            programs = [_stage(config, stage, microbatches) for stage in range(pp)]
+    except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
+        words = " ".join(str(error).split())
+        fix = _accepted(group_size or pp, pp, microbatches) if interleaved else ""
+        raise UsageError(f"Megatron refuses: {words}", fix or "change what it names") from error
     source = {
         "megatron_core": megatron_release(),
         "made_by": "Megatron's scheduler without a model: order only, no times, no memory",
-        **wanted.described(),
+        "microbatches": str(microbatches),
     }
-    world = World(pp, pp=pp, vpp=wanted.vpp)
-    return Programs.one_per_rank(programs, world, source=source)
+    return Programs.one_per_rank(programs, World(pp, pp=pp, vpp=vpp), source=source)
+
+
+def _accepted(group: int, pp: int, microbatches: int) -> str:
+    """The nearest numbers of microbatches that the interleaved schedule takes."""
+
+    def fits(m: int) -> bool:
+        return m >= group and (m % group == 0 or m % group >= pp)
+
+    if fits(microbatches):
+        return ""
+    low = next((m for m in range(microbatches, 0, -1) if fits(m)), 0)
+    high = next(m for m in range(microbatches, microbatches + 2 * group + 1) if fits(m))
+    return " or ".join(f"microbatches={m}" for m in (low, high) if m)
+
+
+_EP_OVERLAP = {
+    "num_moe_experts": 2,
+    "expert_model_parallel_size": 2,
+    "overlap_moe_expert_parallel_comm": True,
+}
+
+
+def _configuration(**settings: Any) -> TransformerConfig:
+    """Megatron's configuration with these switches, as core_transformer_config_from_args makes it
+    (training/arguments.py:1306 @core_v0.16.1)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(
+            hidden_size=1,
+            num_attention_heads=1,
+            pipeline_dtype=torch.bfloat16,
+            params_dtype=torch.bfloat16,
+            bf16=True,
+            moe_token_dispatcher_type="alltoall",  # its default refuses variable lengths
+            deallocate_pipeline_outputs=True,
+            **settings,
+        )
 
 
 def with_microbatches(programs: Programs, wanted: int) -> Programs:
@@ -83,82 +156,66 @@ def with_microbatches(programs: Programs, wanted: int) -> Programs:
     return other.with_microbatches(programs, wanted, schedules)
 
 
-def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
-    """Run the schedule once, as stage ``stage``."""
-    tape = Tape(stage, settings.pp, settings.dtype)
-    chunks = []
-    for index in range(settings.chunks):
-        layers = chunk_layers(settings, config, stage, index)
-        chunks.append(ScheduleChunk(config, index, layers, settings.vpp is not None))
-        if settings.knows_layers:
-            tape.add("mark", chunk=index if settings.vpp else -1, note=chunk_note(layers))
-    _hooks(settings, config, tape)
-    changes = ProcessChanges()
-    try:
-        _replace(changes, settings, tape)
-        step: Callable[..., Any] = _no_forward
-        if settings.ep_overlap:
-            step = replace_combined(changes, tape, chunks)
-        _run(settings, config, tape, chunks, step)
-    finally:
-        changes.undo()
-    return tape.program()
-
-
-def _run(settings: ScheduleSettings, config: Any, tape: Tape, chunks: list[Any], step: Any) -> None:
-    """Megatron's function for these sizes, with Megatron's communicator."""
-    function = megatron_schedules.get_forward_backward_func(settings.pp, settings.vpp)
+def _stage(config: TransformerConfig, stage: int, microbatches: int) -> Program:
+    """Run the schedule once, as stage ``stage``, with Megatron's function and communicator."""
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    tape = Tape(stage, pp)
+    chunks = [ScheduleChunk(config, stage, index) for index in range(vpp or 1)]
+    _hooks(config, tape, vpp)
+    function = megatron_schedules.get_forward_backward_func(pp, vpp)
     alone = TapeGroup("alone", 0, 1)
     groups = ProcessGroupCollection()
     for name in ("tp", "cp", "embd", "pos_embd", "dp_cp"):
         setattr(groups, name, alone)
     groups.pp = tape.pipeline
-    tokens, micro, _ = settings.shape or (0, 0, 0)
-    p2p = p2p_communication.P2PCommunicator(tape.pipeline, config) if settings.pp > 1 else None
+    changes = ProcessChanges()
     try:
+        _replace(changes, tape)
+        step: Callable[..., Any] = _no_forward
+        if config.overlap_moe_expert_parallel_comm:
+            step = replace_combined(changes, tape, chunks)
+        p2p = p2p_communication.P2PCommunicator(tape.pipeline, config) if pp > 1 else None
         function(
             forward_step_func=step,
             data_iterator=[None] * len(chunks),
             model=chunks,
-            num_microbatches=settings.microbatches,
-            seq_length=tokens,
-            micro_batch_size=micro,
-            forward_only=settings.forward_only,
+            num_microbatches=microbatches,
+            seq_length=0,
+            micro_batch_size=0,
+            forward_only=False,
             p2p_communicator=p2p,
             pg_collection=groups,
         )
-    except (AssertionError, ValueError, RuntimeError) as error:  # its own refusals
-        words = " ".join(str(error).split())
-        raise UsageError(f"Megatron refuses: {words}", fix=settings.accepted) from error
+    finally:
+        changes.undo()
+    return tape.program()
 
 
 def _no_forward(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("the recorder stands for forward_step")
 
 
-def _hooks(settings: ScheduleSettings, config: Any, tape: Tape) -> None:
+def _hooks(config: Any, tape: Tape, vpp: int | None) -> None:
     """Gradient and parameter hooks as training sets them (training/training.py:2547
     @core_v0.16.1): with aligned gathers and reductions, overlapped."""
 
-    def starts(name: str, chunk: int) -> Callable[..., object]:
-        at = chunk if settings.vpp is not None else -1
-        return lambda parameters: tape.add(name, phase="sync", chunk=at) and None
-
     def per_chunk(name: str) -> Any:
-        found = [starts(name, chunk) for chunk in range(settings.chunks)]
-        return found if settings.vpp is not None else found[0]
+        def starts(chunk: int) -> Callable[..., object]:
+            return lambda parameters: tape.add(name, phase="sync", chunk=chunk) and None
+
+        return starts(-1) if vpp is None else [starts(chunk) for chunk in range(vpp)]
 
     def finalize(*args: Any, **kwargs: Any) -> None:
         tape.add("mark", phase="sync", note="finalize_model_grads")
 
-    config.no_sync_func = tape.no_sync if settings.vpp is None else [tape.no_sync] * settings.chunks
-    config.grad_sync_func = per_chunk("grad_sync") if settings.align_grad_reduce else None
-    config.param_sync_func = per_chunk("param_sync") if settings.vpp is not None else None
+    config.no_sync_func = tape.no_sync if vpp is None else [tape.no_sync] * vpp
+    config.grad_sync_func = per_chunk("grad_sync")
+    config.param_sync_func = per_chunk("param_sync") if vpp is not None else None
     config.finalize_model_grads_func = finalize
 
 
 # -- what Megatron calls ---------------------------------------------------------------------------
-def _replace(changes: ProcessChanges, settings: ScheduleSettings, tape: Tape) -> None:
+def _replace(changes: ProcessChanges, tape: Tape) -> None:
     """Tokens, recorders and group sizes in place of torch, the model and torch.distributed."""
     distributed = ModuleProxy(
         torch.distributed,
@@ -173,12 +230,10 @@ def _replace(changes: ProcessChanges, settings: ScheduleSettings, tape: Tape) ->
     cuda = ModuleProxy(torch.cuda, current_device=lambda: "cuda", synchronize=tape.synchronize)
 
     def empty(shape: Any, dtype: Any, **kwargs: Any) -> Token:
-        if dtype is torch.int64:  # a stage's shape, ahead of its tensor
-            return Token(sizes=tuple(shape), tells=settings.shape or ())
-        return Token(sizes=tuple(shape) if settings.shape else ())
+        return Token(is_shape=dtype is torch.int64)  # a stage's shape goes ahead of its tensor
 
     def tensor(shape: Any, **kwargs: Any) -> Token:
-        return Token(sizes=(3,), tells=shape)
+        return Token(is_shape=True)
 
     tokens = ModuleProxy(torch, distributed=distributed, cuda=cuda, empty=empty, tensor=tensor)
     replace(changes, p2p_communication, torch=tokens, dist=distributed)
@@ -186,7 +241,7 @@ def _replace(changes: ProcessChanges, settings: ScheduleSettings, tape: Tape) ->
         changes,
         megatron_schedules,
         torch=ModuleProxy(torch, zeros=lambda *args, **kwargs: 0),
-        forward_step=partial(_forward, tape, settings.shape or ()),
+        forward_step=partial(_forward, tape),
         backward_step=lambda inputs, outputs, grads, *rest: tape.backward(inputs, outputs, grads),
         deallocate_output_tensor=lambda *args: None,
     )
@@ -198,234 +253,8 @@ def _replace(changes: ProcessChanges, settings: ScheduleSettings, tape: Tape) ->
     )
 
 
-def _forward(tape: Tape, shape: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(tape: Tape, *args: Any, **kwargs: Any) -> Any:
     """Stands for schedules.forward_step(func, iterator, model, count, input, ...)."""
     chunk = kwargs.get("vp_stage")
-    output = tape.forward(
-        args[4], kwargs["current_microbatch"], -1 if chunk is None else chunk, shape
-    )
-    return output, 0
-
-
-# -- what a schedule is of -------------------------------------------------------------------------
-# Layers change what a chunk costs, never the order; the exception is an MTP layer on a stage of its
-# own, which makes stages exchange shapes (mtp_standalone,
-# core/pipeline_parallel/p2p_communication.py:301 @core_v0.16.1).
-_COUNTS = ("pp", "vpp", "microbatches", "group_size", "layers", "first_layers", "last_layers")
-_TYPES = ("bf16", "fp16", "fp32")
-
-
-@dataclass(frozen=True)
-class ScheduleSettings:
-    """A schedule to record.
-
-    pp, vpp, microbatches : stages, chunks of a stage (None or 1: not interleaved), microbatches
-    group_size        : microbatch_group_size_per_vp_stage; None: pp, as in Megatron
-    overlap_p2p       : overlap_p2p_comm; None: on if interleaved, as in Megatron's arguments
-    warmup_flush      : overlap_p2p_comm_warmup_flush
-    forward_only      : evaluation
-    align_grad_reduce : chunks reduce their gradients when the schedule says so; False: as soon as
-                        the last backward makes them
-    layers, layout, first_layers, last_layers, mtp : what the chunks are made of (num_layers,
-                        pipeline_model_parallel_layout, num_layers_in_first/last_pipeline_stage,
-                        mtp_num_layers); only an MTP layer on a stage of its own changes the order
-    ep_overlap, delay_wgrad : overlap_moe_expert_parallel_comm, delay_wgrad_compute
-    variable_lengths  : variable_seq_lengths: shapes are sent before tensors
-    shape, dtype      : [tokens, micro-batch, hidden] that stages exchange; None: unknown
-    """
-
-    pp: int
-    vpp: int | None = None
-    microbatches: int = 1
-    group_size: int | None = None
-    overlap_p2p: bool | None = None
-    warmup_flush: bool = False
-    forward_only: bool = False
-    align_grad_reduce: bool = True
-    layers: int | None = None
-    layout: str | None = None
-    first_layers: int | None = None
-    last_layers: int | None = None
-    mtp: int = 0
-    ep_overlap: bool = False
-    delay_wgrad: bool = False
-    variable_lengths: bool = False
-    shape: tuple[int, int, int] | None = None
-    dtype: str = "bf16"
-
-    def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not whole and not (value is None and name not in ("pp", "microbatches")):
-                raise UsageError(f"{name}={value}: a number of at least 1", fix=f"{name}=1")
-        if self.mtp < 0:
-            raise UsageError(f"mtp={self.mtp}: a number of layers", fix="mtp=1, or leave it out")
-        if self.dtype not in _TYPES:
-            raise UsageError(f"dtype={self.dtype} is not sent", fix=f"use {', '.join(_TYPES)}")
-        self._take_layout()
-        if self.vpp == 1:  # Megatron's arguments take one chunk for not interleaved as well
-            object.__setattr__(self, "vpp", None)
-        if self.vpp is not None and self.pp == 1:
-            raise UsageError(
-                f"vpp={self.vpp} without a pipeline: there is nothing to interleave",
-                fix="pp=2 or more, or leave vpp out",
-            )
-        if self.overlap_p2p is None:
-            object.__setattr__(self, "overlap_p2p", self.vpp is not None)
-        self._check_switches()
-
-    def _take_layout(self) -> None:
-        """A layout says how many chunks there are: stages and chunks, separated by ``|``."""
-        if self.layout is None:
-            return
-
-        chunks = layout_chunks(self.layout)
-        if chunks % self.pp:
-            raise UsageError(
-                f"layout {self.layout} has {chunks} chunks, which {self.pp} stages cannot share",
-                fix=f"a layout of {self.pp} or {2 * self.pp} chunks, or another pp",
-            )
-        if self.vpp not in (None, chunks // self.pp):
-            raise UsageError(
-                f"layout {self.layout} has {chunks // self.pp} chunks a stage, not vpp={self.vpp}",
-                fix=f"vpp={chunks // self.pp}, or leave vpp out",
-            )
-        object.__setattr__(self, "vpp", chunks // self.pp)
-
-    def _check_switches(self) -> None:
-        interleaved, overlaps = self.vpp is not None, self.overlap_p2p
-        refuse(
-            (overlaps and not interleaved,
-             "sends and receives overlap only in the interleaved schedule",
-             "vpp=2 or more, or overlap=false"),
-            (interleaved and self.pp == 2 and not overlaps,
-             "pp=2 interleaved without overlap: Megatron refuses two sends between the same ranks "
-             "in one batch", "overlap=true, or pp=4"),
-            (self.warmup_flush and not overlaps,
-             "warmup_flush needs overlapping p2p", "overlap=true"),
-            (self.ep_overlap and self.pp > 1 and not interleaved,
-             "ep_overlap on a pipeline needs chunks", "vpp=2 or more"),
-            (self.delay_wgrad and not self.ep_overlap,
-             "delay_wgrad needs ep_overlap", "ep_overlap=true"),
-            (self.group_size is not None and not interleaved,
-             "group_size belongs to the interleaved schedule", "vpp=2"),
-        )  # fmt: skip
-
-    @property
-    def accepted(self) -> str:
-        """What to type where Megatron refuses the numbers: those nearby whose last group of
-        microbatches is whole, or at least as long as the pipeline."""
-        group, m = self.group_size or self.pp, self.microbatches
-        if self.vpp is None:
-            return "change what it names"
-        if group < self.pp:
-            return f"group_size={self.pp}"
-        low = next((n for n in range(m - 1, 0, -1) if self._fits(n)), None)
-        high = next(n for n in range(m + 1, m + 2 * group + 1) if self._fits(n))
-        return " or ".join(f"microbatches={n}" for n in (low, high) if n)
-
-    def _fits(self, m: int) -> bool:
-        group = self.group_size or self.pp
-        return m >= group and (m % group == 0 or m % group >= self.pp)
-
-    @property
-    def chunks(self) -> int:
-        """Model chunks of one stage."""
-        return self.vpp or 1
-
-    @property
-    def knows_layers(self) -> bool:
-        """Whether it was said what the chunks are made of."""
-        return bool(self.layers or self.layout or self.first_layers or self.last_layers or self.mtp)
-
-    def described(self) -> dict[str, str]:
-        """What differs from the defaults, as plain text for ``Programs.source``."""
-        shown = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value != f.default or f.name in ("pp", "microbatches"):
-                text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                shown[f.name] = text
-        return shown
-
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def layout_chunks(layout: str) -> int:
-    """How many chunks a pipeline_model_parallel_layout makes in all."""
-    try:
-        return PipelineParallelLayerLayout.get_num_stages_from_str(layout)
-    except (AssertionError, ValueError) as error:
-        raise UsageError(f"layout {layout}: {error}", fix='layout="Et*2|t*3|t*3|t*2L"') from error
-
-
-def configuration(settings: ScheduleSettings) -> TransformerConfig:
-    """Megatron's configuration with these switches, as core_transformer_config_from_args makes it
-    (training/arguments.py:1306 @core_v0.16.1)."""
-    s, dtype = settings, _DTYPES[settings.dtype]
-    layers = s.layers or s.pp * s.chunks
-    if s.layout is not None:
-        rows = PipelineParallelLayerLayout.parse_str_to_list(s.layout)
-        layers = sum(row.count(LayerType.decoder) for row in rows)
-    moe = {
-        "num_moe_experts": 2,
-        "expert_model_parallel_size": 2,
-        "overlap_moe_expert_parallel_comm": True,
-        "delay_wgrad_compute": s.delay_wgrad,
-    }
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return TransformerConfig(
-                num_layers=layers,
-                hidden_size=s.shape[2] if s.shape else 1,
-                num_attention_heads=1,
-                pipeline_model_parallel_size=s.pp,
-                virtual_pipeline_model_parallel_size=s.vpp,
-                pipeline_dtype=dtype,
-                params_dtype=dtype,
-                bf16=s.dtype == "bf16",
-                fp16=s.dtype == "fp16",
-                overlap_p2p_comm=bool(s.overlap_p2p),
-                batch_p2p_comm=not s.overlap_p2p,
-                overlap_p2p_comm_warmup_flush=s.warmup_flush,
-                microbatch_group_size_per_vp_stage=s.group_size,
-                variable_seq_lengths=s.variable_lengths,
-                moe_token_dispatcher_type="alltoall",  # its default refuses variable lengths
-                deallocate_pipeline_outputs=True,
-                pipeline_model_parallel_layout=s.layout,
-                num_layers_in_first_pipeline_stage=s.first_layers,
-                num_layers_in_last_pipeline_stage=s.last_layers,
-                mtp_num_layers=s.mtp or None,
-                **(moe if s.ep_overlap else {}),
-            )
-    except (AssertionError, ValueError, NotImplementedError) as error:
-        raise UsageError(f"Megatron refuses: {error}", fix="change what it names") from error
-
-
-def chunk_layers(settings: ScheduleSettings, config: Any, stage: int, chunk: int) -> list[str]:
-    """``embedding decoder decoder``: what Megatron puts into the chunk, in order."""
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        return [layer.name for layer in layout.layout[stage][chunk]]
-    vp_stage = chunk if settings.vpp is not None else None
-    try:
-        count = get_num_layers_to_build(config, vp_stage, stage)
-    except AssertionError as error:
-        words = " ".join(str(error).split())
-        raise UsageError(f"Megatron refuses: {words}", fix="change layers") from error
-    first = stage == 0 and chunk == 0
-    last = stage == settings.pp - 1 and chunk == settings.chunks - 1
-    tail = (["mtp"] * settings.mtp + ["loss"]) * last
-    return ["embedding"] * first + ["decoder"] * count + tail
-
-
-def chunk_note(names: list[str]) -> str:
-    """The same in words: ``embedding, 2 decoder``."""
-    shown = []
-    for name in dict.fromkeys(names):
-        single = name in ("embedding", "loss")
-        shown.append(name if single else f"{names.count(name)} {name}")
-    return ", ".join(shown) or "nothing"
+    inputs, microbatch = args[4], kwargs["current_microbatch"]
+    return tape.forward(inputs, microbatch, -1 if chunk is None else chunk), 0

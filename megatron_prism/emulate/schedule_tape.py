@@ -22,6 +22,7 @@ from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Builder, Program
@@ -86,32 +87,25 @@ class Token:
 
     row   : the receive it comes from, or None
     label : (phase, microbatch, chunk) of the step that made it or will use it
-    sizes : shape, () if unknown
-    tells : for a tensor that is itself a shape, which one; else None
+    is_shape : it is the shape of the tensor that is sent next
     The rest is what Megatron's combined schedule keeps on tensors, and a loss's input, ``parent``.
     """
 
     __slots__ = (
         "grad",
+        "is_shape",
         "label",
         "loss_func",
         "parent",
         "requires_grad",
         "row",
         "schedule_plan",
-        "sizes",
-        "tells",
     )
     device = "cuda"
 
-    def __init__(
-        self,
-        label: Label = ("", -1, -1),
-        sizes: Sequence[int] = (),
-        tells: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, label: Label = ("", -1, -1), is_shape: bool = False) -> None:
         self.row: TapeRow | None = None
-        self.label, self.sizes, self.tells = label, sizes, tells
+        self.label, self.is_shape = label, is_shape
         self.grad: Token | None = None
         self.requires_grad = True
         self.schedule_plan: Any = None
@@ -124,16 +118,16 @@ class Token:
             self.row.update({"phase": phase, "microbatch": microbatch, "chunk": chunk})
 
     def size(self) -> Sequence[int]:
-        """Shape."""
-        return self.sizes
+        """Shape; nobody needs it."""
+        return ()
 
     def tolist(self) -> list[int]:
         """Of a received shape: the shape that all stages exchange."""
-        return list(self.tells or ())
+        return []
 
     def detach(self) -> Token:
         """A leaf of the same tensor."""
-        return Token(self.label, self.sizes)
+        return Token(self.label)
 
     def retain_grad(self) -> None:
         """Gradients are kept anyway."""
@@ -159,11 +153,10 @@ class Tape:
     """The events of one stage, in order.
 
     stage, pp : own position and size of the pipeline
-    dtype     : of what is exchanged
     """
 
-    def __init__(self, stage: int, pp: int, dtype: str) -> None:
-        self.stage, self.pp, self.dtype = stage, pp, dtype
+    def __init__(self, stage: int, pp: int) -> None:
+        self.stage, self.pp = stage, pp
         self.rows: list[tuple[str, TapeRow]] = []
         self.stream = "main"
         self.synchronizing = True  # no no_sync() is open
@@ -187,13 +180,13 @@ class Tape:
         return builder.build(self.stage)
 
     # -- steps ------------------------------------------------------------------------------------
-    def forward(self, inputs: Tokens, microbatch: int, chunk: int, shape: Sequence[int]) -> Tokens:
+    def forward(self, inputs: Tokens, microbatch: int, chunk: int) -> Tokens:
         """A forward; returns its output in the form of its input (a tensor or a list of one)."""
         for token in inputs if isinstance(inputs, list) else [inputs]:
             if token is not None:
                 token.used_by("forward", microbatch, chunk)
         self.add("compute", phase="forward", microbatch=microbatch, chunk=chunk)
-        output = Token(("forward", microbatch, chunk), shape)
+        output = Token(("forward", microbatch, chunk))
         return [output] if isinstance(inputs, list) else output
 
     def backward(self, inputs: Tokens, outputs: Tokens, grads: Tokens) -> Tokens:
@@ -208,8 +201,8 @@ class Tape:
         self.own_grad_sync(chunk)
         label = ("backward", microbatch, chunk)
         if isinstance(inputs, list):
-            return [None if token is None else Token(label, token.sizes) for token in inputs]
-        return None if inputs is None else Token(label, inputs.sizes)
+            return [None if token is None else Token(label) for token in inputs]
+        return None if inputs is None else Token(label)
 
     # -- gradients and parameters -----------------------------------------------------------------
     def own_grad_sync(self, chunk: int) -> None:
@@ -257,13 +250,9 @@ class Tape:
             "batch": batch,
             "site": site,
         }
-        if tensor.sizes:
-            count = 1
-            for size in tensor.sizes:
-                count *= size
-            fields["dtype"] = self.dtype if tensor.tells is None else "int64"
-            fields["num_in" if name == "send" else "num_out"] = count
-            fields["shape"] = "x".join(map(str, tensor.sizes))
+        if tensor.is_shape:
+            fields.update(dtype="int64", shape="3")
+            fields["num_in" if name == "send" else "num_out"] = 3
         return self.add(name, **fields)
 
     def p2p_op(self, op: Issue, tensor: Token, peer: int, group: TapeGroup) -> P2P:
@@ -289,11 +278,13 @@ class Tape:
 class ScheduleChunk(torch.nn.Module):
     """A model chunk that the schedule can hold and ask for its config; it has no parameters."""
 
-    def __init__(self, config: Any, index: int, layers: list[str], interleaved: bool) -> None:
+    def __init__(self, config: TransformerConfig, stage: int, index: int) -> None:
         super().__init__()
         self.config, self.model_type = config, ModelType.encoder_or_decoder
-        self.vp_stage = index if interleaved else None
-        self.layers, self.input_tensor = layers, None
+        vpp = config.virtual_pipeline_model_parallel_size
+        self.vp_stage = None if vpp is None else index
+        last = (config.pipeline_model_parallel_size - 1, (vpp or 1) - 1)
+        self.has_loss, self.input_tensor = (stage, index) == last, None
 
     def set_input_tensor(self, tensors: Any) -> None:
         """What forward will take."""
@@ -387,9 +378,7 @@ class _Cuda:
 class _Node(pipeline_utils.ScheduleNode):
     """A part of a layer; Megatron's base class handles stream and event."""
 
-    def __init__(
-        self, plan: _Plan, name: str, layer: int | None = None, comm: bool = False
-    ) -> None:
+    def __init__(self, plan: _Plan, name: str, comm: bool = False) -> None:
         get = pipeline_utils.get_comm_stream if comm else pipeline_utils.get_comp_stream
         super().__init__(
             self._record_forward,
@@ -398,7 +387,7 @@ class _Node(pipeline_utils.ScheduleNode):
             self._record_backward,
             name=name,
         )
-        self.plan, self.note = plan, name if layer is None else f"{name} {layer}"
+        self.plan, self.note = plan, name
 
     def _add(self, phase: str) -> None:
         microbatch, chunk = self.plan.label
@@ -408,20 +397,18 @@ class _Node(pipeline_utils.ScheduleNode):
 
     def _record_forward(self, *inputs: Token) -> Token:
         self._add("forward")
-        return Token(("forward", *self.plan.label), inputs[0].sizes if inputs else self.plan.sizes)
+        return Token(("forward", *self.plan.label))
 
     def _record_backward(self, outputs: Any, grads: Any) -> Any:
         for grad in grads:
             grad.used_by("backward", *self.plan.label)
         self._add("backward")
         for token in self.inputs:
-            token.grad = Token(("backward", *self.plan.label), token.sizes)
+            token.grad = Token(("backward", *self.plan.label))
         return grads
 
     def backward_dw(self) -> None:
-        """The weight gradients, if they are computed apart."""
-        if self.plan.config.delay_wgrad_compute:
-            self._add("weight")
+        """Weight gradients are part of the backward."""
 
 
 class _First(_Node):
@@ -435,7 +422,7 @@ class _First(_Node):
     def _record_backward(self, outputs: Any, grads: Any) -> Any:
         super()._record_backward(outputs, grads)
         for token in self.plan.received:
-            token.grad = Token(("backward", *self.plan.label), token.sizes)
+            token.grad = Token(("backward", *self.plan.label))
         self.plan.tape.own_grad_sync(self.plan.label[1])
         return grads
 
@@ -444,14 +431,13 @@ class _Layer(plans.TransformerLayerSchedulePlan):
     """A layer's parts, on the streams where Megatron makes them (model_chunk_schedule_plan.py:160
     @core_v0.16.1)."""
 
-    def __init__(self, plan: _Plan, number: int, mtp: bool) -> None:
+    def __init__(self, plan: _Plan) -> None:
         self.config = plan.config
-        setattr(self, _FIRST, _Node(plan, _FIRST, number))
-        self.moe_dispatch = _Node(plan, "moe_dispatch", number, comm=True)
-        self.mlp = _Node(plan, "mlp", number)
-        self.moe_combine = _Node(plan, "moe_combine", number, comm=True)
-        noop = pipeline_utils.NoopScheduleNode()
-        self.mtp_post_process = _Node(plan, "mtp_post_process", number) if mtp else noop
+        setattr(self, _FIRST, _Node(plan, _FIRST))
+        self.moe_dispatch = _Node(plan, "moe_dispatch", comm=True)
+        self.mlp = _Node(plan, "mlp")
+        self.moe_combine = _Node(plan, "moe_combine", comm=True)
+        self.mtp_post_process = pipeline_utils.NoopScheduleNode()
 
     def get_fp8_context(self) -> contextlib.AbstractContextManager[None]:
         """A layer's precision orders nothing, and only the layer knows it."""
@@ -468,19 +454,17 @@ class _Plan(plans.TransformerModelChunkSchedulePlan):
         self.vp_stage = chunk.vp_stage
         self.label = (chunk.microbatch, -1 if chunk.vp_stage is None else chunk.vp_stage)
         self.received = [token for token in chunk.input_tensor if token is not None]
-        self.sizes = self.received[0].sizes if self.received else ()
         self._model_chunk_state = SimpleNamespace(model=chunk)
         self._event = cuda.Event()
         self.pre_process = _First(self, "pre_process")
-        kinds = [name for name in chunk.layers if name in ("decoder", "mtp")]
-        self._transformer_layers = [_Layer(self, i, k == "mtp") for i, k in enumerate(kinds)]
-        self.post_process = _Node(self, "post_process") if "loss" in chunk.layers else None
+        self._transformer_layers = [_Layer(self)]
+        self.post_process = _Node(self, "post_process") if chunk.has_loss else None
 
 
 # -- the loss --------------------------------------------------------------------------------------
 def _loss(chunk: Any, output: Token, loss_func: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
     """Stands for schedules.forward_step_calc_loss, which asks parallel_state for the last stage."""
-    return (loss_func(output) if "loss" in chunk.layers else output), 0
+    return (loss_func(output) if chunk.has_loss else output), 0
 
 
 def _loss_forward(tape: Tape, tensor: Token) -> Token:
@@ -499,6 +483,6 @@ def _loss_backward(tape: Tape) -> Callable[..., None]:
         phase, microbatch, chunk = label
         tape.add("compute", phase=phase, microbatch=microbatch, chunk=chunk, note="loss")
         assert loss.parent is not None
-        loss.parent.grad = Token(label, loss.parent.sizes)
+        loss.parent.grad = Token(label)
 
     return backward

@@ -228,7 +228,7 @@ def test_infinities_and_text_for_numbers_of_nccl_tests(tmp_path, capsys):
     [["show", LONG], ["hang", "--dumps", LONG], ["replay", "ONE", "--html", LONG],
      ["predict", "ONE", "--html", LONG], ["hang", "ONE", "--markdown", LONG],
      ["emulate", "tiny-gpt_1cpu", "-o", LONG], ["capture", "tiny-gpt_1cpu", "-o", LONG],
-     ["patches", "--megatron", LONG], ["schedule", "pp=2", "microbatches=2", "-o", LONG],
+     ["patches", "--megatron", LONG],
      ["memory", "check", "ONE", f"baseline={LONG}"], ["replay", "ONE", f"calibration={LONG}"]],
     ids=lambda words: " ".join(words).replace(LONG, "LONG"),
 )  # fmt: skip

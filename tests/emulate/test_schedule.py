@@ -35,11 +35,7 @@ from megatron_prism.graph import world_graph
 pytestmark = pytest.mark.megatron
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 
-PLAIN = [
-    {"pp": pp, "microbatches": m, **more}
-    for pp, m in itertools.product((2, 3, 4, 8), (1, 2, 7, 16))
-    for more in ({}, {"forward_only": True})
-]
+PLAIN = [{"pp": pp, "microbatches": m} for pp, m in itertools.product((2, 3, 4, 8), (1, 2, 7, 16))]
 OVERLAP = ({"overlap_p2p": False}, {}, {"warmup_flush": True})
 INTERLEAVED = [
     {"pp": pp, "vpp": vpp, "microbatches": rounds * pp, **overlap}
@@ -52,16 +48,8 @@ OTHERS = [
     if m % group == 0 or m % group >= 4
 ]
 OTHERS += [
-    {"pp": 4, "vpp": 3, "microbatches": 8, "forward_only": True, **overlap}
-    for overlap in OVERLAP[:2]
-]
-OTHERS += [
-    {"pp": 4, "microbatches": 6, "variable_lengths": True, "shape": (8, 1, 4)},
+    {"pp": 4, "microbatches": 6, "variable_lengths": True},
     {"pp": 4, "vpp": 2, "microbatches": 8, "variable_lengths": True},
-    {"pp": 4, "microbatches": 6, "mtp": 1, "layout": "Et|tt|tm|L"},
-    {"pp": 2, "microbatches": 6, "mtp": 1, "layout": "Et|tt|tt|tmL"},
-    {"pp": 4, "vpp": 2, "microbatches": 8, "layers": 16, "first_layers": 2, "last_layers": 2},
-    {"pp": 4, "vpp": 2, "microbatches": 8, "align_grad_reduce": False},
 ]
 CASES = PLAIN + INTERLEAVED + OTHERS
 
@@ -80,8 +68,9 @@ def test_every_step_gets_its_tensor(case):
     programs = record(case)
     done = Pipeline(programs).run()
     chunks = range(programs.world.chunks) if programs.world.vpp else (-1,)
-    phases = ("forward",) if case.get("forward_only") else ("forward", "backward")
-    everything = set(itertools.product(phases, range(case["microbatches"]), chunks))
+    everything = set(
+        itertools.product(("forward", "backward"), range(case["microbatches"]), chunks)
+    )
     for rank in range(programs.world.size):
         assert len(done.steps[rank]) == len(everything)
         assert set(done.steps[rank]) == everything
@@ -92,7 +81,7 @@ def test_every_step_gets_its_tensor(case):
 
 
 def test_there_are_enough_cases():
-    assert len(CASES) >= 60
+    assert len(CASES) >= 55
 
 
 @pytest.mark.parametrize("case", INTERLEAVED + OTHERS[:12], ids=name)
@@ -117,17 +106,8 @@ def test_a_healthy_schedule_checks_clean():
 
 
 def test_texts_round_trip():
-    programs = schedules(4, 2, 8, shape=(1024, 2, 64), layers=16)
+    programs = schedules(4, 2, 8, variable_lengths=True)
     assert parse(dump(programs)) == programs
-
-
-def test_sizes_are_those_of_the_tensor():
-    programs = schedules(2, microbatches=2, shape=(16, 2, 8), dtype="fp32")
-    (send,) = [op for op in programs.of(0) if op.name == "send" and op.microbatch == 1]
-    assert (send.dtype, send.num_in, send.shape, send.peer) == ("fp32", 256, "16x2x8", 1)
-    assert send.site.startswith("core/pipeline_parallel/p2p_communication.py:")
-    (recv,) = [op for op in programs.of(1) if op.name == "recv" and op.microbatch == 1]
-    assert (recv.num_in, recv.num_out) == (-1, 256)
 
 
 def test_unbatched_two_stage_pipelines_use_the_default_group_as_well():
@@ -161,17 +141,11 @@ def test_gradients_and_parameters():
         assert {op.name for op in ops[:2]} == {"param_sync"}
         assert [op.chunk for op in ops if op.name == "grad_sync"] == [1, 0]
         assert ops[-1].note == "finalize_model_grads"
-    for rank in range(4):  # without alignment a chunk's last backward does it
-        ops = list(schedules(4, 2, 8, align_grad_reduce=False).of(rank))
-        for at, op in enumerate(ops):
-            if op.name == "grad_sync":
-                assert ops[at - 1].label == f"7B{op.chunk}"
     syncs = [
         [(o.label, o.note) for o in program if o.name == "grad_sync"]
         for program in schedules(4, microbatches=4).programs
     ]
     assert syncs == [[("G", "in backward")], [("G", "")], [("G", "")], [("G", "")]]
-    assert not [o for o in schedules(4, 2, 8, forward_only=True).of(0) if o.phase == "sync"]
 
 
 def test_without_a_pipeline():
@@ -179,36 +153,6 @@ def test_without_a_pipeline():
     assert [o.label for o in ops if o.name == "compute"] == ["0F", "0B", "1F", "1B", "2F", "2B"]
     assert {o.name for o in ops} == {"compute", "grad_sync", "mark"}
     assert ops[-2].name == "grad_sync"
-
-
-def test_notes_say_what_the_chunks_are():
-    notes = {
-        rank: [op.note for op in program if op.name == "mark"][:-1]
-        for rank, program in enumerate(
-            schedules(2, microbatches=4, mtp=1, layout="Et|tt|tt|tmL").programs
-        )
-    }
-    assert notes == {
-        0: ["embedding, 1 decoder", "2 decoder"],
-        1: ["2 decoder", "1 decoder, 1 mtp, loss"],
-    }
-    uneven = schedules(4, microbatches=4, layers=14, first_layers=2, last_layers=4)
-    assert [p[0].note for p in uneven.programs] == [
-        "embedding, 2 decoder", "4 decoder", "4 decoder", "4 decoder, loss"
-    ]  # fmt: skip
-
-
-def steps_and_messages(programs):
-    return [
-        [op for op in program if op.name != "mark"] for program in programs.programs
-    ]  # handles count from the start of the program, and notes come first
-
-
-def test_layers_change_no_order():
-    plain = schedules(4, 2, 8)
-    uneven = schedules(4, 2, 8, layers=20, first_layers=2)
-    for a, b in zip(steps_and_messages(plain), steps_and_messages(uneven), strict=True):
-        assert [(o.name, o.label, o.peer) for o in a] == [(o.name, o.label, o.peer) for o in b]
 
 
 def waits_of_forward_sends(program):
@@ -274,20 +218,10 @@ def test_not_inside_an_emulated_job(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"pp": 4, "layers": 6}, "should be divisible by"),
-        ({"pp": 4, "layout": "Et|t|t|t"}, "The last layer must be loss"),
-        ({"pp": 4, "layout": "Et|t|t|t|L"}, "has 5 chunks, which 4 stages cannot share"),
-        ({"pp": 2, "vpp": 3, "layout": "Et|t|t|tL"}, "fix: vpp=2"),
-        ({"pp": 4, "vpp": 2, "microbatches": 9}, "fix: microbatches=8 or microbatches=12"),
-        ({"pp": 4, "vpp": 2, "group_size": 2, "microbatches": 8}, "fix: group_size=4"),
-        ({"pp": 4, "overlap_p2p": True}, "only in the interleaved schedule"),
-        ({"pp": 4, "vpp": 2, "overlap_p2p": False, "warmup_flush": True}, "needs overlapping"),
-        ({"pp": 4, "group_size": 4}, "belongs to the interleaved schedule"),
+        ({"pp": 4, "vpp": 2, "microbatches": 9}, "Megatron refuses"),
+        ({"pp": 4, "vpp": 2, "group_size": 2, "microbatches": 8}, "Megatron refuses"),
+        ({"pp": 2, "vpp": 2, "overlap_p2p": False}, "fix: overlap_p2p=True"),
         ({"pp": 4, "ep_overlap": True}, "needs chunks"),
-        ({"pp": 1, "delay_wgrad": True}, "needs ep_overlap"),
-        ({"pp": 2, "dtype": "fp64"}, "use bf16, fp16, fp32"),
-        ({"pp": 2, "mtp": -1}, "a number of layers"),
-        ({"pp": True}, "pp=True: a number of at least 1"),
     ],
 )
 def test_bad_settings_are_refused_with_a_fix(settings, says):
@@ -307,8 +241,7 @@ def heard(program):
     found, handles = [], set()
     for op in program:
         if op.name in ("send", "recv"):
-            sizes = (op.dtype, op.num_in, op.num_out, op.shape)
-            found.append((op.name, op.group, op.peer, op.batch, op.site, *sizes))
+            found.append((op.name, op.group, op.peer, op.batch, op.site))
             handles.add(op.handle)
         elif op.name == "wait" and op.handle in handles:
             found.append("wait")
@@ -328,7 +261,7 @@ def test_a_model_that_runs_does_the_same(tmp_path):
     command = [sys.executable, "-m", "megatron_prism", "capture", "tiny-gpt_1cpu", *words]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     real = open_programs(str(tmp_path / "a"))
-    ours = schedules(4, 2, 8, shape=(128, 4, 128), dtype="fp32")
+    ours = schedules(4, 2, 8)
     for rank in range(4):
         assert len(heard(ours.of(rank))) > 60
         assert heard(ours.of(rank)) == heard(real.of(rank))
