@@ -142,9 +142,8 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
         raise UsageError(f"job={job!r} is no path", fix="job=RECIPE, or the path of programs")
     if Path(job).exists() and Path(job).suffix not in (".yaml", ".yml"):
         if settings:
-            raise UsageError(
-                f"settings={settings!r} changes no captured programs", fix="job=RECIPE"
-            )
+            what = f"settings={settings!r} changes no captured programs"
+            raise UsageError(what, fix="job=RECIPE")
         return open_programs(job)
     words = (settings,) if isinstance(settings, str) else tuple(settings)
     stamp = Path(job).stat().st_mtime_ns if Path(job).exists() else 0

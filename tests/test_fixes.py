@@ -48,7 +48,8 @@ def fixes():
                 given += node.args[1:2] if name in ("refuse", "refused") else []
             elif isinstance(node, ast.Assign | ast.Tuple):  # what a fix is put together from
                 held = node.elts if isinstance(node, ast.Tuple) else [node.value]
-                given = [one for one in held if "--prism-tier " in text(one)]
+                named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "fix"
+                given = [one for one in held if named or "--prism-tier " in text(one)]
             for one in given:
                 if FLAG.search(text(one)):
                     found.add((str(file.relative_to(ROOT)), text(one)))

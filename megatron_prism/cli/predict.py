@@ -115,14 +115,11 @@ def show(result: Prediction, verbose: bool) -> None:
 def show_study(study: Study) -> None:
     """What-ifs."""
     out = console()
-    out.print("\np95 if a spread were half, or twice as large")
-    rows: Rows = [(bar.what, ms(bar.halved), ms(bar.doubled)) for bar in study.tornado]
-    print_table(("what varies", "half", "twice"), rows)
     placed, hot = study.placement, study.hot
     factors = [f"x {factor:g}" for factor in placed.factors]
     if len(placed.classes) == 1:
         out.print("\none slow GPU; there is one class")
-        rows = [(factor, ms(p95)) for factor, (p95,) in zip(factors, placed.p95, strict=True)]
+        rows: Rows = [(factor, ms(p95)) for factor, (p95,) in zip(factors, placed.p95, strict=True)]
         print_table(("slower", "p95"), rows)
     else:
         out.print("\none slow GPU, best and worst class")

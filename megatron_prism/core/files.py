@@ -74,13 +74,11 @@ def claimed(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator[N
         whom = ""
         with contextlib.suppress(OSError, ValueError):
             whom = f" ({lock.read_text()})"
-        raise UsageError(
-            f"another run{whom} writes {path}", fix="wait for its end, or name another place"
-        ) from None
+        what = f"another run{whom} writes {path}"
+        raise UsageError(what, fix="wait for its end, or name another place") from None
     except OSError as error:
-        raise UsageError(
-            f"cannot write to {lock.parent}: {error.strerror}", fix="name a place you may write to"
-        ) from error
+        what = f"cannot write to {lock.parent}: {error.strerror}"
+        raise UsageError(what, fix="name a place you may write to") from error
     _claims.add(claim)
     try:
         with contextlib.suppress(OSError):  # a full disk
@@ -158,10 +156,8 @@ class ArtefactFolder:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             work.mkdir()
         except OSError as error:
-            raise UsageError(
-                f"cannot write to {self.path.parent}: {error.strerror}",
-                fix="name a folder you may write to with -o DIR",
-            ) from error
+            what = f"cannot write to {self.path.parent}: {error.strerror}"
+            raise UsageError(what, fix="name a folder you may write to with -o DIR") from error
         self.work = work
         stack.enter_context(unwinding())
 
@@ -187,14 +183,11 @@ class ArtefactFolder:
             check_writable(path.parent)
             return
         if path.is_symlink() or not path.is_dir():
-            raise UsageError(
-                f"{path} exists and is no folder", fix="name another place with -o DIR"
-            )
+            what = f"{path} exists and is no folder"
+            raise UsageError(what, fix="name another place with -o DIR")
         if not force and any(path.iterdir()):
-            raise UsageError(
-                f"{path} exists already",
-                fix="name another place with -o DIR, or replace it with --force",
-            )
+            what = f"{path} exists already"
+            raise UsageError(what, fix="name another place with -o DIR, or replace it with --force")
         check_writable(path.parent)
 
     def write_text(self, name: str, text: str) -> Path:
@@ -292,10 +285,8 @@ def whole_file(path: str | os.PathLike[str], *, force: bool = False) -> Iterator
         check_not_taken(path, force)  # somebody else may have been faster
         os.replace(work, path)
     except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}",
-            fix="name a place you may write to",
-        ) from error
+        what = f"cannot write {path}: {error.strerror or error}"
+        raise UsageError(what, fix="name a place you may write to") from error
     finally:
         with contextlib.suppress(OSError):  # renamed, or never made
             work.unlink()

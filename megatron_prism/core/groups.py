@@ -97,9 +97,8 @@ def of_family(world: World, name: str) -> Membership:
     ProgramError for a name that Megatron does not make.
     """
     if not name:
-        raise ProgramError(
-            "a program has a call without a group", fix=f"name one: send {WORLD_GROUP} bf16 peer=1"
-        )
+        what = "a program has a call without a group"
+        raise ProgramError(what, fix=f"name one: send {WORLD_GROUP} bf16 peer=1")
     if name == WORLD_GROUP:
         return _regular(name, np.arange(world.size)[None], world.size)
     try:
@@ -139,16 +138,12 @@ def of_lists(name: str, groups: Sequence[Sequence[int]], size: int) -> Membershi
     counts = np.array([len(group) for group in groups], dtype=np.int64)
     outside = members[(members < 0) | (members >= size)]
     if outside.size:
-        raise ProgramError(
-            f"group {name}: rank {outside[0]} is outside a world of {counted(size, 'rank')}",
-            fix=f"choose ranks from 0 to {size - 1}",
-        )
+        what = f"group {name}: rank {outside[0]} is outside a world of {counted(size, 'rank')}"
+        raise ProgramError(what, fix=f"choose ranks from 0 to {size - 1}")
     ranks, times = np.unique(members, return_counts=True)
     if (times > 1).any():
-        raise ProgramError(
-            f"group {name}: rank {ranks[times > 1][0]} is in it twice",
-            fix="give each of the groups that share a rank a name of its own",
-        )
+        what = f"group {name}: rank {ranks[times > 1][0]} is in it twice"
+        raise ProgramError(what, fix="give each of the groups that share a rank a name of its own")
     start = np.concatenate(([0], np.cumsum(counts)))
     return Membership(name, members.astype(np.int32), start, size)
 

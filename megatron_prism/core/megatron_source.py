@@ -168,10 +168,9 @@ def engine_release(text: str) -> Release:
     least, most = _ENGINES
     found = re.fullmatch(r"2\.(\d{1,3})(\.\d{1,3})?", text)
     if found is None or not least <= int(found[1]) <= most:
-        raise UsageError(
-            f"Transformer Engine {text}: its memory is known from 2.{least} to 2.{most}",
-            fix=f"name the nearest one with its patch, 2.{most}.0: YAML takes 2.20 for 2.2",
-        )
+        what = f"Transformer Engine {text}: its memory is known from 2.{least} to 2.{most}"
+        fix = f"name the nearest one with its patch, 2.{most}.0: YAML takes 2.20 for 2.2"
+        raise UsageError(what, fix=fix)
     return 2, int(found[1])
 
 

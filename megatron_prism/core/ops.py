@@ -147,10 +147,8 @@ class Op:
     def __post_init__(self) -> None:
         for name, known in CODED.items():
             if getattr(self, name) not in known:
-                raise ProgramError(
-                    f"an op's {name} cannot be {getattr(self, name)!r}",
-                    fix=f"use one of {', '.join(filter(None, known))}",
-                )
+                what = f"an op's {name} cannot be {getattr(self, name)!r}"
+                raise ProgramError(what, fix=f"use one of {', '.join(filter(None, known))}")
 
 
 def label(phase: str, microbatch: int, chunk: int) -> str:

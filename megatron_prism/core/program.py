@@ -386,16 +386,13 @@ class Programs:
         of = np.ascontiguousarray(self.program_of, dtype=np.int32)
         object.__setattr__(self, "program_of", of)
         if of.shape != (self.world.size,):
-            raise ProgramError(
-                f"{self.world.size} ranks need a program each, but {of.size} are assigned",
-                fix="say which ranks run each program",
-            )
+            what = f"{self.world.size} ranks need a program each, but {of.size} are assigned"
+            raise ProgramError(what, fix="say which ranks run each program")
         missing = np.flatnonzero((of < -self.partial) | (of >= len(self.programs)))
         if missing.size:
-            raise ProgramError(
-                f"rank {missing[0]} and {missing.size - 1} others have no program",
-                fix="capture the missing slices, or name those ranks in a program",
-            )
+            what = f"rank {missing[0]} and {missing.size - 1} others have no program"
+            fix = "capture the missing slices, or name those ranks in a program"
+            raise ProgramError(what, fix=fix)
 
     @staticmethod
     def one_per_rank(
@@ -518,10 +515,8 @@ def load(path: str | os.PathLike[str]) -> Programs:
         version = head.get("format")
         if type(version) is not int or version not in range(1, FORMAT + 1):
             said = f"format {version}" if isinstance(version, int) else "no format version"
-            raise ProgramError(
-                f"{path} has {said}; this release reads 1 to {FORMAT}",
-                fix="write it again with this release, or read it with the one that wrote it",
-            )
+            fix = "write it again with this release, or read it with the one that wrote it"
+            raise ProgramError(f"{path} has {said}; this release reads 1 to {FORMAT}", fix=fix)
         return _assemble(version, foreign.shaped(head, _Head), arrays)
 
 

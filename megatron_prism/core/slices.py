@@ -79,9 +79,8 @@ class SliceStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(
-                f"cannot write to {self.folder}: {error.strerror}", fix="name another with -o DIR"
-            ) from error
+            what = f"cannot write to {self.folder}: {error.strerror}"
+            raise UsageError(what, fix="name another with -o DIR") from error
         strange = [p.name for p in self.folder.iterdir() if not _ours(p)]
         if strange:
             raise UsageError(
@@ -115,10 +114,8 @@ class SliceStore:
     def check(self, found: Programs | Origin, path: Path) -> None:
         """UsageError unless ``found`` is of this job."""
         if differ := self.differences(found):
-            raise UsageError(
-                f"{path} is a slice of another job: {'; '.join(differ)}",
-                fix="--force drops the old slices, -o DIR puts the new ones elsewhere",
-            )
+            fix = "--force drops the old slices, -o DIR puts the new ones elsewhere"
+            raise UsageError(f"{path} is a slice of another job: {'; '.join(differ)}", fix=fix)
 
     def differences(self, found: Programs | Origin) -> list[str]:
         """In which words ``found`` is of another job than this one."""
@@ -182,9 +179,8 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     captured = [one.programs[0] for one in slices]
     for program, path in zip(captured, paths, strict=True):
         if store.path(program.rank).name != path.name:
-            raise ProgramError(
-                f"{path} holds the slice of rank {program.rank}", fix=f"delete or rename {path}"
-            )
+            what = f"{path} holds the slice of rank {program.rank}"
+            raise ProgramError(what, fix=f"delete or rename {path}")
     of = stand_in_for(first.world, [program.rank for program in captured], partial=partial)
     if not partial:
         _check_rings(first.world, captured, of)
@@ -192,10 +188,8 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     for one, path in zip(slices, paths, strict=True):
         for name, members in one.groups.items():
             if groups.setdefault(name, members) != members:
-                raise ProgramError(
-                    f"{path} has other groups {name} than the slices before it",
-                    fix="delete it, and capture it again as the others",
-                )
+                what = f"{path} has other groups {name} than the slices before it"
+                raise ProgramError(what, fix="delete it, and capture it again as the others")
     if not partial:
         _check_gathers(first.world, captured, of, groups)
     source = dict(first.source)

@@ -102,20 +102,16 @@ def _parse(text: str | int, units: Mapping[str, int], what: str, like: str, *, b
         unit = _ALIASES.get(unit, unit) if _ALIASES.get(unit) in units else unit
     if unit not in units:
         close = [name for name in units if name.lower() == unit.lower()]
-        raise UnitError(
-            f"{text!r}: {unit!r} is no unit of a {what}",
-            fix=f"did you mean {close[0]}?" if close else f"use {', '.join(filter(None, units))}",
-        )
+        fix = f"did you mean {close[0]}?" if close else f"use {', '.join(filter(None, units))}"
+        raise UnitError(f"{text!r}: {unit!r} is no unit of a {what}", fix=fix)
     value = Fraction(match["number"].replace(",", "").replace("_", "")) * units[unit]
     if abs(value) >= _MOST:
         said = f"{str(text)[:40]} is out of range for a {what}"
         raise UnitError(said, fix=f"write it like {like}")
     # With a unit the nearest whole number is meant, as printed text is rounded; else a slip.
     if not match["unit"] and value.denominator != 1:
-        raise UnitError(
-            f"{text!r} is no whole number" + (f" of {bare}" if bare else ""),
-            fix=f"write it like {like}",
-        )
+        message = f"{text!r} is no whole number" + (f" of {bare}" if bare else "")
+        raise UnitError(message, fix=f"write it like {like}")
     return round(value)
 
 

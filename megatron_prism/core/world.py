@@ -81,9 +81,8 @@ def _by_coordinates(world: HasRanks, selector: str, terms: list[str]) -> list[in
         wanted[match["axis"]] = int(match["value"])
     found: list[int] = world.matching(**wanted).tolist()
     if not found:
-        raise WorldError(
-            f"selector {selector!r}: no rank of {world} has all of these", fix="drop one condition"
-        )
+        message = f"selector {selector!r}: no rank of {world} has all of these"
+        raise WorldError(message, fix="drop one condition")
     return found
 
 
@@ -95,10 +94,8 @@ def _by_number(world: HasRanks, term: str, text: str) -> range:
     last = first if match["last"] is None else world.check_rank(int(match["last"]))
     step = 1 if match["step"] is None else int(match["step"])
     if last < first or step < 1:
-        raise WorldError(
-            f"ranks {text!r}: {term!r} is an empty range",
-            fix=f"write {last}-{first}" if last < first else "use a step of at least 1",
-        )
+        fix = f"write {last}-{first}" if last < first else "use a step of at least 1"
+        raise WorldError(f"ranks {text!r}: {term!r} is an empty range", fix=fix)
     return range(first, last + 1, step)
 
 
@@ -221,10 +218,8 @@ def orthogonal_rank_groups(
         ranks = np.fromiter(containing, dtype=np.int64)
         if ranks.size and not (ranks.min() >= 0 and ranks.max() < world_size):
             outside = sorted(set(ranks[(ranks < 0) | (ranks >= world_size)].tolist()))
-            raise WorldError(
-                f"ranks {outside} are outside a world of {counted(world_size, 'rank')}",
-                fix=f"choose ranks from 0 to {world_size - 1}",
-            )
+            what = f"ranks {outside} are outside a world of {counted(world_size, 'rank')}"
+            raise WorldError(what, fix=f"choose ranks from 0 to {world_size - 1}")
         where = (ranks[:, None] // strides % sizes)[:, ~kept]  # int64 [ranks, axes not spanned]
         # Groups are numbered over the axes they do not span, the first fastest; since strides grow
         # along the axes, that is also the order of their lowest ranks.
@@ -248,10 +243,8 @@ def family(desc: str) -> Family:
     for row in FAMILIES:
         if desc == row.desc or row.twin and desc == f"{row.desc}_GLOO":
             return row
-    raise WorldError(
-        f"Megatron makes no group called {desc}",
-        fix=f"use one of {', '.join(row.desc for row in FAMILIES)}",
-    )
+    what = f"Megatron makes no group called {desc}"
+    raise WorldError(what, fix=f"use one of {', '.join(row.desc for row in FAMILIES)}")
 
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
@@ -384,10 +377,8 @@ class World:
     def check_rank(self, rank: int) -> int:
         """The rank itself; WorldError if the world has no such rank."""
         if not 0 <= rank < self.size:
-            raise WorldError(
-                f"rank {rank} is outside a world of {counted(self.size, 'rank')}",
-                fix=f"choose ranks from 0 to {self.size - 1}",
-            )
+            what = f"rank {rank} is outside a world of {counted(self.size, 'rank')}"
+            raise WorldError(what, fix=f"choose ranks from 0 to {self.size - 1}")
         return rank
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -404,14 +395,11 @@ class World:
         ranks = np.arange(self.size)
         for axis, value in coordinates.items():
             if axis not in sizes:
-                raise WorldError(
-                    f"{axis} is no coordinate of a rank", fix=f"use one of {', '.join(AXES)}"
-                )
+                what = f"{axis} is no coordinate of a rank"
+                raise WorldError(what, fix=f"use one of {', '.join(AXES)}")
             if not 0 <= value < sizes[axis]:
-                raise WorldError(
-                    f"{axis}={value}: this world has {axis} {sizes[axis]} ({self})",
-                    fix=f"choose {axis} from 0 to {sizes[axis] - 1}",
-                )
+                what = f"{axis}={value}: this world has {axis} {sizes[axis]} ({self})"
+                raise WorldError(what, fix=f"choose {axis} from 0 to {sizes[axis] - 1}")
             ranks = ranks[self._along(axis, ranks) == value]
         return ranks
 
@@ -423,9 +411,8 @@ class World:
         found = self.matching(**coordinates)
         if not found.size:
             wanted = ", ".join(f"{axis}={value}" for axis, value in coordinates.items())
-            raise WorldError(
-                f"no rank has {wanted} in {self}", fix="leave one of the coordinates out"
-            )
+            what = f"no rank has {wanted} in {self}"
+            raise WorldError(what, fix="leave one of the coordinates out")
         return int(found[0])
 
     def select(self, text: str) -> tuple[int, ...]:
@@ -489,9 +476,8 @@ def _ordered_axes(world: World) -> tuple[str, ...]:
             if missing
             else "is not made of tp, cp, ep, dp, pp, each once"
         )
-        raise WorldError(
-            f"order {world.order!r} {what}", fix=f"use {DEFAULT_ORDER} or tp-cp-ep-pp-dp"
-        )
+        message = f"order {world.order!r} {what}"
+        raise WorldError(message, fix=f"use {DEFAULT_ORDER} or tp-cp-ep-pp-dp")
     return (*named, *absent)
 
 
@@ -507,24 +493,19 @@ def _check_sizes(world: World) -> None:
         if name in ("vpp", "gpus_per_node") and value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise WorldError(
-                f"{name} must be a whole number of at least 1, not {value!r}", fix=f"{name}=1"
-            )
+            what = f"{name} must be a whole number of at least 1, not {value!r}"
+            raise WorldError(what, fix=f"{name}=1")
     if world.size > MOST_RANKS:
         raise WorldError(f"{world.size} ranks are too many", fix=f"use at most {MOST_RANKS:,}")
     if world.vpp is not None and world.pp == 1:
-        raise WorldError(
-            f"vpp {world.vpp} needs a pipeline, but pp is 1: there is nothing to interleave",
-            fix="leave vpp out, or set pp to 2 or more",
-        )
+        what = f"vpp {world.vpp} needs a pipeline, but pp is 1: there is nothing to interleave"
+        raise WorldError(what, fix="leave vpp out, or set pp to 2 or more")
     for names in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
         product = math.prod(getattr(world, name) for name in names)
         if world.size % product:
             arithmetic = " x ".join(f"{name} {getattr(world, name)}" for name in names)
-            raise WorldError(
-                f"{arithmetic} = {product} does not divide {counted(world.size, 'rank')}",
-                fix=_sizes_that_work(world, names),
-            )
+            what = f"{arithmetic} = {product} does not divide {counted(world.size, 'rank')}"
+            raise WorldError(what, fix=_sizes_that_work(world, names))
 
 
 _NEAR = 1 << 16  # how far from a size we look for one that works

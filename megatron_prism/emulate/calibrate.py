@@ -43,10 +43,8 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = (devices or 2) if num_processes is None else num_processes
     if count < 1 + (not devices):
-        raise UsageError(
-            f"calls among {counted(count, 'process')} without a GPU take no time",
-            fix="processes=2, or prism calibrate --host for this host alone",
-        )
+        message = f"calls among {counted(count, 'process')} without a GPU take no time"
+        raise UsageError(message, fix="processes=2, or prism calibrate --host for this host alone")
     if devices and count > devices:
         raise UsageError(f"{count} processes for {devices} devices", fix=f"processes={devices}")
     where = f"{count} GPUs through NCCL" if devices else f"{count} CPU processes through gloo"
@@ -56,7 +54,7 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
     console.print(f"measuring {what}")
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "calibration.json"
-        for stage in STAGES if count > 1 else ("calls",):
+        for stage in STAGES if devices > 1 and count > 1 else ("calls",):
             _run(stage, count, part)
         console.print(f"measuring this host for {HOST_S} s")
         index = json.loads(host_benchmark.measure(HOST_S).to_json())
@@ -86,11 +84,8 @@ def _run(stage: str, count: int, part: Path) -> None:
             env={**os.environ, **STAGES[stage]},
         )
     except subprocess.TimeoutExpired as error:
-        raise PrismError(
-            f"the calibration made no end within {LIMIT_S} s", fix="are all GPUs free and healthy?"
-        ) from error
+        what = f"the calibration made no end within {LIMIT_S} s"
+        raise PrismError(what, fix="are all GPUs free and healthy?") from error
     if done.returncode or not part.exists():
-        raise PrismError(
-            f"a process of the calibration failed:\n{done.stderr[-1500:]}",
-            fix="run nvidia-smi: are all GPUs free and healthy?",
-        )
+        what = f"a process of the calibration failed:\n{done.stderr[-1500:]}"
+        raise PrismError(what, fix="run nvidia-smi: are all GPUs free and healthy?")

@@ -14,7 +14,6 @@ import math
 import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -406,7 +405,7 @@ def _overlap_stage(bench: _Bench) -> list[Row]:
     def calls(size: int) -> dict[str, Call]:
         return _calls(bench, None, bench.size, _tensors(bench, bench.size, size))
 
-    return overlaps(bench.cuda, bench.size, calls)
+    return overlaps(bench.size, calls)
 
 
 @record  # so that the launcher shows what went wrong here
@@ -444,22 +443,19 @@ def main() -> int:
 #
 # Computing is of three kinds: ``gemm``, products that fill the GPU, ``memory``, additions that take
 # all of its memory's rate, and ``attention``, the fused one that context parallelism has beside its
-# exchanges. On CPUs (gloo) both run throughout a phase, on the host's clock.
+# exchanges.
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
-OVERLAP_SIZES, OVERLAP_CPU_SIZES = (1 << 24, 1 << 26, 1 << 28), (1 << 20,)  # bytes of the message
+OVERLAP_SIZES = (1 << 24, 1 << 26, 1 << 28)  # bytes of the message
 # Transformer Engine's kernels first
 _FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-CPU_PHASE_NS = 2e7
-ROUNDS, DROPPED, CPU_ROUNDS = 26, 2, 3
+ROUNDS, DROPPED = 26, 2
 _LONGER = 2.5  # computing lasts that much longer than a call, so that it covers a slow one
 _OVERLAP_AHEAD_CYCLES = 60_000_000  # 30 ms of busy waiting, in which the host gets ahead
 _HEAD_CYCLES = 20_000  # 10 us that a call has for its launch before computing begins
 _LEAST_NS = 30_000  # of both side by side; less says nothing beside that head
 _OVERLAP_HEAT_S = 2.0
 _MOST = 0.9  # of either that the other can take; noise must not become a huge factor
-
-Phases = tuple[float, float, float, float]  # ns, as ``_on_host`` has them
 
 
 class OverlapRound(NamedTuple):
@@ -474,20 +470,18 @@ class OverlapRound(NamedTuple):
     covered: bool
 
 
-def overlaps(cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]) -> list[Row]:
+def overlaps(size: int, calls: Callable[[int], Mapping[str, Call]]) -> list[Row]:
     """Rows of factors, as ``read_overlap`` reads them; every rank of the world takes part.
 
     ``calls`` gives the calls of messages of so many bytes, by name.
     """
-    compute = _computing(cuda)
-    run = _on_device if cuda else _on_host
-    if cuda:
-        _heat(compute["gemm"])
+    compute = _computing()
+    _heat(compute["gemm"])
     rows = []
-    for num_bytes in OVERLAP_SIZES if cuda else OVERLAP_CPU_SIZES:
+    for num_bytes in OVERLAP_SIZES:
         for name, kind in itertools.product(OPS, KINDS):
             call = calls(num_bytes).get(name)  # anew each time: sums of sums grow
-            found = run(compute[kind], call) if call is not None else None
+            found = _on_device(compute[kind], call) if call is not None else None
             if found is not None:
                 first, second, counted = found
                 row = {
@@ -502,15 +496,8 @@ def overlaps(cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]) 
     return rows
 
 
-def _computing(cuda: bool) -> dict[str, Call]:
+def _computing() -> dict[str, Call]:
     attend = torch.nn.functional.scaled_dot_product_attention
-    if not cuda:
-        a, x, q = torch.randn(256, 256), torch.randn(1 << 20), torch.randn(1, 4, 256, 64)
-        return {
-            "gemm": lambda: torch.mm(a, a),
-            "memory": lambda: torch.add(x, x),
-            "attention": lambda: attend(q, q, q, is_causal=True),
-        }
     a = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(a)
     x = torch.randn(1 << 27, device="cuda").bfloat16()
@@ -634,58 +621,6 @@ def _call_first(rounds: list[OverlapRound]) -> list[tuple[float, float]]:
             first, second = (min(max(ns / one.both, 0.0), _MOST) for ns in lost)
             found.append((1 / (1 - first), 1 / (1 - second)))
     return found
-
-
-# -- on CPUs --------------------------------------------------------------------------------------
-def _on_host(compute: Call, call: Call) -> tuple[float, float, int] | None:
-    one, each = _slowest(
-        _spent_ns(lambda: _times(4, compute)) / 4, _spent_ns(lambda: _times(2, call)) / 2
-    )
-    own, others = max(1, round(CPU_PHASE_NS / one)), max(1, round(CPU_PHASE_NS / each))
-    calls = math.ceil(2 * own * one / each) + 1
-    rounds = []
-    for _ in range(CPU_ROUNDS + 1):
-        alone = _spent_ns(lambda: _times(own, compute)), _spent_ns(lambda: _times(others, call))
-        rounds.append((*alone, *_host_together(compute, call, own, others, calls)))
-    return _medians(_throughout(rounds))
-
-
-def _throughout(rounds: list[Phases]) -> list[tuple[float, float]]:
-    """Factors of rounds in which the other runs for all of a phase."""
-    return [
-        (2 * one[2] / (one[0] + after[0]), 2 * one[3] / (one[1] + after[1]))
-        for one, after in zip(rounds, rounds[1:], strict=False)
-    ]
-
-
-def _host_together(
-    compute: Call, call: Call, own: int, others: int, calls: int
-) -> tuple[float, float]:
-    """ns of computing beside calls, and of calls beside computing."""
-    thread = threading.Thread(target=_times, args=(calls, call))
-    thread.start()
-    first = _spent_ns(lambda: _times(own, compute))
-    thread.join()
-    over = threading.Event()
-
-    def until_over() -> None:
-        while not over.is_set():
-            compute()
-
-    thread = threading.Thread(target=until_over)
-    thread.start()
-    try:
-        second = _spent_ns(lambda: _times(others, call))
-    finally:
-        over.set()
-        thread.join()
-    return first, second
-
-
-def _spent_ns(call: Call) -> float:
-    begin = time.perf_counter_ns()
-    call()
-    return float(time.perf_counter_ns() - begin)
 
 
 if __name__ == "__main__":

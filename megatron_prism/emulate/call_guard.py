@@ -132,9 +132,8 @@ class ExpectedCalls:
         if not programs.world.same_places(world):
             size, same = programs.world.size, "capture the same job"
             fix = same if size == world.size else f"--prism-world-size {size}, or {same}"
-            raise UsageError(
-                f"--prism-world {path} is of {programs.world}, this job is {world}", fix=fix
-            )
+            what = f"--prism-world {path} is of {programs.world}, this job is {world}"
+            raise UsageError(what, fix=fix)
         self.healthy = self.faulty = ProgramPeers(programs, rank)
         self.rank, self.faults = rank, tuple(faults)
         numbers = {f.select.iteration for f in faults if f.select.iteration is not None}

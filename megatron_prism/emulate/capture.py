@@ -100,14 +100,11 @@ def check_free(folder: Path, rank: int, force: bool) -> None:
     try:
         there = path.exists()
     except OSError as error:  # a name too long, a folder that may not be looked into
-        raise UsageError(
-            f"--prism-capture: {folder} cannot be used: {error.strerror}", fix="name another folder"
-        ) from error
+        what = f"--prism-capture: {folder} cannot be used: {error.strerror}"
+        raise UsageError(what, fix="name another folder") from error
     if there and not force:
-        raise UsageError(
-            f"--prism-capture: {path} exists and is not overwritten",
-            fix="--prism-force, or another folder",
-        )
+        what = f"--prism-capture: {path} exists and is not overwritten"
+        raise UsageError(what, fix="--prism-force, or another folder")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--prism-capture: {folder} is a file", fix="name a folder")
     check_writable(folder, "--prism-capture DIR")

@@ -286,15 +286,12 @@ class Pace(TrainingListener):
 def check(options: Any) -> None:
     """UsageError where pacing makes no sense."""
     if options.pace is None:
-        raise UsageError(
-            "--prism-slow is felt only while virtual ranks are paced", fix="add --prism-pace DIR"
-        )
+        what = "--prism-slow is felt only while virtual ranks are paced"
+        raise UsageError(what, fix="add --prism-pace DIR")
     slow_ranks(options)
     if options.tier != "cuda":
-        raise UsageError(
-            f"--prism-pace holds a GPU's streams, and tier {options.tier} has none",
-            fix="prism replay predicts iteration times without a GPU",
-        )
+        what = f"--prism-pace holds a GPU's streams, and tier {options.tier} has none"
+        raise UsageError(what, fix="prism replay predicts iteration times without a GPU")
     if options.capture is not None and options.slow:
         raise UsageError(
             "--prism-capture keeps what the healthy job does, and --prism-slow makes another of it",
@@ -335,9 +332,8 @@ def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
         chosen = options.world.select(text)
         ranks = [rank for rank in chosen if rank not in options.ranks]
         if not ranks:
-            raise UsageError(
-                f"--prism-slow {part}: a local rank is as fast as it is", fix="name virtual ranks"
-            )
+            what = f"--prism-slow {part}: a local rank is as fast as it is"
+            raise UsageError(what, fix="name virtual ranks")
         whatif.parse_factor(factor)  # bad usage now, not after captures
         found.append((ranks, factor))
     return found
@@ -345,10 +341,8 @@ def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
 
 def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
     if not folder.is_dir():
-        raise UsageError(
-            f"--prism-pace: there is no folder {folder}",
-            fix=f"capture one rank per stage first: --prism-capture {folder}",
-        )
+        what = f"--prism-pace: there is no folder {folder}"
+        raise UsageError(what, fix=f"capture one rank per stage first: --prism-capture {folder}")
     made = slices.assemble(folder)
     device = made.source.get("device")
     if device not in (None, source["device"]):  # slices made by hand name none
@@ -366,10 +360,8 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
 
 def _refuse(folder: Path, differ: list[str]) -> None:
     if differ:
-        raise UsageError(
-            f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}",
-            fix="capture this job into another folder, or delete this one",
-        )
+        what = f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}"
+        raise UsageError(what, fix="capture this job into another folder, or delete this one")
 
 
 def calibration(folder: Path, device: str = "") -> Calibration | None:
@@ -392,8 +384,6 @@ def _machine_of(device: str) -> str:
     """The shipped machine of a device's name."""
     found = named_in(device)
     if found is None:
-        raise UsageError(
-            f"--prism-pace: no machine is known for the device {device!r}",
-            fix=f"the known ones are {', '.join(machines())}",
-        )
+        what = f"--prism-pace: no machine is known for the device {device!r}"
+        raise UsageError(what, fix=f"the known ones are {', '.join(machines())}")
     return found

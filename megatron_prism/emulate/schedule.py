@@ -70,10 +70,8 @@ def schedules(
         UnsupportedError: inside a virtual world, whose own process group would answer the tokens.
     """
     if virtual_world.current() is not None:
-        raise UnsupportedError(
-            "a schedule without a model cannot be recorded inside an emulated job",
-            fix="use a process of its own",
-        )
+        what = "a schedule without a model cannot be recorded inside an emulated job"
+        raise UnsupportedError(what, fix="use a process of its own")
     vpp = None if vpp == 1 else vpp  # Megatron's arguments take one chunk for not interleaved
     if ep_overlap and pp > 1 and vpp is None:
         raise UsageError("ep_overlap on a pipeline needs chunks", fix="vpp=2 or more")

@@ -49,10 +49,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         import numba
     except ImportError as error:
-        raise UsageError(
-            f"numba, which replays large graphs, cannot be imported: {error}",
-            fix="pip install numba",
-        ) from error
+        what = f"numba, which replays large graphs, cannot be imported: {error}"
+        raise UsageError(what, fix="pip install numba") from error
     helpers = {
         name: _compiled(value)
         for name in function.__code__.co_names

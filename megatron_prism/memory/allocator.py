@@ -69,9 +69,8 @@ class Settings:
                 raise UsageError(f"{part!r} is no option:value", fix="expandable_segments:True")
             if key == "expandable_segments":
                 if value not in ("True", "False"):
-                    raise UsageError(
-                        f"expandable_segments cannot be {value}", fix="expandable_segments:True"
-                    )
+                    what = f"expandable_segments cannot be {value}"
+                    raise UsageError(what, fix="expandable_segments:True")
                 found["expandable"] = value == "True"
             elif key == "max_split_size_mb":
                 found["max_split"] = _whole(key, value, 21) * MIB
@@ -82,13 +81,11 @@ class Settings:
             elif key == "backend" and value == "native" or key in _HARMLESS:
                 continue
             elif key in _KNOWN:
-                raise UnsupportedError(
-                    f"{key} of PYTORCH_CUDA_ALLOC_CONF is not modelled", fix="leave it out"
-                )
+                what = f"{key} of PYTORCH_CUDA_ALLOC_CONF is not modelled"
+                raise UnsupportedError(what, fix="leave it out")
             else:
-                raise UsageError(
-                    f"PYTORCH_CUDA_ALLOC_CONF has no {key}", fix="expandable_segments:True"
-                )
+                what = f"PYTORCH_CUDA_ALLOC_CONF has no {key}"
+                raise UsageError(what, fix="expandable_segments:True")
         return Settings(**found)  # type: ignore[arg-type]
 
     def rounded(self, num_bytes: int) -> int:
@@ -133,9 +130,8 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
 
 def _power(key: str, value: str) -> int:
     if not value.isdecimal() or len(value) > 18 or int(value).bit_count() != 1:
-        raise UsageError(
-            f"{key}: {value} is no power of two", fix=f"{key}:4, or {key}:[256:1,512:2,>:4]"
-        )
+        what = f"{key}: {value} is no power of two"
+        raise UsageError(what, fix=f"{key}:4, or {key}:[256:1,512:2,>:4]")
     return int(value)
 
 

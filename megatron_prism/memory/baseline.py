@@ -223,10 +223,8 @@ def measure(
     optimizer = CODED["phase"].index("optimizer")
     for program in programs.programs:
         if not (program.ops["phase"] == optimizer).any():
-            raise UsageError(
-                f"rank {program.rank} made no optimizer step: such a run is no baseline",
-                fix="capture a whole iteration: prism capture RECIPE -o DIR",
-            )
+            what = f"rank {program.rank} made no optimizer step: such a run is no baseline"
+            raise UsageError(what, fix="capture a whole iteration: prism capture RECIPE -o DIR")
     world = programs.world
     job = {**programs.source, "world": str(world), "alloc_conf": alloc_conf}
     device = device or nccl_buffers.BufferCalibration()

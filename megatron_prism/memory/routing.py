@@ -127,9 +127,8 @@ def law(text: str) -> Law:
 
         return Law(text, shares)
     if not Path(text).is_dir():
-        raise UsageError(
-            f"routing={text} is no law", fix="routing=uniform, zipf:1.2, or a --prism-record folder"
-        )
+        what = f"routing={text} is no law"
+        raise UsageError(what, fix="routing=uniform, zipf:1.2, or a --prism-record folder")
     return Law(f"recorded in {text}", _recorded(Path(text)))
 
 
@@ -151,20 +150,16 @@ def _recorded(folder: Path) -> Shares:
     for (layer, _), sums in sorted(calls.items()):
         layers.setdefault(layer, []).append(sums)
     if not layers:
-        raise UsageError(
-            f"{folder} has no routing of an MoE layer",
-            fix="record the job with all ranks local: --prism-record DIR",
-        )
+        what = f"{folder} has no routing of an MoE layer"
+        raise UsageError(what, fix="record the job with all ranks local: --prism-record DIR")
     names = sorted(layers)
 
     def shares(random: np.random.Generator, layer: int, experts: int) -> np.ndarray:
         of_layer = layers[names[layer % len(names)]]
         sums = of_layer[random.integers(len(of_layer))][:experts].astype(float)
         if sums.size != experts or not sums.sum():
-            raise UsageError(
-                f"{folder} has routing to {sums.size} experts, this job has {experts}",
-                fix="record this very job",
-            )
+            what = f"{folder} has routing to {sums.size} experts, this job has {experts}"
+            raise UsageError(what, fix="record this very job")
         found: np.ndarray = sums / sums.sum()
         return found
 

@@ -151,16 +151,12 @@ def fit(samples: Iterable[float], what: str = "the duration", enough: int = ENOU
     values = np.sort(np.asarray(list(samples), dtype=np.float64))
     n = len(values)
     if n < FEWEST:
-        raise PrismError(
-            f"{what} has {n} samples; a distribution needs {FEWEST} at least",
-            fix="time more iterations, or name a spread: variability=public",
-        )
+        message = f"{what} has {n} samples; a distribution needs {FEWEST} at least"
+        raise PrismError(message, fix="time more iterations, or name a spread: variability=public")
     if not np.isfinite(values).all() or values[0] <= 0:
         wrong = values[~(np.isfinite(values) & (values > 0))][0]
-        raise PrismError(
-            f"{what} has a sample of {wrong:g}, and durations are above 0",
-            fix="capture again, or leave that sample out",
-        )
+        message = f"{what} has a sample of {wrong:g}, and durations are above 0"
+        raise PrismError(message, fix="capture again, or leave that sample out")
     if values[0] == values[-1]:
         return Distribution("lognormal", (math.log(values[0]), 0.0), n, 0.0, "all samples equal")
     found = [Distribution(kind, _numbers(kind, values), n) for kind in KINDS[:3]]

@@ -206,10 +206,8 @@ def check_takes_time(priced: PricedGraph) -> None:
     """PrismError if no op of the world takes any time."""
     if not priced.prices.used():
         path = priced.programs.path or "DIR"
-        raise PrismError(
-            f"nothing in {path} takes time, so there is nothing to predict",
-            fix=f"prism show {path}",
-        )
+        what = f"nothing in {path} takes time, so there is nothing to predict"
+        raise PrismError(what, fix=f"prism show {path}")
 
 
 def _naming(what: str, progress: Progress | None) -> Callable[[float], object]:

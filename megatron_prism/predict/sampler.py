@@ -361,8 +361,6 @@ class Sampler:
         count: int,
         *,
         slow: Slow | None = None,
-        share: np.ndarray | None = None,
-        calm: Mapping[int, float] | None = None,
         replicas: range | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> np.ndarray:
@@ -370,15 +368,12 @@ class Sampler:
         iteration is one of another cluster.
 
         slow     : ranks of one replica, computing slower
-        share    : float64 [nodes of ``paths``], how much of a node's own deviation counts;
-                   default 1 for all
-        calm     : class -> how much of its ranks' deviations counts
         replicas : which of them; default all, and there may be more than the world has
         """
         shapes = _shapes(spread)
         which = range(self.replicas) if replicas is None else replicas
         network = self._network(shapes, count)
-        table, shares = self._tables(spread, share)
+        table, shares = self._tables(spread)
         found = np.empty((count, len(which)))
         together = max(1, _AT_ONCE // max(1, count))
         for first in range(0, len(which), together):
@@ -388,9 +383,6 @@ class Sampler:
             for place, replica in enumerate(part):
                 factors[:classes, place] = self._computing(shapes.rank, count, replica, slow or {})
                 factors[classes + 1 :, place] = self._issuing(shapes.host, count, replica)
-                for index, part_of in (calm or {}).items():
-                    for row in (index, classes + 1 + index):
-                        factors[row, place] = 1 + part_of * (factors[row, place] - 1)
                 factors[classes, place] = network
             times = self._run(factors, shares, table, (part[0] * 1_000_003, 0))
             found[:, first : first + len(part)] = times.T
@@ -432,9 +424,7 @@ class Sampler:
             found[index] = np.interp(largest(rng, members, (count,)), *curve)
         return found
 
-    def _tables(
-        self, spread: Variability, share: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _tables(self, spread: Variability) -> tuple[np.ndarray, np.ndarray]:
         """(deviations of own factors from 1, how much of them counts)."""
         shapes = self.shapes(spread)
         vary = np.array([float(np.ptp(one.at(np.array([-8.0, 8.0])))) > 0 for one in shapes])
@@ -447,8 +437,7 @@ class Sampler:
             self._table = shapes, (np.concatenate(parts) - 1).astype(np.float32)
         own = np.where(self.kind > 1, spread.calls_by, 1.0) * vary[self.kind]
         hosts = self.paths.row > len(self.members)  # they vary as a whole
-        own = own * ((self.paths.lasts > 0) & ~hosts)
-        return self._table[1], own * (1.0 if share is None else share)
+        return self._table[1], own * ((self.paths.lasts > 0) & ~hosts)
 
     def shapes(self, spread: Variability) -> tuple[Distribution, ...]:
         """Distributions of own factors: of calls, of segments, of each kind of sampled calls."""

@@ -308,10 +308,8 @@ def fitted(programs: Programs, other: Variability) -> Variability:
         )
     for one in timed:
         if (one.samples < 0).any() or not one.samples.sum(axis=1).all():
-            raise PrismError(
-                f"rank {one.rank} has an iteration of no time, or a negative one",
-                fix="capture that rank again",
-            )
+            what = f"rank {one.rank} has an iteration of no time, or a negative one"
+            raise PrismError(what, fix="capture that rank again")
     shapes: dict[str, Distribution] = {}
     found = [_of_device(one) for one in timed]
     own = [one for one in found if one.share >= _WAITS]

@@ -1,8 +1,7 @@
-"""Study what moves p95: less or more variation of one thing, a slow GPU or node, a larger world.
+"""Study what moves p95: a slow GPU or node, a larger world.
 
 ``study`` takes a Sampler and a Variability and returns a Study.  Every answer is simulated again
-with the same random numbers, since variance does not add up along maxima: a kind of call that
-varies much may matter to nobody.  What a slow GPU does is compared by p95.
+with the same random numbers.  What a slow GPU does is compared by p95.
 """
 
 from __future__ import annotations
@@ -13,27 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.ops import NAMES
 from megatron_prism.predict.sampler import Sampler, Slow, replica_of
-from megatron_prism.predict.variability import PARTS, Variability
+from megatron_prism.predict.variability import Variability
 from megatron_prism.replay.priced_graph import PricedGraph
 
 FACTORS = (1.05, 1.1, 1.2, 1.5, 2.0)
 SIZES = tuple(1 << n for n in range(6, 18))  # 64 … 131,072 ranks
 _DRAWS, _FEWEST, _MOST = 1 << 15, 200, 2000
-_KINDS = 8  # kinds of calls that are looked at, those that take longest
 _STAGES = 16
 CLASSES = 64  # in which one rank is made slow: those that compute longest
-
-
-@dataclass(frozen=True)
-class TornadoBar:
-    """p95 in ns if the spread of ``what`` were half, and twice as large; ``base`` as it is."""
-
-    what: str
-    halved: float
-    doubled: float
-    base: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,6 @@ class Study:
     node of each kind."""
 
     base: float
-    tornado: tuple[TornadoBar, ...]
     placement: Placement
     hot: tuple[HotNode, ...]
     scale: tuple[Point, ...]
@@ -105,72 +91,15 @@ def study(
 
     count = _count(sampler.replicas)
     each = sampler.draw(spread, count)
-    bars = tornado(sampler, spread, count, lambda part: told(0.45 * part))
     placed = placement(sampler, spread, each, factors)
     hot = hot_nodes(sampler, spread, each, priced.machine.gpus_per_node, factors)
-    told(0.5)
-    points, note = scale(sampler, spread, priced, progress=lambda part: told(0.5 + 0.5 * part))
-    return Study(p95(each.max(axis=1)), bars, placed, hot, points, note)
+    told(0.1)
+    points, note = scale(sampler, spread, priced, progress=lambda part: told(0.1 + 0.9 * part))
+    return Study(p95(each.max(axis=1)), placed, hot, points, note)
 
 
 def _count(replicas: int) -> int:
     return min(_MOST, max(_FEWEST, _DRAWS // replicas))
-
-
-def kinds(sampler: Sampler) -> dict[str, np.ndarray]:
-    """``all_reduce in GROUP`` -> bool [nodes of paths]; the longest in total first."""
-    graph, paths = sampler.graph, sampler.paths
-    meet = graph.matched_calls
-    nodes = np.flatnonzero(paths.row == len(sampler.members))
-    firsts = meet.start[sampler.op[paths.node[nodes]]]
-    owners, ops = meet.classes[firsts], meet.ops[firsts]
-    names: dict[str, list[int]] = {}
-    programs = graph.program_list
-    for node, owner, op in zip(nodes.tolist(), owners.tolist(), ops.tolist(), strict=True):
-        row = programs[owner].ops[op]
-        label = f"{NAMES[row['name']]} in {programs[owner].strings[row['group']]}"
-        names.setdefault(label, []).append(node)
-    found = {}
-    for label, mine in names.items():
-        mask = np.zeros(len(paths.lasts), dtype=bool)
-        mask[mine] = True
-        found[label] = mask
-    return dict(sorted(found.items(), key=lambda item: -float(paths.lasts[item[1]].sum())))
-
-
-def tornado(
-    sampler: Sampler,
-    spread: Variability,
-    count: int,
-    progress: Callable[[float], object] | None = None,
-) -> tuple[TornadoBar, ...]:
-    """Parts of the variability, kinds of calls and classes' GPUs, the strongest first."""
-
-    def run(what: Variability, **changes: object) -> float:
-        return p95(sampler.draw(what, count, **changes).max(axis=1))  # type: ignore[arg-type]
-
-    base = run(spread)
-    jobs: list[tuple[str, Callable[[float], float]]] = []
-
-    def add(what: str, job: Callable[[float], float]) -> None:
-        jobs.append((what, job))
-
-    for part in PARTS:
-        if spread.of(part).spread > 0 and (part != "host" or sampler.hosted):
-            add(f"{part} spread", lambda by, part=part: run(spread.scaled(part, by)))  # type: ignore[misc]
-    if spread.of("call").spread > 0 or sampler.calls is not None:
-        for label, mask in list(kinds(sampler).items())[:_KINDS]:
-            add(label, lambda by, mask=mask: run(spread, share=np.where(mask, by, 1.0)))  # type: ignore[misc]
-    if 1 < len(sampler.members) <= _STAGES and spread.curve("gpu", "step")[1][-1] > 1:
-        for index in range(len(sampler.members)):
-            label = f"GPUs of {sampler.graph.class_name(index)}"
-            add(label, lambda by, index=index: run(spread, calm={index: by}))  # type: ignore[misc]
-    bars = []
-    for place, (what, job) in enumerate(jobs):
-        bars.append(TornadoBar(what, job(0.5), job(2.0), base))
-        if progress is not None:
-            progress((place + 1) / len(jobs))
-    return tuple(sorted(bars, key=lambda bar: -abs(bar.doubled - bar.halved)))
 
 
 def placement(

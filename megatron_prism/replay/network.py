@@ -190,10 +190,8 @@ def replay_network(
     dag = build_issue_graph(graph, iterations, buffered)
     begin, end = simulate_network(dag, durations_of(dag, prices), links)
     if (end < 0).any():
-        raise PrismError(
-            f"the job hangs: {int((end < 0).sum())} steps never end",
-            fix="prism hang draws who waits for whom",
-        )
+        what = f"the job hangs: {int((end < 0).sum())} steps never end"
+        raise PrismError(what, fix="prism hang draws who waits for whom")
     return Timeline(graph, prices, dag, begin, end, iterations, links)
 
 

@@ -50,37 +50,6 @@ function distribution(section) {
     ...DATA.quantiles.map((q) => [quantile(q.level), or(q.ns, ms), q.ns === null ? "" : signed(q.ns / DATA.steady - 1, percent), between(q)])]));
 }
 
-// ---- what moves p95: a bar from half to twice the spread
-const LEAST = 0.001;  // of p95: what moves it by less is named below the bars
-function tornado(section) {
-  const { tornado: bars, base } = DATA.study, strong = bars.filter((bar) => Math.abs(bar.doubled - bar.halved) >= LEAST * base);
-  section.append(element("h2", "", "p95 if something varied half or twice as much"),
-    quiet(`Now it is ${ms(base)}: p95 of the iterations that were drawn for these questions.`));
-  if (strong.length) {
-    const values = strong.flatMap((bar) => [bar.halved, bar.doubled, base]), low = Math.min(...values), high = Math.max(...values);
-    const place = (value) => `${100 * (value - low) / (high - low || 1)}%`;
-    const track = (bar) => {
-      const box = element("div", "span");
-      for (const [to, className] of [[bar.halved, "less"], [bar.doubled, "more"]]) {
-        const part = element("i", className);
-        part.style.left = place(Math.min(to, base));
-        part.style.width = `${100 * Math.abs(to - base) / (high - low || 1)}%`;
-        box.append(part);
-      }
-      const now = element("i", "now");
-      now.style.left = place(base);
-      box.append(now);
-      return box;
-    };
-    const axis = element("div", "axis", element("span", "", ms(low)), element("span", "", ms(high)));
-    section.append(table(["what varies", axis, "half", "twice"], strong.map((bar) =>
-      [bar.what, track(bar), signed(bar.halved - base, ms), signed(bar.doubled - base, ms)]), [0, 1]),
-      legend([["half the spread", "var(--backward)"], ["twice the spread", "var(--path)"], [`now, ${ms(base)}`, "var(--ink)"]]));
-  }
-  const weak = bars.filter((bar) => !strong.includes(bar)).map((bar) => bar.what);
-  if (weak.length) section.append(element("p", "quiet below", `Moves p95 by less than ${100 * LEAST} %: ${weak.join(", ")}.`));
-}
-
 function halved(section) {
   const rows = Object.entries(DATA.halved).filter(([, ns]) => ns !== DATA.halved_from).sort((a, b) => a[1] - b[1])
     .map(([part, ns]) => [`${part} spread halved`, ms(ns), signed(ns - DATA.halved_from, ms)]);
@@ -168,7 +137,7 @@ if (DATA.layouts) {
 } else {
   at("slices").textContent = `${DATA.graph} · spreads: ${DATA.source.split(":")[0]}`;
   figures();
-  tabs([["distribution", "Distribution", anew(distribution)], ["moves", "What moves p95", anew(DATA.study ? tornado : halved)],
+  tabs([["distribution", "Distribution", anew(distribution)], ["moves", "What moves p95", anew(halved)],
     ...(DATA.study ? [["slow", "Slow GPUs", anew(slow)], ["scale", "Scale", anew(scale)]] : []),
     ["provenance", "Provenance", once(provenance)], READING]);
 }

@@ -571,10 +571,9 @@ def _passing_through(method: str, answer: Answer) -> Answer:
 
 def _without_row(method: str) -> Callable[..., NoReturn]:
     def call(self: PrismGroup, *args: object, **kwargs: object) -> NoReturn:
-        raise UnsupportedError(
-            f"collective {method!r} on {self.desc} has no row in the table of collectives",
-            fix="add its row to core/collectives.py and its answer to runtime/process_group.py",
-        )
+        what = f"collective {method!r} on {self.desc} has no row in the table of collectives"
+        fix = "add its row to core/collectives.py and its answer to runtime/process_group.py"
+        raise UnsupportedError(what, fix=fix)
 
     return call
 

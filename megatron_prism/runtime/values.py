@@ -103,15 +103,12 @@ class Values:
     def __init__(self, policy: str = "mirror", seed: int = 1234, rank: int = 0) -> None:
         name, _, path = policy.partition(":")
         if name not in POLICIES:
-            raise UsageError(
-                f"--prism-values {policy!r} is no policy",
-                fix=f"choose one of {', '.join(POLICIES[:2])}, recorded:PATH",
-            )
+            what = f"--prism-values {policy!r} is no policy"
+            raise UsageError(what, fix=f"choose one of {', '.join(POLICIES[:2])}, recorded:PATH")
         if (name == "recorded") != bool(path):
-            raise UsageError(
-                f"--prism-values {policy!r}: only 'recorded' takes a path, and it needs one",
-                fix="write --prism-values recorded:PATH with a path from --prism-record PATH",
-            )
+            what = f"--prism-values {policy!r}: only 'recorded' takes a path, and it needs one"
+            fix = "write --prism-values recorded:PATH with a path from --prism-record PATH"
+            raise UsageError(what, fix=fix)
         self.policy = name
         self.path = path or None
         self.loss_scale: Callable[[], torch.Tensor] | None = None

@@ -85,10 +85,8 @@ class TraceComparison:
     def compared(self) -> Times:
         """``times``.  PrismError where they are not compared."""
         if self.times is None:
-            raise PrismError(
-                "fewer than 95 % of a rank's calls are paired, so times are not compared",
-                fix="capture the job that was traced, with the same arguments",
-            )
+            what = "fewer than 95 % of a rank's calls are paired, so times are not compared"
+            raise PrismError(what, fix="capture the job that was traced, with the same arguments")
         return self.times
 
     def to_json(self) -> dict[str, object]:

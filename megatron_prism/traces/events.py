@@ -513,10 +513,8 @@ def read_dumps(folder: Path) -> list[Recorded]:
                 times = {row.record_id: row for row in foreign.shaped(value, _TimedDump).entries}
         entries = [entry for entry in dump.entries if entry.done]
         if not any(times[entry.record].duration_ms for entry in entries if entry.record in times):
-            raise UsageError(
-                f"{path} does not say how long calls took",
-                fix="start the job with TORCH_NCCL_ENABLE_TIMING=1, and dump all entries",
-            )
+            advice = "start the job with TORCH_NCCL_ENABLE_TIMING=1, and dump all entries"
+            raise UsageError(f"{path} does not say how long calls took", fix=advice)
         ranks[rank] = _of_dump(path, dump, entries, times), entries
     desc, count = _shared_mark([entries for _, entries in ranks.values()])
     for found, entries in ranks.values():
@@ -600,8 +598,6 @@ def _period(entries: list[dumps.Entry]) -> int:
         if 2 * (at + 1 - size) <= at + 1:
             best = at + 1
     if 2 * best < len(keys) or not best:
-        raise PrismError(
-            "the calls of a dump do not repeat: it has less than two whole iterations",
-            fix="TORCH_NCCL_TRACE_BUFFER_SIZE=20000 holds more of them",
-        )
+        what = "the calls of a dump do not repeat: it has less than two whole iterations"
+        raise PrismError(what, fix="TORCH_NCCL_TRACE_BUFFER_SIZE=20000 holds more of them")
     return best - borders[best - 1]

@@ -127,10 +127,8 @@ def _ranked(found: Sequence[Recorded]) -> list[Recorded]:
     twice = [rank for rank, count in Counter(one.rank for one in found).items() if count > 1]
     if twice:
         paths = [one.path for one in found if one.rank == twice[0]]
-        raise UsageError(
-            f"two traces are of rank {twice[0]}: {paths[0]} and {paths[1]}",
-            fix="give the traces of one job, one per rank",
-        )
+        what = f"two traces are of rank {twice[0]}: {paths[0]} and {paths[1]}"
+        raise UsageError(what, fix="give the traces of one job, one per rank")
     sizes = sorted({one.world for one in found if one.world})
     if len(sizes) > 1:
         by = {one.world: one.path for one in found}
@@ -141,9 +139,8 @@ def _ranked(found: Sequence[Recorded]) -> list[Recorded]:
         )
     size = max(*sizes, 0, 1 + max(one.rank or 0 for one in found))
     if size > 1 << 24:
-        raise UsageError(
-            f"{found[0].path} is of a world of {counted(size, 'rank')}", fix="a real one"
-        )
+        what = f"{found[0].path} is of a world of {counted(size, 'rank')}"
+        raise UsageError(what, fix="a real one")
     for one in found:
         one.world = size
         own = {name: group for name, group in one.groups.items() if one.rank in group[1]}
@@ -683,9 +680,8 @@ class Paired:
         notes = list[str]()
         for pairing, one in zip(self.pairings, self.measured, strict=True):
             if pairing.share < 0.5:
-                raise PrismError(
-                    str(pairing), fix="capture the job that was traced, with the same arguments"
-                )
+                fix = "capture the job that was traced, with the same arguments"
+                raise PrismError(str(pairing), fix=fix)
             if pairing.share < 1:
                 notes.append(
                     f"{pairing}; captured calls without a counterpart are modelled, traced ones "
@@ -699,19 +695,15 @@ class Paired:
         try:
             of = stand_in_for(world, [program.rank for program, *_ in made])
         except ProgramError as error:
-            raise UsageError(
-                "a stage of the pipeline has no traced rank",
-                fix="trace one rank of every stage: --profile-ranks",
-            ) from error
+            what = "a stage of the pipeline has no traced rank"
+            raise UsageError(what, fix="trace one rank of every stage: --profile-ranks") from error
         device = _device(one.recorded for one in self.measured)
         source = {**captured.source, "from": "traces", "device": device}
         programs = Programs(world, tuple(p for p, *_ in made), of, captured.groups, source)
         graph = build(programs)
         if findings := graph.check():
-            raise PrismError(
-                f"the calls of the slices do not fit together:\n\n{findings[0]}",
-                fix="prism check DIR",
-            )
+            what = f"the calls of the slices do not fit together:\n\n{findings[0]}"
+            raise PrismError(what, fix="prism check DIR")
         call_op, busy = [calls for _, calls, _ in made], [busy for *_, busy in made]
         return _with_wire(Imported(programs, self.measured, graph, call_op, notes, busy))
 
@@ -777,9 +769,7 @@ def write(found: Imported, folder: Path, *, force: bool = False) -> None:
     store = SliceStore(folder, programs.world, programs.source)
     store.prepare(force)
     if (taken := store.ranks()) and not force:
-        raise UsageError(
-            f"{folder} holds slices already, of ranks {format_ranks(taken)}",
-            fix="name another folder with -o DIR, or replace them with --force",
-        )
+        what = f"{folder} holds slices already, of ranks {format_ranks(taken)}"
+        raise UsageError(what, fix="name another folder with -o DIR, or replace them with --force")
     for program in programs.programs:
         store.put(program, programs.groups)

@@ -622,10 +622,9 @@ def measure(found: Recorded, plan: Plan | None = None) -> Measured:
         calls = [call for call in calls if call.kernel]
     made = _iterations(found, work, calls, idle)
     if not made:
-        raise PrismError(
-            f"{found.path} has no work of a device or a host in any of its steps",
-            fix="profile with ProfilerActivity.CPU and CUDA, and call the profiler's step()",
-        )
+        what = f"{found.path} has no work of a device or a host in any of its steps"
+        fix = "profile with ProfilerActivity.CPU and CUDA, and call the profiler's step()"
+        raise PrismError(what, fix=fix)
     if not found.steps:
         notes.append("the profiler marked no steps: all of it counts as one iteration")
     kept = _alike(made, notes)

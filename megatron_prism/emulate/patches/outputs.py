@@ -192,10 +192,8 @@ def _unread(module: ModuleType, job: Any, makes: bool) -> str:
     if module.checkpoint_exists(folder):
         return f"--load {folder}: a checkpoint is not read, shapes have no values; {begins}"
     if getattr(job, "exit_on_missing_checkpoint", False):
-        raise UsageError(
-            f"--load {folder} has no checkpoint, and --exit-on-missing-checkpoint ends the job",
-            fix="--load a folder that has latest_checkpointed_iteration.txt",
-        )
+        what = f"--load {folder} has no checkpoint, and --exit-on-missing-checkpoint ends the job"
+        raise UsageError(what, fix="--load a folder that has latest_checkpointed_iteration.txt")
     return f"--load {folder} has no checkpoint, and the job starts afresh; {begins}"
 
 

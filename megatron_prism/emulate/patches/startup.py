@@ -238,10 +238,9 @@ def _build_indices(
         except Exception as error:
             if isinstance(error.__cause__ or error, MemoryError):
                 samples = builder.sizes[0] or 0
-                raise PrismError(
-                    f"the index of {samples:,} samples does not fit into memory here",
-                    fix="--exit-interval 5: mock data are made for five iterations only",
-                ) from error
+                what = f"the index of {samples:,} samples does not fit into memory here"
+                fix = "--exit-interval 5: mock data are made for five iterations only"
+                raise PrismError(what, fix=fix) from error
             raise
 
 

@@ -179,10 +179,8 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
 def _no_restarts(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
     """It waits at a store of its own until every rank of the job has come."""
     if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
-        raise UnsupportedError(
-            "--inprocess-restart restarts processes, and virtual ranks have none",
-            fix="leave it out",
-        )
+        what = "--inprocess-restart restarts processes, and virtual ranks have none"
+        raise UnsupportedError(what, fix="leave it out")
     return original(*args, **kwargs)
 
 
@@ -378,10 +376,8 @@ def _materialised(module: ModuleType, context: PatchContext) -> None:
 
     def call(original: Original, *args: object, **kwargs: object) -> object:
         if any(getattr(one, "fp8_param_gather", False) for one in (*args, *kwargs.values())):
-            raise UnsupportedError(
-                "Megatron-FSDP reaches into FP8 parameters, and virtual ones have no data",
-                fix="leave --fp8-param-gather out, or --prism-tier cuda",
-            )
+            what = "Megatron-FSDP reaches into FP8 parameters, and virtual ones have no data"
+            raise UnsupportedError(what, fix="leave --fp8-param-gather out, or --prism-tier cuda")
         changes = ProcessChanges()
         changes.set(torch.Tensor, "is_meta", property(is_meta_to_others))
         try:

@@ -83,20 +83,16 @@ class NcclSettings:
     def check(self, name: str, left: int) -> None:
         """UsageError if no way is ``left`` for a call, where NCCL ends the job."""
         if not left:
-            raise UsageError(
-                f"{self} leaves no way for {name}",
-                fix="let Ring, which every call has: nccl=NCCL_ALGO=Ring nccl=NCCL_PROTO=Simple",
-            )
+            fix = "let Ring, which every call has: nccl=NCCL_ALGO=Ring nccl=NCCL_PROTO=Simple"
+            raise UsageError(f"{self} leaves no way for {name}", fix=fix)
 
     @cached_property
     def channels(self) -> tuple[int, int | None]:
         """(fewest, most) channels; None: as many as NCCL likes."""
         low, high = (self._count(names) for names in (_LEAST, _MOST))
         if low and high and low > high:
-            raise UsageError(
-                f"at least {low} channels and at most {high} contradict each other",
-                fix=f"nccl=NCCL_MAX_NCHANNELS={low}, or leave one out",
-            )
+            what = f"at least {low} channels and at most {high} contradict each other"
+            raise UsageError(what, fix=f"nccl=NCCL_MAX_NCHANNELS={low}, or leave one out")
         return low or 0, high
 
     @property
@@ -173,10 +169,8 @@ def _check(settings: NcclSettings) -> None:
     asked = settings.values.get("NCCL_ALGO", "").lower()
     nvls = settings.values.get("NCCL_NVLS_ENABLE") == "0"
     if nvls and asked and set(re.split(r"[,;]", asked)) <= {"nvls", "nvlstree"}:
-        raise UsageError(
-            f"NCCL_ALGO={settings.values['NCCL_ALGO']} with NCCL_NVLS_ENABLE=0: no way is left",
-            fix="nccl=NCCL_ALGO=Ring, or nccl=NCCL_NVLS_ENABLE=1",
-        )
+        what = f"NCCL_ALGO={settings.values['NCCL_ALGO']} with NCCL_NVLS_ENABLE=0: no way is left"
+        raise UsageError(what, fix="nccl=NCCL_ALGO=Ring, or nccl=NCCL_NVLS_ENABLE=1")
     _ = settings.channels
 
 
@@ -192,9 +186,8 @@ def _chosen(text: str, known: Mapping[str, str], variable: str, call: str) -> se
         without = names.startswith("^")
         words = [word.strip().lower() for word in names.removeprefix("^").split(",") if word]
         if strange := [word for word in words if word not in known]:
-            raise UsageError(
-                f"{variable}={text}: NCCL has no {strange[0]}", fix=f"one of {', '.join(known)}"
-            )
+            what = f"{variable}={text}: NCCL has no {strange[0]}"
+            raise UsageError(what, fix=f"one of {', '.join(known)}")
         if words:
             chosen = {known[word] for word in words if known[word]}
             every = every - chosen if without else every & chosen

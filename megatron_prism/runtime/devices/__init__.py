@@ -93,19 +93,15 @@ def prepare(
 def _prepare(name: str, changes: ProcessChanges, engine: bool, queues: str, history: bool) -> Tier:
     if _prepared is not None:
         if name not in (_prepared.name, "auto"):
-            raise UsageError(
-                f"this process already runs tier {_prepared.name}, not {name}",
-                fix="use one process per tier, or close the first session",
-            )
+            what = f"this process already runs tier {_prepared.name}, not {name}"
+            raise UsageError(what, fix="use one process per tier, or close the first session")
         return _prepared
     if name == "auto":
         name = best()
     if name == "cuda":
         if not torch.cuda.is_available():
-            raise UsageError(
-                "tier cuda needs a CUDA device, and this host has none",
-                fix="use --prism-tier cpu (real values) or --prism-tier meta (shapes only)",
-            )
+            fix = "use --prism-tier cpu (real values) or --prism-tier meta (shapes only)"
+            raise UsageError("tier cuda needs a CUDA device, and this host has none", fix=fix)
         tier = Tier("cuda", torch.device("cuda"))
     elif name in ("cpu", "meta"):
         tier = _without_cuda(name, changes, engine, queues)
@@ -121,10 +117,8 @@ def _check_release(asked: str, changes: ProcessChanges) -> None:
     if getattr(sys.modules.get("transformer_engine"), "__prism_stand_in__", False):
         sys.modules["megatron_prism.runtime.te"].set_release(asked, changes)
     elif found.split(".")[:2] != asked.split(".")[:2]:
-        raise UsageError(
-            f"Transformer Engine {asked} is asked for, and {found or 'none'} is installed",
-            fix=f"pip install --no-deps transformer-engine=={asked}",
-        )
+        what = f"Transformer Engine {asked} is asked for, and {found or 'none'} is installed"
+        raise UsageError(what, fix=f"pip install --no-deps transformer-engine=={asked}")
 
 
 def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str) -> Tier:

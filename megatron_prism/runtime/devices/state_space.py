@@ -176,10 +176,8 @@ def mamba_split_conv1d_scan_combined(
     """
     _only_shapes("mamba_split_conv1d_scan_combined", zxbcdt)
     if rmsnorm_weight is not None or outproj_weight is not None or return_final_states:
-        raise UnsupportedError(
-            "mamba_split_conv1d_scan_combined with its own norm or projection has no stand-in",
-            fix="use Megatron's layers, or --prism-tier cuda",
-        )
+        what = "mamba_split_conv1d_scan_combined with its own norm or projection has no stand-in"
+        raise UnsupportedError(what, fix="use Megatron's layers, or --prism-tier cuda")
     leaves = (conv1d_weight, conv1d_bias, dt_bias, A, D)
     sizes = (chunk_size, headdim or 0, ngroups, state_dtype)
     return _SplitConvScan.apply(

@@ -36,10 +36,9 @@ def _launch(function: object, *args: object) -> None:
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     ours = str(getattr(function, "__module__", "")).partition(".")[0] == _ENGINE
     if not (ours and any(tensor.is_meta for tensor in tensors)):
-        raise UnsupportedError(
-            f"the triton kernel {name} needs a GPU, and has no stand-in here",
-            fix="leave out the flag that asks for this fusion, or --prism-tier cuda",
-        )
+        what = f"the triton kernel {name} needs a GPU, and has no stand-in here"
+        fix = "leave out the flag that asks for this fusion, or --prism-tier cuda"
+        raise UnsupportedError(what, fix=fix)
     fused(_COSTS.get(name, name), 0, *tensors)
 
 

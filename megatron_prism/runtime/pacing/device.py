@@ -134,10 +134,8 @@ class Launcher:
         shared: Shared | None = None,
     ) -> None:
         if not hasattr(torch.cuda, "_compile_kernel"):
-            raise UnsupportedError(
-                f"torch {torch.__version__} cannot compile kernels at run time",
-                fix="use torch 2.9 or later, or run without --prism-pace",
-            )
+            what = f"torch {torch.__version__} cannot compile kernels at run time"
+            raise UnsupportedError(what, fix="use torch 2.9 or later, or run without --prism-pace")
         torch.cuda.synchronize(device)  # the driver's calls want torch's context
         self.device, self.launches, self.shared = device, launches, shared
         self.driver = Driver()

@@ -89,10 +89,9 @@ def _make_file(size: int) -> tuple[int, str]:
     except OSError as error:
         os.close(handle)
         os.unlink(name)
-        raise UsageError(
-            f"several paced ranks share {size:,} bytes in /dev/shm: {error.strerror}",
-            fix="make it larger (docker run --shm-size), or run each rank alone, without torchrun",
-        ) from error
+        what = f"several paced ranks share {size:,} bytes in /dev/shm: {error.strerror}"
+        fix = "make it larger (docker run --shm-size), or run each rank alone, without torchrun"
+        raise UsageError(what, fix=fix) from error
     return handle, name
 
 
@@ -117,10 +116,8 @@ class Shared:
         self._store = store
         size = places["size"][0]
         if not _FOLDER.is_dir():
-            raise UsageError(
-                "several paced ranks share memory in /dev/shm, and there is none",
-                fix="run each rank alone, without torchrun",
-            )
+            what = "several paced ranks share memory in /dev/shm, and there is none"
+            raise UsageError(what, fix="run each rank alone, without torchrun")
         if process == 0:
             handle, name = _make_file(size)
             store.set("prism/pace/file", f"{name} {table}")
@@ -131,10 +128,8 @@ class Shared:
             os.unlink(name)
         if store.get("prism/pace/file").decode().split()[1] != table:
             os.close(handle)
-            raise PrismError(
-                f"local rank {process} has another table of releases than local rank 0",
-                fix="give all local ranks the same slices and the same flags",
-            )
+            what = f"local rank {process} has another table of releases than local rank 0"
+            raise PrismError(what, fix="give all local ranks the same slices and the same flags")
         self._map = mmap.mmap(handle, size)
         os.close(handle)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
