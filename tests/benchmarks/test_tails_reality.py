@@ -1,14 +1,11 @@
 """The benchmark that holds tails against real runs, on runs that are drawn here."""
 
 import dataclasses
-import json
-import sys
 
 import numpy as np
 import pytest
 
 from benchmarks.accuracy import tails_reality
-from megatron_prism.core import program
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
@@ -54,34 +51,6 @@ def test_slices_without_times_are_refused():
     bare = captured(np.random.default_rng(2), 1)
     with pytest.raises(PrismError, match="hold no repeated times"):
         tails_reality.judge(bare, None, [200.0])
-
-
-def test_the_table_is_printed_and_kept(tmp_path, monkeypatch, capsys):
-    """The whole command on files as accuracy.py and prism calibrate leave them."""
-    rng = np.random.default_rng(3)
-    made = captured(rng, 60)
-    (tmp_path / "job-slices").mkdir()
-    program.save(made, tmp_path / "job-slices" / "world.prism")
-    samples = (1e4 * rng.lognormal(0, 0.1, 64)).round().tolist()
-    call = {"op": "all_reduce", "ranks": 2, "bytes": 4, "ns": 10_000, "samples": samples}
-    stored = {"format": 1, "source": "made up", "collectives": [call]}
-    (tmp_path / "c.json").write_text(json.dumps(stored))
-    steps = 200 * rng.lognormal(0, 0.03, (220, 2)).max(axis=1)
-    rows = [{"config": "job", "iterations_ms": steps.tolist()},
-            {"config": "none", "iterations_ms": []}]  # fmt: skip
-    (tmp_path / "real.json").write_text(json.dumps({"rows": rows}))
-    words = [str(tmp_path), str(tmp_path / "c.json"), str(tmp_path / "real.json")]
-    out = tmp_path / "out.json"
-    monkeypatch.setattr(sys, "argv", ["tails_reality.py", *words, "--json", str(out)])
-    assert tails_reality.main() == 0
-    text = capsys.readouterr()
-    assert "job" in text.out
-    assert "none" in text.err
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["real_iterations"] == 210
-    assert row["timed_iterations"] == 60
-    assert "1 cells of 32 samples" in row["calls"]
-    assert abs(row["p50_percent"]) < 2
 
 
 def test_segments_that_wait_for_the_host_say_nothing_of_the_device():

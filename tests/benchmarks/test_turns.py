@@ -1,19 +1,14 @@
 """Jobs that take turns: nobody makes a step before it may, and errors are of the right pairs."""
 
-import dataclasses
 import json
 import threading
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from benchmarks.accuracy import run as turns
 from benchmarks.accuracy import turnstile
-from megatron_prism.core import program
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
 
 
 class Alive:
@@ -134,42 +129,3 @@ def test_errors_are_of_medians_and_slowdowns_each_of_its_own_run(capsys):
     row["groups"]["paced"] = [*paced[:1], *runs([])]  # rank 1 ended before its first turn
     assert turns.table([row]) == 1
     assert turns.table([{"config": "pp2"}]) == 1  # nothing was measured
-
-
-def test_a_results_file_keeps_what_captures_took(tmp_path):
-    ops = [Op("compute", ns=3_000_000, host=2_000_000), Op("mark"), Op("compute", ns=1_000_000)]
-    timed = np.array([[3_100_000, 900_000], [2_900_000, 1_150_000]])
-    one = dataclasses.replace(Program.from_ops(0, ops), samples=timed)
-    program.save(Programs.one_per_rank([one]), tmp_path / "w.prism")
-    assert turns.of_captures(tmp_path / "w.prism") == [
-        {"rank": 0, "device_ms": 4.0, "host_ms": 2.0, "timed_ms": [4.0, 4.0]}
-    ]
-
-
-def test_memory_of_paced_ranks_stands_beside_that_of_the_real_ones(tmp_path):
-    summary = {"memory": {"nccl": 300}}
-    (tmp_path / "pp2-capture-0").mkdir()
-    (tmp_path / "pp2-capture-0" / "rank-000000.json").write_text(json.dumps(summary))
-    nccl = turns.nccl_of(tmp_path, "pp2", 2)
-    assert nccl == [300, None]  # nobody measured communicators, or the capture failed
-
-    def held(peak, used):
-        return {"allocated_peak": peak, "reserved_peak": 2 * peak, "device_bytes": {"own": used}}
-
-    real = [{"memory": [held(1000, 3000), held(500, 2000)]}]
-    paced = [{"memory": [held(999, 2730)]}, {"memory": [held(500, 1500)]}]
-    row = {"nccl": nccl, "groups": {"real": real, "paced": paced}}
-    wanted = [
-        "  allocated peak, paced ranks: -1 B (-0.10 %), +0 B (+0.00 %)",
-        "  reserved peak, paced ranks: -2 B (-0.10 %), +0 B (+0.00 %)",
-        "  device, with NCCL's part (modelled), paced ranks: +30 B (+1.00 %)",
-    ]
-    assert turns.memory_lines(row) == wanted
-    row["nccl"] = [None, None]
-    assert (
-        turns.memory_lines(row)[2]
-        == "  device, with NCCL's part (modelled): not told by the driver"
-    )
-    row["groups"]["paced"] = paced[:1]
-    assert turns.memory_lines(row) == []
-    assert turns.memory_lines({}) == []

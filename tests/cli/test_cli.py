@@ -26,20 +26,6 @@ def test_without_a_command_it_shows_them_all(capsys):
     assert run("--help", capsys=capsys)[:2] == (0, out)
 
 
-def test_version_names_what_is_installed(capsys):
-    status, out, _ = run("--version", capsys=capsys)
-    assert status == 0
-    assert out.startswith("prism 0.1")
-    assert "torch" in out
-
-
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_docstring_is_the_help(name, capsys):
-    status, out, _ = run(name, "--help", capsys=capsys)
-    assert status == 0
-    assert cli.COMMANDS[name].function.__doc__.partition("\n")[0] in out
-
-
 def test_world_shows_stages(capsys):
     status, out, _ = run("world", "tp=8", "pp=4", "size=64", capsys=capsys)
     assert status == 0
@@ -114,28 +100,18 @@ def test_completion_knows_commands_and_options(capsys):
     ("words", "says"),
     [
         (["wrld"], "did you mean world?"),
-        (["dance"], "use one of run, emulate"),
         (["world", "size=64", "tp=8", "pp=3"], "tp 8 x cp 1 x pp 3 = 24 does not divide 64 ranks"),
-        (["world", "sizes=64"], "did you mean size=64?"),
         (["world", "size=1e9"], "1,000,000,000 ranks are too many to list"),
-        (["world", "size=1.5"], "size=1.5: '1.5' is no whole number"),
         (["world", "size=8", "rank=8"], "choose ranks from 0 to 7"),
         (["world", "tp=0"], "tp=0: sizes are positive numbers"),
-        (["world", "size=0", "tp=2"], "size=0: sizes are positive numbers"),
         (["world", "megatron=new"], "fix: megatron=0.19"),
         (["emulate"], "required: RECIPE\n"),
         (["emulate", "llama3-70b"], "did you mean llama3-70b_1024gpu"),
         (["emulate", "tiny-gpt_1cpu", "--frce"], "did you mean --force?"),
         (["emulate", "tiny-gpt_1cpu", "--train.lr=1"], "fix: write train.lr=1"),
         (["emulate", "tiny-gpt_1cpu", "tp=2"], "did you mean parallel.tp?"),
-        (["emulate", "tiny-gpt_1cpu", "=3"], "fix: write section.key=3"),
-        (["emulate", "tiny-gpt_1cpu", "train=3"], "fix: write train.lr=1e-4"),
         (["emulate", "tiny-gpt_1cpu", "train.lr=nan"], "train.lr is nan"),
         (["emulate", "tiny-gpt_1cpu", "prism.values=zeros"], "use mirror or noise"),
-        (["emulate", "tiny-gpt_1cpu", "prism.values=recorded:x"], "use mirror or noise"),
-        (["emulate", "tiny-gpt_1cpu", "-o", f"{__file__}/x"], "is no folder"),
-        (["emulate", "tiny-gpt_1cpu", "-o"], "expected one argument"),
-        (["recipes", "extra"], "no option extra"),
     ],
 )
 def test_bad_usage_is_status_2_with_a_fix_and_nothing_on_stdout(words, says, capsys):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import BEGUN
 from megatron_prism.core.program import save
 from megatron_prism.core.program_text import parse
@@ -259,38 +258,17 @@ def test_a_run_that_did_not_train_is_no_baseline(job, tmp_path, baseline, capsys
     ("change", "says"),
     [
         (lambda t: t[: len(t) // 2], "is no JSON"),
-        (lambda t: "", "is no JSON"),
-        (lambda t: "[1]", "expected an object, not an array"),
         (
             lambda t: t.replace("baseline/1", "baseline/2"),
             "schema: expected one of prism.mem-baseline/1",
         ),
         (lambda t: t.replace('"act": 1000', '"act": 1001'), "do not add up"),
-        (lambda t: t.replace('"act": 1000', '"act": -1'), "expected an int >= 0"),
-        (lambda t: t.replace('"act": 1000', '"act": 1000.0'), "expected an int, not a float"),
         (lambda t: t.replace('"act"', '"atc"', 1), "its categories are not"),
         (lambda t: t.replace('"peak_reserved"', '"reserved"'), "peak_reserved is missing"),
-        (
-            lambda t: t.replace('"provenance": {', '"provenance": 7, "x": {'),
-            "provenance: expected an object, not an int",
-        ),
-        (
-            lambda t: re.sub('"growth": [^,]+', '"growth": "x"', t),
-            "growth: expected an int | null, not a str",
-        ),
         (
             lambda t: t.replace('"pp=0": {', '"a\\n::error::": {', 1),
             "classes: expected a str matching regex",
         ),
-        (
-            lambda t: re.sub(r'"classes": \{.*\n \},', '"classes": {},', t, flags=re.S),
-            "classes: expected an object of length >= 1",
-        ),
-        (
-            lambda t: t.replace('"site": "core/schedules.py:7"', '"site": 7'),
-            "site: expected a str, not an int",
-        ),
-        (lambda t: "[" * 100_000, "nested too deeply"),
     ],
 )
 def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
@@ -310,36 +288,19 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
     [
         (("check", "{job}"), "needs a baseline"),
         (("check", "{job}", "baseline=none.json"), "cannot read a baseline of memory, none.json"),
-        (
-            ("check", "{job}", "baseline={base}", "tol=3qs"),
-            "tol=3qs: '3qs': 'qs' is no unit",
-        ),
-        (("check", "{job}", "baseline={base}", "limit=80gb"), "did you mean GB"),
         (("check", "{job}", "baseline={base}", "tol=-1"), "below 0"),
         (("check", "{job}", "baseline={base}", "headroom=1"), "taken from a limit"),
         (("check", "{job}", "baseline={base}", "limit=1GiB", "headroom=4GiB"), "leaves nothing"),
         (("check", "{job}", "baseline={base}", "limit=80"), "fix: limit=80GiB"),
-        (("check", "{job}", "baseline={base}", "limit=1048575"), "fix: limit=1048575GiB"),
-        (("check", "{job}", "baseline={base}", "tol=1", "tol=2"), "tol is given twice"),
-        (("check", "{job}", "baseline={base}", "-o", "x.json"), "-o has no effect"),
         (("record", "{job}", "-o", "x.json", "--github"), "--github has no effect"),
-        (("check", "{job}", "baseline={base}", "toll=1"), "fix: did you mean tol=1?"),
-        (("check", "baseline={base}"), "takes 1 path"),
-        (("diff", "{base}"), "takes 2 path"),
         (("record", "{job}"), "needs a file to write"),
-        (("record", "{job}", "-o", "{base}"), "is not overwritten"),
         (("record", "{job}", "-o", "x.json", "alloc=backend:x"), "not modelled"),
         (("explain", "{job}", "class=pp=7"), "there is no class pp=7"),
         (("explain", "{job}", "top=x"), "top=x is no number"),
-        (("explain", "{job}", "top=²"), "top=² is no number"),
-        (("explain", "none"), "cannot read none"),
         (("explain", "{job}", "-o", "x.pickle"), "a snapshot is of one class"),
         (("explain", "{job}", "draws=5"), "which allocations depend on routing"),
         (("explain", "{job}", "routing=uniform"), "routing belongs to draws"),
-        (("explain", "{job}", "draws=0"), "outside 1"),
-        (("explain", "{job}", "draws=5", "routing=x"), "is no law"),
         (("explain", "{job}", "draws=5", "capacity=0"), "leaves no token"),
-        (("forget", "{job}"), "invalid choice"),
     ],
 )
 def test_bad_words(baseline, job, capsys, words, says):
@@ -355,12 +316,6 @@ def test_slices_of_another_format_have_no_kinds():
     bare = re.sub(r' note="[^"]*"', "", world())
     made = memory_baseline.measure(parse(bare)).classes["pp=0"]
     assert made["by_category"]["other"] == made["peak_allocated"]
-
-
-def test_errors_are_of_our_tree():
-    with pytest.raises(UsageError):
-        memory_baseline.measure(parse("prism-program 1\nworld size=1\nprogram rank=0\nO compute\n"))
-    assert issubclass(UsageError, PrismError)
 
 
 # -- leaks, and where memory runs out --------------------------------------------------------------

@@ -40,24 +40,3 @@ def test_the_readme_runs_a_stock_script(runner, tmp_path):
     printed = runner.run(doc_blocks.Step(command, None), tmp_path)
     line = doc_blocks.differences(["…", *step.shown], printed.splitlines())
     assert line is None, f"{line}\n{printed}"
-
-
-def test_shown_lines_are_compared():
-    printed = ["head", "class  ranks", "pp=0   8", "12 s", "end"]
-    assert doc_blocks.differences(["head", "…", "pp=0 8", "… s", "…"], printed) is None
-    assert doc_blocks.differences(["…", "end"], printed) is None
-    assert doc_blocks.differences(["…", "pp=1 8", "…"], printed) == "pp=1 8"
-    assert doc_blocks.differences(["head", "pp=0 8"], printed) == "pp=0 8"
-    assert "nothing more" in doc_blocks.differences(["head"], printed)
-
-
-def test_steps_of_a_page():
-    page = (
-        "```console\n$ one \\\n  more\nout\n$ two\n```\n"
-        "<!-- not run: needs a GPU -->\n```sh\nthree\n```\n\n```sh\nfour\n```\n\n```\nout 4\n```\n"
-    )
-    assert doc_blocks.steps(page) == [
-        doc_blocks.Step("one \\\n  more", ["out"]),
-        doc_blocks.Step("two", []),
-        doc_blocks.Step("four\n", ["out 4"]),
-    ]

@@ -122,27 +122,6 @@ def test_samples_that_cannot_be(tmp_path, samples, error, says):
         drawn(alike(World(2, tp=2), [CALL]), file(tmp_path / "c.json", samples))
 
 
-def test_the_command_says_what_calls_rest_on(tmp_path, capsys):
-    world = tmp_path / "w.txt"
-    world.write_text(
-        "prism-program 1\nworld size=2 tp=2\nprogram ranks=0-1\n0F compute ns=1ms\n"
-        f"0F all_reduce {TP} bf16 n={SIZE // 2} reduce=sum\n"
-    )
-    words = ["predict", str(world), "samples=200", "machine=h200"]
-    old = file(tmp_path / "old.json")
-    samples = np.linspace(9e5, 1.1e6, 64).tolist()
-    new = file(tmp_path / "new.json", samples)
-    for given, says in (
-        ([], "calls: all vary as "),
-        ([f"calibration={old}"], f"({old} has no samples of this job's calls)"),
-        ([f"calibration={new}"], "calls: samples of the calibration for 100 %"),
-    ):
-        assert cli.main([*words, *given]) == 0
-        assert says in capsys.readouterr().out
-    assert cli.main([*words, f"calibration={new}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["calls"].startswith("samples of the calibration")
-
-
 @pytest.mark.parametrize(("name", "counts"), [("all_reduce", "MIN"), ("send", "MAX")])
 def test_of_all_ranks_the_one_counts_that_waits_for_nobody_or_has_the_data(
     monkeypatch, name, counts

@@ -168,13 +168,9 @@ def test_the_shipped_calibration_against_real_jobs(name):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "[]",
         '{"format": 2}',
         '{"format": 1, "source": "x"}',
         '{"format": 1, "source": "x", "rows": [{"case": "start", "ranks": 0, "bytes": [1.5]}]}',
-        '{"format": 1, "source": "x", "rows": [{"case": "start", "ranks": 0, "bytes": []}]}',
-        '{"format": 1, "source": "x", "rows": [], "process": {"bytes": "much"}}',
     ],
 )  # fmt: skip
 def test_files_that_are_no_calibrations(tmp_path, text):

@@ -251,25 +251,13 @@ def product(*points):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda s: s.pop("kernels"), "kernels is missing"),
-        (lambda s: s["kernels"].update({"x": [[5, 0, 0]]}), "> 0.0"),
         (lambda s: s["kernels"].update({"x": [[5, 1, 1], [5, 2, 2]]}), "do not ascend"),
-        (lambda s: s["kernels"].update({"x": []}), "expected an array of length >= 1"),
         (lambda s: s["grids"].update({"g": {"axes": [[1, 2]], "ns": [1]}}), "reshape"),
         (lambda s: s["grids"].update({"g": {"axes": [[2, 1]], "ns": [1, 2]}}), "do not ascend"),
-        (
-            lambda s: s["grids"].update({"g": {"axes": [[1, 2]], "ns": [1, -2]}}),
-            "> 0.0",
-        ),
         (
             lambda s: s.update(sustained=[{"shape": [1] * 3, "points": [[0.5, 1], [0.5, 2]]}]),
             "do not ascend",
         ),
-        (
-            lambda s: s.update(sustained=[{"shape": [1] * 3, "points": [[0.5, 0.1]]}]),
-            "> 0.5",
-        ),
-        (lambda s: s["grids"].update({"g": 5}), "not an op table of ours"),
     ],
 )
 def test_tables_that_cannot_be(tmp_path, stored, change, says):

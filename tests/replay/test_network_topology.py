@@ -101,9 +101,7 @@ def test_a_recipe_and_a_machine_name_their_network():
     [
         ("network=torus", "no network"),
         ("network=fat-tree:0", "no network"),
-        ("network=fat-tree:two", "no network"),
         ("slow_rail=9:0.5", "no rail 9"),
-        ("slow_rail=3", "a place in the node"),
         ("oversubscription=4", "network=fat-tree:4"),
     ],
 )

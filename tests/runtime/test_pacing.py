@@ -26,8 +26,7 @@ from megatron_prism.core.program import Program
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate import pace, summary
-from megatron_prism.emulate.nvlink_keepalive import KeepAlive
+from megatron_prism.emulate import pace
 from megatron_prism.emulate.pace import (
     capture_missing,
     check,
@@ -693,23 +692,3 @@ def test_the_host_is_kept_as_long_as_nccl_would(device):
     for calibration, host in ((known, [27_000, 9_000]), (None, [0, 0]), (Calibration(), [0, 0])):
         found, _ = expected(program, table, 0, {"TP": 2, "PP": 2}, calibration)
         assert [call.host for call in found] == host
-
-
-def test_the_summary_says_it_in_words():
-    found = {
-        "iterations_paced": 5, "iterations_strayed": 1, "folder": "slices", "strayed": ["why"],
-        "late_calls": 2, "late_us": 1500.0, "iteration_us": 1_234_500.0, "calls_paced": 10,
-        "predicted_iteration_us": 1_200_000.0, "host_bound": 6,
-        "links": {"said": str(KeepAlive(why="no other GPU of this host is visible"))},
-    }  # fmt: skip
-    said = "\n".join(summary._paced(found))
-    assert "5 iterations answered as the replay of slices says, 1 not; 2 calls late, 1.5 ms" in said
-    assert "took 1,234.5 ms, where the replay has 1,200.0" in said
-    assert "host-bound: 6 of 10 calls" in said
-    assert "host-bound" not in "\n".join(summary._paced({**found, "host_bound": 5}))
-    assert "asleep, no other GPU of this host is visible" in said
-    nothing = {"iterations_paced": 0, "iterations_strayed": 0, "folder": "s", "strayed": [],
-               "links": {"said": str(KeepAlive("words to GPU 1"))}}  # fmt: skip
-    assert summary._paced(nothing)[1:] == [
-        "  pacing    NVLinks kept awake by words to GPU 1, as in the job (assumed, not looked at)"
-    ]
