@@ -13,7 +13,6 @@ import json
 from collections.abc import Mapping
 
 KEYS = ("arguments", "settings")  # of a source: of a stock job, of a recipe
-OLDER = "of another release of ours, which did not keep its arguments: capture again"
 _SHOWN = 4
 _Settings = Mapping[str, str]
 
@@ -25,7 +24,7 @@ def as_text(given: _Settings, others: _Settings | None = None) -> str:
 
 
 def _read(text: str) -> tuple[dict[str, str], dict[str, str]] | None:
-    """(given, others), or None for a digest of an earlier release and for words of a person."""
+    """(given, others), or None for words of a person."""
     try:
         parts = json.loads(text) if text.startswith("{") else None
         return (dict(parts["given"]), dict(parts["others"])) if parts is not None else None
@@ -34,7 +33,7 @@ def _read(text: str) -> tuple[dict[str, str], dict[str, str]] | None:
 
 
 def values(text: str) -> dict[str, str]:
-    """Every setting in a line; none of a digest or of words of a person."""
+    """Every setting in a line; none of words of a person."""
     parts = _read(text)
     return {} if parts is None else {**parts[1], **parts[0]}
 
@@ -56,10 +55,8 @@ def differences(key: str, there: str | None, here: str) -> list[str]:
     if there is None:
         return [f"{key} unknown there"]
     theirs, ours = _read(there), _read(here)
-    if theirs is None and ours is None:
-        return [] if there == here else [f"{key} {there}, not {here}"]
     if theirs is None or ours is None:
-        return [OLDER]
+        return [] if there == here else [f"{key} {there}, not {here}"]
     old, new = {**theirs[1], **theirs[0]}, {**ours[1], **ours[0]}
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
     first = [name for name in names if name in ours[0] or name in theirs[0]]

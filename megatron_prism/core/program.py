@@ -341,10 +341,7 @@ class Program:
         return {NAMES[code]: int(count) for code, count in zip(codes, counts, strict=True)}
 
 
-FORMAT = 4  # of the file; raised when its content changes meaning, and older ones then convert
-_NO_NOTES = ALLOCATION.descr[:3]  # of allocations in format 1
-# ops of earlier formats: without the host's times, and without what products take
-_OLD_OPS = {1: OP.descr[:-3], 2: OP.descr[:-3], 3: OP.descr[:-1]}
+FORMAT = 4  # of the file; raised when its content changes meaning
 SUFFIX = ".prism"
 _OPTIONAL = {  # array -> type and shape; -1 is any length
     "samples": (np.int64, (-1, -1)),
@@ -513,32 +510,16 @@ def load(path: str | os.PathLike[str]) -> Programs:
     with what:
         head, arrays = foreign.read_arrays(path, dict[str, Any], _MEMBERS)
         version = head.get("format")
-        if type(version) is not int or version not in range(1, FORMAT + 1):
+        if version != FORMAT:
             said = f"format {version}" if isinstance(version, int) else "no format version"
             fix = "write it again with this release, or read it with the one that wrote it"
-            raise ProgramError(f"{path} has {said}; this release reads 1 to {FORMAT}", fix=fix)
-        return _assemble(version, foreign.shaped(head, _Head), arrays)
+            raise ProgramError(f"{path} has {said}; this release reads {FORMAT}", fix=fix)
+        return _assemble(foreign.shaped(head, _Head), arrays)
 
 
-def _with_notes(old: np.ndarray) -> np.ndarray:
-    """Allocations of format 1, which did not say whose storage it is."""
-    new = np.zeros(old.size, dtype=ALLOCATION)
-    for name in old.dtype.names or ():
-        new[name] = old[name]
-    return new
-
-
-def _with_times(old: np.ndarray) -> np.ndarray:
-    """Ops of an earlier format; what that did not say is unknown."""
-    new = np.empty(old.size, dtype=OP)
-    for name in OP.names or ():
-        new[name] = old[name] if name in (old.dtype.names or ()) else -1
-    return new
-
-
-def _assemble(version: int, head: _Head, arrays: dict[str, np.ndarray]) -> Programs:
+def _assemble(head: _Head, arrays: dict[str, np.ndarray]) -> Programs:
     """ValueError and KeyError for what is damaged."""
-    programs = tuple(_checked(version, i, one, arrays) for i, one in enumerate(head.programs))
+    programs = tuple(_checked(i, one, arrays) for i, one in enumerate(head.programs))
     of = arrays["program_of"]
     if of.dtype != np.int32 or of.ndim != 1:
         raise ValueError(f"its program_of are {of.dtype} {of.shape}, not int32")
@@ -548,13 +529,9 @@ def _assemble(version: int, head: _Head, arrays: dict[str, np.ndarray]) -> Progr
     return Programs(world, programs, of, head.groups, head.source)
 
 
-def _checked(version: int, i: int, head: _ProgramHead, arrays: dict[str, np.ndarray]) -> Program:
+def _checked(i: int, head: _ProgramHead, arrays: dict[str, np.ndarray]) -> Program:
     """Program ``i`` of a file.  ValueError and KeyError for what is damaged."""
     ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
-    if version == 1 and allocations.dtype == np.dtype(_NO_NOTES):
-        allocations = _with_notes(allocations)
-    if (old := _OLD_OPS.get(version)) and ops.dtype == np.dtype(old):
-        ops = _with_times(ops)
     if (ops.dtype, allocations.dtype, ops.ndim, allocations.ndim) != (OP, ALLOCATION, 1, 1):
         raise ValueError(f"the columns of program {i} are not ours")
     segments = int((ops["name"] == CODE["compute"]).sum())

@@ -29,8 +29,6 @@ from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import AXES, World, format_ranks
 
 WORLD = "world.prism"  # the slices of a folder joined
-AGE = "timing"  # of a source: what times of slices mean; older slices have none
-_AGED = "of another release of ours, whose times mean something else"
 PEERS, AT_ONCE, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
 _UNSAID = {PEERS: AT_ONCE, "transformer_engine": ENGINE}  # what a source that does not say it means
 _MOST_TEXT = 1 << 26  # bytes, a million lines
@@ -126,8 +124,7 @@ class SliceStore:
             if key in job_settings.KEYS:
                 differ += job_settings.differences(key, there.get(key), value)
             elif there.get(key) != value:
-                unlike = f"{key} {there.get(key, 'unknown')}, not {value}"
-                differ.append(_AGED if key == AGE else unlike)
+                differ.append(f"{key} {there.get(key, 'unknown')}, not {value}")
         alike = found.world == self.world if self.parsed else found.world.same_places(self.world)
         if not alike:
             differ.insert(0, f"a world of {found.world}, not {self.world}")
@@ -164,15 +161,13 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     A rank without a slice runs that of the captured rank of its stage with which it shares most
     coordinates (the lowest of them).  Of slices that differ in their shards of parameters alone,
     the one that updates most stands for all (``source["alike"]``).  ProgramError for a missing
-    stage, unless ``partial``, or slices of two jobs or of two ways to measure times.
+    stage, unless ``partial``, or slices of two jobs.
     """
     paths = sorted(p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name))
     if not paths:
         raise ProgramError(f"{folder} holds no slices", fix=_instead(Path(folder)))
     slices = [load(path) for path in paths]
     first = slices[0]
-    if len({one.source.get(AGE) for one in slices}) > 1:
-        raise ProgramError(f"slices in {folder}: some are {_AGED}", fix="capture all of them again")
     store = SliceStore(Path(folder), first.world, first.source)
     for one, path in zip(slices[1:], paths[1:], strict=True):
         store.check(one, path)

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_prism.core.files import write_whole
-from megatron_prism.replay.costs.collectives import KINDS, METHOD, OVERLAP_METHOD
+from megatron_prism.replay.costs.collectives import KINDS
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 
 if TYPE_CHECKING:
@@ -391,7 +391,6 @@ def _calls_stage(bench: _Bench) -> Row:
     today = datetime.date.today()
     return {
         "format": FORMAT,
-        "method": METHOD,
         "source": f"{bench.size} x {name}, {kind}, torch {torch.__version__}, {today}",
         NCCL_ENV: recorded(),
         "collectives": rows,
@@ -489,7 +488,6 @@ def overlaps(size: int, calls: Callable[[int], Mapping[str, Call]]) -> list[Row]
                     "ranks": size,
                     "bytes": num_bytes,
                     "kind": kind,
-                    "method": OVERLAP_METHOD,
                 }
                 factors = {"compute": round(first, 4), "call": round(second, 4)}
                 rows.append({**row, **factors, "rounds": counted})

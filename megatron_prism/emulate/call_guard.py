@@ -293,9 +293,7 @@ class CallGuard(LabelledCalls):
         there = self.strict and self.strict.healthy.programs.source.get("arguments")
         differ = job_settings.differences("arguments", there, arguments) if there else []
         self._other = []
-        if differ == [job_settings.OLDER]:
-            self._other = [f"{self.asked.programs} is {job_settings.OLDER}"]
-        elif differ:
+        if differ:
             what = f"{self.asked.programs} was captured with other arguments than this job"
             self._other = [f"{what}: {'; '.join(differ)}"]
         if self._other:

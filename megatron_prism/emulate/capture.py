@@ -29,7 +29,7 @@ from megatron_prism.core.groups import subgroups
 from megatron_prism.core.megatron_source import versions
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
-from megatron_prism.core.slices import AGE, HOST_INDEX, PACED, PEERS, Origin, SliceStore
+from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS, Origin, SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate import job_arguments, nvlink_keepalive
 from megatron_prism.memory import routing
@@ -37,8 +37,6 @@ from megatron_prism.replay.costs.host import HostIndex
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
-
-TIMING = "4"  # goes up when times of a GPU's slices mean something else; 4: no wait for the host
 
 
 def source_of(
@@ -57,8 +55,6 @@ def source_of(
         found["transformer_engine"] = engine
     if settings := recorded():
         found[NCCL_ENV] = settings
-    if tier == "cuda":
-        found[AGE] = TIMING
     return found if pace is None else {**found, PEERS: PACED}
 
 

@@ -90,12 +90,9 @@ def test_what_differs_is_named(other, said):
     assert job_settings.differences("arguments", settings(JOB), settings(other)) == said
 
 
-def test_digests_of_before_are_of_another_release():
+def test_words_of_a_person_are_compared_as_they_are():
     differences = job_settings.differences
-    (said,) = differences("arguments", "0123456789abcdef", settings(JOB))
-    assert said == job_settings.OLDER
-    assert "capture again" in said
-    assert differences("arguments", settings(JOB), "{broken") == [job_settings.OLDER]
+    assert len(differences("arguments", settings(JOB), "{broken")) == 1
     assert differences("arguments", "a", "b") == ["arguments a, not b"]  # of a person
     assert differences("arguments", None, settings(JOB)) == ["arguments unknown there"]
     assert job_settings.short("0123456789abcdef") == "0123456789abcdef"

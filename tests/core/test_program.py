@@ -216,45 +216,6 @@ def test_a_pipe_is_read_once():
         assert open_programs(f"/dev/fd/{text.stdout.fileno()}") == parse(TEXT)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_files_of_earlier_releases_are_read(tmp_path, version):
-    """Format 1 did not say whose an allocation is; before format 3 nobody knew the host, and before
-    format 4 what of a segment is products."""
-    made, path = parse(TEXT), tmp_path / "x.prism"
-    program.save(made, path)
-    with np.load(path) as stored:
-        arrays = {name: stored[name] for name in stored.files}
-    head = json.loads(arrays["head"].tobytes()) | {"format": version}
-    arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
-    for name in ("ops0", "ops1"):
-        left = ("host", "lead", "products") if version < 3 else ("products",)
-        kept = [n for n in arrays[name].dtype.names if n not in left]
-        arrays[name] = _columns(arrays[name], kept)
-    if version == 1:
-        for name in ("allocations0", "allocations1"):
-            arrays[name] = _columns(arrays[name], ["before", "storage", "bytes"])
-    with open(path, "wb") as file:
-        np.savez(file, **arrays)
-    found = program.load(path)
-    without = made if version > 1 else parse(TEXT.replace(f' note="{NOTE}"', "", 1))
-    assert found == without
-    assert found.programs[0].ops["host"].tolist() == [-1] * len(found.programs[0])
-    head["format"] = 4  # a file of this release has all columns
-    arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
-    with open(path, "wb") as file:
-        np.savez(file, **arrays)
-    with pytest.raises(ProgramError, match="columns of program 0 are not ours"):
-        program.load(path)
-
-
-def _columns(rows, names):
-    """Only these columns, packed as they were."""
-    made = np.empty(rows.shape, [(name, rows.dtype[name]) for name in names])
-    for name in names:
-        made[name] = rows[name]
-    return made
-
-
 def test_files_that_are_not_ours(tmp_path):
     made, path = parse(TEXT), tmp_path / "x.prism"
     program.save(made, path)
@@ -318,7 +279,7 @@ def test_a_newer_file_says_which_release_reads_it(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "FORMAT", 5)
     program.save(parse(TEXT), tmp_path / "x.prism")
     monkeypatch.undo()
-    with pytest.raises(ProgramError, match="format 5; this release reads 1 to 4"):
+    with pytest.raises(ProgramError, match="format 5; this release reads 4"):
         program.load(tmp_path / "x.prism")
 
 

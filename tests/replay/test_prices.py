@@ -10,7 +10,7 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program_text import dump, parse
 from megatron_prism.core.world import World
-from megatron_prism.replay.costs.collectives import OVERLAP_METHOD, read_calibration
+from megatron_prism.replay.costs.collectives import read_calibration
 from megatron_prism.replay.costs.machine import (
     default_machine,
     machine,
@@ -100,7 +100,7 @@ def row(**more):
 
 def overlap(**more):
     return {"op": "all_reduce", "ranks": 2, "bytes": 128, "kind": "gemm",
-            "method": OVERLAP_METHOD, "compute": 1.0, "call": 1.0, **more}  # fmt: skip
+            "compute": 1.0, "call": 1.0, **more}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -191,13 +191,12 @@ def _log2(number: int) -> int:
 
 ATTENTION = "attention"  # the fused one
 KINDS = ("gemm", "memory", ATTENTION)  # of computing: products, additions, attention
-OVERLAP_METHOD = 2  # of measuring; goes up when rows of before are not to be used any more
 
 _ROUNDS = 0.5  # of the rounds of the row that has most of them
 _Factor = Annotated[float, msgspec.Meta(gt=0, lt=100)]  # what is more is no measurement
 
 
-class _OverlapRow(msgspec.Struct):
+class OverlapRow(msgspec.Struct):
     """One measured pair of factors, of computing and of the call."""
 
     op: str
@@ -206,7 +205,6 @@ class _OverlapRow(msgspec.Struct):
     compute: _Factor
     call: _Factor
     rounds: float | None = None
-    method: int | None = None
 
 
 @dataclass(frozen=True)
@@ -230,18 +228,15 @@ class OverlapFactors:
         return compute, call
 
 
-def read_overlap(rows: Iterable[Mapping[str, object]]) -> dict[str, OverlapFactors]:
+def read_overlap(rows: Iterable[OverlapRow]) -> dict[str, OverlapFactors]:
     """Collective -> factors of the ``overlap`` rows of a calibration, against each of two kinds of
     computing: products, which fill the GPU, and what takes its memory's rate (they differ: a gather
     of 64 MiB takes 1.1 times as long beside products, 1.9 times beside additions).
 
-    Rows that were measured in another way are not used: their clocks differed between alone and
-    together, a call's wait for room counted as slowness, or nothing ran side by side.  A factor
-    below 1 is noise and counts as 1, and one of few rounds is left out: in the others computing did
-    not outlast the call.  ValueError for rows that are none, or two of the same call."""
+    A factor below 1 is noise and counts as 1, and one of few rounds is left out: in the others
+    computing did not outlast the call.  ValueError for two rows of the same call."""
     found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
-    ours = [row for row in rows if row.get("method") == OVERLAP_METHOD]
-    known = foreign.shaped(ours, list[_OverlapRow])
+    known = list(rows)
     enough = _ROUNDS * max((row.rounds or 0 for row in known), default=0)
     for row in known:
         if (enough if row.rounds is None else row.rounds) < enough:
@@ -259,9 +254,6 @@ def read_overlap(rows: Iterable[Mapping[str, object]]) -> dict[str, OverlapFacto
         )
         for name, kinds in found.items()
     }
-
-
-METHOD = 2  # of measuring calls on GPUs; 2: among computing, before: back to back
 
 
 @dataclass(frozen=True)
@@ -286,7 +278,7 @@ class Calibration:
     host   : (collective, or ``message``; asynchronous) -> ns that NCCL keeps the host for a call
     again  : the same right after another call, with what it needs in the CPU's caches
     overlap: collective -> how much it and computing slow each other down
-    nccl   : NCCL's settings while they were measured; None: an earlier release did not keep them
+    nccl   : NCCL's settings while they were measured; None: nobody knows them
     held   : bytes of sends to a peer that ended while it was busy; 0: none, or nobody measured it
     path   : the file, which may have samples of single calls; "" if there is none
     """
@@ -356,7 +348,7 @@ class _HostRow(msgspec.Struct):
     op: str
     asynchronous: bool
     ns: _HostTime
-    again: _HostTime | None = None  # earlier releases did not measure it
+    again: _HostTime | None = None
 
 
 class _HeldRow(msgspec.Struct):
@@ -370,9 +362,8 @@ class StoredCalibration(msgspec.Struct):
     source: str
     format: Literal[1] = 1
     collectives: list[CollectiveRow] = []
-    overlap: list[dict[str, Any]] = []  # ``read_overlap`` looks at those of today's method
+    overlap: list[OverlapRow] = []
     host: list[_HostRow] = []
-    method: int | None = None
     nccl_env: str | None = None  # ``NCCL_ENV``
     held: list[_HeldRow] = []
 
@@ -398,10 +389,6 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
                     what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"
                     raise ValueError(f"it contradicts itself: {what}")
         overlap, source = read_overlap(found.overlap), found.source
-        if found.overlap and not overlap:
-            source += "; its overlap was measured in an earlier way and is left out"
-        if found.host and found.method != METHOD:  # of GPUs, by prism calibrate
-            source += "; its calls were measured back to back, which is too quick among computing"
         host = {(row.op, row.asynchronous): row.ns for row in found.host}
         again = {(row.op, row.asynchronous): row.again for row in found.host if row.again}
         nccl = None if found.nccl_env is None else parse(found.nccl_env)
