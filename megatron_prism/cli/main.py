@@ -226,10 +226,6 @@ COMMANDS = {
             _file("--html", "page to write, for any browser"),
             (("--against",), {"metavar": "OTHER", "help": "another replay, to compare with"}),
             _file("--trace", "trace to write, for ui.perfetto.dev"),
-            (
-                ("--chakra",),
-                {"metavar": "DIR", "type": Path, "help": "Chakra traces, for ASTRA-sim"},
-            ),
             VERBOSE,
         ),
         programs=0,

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import (
     check_outputs,
-    console,
     print_table,
     warn_without_times,
     write_data,
     write_outputs,
 )
 from megatron_prism.core.errors import UnitError, UnsupportedError, UsageError
-from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -105,12 +103,6 @@ def replay(args: argparse.Namespace) -> int:
     both = () if other is None else (names[0], (names[1], other))
     write_outputs(args.force, (args.html, lambda: render_html(timeline, *both)),
                   (args.trace, timeline.to_chrome_trace))  # fmt: skip
-    if args.chakra is not None:
-        from megatron_prism.traces.chakra import write_chakra
-
-        with ArtefactFolder(args.chakra, args.force) as folder:
-            write_chakra(timeline, folder.work)
-        console(stderr=True).print(f"wrote {args.chakra}")
     metrics = timeline.to_json() if args.json or args.csv else {}
     value: dict[str, object] = dict(metrics)
     if other is not None:

@@ -251,7 +251,7 @@ class Tape:
             "site": site,
         }
         if tensor.is_shape:
-            fields.update(dtype="int64", shape="3")
+            fields["dtype"], fields["shape"] = "int64", "3"
             fields["num_in" if name == "send" else "num_out"] = 3
         return self.add(name, **fields)
 

@@ -111,7 +111,7 @@ def gloo_does(mine: Op, theirs: Op | None, sends: bool | None = None) -> str:
     sends : of a broadcast, whether this side is the root; None: neither or unknown
 
     It moves bytes and compares nothing; a process into whose buffer more comes than it has room for
-    is aborted.  Measured between two processes (torch 2.13; benchmarks/tools/mismatch.py): other
+    is aborted.  Measured between two processes (torch 2.13): other
     dtypes of as many bytes and other reductions pass, messages and broadcasts also where the
     receiver has more room than it needs; other sizes abort; other operations and roots hang.
     """

@@ -7,5 +7,4 @@ pairing.py   which traced call is which captured one
 programs.py  programs with times, as a capture writes them: ``prism.import_traces``
 variance.py  between whom and over what times vary, and who is slow
 compare.py   a prediction beside the real job
-chakra.py    execution traces for ASTRA-sim and others
 """
