@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_prism.core.errors import ProgramError, WorldError
 from megatron_prism.core.units import counted
-from megatron_prism.core.world import FAMILIES, World, family
+from megatron_prism.core.world import World, family
 
 WORLD_GROUP = "default_pg"  # torch's description of the group of all ranks
 _TWIN = "_GLOO"
@@ -104,11 +104,8 @@ def of_family(world: World, name: str) -> Membership:
     try:
         row = family(name.removesuffix(_TWIN))
     except WorldError as error:
-        raise ProgramError(
-            f"a program uses the group {name}, and who is in it is not known",
-            fix=f"add a line: group {name} 0,1;2,3 (Megatron's own groups need none: "
-            f"{FAMILIES[5].desc}, …)",
-        ) from error
+        what = f"a program uses the group {name}, and who is in it is not known"
+        raise ProgramError(what, fix=f"add a line: group {name} 0,1;2,3") from error
     if row.pick == "world":
         return _regular(name, np.arange(world.size)[None], world.size)
     axes, sizes = world._grids[row.grid]

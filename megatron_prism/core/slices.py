@@ -81,10 +81,9 @@ class SliceStore:
             raise UsageError(what, fix="name another with -o DIR") from error
         strange = [p.name for p in self.folder.iterdir() if not _ours(p)]
         if strange:
-            raise UsageError(
-                f"{self.folder} holds things that are no slices: {', '.join(sorted(strange)[:3])}",
-                fix="name an empty or a new folder with -o DIR",
-            )
+            names = ", ".join(sorted(strange)[:3])
+            what = f"{self.folder} holds things that are no slices: {names}"
+            raise UsageError(what, fix="name an empty or a new folder with -o DIR")
         if force:
             for path in (*self.folder.glob("slice-*.prism"), self.folder / WORLD):
                 path.unlink(missing_ok=True)
@@ -252,13 +251,9 @@ def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> N
         if ring[(program.rank + np.unique(ops["peer"][pairs])) % world.size].any():
             missing.update(ranks[ring & (of == index) & (ranks != program.rank)].tolist())
     if missing:
-        raise MissingSlicesError(
-            "messages go around a context-parallel group (MTP): each of its places makes others, "
-            f"and those of ranks {format_ranks(sorted(missing))} have no slice",
-            fix=_AGAIN,
-            ranks=tuple(sorted(missing)),
-            why="messages go around a context-parallel group, and each place makes others",
-        )
+        why = "messages go around a context-parallel group, and each place makes others"
+        what = f"{why}: ranks {format_ranks(sorted(missing))} have no slice"
+        raise MissingSlicesError(what, _AGAIN, tuple(sorted(missing)), why)
 
 
 def _check_gathers(
@@ -287,14 +282,10 @@ def _check_gathers(
                     found = name if len(differ) else found
     if missing:
         ranks = format_ranks(sorted(missing)) if len(missing) <= _SHOWN else f"{min(missing)} …"
-        raise MissingSlicesError(
-            f"gathers of {found} take more from some ranks than from others (whole parameters "
-            f"belong to single ranks, as with dist_muon): {len(missing)} ranks ({ranks}) differ "
-            "from those that stand for them",
-            fix=_AGAIN,
-            ranks=tuple(sorted(missing)),
-            why="whole parameters belong to single ranks",
-        )
+        why = "whole parameters belong to single ranks"
+        what = f"gathers of {found} take more from some ranks than from others ({why}, dist_muon)"
+        what += f": {len(missing)} ranks ({ranks}) differ from those that stand for them"
+        raise MissingSlicesError(what, _AGAIN, tuple(sorted(missing)), why)
 
 
 def _gathers(program: Program) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
@@ -324,13 +315,8 @@ def stand_in_for(world: World, captured: Iterable[int], *, partial: bool = False
     if (found < 0).any() and not partial:
         stages = sorted(set(places["pp"][found < 0].tolist()))
         firsts = tuple(int(ranks[places["pp"] == stage][0]) for stage in stages)
-        raise MissingSlicesError(
-            f"stages {format_ranks(stages)} have no slice: it was never captured, or was deleted "
-            f"(rank {', '.join(map(str, firsts))})",
-            fix=_AGAIN,
-            ranks=firsts,
-            why="their stages have no slice",
-        )
+        what = f"stages {format_ranks(stages)} have no slice (rank {', '.join(map(str, firsts))})"
+        raise MissingSlicesError(what, _AGAIN, firsts, "their stages have no slice")
     return found
 
 

@@ -207,11 +207,9 @@ def orthogonal_rank_groups(
     group_size = int(np.prod(sizes[kept]))
     num_groups = world_size // group_size
     if num_groups > (possible := int(np.prod(sizes[~kept]))):
-        raise WorldError(
-            f"sizes {' x '.join(map(str, sizes))} = {int(np.prod(sizes))} number {possible} groups "
-            f"of {group_size}, not the {num_groups} that {world_size} ranks need",
-            fix="pass sizes whose product is the world size",
-        )
+        product = f"{' x '.join(map(str, sizes))} = {int(np.prod(sizes))}"
+        what = f"sizes {product} number {possible} groups of {group_size}, not {num_groups}"
+        raise WorldError(what, fix="pass sizes whose product is the world size")
     if containing is None:
         firsts = _corners(sizes[~kept], strides[~kept])[:num_groups]
     else:
@@ -309,13 +307,9 @@ class World:
         }
         object.__setattr__(self, "_grids", grids)
         if self._stride("dense", "pp") != self._stride("expert", "pp"):
-            raise WorldError(
-                f"order {self.order}: the two grids disagree on the stages: next stages are "
-                f"{self._stride('dense', 'pp')} ranks apart for dense layers and "
-                f"{self._stride('expert', 'pp')} for experts",
-                fix=f"use the order {DEFAULT_ORDER} (pp last), or choose etp x ep = "
-                f"tp x cp = {self.tp * self.cp}",
-            )
+            apart = " and ".join(f"{self._stride(g, 'pp')} ({g} layers)" for g in grids)
+            fix = f"use the order {DEFAULT_ORDER}, or etp x ep = tp x cp = {self.tp * self.cp}"
+            raise WorldError(f"order {self.order}: stages are {apart} ranks apart", fix=fix)
 
     # -- sizes
     # ---------------------------------------------------------------------------------------

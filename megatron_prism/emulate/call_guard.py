@@ -371,11 +371,9 @@ class CallGuard(LabelledCalls):
                 fix = "an iter= of these that no evaluation follows"
                 if not self.asked.check_order:
                     fix = f"--prism-check-order for the order; else {fix}"
-            raise HangError(
-                f"{fault} fired at {call} on rank {self.rank}, and this run went on only because "
-                f"virtual ranks answer at once: in the real job {others}",
-                fix=fix,
-            )
+            what = f"{fault} fired at {call} on rank {self.rank}; this run went on only because "
+            what += f"virtual ranks answer at once: in the real job {others}"
+            raise HangError(what, fix=fix)
         for fault, number in self.injector.first.items():
             steps = {step.number: _step_text(step) for step in self.steps()}
             skipped = sum(step.skipped for step in self.steps())

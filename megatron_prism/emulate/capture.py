@@ -352,11 +352,9 @@ class StockCapture(TrainingListener):
             self.links.stop()
         steps = len(self._monitor.iterations)
         if not any(recording.builder is not None for recording in self.kept()):
-            raise UsageError(
-                "--prism-capture: nothing was recorded, the job ended after "
-                f"{steps} train steps (the first ones of a long job warm it up)",
-                fix="a --train-iters that it reaches, no --skip-train, or no --prism-capture",
-            )
+            what = f"--prism-capture: nothing was recorded, the job ended after {steps} train steps"
+            fix = "a --train-iters that it reaches, no --skip-train, or no --prism-capture"
+            raise UsageError(what, fix=fix)
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         if self._probe is not None:
             self.program = routing.learned(self.program, self._probe)

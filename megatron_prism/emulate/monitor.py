@@ -404,11 +404,9 @@ def _store_of(base: type[dist.TCPStore], options: Options) -> type[dist.TCPStore
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             size, waits = given.get("world_size"), given.get("wait_for_workers", True)
             if waits and isinstance(size, int) and size > options.num_processes:
-                raise UsageError(
-                    f"the script waits at a store of its own for {size} processes, and virtual "
-                    "ranks have none",
-                    fix="leave the rendezvous to init_process_group without a store",
-                )
+                what = f"the script waits at a store for {size} processes: virtual ranks have none"
+                fix = "leave the rendezvous to init_process_group without a store"
+                raise UsageError(what, fix=fix)
             super().__init__(*args, **kwargs)
 
     return TCPStore
@@ -418,17 +416,11 @@ def _check(options: Options, given: dict[str, object]) -> None:
     """UsageError unless the program means the world, and the rank, that is emulated."""
     size, rank = given.get("world_size", -1), given.get("rank", -1)
     if size not in (-1, None, options.world.size):
-        raise UsageError(
-            f"the script starts torch.distributed with {size} ranks, and the emulated job has "
-            f"{options.world.size}",
-            fix=f"--prism-world-size {size}",
-        )
+        what = f"the script starts {size} ranks, and the emulated job has {options.world.size}"
+        raise UsageError(what, fix=f"--prism-world-size {size}")
     if rank not in (-1, None, options.rank):
-        raise UsageError(
-            f"the script starts torch.distributed as rank {rank}, and this process is rank "
-            f"{options.rank} of the emulated job",
-            fix=f"--prism-ranks {rank}, or a script that reads RANK",
-        )
+        what = f"the script starts as rank {rank}, and this process is rank {options.rank}"
+        raise UsageError(what, fix=f"--prism-ranks {rank}, or a script that reads RANK")
 
 
 class OwnLoop:

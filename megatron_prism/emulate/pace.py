@@ -138,12 +138,10 @@ def _capture_all(options: Options, job: Sequence[str]) -> None:
     assert folder is not None, "--prism-pace names the folder"
     missing = missing_ranks(folder, options.world)
     if missing and _at_pace(folder):
-        raise UsageError(
-            f"{folder} holds slices that were recorded at pace, but none of ranks "
-            f"{format_ranks(missing)}",
-            fix=f"--prism-ranks {missing[0]} --prism-capture {folder} --prism-pace FIRST, "
-            "where FIRST are the slices that these were paced by",
-        )
+        lacking = format_ranks(missing)
+        what = f"{folder} holds slices that were recorded at pace, but none of ranks {lacking}"
+        fix = f"--prism-ranks {missing[0]} --prism-capture {folder} --prism-pace FIRST, the slices "
+        raise UsageError(what, fix=f"{fix}that these were paced by")
     if missing:
         script = ScriptJob.of(job[0], job[1:], options.world, options.tier)
         healthy = ("--prism-values", options.values)
@@ -293,23 +291,17 @@ def check(options: Any) -> None:
         what = f"--prism-pace holds a GPU's streams, and tier {options.tier} has none"
         raise UsageError(what, fix="prism replay predicts iteration times without a GPU")
     if options.capture is not None and options.slow:
-        raise UsageError(
-            "--prism-capture keeps what the healthy job does, and --prism-slow makes another of it",
-            fix="capture without --prism-slow; prism replay slow= changes it later",
-        )
+        what = "--prism-capture keeps what the healthy job does, and --prism-slow makes another"
+        fix = "capture without --prism-slow; prism replay slow= changes it later"
+        raise UsageError(what, fix=fix)
     if options.capture is not None and options.capture.resolve() == options.pace.resolve():
-        raise UsageError(
-            f"--prism-capture and --prism-pace name one folder, {options.pace}: slices recorded "
-            "among paced ranks are other slices",
-            fix="--prism-capture ANOTHER, and replay that one",
-        )
+        what = f"--prism-capture and --prism-pace name one folder, {options.pace}"
+        raise UsageError(what, fix="--prism-capture ANOTHER, and replay that one")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
     if here < options.num_processes:
-        raise UsageError(
-            f"--prism-pace: {options.num_processes} local ranks on several hosts, {here} on this "
-            "one: their GPUs share no memory",
-            fix="name ranks of one host with --prism-ranks, or run each rank alone",
-        )
+        what = f"--prism-pace: {options.num_processes} local ranks on several hosts, {here} here"
+        fix = "name ranks of one host with --prism-ranks, or run each rank alone"
+        raise UsageError(what, fix=fix)
     calibration(options.pace)  # one that is damaged is said before captures
 
 
@@ -346,11 +338,9 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
     made = slices.assemble(folder)
     device = made.source.get("device")
     if device not in (None, source["device"]):  # slices made by hand name none
-        raise UsageError(
-            f"--prism-pace: the slices in {folder} were measured on {device!r}, and this is "
-            f"{source['device']!r}: its ranks are not as fast as those",
-            fix="name a folder that does not exist, and what is missing is captured here",
-        )
+        what = f"--prism-pace: the slices in {folder} were measured on {device!r}, and this is "
+        fix = "name a folder that does not exist, and what is missing is captured here"
+        raise UsageError(f"{what}{source['device']!r}", fix=fix)
     wanted = {key: value for key, value in source.items() if key != "device"}
     wanted[slices.PEERS] = made.source.get(slices.PEERS, slices.AT_ONCE)  # either will do
     here = slices.SliceStore(folder, options.world, wanted, parsed=False)
@@ -373,10 +363,9 @@ def calibration(folder: Path, device: str = "") -> Calibration | None:
     found = read_calibration(file)
     there, here = named_in(found.source), named_in(device)
     if there and here and there.partition("_")[0] != here.partition("_")[0]:
-        raise UsageError(
-            f"--prism-pace: {file} was measured on {there}, and this is {device!r}: {found.source}",
-            fix=f"prism calibrate -o {file}, here; without the file calls are modelled",
-        )
+        what = f"--prism-pace: {file} was measured on {there}, and this is {device!r}"
+        fix = f"prism calibrate -o {file}, here; without the file calls are modelled"
+        raise UsageError(what, fix=fix)
     return found
 
 

@@ -225,11 +225,9 @@ class Reporter(TrainingListener):
         if world.same_places(before.world):
             return
         if before.pace or before.hang:
-            raise UsageError(
-                "--prism-pace and --prism-fault must know the parallel sizes before the script "
-                "says them",
-                fix='say them: PRISM_ARGS="--tensor-model-parallel-size 2 …"',
-            )
+            what = "--prism-pace and --prism-fault need the parallel sizes before the script"
+            fix = 'PRISM_ARGS="--tensor-model-parallel-size 2 …" says them'
+            raise UsageError(what, fix=fix)
         self._say(f"  the script makes rank {before.rank} {coordinates(self.options)}")
 
     def finished(self) -> None:

@@ -242,11 +242,9 @@ def measure(
             program = programs.programs[one.program]
             classes[one.name]["drawn"] = _drawn(program, draws, _capacity(job, draws), more)
     if draws is not None and not any(one["drawn"] for one in classes.values()):
-        raise UsageError(
-            "the slices do not say which allocations depend on routing",
-            fix="an MoE job on tier meta with an alltoall or allgather dispatcher, captured again "
-            "with --train-iters 4",
-        )
+        what = "the slices do not say which allocations depend on routing"
+        fix = "an MoE job on tier meta with an alltoall or allgather dispatcher, --train-iters 4"
+        raise UsageError(what, fix=fix)
     return Baseline(job, classes, device.provenance())
 
 
@@ -400,11 +398,9 @@ def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
         if before.get(key) != after.get(key)
     ]
     if differ:
-        raise UsageError(
-            f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}",
-            fix="prism memory update PROGRAMS baseline=FILE takes the new one, prism memory diff "
-            "A B --force shows both",
-        )
+        what = f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}"
+        fix = "prism memory update takes the new one, prism memory diff A B --force shows both"
+        raise UsageError(what, fix=fix)
 
 
 def _change(

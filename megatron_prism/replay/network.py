@@ -99,10 +99,8 @@ def read_topology(text: str, machine: Machine) -> Topology:
     fix = "network=rails, network=fat-tree:2 (two NICs for one link above the leaf switches), "
     fix += "network=none"
     if not machine.network_rate:
-        raise UsageError(
-            f"{machine.name} has no network between nodes, so none can be reached over {text}",
-            fix="a machine with one: machine=h200",
-        )
+        what = f"{machine.name} has no network between nodes: none can be reached over {text}"
+        raise UsageError(what, fix="a machine with one: machine=h200")
     if kind == "rails" and not more:
         return Topology()
     try:

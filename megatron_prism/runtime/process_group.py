@@ -522,11 +522,9 @@ class PrismGroup(dist.ProcessGroup):
             if len(mixed.positions) == self._n:
                 self._done("recv", (), tensors)
                 return mixed.real.recv_anysource([t.detach() for t in tensors], tag)
-            raise UnsupportedError(
-                f"a receive from any rank on {self.desc}: some members are local and some virtual, "
-                "so whether a real message will come is not known",
-                fix="name the source rank, or make all members or just one of them local",
-            )
+            what = f"a receive from any rank on {self.desc}, of which some members are virtual"
+            fix = "name the source rank, or make all members or just one of them local"
+            raise UnsupportedError(what, fix=fix)
         return self.recv(tensors, (self._p + 1) % self._n, tag)
 
 

@@ -172,11 +172,8 @@ def _scatter_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
     root = c10d._canonicalize_group_rank(group, given.src, given.group_src)
     everyone = _exchange(group, given.scatter_object_input_list)
     if everyone[root] is None:
-        raise UnsupportedError(
-            f"scatter_object_list from virtual rank {group.ranks[root]} on {group.desc}: "
-            "it holds no objects",
-            fix="make the source a local rank with --prism-ranks",
-        )
+        what = f"virtual rank {group.ranks[root]} has no objects to scatter on {group.desc}"
+        raise UnsupportedError(what, fix="make the source a local rank with --prism-ranks")
     given.scatter_object_output_list[0] = everyone[root][group.rank()]
     group._count(group.desc, group.size(), "scatter", 0)
 

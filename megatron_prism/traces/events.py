@@ -578,11 +578,9 @@ def _shared_mark(ranks: list[list[dumps.Entry]]) -> tuple[str, int]:
         counts.append({(desc, calls[desc]) for desc in alone if calls[desc]})
     shared = set.intersection(*counts)
     if not shared:
-        raise PrismError(
-            "no group of the dumps has the same collectives in every iteration of every rank",
-            fix="dump all ranks of the same iterations; "
-            "TORCH_NCCL_TRACE_BUFFER_SIZE=20000 holds more of them",
-        )
+        what = "no group of the dumps has the same collectives in every iteration of every rank"
+        fix = "dump all ranks of the same iterations; TORCH_NCCL_TRACE_BUFFER_SIZE=20000 holds more"
+        raise PrismError(what, fix=fix)
     return min(shared, key=lambda one: (one[1], one[0]))
 
 

@@ -132,11 +132,9 @@ def _ranked(found: Sequence[Recorded]) -> list[Recorded]:
     sizes = sorted({one.world for one in found if one.world})
     if len(sizes) > 1:
         by = {one.world: one.path for one in found}
-        raise UsageError(
-            f"these are traces of two jobs: {by[sizes[0]]} is of {counted(sizes[0], 'rank')}, "
-            f"{by[sizes[1]]} of {sizes[1]}",
-            fix="give the traces of one job",
-        )
+        first, second = (f"{by[size]} of {counted(size, 'rank')}" for size in sizes[:2])
+        what = f"these are traces of two jobs: {first}, {second}"
+        raise UsageError(what, fix="give the traces of one job")
     size = max(*sizes, 0, 1 + max(one.rank or 0 for one in found))
     if size > 1 << 24:
         what = f"{found[0].path} is of a world of {counted(size, 'rank')}"
@@ -246,12 +244,10 @@ def _guess_groups(measured: list[Measured], names: _Names, notes: list[str]) -> 
                 name = next((n for n, ok in fits.items() if ok.all()), None)
                 name = name or next((n for n, ok in fits.items() if ok[at]), None)
                 if name is None:
-                    raise PrismError(
-                        f"rank {one.recorded.rank}: of call {k}, {one.calls[k]}, it is not known "
-                        "which group makes it: the trace does not say, and no group of it has all "
-                        "members in such a call at that time",
-                        fix="give the traces of all ranks, or a capture of the job: --slices DIR",
-                    )
+                    own = one.recorded.rank
+                    what = f"rank {own}: call {k}, {one.calls[k]}, is of no known group"
+                    fix = "the traces of all ranks, or a capture of the job: --slices DIR"
+                    raise PrismError(what, fix=fix)
                 found[i][k] = name
                 guessed[name] += 1
     if guessed:
@@ -327,11 +323,8 @@ def _program(
             call, name = one.calls[token.of], groups[token.of]
             place = members[name].index(rank)
             if call.op in ("send", "recv") and not 0 <= call.peer < len(members[name]):
-                raise PrismError(
-                    f"{one.recorded.path} does not say with whom rank {rank} exchanges messages "
-                    f"(call {token.of}, {call})",
-                    fix="profile with record_shapes=True",
-                )
+                what = f"{one.recorded.path} does not say who rank {rank}'s peer is in {call}"
+                raise PrismError(what, fix="profile with record_shapes=True")
             where[token.of] = len(builder)
             handle = -1 if token.of in at_once else len(builder)
             if token.of not in waited:
@@ -401,11 +394,9 @@ def _joined(
     )
     graph = build(joined)
     if findings := graph.check():
-        raise PrismError(
-            f"the calls of the traced ranks do not fit together:\n\n{findings[0]}",
-            fix="profile the same iterations on every rank (schedule= of torch.profiler); where "
-            "traces name no groups (gloo), a capture of the same job does: --slices DIR",
-        )
+        what = f"the calls of the traced ranks do not fit together:\n\n{findings[0]}"
+        fix = "profile the same iterations on every rank; without groups (gloo): --slices DIR"
+        raise PrismError(what, fix=fix)
     return Imported(joined, ranked, graph, call_op, notes)
 
 
@@ -420,12 +411,10 @@ def _with_wire(found: Imported) -> Imported:
     measured, graph = found.measured, found.graph
     found.numbers = sorted(set.intersection(*(set(one.numbers) for one in measured)))
     if not found.numbers:
-        raise UsageError(
-            "no iteration is in all of these traces: rank "
-            f"{measured[0].recorded.rank} has {measured[0].numbers[0]} to "
-            f"{measured[0].numbers[-1]}, another has others",
-            fix="profile the same iterations on every rank",
-        )
+        one = measured[0]
+        what = f"no iteration is in all traces: rank {one.recorded.rank} has {one.numbers[0]} to "
+        fix = "profile the same iterations on every rank"
+        raise UsageError(f"{what}{one.numbers[-1]}", fix=fix)
     origin = min((int(one.begun.min()) for one in measured if one.begun.size), default=0)
     for one in measured:  # ns since 1970 as floating-point numbers would be rounded to 256
         one.begun, one.done = one.begun - origin, one.done - origin
@@ -716,11 +705,9 @@ def paired(paths: Sequence[str | os.PathLike[str]], captured: Programs) -> Paire
     """
     found, world = _recorded(paths), captured.world
     if wrong := [one for one in found if one.world not in (0, world.size)]:
-        raise UsageError(
-            f"{wrong[0].path} is of a job of {counted(wrong[0].world, 'rank')}, "
-            f"the slices of {world.size:,}",
-            fix="name the slices of the job that was traced",
-        )
+        there = counted(wrong[0].world, "rank")
+        what = f"{wrong[0].path} is of a job of {there}, the slices of {world.size:,}"
+        raise UsageError(what, fix="name the slices of the job that was traced")
     found[0].world = world.size
     groups = memberships(captured)
     measured, ranks = [], []

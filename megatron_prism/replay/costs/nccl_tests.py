@@ -189,9 +189,8 @@ def _check_ratio(op: str, ranks: int, algorithm: float, bus: float) -> None:
         return
     expected = BY_NAME[op].wire_bytes(1_000_000, ranks) / 1_000_000
     if abs(bus / algorithm - expected) > 0.03 * expected:
-        raise ValueError(
-            f"busbw / algbw is {bus / algorithm:.3f}, that of {op} among {ranks} is {expected:.3f}"
-        )
+        ratio = f"{bus / algorithm:.3f}, that of {op} among {ranks} is {expected:.3f}"
+        raise ValueError(f"busbw / algbw is {ratio}")
 
 
 def calibration(runs: Iterable[NcclTestsRun], node_gpus: int | None = None) -> dict[str, object]:
@@ -209,11 +208,9 @@ def calibration(runs: Iterable[NcclTestsRun], node_gpus: int | None = None) -> d
             key = (run.op, ranks, per_node, num_bytes)
             other, path = known.setdefault(key, (us, run.path))
             if max(us, other) > _AGREE * min(us, other):
-                raise UsageError(
-                    f"{path} and {run.path} contradict each other: {run.op} of {num_bytes:,} bytes "
-                    f"among {ranks} takes {other:g} us and {us:g} us",
-                    fix=f"run both again on idle GPUs ({_EXAMPLE}), or give one of them",
-                )
+                what = f"{run.op} of {num_bytes:,} bytes among {ranks}: {other:g} us and {us:g} us"
+                fix = f"run both again on idle GPUs ({_EXAMPLE}), or give one of them"
+                raise UsageError(f"{path} and {run.path} contradict each other: {what}", fix=fix)
     rows = [
         {"op": op, "ranks": ranks, "per_node": per_node, "bytes": size, "ns": round(us * 1e3)}
         for (op, ranks, per_node, size), (us, _) in sorted(known.items())

@@ -135,11 +135,10 @@ def _check_fits(graph: WorldGraph, machine: Machine) -> None:
     """UsageError for a world of several nodes on a machine without a network."""
     size, per_node = graph.programs.world.size, machine.gpus_per_node
     if size > per_node and not machine.network_rate:
-        raise UsageError(
-            f"{size:,} ranks need {-(-size // per_node):,} nodes, and {machine.name} has no "
-            f"network between nodes (network_rate 0): it holds {counted(per_node, 'rank')}",
-            fix="a world that fits, or a machine with a network: machine=h200",
-        )
+        nodes, one = -(-size // per_node), counted(per_node, "rank")
+        what = f"{size:,} ranks need {nodes:,} nodes, and {machine.name} has no network between "
+        fix = "a world that fits, or a machine with a network: machine=h200"
+        raise UsageError(f"{what}nodes: it holds {one}", fix=fix)
 
 
 def _meetings(

@@ -212,11 +212,9 @@ def _remap_backward(remap: Any, changes: ProcessChanges) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         if depth == NESTED:
-            raise UnsupportedError(
-                "a recomputed function returns a parameter (a layer its bias), so its backward "
-                "starts itself without end, here as on a GPU",
-                fix="--disable-bias-linear, or --recompute-modules without mlp",
-            )
+            what = "a recomputed function returns a parameter (a layer its bias): its backward "
+            fix = "--disable-bias-linear, or --recompute-modules without mlp"
+            raise UnsupportedError(f"{what}starts itself without end, here as on a GPU", fix=fix)
         depth += 1
         try:
             with remap:

@@ -237,11 +237,8 @@ class Launcher:
         self.shared.meet("clocks")
         self.compare_clocks(0)
         if self.shared.process and not self.clock()["at"]:
-            raise PrismError(
-                f"local rank {self.shared.process} could not compare its GPU's clock with the "
-                "first one's within 5 s",
-                fix="run each rank alone, without torchrun",
-            )
+            what = f"local rank {self.shared.process} could not compare its GPU's clock within 5 s"
+            raise PrismError(what, fix="run each rank alone, without torchrun")
 
     def clock(self) -> dict[str, float]:
         """The last comparison of clocks: offset, at, round_trip in ns, and rate; waits for it.

@@ -204,11 +204,8 @@ class Pacer(CallListener):
         if call is None or call.launch < 0:
             return answer(group, *args, **kwargs)
         if self.streams.capturing():
-            raise UnsupportedError(
-                f"{op} of {call.group} goes into a CUDA graph, which would answer every "
-                "iteration as the first",
-                fix="drop the job's CUDA graph flags, or --prism-pace",
-            )
+            what = f"{op} of {call.group} goes into a CUDA graph, which repeats its first answer"
+            raise UnsupportedError(what, fix="drop the job's CUDA graph flags, or --prism-pace")
         if self._batch is not None:
             return self._batch.add(group, call, answer, args, kwargs)
         self.now_issued[call.launch] = begin
