@@ -579,8 +579,8 @@ def _wrong(program: Program) -> str:
         columns.append(("routing", program.routes[:1], (1, largest)))
     for name, values, (low, high) in columns:
         if values.size and not (low <= values.min() and values.max() <= high):
-            odd = values.min() if values.min() < low else values.max()
-            return f"{name} {odd} outside {low} to {high}"
+            value = values.min() if values.min() < low else values.max()
+            return f"{name} {value} outside {low} to {high}"
     if (np.diff(program.allocations["before"]) < 0).any():
         return "allocations that are not in the order of its ops"
     return ""

@@ -29,8 +29,11 @@ from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import AXES, World, format_ranks
 
 WORLD = "world.prism"  # the slices of a folder joined
-PEERS, AT_ONCE, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
-_UNSAID = {PEERS: AT_ONCE, "transformer_engine": ENGINE}  # what a source that does not say it means
+PEERS, UNPACED, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
+_DEFAULTS = {
+    PEERS: UNPACED,
+    "transformer_engine": ENGINE,
+}  # what a source that does not say it means
 _MOST_TEXT = 1 << 26  # bytes, a million lines
 # of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is
 HOST_INDEX = "host_index"
@@ -116,8 +119,8 @@ class SliceStore:
 
     def differences(self, found: Programs | Origin) -> list[str]:
         """In which words ``found`` is of another job than this one."""
-        there, differ = {**_UNSAID, **found.source}, list[str]()
-        for key, value in {**_UNSAID, **self.source}.items():
+        there, differ = {**_DEFAULTS, **found.source}, list[str]()
+        for key, value in {**_DEFAULTS, **self.source}.items():
             if key == HOST_INDEX:
                 continue
             if key in job_settings.KEYS:

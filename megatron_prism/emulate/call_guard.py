@@ -204,22 +204,22 @@ def disagreement(
     if peer is not None and theirs is not None:
         evidence.append(f"rank {peer} {_text(theirs)}")
     evidence += list(found)
-    odd: list[int] = []
+    suspects: list[int] = []
     if kind == "divergence":
-        odd = [rank]
+        suspects = [rank]
     elif own is not None:
         mine = differences(call, own) or kind == "missing" and theirs is None and peer is None
         evidence.append("the derived program of this rank "
                         + ("calls otherwise" if mine else "calls the same"))  # fmt: skip
-        odd = [rank] if mine else [peer] if peer is not None else []
+        suspects = [rank] if mine else [peer] if peer is not None else []
     if kind == "missing":  # only one of two makes it
-        kind = "extra call" if odd == [rank] and peer is not None else "skipped call"
-    culprits = tuple(Culprit(r, kind, found[0] if found else kind) for r in odd)
+        kind = "extra call" if suspects == [rank] and peer is not None else "skipped call"
+    culprits = tuple(Culprit(r, kind, found[0] if found else kind) for r in suspects)
     victims = tuple(Waiting(r, (), call.name, call.group, number + 1)
-                    for r in (rank, peer) if r is not None and r not in odd)  # fmt: skip
+                    for r in (rank, peer) if r is not None and r not in suspects)  # fmt: skip
     verdict = Diagnosis("mismatch", culprits, victims, call.group, call.name, number + 1,
-                        "likely" if odd else "possible", tuple(evidence))  # fmt: skip
-    who = f"rank {format_ranks(odd)} is odd" if odd else "who is wrong is undetermined"
+                        "likely" if suspects else "possible", tuple(evidence))  # fmt: skip
+    who = f"rank {format_ranks(suspects)} differs" if suspects else "who is wrong is undetermined"
     return HangError(f"{here}, {kind}: {who}\n{verdict}",
                      fix="--prism-mismatch off goes on, as far as it can")  # fmt: skip
 

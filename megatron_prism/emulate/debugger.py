@@ -503,7 +503,7 @@ class ValueWatch(LabelledCalls):
             while self._hooks:
                 self._hooks.pop().remove()
 
-    def odd(self, tensor: torch.Tensor) -> bool:
+    def is_bad(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has what is looked for."""
         if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
             return False
@@ -520,7 +520,7 @@ class ValueWatch(LabelledCalls):
         module = self._owners.module() or self._module
         node = torch._C._current_autograd_node()
         site = self._owners.sites.find(sys._getframe(2), foreign=True)
-        given = sum(map(self.odd, inputs))
+        given = sum(map(self.is_bad, inputs))
         shape = "x".join(map(str, result.shape)) or "1"
         lines = [
             f"iteration {self.iteration}, {step}: {operator} gave the first {self.what} "
@@ -547,7 +547,7 @@ class _Mode(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self._watch._looks and not func.is_view and not _FRESH.match(func.name()):
             for tensor in pytree.tree_leaves(result):
-                if isinstance(tensor, torch.Tensor) and self._watch.odd(tensor):
+                if isinstance(tensor, torch.Tensor) and self._watch.is_bad(tensor):
                     inputs = [t for t in pytree.tree_leaves((args, kwargs))
                               if isinstance(t, torch.Tensor)]  # fmt: skip
                     self._watch.found(func, inputs, tensor)

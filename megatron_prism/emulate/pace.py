@@ -168,7 +168,7 @@ class Pace(TrainingListener):
         begin = time.perf_counter()
         programs = _programs(folder, options, source)
         self._arguments = programs.source.get("arguments")
-        self._alone = programs.source.get(slices.PEERS, slices.AT_ONCE) == slices.AT_ONCE
+        self._alone = programs.source.get(slices.PEERS, slices.UNPACED) == slices.UNPACED
         program = programs.programs[int(programs.program_of[options.rank])]
         self._calibration = calibration(folder, device)
         slow = tuple((format_ranks(ranks), factor) for ranks, factor in slow_ranks(options))
@@ -342,7 +342,7 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
         fix = "name a folder that does not exist, and what is missing is captured here"
         raise UsageError(f"{what}{source['device']!r}", fix=fix)
     wanted = {key: value for key, value in source.items() if key != "device"}
-    wanted[slices.PEERS] = made.source.get(slices.PEERS, slices.AT_ONCE)  # either will do
+    wanted[slices.PEERS] = made.source.get(slices.PEERS, slices.UNPACED)  # either will do
     here = slices.SliceStore(folder, options.world, wanted, parsed=False)
     _refuse(folder, here.differences(made))
     return made

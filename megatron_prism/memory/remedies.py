@@ -152,12 +152,12 @@ class _Lives:
         events = program.allocations
         born: dict[int, int] = {}
         gone: dict[int, int] = {}
-        odd = set()
+        resized = set()
         moves = zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True)
         for at, (storage, size) in enumerate(moves):
             lives = born if size > 0 else gone
             if storage in lives:
-                odd.add(storage)
+                resized.add(storage)
             lives[storage] = at
         ops, before = program.ops, events["before"].tolist()
         op = np.minimum(events["before"], len(program) - 1).tolist()
@@ -171,7 +171,7 @@ class _Lives:
 
         kept = frozenset(
             one for one, at in born.items()
-            if one not in odd and one in gone and before[at] and phases[op[at]] == _FORWARD
+            if one not in resized and one in gone and before[at] and phases[op[at]] == _FORWARD
             and in_backward(gone[one], turns[op[at]])
         )  # fmt: skip
         return _Lives(born, gone, kept)

@@ -83,7 +83,7 @@ class CallListener(Protocol):
         """Take what is issued inside for one call."""
         return contextlib.nullcontext()
 
-    def aside(self, answer: Callable[[], None]) -> None:
+    def unrecorded(self, answer: Callable[[], None]) -> None:
         """Do what stands for virtual ranks and is no call."""
         answer()
 

@@ -191,10 +191,10 @@ class VirtualWorld:
         """The listener that makes the call after ``caller``, or None if it is the last."""
         return self._after.get(id(caller))
 
-    def aside(self, answer: Callable[[], None]) -> None:
+    def unrecorded(self, answer: Callable[[], None]) -> None:
         """Do what stands for virtual ranks and is no call; a recorder leaves it out."""
-        for listener in reversed(overriding(self.listeners, CallListener, "aside")):
-            answer = partial(listener.aside, answer)
+        for listener in reversed(overriding(self.listeners, CallListener, "unrecorded")):
+            answer = partial(listener.unrecorded, answer)
         answer()
 
     @contextlib.contextmanager

@@ -62,7 +62,7 @@ _DTYPES = {
     "c10::float8_e5m2": "fp8e5m2",
 }
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
-_AT_ONCE = 1000  # ns: what begins so soon before a call ends has waited for it
+_WAITED_NS = 1000  # ns: what begins so soon before a call ends has waited for it
 _MOST_ELEMENTS = 1 << 56
 
 
@@ -461,7 +461,7 @@ class _Iteration:
         found: list[tuple[int, int] | None] = []
         count, place = len(self.calls), self.place
         for k, call in enumerate(self.calls):
-            soon = call.end - _AT_ONCE
+            soon = call.end - _WAITED_NS
             work = max(int(np.searchsorted(self.work.since, soon)), int(place[k]))
             stretch = int(np.searchsorted(place, work, side="right")) - 1
             between = range(k + 1, min(count, stretch + 1))

@@ -144,12 +144,12 @@ def vary(found: Imported) -> Variation:
     """What varies in ``found``, and who stands out."""
     priced = price(found.programs)
     alike = _alike(found)
-    slow, odd = _slow_ranks(found, priced, alike), _slow_iterations(found)
-    aside = {rank for one in slow if one.kind == "gpu" for rank in one.ranks}
+    slow, late = _slow_ranks(found, priced, alike), _slow_iterations(found)
+    excluded = {rank for one in slow if one.kind == "gpu" for rank in one.ranks}
     without = [
-        at for at, number in enumerate(found.numbers) if number not in {one.number for one in odd}
+        at for at, number in enumerate(found.numbers) if number not in {one.number for one in late}
     ]
-    components = [*_computing(found, alike, aside, without), *_calls(found, without)]
+    components = [*_computing(found, alike, excluded, without), *_calls(found, without)]
     return Variation(
         tuple(found.ranks),
         tuple(found.numbers),
@@ -157,7 +157,7 @@ def vary(found: Imported) -> Variation:
         tuple(found.replayed_ns(priced).tolist()),
         float(priced.timeline.iteration_ns),
         tuple(components),
-        (*slow, *odd),
+        (*slow, *late),
         tuple(_groups(found)),
         tuple(found.notes),
     )
@@ -311,12 +311,12 @@ def _squares(logs: np.ndarray, nodes: np.ndarray | None = None) -> tuple[float, 
 
 
 def _computing(
-    found: Imported, alike: list[list[int]], aside: set[int], without: list[int]
+    found: Imported, alike: list[list[int]], excluded: set[int], without: list[int]
 ) -> list[Component]:
     """Spreads of computing."""
     tables = []
     for members in alike:
-        kept = [i for i in members if found.ranks[i] not in aside]
+        kept = [i for i in members if found.ranks[i] not in excluded]
         if kept and without:
             names = [found.measured[i].recorded.node for i in kept]
             nodes = np.array([names.index(name) if name else i for i, name in enumerate(names)])

@@ -156,7 +156,7 @@ def test_what_fills_them_belongs_to_no_segment(monkeypatch):
 
     def iteration():
         now[0] += 3
-        world.aside(lambda: now.__setitem__(0, now[0] + 1000))
+        world.unrecorded(lambda: now.__setitem__(0, now[0] + 1000))
         now[0] += 4
 
     heard.start(quick=True)

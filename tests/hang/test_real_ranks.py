@@ -109,7 +109,7 @@ def test_a_fault_of_this_rank_stops_it_and_is_its_own(fault, says, job, capsys):
     guard, group = job(fault)
     with pytest.raises(HangError, match=says) as caught:
         iterations(guard, group)
-    assert "rank 1 is odd" in caught.value.message
+    assert "rank 1 differs" in caught.value.message
     said = capsys.readouterr().err
     assert said.count("[prism-fault] fired") == 1
     assert f"id={fault}" in said
@@ -156,7 +156,7 @@ def test_messages_that_were_not_posted_are_missed_at_the_end_of_the_iteration(ma
 
 def test_the_sanitizer_stops_at_the_first_call_out_of_order(job):
     guard, group = job("drop@rank=1,iter=2,nth=1", check_order=True)
-    with pytest.raises(HangError, match="divergence: rank 1 is odd") as caught:
+    with pytest.raises(HangError, match="divergence: rank 1 differs") as caught:
         iterations(guard, group)
     assert "rank 1 stands at" in caught.value.message
     assert "iterations" in caught.value.message  # this test's own function, on the stack
@@ -205,9 +205,6 @@ def test_programs_of_another_command_line_are_named(job, capsys):
     guard, group = job()
     job_32 = job_settings.as_text({"--seq-length": "32"})
     guard.is_of(job_32)  # programs by hand say nothing of their arguments
-    guard.strict.healthy.programs.source["arguments"] = "0123456789abcdef"
-    guard.is_of(job_32)
-    assert "is of another release of ours" in capsys.readouterr().err
     guard.strict.healthy.programs.source["arguments"] = job_32
     guard.is_of(job_32)
     assert capsys.readouterr().err == ""

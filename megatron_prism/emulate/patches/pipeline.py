@@ -54,7 +54,7 @@ def _fill_received(model: Any, labels: torch.Tensor) -> None:
         if tokens is not None and tokens.shape == received.shape[:-1]:
             world.values.fill_vectors(received, tokens)
 
-    world.aside(fill)  # the real job has it from another rank
+    world.unrecorded(fill)  # the real job has it from another rank
 
 
 @PATCHES.instead(

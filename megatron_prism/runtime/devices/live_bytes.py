@@ -280,10 +280,10 @@ class LiveBytes(TorchDispatchMode):
                 for number, size in left.items():
                     self._notify(number, size)
                 changed, self._changed = self._changed, {}
-                self.pass_by(changed.values())
+                self.record_temporaries(changed.values())
             self._mark()
 
-    def pass_by(self, sizes: Iterable[int]) -> None:
+    def record_temporaries(self, sizes: Iterable[int]) -> None:
         """Something has taken so many bytes each, all at once, and has given them back."""
         made = [torch.empty(size, dtype=torch.uint8, device=self.device_type) for size in sizes]
         for tensor in made:
@@ -488,5 +488,5 @@ class LiveBytes(TorchDispatchMode):
                 if isinstance(item, torch.Tensor):
                     self.track(item)
         if takes is not None and self._silent is None:
-            self.pass_by(takes(args, cast(torch.Tensor, out)))
+            self.record_temporaries(takes(args, cast(torch.Tensor, out)))
         return out

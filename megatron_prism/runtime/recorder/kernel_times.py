@@ -21,7 +21,7 @@ import numpy as np
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
 # copies between GPUs, which keep links awake (``emulate/nvlink_keepalive.py``): not the job's
-_WORDS = "PtoP"
+_PEER_COPY = "PtoP"
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
 _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
 _GAP_NS = 1_000  # between two kernels, where no two of the trace tell
@@ -100,7 +100,7 @@ def read(trace: Trace) -> tuple[dict[object, Launch], list[KernelSpan]]:
         if category in _LAUNCH:
             took = _ns(event.get("dur", 0))
             launched[event["args"].get("correlation")] = Launch(_ns(event["ts"]), took, name)
-        elif category in _DEVICE and _WORDS not in name:
+        elif category in _DEVICE and _PEER_COPY not in name:
             begin = _ns(event["ts"])
             end, who = begin + _ns(event["dur"]), event["args"].get("correlation")
             kernels.append(KernelSpan(begin, end, who, name))

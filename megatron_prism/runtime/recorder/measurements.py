@@ -105,7 +105,7 @@ class HostClock:
         self._away += perf_counter_ns() - self._left
 
 
-_AT_ONCE = 0.99  # of all segments: the host noted their begin in time; the others are outliers
+_PROMPT_SHARE = 0.99  # of all segments: the host noted their begin in time; the others are outliers
 
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]  # around a segment
@@ -153,7 +153,7 @@ class Recording:
             spans[-1][0].synchronize()
             first = spans[0][0]
             came = np.array([first.elapsed_time(begin) * 1e6 for begin, _ in spans])
-            came += np.quantile(issued - came, _AT_ONCE, method="higher")
+            came += np.quantile(issued - came, _PROMPT_SHARE, method="higher")
             return np.maximum(came - issued, 0)
         came, free = issued.copy(), 0.0
         for i, takes in enumerate(self.segments_ns()):

@@ -311,7 +311,7 @@ class Recorder(CallListener, TrainingListener):
             self._leave()
         return made if made is None else RecordedWork(self, handle, made)
 
-    def aside(self, answer: Callable[[], None]) -> None:
+    def unrecorded(self, answer: Callable[[], None]) -> None:
         """Do what stands for a virtual rank and is no call: it belongs to no segment either."""
         if not self.active or self._inside:
             self.clock.call(lambda group: answer(), None, (), {})
@@ -420,7 +420,7 @@ class PacedRecorder(Recorder):
         with super().batch(), contextlib.ExitStack() as together:
             together.enter_context(self.pacer.batch())
             yield
-            self.aside(together.close)
+            self.unrecorded(together.close)
 
     def wait_issued(self) -> None:
         """The open segment, in which nothing ran so far, begins behind that wait."""
