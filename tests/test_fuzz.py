@@ -1,8 +1,10 @@
 """Every parser of foreign files, fed with damaged ones: an answer or an error of ours, soon.
 
-A row of ``helpers.fuzz.PARSERS`` is a parser; ``python -m helpers.fuzz`` tries many more.  What
-once failed is kept in ``corpus``, in a folder per parser, and tried first.
+A row of ``helpers.fuzz.PARSERS`` is a parser, tried with ``PRISM_FUZZ`` damaged files.  What once
+failed is kept in ``corpus``, in a folder per parser, and tried first.
 """
+
+import os
 
 import pytest
 from helpers.fuzz import CORPUS, PARSERS, attempt
@@ -29,7 +31,7 @@ def test_good_examples_are_read(name, tmp_path):
 def test_damaged_files_are_read_or_refused(name, tmp_path):
     parser, folder = PARSERS[name], tmp_path
 
-    @settings(max_examples=25, derandomize=True, database=None,
+    @settings(max_examples=int(os.environ.get("PRISM_FUZZ", "25")), derandomize=True, database=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.sampled_from(parser.examples), st.randoms(use_true_random=False))
     def holds(data, rng):

@@ -14,5 +14,5 @@ recipe_job.py  recipe_rank.py      a recipe's job without a script: all of it, o
 script_job.py                      a script's job, every rank that its world needs
 workers.py  recipe_server.py       processes of ranks; many recipes from one process
 schedule.py  schedule_tape.py      schedules from Megatron's scheduler, without a model
-calibrate.py  calibrate_rank.py  host_benchmark.py  what calls and the host cost on this machine
+calibrate.py  host_benchmark.py   what calls and the host cost on this machine
 """

@@ -12,7 +12,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.emulate import calibrate, calibrate_rank
+from megatron_prism.emulate import calibrate
 from megatron_prism.predict import Sampler, call_spread
 from megatron_prism.predict.variability import Variability
 from megatron_prism.replay.costs.collectives import read_calibration
@@ -134,10 +134,10 @@ def test_of_all_ranks_the_one_counts_that_waits_for_nobody_or_has_the_data(
         chosen = {"MIN": torch.minimum, "MAX": torch.maximum}[str(op).rpartition(".")[2]]
         tensor.copy_(chosen(tensor, others))
 
-    monkeypatch.setattr(calibrate_rank.dist, "all_reduce", reduced)
-    found = calibrate_rank.of_all_ranks(name, torch.tensor([20.0, 20.0, -1.0]), "those")
+    monkeypatch.setattr(calibrate.dist, "all_reduce", reduced)
+    found = calibrate.of_all_ranks(name, torch.tensor([20.0, 20.0, -1.0]), "those")
     assert found == {"MIN": [20, 10], "MAX": [30, 20]}[counts]  # the last is the copies' noise
-    assert calibrate_rank.of_all_ranks("x", torch.tensor([0.0, -1.0, 0.1]), "those") == []
+    assert calibrate.of_all_ranks("x", torch.tensor([0.0, -1.0, 0.1]), "those") == []
 
 
 @pytest.fixture
@@ -173,13 +173,13 @@ def behind(monkeypatch, tmp_path):
     for name in ("synchronize", "_sleep"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(calibrate_rank, "_PRODUCT", 8)
-    monkeypatch.setattr(calibrate_rank, "_COPIED", 8)
-    monkeypatch.setattr(calibrate_rank, "_HEAT_S", 0.0)
-    monkeypatch.setattr(calibrate_rank.CallTimer, "_compute", compute)
+    monkeypatch.setattr(calibrate, "_PRODUCT", 8)
+    monkeypatch.setattr(calibrate, "_COPIED", 8)
+    monkeypatch.setattr(calibrate, "_HEAT_S", 0.0)
+    monkeypatch.setattr(calibrate.CallTimer, "_compute", compute)
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    made = calibrate_rank.CallTimer()
+    made = calibrate.CallTimer()
     made._to = made._to.as_subclass(Copied)
     yield made, clock
     torch.distributed.destroy_process_group()
@@ -200,22 +200,22 @@ def test_a_call_takes_what_a_span_with_it_takes_more(behind):
 
 def test_a_calibration_is_written_a_row_a_line():
     stored = {"format": 1, "source": "x", "collectives": [{"op": "a", "samples": [1, 2]}, {}]}
-    text = calibrate_rank._text(stored)
+    text = calibrate._text(stored)
     assert json.loads(text) == stored
     assert len(text.splitlines()) == 8
 
 
 def test_one_gpu_measures_what_calls_take_of_the_host(behind, monkeypatch, tmp_path):
     """Nothing that takes two; calls stay modelled in a replay with it."""
-    step = calibrate_rank._step
-    monkeypatch.setattr(calibrate_rank, "_step", lambda device: step("cpu"))
+    step = calibrate._step
+    monkeypatch.setattr(calibrate, "_step", lambda device: step("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    monkeypatch.setattr(calibrate_rank, "_REPEATS", 1)
-    monkeypatch.setattr(calibrate_rank, "_CALLS", 1)
+    monkeypatch.setattr(calibrate, "_REPEATS", 1)
+    monkeypatch.setattr(calibrate, "_CALLS", 1)
     bench = SimpleNamespace(cuda=True, rank=0, size=1, samples_ns=lambda: behind[0])
     path = tmp_path / "one.json"
-    path.write_text(calibrate_rank._text(calibrate_rank._calls_stage(bench)))
+    path.write_text(calibrate._text(calibrate._calls_stage(bench)))
     found = read_calibration(path)
     assert {name for name, _ in found.host} == {
         "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_prism.emulate.calibrate_rank import CallTimer
+from megatron_prism.emulate.calibrate import CallTimer
 
 
 @pytest.fixture(scope="module")

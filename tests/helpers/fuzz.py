@@ -3,26 +3,19 @@
 ``PARSERS`` has a row for each kind: good examples, how they are damaged, what reads one.  Damage
 knows the structure: values of a tree are replaced, removed, nested and aliased, words of a text are
 exchanged, columns of an archive are cast and cut; now and then bytes are flipped.
-
-    PYTHONPATH=tests python -m helpers.fuzz --count 100000 [--seed 0] [--only REGEX]
-
-prints a row per parser and keeps what failed under --keep.  ``tests/corpus`` has what once failed.
+ ``tests/corpus`` has
+what once failed.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import io
 import json
 import pickle
-import random
 import re
-import resource
 import struct
-import sys
 import tempfile
 import time
-import traceback
 import warnings
 import zipfile
 import zlib
@@ -531,47 +524,3 @@ def attempt(parser, data, folder):
     took = time.process_time() - begin
     assert took < MOST_S, f"{took:.1f} s"
     return said
-
-
-def mutate(name, rng):
-    parser = PARSERS[name]
-    return parser.damage(rng, rng.choice(parser.examples))
-
-
-def main():
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--count", type=int, default=1000)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--only", default="")
-    options.add_argument("--keep", type=Path, default=Path("fuzz-failures"))
-    args = options.parse_args()
-    names = [name for name in PARSERS if re.search(args.only, name)]
-    failed = 0
-    print("| parser | files | read | refused | failed | slowest, s |\n|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        for place, name in enumerate(names):
-            count = args.count // len(names) + (place < args.count % len(names))
-            said = {"read": 0, "refused": 0, "failed": 0}
-            slowest = 0.0
-            for number in range(count):
-                data = mutate(name, random.Random(f"{args.seed} {name} {number}"))
-                begin = time.process_time()
-                try:
-                    said[attempt(PARSERS[name], data, folder)] += 1
-                except Exception:
-                    said["failed"] += 1
-                    args.keep.mkdir(exist_ok=True)
-                    stem = args.keep / f"{name.replace(', ', '-').replace(' ', '-')}-{number}"
-                    stem.write_bytes(data)
-                    Path(f"{stem}.txt").write_text(traceback.format_exc())
-                slowest = max(slowest, time.process_time() - begin)
-            failed += said["failed"]
-            row = f"{said['read']:,} | {said['refused']:,} | {said['failed']:,} | {slowest:.2f}"
-            print(f"| {name} | {count:,} | {row} |", flush=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    print(f"\n{failed} failed; at most {peak:,} MiB of memory")
-    return failed > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

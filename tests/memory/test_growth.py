@@ -107,32 +107,22 @@ class States(MainGradients):
             self.device.new(16 * MIB, "optim:exp_avg")
 
 
-class FillsOnce(States):
-    at, moment = 1, "forward"
+class Fills(States):
+    """A buffer that is filled once, in one iteration."""
+
+    def __init__(self, at, moment, site="@core/rotary.py:9"):
+        self.at, self.moment, self.site = at, moment, site
+        super().__init__()
+
+    def fill(self, moment):
+        if (moment, self.number) == (self.moment, self.at):
+            self.device.new(6 * MIB, self.site)
 
     def forward(self):
-        if self.moment == "forward" and self.number == self.at:
-            self.device.new(6 * MIB, "@core/rotary.py:9")
+        self.fill("forward")
 
     def between(self):
-        if self.moment == "between" and self.number == self.at:
-            self.device.new(6 * MIB, "@training/training.py:30")
-
-
-class FillsInTheSecond(FillsOnce):
-    at = 2
-
-
-class FillsInTheLast(FillsOnce):
-    at = 4
-
-
-class FillsInAnEvaluation(FillsOnce):
-    at, moment = 2, "between"
-
-
-class FillsInTheLastEvaluation(FillsOnce):
-    at, moment = 4, "between"
+        self.fill("between")
 
 
 class DoubleBuffer(States):
@@ -159,42 +149,19 @@ class Evaluates(States):
         self.device.free(self.device.new(40 * MIB, "@training/training.py:30"))
 
 
-INNOCENT = [Job, MainGradients, States, FillsOnce, FillsInTheSecond, FillsInTheLast,
-            FillsInAnEvaluation, FillsInTheLastEvaluation, DoubleBuffer, BuildGarbage,
-            Evaluates]  # fmt: skip
+INNOCENT = [Job, MainGradients, States, DoubleBuffer, BuildGarbage, Evaluates]
+FILLS = [(1, "forward"), (2, "forward"), (4, "forward"), (2, "between"), (4, "between")]
 
 
-class KeepsActivations(States):
-    site, size = "core/mlp.py:6", 6 * MIB
+def keeps(moment, site, *sizes, of=States):
+    """A kind of job that keeps tensors of these MiB at a moment of every iteration."""
 
-    def forward(self):
-        for _ in range(2):
-            self.kept.append(self.device.new(self.size // 2, f"decoder @{self.site}"))
+    def keep(self):
+        getattr(of, moment)(self)
+        for size in sizes:
+            self.device.new(size * MIB, f"decoder @{site}")
 
-
-class KeepsLosses(States):
-    site, size = "training/training.py:8", 2 * MIB
-
-    def between(self):
-        self.device.new(self.size, f"@{self.site}")
-
-
-class KeepsGradients(States):
-    """As large as the main gradients, of another line."""
-
-    site, size = "core/hooks.py:2", 7 * MIB
-
-    def backward(self):
-        for size in (3, 4):
-            self.device.new(size * MIB, f"@{self.site}")
-
-
-class KeepsStepTemporaries(States):
-    site, size = "core/optimizer.py:90", 3 * MIB
-
-    def step(self):
-        super().step()
-        self.device.new(self.size, f"@{self.site}")
+    return type("Keeps", (of,), {moment: keep, "site": site, "size": sum(sizes) * MIB})
 
 
 class GrowingCache(States):
@@ -221,13 +188,6 @@ class GrowingStorage(States):
             self.device.grow(self.buffer, self.size)
 
 
-class KeepsEvaluations(States):
-    site, size = "training/training.py:31", 9 * MIB
-
-    def between(self):
-        self.device.new(self.size, f"@{self.site}")
-
-
 class KeepsZeroedGradients(MainGradients):
     """zero_grad drops one of two only."""
 
@@ -238,28 +198,28 @@ class KeepsZeroedGradients(MainGradients):
             self.device.free(one)
 
 
-class KeepsWhileBuildGarbageGoes(BuildGarbage):
-    site, size = "core/mlp.py:6", 5 * MIB
-
-    def backward(self):
-        self.device.new(self.size, f"@{self.site}")
-
-
-class KeepsWithoutAnOptimizer(Job):
-    site, size = "core/mlp.py:6", 5 * MIB
-
-    def backward(self):
-        self.device.new(self.size, f"@{self.site}")
-
-
-PLANTED = [KeepsActivations, KeepsLosses, KeepsGradients, KeepsStepTemporaries, GrowingCache,
-           GrowingStorage, KeepsEvaluations, KeepsZeroedGradients, KeepsWhileBuildGarbageGoes,
-           KeepsWithoutAnOptimizer]  # fmt: skip
+KEPT = keeps("forward", "core/mlp.py:6", 3, 3)
+PLANTED = [
+    KEPT,
+    keeps("between", "training/training.py:8", 2),
+    keeps("backward", "core/hooks.py:2", 3, 4),  # as the main gradients, of another line
+    keeps("step", "core/optimizer.py:90", 3),
+    keeps("backward", "core/mlp.py:6", 5, of=BuildGarbage),
+    keeps("backward", "core/mlp.py:6", 5, of=Job),
+    GrowingCache,
+    GrowingStorage,
+    KeepsZeroedGradients,
+]
 
 
 @pytest.mark.parametrize("kind", INNOCENT)
 def test_what_leaves_nothing_behind_is_no_leak(kind):
     assert peaks.growth(kind().run(4)).num_bytes <= 0
+
+
+@pytest.mark.parametrize(("at", "moment"), FILLS)
+def test_a_buffer_that_is_filled_once_is_no_leak(at, moment):
+    assert peaks.growth(Fills(at, moment).run(4)).num_bytes <= 0
 
 
 @pytest.mark.parametrize("iterations", [2, 3, 4])
@@ -275,7 +235,7 @@ def test_a_leak_is_named_by_its_bytes_and_its_line(kind, iterations):
     assert len(left.origins) == 1
 
 
-@pytest.mark.parametrize("kind", [States, KeepsActivations])
+@pytest.mark.parametrize("kind", [States, KEPT])
 def test_the_first_iteration_says_nothing(kind):
     assert peaks.growth(kind().run(1)) is None
     program = dataclasses.replace(kind().run(3), history=np.empty((0, 4), np.int64))

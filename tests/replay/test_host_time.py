@@ -587,7 +587,7 @@ def test_full_collections_of_garbage_are_left_out_of_the_hosts_time(monkeypatch)
 def test_calls_without_a_handle_are_timed_too(monkeypatch):
     import torch
 
-    from megatron_prism.emulate import calibrate_rank
+    from megatron_prism.emulate import calibrate
 
     waited = []
 
@@ -596,15 +596,15 @@ def test_calls_without_a_handle_are_timed_too(monkeypatch):
             waited.append(1)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    step = calibrate_rank._step("cpu")
-    found = calibrate_rank._host_ns(lambda: None, step)
+    step = calibrate._step("cpu")
+    found = calibrate._host_ns(lambda: None, step)
     assert all(0 < ns < 1_000_000 for ns in found)  # the step does not count
-    assert min(calibrate_rank._host_ns(Work, lambda: None)) > 0
-    assert len(waited) == calibrate_rank._REPEATS + 1
+    assert min(calibrate._host_ns(Work, lambda: None)) > 0
+    assert len(waited) == calibrate._REPEATS + 1
 
 
 def test_a_slow_moment_of_the_host_is_not_how_it_usually_is():
-    from megatron_prism.emulate.calibrate_rank import middle
+    from megatron_prism.emulate.calibrate import middle
 
     def rows(*ns):
         return [{"op": f"op{i}", "asynchronous": False, "ns": value, "again": value // 2}

@@ -273,7 +273,7 @@ def test_calls_of_processes_without_gpus_are_none_of_slices_of_gpus(tmp_path):
 
 def test_what_is_lost_counts_for_as_long_as_both_run():
     """Computing takes 20 us more with 50 of a call beside it, the call 10 more."""
-    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_rank")
+    overlap = pytest.importorskip("megatron_prism.emulate.calibrate")
     us = 1000.0
     one = overlap.OverlapRound(60 * us, 100 * us, 70 * us, 120 * us, 50 * us, True)
     compute, call, counted = overlap._medians(overlap._call_first([one] * 3))
@@ -291,7 +291,7 @@ def test_what_is_lost_counts_for_as_long_as_both_run():
 
 
 def test_phases_differ_in_one_thing_only(monkeypatch):
-    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_rank")
+    overlap = pytest.importorskip("megatron_prism.emulate.calibrate")
     import torch
 
     log = []
@@ -374,17 +374,17 @@ def test_messages_are_numbers_that_stay_finite(ranks):
 
     import torch
 
-    from megatron_prism.emulate import calibrate_rank
+    from megatron_prism.emulate import calibrate
 
     for cuda in (True, False):  # bf16 and fp32
         bench = SimpleNamespace(cuda=cuda, device="cpu")
-        whole, other, part = calibrate_rank._tensors(bench, ranks, 1 << 16)
+        whole, other, part = calibrate._tensors(bench, ranks, 1 << 16)
         assert (whole.dtype, len(part) * ranks) == (
             torch.bfloat16 if cuda else torch.float32, len(whole)
         )  # fmt: skip
         for tensor in (whole, other, part):
             assert tensor.float().abs().median() > 2.0**-115
-        calls = 4 + 2 * calibrate_rank.ROUNDS  # of one tensor: two looks at two, two phases
+        calls = 4 + 2 * calibrate.ROUNDS  # of one tensor: two looks at two, two phases
         for _ in range(calls):
             whole.mul_(ranks)
         assert torch.isfinite(whole).all()
