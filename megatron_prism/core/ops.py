@@ -99,7 +99,6 @@ OP = np.dtype(
 ALLOCATION = np.dtype([("before", "i4"), ("storage", "i4"), ("bytes", "i8"), ("note", "u4")])
 # for a storage in a history: the cache is emptied, the host waits, a train step begins
 EMPTIED, WAITED, BEGUN = -1, -2, -3
-SLOWER = "planted x"  # x1.5 and ; before the note of a segment that takes that many times as long
 TEXTS = ("stream", "group", "shape", "site", "note")
 CODED: dict[str, tuple[str, ...]] = {
     "name": NAMES,

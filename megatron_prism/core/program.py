@@ -229,7 +229,7 @@ class Program:
         """A program out of readable ops."""
         builder = Builder()
         for op in ops:
-            builder.add(**{f.name: getattr(op, f.name) for f in fields(Op)})
+            builder.add(**vars(op))
         return builder.build(rank)
 
     def __len__(self) -> int:

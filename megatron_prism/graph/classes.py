@@ -13,7 +13,7 @@ of the groups; the result is then proved group by group with the colours themsel
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -89,19 +89,26 @@ def memberships(programs: Programs) -> dict[str, Membership]:
 def partition(
     programs: Programs,
     groups: Mapping[str, Membership] | None = None,
-    apart: Collection[int] = (),
+    apart: Iterable[Iterable[int]] = (),
 ) -> Classes:
     """The coarsest equitable partition.
 
     Args:
         programs: of all ranks.
         groups: their memberships, if the caller has them already.
-        apart: ranks that are classes of their own.
+        apart: sets of ranks, each of which is in other classes than the rest.
     """
     groups = memberships(programs) if groups is None else groups
     same = equal_programs(programs.programs)
     start = same[programs.program_of].astype(np.uint64)
-    start[list(apart)] = len(same) + np.arange(len(apart))
+    sets: dict[int, list[int]] = {}
+    for number, ranks in enumerate(apart):
+        for rank in ranks:
+            sets.setdefault(int(rank), []).append(number)
+    known: dict[tuple[int, ...], int] = {}
+    for rank, numbers in sets.items():
+        key = (int(start[rank]), *numbers)
+        start[rank] = len(same) + known.setdefault(key, len(known))
     colour, first = _renumber(start)
     reasons = ["its program" if len(first) > 1 else "all ranks run one program"] * len(first)
     needs = [uses(program) for program in programs.programs]

@@ -152,24 +152,6 @@ def _longest(order, start, before, durations, begin, end):  # type: ignore[no-un
         end[node] = latest + durations[node]
 
 
-def tails(
-    order: np.ndarray, start: np.ndarray, before: np.ndarray, durations: np.ndarray
-) -> np.ndarray:
-    """Longest way from the end of every node to the end of everything, int64 [n]."""
-    found = np.zeros_like(durations)
-    run(_tails, [order, start, before, durations], [found], SHORT)
-    return found
-
-
-def _tails(order, start, before, durations, found):  # type: ignore[no-untyped-def]
-    for place in range(len(order) - 1, -1, -1):
-        node = order[place]
-        through = found[node] + durations[node]
-        for edge in range(start[node], start[node + 1]):
-            if found[before[edge]] < through:
-                found[before[edge]] = through
-
-
 def path(start: np.ndarray, before: np.ndarray, end: np.ndarray, node: int) -> np.ndarray:
     """Nodes from the beginning to ``node``, each the last of the predecessors of the next to end
     (the first one of several)."""

@@ -8,9 +8,9 @@ an hour later; ``hang.export`` writes it down as dumps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,9 @@ from megatron_prism.core.groups import Membership
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.core.program import Program, Programs, Splits
 from megatron_prism.graph import loops
-from megatron_prism.graph.classes import memberships, partition
 from megatron_prism.graph.issue_graph import JOIN, MEET, build_issue_graph
 from megatron_prism.graph.matching import signature
-from megatron_prism.graph.world_graph import WorldGraph
+from megatron_prism.graph.world_graph import WorldGraph, build
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,11 @@ def run_until_stalled(
 
     Nothing depends on times, so ranks of one class stop at one place: a class is run once.
     """
-    groups, faults = memberships(programs), dict(faults or {})
+    faults = dict(faults or {})
     try:
-        return _run(WorldGraph(programs, groups, partition(programs, groups, faults)), faults)
+        return _run(build(programs, [[rank] for rank in faults]), faults)
     except _UnlikeGroupsError:
-        every = partition(programs, groups, range(programs.world.size))
-        return _run(WorldGraph(programs, groups, every), faults)
+        return _run(build(programs, [[rank] for rank in range(programs.world.size)]), faults)
 
 
 class _UnlikeGroupsError(Exception):
@@ -150,7 +148,7 @@ def _calls_that_fit(graph: WorldGraph) -> np.ndarray:
             continue
         index, op = meet.members(number)[0]
         name = programs[index].strings[programs[index].ops["group"][op]]
-        each = {_splits_fit([rows[c][0].splits[rows[c][1]] for c in order])
+        each = {_splits_fit(tuple(rows[c][0].splits[rows[c][1]] for c in order))
                 for order in orders(name, index)}  # fmt: skip
         if len(each) > 1:
             raise _UnlikeGroupsError
@@ -168,7 +166,8 @@ def _signature(program: Program) -> np.ndarray:
     return np.asarray(program.derived["signature"])
 
 
-def _splits_fit(rows: Sequence[Splits]) -> bool:
+@lru_cache(maxsize=256)
+def _splits_fit(rows: tuple[Splits, ...]) -> bool:
     """Whether each member sends what the others expect; rows: (sent, wanted) of each, in order."""
     sent, wanted = ([row[side] for row in rows] for side in (0, 1))
     if any(len(row) != len(rows) for row in (*sent, *wanted)):

@@ -8,14 +8,15 @@ of two classes.  Nothing here costs O(ranks x ops); only the partition looks at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from megatron_prism.core.errors import PrismError
 from megatron_prism.core.groups import Membership
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import counted
 from megatron_prism.graph.classes import Classes, memberships, partition
@@ -46,6 +47,47 @@ class MatchedCalls:
         """(class, op) of everybody who meets at ``number``."""
         part = slice(self.start[number], self.start[number + 1])
         return list(zip(self.classes[part].tolist(), self.ops[part].tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """Calls of one class that have name, group and peer in common.
+
+    name     : of the collective; send or recv
+    group    : its description
+    ranks    : int64 [n], who takes part where the class's lowest rank does
+    exchange : messages of batches that go both ways at once
+    """
+
+    name: str
+    group: str
+    ranks: np.ndarray
+    exchange: bool
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it is a message."""
+        return self.name in ("send", "recv")
+
+    def spans(self, ranks: int) -> bool:
+        """Whether it reaches beyond one block of so many ranks (a node)."""
+        return bool((self.ranks // ranks != self.ranks[0] // ranks).any())
+
+
+@dataclass(frozen=True)
+class CallKinds:
+    """What the entries of ``MatchedCalls.ops`` are.
+
+    kinds     : all of the world
+    of        : int64 [total], the kind of each entry
+    num_bytes : int64 [total], its message, as nccl-tests counts it
+    ns        : int64 [total], how long its program says that it takes; -1: it does not
+    """
+
+    kinds: tuple[CallKind, ...]
+    of: np.ndarray
+    num_bytes: np.ndarray
+    ns: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -86,16 +128,71 @@ class WorldGraph:
         """What would hang or corrupt the job; empty for a healthy world."""
         return check(self.programs, self.classes, self.groups)
 
+    def check_fits(self, fix: str = "") -> None:
+        """PrismError if calls of the ranks do not fit together."""
+        path = self.programs.path
+        if findings := self.check():
+            more = f"\n… and {len(findings) - 1} more" if len(findings) > 1 else ""
+            raise PrismError(
+                f"the calls of {path or 'these programs'} do not fit together, so the job hangs or "
+                f"is wrong and has no timeline:\n\n{findings[0]}{more}",
+                fix=fix or f"prism check {path or 'DIR'} explains every mismatch",
+            )
+
     @cached_property
     def matched_calls(self) -> MatchedCalls:
         """Who meets whom: the k-th calls of all FIFOs, whether they fit (``check()``) or not."""
         return _Joiner(self).join()
 
+    @cached_property
+    def call_kinds(self) -> CallKinds:
+        """The kinds of calls, and which each entry of the matched calls is of."""
+        meet, kinds = self.matched_calls, list[CallKind]()
+        of, num_bytes, ns = np.empty((3, len(meet.ops)), dtype=np.int64)
+        entries = np.split(
+            np.argsort(meet.classes, kind="stable"),
+            np.cumsum(np.bincount(meet.classes, minlength=len(self.classes)))[:-1],
+        )
+        for index, (program, mine) in enumerate(zip(self.program_list, entries, strict=True)):
+            places, both_ways = meet.ops[mine], _both_ways(program)
+            names, groups, peers = (program.ops[key][places].astype(np.int64)
+                                    for key in ("name", "group", "peer"))  # fmt: skip
+            peers = np.where(IS_PAIR[names], peers, 0) + (1 << 32)
+            keys = ((groups << 8 | names) << 1 | both_ways[places]) << 33 | peers
+            _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+            of[mine] = len(kinds) + which
+            num_bytes[mine] = np.maximum(program.bytes_in, program.bytes_out)[places]
+            ns[mine] = program.ops["ns"][places]
+            kinds += [self._kind(index, program, op, both_ways) for op in places[first].tolist()]
+        return CallKinds(tuple(kinds), of, num_bytes, ns)
 
-def build(programs: Programs) -> WorldGraph:
-    """The world graph.  ProgramError for groups whose members are not known."""
+    def _kind(self, index: int, program: Program, op: int, both_ways: np.ndarray) -> CallKind:
+        row, rank = program.ops[op], self.classes.representatives[index]
+        name, group = NAMES[row["name"]], program.strings[row["group"]]
+        ranks = self.groups[group].group(rank)
+        if IS_PAIR[row["name"]]:
+            place = int(self.groups[group].position[rank]) + int(row["peer"])
+            ranks = np.array([rank, ranks[place % len(ranks)]])
+        return CallKind(name, group, ranks, bool(both_ways[op]))
+
+    def calls_where(self, fits: Callable[[CallKind], bool]) -> np.ndarray:
+        """bool [matched calls]: whose first member's kind ``fits``."""
+        each = np.array([fits(kind) for kind in self.call_kinds.kinds], dtype=bool)
+        return each[self.call_kinds.of[self.matched_calls.start[:-1]]]
+
+
+def _both_ways(program: Program) -> np.ndarray:
+    """bool [ops]: messages of a batch that goes both ways at once, which is slower than one way."""
+    names, batch = program.ops["name"], program.ops["batch"]
+    sends, receives = (np.unique(batch[names == CODE[name]]) for name in ("send", "recv"))
+    return (batch >= 0) & np.isin(batch, np.intersect1d(sends, receives))
+
+
+def build(programs: Programs, apart: Iterable[Iterable[int]] = ()) -> WorldGraph:
+    """The world graph; each set of ranks of ``apart`` is in classes of its own.  ProgramError for
+    groups whose members are not known."""
     groups = memberships(programs)
-    return WorldGraph(programs, groups, partition(programs, groups))
+    return WorldGraph(programs, groups, partition(programs, groups, apart))
 
 
 class _Joiner:

@@ -170,7 +170,7 @@ def diagnose_faults(
 def _cost(programs: Programs, planted: PlantedFaults) -> str:
     """What faults that only cost time cost, by a replay of both worlds."""
     healthy = price(programs)
-    faulty = price(planted.programs, what_if=WhatIf(slow_nics=tuple(planted.slow_nics)))
+    faulty = price(planted.programs, what_if=WhatIf(edits=planted.edits))
     before, after = healthy.timeline.iteration_ns, faulty.timeline.iteration_ns
     more = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
     return (f"an iteration takes {after / 1e6:,.3f} ms instead of {before / 1e6:,.3f} ms{more} by "

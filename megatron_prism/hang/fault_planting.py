@@ -1,26 +1,29 @@
 """Plant faults in the programs of a healthy world.
 
 In : Programs and ``fault_plan.Fault``s.  Out: ``PlantedFaults``: the programs as the ranks would
-then run them, the standstill's own faults (hosts that stop, devices that hang), and the truth:
-which op of which rank is hit.  Verdicts never see the truth; tests and people compare.
+then run them, the stalled job's own faults (hosts that stop, devices that hang), edits of times,
+and the truth: which op of which rank is hit.  Verdicts never see the truth; tests and people
+compare.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import Membership, named_group, short_names
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, SLOWER, CallLabel, Op
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, CallLabel, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
 from megatron_prism.hang.fault_plan import FIX, Fault, FaultMatcher, truth_line
+from megatron_prism.replay import whatif
+from megatron_prism.replay.whatif import Edit
 
 Groups = Mapping[str, Membership]
 
@@ -127,22 +130,6 @@ def _late(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> No
     ops.insert(at, late)
 
 
-def _slow(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    """All segments that the selector means."""
-    finder, factor, known = FaultMatcher(fault), fault.factor("factor", 2), 0
-    for i, op in enumerate(ops):
-        call = CallLabel(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
-        if op.name == "compute" and finder.matches(call):
-            known += op.ns > 0 or op.flops > 0 or op.traffic > 0
-            if op.ns >= 0:
-                _change(ops, i, ns=math.ceil(op.ns * factor))
-            else:  # a machine says how long its kernels take: no sum of flops makes them longer
-                _change(ops, i, note=f"{SLOWER}{factor}; {op.note}")
-    if not known:
-        raise UsageError(f"{fault}: the programs do not say how long segments take",
-                         fix="capture them: prism capture")  # fmt: skip
-
-
 EDITS: dict[str, Callable[[Groups, Fault, int, list[Op], int], None]] = {
     "drop": _drop,
     "p2p_lost": _drop,
@@ -159,7 +146,6 @@ EDITS: dict[str, Callable[[Groups, Fault, int, list[Op], int], None]] = {
     "p2p_swap": _other_side,
     "delay": _late,
     "data_stall": _late,
-    "slow": _slow,
 }
 
 _TALK = IS_COLLECTIVE | IS_PAIR
@@ -169,6 +155,16 @@ _ELSEWHERE = {  # what programs know nothing of
     "inf": "programs have no values", "bitflip": "programs have no values",
     "env": "programs do not say what a variable would change",
 }  # fmt: skip
+
+
+def _label(op: Op) -> CallLabel:
+    return CallLabel(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
+
+
+def _segments(fault: Fault, program: Program) -> np.ndarray:
+    """bool [ops]: the segments that the selector means."""
+    finder = FaultMatcher(fault)
+    return np.array([op.name == "compute" and finder.matches(_label(op)) for op in program], bool)
 
 
 @dataclass(frozen=True)
@@ -209,13 +205,13 @@ class FaultedCall:
 class PlantedFaults:
     """programs and faults to run with ``graph.stall.run_until_stalled``; hits is the truth.
 
-    slow_nics : of ranks whose calls between nodes take longer, which programs cannot say
+    edits : what takes longer, which programs cannot say
     """
 
     programs: Programs
     faults: dict[int, stall.RankFault]
     hits: tuple[FaultedCall, ...]
-    slow_nics: tuple[tuple[tuple[int, ...], float, int], ...] = ()  # ranks, bw_factor, latency ns
+    edits: tuple[Edit, ...] = ()
 
     @property
     def culprits(self) -> set[int]:
@@ -236,7 +232,10 @@ def plant(programs: Programs, faults: Iterable[Fault], seed: int = 0) -> Planted
             planter.one(fault, rank)
         if fault.kind == "nic":
             latency = 1000 * (fault.number("latency_us", 0) or 0)
-            planter.nics.append((ranks, fault.factor("bw_factor"), latency))
+            planter.edits.append(whatif.slow_nic(ranks, fault.factor("bw_factor"), latency))
+        elif fault.kind == "slow":
+            factor, meant = fault.factor("factor", 2), partial(_segments, fault)
+            planter.edits.append(whatif.slow_ranks(ranks, factor, meant))
         if len(planter.hits) == before:
             raise UsageError(
                 f"{fault} never fires: no such call on {_few(ranks)}",
@@ -265,7 +264,7 @@ class _Planter:
         self.edited: dict[int, list[Op]] = {}
         self.stops: dict[int, stall.RankFault] = {}
         self.hits: list[FaultedCall] = []
-        self.nics: list[tuple[tuple[int, ...], float, int]] = []
+        self.edits: list[Edit] = []
 
     def ops(self, rank: int) -> list[Op]:
         if rank not in self.edited:
@@ -292,6 +291,12 @@ class _Planter:
             self._stop(rank, device=at)
         elif fault.kind == "gpu_error":
             self._stop(rank, blind=at, host=min(at + 5, len(ops)))
+        elif fault.kind == "slow":
+            program = self.programs.of(rank)
+            chosen = program.ops[_segments(fault, program)]
+            if not any((chosen[key] > 0).any() for key in ("ns", "flops", "traffic")):
+                raise UsageError(f"{fault}: the programs do not say how long segments take",
+                                 fix="capture them: prism capture")  # fmt: skip
         else:
             EDITS[fault.kind](self.groups, fault, rank, ops, at)
 
@@ -305,8 +310,7 @@ class _Planter:
             talks = bool(_TALK[CODE[op.name]])
             if not talks and (op.name != fault.select.op and anything):
                 continue
-            call = CallLabel(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
-            if finder.hit(call):
+            if finder.hit(_label(op)):
                 return index
         return None
 
@@ -339,7 +343,7 @@ class _Planter:
                 of[rank] = len(made)
                 made.append(Program.from_ops(rank, ops))
         programs = dataclasses.replace(base, programs=tuple(made), program_of=of)
-        return PlantedFaults(programs, dict(self.stops), tuple(self.hits), tuple(self.nics))
+        return PlantedFaults(programs, dict(self.stops), tuple(self.hits), tuple(self.edits))
 
 
 def _seq(ops: list[Op], at: int) -> int:

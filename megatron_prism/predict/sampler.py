@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.core.ops import IS_PAIR
 from megatron_prism.graph import loops
 from megatron_prism.graph.issue_graph import JOIN, LEAD, IssueGraph
 from megatron_prism.graph.world_graph import WorldGraph
@@ -467,18 +466,10 @@ class Sampler:
         """bool [nodes]: meetings of groups that have members in several replicas."""
         found = np.zeros(len(self.paths.lasts), dtype=bool)
         nodes = np.flatnonzero(self.paths.row == len(self.members))
-        meet, known = self.graph.matched_calls, {}
-        firsts = meet.start[self.op[self.paths.node[nodes]]]
-        owners, ops = meet.classes[firsts].tolist(), meet.ops[firsts].tolist()
-        for node, owner, op in zip(nodes.tolist(), owners, ops, strict=True):
-            row = self.graph.program_list[owner].ops[op]
-            key = owner, int(row["group"])
-            if key not in known:
-                name = self.graph.program_list[owner].strings[key[1]]
-                rank = self.graph.classes.representatives[owner]
-                ranks = replica_of(self.graph, self.graph.groups[name].group(rank))
-                known[key] = bool((ranks != ranks[0]).any())
-            found[node] = known[key] and not IS_PAIR[row["name"]]
+        several = self.graph.calls_where(
+            lambda kind: not kind.is_pair and np.ptp(replica_of(self.graph, kind.ranks)) > 0
+        )
+        found[nodes] = several[self.op[self.paths.node[nodes]]]
         return found
 
 

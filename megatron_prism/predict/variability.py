@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import CODE, NAMES
+from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import format_percent
 from megatron_prism.graph.world_graph import WorldGraph
@@ -26,7 +26,7 @@ from megatron_prism.predict.distributions import FEWEST, Distribution, fit, prob
 from megatron_prism.replay.costs import Prices, machine
 from megatron_prism.replay.costs.collectives import stored
 from megatron_prism.replay.costs.machine import Machine
-from megatron_prism.replay.costs.prices import _both_ways, _shape
+from megatron_prism.replay.costs.prices import shape_of
 
 _MEASURED = "measured: calls"  # how the provenance of such a price begins
 _ENOUGH_SAMPLES = (
@@ -103,29 +103,16 @@ def _of_median_1(one: Distribution) -> Distribution:
 def _calls(graph: WorldGraph, prices: Prices, machine: Machine) -> list[tuple[int, Cell, int]]:
     """(matched call, cell, message bytes) of every call whose price was measured, the cell as
     ``costs.prices`` looked it up."""
-    meet, found = graph.matched_calls, []
-    measured = [source.startswith(_MEASURED) for source in prices.sources]
-    chosen = np.flatnonzero(
-        np.array(measured)[prices.collective_source] & (prices.collective_ns > 0)
-    )
-    firsts = meet.start[chosen]
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
-    sizes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for place, index, op in zip(
-        chosen.tolist(), meet.classes[firsts].tolist(), meet.ops[firsts].tolist(), strict=True
-    ):
-        program = graph.program_list[index]
-        if index not in sizes:
-            sizes[index] = np.maximum(program.bytes_in, program.bytes_out), _both_ways(program)
-        row = program.ops[op]
-        key = index, int(row["name"]), int(row["group"]), int(row["peer"])
-        name = NAMES[key[1]]
-        if key not in known:
-            shape = _shape(graph, program, index, name, key[2], key[3], machine)
-            known[key] = shape.size, shape.per_node
-        table = "exchange" if sizes[index][1][op] else "send" if name == "recv" else name
-        found.append((place, (table, *known[key]), int(sizes[index][0][op])))
-    return found
+    measured = np.array([source.startswith(_MEASURED) for source in prices.sources])
+    chosen = np.flatnonzero(measured[prices.collective_source] & (prices.collective_ns > 0))
+    calls, entries = graph.call_kinds, graph.matched_calls.start[chosen]
+    cells = []
+    for kind in calls.kinds:
+        shape, name = shape_of(kind, machine), "send" if kind.is_pair else kind.name
+        cells.append(("exchange" if kind.exchange else name, shape.size, shape.per_node))
+    each = zip(chosen.tolist(), calls.of[entries].tolist(), calls.num_bytes[entries].tolist(),
+               strict=True)  # fmt: skip
+    return [(call, cells[kind], size) for call, kind, size in each]
 
 
 def _said(kind: np.ndarray, shapes: Sequence[Distribution], prices: Prices) -> str:

@@ -1,7 +1,7 @@
 """When virtual ranks answer local ones: the rest of the world as a few sums and one maximum.
 
-In : a WorldGraph in which every local rank is a class of its own (``whatif.with_own_classes``), and
-Prices. Out: Releases.  A *local interaction* is a meeting of a local rank with at least one virtual
+In : a WorldGraph in which every local rank is a class of its own (``build(apart=…)``), and Prices.
+Out: AnswerTimes.  A *local interaction* is a meeting of a local rank with at least one virtual
 one. Between local interactions virtual ranks meet only each other and compute for fixed times, so
 the end E of interaction j is
 
@@ -286,7 +286,8 @@ def build_answer_times(graph: WorldGraph, prices: Prices, local: Sequence[int]) 
     crowded = [r for r, c in zip(local, classes, strict=True) if graph.classes.counts[c] != 1]
     if crowded:
         raise PrismError(
-            f"rank {crowded[0]} is one of several in its class", fix="whatif.with_own_classes"
+            f"rank {crowded[0]} is one of several in its class",
+            fix="price(what_if=WhatIf(alone=…))",
         )
     for unrolled in _UNROLLED:
         table = _table(graph, prices, local, classes, unrolled)
@@ -382,7 +383,7 @@ def cuts(dag: IssueGraph, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarra
 def _members(
     dag: IssueGraph, classes: Sequence[int], cut: np.ndarray, number: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(member, op, of) of Releases: which op of which local rank is which interaction."""
+    """(member, op, of) of AnswerTimes: which op of which local rank is which interaction."""
     member, op, of = [], [], []
     for index, cls in enumerate(classes):
         where = dag.node_of[cls][-1]

@@ -21,12 +21,12 @@ import numpy as np
 
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.units import format_ns, format_share
-from megatron_prism.graph.issue_graph import COMPUTE, HOST, LEAD, MEET, IssueGraph
+from megatron_prism.graph.issue_graph import COMPUTE, HOST, LEAD
 from megatron_prism.replay.costs.collectives import OverlapFactors
 from megatron_prism.replay.costs.host import MODELLED, ON_TARGET, indices_of
 from megatron_prism.replay.costs.prices import NO_TIME
 from megatron_prism.replay.priced_graph import corrected_once
-from megatron_prism.replay.timeline import Timeline, durations_of
+from megatron_prism.replay.timeline import Timeline, durations_of, of_nodes
 from megatron_prism.replay.whatif import host_factors
 
 
@@ -157,7 +157,8 @@ class _Variations:
         programs = timeline.graph.programs
         self.tier = programs.source.get("tier", "")
         self.knows_host = any(program.knows_host for program in programs.programs)
-        self.codes = _codes(self.dag, timeline)
+        columns = {COMPUTE: self.prices.compute_source}  # which provenance segments and calls have
+        self.codes = of_nodes(self.dag, self.prices.collective_source, columns, -1)
         self.hosts = np.isin(self.dag.kind, (LEAD, HOST))
         self.named_host = any(ON_TARGET in text for text in self.prices.sources)
 
@@ -286,17 +287,3 @@ class _Variations:
 def _apart(*times: float) -> float:
     """How many times as long something may take that independent reasons make ``times`` longer."""
     return math.exp(math.hypot(*(math.log(max(1, one)) for one in times)))
-
-
-def _codes(dag: IssueGraph, timeline: Timeline) -> np.ndarray:
-    """int16 [nodes]: which provenance each segment and call has; -1 for others."""
-    prices = timeline.prices
-    found = np.full(len(dag), -1, dtype=np.int16)
-    meets = dag.kind == MEET
-    found[meets] = prices.collective_source[dag.op[meets]]
-    found[dag.sent[:, 0]] = prices.collective_source[dag.sent[:, 1]]
-    first = np.concatenate(([0], np.cumsum([len(one) for one in prices.compute]))).astype(np.int64)
-    every = np.concatenate([*prices.compute_source, np.empty(0, dtype=np.uint8)])
-    mine = dag.kind == COMPUTE
-    found[mine] = every[first[dag.owner[mine]] + dag.op[mine]]
-    return found

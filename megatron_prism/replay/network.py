@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.ops import CODE, IS_PAIR
 from megatron_prism.graph import loops
 from megatron_prism.graph.issue_graph import MEET, IssueGraph, build_issue_graph
 from megatron_prism.graph.world_graph import WorldGraph
@@ -39,36 +38,17 @@ def ports(graph: WorldGraph, gpus_per_node: int) -> Links:
     Calls whose group (or pair) is on one node go inside, others over the network, for the lowest
     rank of a class as for all of it.
     """
-    meet = graph.matched_calls
+    meet, calls = graph.matched_calls, graph.call_kinds
     number = np.repeat(np.arange(len(meet), dtype=np.int64), np.diff(meet.start))
-    base = np.empty(len(number), dtype=np.int64)
-    names = np.empty(len(number), dtype=np.uint8)
-    for index, program in enumerate(graph.program_list):
-        mine = np.flatnonzero(meet.classes == index)
-        ops = program.ops[meet.ops[mine]]
-        names[mine] = ops["name"]
-        codes = np.stack([ops["group"].astype(np.int64), IS_PAIR[ops["name"]] * ops["peer"]])
-        kinds, which = np.unique(codes, axis=1, return_inverse=True)
-        across = [
-            _leaves(graph, index, program.strings[group], peer, gpus_per_node)
-            for group, peer in kinds.T.tolist()
-        ]
-        base[mine] = 4 * index + 2 * np.array(across, dtype=np.int64)[which.ravel()]
-    out, into = names != CODE["recv"], names != CODE["send"]
+    across = np.array([kind.spans(gpus_per_node) for kind in calls.kinds], dtype=np.int64)
+    names = np.array([kind.name for kind in calls.kinds])[calls.of]
+    base = 4 * meet.classes.astype(np.int64) + 2 * across[calls.of]
+    out, into = names != "recv", names != "send"
     owners = np.concatenate([number[out], number[into]])
     found = np.concatenate([base[out] + _OUT, base[into] + _IN])
     order = np.argsort(owners, kind="stable")
     start = np.searchsorted(owners[order], np.arange(len(meet) + 1))
     return Links(start.astype(np.int64), found[order])
-
-
-def _leaves(graph: WorldGraph, index: int, name: str, peer: int, gpus_per_node: int) -> bool:
-    """Whether the call reaches beyond the node."""
-    membership, rank = graph.groups[name], graph.classes.representatives[index]
-    members = membership.group(rank)
-    if peer:
-        members = members[[(int(membership.position[rank]) + peer) % len(members)]]
-    return bool((members // gpus_per_node != rank // gpus_per_node).any())
 
 
 LEAF_NODES = 32  # below a leaf switch, if the machine does not say: NVIDIA's scalable unit
@@ -113,25 +93,6 @@ def read_topology(text: str, machine: Machine) -> Topology:
 
 
 _MOST_OVER = 1000
-
-
-def crossing(graph: WorldGraph, ranks: int) -> np.ndarray:
-    """bool [matched calls]: those that reach beyond blocks of so many ranks, for the first of their
-    members."""
-    meet = graph.matched_calls
-    firsts = meet.start[:-1]
-    owners, ops = meet.classes[firsts], meet.ops[firsts]
-    found = np.zeros(len(meet), dtype=bool)
-    for index, program in enumerate(graph.program_list):
-        mine = np.flatnonzero(owners == index)
-        rows = program.ops[ops[mine]]
-        peers = np.where(IS_PAIR[rows["name"]], rows["peer"], 0).tolist()
-        keys = list(zip(rows["group"].tolist(), peers, strict=True))
-        known = {
-            key: _leaves(graph, index, program.strings[key[0]], key[1], ranks) for key in set(keys)
-        }
-        found[mine] = [known[key] for key in keys]
-    return found
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Price every op of a world and replay it: the one way from programs to times.
 
-``price`` joins programs, applies what-ifs, checks that all calls fit together and gives every op a
+``price`` applies what-ifs, joins programs, checks that all calls fit together and gives every op a
 duration on a machine, calls and overlaps as a calibration measured them where there is one.
 ``replay`` is ``price`` and its timeline.  Commands, predictions, pacing and benchmarks use these.
 
-What-ifs apply in the order in which they make sense: the schedule and the size of the world, then
-who is slow in it, then where it runs, then what its calls cost; ``whatif``, ``whatif`` and
-``whatif`` say what each assumes.  Each is named in ``Programs.source["what-if"]``.
+What-ifs are edits (``whatif.Edit``) and apply in the order in which they make sense: the size of
+the world, then where it runs, then who is slow in it, then what its calls cost.  Each is named in
+``Programs.source["what-if"]``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.collectives import BY_NAME
-from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS
 from megatron_prism.core.units import counted
-from megatron_prism.graph.world_graph import WorldGraph, build
+from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import whatif
 from megatron_prism.replay.costs import Prices, price_ops
 from megatron_prism.replay.costs.collectives import (
@@ -53,7 +53,7 @@ from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
 from megatron_prism.replay.network import ports, read_topology, replay_network
 from megatron_prism.replay.replicas import with_data_parallel
 from megatron_prism.replay.timeline import Timeline, build_timeline, durations_of, evaluate
-from megatron_prism.replay.whatif import SlowNic
+from megatron_prism.replay.whatif import Edit
 
 NO_NETWORK = "none"  # of WhatIf.network: links are not shared
 Factor = Fraction | float | str
@@ -70,7 +70,6 @@ class WhatIf:
         dp: data-parallel size; None: as captured.
         slow: ranks -> how many times as long they compute: a rank (517) or ranks as selectors
             read them ("pp=3,tp=0").  A mapping, or pairs; who is named twice is slow twice.
-        slow_nics: (ranks, bandwidth factor, more latency in ns) of network interfaces.
         faster: calls -> how many times as fast: a collective, a group, or collective@group.
         moved: the machine that it runs on instead of the one that it was measured on.
         host: the index of the host that the job will run on, a file that has it (``prism calibrate
@@ -84,11 +83,11 @@ class WhatIf:
             -1: that, else eight channels of NCCL_BUFFSIZE (32 MiB if that is not set).
         slow_rails: (place in the node, part of the bandwidth) of NICs, on every node.
         alone: ranks that become classes of their own, each.
+        edits: anything else.
     """
 
     dp: int | None = None
     slow: Pairs = ()
-    slow_nics: tuple[SlowNic, ...] = ()
     faster: Pairs = ()
     moved: MachineLike | None = None
     host: str | os.PathLike[str] | float | None = None
@@ -97,6 +96,7 @@ class WhatIf:
     buffered: int | None = None
     slow_rails: tuple[tuple[int, float], ...] = ()
     alone: tuple[int, ...] = ()
+    edits: tuple[Edit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,23 +180,16 @@ def price(
         tier = programs.source.get("tier", "")
         _check_calibration(measured.source, _name(own if moved is None else moved), tier)
     _check_machine(programs, machine)
-    graph = build(_with_modelled_hosts(_changed(programs, what_if, there)))
+    edits = _edits(programs, what_if, here, there, measured)
+    graph = whatif.edited(programs, edits)
     topology = None
     if what_if.network not in (None, NO_NETWORK):
         topology = read_topology(str(what_if.network), there)
-    slow_nics = _slow_nics(graph.programs, what_if, there)
-    graph = whatif.with_unreached(graph, there, topology, slow_nics)
-    findings = graph.check()
-    if findings:
-        more = f"\n… and {len(findings) - 1} more" if len(findings) > 1 else ""
-        path = programs.path or "DIR"
-        raise PrismError(
-            f"the calls of {programs.path or 'these programs'} do not fit together, so the job "
-            f"hangs or is wrong and has no timeline:\n\n{findings[0]}{more}",
-            fix=f"prism check {path} explains every mismatch",
-        )
-    prices = _prices(graph, here, there, measured, what_if)
-    prices = whatif.price_slow_nics(graph, prices, there, slow_nics)
+    graph = whatif.with_unreached(graph, there, topology, bool(what_if.slow_rails))
+    graph.check_fits()
+    prices = price_ops(graph, here, measured)
+    for edit in edits:
+        prices = edit.prices(graph, prices, there)
     settled, buffered = None, _buffered(graph, what_if, measured)
     if (measured is not None and measured.overlap) or _on_streams(graph):
         factors, who = (measured.overlap, measured.source) if measured is not None else ({}, "")
@@ -438,59 +431,48 @@ def _calls(words: int | str) -> tuple[str, str]:
     return ("", name) if not group and name and name not in BY_NAME else (name, group)
 
 
-def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
-    """The programs of the world of the what-ifs, which are named in their source."""
-    if what_if.dp is not None or what_if.moved is not None or what_if.nccl:
-        programs = whatif.without_call_times(programs)
-    if what_if.dp is not None:
-        programs = with_data_parallel(programs, what_if.dp)
-    for ranks, factor in _pairs(what_if.slow):
-        programs = whatif.with_slow_ranks(programs, programs.world.select(str(ranks)), factor)
-    programs = whatif.with_slow_nics(programs, _slow_nics(programs, what_if, there))
-    if what_if.moved is not None:
-        programs = whatif.with_assumption(programs, f"on {there.name}")
-    for words, factor in _pairs(what_if.faster):
-        name, group = _calls(words)
-        where = f" in {group}" if group else ""
-        what = f"{name or 'all'} calls{where} {factor} times as fast"
-        programs = whatif.with_assumption(programs, what)
-    if what_if.buffered:
-        what = "sends end without their receivers while NCCL's buffers hold them"
-        programs = whatif.with_assumption(programs, what)
-    if what_if.network not in (None, NO_NETWORK):
-        topology = read_topology(str(what_if.network), there)
-        programs = whatif.with_assumption(programs, f"calls share links: {topology}")
-    if what_if.nccl:
-        settings = str(parse(programs.source.get(NCCL_ENV, ""), *what_if.nccl))
-        source = {**programs.source, NCCL_ENV: settings}
-        programs = dataclasses.replace(programs, source=source)
-        programs = whatif.with_assumption(programs, f"NCCL with {' '.join(what_if.nccl)}")
-    if what_if.host is not None:
-        programs = whatif.with_assumption(programs, f"on a host: {what_if.host}")
-    for rank in what_if.alone:
-        programs = whatif.with_own_classes(programs, [rank], f"local rank {rank}")
-    return programs
-
-
-def _prices(
-    graph: WorldGraph,
+def _edits(
+    programs: Programs,
+    what_if: WhatIf,
     here: Machine,
     there: Machine,
     calibration: Calibration | None,
-    what_if: WhatIf,
-) -> Prices:
-    """Prices of the changed world before overlaps; ``calibration`` is of ``there``."""
+) -> list[Edit]:
+    """What is not as captured: the size of the world, where it runs, who is slow in it, what its
+    calls cost."""
+    dp, nccl, host, edits = what_if.dp, what_if.nccl, what_if.host, list[Edit]()
+    if dp is not None or what_if.moved is not None or nccl:
+        edits.append(whatif.modelled_calls(programs))
+    if dp is not None:
+        edits.append(Edit(programs=lambda given: with_data_parallel(given, dp)))
+        programs = edits[-1].programs(programs)
     if what_if.moved is not None:
-        prices = whatif.move_prices(graph, here, there, calibration)
-    else:
-        prices = price_ops(graph, here, calibration)
+        edits.append(whatif.moved(here, calibration, there))
+    for ranks, factor in _pairs(what_if.slow):
+        edits.append(whatif.slow_ranks(programs.world.select(str(ranks)), factor))
     for words, factor in _pairs(what_if.faster):
-        prices = whatif.scale_prices(graph, prices, factor, *_calls(words))
-    prices = whatif.slow_down_prices(graph, prices)
-    host = what_if.host
-    if host is None and indices_of(graph.programs.source):
-        host = there.host_index or None
-    return prices if host is None else whatif.scale_hosts(graph, prices, host)
+        edits.append(whatif.faster_calls(factor, *_calls(words)))
+    edits += [_slow_rail(programs, there, *rail) for rail in what_if.slow_rails]
+    if what_if.buffered:
+        edits.append(Edit("sends end without their receivers while NCCL's buffers hold them"))
+    if what_if.network not in (None, NO_NETWORK):
+        edits.append(Edit(f"calls share links: {read_topology(str(what_if.network), there)}"))
+    if nccl:
+        settings = str(parse(programs.source.get(NCCL_ENV, ""), *nccl))
+        text = f"NCCL with {' '.join(nccl)}"
+        edits.append(Edit(text, programs=lambda given: _with_source(given, NCCL_ENV, settings)))
+    edits.append(Edit(programs=_with_modelled_hosts))
+    if host is not None:
+        edits.append(whatif.other_host(host, f"on a host: {host}"))
+    elif there.host_index and (
+        programs.source.get("tier") == "meta" or indices_of(programs.source)
+    ):
+        edits.append(whatif.other_host(there.host_index))
+    return [*edits, *what_if.edits, *(Edit(ranks=(rank,)) for rank in what_if.alone)]
+
+
+def _with_source(programs: Programs, key: str, text: str) -> Programs:
+    return dataclasses.replace(programs, source={**programs.source, key: text})
 
 
 def _with_modelled_hosts(programs: Programs) -> Programs:
@@ -499,8 +481,7 @@ def _with_modelled_hosts(programs: Programs) -> Programs:
         return programs
     hosted = tuple(with_modelled_host(program) for program in programs.programs)
     indices = " ".join(f"{program.rank}={MODELLED_INDEX}" for program in hosted)
-    source = {**programs.source, HOST_INDEX: indices}
-    return dataclasses.replace(programs, programs=hosted, source=source)
+    return _with_source(dataclasses.replace(programs, programs=hosted), HOST_INDEX, indices)
 
 
 _P2P_CHANNELS, _BUFFSIZE = 8, 4 << 20  # of a message of up to 64 MiB on 4 x H200; NCCL's default
@@ -519,19 +500,16 @@ def _buffered(graph: WorldGraph, what_if: WhatIf, calibration: Calibration | Non
     return 0 if asked is None else _P2P_CHANNELS * each
 
 
-def _slow_nics(programs: Programs, what_if: WhatIf, machine: Machine) -> tuple[SlowNic, ...]:
-    """NICs that were named, and those of slow rails."""
-    rails: list[SlowNic] = []
-    for rail, factor in what_if.slow_rails:
-        ranks = range(rail, programs.world.size, machine.gpus_per_node)
-        if rail >= machine.gpus_per_node or not ranks:
-            raise UsageError(
-                f"there is no rail {rail}: nodes of {machine.name} have "
-                f"{machine.gpus_per_node} GPUs, and the job {counted(programs.world.size, 'rank')}",
-                fix="slow_rail=0:0.5",
-            )
-        rails.append((tuple(ranks), factor, 0))
-    return (*what_if.slow_nics, *rails)
+def _slow_rail(programs: Programs, machine: Machine, rail: int, factor: float) -> Edit:
+    """The NICs of one place in every node."""
+    ranks = range(rail, programs.world.size, machine.gpus_per_node)
+    if rail >= machine.gpus_per_node or not ranks:
+        raise UsageError(
+            f"there is no rail {rail}: nodes of {machine.name} have {machine.gpus_per_node} GPUs, "
+            f"and the job {counted(programs.world.size, 'rank')}",
+            fix="slow_rail=0:0.5",
+        )
+    return whatif.slow_nic(ranks, factor, 0)
 
 
 # -- do machine, calibration and programs belong together? ----------------------------------------

@@ -8,7 +8,7 @@ that the first began from rest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -267,7 +267,8 @@ class Timeline:
 
         The smallest distance from any of its segments to the longest path through it.
         """
-        tail = loops.tails(self.dag.order, self.dag.start, self.dag.before, self.durations)
+        # how long from the end of each node to the end of all: the longest path, backwards
+        tail, _ = loops.longest(self.dag.order[::-1], *self.dag.followers, self.durations)
         end = int(self.node_end.max(initial=0))
         segments = np.flatnonzero(self.dag.kind == COMPUTE)
         found = np.full(len(self.graph.classes), end, dtype=np.int64)
@@ -315,14 +316,32 @@ def build_timeline(
 
 def durations_of(dag: IssueGraph, prices: Prices) -> np.ndarray:
     """The duration of every node, int64 [n]."""
-    found = np.zeros(len(dag), dtype=np.int64)
+    columns = {COMPUTE: prices.compute, LEAD: prices.lead, HOST: prices.host}
+    return of_nodes(dag, prices.collective_ns, columns)
+
+
+def of_nodes(
+    dag: IssueGraph,
+    calls: np.ndarray,
+    columns: Mapping[int, Sequence[np.ndarray]],
+    default: int = 0,
+) -> np.ndarray:
+    """Gather a number for every node, int64 [n].
+
+    Args:
+        dag: whose nodes.
+        calls: of every matched call.
+        columns: kind of node -> per class, of every op.
+        default: of nodes of other kinds.
+    """
+    found = np.full(len(dag), default, dtype=np.int64)
     meets = dag.kind == MEET
-    found[meets] = prices.collective_ns[dag.op[meets]]
-    found[dag.sent[:, 0]] = prices.collective_ns[dag.sent[:, 1]]
-    for kind, columns in ((COMPUTE, prices.compute), (LEAD, prices.lead), (HOST, prices.host)):
+    found[meets] = calls[dag.op[meets]]
+    found[dag.sent[:, 0]] = calls[dag.sent[:, 1]]
+    for kind, each in columns.items():
         chosen = dag.kind == kind
-        first = np.concatenate(([0], np.cumsum([len(ns) for ns in columns]))).astype(np.int64)
-        every = np.concatenate([*columns, np.empty(0, dtype=np.int64)])
+        first = np.concatenate(([0], np.cumsum([len(one) for one in each]))).astype(np.int64)
+        every = np.concatenate([*each, np.empty(0, dtype=np.int64)])
         found[chosen] = every[first[dag.owner[chosen]] + dag.op[chosen]]
     return found
 

@@ -1,15 +1,8 @@
 """What-ifs: slow ranks or NICs, another machine; not other replicas or microbatches.
 
-In : Programs, or a WorldGraph and its Prices.  Out: the same kind of value, changed; nothing is
-changed in place.  What a function assumes is in ``Programs.source["what-if"]`` or in the new
+A what-if, and a planted fault that costs time, is an ``Edit`` of programs and of prices.  Nothing
+is changed in place.  What an edit assumes is in ``Programs.source["what-if"]`` and in the new
 provenance of the prices that it changed.
-
-slow         : some ranks compute slower (``with_slow_ranks``, ``slow_down_prices``)
-apart        : some ranks in classes of their own, for faults of one rank (``with_own_classes``)
-faster       : calls of one kind or group take another time (``scale_prices``)
-host         : hosts are as fast as another one (``scale_hosts``)
-moved        : the same programs on another machine (``move_prices``)
-slow NICs    : of some nodes or rails (``with_slow_nics``, ``price_slow_nics``)
 """
 
 from __future__ import annotations
@@ -20,59 +13,77 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, OP, UNKNOWN
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World, format_ranks
-from megatron_prism.graph.world_graph import WorldGraph
+from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay.costs import Prices, price_ops, relabelled
 from megatron_prism.replay.costs.collectives import Calibration
 from megatron_prism.replay.costs.host import host_scaled, indices_of, read_host_index
 from megatron_prism.replay.costs.kernels import MEASURED
 from megatron_prism.replay.costs.machine import Machine
-from megatron_prism.replay.network import Topology, crossing
+from megatron_prism.replay.network import Topology
 
-_SLOWED = "slowed x"
 _FINEST = 1000  # denominators of factors
+_Prices = Callable[[WorldGraph, Prices, Machine], Prices]
 
 
-def with_own_classes(programs: Programs, ranks: Iterable[int], why: str = "apart") -> Programs:
-    """The same world, in which ``ranks`` say at their end what sets them apart: ``why``.
+@dataclass(frozen=True)
+class Edit:
+    """One thing that is not as captured.
 
-    So they are in other classes than the rest, and whatever they meet splits as far as it must.
-    WorldError for a rank that does not exist.
+    text     : what it assumes, in words; "": nothing that a reader must know
+    ranks    : whom it sets apart: they are in other classes than the rest
+    programs : what it makes of the programs
+    prices   : what it makes of the prices on a machine
     """
-    chosen = np.unique([programs.world.check_rank(int(rank)) for rank in ranks]).astype(np.int64)
-    of, more = programs.program_of.copy(), list(programs.programs)
-    for index in np.unique(of[chosen]).tolist():
-        mine = chosen[of[chosen] == index]
-        of[mine] = len(more)
-        more.append(_marked(programs.programs[index], int(mine[0]), why))
-    return without_unused(dataclasses.replace(programs, programs=tuple(more), program_of=of))
+
+    text: str = ""
+    ranks: tuple[int, ...] = ()
+    programs: Callable[[Programs], Programs] = lambda programs: programs
+    prices: _Prices = lambda graph, prices, machine: prices
 
 
-def without_call_times(programs: Programs) -> Programs:
-    """The same world without the times that its calls took: in another one they take others."""
+def edited(programs: Programs, edits: Iterable[Edit]) -> WorldGraph:
+    """The world graph of the programs that ``edits`` make one after the other.  WorldError for a
+    rank that does not exist."""
+    apart = []
+    for edit in edits:
+        programs = edit.programs(programs)
+        if edit.text:
+            programs = with_assumption(programs, edit.text)
+        if edit.ranks:
+            apart.append([programs.world.check_rank(rank) for rank in edit.ranks])
+    return build(programs, apart)
+
+
+def modelled_calls(programs: Programs) -> Edit:
+    """Without the times that calls took: in another world they take others."""
+
+    def calls(program: Program) -> np.ndarray:
+        return np.asarray((IS_COLLECTIVE | IS_PAIR)[program.ops["name"]])
 
     def changed(program: Program) -> Program:
         ops = program.ops.copy()
-        ops["ns"][IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]] = -1
+        ops["ns"][calls(program)] = -1
         return dataclasses.replace(program, ops=ops)
 
-    talk = [
-        p.ops["ns"][IS_COLLECTIVE[p.ops["name"]] | IS_PAIR[p.ops["name"]]]
-        for p in programs.programs
-    ]
-    if not any((ns >= 0).any() for ns in talk):
-        return programs
-    made = dataclasses.replace(programs, programs=tuple(map(changed, programs.programs)))
-    return with_assumption(made, "calls as modelled, not as they were traced")
+    if not any((one.ops["ns"][calls(one)] >= 0).any() for one in programs.programs):
+        return Edit()
+    return Edit(
+        "calls as modelled, not as they were traced",
+        programs=lambda given: dataclasses.replace(
+            given, programs=tuple(map(changed, given.programs))
+        ),
+    )
 
 
 def without_unused(programs: Programs) -> Programs:
@@ -82,120 +93,95 @@ def without_unused(programs: Programs) -> Programs:
     return dataclasses.replace(programs, programs=left, program_of=of.ravel())
 
 
-def _marked(program: Program, rank: int, note: str) -> Program:
-    """The program with a mark as its last op."""
-    row = np.zeros(1, dtype=OP)
-    for name in UNKNOWN:
-        row[name] = -1
-    strings = (*program.strings, note)
-    row["name"], row["note"] = CODE["mark"], len(program.strings)
-    row["stream"] = strings.index("main") if "main" in strings else 0
-    ops = np.concatenate([program.ops, row])
-    return dataclasses.replace(program, rank=rank, ops=ops, strings=strings)
-
-
-def with_slow_ranks(
-    programs: Programs, ranks: Iterable[int], factor: Fraction | float | str
-) -> Programs:
-    """``ranks`` take ``factor`` times as long to compute (3/2: half as long again).
-
-    The programs carry it as a mark; ``slow_down_prices`` puts it into prices.  Twice slow is the
-    product.
-    """
-    ranks = sorted(set(ranks))
-    made = with_own_classes(programs, ranks, f"{_SLOWED}{parse_factor(factor)}")
-    who = f"rank {ranks[0]} computes" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} compute"
-    return with_assumption(made, f"{who} {factor} times as long")
-
-
-def slow_down_prices(graph: WorldGraph, prices: Prices) -> Prices:
-    """Return ``prices`` with segments of slow ranks longer by their factor, rounded up."""
-    compute, source = list(prices.compute), list(prices.compute_source)
-    sources = list(prices.sources)
-    for index, program in enumerate(graph.program_list):
-        marks = program.ops["note"][program.ops["name"] == CODE["mark"]]
-        notes = [program.strings[note] for note in marks]
-        factor = math.prod(
-            (Fraction(n.removeprefix(_SLOWED)) for n in notes if n.startswith(_SLOWED)),
-            start=Fraction(1),
-        )
-        if factor != 1:
-            segments = program.ops["name"] == CODE["compute"]
-            compute[index] = _scaled(prices.compute[index], factor)
-            source[index] = relabelled(source[index], segments, f"x {factor}", sources)
-    return dataclasses.replace(
-        prices, compute=tuple(compute), compute_source=tuple(source), sources=tuple(sources)
-    )
-
-
-def scale_prices(
-    graph: WorldGraph,
-    prices: Prices,
+def slow_ranks(
+    ranks: Iterable[int],
     factor: Fraction | float | str,
-    name: str = "",
-    group: str = "",
-) -> Prices:
+    segments: Callable[[Program], np.ndarray] | None = None,
+) -> Edit:
+    """``ranks`` take ``factor`` times as long to compute, rounded up (3/2: half as long again).
+
+    segments : bool [ops] of a program, those that do; default all
+    """
+    ranks, by = tuple(sorted(set(ranks))), parse_factor(factor)
+    who = f"rank {ranks[0]} computes" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} compute"
+
+    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
+        compute, source = list(given.compute), list(given.compute_source)
+        sources = list(given.sources)
+        for index in np.unique(graph.classes.of[list(ranks)]).tolist() if by != 1 else ():
+            program = graph.program_list[index]
+            chosen = program.ops["name"] == CODE["compute"]
+            if segments is not None:
+                chosen &= segments(program)
+            compute[index] = np.where(chosen, _scaled(compute[index], by), compute[index])
+            source[index] = relabelled(source[index], chosen, f"x {by}", sources)
+        return dataclasses.replace(
+            given, compute=tuple(compute), compute_source=tuple(source), sources=tuple(sources)
+        )
+
+    return Edit(f"{who} {factor} times as long", ranks, prices=prices)
+
+
+def faster_calls(factor: Fraction | float | str, name: str = "", group: str = "") -> Edit:
     """Calls of ``name`` (all_reduce, …; send means messages) in ``group`` are ``factor`` times as
     fast; empty: all of them; tp means TENSOR_MODEL_PARALLEL_GROUP, as in faults.  UsageError if
     there are none."""
-    speed = parse_factor(factor)
-    name = "send" if name == "recv" else name
-    meet = graph.matched_calls
-    firsts, chosen = meet.start[:-1], np.zeros(len(meet), dtype=bool)
-    owners, ops = meet.classes[firsts], meet.ops[firsts]
-    for index, program in enumerate(graph.program_list):
-        mine = np.flatnonzero(owners == index)
-        rows = program.ops[ops[mine]]
-        right = np.array([not name or text == name for text in NAMES])[rows["name"]]
-        groups = np.array([not group or named_group(group, text) for text in program.strings])
-        chosen[mine] = right & groups[rows["group"]]
-    if not chosen.any():
-        what = " in ".join(filter(None, (name or "calls", group)))
-        names = sorted({text for program in graph.program_list for text in program.groups()})
-        close = difflib.get_close_matches(group or name, [*NAMES, *names], n=1)
-        meant = f"did you mean {close[0]}? " if close and close[0] != (group or name) else ""
-        raise UsageError(
-            f"the world has no {what}", fix=f"{meant}its groups are {', '.join(names)}"
+    speed, op = parse_factor(factor), "send" if name == "recv" else name
+
+    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
+        chosen = graph.calls_where(
+            lambda kind: op in ("", kind.name) and (not group or named_group(group, kind.group))
         )
+        if not chosen.any():
+            what = " in ".join(filter(None, (op or "calls", group)))
+            names = sorted({text for program in graph.program_list for text in program.groups()})
+            close = difflib.get_close_matches(group or op, [*NAMES, *names], n=1)
+            meant = f"did you mean {close[0]}? " if close and close[0] != (group or op) else ""
+            raise UsageError(
+                f"the world has no {what}", fix=f"{meant}its groups are {', '.join(names)}"
+            )
+        faster = _scaled(given.collective_ns, 1 / speed)
+        return _with_calls(given, chosen, faster, f"{speed} x as fast")
+
+    where = f" in {group}" if group else ""
+    return Edit(f"{name or 'all'} calls{where} {factor} times as fast", prices=prices)
+
+
+def _with_calls(prices: Prices, chosen: np.ndarray, ns: np.ndarray, what: str) -> Prices:
+    """``prices`` in which the chosen calls take ``ns``, which was assumed: ``what``."""
     sources = list(prices.sources)
     return dataclasses.replace(
         prices,
-        collective_ns=np.where(
-            chosen, _scaled(prices.collective_ns, 1 / speed), prices.collective_ns
-        ),
-        collective_source=relabelled(
-            prices.collective_source, chosen, f"{speed} x as fast", sources
-        ),
+        collective_ns=np.where(chosen, ns, prices.collective_ns),
+        collective_source=relabelled(prices.collective_source, chosen, what, sources),
         sources=tuple(sources),
     )
 
 
-def scale_hosts(graph: WorldGraph, prices: Prices, host: str | os.PathLike[str] | float) -> Prices:
+def other_host(host: str | os.PathLike[str] | float, text: str = "") -> Edit:
     """Hosts are as fast as ``host`` (``host_factors``).
 
     UsageError if the slices do not say how long their host takes, or how fast it was.
     """
-    programs = graph.programs
-    if not any(program.knows_host for program in programs.programs):
-        raise UsageError(
-            "the slices do not say how long their host takes, so it cannot be another one",
-            fix="capture the ranks on a GPU, or leave host= out",
+
+    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
+        if not any(program.knows_host for program in graph.programs.programs):
+            raise UsageError(
+                "the slices do not say how long their host takes, so it cannot be another one",
+                fix="capture the ranks on a GPU, or leave host= out",
+            )
+        factors = host_factors(graph.programs, host)
+        sources, source = list(given.sources), []
+        of = [factors[number] for number in graph.classes.programs]
+        for each, factor in zip(given.host_source, of, strict=True):
+            every, said = np.ones(len(each), dtype=bool), host_scaled(f"{float(factor):.3g}")
+            source.append(relabelled(each, every, said, sources))
+        lead, hosts = (tuple(map(_scaled, each, of)) for each in (given.lead, given.host))
+        return dataclasses.replace(
+            given, lead=lead, host=hosts, host_source=tuple(source), sources=tuple(sources)
         )
-    factors = host_factors(programs, host)
-    lead, hosts, sources = list(prices.lead), list(prices.host), list(prices.sources)
-    source = list(prices.host_source)
-    for index, number in enumerate(graph.classes.programs):
-        factor = factors[number]
-        lead[index], hosts[index] = (
-            _scaled(each[index], factor) for each in (prices.lead, prices.host)
-        )
-        every = np.ones(len(source[index]), dtype=bool)
-        said = host_scaled(f"{float(factor):.3g}")
-        source[index] = relabelled(source[index], every, said, sources)
-    return dataclasses.replace(
-        prices, lead=tuple(lead), host=tuple(hosts), host_source=tuple(source),
-        sources=tuple(sources),
-    )  # fmt: skip
+
+    return Edit(text, prices=prices)
 
 
 _NUMBER = re.compile(r"([\d./e+-]+)(x?)")
@@ -226,31 +212,36 @@ def host_factors(programs: Programs, host: str | os.PathLike[str] | float) -> li
     return [parse_factor(target / here.get(one.rank, usual)) for one in programs.programs]
 
 
-def move_prices(
-    graph: WorldGraph, here: Machine, there: Machine, calibration: Calibration | None = None
-) -> Prices:
-    """Prices on ``there`` of programs whose segments were measured on ``here``.
+def moved(here: Machine, calibration: Calibration | None, there: Machine) -> Edit:
+    """Programs whose segments were measured on ``here`` run on ``there``, of which ``calibration``
+    is.
 
     A measured segment is scaled by what the roofline says of it on the two machines; calls are
     ``there``'s.  A segment of which flops and bytes are unknown keeps its time.
     """
-    unknown = [_unmeasured(program) for program in graph.programs.programs]
-    bare = dataclasses.replace(graph, programs=_with(graph.programs, unknown))
-    old, new = price_ops(graph, here), price_ops(graph, there, calibration)
-    # both by roofline alone: one of them may have no op table
-    base, roof = (price_ops(bare, dataclasses.replace(one, ops="")) for one in (here, there))
-    compute, source, sources = [], [], list(new.sources)
-    for index in range(len(graph.classes)):
-        measured = old.compute_source[index] == MEASURED
-        before, after = base.compute[index], roof.compute[index]
-        ratio = after / np.maximum(before, 1)
-        ns = np.rint(old.compute[index] * np.where(before > 0, ratio, 1.0)).astype(np.int64)
-        compute.append(np.where(measured, ns, new.compute[index]))
+
+    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
+        unknown = tuple(map(_unmeasured, graph.programs.programs))
+        bare = dataclasses.replace(
+            graph, programs=dataclasses.replace(graph.programs, programs=unknown)
+        )
+        new = price_ops(graph, there, calibration)
+        # both by roofline alone: one of them may have no op table
+        base, roof = (price_ops(bare, dataclasses.replace(one, ops="")) for one in (here, there))
+        compute, source, sources = [], [], list(new.sources)
         what = f"scaled from {here.name} to {there.name} by their rooflines"
-        source.append(relabelled(new.compute_source[index], measured, what, sources))
-    return dataclasses.replace(
-        new, compute=tuple(compute), compute_source=tuple(source), sources=tuple(sources)
-    )
+        for index, old in enumerate(given.compute):
+            measured = given.compute_source[index] == MEASURED
+            before, after = base.compute[index], roof.compute[index]
+            ratio = np.where(before > 0, after / np.maximum(before, 1), 1.0)
+            ns = np.rint(old * ratio).astype(np.int64)
+            compute.append(np.where(measured, ns, new.compute[index]))
+            source.append(relabelled(new.compute_source[index], measured, what, sources))
+        return dataclasses.replace(
+            new, compute=tuple(compute), compute_source=tuple(source), sources=tuple(sources)
+        )
+
+    return Edit(f"on {there.name}", prices=prices)
 
 
 def with_assumption(programs: Programs, what: str) -> Programs:
@@ -265,10 +256,6 @@ def _unmeasured(program: Program) -> Program:
     known = (ops["flops"] >= 0) | (ops["traffic"] >= 0)
     ops["ns"][known] = -1
     return dataclasses.replace(program, ops=ops)
-
-
-def _with(programs: Programs, changed: list[Program]) -> Programs:
-    return dataclasses.replace(programs, programs=tuple(changed))
 
 
 _MOST = 10**6  # times as long; more is none that anybody means, and 64 bits of ns end
@@ -345,9 +332,6 @@ def check_sizes(
     )
 
 
-SlowNic = tuple[tuple[int, ...], float, int]  # ranks, bandwidth factor, more latency in ns
-
-
 def oversubscribed(
     graph: WorldGraph, prices: Prices, machine: Machine, topology: Topology
 ) -> Prices:
@@ -360,60 +344,40 @@ def oversubscribed(
         machine, network_rate=machine.network_rate / topology.oversubscription
     )
     before, after = (price_ops(graph, one).collective_ns for one in (machine, slower))
-    chosen = crossing(graph, machine.gpus_per_node * topology.leaf_nodes)
+    leaf = machine.gpus_per_node * topology.leaf_nodes
+    chosen = graph.calls_where(lambda kind: kind.spans(leaf))
     factor = np.where(chosen, after / np.maximum(1, before), 1.0)
-    sources = list(prices.sources)
-    what = f"between leaves of a {topology}"
-    return dataclasses.replace(
-        prices,
-        collective_ns=np.rint(prices.collective_ns * factor).astype(np.int64),
-        collective_source=relabelled(prices.collective_source, chosen, what, sources),
-        sources=tuple(sources),
-    )
+    slower_ns = np.rint(prices.collective_ns * factor).astype(np.int64)
+    return _with_calls(prices, chosen, slower_ns, f"between leaves of a {topology}")
 
 
-def with_slow_nics(programs: Programs, nics: Sequence[SlowNic]) -> Programs:
-    """The same world with the ranks of every slow NIC in classes of their own."""
-    for ranks, factor, latency in nics:
-        what = f"NIC of {format_ranks(ranks)}: bandwidth x {factor:g}, latency + {latency} ns"
-        programs = with_assumption(with_own_classes(programs, ranks, what), what)
-    return programs
+def slow_nic(ranks: Iterable[int], factor: float, latency: int) -> Edit:
+    """Calls between nodes of ``ranks`` have ``factor`` of the bandwidth and take ``latency`` ns
+    more."""
+    ranks = tuple(ranks)
+    text = f"NIC of {format_ranks(ranks)}: bandwidth x {factor:g}, latency + {latency} ns"
 
+    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
+        meet = graph.matched_calls
+        mine = np.isin(meet.classes, graph.classes.of[list(ranks)])
+        chosen = graph.calls_where(lambda kind: kind.spans(machine.gpus_per_node))
+        chosen &= np.add.reduceat(mine, meet.start[:-1]) > 0 if len(meet) else False
+        slower = np.rint(given.collective_ns / factor).astype(np.int64) + latency
+        return _with_calls(given, chosen, slower, "slow NIC")
 
-def price_slow_nics(
-    graph: WorldGraph, prices: Prices, machine: Machine, nics: Sequence[SlowNic]
-) -> Prices:
-    """``prices`` with the calls between nodes of every slow NIC longer."""
-    meet = graph.matched_calls
-    leaves = crossing(graph, machine.gpus_per_node) if nics else np.zeros(len(meet), dtype=bool)
-    calls = np.repeat(np.arange(len(meet)), np.diff(meet.start))  # of every entry of its table
-    for ranks, factor, latency in nics:
-        classes = np.zeros(len(graph.classes), dtype=bool)
-        classes[graph.classes.of[list(ranks)]] = True
-        chosen = np.zeros(len(meet), dtype=bool)
-        chosen[calls[classes[meet.classes]]] = True
-        chosen &= leaves
-        slower = np.rint(prices.collective_ns / factor).astype(np.int64) + latency
-        sources = list(prices.sources)
-        prices = dataclasses.replace(
-            prices,
-            collective_ns=np.where(chosen, slower, prices.collective_ns),
-            collective_source=relabelled(prices.collective_source, chosen, "slow NIC", sources),
-            sources=tuple(sources),
-        )
-    return prices
+    return Edit(text, ranks, prices=prices)
 
 
 def with_unreached(
-    graph: WorldGraph, machine: Machine, topology: Topology | None, nics: Sequence[SlowNic]
+    graph: WorldGraph, machine: Machine, topology: Topology | None, nics: bool
 ) -> WorldGraph:
     """``graph``, whose what-ifs say so where no call gets to what is slower in them."""
     said = []
-    if nics and not crossing(graph, machine.gpus_per_node).any():
+    if nics and not graph.calls_where(lambda kind: kind.spans(machine.gpus_per_node)).any():
         said.append(f"no call leaves a node of {machine.gpus_per_node} GPUs, so no NIC is used")
     if topology is not None and topology.oversubscription > 1:
         leaf = machine.gpus_per_node * topology.leaf_nodes
-        if not crossing(graph, leaf).any():
+        if not graph.calls_where(lambda kind: kind.spans(leaf)).any():
             said.append(f"no call leaves a leaf of {leaf:,} GPUs, so nothing is oversubscribed")
     programs = graph.programs
     for text in said:

@@ -393,10 +393,9 @@ def _joined(
         world, tuple(programs), of, {n: g for n, g in names.lists.items() if n in used}, source
     )
     graph = build(joined)
-    if findings := graph.check():
-        what = f"the calls of the traced ranks do not fit together:\n\n{findings[0]}"
-        fix = "profile the same iterations on every rank; without groups (gloo): --slices DIR"
-        raise PrismError(what, fix=fix)
+    graph.check_fits(
+        "profile the same iterations on every rank; without groups (gloo): --slices DIR"
+    )
     return Imported(joined, ranked, graph, call_op, notes)
 
 
@@ -690,9 +689,7 @@ class Paired:
         source = {**captured.source, "from": "traces", "device": device}
         programs = Programs(world, tuple(p for p, *_ in made), of, captured.groups, source)
         graph = build(programs)
-        if findings := graph.check():
-            what = f"the calls of the slices do not fit together:\n\n{findings[0]}"
-            raise PrismError(what, fix="prism check DIR")
+        graph.check_fits()
         call_op, busy = [calls for _, calls, _ in made], [busy for *_, busy in made]
         return _with_wire(Imported(programs, self.measured, graph, call_op, notes, busy))
 

@@ -12,7 +12,7 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.graph import issue_graph, loops, world_graph
-from megatron_prism.replay import answer_times, timeline, whatif
+from megatron_prism.replay import answer_times, timeline
 from megatron_prism.replay.answer_times import START, build_answer_times, cuts, kept, terms
 
 SEEDS = st.integers(0, 2**32)
@@ -25,9 +25,7 @@ def world_of(seed):
     programs = random_programs(seed)
     size = programs.world.size
     local = sorted(rng.choice(size, int(rng.integers(1, min(size, 4))), replace=False).tolist())
-    for rank in local:  # one by one: equal marks would leave them in one class
-        programs = whatif.with_own_classes(programs, [rank], f"local {rank}")
-    return world_graph.build(programs), local
+    return world_graph.build(programs, [[rank] for rank in local]), local
 
 
 def prescribed(made, joined, local, seed):
@@ -85,9 +83,7 @@ def test_one_table_serves_every_iteration(seed):
     rng = np.random.default_rng(seed)
     local = sorted(rng.choice(programs.world.size, 2, replace=False).tolist())
     assume(len(local) < programs.world.size)
-    for rank in local:
-        programs = whatif.with_own_classes(programs, [rank], f"local {rank}")
-    made = world_graph.build(programs)
+    made = world_graph.build(programs, [[rank] for rank in local])
     joined = issue_graph.build_issue_graph(made, ITERATIONS)
     assume(len(joined.order) == len(joined))
     table = build_answer_times(made, prices_of(made), local)
@@ -135,7 +131,7 @@ def test_a_lockstep_peer_needs_one_term_a_call():
     from megatron_prism.core.world import World
 
     programs = Programs(World(2, tp=2), (Program.from_ops(0, ops),), np.zeros(2, dtype=np.int32))
-    made = world_graph.build(whatif.with_own_classes(programs, [0]))
+    made = world_graph.build(programs, [[0]])
     table = build_answer_times(made, prices_of(made), [0])
     assert np.diff(table.start).tolist() == [1] * 50
     assert table.weight.tolist() == [107] * 50

@@ -744,10 +744,9 @@ def test_what_ifs_change_the_device_and_leave_the_host():
     h200, h100 = machine("h200"), machine("h100")
     known = Calibration(host={("all_reduce", False): 7_000}, source="x")
     here = costs.price_ops(made, h200, known)
-    there = whatif.move_prices(made, h200, h100, known)
-    faster = whatif.scale_prices(made, here, "2", "all_reduce")
-    late = world_graph.build(whatif.with_slow_ranks(parse(WORLD), [0, 1], 3))
-    slowed = whatif.slow_down_prices(late, costs.price_ops(late, h200, known))
+    edits = (whatif.moved(h200, known, h100), whatif.faster_calls("2", "all_reduce"),
+             whatif.slow_ranks([0, 1], 3))  # fmt: skip
+    there, faster, slowed = (edit.prices(made, here, h200) for edit in edits)
     assert slowed.compute[0][0] == 3 * here.compute[0][0]
     for prices in (there, faster, slowed):
         for mine, given in ((prices.lead, here.lead), (prices.host, here.host)):

@@ -116,7 +116,7 @@ def test_networks_that_cannot_be_are_refused(word, says, capsys):
     ("what_if", "says"),
     [
         ({"slow_rails": ((3, 0.5),)}, "no call leaves a node of 8 GPUs"),
-        ({"slow_nics": (((0,), 0.5, 100),)}, "no call leaves a node of 8 GPUs"),
+        ({"slow_rails": ((0, 0.5),)}, "no call leaves a node of 8 GPUs"),
         ({"network": "fat-tree:4"}, "no call leaves a leaf of 256 GPUs"),
         ({"network": "rails"}, "no call leaves"),
     ],

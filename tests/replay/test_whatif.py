@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import re
 from fractions import Fraction
 
 import numpy as np
@@ -16,7 +15,7 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError, WorldError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.program_text import dump, parse
+from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import World
 from megatron_prism.graph import world_graph as graph
 from megatron_prism.graph.issue_graph import COMPUTE, MEET
@@ -26,6 +25,7 @@ from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.replicas import with_data_parallel
 
 SEEDS = st.integers(0, 2**32)
+H200 = machine("h200")
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "slices"
 
 
@@ -43,8 +43,9 @@ def test_a_slow_rank_is_as_if_its_segments_were_longer(seed, factor, data):
         for op in programs.of(rank)
     ]
     naive = Simulation(with_rank(programs, rank, ops))
-    slow = graph.build(whatif.with_slow_ranks(programs, [rank], factor))
-    priced = whatif.slow_down_prices(slow, prices_of(slow))
+    edit = whatif.slow_ranks([rank], factor)
+    slow = whatif.edited(programs, [edit])
+    priced = edit.prices(slow, prices_of(slow), H200)
     if naive.hangs:
         with pytest.raises(PrismError, match="hangs"):
             timeline.build_timeline(slow, priced)
@@ -61,43 +62,38 @@ def test_a_slow_rank_is_as_if_its_segments_were_longer(seed, factor, data):
 def test_slow_ranks_split_the_world_as_far_as_they_must():
     world = World(64, tp=2, pp=4, cp=2, ep=4, etp=1)
     programs = healthy(world)
-    slow = whatif.with_slow_ranks(programs, [5], 2)
-    classes = graph.build(slow).classes
+    slow = whatif.edited(programs, [whatif.slow_ranks([5], 2)])
+    classes = slow.classes
     assert classes.ranks(int(classes.of[5])).tolist() == [5]
     assert len(graph.build(programs).classes) < len(classes) < world.size
-    assert "rank 5 computes 2 times" in slow.source["what-if"]
+    assert "rank 5 computes 2 times" in slow.programs.source["what-if"]
     assert programs == healthy(world)  # nothing is changed in place
-    everyone = whatif.with_slow_ranks(programs, range(world.size), 2)
-    assert len(graph.build(everyone).classes) == len(graph.build(programs).classes)
+    everyone = whatif.edited(programs, [whatif.slow_ranks(range(world.size), 2)])
+    assert len(everyone.classes) == len(graph.build(programs).classes)
 
 
 def test_twice_slow_is_the_product_and_says_so():
-    text = "prism-program 1\nworld size=2\nprogram rank=0 ranks=0-1\n- compute ns=7"
-    programs = whatif.with_slow_ranks(whatif.with_slow_ranks(parse(text), [1], "3/2"), [1], 2)
-    assert parse(dump(programs)) == programs  # the text says it too
-    world_graph = graph.build(programs)
-    priced = whatif.slow_down_prices(world_graph, price_ops(world_graph, machine("h200")))
-    assert [int(ns[0]) for ns in priced.compute] == [7, 21]
-    labels = [priced.sources[source[0]] for source in priced.compute_source]
+    text = "prism-program 1\nworld size=2\nprogram rank=0 ranks=0-1\n- compute ns=8"
+    edits = [whatif.slow_ranks([1], "3/2"), whatif.slow_ranks([1], 2)]
+    world_graph = whatif.edited(parse(text), edits)
+    prices = price_ops(world_graph, H200)
+    for edit in edits:
+        prices = edit.prices(world_graph, prices, H200)
+    assert [int(ns[0]) for ns in prices.compute] == [8, 24]
+    labels = [prices.sources[source[0]] for source in prices.compute_source]
     assert labels[0].startswith("given")
-    assert labels[1].startswith("assumed: x 3, of given")
-
-
-def test_a_mark_says_nothing_but_its_note():
-    made = whatif.with_slow_ranks(random_programs(3), [0], 2)
-    (line,) = [line for line in dump(made).splitlines() if re.match(r"\S+ +mark ", line)]
-    assert set(re.findall(r"(\w+)=", line)) == {"note"}
+    assert labels[1].startswith("assumed: x 2, of assumed: x 3/2, of given")
 
 
 @pytest.mark.parametrize("factor", [0, -1, "fast", "1/0", float("nan"), float("inf")])
 def test_what_is_no_factor_is_refused(factor):
     with pytest.raises(UsageError, match="is no factor"):
-        whatif.with_slow_ranks(healthy(WORLDS[1]), [0], factor)
+        whatif.slow_ranks([0], factor)
 
 
 def test_a_rank_that_does_not_exist_is_refused():
     with pytest.raises(WorldError, match="rank 8 is outside"):
-        whatif.with_slow_ranks(healthy(WORLDS[1]), [8], 2)
+        whatif.edited(healthy(WORLDS[1]), [whatif.slow_ranks([8], 2)])
 
 
 # -- faster calls, other machines ------------------------------------------------------------------
@@ -123,7 +119,8 @@ program rank=0 ranks=0-3
 )
 def test_calls_twice_as_fast(name, group, total):
     world_graph = graph.build(parse(CALLS))
-    fast = whatif.scale_prices(world_graph, prices_of(world_graph), 2, name, group)
+    edit = whatif.faster_calls(2, name, group)
+    fast = edit.prices(world_graph, prices_of(world_graph), H200)
     assert timeline.build_timeline(world_graph, fast, 1).iteration_ns == total
     changed = fast.collective_source > 0
     assert changed.any()
@@ -133,7 +130,9 @@ def test_calls_twice_as_fast(name, group, total):
 def test_calls_that_do_not_exist_are_refused_with_those_that_do():
     world_graph = graph.build(parse(CALLS))
     with pytest.raises(UsageError, match="no all_reduce in EMBEDDING_GROUP") as raised:
-        whatif.scale_prices(world_graph, prices_of(world_graph), 2, "all_reduce", "EMBEDDING_GROUP")
+        whatif.faster_calls(2, "all_reduce", "EMBEDDING_GROUP").prices(
+            world_graph, prices_of(world_graph), H200
+        )
     assert "DATA_PARALLEL_GROUP" in raised.value.fix
 
 
@@ -152,7 +151,8 @@ def test_another_machine():
     - compute ns=5000
     """
     world_graph = graph.build(parse(text))
-    found = whatif.move_prices(world_graph, here, there)
+    given = price_ops(world_graph, here)
+    found = whatif.moved(here, None, there).prices(world_graph, given, there)
     start = here.kernel_ns  # of a kernel, the same on both
     assert found.compute[0][0] == pytest.approx(40_000_000 - 2 * start, abs=9)
     assert found.compute[0][1] == pytest.approx(
@@ -160,7 +160,7 @@ def test_another_machine():
     )
     assert found.compute[0][2] == 5000
     assert "scaled from" in found.sources[found.compute_source[0][0]]
-    same = whatif.move_prices(world_graph, here, here)
+    same = whatif.moved(here, None, here).prices(world_graph, given, here)
     assert same.compute[0].tolist() == [20_000_000, 30_000_000, 5000]
 
 
@@ -234,7 +234,7 @@ def test_messages_through_the_default_group_reach_the_same_stage():
 def test_scaling_refuses_what_it_cannot_know():
     programs = healthy(World(16, tp=2, pp=2, cp=2))
     with pytest.raises(ProgramError, match="ranks 1 and 5 differ in nothing but the replica"):
-        with_data_parallel(whatif.with_slow_ranks(programs, [5], 2), 4)
+        with_data_parallel(with_rank(programs, 5, [*programs.of(5), Op("mark", note="5")]), 4)
     with pytest.raises(UsageError, match="size of 0"):
         with_data_parallel(programs, 0)
     with pytest.raises(ProgramError, match="lists of ranks"):

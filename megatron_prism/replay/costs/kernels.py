@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from megatron_prism.core import foreign
-from megatron_prism.core.ops import CODE, SLOWER
+from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program
 from megatron_prism.replay.costs import machine
 from megatron_prism.replay.costs.machine import Machine
@@ -359,7 +359,6 @@ _MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
 _KERNEL = re.compile(
     r"(?P<name>[^(;]+)\((?P<shapes>[^)]*)\)(?P<dtype>\w*):(?P<flops>\d+):(?P<bytes>\d+)(?:\*(?P<count>\d+))?"
 )
-_SLOWER = re.compile(re.escape(SLOWER) + r"(\d{1,9}(?:\.\d{1,9})?); ")
 _TORCH = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8",
           "float8_e5m2": "fp8"}  # fmt: skip
 
@@ -454,7 +453,7 @@ def parts_of(
     if kernels > 0:
         rest = MeasuredKernel("", (), (), "bfloat16", max(0, flops), max(0, traffic))
         roof += kernels * machine.kernel_ns + _roofline(rest, machine)
-    return _planted(note, SegmentParts(products, others, roof))
+    return SegmentParts(products, others, roof)
 
 
 _LISTS = ("multi_tensor_l2norm",)  # one kernel, however many tensors
@@ -495,14 +494,6 @@ def scaled_kernels(note: str, factor: Fraction, most: int = 0) -> tuple[str, int
 def _scaled_shape(text: str, factor: float) -> str:
     first, rest = re.match(r"(\d*)(.*)", text).groups()  # type: ignore[union-attr] # it may be ""
     return f"{max(1, round(int(first) * factor))}{rest}" if first not in ("", "1") else text
-
-
-def _planted(note: str, parts: SegmentParts) -> SegmentParts:
-    """``parts`` as many times as long as faults say that were planted in the segment."""
-    while match := _SLOWER.match(note):
-        by, note = float(match[1]), note[match.end() :]
-        parts = SegmentParts(parts.products * by, parts.others * by, math.ceil(parts.roof * by))
-    return parts
 
 
 _MULTIPROCESSORS = {"volta": 80, "ampere": 108, "hopper": 132, "blackwell": 148}  # V100 to B200

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import CODE, NAMES
-from megatron_prism.core.program import Program
 from megatron_prism.core.units import counted
-from megatron_prism.graph.world_graph import WorldGraph
+from megatron_prism.graph.world_graph import CallKind, WorldGraph
 from megatron_prism.replay.costs.collectives import Calibration, Shape, modelled
 from megatron_prism.replay.costs.host import host_ns, host_sources
 from megatron_prism.replay.costs.kernels import (
@@ -144,99 +140,46 @@ def _check_fits(graph: WorldGraph, machine: Machine) -> None:
 def _meetings(
     graph: WorldGraph, machine: Machine, calibration: Calibration, nccl: NcclSettings
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Price of every matched call, looked up once per kind of call."""
-    meet = graph.matched_calls
-    ns = np.zeros(len(meet), dtype=np.int64)
-    source = np.full(len(meet), 4, dtype=np.uint8)
-    firsts = meet.start[:-1]
-    owners, ops = meet.classes[firsts], meet.ops[firsts]
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
-    of_program: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for index, program in enumerate(graph.program_list):
-        mine = np.flatnonzero(owners == index)
-        rows = program.ops[ops[mine]]
-        number = graph.classes.programs[index]
-        if number not in of_program:
-            size = np.maximum(program.bytes_in, program.bytes_out)
-            of_program[number] = size, _both_ways(program)
-        messages, both = (column[ops[mine]] for column in of_program[number])
-        for place, name, group, peer, size, exchange in zip(
-            mine.tolist(), rows["name"].tolist(), rows["group"].tolist(), rows["peer"].tolist(),
-            messages.tolist(), both.tolist(), strict=True,
-        ):  # fmt: skip
-            key = (index, name, group, peer, size, exchange)
-            if key not in known:
-                shape = _shape(graph, program, index, NAMES[name], group, peer, machine)
-                table = "exchange" if exchange else NAMES[name]
-                known[key] = _call(NAMES[name], shape, size, machine, calibration, table, nccl)
-            ns[place], source[place] = known[key]
-        own = program.ops["ns"][ops[mine]]
-        ns[mine] = np.where(own >= 0, own, ns[mine])
-        source[mine] = np.where(own >= 0, _OWN, source[mine])
-    return ns, source
-
-
-def _both_ways(program: Program) -> np.ndarray:
-    """bool [ops]: messages of a batch that goes both ways at once, which is slower than one way."""
-    ops = program.ops
-    found = np.zeros(len(program), dtype=bool)
-    batched = np.flatnonzero(ops["batch"] >= 0)
-    ways: dict[int, set[int]] = {}
-    for batch, name in zip(
-        ops["batch"][batched].tolist(), ops["name"][batched].tolist(), strict=True
-    ):
-        ways.setdefault(batch, set()).add(name)
-    both = {CODE["send"], CODE["recv"]}
-    found[batched] = [both <= ways[batch] for batch in ops["batch"][batched].tolist()]
-    return found
+    """Price of every matched call, looked up once per kind of call and size."""
+    calls, firsts = graph.call_kinds, graph.matched_calls.start[:-1]
+    keys = list(zip(*(each[firsts].tolist() for each in (calls.of, calls.num_bytes)), strict=True))
+    known = {
+        (kind, size): _call(calls.kinds[kind], size, machine, calibration, nccl)
+        for kind, size in dict.fromkeys(keys)
+    }
+    ns, source = np.array([known[key] for key in keys], dtype=np.int64).reshape(-1, 2).T
+    given = calls.ns[firsts]
+    return (
+        np.where(given >= 0, given, ns),
+        np.where(given >= 0, _OWN, source).astype(np.uint8),
+    )
 
 
 def _call(
-    name: str,
-    shape: Shape,
+    kind: CallKind,
     num_bytes: int,
     machine: Machine,
     calibration: Calibration,
-    table: str,
     nccl: NcclSettings,
 ) -> tuple[int, int]:
+    shape = shape_of(kind, machine)
     if shape.size == 1:
         return 0, 4
-    ns = modelled(name, shape, num_bytes, machine, nccl)
-    for row in (table, name):
+    ns = modelled(kind.name, shape, num_bytes, machine, nccl)
+    for row in ("exchange" if kind.exchange else kind.name, kind.name):
         measured = calibration.look_up(row, shape.size, num_bytes, shape.per_node)
         if measured is not None:
             if calibration.nccl is None or nccl.same_calls(calibration.nccl):
                 return measured, 3
-            then = modelled(name, shape, num_bytes, machine, calibration.nccl)
+            then = modelled(kind.name, shape, num_bytes, machine, calibration.nccl)
             return round(measured * ns / max(1, then)), 7
     return ns, _BETWEEN if shape.nodes > 1 else 4
 
 
-def _shape(
-    graph: WorldGraph,
-    program: Program,
-    index: int,
-    name: str,
-    group: int,
-    peer: int,
-    machine: Machine,
-) -> Shape:
-    """How the group (or the pair) of class ``index``'s representative lies on the machine."""
-    membership = graph.groups[program.strings[group]]
-    rank = graph.classes.representatives[index]
-    members = membership.group(rank)
-    if BY_NAME[name].kind == "pair":
-        place = int(membership.position[rank])
-        members = np.array([rank, int(members[(place + peer) % len(members)])])
-    nodes = members // machine.gpus_per_node
-    return Shape(len(np.unique(members)), _per_node(nodes.tolist()))
-
-
-def _per_node(nodes: Sequence[int]) -> int:
-    """Members on the fullest node."""
-    _, counts = np.unique(np.asarray(nodes), return_counts=True)
-    return int(counts.max())
+def shape_of(kind: CallKind, machine: Machine) -> Shape:
+    """How who takes part lies on the machine, by the fullest node."""
+    _, per_node = np.unique(kind.ranks // machine.gpus_per_node, return_counts=True)
+    return Shape(len(np.unique(kind.ranks)), int(per_node.max()))
 
 
 def relabelled(source: np.ndarray, chosen: np.ndarray, what: str, sources: list[str]) -> np.ndarray:
