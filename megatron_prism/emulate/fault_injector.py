@@ -27,7 +27,15 @@ from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import CallLabel, Op
 from megatron_prism.emulate import exit_status
-from megatron_prism.hang.fault_plan import FIX, VALUES, Fault, FaultMatcher, truth_line
+from megatron_prism.hang.fault_plan import (
+    CHANGES,
+    FIX,
+    VALUES,
+    Fault,
+    FaultMatcher,
+    changed_call,
+    truth_line,
+)
 from megatron_prism.runtime.call_check import nccl_lets_through
 from megatron_prism.runtime.process_group import CompletedWork, arguments
 from megatron_prism.runtime.recorder.recorder import details
@@ -53,54 +61,38 @@ _OTHERS = {  # our name -> c10d's method and the options that it takes
 }
 
 
-def another_tensor(fault: Fault, op: str, args: Args) -> list[object]:
-    """shape, dtype: the arguments with another tensor."""
-    if op not in _IN_PLACE:
-        raise UnsupportedError(
-            f"{fault}: {op} has two tensors that must fit", fix=f"prism hang DIR fault={fault}"
-        )
-    old = args[0][0]
-    if fault.kind == "dtype":
-        name = fault.params.get("to", "bf16" if old.dtype == torch.float32 else "fp32")
-        if name not in _DTYPES:
-            raise UnsupportedError(f"{fault}: {name}", fix=f"to= one of {', '.join(_DTYPES)}")
-        new = old.detach().to(_DTYPES[name])
-    else:
-        count = fault.number("n", old.numel() // 2 if old.numel() > 1 else old.numel() + 1)
-        new = torch.zeros(count or 0, dtype=old.dtype, device=old.device)
-    return [[new], *args[1:]]
-
-
-def options(fault: Fault, given: dist.ReduceOptions, size: int) -> None:
-    """root, reduce_op: changed in the options of the call."""
-    if fault.kind == "root":
-        given.rootRank = fault.number("to", (given.rootRank + 1) % size) or 0
-        return
-    default = "sum" if given.reduceOp == dist.ReduceOp(dist.ReduceOp.MAX) else "max"
-    given.reduceOp = dist.ReduceOp(_REDUCE[fault.params.get("to", default)])
-
-
-def splits(fault: Fault, args: Args, size: int, mine: int) -> list[object]:
-    """An all-to-all whose rows go to another member than they should; as many as before."""
-    if len(args) < 4 or isinstance(args[1], (list, tuple)) or size < 3:
-        raise UnsupportedError(f"{fault}: that all-to-all has no splits among two others",
-                               fix=f"another group=, or prism hang DIR fault={fault}")  # fmt: skip
-    rows, moved = list(args[3]) or [len(args[1]) // size] * size, fault.number("rows", 1) or 0
-    giver, taker = sorted((m for m in range(size) if m != mine), key=lambda m: -rows[m])[:2]
-    rows[giver] -= moved
-    rows[taker] += moved
-    return [*args[:3], rows, *args[4:]]
-
-
-def another_call(fault: Fault, op: str, args: Args) -> tuple[str, str, list[object]]:
-    """(our name, c10d's method, its arguments) of the collective that is made instead."""
-    name = fault.params.get("to", "all_reduce" if op == "broadcast" else "broadcast")
-    if name not in _OTHERS:
-        raise UnsupportedError(f"{fault}: a running rank cannot make that of {op}",
+def arguments_of(
+    fault: Fault, healthy: Op, wanted: Op, args: Args, group: PrismGroup
+) -> list[object]:
+    """The arguments of ``wanted``, which is made instead of ``healthy``."""
+    kind = fault.kind
+    if kind in ("shape", "dtype"):
+        what, old = f"{fault}: {healthy.name} has two tensors that must fit", args[0][0]
+        if healthy.name not in _IN_PLACE:
+            raise UnsupportedError(what, fix=f"prism hang DIR fault={fault}")
+        if kind == "shape":
+            count = max(wanted.num_in, wanted.num_out)
+            return [[torch.zeros(count, dtype=old.dtype, device=old.device)], *args[1:]]
+        if wanted.dtype not in _DTYPES:
+            known = f"to= one of {', '.join(_DTYPES)}"
+            raise UnsupportedError(f"{fault}: {wanted.dtype}", fix=known)
+        return [[old.detach().to(_DTYPES[wanted.dtype])], *args[1:]]
+    if kind == "root":
+        args[-1].rootRank = wanted.root
+    elif kind == "reduce_op":
+        args[-1].reduceOp = dist.ReduceOp(_REDUCE[wanted.reduce])
+    elif kind == "splits":
+        return [*args[:3], list(wanted.splits[0] if wanted.splits else ()), *args[4:]]
+    elif kind == "p2p_swap":
+        return [args[0], (group.rank() + wanted.peer) % group.size(), *args[2:]]
+    elif wanted.name not in _OTHERS:
+        raise UnsupportedError(f"{fault}: a running rank cannot make that of {healthy.name}",
                                fix=f"to= one of {', '.join(_OTHERS)}")  # fmt: skip
-    method, kind = _OTHERS[name]
-    ins, outs = arguments(op, args)
-    return name, method, [kind()] if name == "barrier" else [(ins or outs)[:1], kind()]
+    else:
+        ins, outs = arguments(healthy.name, args)
+        options = _OTHERS[wanted.name][1]()
+        return [options] if wanted.name == "barrier" else [(ins or outs)[:1], options]
+    return list(args)
 
 
 def spoil_tensors(fault: Fault, tensors: Sequence[torch.Tensor], what: str) -> None:
@@ -359,27 +351,19 @@ class Injector:
             return CompletedWork(outs)
         if kind == "swap":
             return self._swap(fault, group, call, args, kwargs, outs)
-        if kind in ("shape", "dtype"):
-            healthy, args = args, another_tensor(fault, op, args)
-            if nccl_lets_through(*(_op(group, op, words, kwargs) for words in (args, healthy))):
+        if kind in CHANGES:
+            healthy = _op(fault, group, op, args, kwargs)
+            wanted = changed_call(fault, healthy, group.rank(), group.size())
+            args = arguments_of(fault, healthy, wanted, args, group)
+            if kind == "op":
+                method = _OTHERS[wanted.name][0]
+                call, kwargs = make(wanted.name, lambda g, *a: getattr(g, method)(*a)), {}
+            elif kind in ("shape", "dtype") and nccl_lets_through(wanted, healthy):
                 self.survived.pop(str(fault), None)
-        elif kind in ("root", "reduce_op"):
-            options(fault, args[-1], group.size())
-        elif kind == "splits":
-            args = splits(fault, args, group.size(), group.rank())
-        elif kind == "op":
-            name, method, args = another_call(fault, op, args)
-            call, kwargs = make(name, lambda g, *a: getattr(g, method)(*a)), {}
         elif kind == "group":
             group = self._other_group(fault, group)
         elif kind == "p2p_dup":
             call(group, *args, **kwargs)
-        elif kind == "p2p_swap":
-            other = (2 * group.rank() - args[1]) % group.size()
-            if other == args[1]:
-                raise UnsupportedError(f"{fault}: previous and next are one rank there",
-                                       fix="a pipeline of three stages, or p2p_lost")  # fmt: skip
-            args[1] = other
         elif kind in VALUES:
             spoil_tensors(fault, ins, f"{op} of {group.desc}")
         elif kind == "delay":
@@ -427,9 +411,17 @@ def _partner(fault: Fault) -> Fault:
     return replace(fault, select=select)
 
 
-def _op(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Op:
+def _op(fault: Fault, group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Op:
+    """The call that is to change, with the splits that this rank gives."""
     fields = details(group, op, args, kwargs)
-    return Op(op, group.desc, fields.get("dtype", ""), fields["num_in"], fields["num_out"])
+    if fault.kind == "splits":
+        size = group.size()
+        if len(args) < 4 or isinstance(args[1], (list, tuple)) or size < 3:
+            what = f"{fault}: that all-to-all has no splits among two others"
+            raise UnsupportedError(what, fix=f"another group=, or prism hang DIR fault={fault}")
+        rows = tuple(args[3]) or (len(args[1]) // size,) * size
+        fields["splits"] = rows, tuple(args[2])
+    return Op(op, group.desc, **fields)
 
 
 def _last(chunk: torch.nn.Module) -> bool:

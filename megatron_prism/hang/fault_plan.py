@@ -21,7 +21,7 @@ import msgspec
 from megatron_prism.core import foreign
 from megatron_prism.core.call_selector import CallSelector, NthCall
 from megatron_prism.core.errors import UsageError, did_you_mean
-from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel
+from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel, Op
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import World, format_ranks
 
@@ -259,8 +259,52 @@ def _gradients(call: CallLabel) -> bool:
 
 
 def _takes(kind: str, op: str) -> bool:
-    rooted = ("broadcast", "reduce", "gather", "scatter")
-    return op in (rooted if kind == "root" else ("all_reduce", "reduce_scatter", "reduce"))
+    return op in (_ROOTED if kind == "root" else _REDUCING)
+
+
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+# kinds that change one call and leave all others as they are
+CHANGES = ("shape", "dtype", "splits", "root", "reduce_op", "op", "p2p_swap")
+
+
+def changed_call(fault: Fault, call: Op, place: int, size: int) -> Op:
+    """``call`` as the fault has it made, by member ``place`` of a group of ``size``.
+
+    Raises:
+        UsageError: the call has nothing that could change so.
+    """
+    kind, to = fault.kind, fault.params.get("to")
+    if kind == "shape":
+        whole = max(call.num_in, call.num_out)
+        new = fault.number("n", whole // 2 if whole > 1 else whole + 1) or 0
+
+        def scaled(now: int) -> int:  # what grows in a gather shrinks with its part
+            return now if now < 0 else new * now // whole if whole else new
+
+        return replace(call, num_in=scaled(call.num_in), num_out=scaled(call.num_out))
+    if kind == "dtype":
+        return replace(call, dtype=to or ("bf16" if call.dtype == "fp32" else "fp32"))
+    if kind == "root":
+        return replace(call, root=fault.number("to", (call.root + 1) % max(1, size)))
+    if kind == "reduce_op":
+        return replace(call, reduce=to or ("sum" if call.reduce == "max" else "max"))
+    if kind == "op":
+        name = to or ("all_reduce" if call.name == "broadcast" else "broadcast")
+        root, reduce = 0 if name in _ROOTED else -1, "sum" if name in _REDUCING else ""
+        return replace(call, name=name, root=root, reduce=reduce)
+    if kind == "p2p_swap":
+        if 2 * call.peer % size == 0:
+            raise UsageError(f"{fault}: previous and next are one rank there",
+                             fix="a pipeline of three stages, or p2p_lost")  # fmt: skip
+        return replace(call, peer=-call.peer)
+    if call.splits is None or size < 2:
+        raise UsageError(f"{fault}: that all-to-all says nothing of splits", fix="another nth")
+    sent, rows = list(call.splits[0]), fault.number("rows", 1) or 0
+    others = [member for member in range(size) if member != place or size == 2]
+    giver, taker = sorted(others, key=lambda member: -sent[member])[:2]
+    sent[giver], sent[taker] = sent[giver] - rows, sent[taker] + rows  # the total stays as it is
+    return replace(call, splits=(tuple(sent), call.splits[1]))
 
 
 TRUTH = "prism.fault-truth/1"

@@ -21,15 +21,18 @@ from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, CallLabel, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
-from megatron_prism.hang.fault_plan import FIX, Fault, FaultMatcher, truth_line
+from megatron_prism.hang.fault_plan import (
+    CHANGES,
+    FIX,
+    Fault,
+    FaultMatcher,
+    changed_call,
+    truth_line,
+)
 from megatron_prism.replay import whatif
 from megatron_prism.replay.whatif import Edit
 
 Groups = Mapping[str, Membership]
-
-
-def _change(ops: list[Op], at: int, **fields: object) -> None:
-    ops[at] = dataclasses.replace(ops[at], **fields)  # type: ignore[arg-type]
 
 
 def _drop(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
@@ -56,70 +59,15 @@ def _swap(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> No
     ops[at], ops[other] = ops[other], ops[at]
 
 
-def _shape(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    op = ops[at]
-    whole = max(op.num_in, op.num_out)
-    new = fault.number("n", whole // 2 if whole > 1 else whole + 1)
-    assert new is not None
-    # what grows in a gather shrinks with its part
-    sides = {}
-    for side in ("num_in", "num_out"):
-        now = getattr(op, side)
-        if now >= 0:
-            sides[side] = max(0, new * now // whole) if whole else new
-    _change(ops, at, **sides)
-
-
-def _dtype(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    _change(ops, at, dtype=fault.params.get("to", "bf16" if ops[at].dtype == "fp32" else "fp32"))
-
-
-def _splits(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    """Rows move from one member's part to another's: the totals stay as they are."""
-    splits = ops[at].splits
-    size = len(groups[ops[at].group].group(rank))
-    if splits is None or size < 2:
-        raise UsageError(f"{fault}: that all-to-all says nothing of splits", fix="another nth")
-    sent, rows = list(splits[0]), fault.number("rows", 1)
-    assert rows is not None
-    giver = max(range(size), key=lambda i: sent[i])
-    taker = (giver + 1) % size
-    sent[giver], sent[taker] = sent[giver] - rows, sent[taker] + rows
-    _change(ops, at, splits=(tuple(sent), splits[1]))
-
-
-def _root(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    size = len(groups[ops[at].group].group(rank))
-    _change(ops, at, root=fault.number("to", (ops[at].root + 1) % max(1, size)))
-
-
-def _reduce(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    _change(ops, at, reduce=fault.params.get("to", "sum" if ops[at].reduce == "max" else "max"))
-
-
-def _op(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    new = fault.params.get("to", "all_reduce" if ops[at].name == "broadcast" else "broadcast")
-    rooted = new in ("broadcast", "reduce", "gather", "scatter")
-    reduces = new in ("all_reduce", "reduce_scatter", "reduce")
-    _change(ops, at, name=new, root=0 if rooted else -1, reduce="sum" if reduces else "")
-
-
 def _group(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
     to = [n for n in groups if named_group(fault.params["to"], n)]
     if not to or not len(groups[to[0]].group(rank)):
         raise UsageError(f"{fault}: rank {rank} is in no such group", fix="to=tp")
-    _change(ops, at, group=to[0])
+    ops[at] = dataclasses.replace(ops[at], group=to[0])
 
 
 def _dup(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
     ops.insert(at, dataclasses.replace(ops[at], handle=-1))
-
-
-def _other_side(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    if 2 * ops[at].peer % len(groups[ops[at].group].group(rank)) == 0:
-        raise UsageError(f"{fault}: previous and next of rank {rank} are one rank there",
-                         fix="a pipeline of three stages, or p2p_lost")  # fmt: skip
-    _change(ops, at, peer=-ops[at].peer)
 
 
 def _late(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
@@ -135,15 +83,8 @@ EDITS: dict[str, Callable[[Groups, Fault, int, list[Op], int], None]] = {
     "p2p_lost": _drop,
     "skip_microbatch": _skip,
     "swap": _swap,
-    "shape": _shape,
-    "dtype": _dtype,
-    "splits": _splits,
-    "root": _root,
-    "reduce_op": _reduce,
-    "op": _op,
     "group": _group,
     "p2p_dup": _dup,
-    "p2p_swap": _other_side,
     "delay": _late,
     "data_stall": _late,
 }
@@ -297,6 +238,10 @@ class _Planter:
             if not any((chosen[key] > 0).any() for key in ("ns", "flops", "traffic")):
                 raise UsageError(f"{fault}: the programs do not say how long segments take",
                                  fix="capture them: prism capture")  # fmt: skip
+        elif fault.kind in CHANGES:
+            group = self.groups[ops[at].group]
+            place, size = int(group.position[rank]), len(group.group(rank))
+            ops[at] = changed_call(fault, ops[at], place, size)
         else:
             EDITS[fault.kind](self.groups, fault, rank, ops, at)
 

@@ -203,7 +203,7 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=nic@rank=1:bw_factor=0"], "fix: bw_factor=0.5"),
         (["fault=nan@rank=1:tensor=weights"], "there is no tensor weights"),
         (["fault=oom@rank=1"], "how much memory"),
-        (["fault=p2p_swap@rank=12"], "previous and next of rank 12 are one rank there"),
+        (["fault=p2p_swap@rank=12"], "previous and next are one rank there"),
         (["fault=drop@rank=1,layer=3"], "calls do not say of which layer"),
         (["fault=sigkill@node=2"], "node=2 of 16 ranks, 8 to a node"),
         (["fault=sigkill@rail=4/4"], "rail=4/4 of 16 ranks, 4 to a node"),
