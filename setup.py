@@ -46,13 +46,12 @@ setup(
     install_requires=[
         "torch>=2.11",
         "numpy>=1.26",
-        "omegaconf>=2.3",
         "rich>=13",
         "megatron-core>=0.16.1,<0.21",
         "numba>=0.61",  # loops over large world graphs (replay/loops.py); 55 MB
         "msgspec>=0.19",  # checks foreign files against types; 0.4 MB, no dependencies
         "shtab>=1.7",  # prism completion; 14 kB, no dependencies
-        "PyYAML>=6",  # OmegaConf's own parser, whose errors we explain
+        "PyYAML>=6",
         # its Python alone, 1.2 MB: without an extra the wheel brings no library and needs nothing.
         # It imports pydantic (common/recipe/__init__.py) and does not ask for it.
         "transformer-engine>=2.9",

@@ -60,18 +60,18 @@ def gpt(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int, batch
         tflops: float) -> Job:  # fmt: skip
     """A row of Megatron-LM's weak scaling: dp 48, 4,096 tokens, a vocabulary of 131,072."""
     words = (
-        f"model.num_layers={layers} model.hidden_size={hidden} model.ffn_hidden_size={4 * hidden} "
-        f"model.num_attention_heads={heads} model.num_query_groups={heads} model.seq_length=4096 "
-        "model.vocab_size=131072 model.normalization=LayerNorm model.swiglu=false "
-        f"model.rotary_base=10000 model.add_bias_linear=true parallel.tp={tp} "
-        f"parallel.world_size={48 * tp * pp} parallel.pp={pp} parallel.cp=1 "
-        f"parallel.sequence_parallel={str(tp > 1).lower()} "
-        f"train.global_batch_size={batch} train.recompute_granularity=null"
+        f"num_layers={layers} hidden_size={hidden} ffn_hidden_size={4 * hidden} "
+        f"num_attention_heads={heads} num_query_groups={heads} seq_length=4096 "
+        "vocab_size=131072 normalization=LayerNorm swiglu=false "
+        f"rotary_base=10000 add_bias_linear=true tp={tp} "
+        f"world_size={48 * tp * pp} pp={pp} cp=1 "
+        f"sequence_parallel={str(tp > 1).lower()} "
+        f"global_batch_size={batch} recompute_granularity=null"
     )
     if pp == 1:
-        free: tuple[str, ...] = ("train.micro_batch_size=1", "train.micro_batch_size=4")
+        free: tuple[str, ...] = ("micro_batch_size=1", "micro_batch_size=4")
     else:
-        free = ("parallel.vpp=null", f"parallel.vpp={layers // pp}")
+        free = ("vpp=null", f"vpp={layers // pp}")
     return Job(f"GPT {name}", 48 * tp * pp, f"tp {tp} pp {pp}", tflops, SCALING,
                "llama3-8b_64gpu_tp4cp2_h200", words, NOT_SAID, free)  # fmt: skip
 
@@ -90,7 +90,7 @@ JOBS = [
         468.0,
         MIXTRAL,
         "mixtral-8x7b_256gpu_pp4vp8ep8_h200",
-        "parallel.world_size=64",
+        "world_size=64",
         "tokens balanced over experts",
     ),  # fmt: skip
     Job(
@@ -108,7 +108,7 @@ JOBS = [
 
 def model_flops(recipe: Any) -> float:
     """Of one iteration, forward and backward, as Megatron counts them."""
-    model = recipe.model
+    model = recipe
     hidden, layers, seq = model.hidden_size, model.num_layers, model.seq_length
     width = (model.kv_channels or hidden // model.num_attention_heads) * model.num_attention_heads
     groups = model.num_query_groups or model.num_attention_heads
@@ -116,7 +116,7 @@ def model_flops(recipe: Any) -> float:
     ffn = (model.ffn_hidden_size or 4 * hidden) / hidden * (1.5 if model.swiglu else 1)
     experts = model.moe_router_topk if model.num_experts else 1
     per_token = attention + ffn * experts + model.vocab_size / (2 * layers * hidden)
-    return 12.0 * recipe.train.global_batch_size * seq * layers * hidden**2 * per_token
+    return 12.0 * recipe.global_batch_size * seq * layers * hidden**2 * per_token
 
 
 def measure(job: Job, folder: Path) -> dict[str, Any]:

@@ -46,7 +46,7 @@ AXES = {
     "tp": "model_parallel_size",
     "pp": "pipe_parallel_size",
     "micro_batch_size": "micro_batch_size",
-    "parallel.sequence_parallel": "sequence_parallel",
+    "sequence_parallel": "sequence_parallel",
 }
 Layout = tuple[Any, ...]
 
@@ -74,12 +74,12 @@ def compare(path: Path, out: Path) -> dict[str, Any]:
     long = "8k" in path.name
     gpus = int(path.name.partition("_GPUs")[0].rpartition("_")[2])
     settings = (
-        f"model.num_layers={layers} model.hidden_size={hidden} model.ffn_hidden_size={ffn} "
-        f"model.num_attention_heads={heads} model.num_query_groups={heads} "
-        f"model.seq_length={8192 if long else 2048} model.vocab_size=128000 "
-        f"model.rotary_base=10000 parallel.world_size={gpus} parallel.tp=1 parallel.cp=1 "
-        f"parallel.sequence_parallel=false train.global_batch_size={512 if long else 2048} "
-        "train.recompute_granularity=null"
+        f"num_layers={layers} hidden_size={hidden} ffn_hidden_size={ffn} "
+        f"num_attention_heads={heads} num_query_groups={heads} "
+        f"seq_length={8192 if long else 2048} vocab_size=128000 "
+        f"rotary_base=10000 world_size={gpus} tp=1 cp=1 "
+        f"sequence_parallel=false global_batch_size={512 if long else 2048} "
+        "recompute_granularity=null"
     )
     recipe = recipes.load("llama3-8b_64gpu_tp4cp2_h200", settings.split())
     real = measured(path)

@@ -14,7 +14,7 @@ from benchmarks.report import ROOT, Row, finish
 
 JOBS = [
     ["llama3-70b_1024gpu_tp8pp4vp5_h200"],
-    ["llama3-70b_1024gpu_tp8pp4vp5_h200", "parallel.vpp=null"],
+    ["llama3-70b_1024gpu_tp8pp4vp5_h200", "vpp=null"],
 ]
 SECONDS, MEMORY = 60, 2.0  # GB
 

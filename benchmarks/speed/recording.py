@@ -23,9 +23,9 @@ from benchmarks.report import Row, finish
 ROUNDS = 13
 BOUND = 5.0  # %
 SETTINGS = """
-    parallel.world_size=8 parallel.tp=2 parallel.pp=2 train.use_distributed_optimizer=true
-    train.overlap_grad_reduce=true train.global_batch_size=16 train.micro_batch_size=2
-    train.data=mock model.num_layers=4 model.hidden_size=256 model.ffn_hidden_size=768
+    world_size=8 tp=2 pp=2 use_distributed_optimizer=true
+    overlap_grad_reduce=true global_batch_size=16 micro_batch_size=2
+    data_path=null num_layers=4 hidden_size=256 ffn_hidden_size=768
 """
 KINDS = ("plain", "recorded", "to be stopped")
 

@@ -30,11 +30,11 @@ import numpy as np
 
 from benchmarks.report import ROOT, Row, child, finish
 
-COMMON = "parallel.world_size=8192 parallel.tp=8 parallel.pp=16 parallel.cp=2 parallel.vpp=null"
+COMMON = "world_size=8192 tp=8 pp=16 cp=2 vpp=null"
 JOBS = {
-    "dense": f"llama3-8b_64gpu_tp4cp2_h200 {COMMON} train.global_batch_size=1024",
-    "MoE": f"mixtral-8x7b_256gpu_pp4vp8ep8_h200 {COMMON} parallel.ep=8 parallel.etp=8"
-    " parallel.sequence_parallel=true train.global_batch_size=1024",
+    "dense": f"llama3-8b_64gpu_tp4cp2_h200 {COMMON} global_batch_size=1024",
+    "MoE": f"mixtral-8x7b_256gpu_pp4vp8ep8_h200 {COMMON} ep=8 etp=8"
+    " sequence_parallel=true global_batch_size=1024",
 }
 MANY = 1 << 20
 LARGER = """

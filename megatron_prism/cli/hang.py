@@ -49,7 +49,7 @@ def hang(args: argparse.Namespace) -> int:
                                 programs stop there too; P is what prism capture wrote
     prism hang DIR -- pretrain_gpt.py <the job's own arguments>
                                 the same; the programs are captured now
-    prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu model.num_layers=4]
+    prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu num_layers=4]
                                 also: runs the culprits' real code to the place where they stood,
                                 and on
     prism hang --dumps DIR --confirm [--programs P] -- pretrain_gpt.py <the job's own arguments>
@@ -161,9 +161,7 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
             recipe = recipes.load(settings["recipe"], overrides)
         programs = _job(recipe, settings.get("programs"), Path(place))
         if "tier" in settings:  # of the suspect's run; programs are of the recipe's own
-            recipe = recipes.load(
-                settings["recipe"], [*overrides, f"prism.tier={settings['tier']}"]
-            )
+            recipe = recipe.changed({"prism.tier": settings["tier"]}) if recipe else None
         path = Path(settings.get("programs", place))
         return _on_programs(dumps, found, recipe, programs, path, args.confirm)
 
@@ -184,7 +182,9 @@ def _job_of_dumps(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     words += [f"programs={args.of}"] * bool(args.of)
     words += [f"recipe={args.recipe}"] * bool(args.recipe)
     words = [word if "=" in word else f"programs={word}" for word in words]
-    overrides = [word for word in words if "." in word.partition("=")[0]]  # section.key=value
+    names = [word.partition("=")[0] for word in words]
+    overrides = [word for word, name in zip(words, names, strict=True)
+                 if "recipe" in names and name not in ("programs", "recipe", "tier")]  # fmt: skip
     words = [word for word in words if word not in overrides]
     settings = dict(word.partition("=")[::2] for word in words)
     said, recipe = " ".join(words), "recipe" in settings
@@ -201,7 +201,6 @@ def _job_of_dumps(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
          "--recipe NAME, or -- pretrain_gpt.py … (and --programs DIR, if it was captured)"),
         (args.job and recipe, f"{' '.join(args.job[:1])}: either a script or a recipe",
          "prism hang --dumps DIR -- pretrain_gpt.py …"),
-        (overrides and not recipe, f"{' '.join(overrides)}: of which recipe?", "--recipe NAME"),
     )  # fmt: skip
     return settings, overrides
 
@@ -237,7 +236,7 @@ def _on_programs(
     if confirm and job is not None and not programs.world.same_places(job.world):
         name = getattr(job, "name", "the script")
         raise UsageError(f"{path} is of {programs.world}, {name} of {job.world}",
-                         fix="its sizes, too: parallel.world_size=16")  # fmt: skip
+                         fix="its sizes, too: world_size=16")  # fmt: skip
     found, placed = judged(dumps, found, programs)
     if not confirm or job is None:
         return found

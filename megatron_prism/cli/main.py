@@ -63,7 +63,7 @@ def _settings(text: str) -> tuple[tuple[str], dict[str, Any]]:
 
 
 SETTINGS = _settings("see above")
-OVERRIDES = _settings("change a key of the recipe, e.g. train.lr=1e-3")
+OVERRIDES = _settings("change a flag of the recipe: tp=4, seq_length=4096")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -347,7 +347,7 @@ def _ended_by(error: BaseException | None) -> int | None:
 
 
 _FORMER = {
-    "schedule": "prism capture tiny-gpt_1cpu parallel.world_size=4 parallel.pp=4 prism.tier=meta "
+    "schedule": "prism capture tiny-gpt_1cpu world_size=4 pp=4 prism.tier=meta "
     "-o DIR, then prism replay DIR --html page.html draws the pipeline"
 }
 
@@ -454,7 +454,7 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_intermixed_args(words)
     for word in rest:
         if "=" in word and hasattr(args, "settings"):
-            args.settings.append(word)  # --train.lr=1: whoever reads the settings explains it
+            args.settings.append(word)  # --seq-length=4096, as Megatron has it
             continue
         options = [flag for action in parser._actions for flag in action.option_strings]
         fix = did_you_mean(word, options, f"see prism {name} --help")

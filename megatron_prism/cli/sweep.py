@@ -29,7 +29,7 @@ def sweep(args: argparse.Namespace) -> int:
     prism sweep tp=1,2 pp=2,4 -o DIR --prism-world-size 64 -- pretrain_gpt.py <its arguments>
 
     An axis is tp, pp, vpp, cp, ep, etp, dp, world_size, micro_batch_size, global_batch_size,
-    recompute, Megatron's name of one of them, or any key of a recipe (train.fp8=none,mxfp8).  auto
+    recompute, Megatron's name of one of them, or any other of its flags (fp8=none,hybrid).  auto
     tries all that divide.  Points fall by Megatron's own checks, by a lower bound of their memory,
     and by the memory of their stages; each is listed with its reason.
 

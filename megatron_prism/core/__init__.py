@@ -6,7 +6,7 @@ call_selector.py            which calls a fault, a breakpoint or a recording mea
 program.py  program_text.py  what a rank does in an iteration, as arrays and as text
 slices.py                   folders of captured programs
 shard.py                    what follows the part of the parameters that a rank updates
-recipe.py                   jobs in YAML: schema, checks, errors
+recipe.py                   jobs in YAML, of Megatron's own flags
 job_settings.py             what tells one job from another
 megatron_source.py          releases of megatron-core: tested, installed, what its source defines
 foreign.py                  every file that somebody else may have written is read here

@@ -128,6 +128,12 @@ def shaped(value: object, kind: type[T], *, strict: bool = True, closed: bool = 
         raise ValueError(_place(error, kind)) from None
 
 
+def choices(kind: object) -> list[str]:
+    """The words that a type lists, of which a value has to be one."""
+    parts = get_args(kind)
+    return [one for part in parts for one in ([part] if isinstance(part, str) else choices(part))]
+
+
 def _words(kind: object, name: str) -> list[str]:
     """What a field ``name`` somewhere in ``kind`` may be, if its type lists it."""
     if isinstance(kind, type) and hasattr(kind, "__annotations__"):
@@ -149,7 +155,7 @@ def _place(error: msgspec.ValidationError, kind: object) -> str:
     what = re.sub(r"object missing required field an? (\w+)", r"\1 is missing", what)
     place = (place or "").removeprefix("$").removeprefix(".")
     if what.startswith("invalid enum value"):
-        words = _words(kind, place.rpartition(".")[2])
+        words = _words(kind, place.rpartition(".")[2]) if place else choices(kind)
         what = f"expected one of {', '.join(words)}, not {what.removeprefix('invalid enum value ')}"
     return f"{place}: {what}" if place else what
 

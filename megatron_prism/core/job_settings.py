@@ -1,6 +1,6 @@
 """A job's settings as a line of text, and how those of two jobs differ.
 
-A setting is a name as people type it (``--seq-length``, ``model.seq_length``) with its value as
+A setting is a name as people type it (``--seq-length``, ``seq_length``) with its value as
 text, "" where the name alone says it (``--bf16``).  What has its default is left out.  Which of
 them were ``given`` is kept too, for these are named first where jobs differ: others follow from
 them (``--encoder-seq-length``).  Order, and what was given, are no part of the job.
@@ -39,7 +39,7 @@ def values(text: str) -> dict[str, str]:
 
 
 def plain(text: str) -> dict[str, str]:
-    """The settings by Megatron's names: ``--num-experts`` and ``model.num_experts`` are one; a flag
+    """The settings by Megatron's names: ``--num-experts`` and ``num_experts`` are one; a flag
     is ``True``."""
     return {
         name.removeprefix("--").replace("-", "_").rpartition(".")[2]: value or "True"

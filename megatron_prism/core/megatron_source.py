@@ -130,6 +130,21 @@ def _collect(body: list[ast.stmt], found: dict[str, Definition]) -> None:
                 _collect(handler.body, found)
 
 
+def fields_of_class(module: str, name: str) -> dict[str, tuple[str, object]]:
+    """Of a dataclass in a module of Megatron's: field -> (its type as written, its default, None
+    where that is computed); none where Megatron is not installed."""
+    path = locate(module)
+    found = dict[str, tuple[str, object]]()
+    for node in ast.parse(read_source(path)).body if path is not None else ():
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for one in node.body:
+                match one:
+                    case ast.AnnAssign(ast.Name(field), kind, value):
+                        default = value.value if isinstance(value, ast.Constant) else None
+                        found[field] = ast.unparse(kind), default
+    return found
+
+
 def lookup(path: Path, target: str) -> str:
     """What is wrong with ``name`` or ``Class.member`` in the source of a module; "": nothing.
 

@@ -160,8 +160,7 @@ def _run(
     recipe: Recipe, programs: Programs, path: Path, rank: int, index: int, console: Console
 ) -> Summary:
     """The summary of the rank's worker, with what its witness saw."""
-    train = dataclasses.replace(recipe.train, iterations=_STEPS)
-    recipe = dataclasses.replace(recipe, train=train)
+    recipe = recipe.changed(train_iters=_STEPS)
     before = sum(bool(op.group) for op in list(programs.of(rank))[:index])
     (summary,) = recipe_job.run_ranks(recipe, (rank,), console, watch=Watch(path, before))
     return summary

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -26,7 +26,7 @@ from megatron_prism.core.errors import NotTrainedError, UsageError
 from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
-from megatron_prism.core.recipe import RENAMED, Model, Parallel, Recipe, Train
+from megatron_prism.core.recipe import Recipe, known_flags
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES
@@ -61,6 +61,7 @@ class Summary(TypedDict, total=False):
     tier: str
     stand_ins: list[str]
     megatron_core: str
+    layers: list[int]
     parameters: int
     steps: int
     master_parameter_moved: bool | None
@@ -127,7 +128,7 @@ def _stages(recipe: Recipe, summaries: Sequence[Summary], console: Console) -> N
     for summary in summaries:
         peak = max(summary["memory"]["peaks"], key=lambda p: p["bytes"], default=None)
         where = ", ".join(f"{k} {v}" for k, v in peak["at"].items()) if peak else "unknown"
-        layers = "+".join(str(n) for n in recipe.layers_of(summary["stage"]))
+        layers = "+".join(str(n) for n in summary["layers"])
         table.add_row(
             str(summary["stage"]),
             layers,
@@ -272,16 +273,12 @@ def run_ranks(
 
     Raises NotTrainedError and whatever PrismError a worker ended with.
     """
-    if recipe.prism.tier not in ("auto", "cpu", "meta", "cuda"):
-        raise UsageError(
-            f"unknown tier {recipe.prism.tier!r}", fix="prism.tier is auto, cuda, cpu or meta"
-        )
     if recipe.prism.tier == "cpu":
         _check_memory(recipe)
     tasks = [_task(recipe, rank, (slices, watch)) for rank in ranks]
     summaries = cast("list[Summary]", workers.run(tasks, console, num_workers))
     for summary in summaries:
-        if summary["steps"] < recipe.train.iterations:
+        if summary["steps"] < recipe.train_iters:
             raise NotTrainedError(f"rank {summary['rank']} made {summary['steps']} optimizer steps")
     return summaries
 
@@ -306,9 +303,6 @@ def _task(recipe: Recipe, rank: int, more: tuple[SliceStore | None, Watch | None
     return RankTask(rank, title, words, pickle.dumps((recipe, rank, *more)))
 
 
-_ELSEWHERE = ("name", "prism.ranks", "prism.out")  # a line of its own; which to run, and where to
-
-
 def source_of(recipe: Recipe) -> dict[str, str]:
     """What decides a slice's content: versions, tier and every setting but which ranks to run."""
     tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
@@ -323,37 +317,32 @@ def source_of(recipe: Recipe) -> dict[str, str]:
 
 
 def settings(recipe: Recipe) -> dict[str, str]:
-    """Every setting but which ranks to run, as text."""
-    return dict(_flat(recipe))
+    """Every flag but which ranks to run and where to, as text, that is not the default."""
+    known, found = known_flags(), dict[str, str]()
+    for name, value in recipe.flags.items():
+        if value != known[name].default:
+            found[name] = job_arguments.text_of(value)
+    for section in ("prism", "hardware"):
+        for one in dataclasses.fields(part := getattr(recipe, section)):
+            value = getattr(part, one.name)
+            if value != one.default and one.name not in ("ranks", "out"):
+                found[f"{section}.{one.name}"] = job_arguments.text_of(value)
+    return found
 
 
-def _flat(section: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """(``model.seq_length``, its value as text) of all settings that are not the default."""
-    for one in dataclasses.fields(section):
-        key, value = above + one.name, getattr(section, one.name)
-        if dataclasses.is_dataclass(value):
-            yield from _flat(value, f"{key}.")
-        elif isinstance(value, Mapping):  # extra: of TransformerConfig
-            yield from ((f"{key}.{name}", job_arguments.text_of(value[name])) for name in value)
-        elif value != one.default and key not in _ELSEWHERE:
-            yield key, job_arguments.text_of(value)
-
-
-# of model.extra, where recipes let it through: layers that this module does not know
+# layers that this module does not know
 _OTHER = ("experimental_attention_variant", "attention_output_gate", "moe_latent_size")
 
 
 def of_recipe(recipe: Recipe) -> dict[str, str]:
     """``tokens_per_iteration`` and, of the models that recipes name, ``model_flops_per_iteration``:
     what a slice says of its job."""
-    m = recipe.model
-    tokens = recipe.train.global_batch_size * m.seq_length
+    m, tokens = recipe, recipe.global_batch_size * recipe.seq_length
     found = {"tokens_per_iteration": str(tokens)}
     other = m.multi_latent_attention or m.mtp_num_layers or m.hybrid_override_pattern
-    if other or any(m.extra.get(key) for key in _OTHER):
+    if other or any(m.flags.get(key) for key in _OTHER):
         return found
-    query = recipe.kv_channels * m.num_attention_heads
-    keys = recipe.kv_channels * recipe.num_query_groups
+    query, keys = m.head_size * m.num_attention_heads, m.head_size * m.groups
     # projections; scores and their product with the values, half of which a causal mask leaves
     attention = m.hidden_size * (2 * query + 2 * keys) + m.seq_length * query
     logits = m.hidden_size * recipe.padded_vocab_size
@@ -361,9 +350,9 @@ def of_recipe(recipe: Recipe) -> dict[str, str]:
     return {**found, "model_flops_per_iteration": str(flops)}
 
 
-def _mlp(m: Model) -> int:
+def _mlp(m: Recipe) -> int:
     """Multiplications per token in all MLPs and experts."""
-    ffn, products = m.ffn_hidden_size or 4 * m.hidden_size, 3 if m.swiglu else 2
+    ffn, products = m.ffn_size, 3 if m.swiglu else 2
     every = range(m.num_layers)
     if not m.num_experts:
         experts = [False for _ in every]
@@ -374,7 +363,7 @@ def _mlp(m: Model) -> int:
     routed = (m.moe_ffn_hidden_size or ffn) * m.moe_router_topk
     shared = m.moe_shared_expert_intermediate_size or 0
     width = sum(routed + shared if moe else ffn for moe in experts)
-    return m.hidden_size * products * width
+    return int(m.hidden_size * products * width)
 
 
 def capture(
@@ -415,78 +404,3 @@ def capture(
     console.print(f"wrote {folder} {took}" if keep else
                   f"captured {took}, for this once; to keep it: prism capture")  # fmt: skip
     return made
-
-
-# -- a recipe as a command line --------------------------------------------------------------------
-# Most keys of a recipe are Megatron's names (training/arguments.py @core_v0.16.1); the others are
-# here.  What has Megatron's default is left out.
-
-
-# a recipe's key -> Megatron's option, where it is not the key's own name
-OPTION = {
-    **{key: name.replace("_", "-") for name, key in RENAMED.items() if key.startswith("parallel")},
-    "parallel.vpp": "num-virtual-stages-per-pipeline-rank",
-    "parallel.num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
-    "parallel.num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
-    "model.norm_epsilon": "norm-epsilon",
-    "model.use_rope_scaling": "use-rope-scaling",
-    "model.qk_layernorm": "qk-layernorm",
-    "model.add_qkv_bias": "add-qkv-bias",
-    "train.fp8": "fp8-recipe",
-    "train.iterations": "train-iters",
-    "train.grad_reduce_in_fp32": "accumulate-allreduce-grads-in-fp32",
-}
-_ALWAYS = {  # what pretrain_gpt insists on, or what its default is another for
-    "model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.seq_length",
-    "model.vocab_size", "train.micro_batch_size", "train.global_batch_size", "train.iterations",
-    "train.lr", "train.bf16", "model.attention_dropout", "model.hidden_dropout",
-}  # fmt: skip
-_NEGATED = {"model.add_bias_linear": "disable-bias-linear"}
-_SKIPPED = {"parallel.world_size", "parallel.order", "train.data", "model.extra",
-            "train.grad_reduce_in_fp32"}  # fmt: skip
-
-
-def option_of(key: str) -> str:
-    """``--tensor-model-parallel-size`` of ``parallel.tp``: Megatron's option of a recipe's key."""
-    return "--" + OPTION.get(key, key.rpartition(".")[2].replace("_", "-"))
-
-
-def megatron_flags(recipe: Recipe) -> list[str]:
-    """Options and values, in the order of the recipe's keys."""
-    words: list[str] = []
-    sections: tuple[tuple[str, Model | Parallel | Train], ...] = (
-        ("model", recipe.model), ("parallel", recipe.parallel), ("train", recipe.train),
-    )  # fmt: skip
-    for section, part in sections:
-        for one in dataclasses.fields(part):
-            key, value = f"{section}.{one.name}", getattr(part, one.name)
-            if key == "parallel.vpp" and recipe.parallel.pipeline_model_parallel_layout:
-                continue  # it says so itself
-            if key in _SKIPPED or (value == one.default and key not in _ALWAYS):
-                continue
-            words += _flag(key, value)
-    words += ["--max-position-embeddings", str(recipe.model.seq_length)] * (
-        recipe.model.max_position_embeddings is None
-    )
-    if recipe.model.num_query_groups is not None:
-        words.append("--group-query-attention")
-    for name, value in recipe.model.extra.items():
-        words += _flag(f"model.{name}", value)
-    if recipe.model.hybrid_override_pattern:
-        words += ["--is-hybrid-model"]
-    if recipe.train.fp8:
-        words += ["--fp8-format", "hybrid"]
-    if recipe.train.data == "mock":
-        words += ["--mock-data", "--tokenizer-type", "NullTokenizer"]
-    return words
-
-
-def _flag(key: str, value: Any) -> Iterator[str]:
-    if key in _NEGATED:
-        yield from [] if value else [f"--{_NEGATED[key]}"]
-    elif value is True:
-        yield option_of(key)
-    elif isinstance(value, list):
-        yield from (option_of(key), *map(str, value))
-    elif value is not None and value is not False:
-        yield from (option_of(key), str(value))

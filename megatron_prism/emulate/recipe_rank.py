@@ -8,12 +8,15 @@ megatron-core's scheduler, DDP and optimizer, as ``megatron.training`` would dri
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
 import gc
 import inspect
 import math
 import os
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -23,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +34,7 @@ import torch
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import NotTrainedError, PrismError, RecipeError, UnsupportedError
 from megatron_prism.core.megatron_source import megatron_release
-from megatron_prism.core.recipe import Model, Recipe
+from megatron_prism.core.recipe import FIELD, Recipe
 from megatron_prism.emulate import workers
 from megatron_prism.emulate.session import Session
 from megatron_prism.emulate.workers import Emit
@@ -73,9 +76,9 @@ class RankJob:
     def __init__(self, recipe: Recipe, monitor: TrainingMonitor, tier: Tier, emit: Emit) -> None:
         self.recipe, self.monitor, self.tier, self.emit = recipe, monitor, tier, emit
         initialize(recipe)
-        self.config = transformer_config(recipe)
         emit("phase", text="building the model")
-        with tier.live.scope(phase="build") if tier.live else nullcontext():
+        with tier.live.scope(phase="build") if tier.live else nullcontext(), refusals():
+            self.config = transformer_config(recipe)
             self.model = chunks(recipe, self.config)
             self.optimizer = optimizer(recipe, self.config, self.model)
         self._hook_up()
@@ -87,7 +90,7 @@ class RankJob:
         self.recorder: Recorder | None = None  # of the iterations that are recorded
         self.program: Program | None = None  # what the last iteration did, if it was recorded
         self.recording: Recording | None = None  # of it
-        total = self.recipe.num_microbatches * len(self.model) * 2 * recipe.train.iterations
+        total = self.recipe.num_microbatches * len(self.model) * 2 * recipe.train_iters
         monitor.on_step = lambda done: emit("step", done=done, total=total)
         emit("step", done=0, total=total)
 
@@ -95,7 +98,7 @@ class RankJob:
         """The hooks that megatron.training sets on the config (training.py:2547 @0.16.1)."""
         from megatron.core.distributed import finalize_model_grads
 
-        t, config = self.recipe.train, self.config
+        t, config = self.recipe, self.config
 
         def per_chunk(name: str) -> Sync | list[Sync]:
             functions = [getattr(chunk, name) for chunk in self.model]
@@ -130,7 +133,7 @@ class RankJob:
     # -- iterations -------------------------------------------------------------------------------
     def iterate(self, number: int) -> None:
         """One iteration: schedule, gradient finalisation, optimizer step."""
-        t, chunks, live = self.recipe.train, self.model, self.tier.live
+        t, chunks, live = self.recipe, self.model, self.tier.live
         first_with_gather = number == 0 and t.overlap_param_gather
         if first_with_gather:  # training.py:2657 @0.16.1: iteration 1 has nothing to gather yet
             for chunk in chunks:
@@ -142,7 +145,7 @@ class RankJob:
         start = time.perf_counter()
         if recorder is not None:
             recorder.start()
-        with self.monitor.iteration(self.optimizer, chunks, self.recipe.train.iterations):
+        with self.monitor.iteration(self.optimizer, chunks, t.train_iters):
             losses = self._schedule()
             with self.monitor.phase("optimizer"):
                 updated, grad_norm, _ = self.optimizer.step()
@@ -154,7 +157,7 @@ class RankJob:
         self.iteration_s.append(time.perf_counter() - start)
         if any(not math.isfinite(x) for x in self.monitor.iterations[-1].losses.values()):
             raise NotTrainedError(  # pretrain checks this too (--check-for-nan-in-loss-and-grad)
-                f"the loss of iteration {number + 1} is not finite", fix="lower train.lr"
+                f"the loss of iteration {number + 1} is not finite", fix="a smaller lr"
             )
         if first_with_gather:
             for chunk in chunks:
@@ -178,8 +181,8 @@ class RankJob:
             data_iterator=data,
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=self.num_microbatches,
-            seq_length=self.recipe.model.seq_length,
-            micro_batch_size=self.recipe.train.micro_batch_size,
+            seq_length=self.recipe.seq_length,
+            micro_batch_size=self.recipe.micro_batch_size,
             forward_only=False,
         )
         return losses
@@ -225,9 +228,9 @@ class RankJob:
     def _stand_ins(self) -> list[str]:
         """What this module put in the place of production kernels."""
         found = []
-        if self.recipe.prism.transformer_impl == "local_flash" and self.tier.name == "meta":
+        if self.recipe.transformer_impl == "local_flash" and self.tier.name == "meta":
             found.append("attention: what fused attention allocates and saves, no scores")
-        if self.recipe.model.moe_grouped_gemm and not self.config.moe_grouped_gemm:
+        if self.recipe.moe_grouped_gemm and not self.config.moe_grouped_gemm:
             found.append("grouped GEMM: one expert after the other")
         return found
 
@@ -259,6 +262,7 @@ class RankJob:
             "tier": self.tier.name,
             "stand_ins": [*self.tier.stand_in, *self._stand_ins()],
             "megatron_core": megatron_release(),
+            "layers": [_layers(chunk) for chunk in self.model],
             "parameters": self.monitor.num_parameters,
             "steps": self.monitor.steps,
             "master_parameter_moved": self.monitor.has_moved(),
@@ -271,6 +275,13 @@ class RankJob:
             "iteration_s": [round(s, 3) for s in self.iteration_s],
             "host_peak_rss": _peak_rss(),
         }
+
+
+def _layers(chunk: torch.nn.Module) -> int:
+    """How many layers are in a chunk, whatever wraps it."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return len(chunk.decoder.layers)
 
 
 def _loss(mask: torch.Tensor, output: torch.Tensor) -> Loss:
@@ -301,7 +312,7 @@ def batches(
     recipe: Recipe, device: torch.device, dp_rank: int, cp_rank: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Endless microbatches for one rank, the same on every run.  RecipeError for a short text."""
-    size, tokens, cp = recipe.train.micro_batch_size, recipe.model.seq_length, recipe.world.cp
+    size, tokens, cp = recipe.micro_batch_size, recipe.seq_length, recipe.world.cp
     keep = _chunks(tokens, cp, cp_rank)
     positions = torch.arange(tokens)[keep].expand(size, -1)
     if device.type == "meta":
@@ -339,19 +350,19 @@ def _chunks(tokens: int, cp: int, cp_rank: int) -> torch.Tensor:
 
 def _samples(recipe: Recipe) -> Callable[[int], np.ndarray]:
     """A function sample number -> ``[seq_length + 1]`` token ids, reproducible."""
-    tokens, vocabulary, seed = recipe.model.seq_length, recipe.model.vocab_size, recipe.train.seed
-    if recipe.train.data == "mock":
+    tokens, vocabulary, seed = recipe.seq_length, recipe.vocab_size, recipe.seed
+    if recipe.data_path is None:
 
         def mock(number: int) -> np.ndarray:
             return np.random.default_rng((seed, number)).integers(0, vocabulary, tokens + 1)
 
         return mock
-    text = np.frombuffer(Path(recipe.train.data).read_bytes(), dtype=np.uint8).astype(np.int64)
+    text = np.frombuffer(Path(recipe.data_path).read_bytes(), dtype=np.uint8).astype(np.int64)
     if len(text) <= tokens + 1 or text.max() >= vocabulary:
         raise RecipeError(
-            f"{recipe.train.data} has {len(text):,} bytes up to value {text.max(initial=0)}; "
+            f"{recipe.data_path} has {len(text):,} bytes up to value {text.max(initial=0)}; "
             f"samples need {tokens + 1} bytes below vocab_size {vocabulary}",
-            fix="use a longer text, a shorter model.seq_length, or model.vocab_size=256",
+            fix="use a longer text, a shorter seq_length, or vocab_size=256",
         )
 
     def read(number: int) -> np.ndarray:
@@ -402,7 +413,7 @@ def run(
     watch: Watch | None = None,
     **how: Unpack[Shortcuts],
 ) -> Summary:
-    """Train ``recipe.train.iterations`` iterations as ``rank``; returns the plain summary.
+    """Train ``recipe.train_iters`` iterations as ``rank``; returns the plain summary.
 
     What that changes in the process stays until ``session`` is closed.  With ``slices`` (a
     SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
@@ -421,10 +432,10 @@ def run(
         history=slices is not None,
         engine_release=recipe.prism.te_version,
     )
-    if recipe.prism.transformer_impl == "transformer_engine" and not _has_te():
+    if recipe.transformer_impl == "transformer_engine" and not _has_te():
         raise UnsupportedError(
-            "prism.transformer_impl=transformer_engine needs Transformer Engine, absent here",
-            fix="install it, or use prism.transformer_impl=local_flash",
+            "transformer_impl=transformer_engine needs Transformer Engine, absent here",
+            fix="install it, or use transformer_impl=local_flash",
         )
     made = run_of(recipe, rank, tier)
     witness = None
@@ -462,7 +473,7 @@ def run(
         _keep(job, slices, how.get("alike", ()))
         if more := how.get("more"):
             job.num_microbatches, other = more
-            job.iterate(recipe.train.iterations)
+            job.iterate(recipe.train_iters)
             _keep(job, other, how.get("alike", ()))
     return summary
 
@@ -470,15 +481,15 @@ def run(
 def _train(job: RankJob, world: VirtualWorld, recorder: Recorder | None) -> TrafficCounter | None:
     """All iterations, the last of which is recorded; the traffic before the last."""
     recipe, monitor, before = job.recipe, job.monitor, None
-    for iteration in range(recipe.train.iterations):
-        last = iteration == recipe.train.iterations - 1
+    for iteration in range(recipe.train_iters):
+        last = iteration == recipe.train_iters - 1
         before = world.tally.copy()
         if recorder is not None and last:
             world.listen(*world.listeners, recorder)
             monitor.listen(recorder, *monitor.listeners)
             job.recorder = recorder
         job.iterate(iteration)
-    monitor.check(recipe.train.iterations)
+    monitor.check(recipe.train_iters)
     return before
 
 
@@ -507,7 +518,7 @@ def _routed(job: RankJob) -> Program:
     recorder.owned_by(job.model, job.optimizer)
     loads.more = routing.more_tokens(program.routes)
     try:
-        job.iterate(job.recipe.train.iterations)
+        job.iterate(job.recipe.train_iters)
     finally:
         loads.more = None
     job.peaks.pop()  # nobody asked for this iteration
@@ -565,7 +576,7 @@ def start_world(run: Run, recipe: Recipe, session: Session) -> VirtualWorld:
         local_ranks=(rank,),
         rank=rank,
         changes=session.changes,
-        local_flash=recipe.prism.transformer_impl == "local_flash",
+        local_flash=recipe.transformer_impl == "local_flash",
     )
     patch.apply(patches_for(run.tier.name), context)
     return context.start()
@@ -581,6 +592,7 @@ def _has_te() -> bool:
 # recipe's numbers where ``megatron.training`` would pass the command line's.
 
 
+T = TypeVar("T")
 Report = dict[str, torch.Tensor]  # what a loss function logs
 Batch = dict[str, torch.Tensor]  # tokens, labels, positions, mask
 Loss = tuple[torch.Tensor, torch.Tensor, Report]  # sum, number of tokens, both for the log
@@ -619,108 +631,103 @@ class MegatronConfig(Protocol):
 def initialize(recipe: Recipe) -> None:
     """Megatron's groups, seeds and microbatch calculator, as its own start-up sets them."""
     from megatron.core import parallel_state, tensor_parallel
-
-    p = recipe.parallel
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=p.tp,
-        pipeline_model_parallel_size=p.pp,
-        virtual_pipeline_model_parallel_size=p.vpp,
-        context_parallel_size=p.cp,
-        expert_model_parallel_size=p.ep,
-        expert_tensor_parallel_size=p.etp,
-        order=p.order,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(recipe.train.seed)
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
-    t = recipe.train
-    init_num_microbatches_calculator(
-        0, None, t.global_batch_size, t.micro_batch_size, recipe.world.dp
+    world, batch = recipe.world, (recipe.global_batch_size, recipe.micro_batch_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=world.tp,
+        pipeline_model_parallel_size=world.pp,
+        virtual_pipeline_model_parallel_size=world.vpp,
+        context_parallel_size=world.cp,
+        expert_model_parallel_size=world.ep,
+        expert_tensor_parallel_size=recipe.expert_tensor_parallel_size,
+        order=world.order,
+        create_gloo_process_groups=False,
     )
+    tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
+    init_num_microbatches_calculator(0, None, *batch, world.dp)
 
 
-def _parallel_fields(recipe: Recipe) -> dict[str, object]:
-    """How the model is split, and how its stages talk (interleaving overlaps its p2p)."""
-    p = recipe.parallel
-    interleaved = p.vpp is not None and p.pp > 1
-    return {
-        "tensor_model_parallel_size": p.tp,
-        "pipeline_model_parallel_size": p.pp,
-        "virtual_pipeline_model_parallel_size": p.vpp,
-        "context_parallel_size": p.cp,
-        "expert_model_parallel_size": p.ep,
-        "expert_tensor_parallel_size": recipe.world.etp,
-        "sequence_parallel": p.sequence_parallel,
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-    }
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Raise what Megatron refuses while it builds things as a RecipeError with its words; an
+    assertion without any is named by its own line."""
+    try:
+        yield
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        words = re.sub(r"\s+", " ", str(error)).strip()
+        if not words:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{last.filename.rpartition('megatron/')[2]}:{last.lineno}"
+            words = f"{type(error).__name__}: {last.line} ({place})"
+        raise RecipeError(words, fix="change the flags that Megatron names here") from error
+
+
+def configured(kind: type[T], recipe: Recipe, **more: object) -> T:
+    """One of Megatron's configurations, with what the recipe says of its fields.
+
+    more : what ``megatron.training`` would say where the recipe does not
+    """
+    given = {**more, **{FIELD.get(name, name): one for name, one in recipe.flags.items()}}
+    fields = {}
+    for one in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if one.name in given:
+            value = given[one.name]
+            named = isinstance(value, str) and isinstance(one.type, enum.EnumMeta)
+            fields[one.name] = one.type[value] if named else value  # type: ignore[index]
+    return kind(**fields)
 
 
 def transformer_config(recipe: Recipe) -> MegatronConfig:
-    """The TransformerConfig that training/arguments.py:1306 @0.16.1 would make of these flags.
-
-    RecipeError for a ``model.extra`` key that this release's TransformerConfig lacks.
-    """
-    import torch
+    """The TransformerConfig that training/arguments.py:1306 @0.16.1 would make of these flags."""
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
     )
     from torch.nn import functional
 
-    r, m, p, t = recipe, recipe.model, recipe.parallel, recipe.train
-    dtype = torch.bfloat16 if t.bf16 else torch.float32
-    te = r.prism.transformer_impl == "transformer_engine"
-    latent = m.multi_latent_attention
-    kind = MLATransformerConfig if latent else TransformerConfig
-    fields: dict[str, object] = {
-        **_parallel_fields(recipe),
-        "ffn_hidden_size": r.ffn_hidden_size,
-        "kv_channels": r.kv_channels,
-        "num_query_groups": m.num_query_groups,
-        "num_moe_experts": m.num_experts,
-        "layernorm_epsilon": m.norm_epsilon,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": t.bf16,
-        "fp8": "hybrid" if t.fp8 else None,
+    r, te = recipe, recipe.transformer_impl == "transformer_engine"
+    latent, interleaved = r.multi_latent_attention, bool(r.world.vpp and r.world.pp > 1)
+    fields = {
+        "expert_tensor_parallel_size": r.world.etp,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "params_dtype": _dtype(r),
+        "pipeline_dtype": _dtype(r),
         "deallocate_pipeline_outputs": True,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": te,
-        "apply_rope_fusion": te and m.position_embedding_type == "rope" and not latent,
+        "apply_rope_fusion": te and r.position_embedding_type == "rope" and not latent,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": te,
-        "bias_activation_fusion": te and (m.swiglu or m.add_bias_linear),
-        "transformer_impl": "transformer_engine" if te else "local",
-        "moe_permute_fusion": te and m.num_experts is not None,
+        "bias_activation_fusion": te and (r.swiglu or r.add_bias_linear),
+        "moe_permute_fusion": te and r.num_experts is not None,
+        "is_hybrid_model": bool(r.hybrid_override_pattern),
     }
-    if t.fp8:
-        fields["fp8_recipe"] = t.fp8
-    if not te and m.moe_grouped_gemm:
-        fields["moe_grouped_gemm"] = False  # needs Transformer Engine: one expert at a time
-    if m.swiglu:
+    if r.swiglu:
         fields |= {"gated_linear_unit": True, "activation_func": functional.silu}
-    if m.hybrid_override_pattern:
-        fields["is_hybrid_model"] = True
     if latent:  # a rank that is None is one: queries are not compressed
-        fields["q_lora_rank"] = m.q_lora_rank
-    known = {f.name for f in dataclasses.fields(kind)}
-    for part in (m, p, t):
-        for item in dataclasses.fields(part):
-            value = getattr(part, item.name)
-            if item.name in known and item.name not in fields and value is not None:
-                fields[item.name] = value
-    missing = set(m.extra) - known
-    if missing:
-        raise RecipeError(
-            f"model.extra.{min(missing)} is no field of this Megatron's TransformerConfig",
-            fix="check its spelling in megatron/core/transformer/transformer_config.py",
-        )
-    lists = {one.name for one in dataclasses.fields(TransformerConfig) if "List[" in str(one.type)}
-    fields |= {key: [value] if key in lists and isinstance(value, str) else value
-               for key, value in m.extra.items()}  # fmt: skip
-    return kind(**{k: v for k, v in fields.items() if k in known})
+        fields |= {"q_lora_rank": r.q_lora_rank, "kv_lora_rank": r.kv_lora_rank}
+    if not te:  # grouped products need Transformer Engine: one expert after the other
+        r = r.changed(transformer_impl="local", moe_grouped_gemm=False)
+    made: MegatronConfig = configured(
+        MLATransformerConfig if latent else TransformerConfig, r, **fields
+    )
+    return made
+
+
+def check_layers(recipe: Recipe) -> None:
+    """Let Megatron split the layers over all stages and chunks."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    config, world = transformer_config(recipe), recipe.world
+    for stage in world.stages:
+        for chunk in range(world.chunks):
+            get_num_layers_to_build(config, chunk if world.vpp else None, stage)
+
+
+def _dtype(recipe: Recipe) -> torch.dtype:
+    return torch.bfloat16 if recipe.bf16 else torch.half if recipe.fp16 else torch.float32
 
 
 def chunks(recipe: Recipe, config: MegatronConfig) -> list[ModelChunk]:
@@ -732,22 +739,21 @@ def chunks(recipe: Recipe, config: MegatronConfig) -> list[ModelChunk]:
     )
     from megatron.core.transformer.module import Float16Module
 
-    t, world = recipe.train, recipe.world
-    bucket = max(40_000_000, 1_000_000 * world.dp * world.cp)  # training.py:1316 @0.16.1
-    wrapped = []
-    for chunk in range(recipe.parallel.vpp or 1):
+    world, wrapped = recipe.world, []
+    # of megatron-core itself it is by the replicas alone (training/training.py:1316 @0.16.1)
+    bucket = max(40_000_000, 1_000_000 * world.dp * world.cp)
+    for chunk in range(world.chunks):
         model = _model(recipe, config, chunk)
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         model.cuda()
-        if t.bf16:
+        if recipe.bf16 or recipe.fp16:
             model = Float16Module(config, model)
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=t.grad_reduce_in_fp32,
-            overlap_grad_reduce=t.overlap_grad_reduce,
-            overlap_param_gather=t.overlap_param_gather,
-            use_distributed_optimizer=t.use_distributed_optimizer,
-            bucket_size=bucket if t.overlap_grad_reduce else None,
+        ddp = configured(
+            DistributedDataParallelConfig,
+            recipe,
+            grad_reduce_in_fp32=not recipe.grad_reduce_in_bf16,
+            bucket_size=bucket if recipe.overlap_grad_reduce else None,
         )
         wrapped.append(DistributedDataParallel(config, ddp, model, disable_bucketing=chunk > 0))
     return wrapped
@@ -757,7 +763,7 @@ def _model(recipe: Recipe, config: MegatronConfig, chunk: int) -> torch.nn.Modul
     """One model chunk; embedding and loss where Megatron's pipeline puts them."""
     from megatron.core import parallel_state
 
-    m, vpp = recipe.model, recipe.parallel.vpp
+    m, vpp = recipe, recipe.world.vpp
     stage = chunk if vpp else None
     if vpp:
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
@@ -786,8 +792,8 @@ def _gpt(recipe: Recipe, both: Mapping[str, Any], stage: int | None) -> torch.nn
         get_gpt_mtp_block_spec,
     )
 
-    m, config = recipe.model, both["config"]
-    te = recipe.prism.transformer_impl == "transformer_engine"
+    m, config = recipe, both["config"]
+    te = recipe.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=te, normalization=m.normalization, vp_stage=stage
     )
@@ -803,7 +809,7 @@ def _gpt(recipe: Recipe, both: Mapping[str, Any], stage: int | None) -> torch.nn
     )
 
 
-def _hybrid(m: Model, both: Mapping[str, Any]) -> torch.nn.Module:
+def _hybrid(m: Recipe, both: Mapping[str, Any]) -> torch.nn.Module:
     """A MambaModel, which is a HybridModel from 0.19 on (mamba_builders.py @0.16.1)."""
     pattern = {"hybrid_override_pattern": m.hybrid_override_pattern}
     if find_spec("megatron.core.models.hybrid") is None:
@@ -821,18 +827,8 @@ def optimizer(recipe: Recipe, config: MegatronConfig, model: list[ModelChunk]) -
     """Megatron's optimizer over all chunks."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    t = recipe.train
-    settings = OptimizerConfig(
-        optimizer=t.optimizer,
-        lr=t.lr,
-        min_lr=t.lr,
-        weight_decay=t.weight_decay,
-        clip_grad=t.clip_grad,
-        bf16=t.bf16,
-        params_dtype=config.params_dtype,
-        use_distributed_optimizer=t.use_distributed_optimizer,
-        overlap_param_gather=t.overlap_param_gather,
-    )
+    lr = {"lr": recipe.lr, "min_lr": recipe.lr, "params_dtype": config.params_dtype}
+    settings = configured(OptimizerConfig, recipe, **lr)
     return get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
 
 

@@ -15,7 +15,6 @@ import io
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -223,7 +222,7 @@ def _check(recipes: list[Recipe], command_lines: list[list[str]], sizes: list[in
     for recipe, words, size in zip(every, command_lines, sizes, strict=True):
         said = ""
         if recipe is not None:
-            said = _refusal(partial(recipe_rank.transformer_config, recipe))
+            said = _refusal(partial(recipe_rank.check_layers, recipe))
         if not said and training:
             said = _refusal(partial(_validate, words, size))
         refusals.append(said)
@@ -241,29 +240,20 @@ def _validate(words: list[str], world_size: int) -> None:
 
 def _refusal(run: Callable[[], object]) -> str:
     """What ``run()`` refuses, "" if nothing."""
+    from megatron_prism.emulate.recipe_rank import refusals
+
     said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with quiet, contextlib.redirect_stderr(said), refusals():
             run()
     except PrismError as error:
         return error.message
     except SystemExit:  # argparse
         return said.getvalue().strip().rpartition("error: ")[2] or "its parser refuses it"
     except Exception as error:
-        return _first_line(error)
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    """Megatron's words; an assertion without any is named by its own line."""
-    import traceback
-
-    text = re.sub(r"\s+", " ", str(error)).strip()
-    if text:
-        return text
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{last.filename.rpartition('megatron/')[2]}:{last.lineno}"
-    return f"{type(error).__name__}: {last.line} ({place})"
 
 
 _ANSWERS: dict[str, Callable[..., Answer]] = {"capture": _capture, "check": _check}

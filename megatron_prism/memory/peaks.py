@@ -412,7 +412,7 @@ _RULES: tuple[tuple[Callable[[_Settings], bool], Estimate], ...] = (
     (_captures_graphs, Estimate("CUDA graphs: what they keep is not counted", 0, 10)),
     # by the sources; no GPU has run them beside this
     (
-        lambda settings: settings.get("fp8_recipe", settings.get("fp8")) == "mxfp8",
+        lambda settings: settings.get("fp8_recipe") == "mxfp8",
         Estimate("mxfp8: scales and copies as on Blackwell", -5, 5),
     ),
     # gathered activations are in them on a GPU, and are counted here
@@ -436,21 +436,26 @@ def described(provenance: str, found: tuple[Estimate, ...]) -> str:
     return provenance if not found else f"estimated, {'; '.join(map(str, found))}; {provenance}"
 
 
+_LESS = re.compile(  # flags of what needs less
+    "fp8|fp4|dtype|precision_aware|offload|recompute_modules|moe_latent|variant|fsdp|_freq"
+)
+
+
 def memory_bound(recipe: Recipe) -> int:
     """Bytes that a rank of the first stage surely has allocated at its peak: the large matrices,
     their gradients and optimizer state, and what every layer must keep for backward.
 
     Matrices only: norms, biases, workspaces and the allocator come on top.  Precision-aware
-    optimizers and FP8 parameters would need less, so with settings that this does not know
-    (``model.extra``, FP8) only weights and gradients in two bytes count.
+    optimizers and FP8 parameters would need less, so with flags like theirs (``_LESS``) only
+    weights and gradients in two bytes count.
     """
-    hybrid = recipe.model.hybrid_override_pattern  # of which the embedding alone is counted
-    layers = 0 if hybrid else sum(recipe.layers_of(0))
-    known = not hybrid and not recipe.model.extra and not recipe.train.fp8
+    given = recipe.hybrid_override_pattern or recipe.pipeline_model_parallel_layout
+    layers = 0 if given else _first_layers(recipe)  # else the embedding alone is counted
+    known = not given and not any(map(_LESS.search, recipe.flags))
     dense, experts = _matrices(recipe, layers)
-    t, world = recipe.train, recipe.world
+    t, world = recipe, recipe.world
     weight = 2 if t.bf16 else 4
-    grad = 4 if t.grad_reduce_in_fp32 or not t.bf16 else 2
+    grad = 2 if t.bf16 and t.grad_reduce_in_bf16 else 4
     state = (12 if t.bf16 else 8) if t.optimizer == "adam" else 0
     if not known:
         return (dense + experts) * 4
@@ -458,14 +463,25 @@ def memory_bound(recipe: Recipe) -> int:
     # the distributed optimizer splits over dp x cp, experts' over expert dp
     split = (world.dp * world.cp, world.edp) if t.use_distributed_optimizer else (1, 1)
     total += dense * state // split[0] + experts * state // split[1]
-    return total + _activations(recipe)
+    return total + _activations(recipe, layers)
+
+
+def _first_layers(recipe: Recipe) -> int:
+    """Layers of the first stage; embedding and loss may count as one each."""
+    if (first := recipe.decoder_first_pipeline_num_layers) is not None:
+        return int(first)
+    last, pp = recipe.decoder_last_pipeline_num_layers or 0, recipe.world.pp
+    embedding = int(recipe.account_for_embedding_in_pipeline_split)
+    loss = int(recipe.account_for_loss_in_pipeline_split)
+    counted = recipe.num_layers - last + embedding + loss
+    return int(counted // max(pp - bool(last), 1) - embedding - loss * (pp == 1))
 
 
 def _matrices(recipe: Recipe, layers: int) -> tuple[int, int]:
     """(elements of a rank's large matrices outside experts, in experts) of the first stage."""
-    m, p = recipe.model, recipe.parallel
-    query = recipe.kv_channels * m.num_attention_heads
-    keys = recipe.kv_channels * recipe.num_query_groups
+    m, p = recipe, recipe.world
+    query = recipe.head_size * m.num_attention_heads
+    keys = recipe.head_size * recipe.groups
     attention = m.hidden_size * (2 * query + 2 * keys) // p.tp
     if m.multi_latent_attention:  # what is compressed is on every rank
         of_head, rope = m.num_attention_heads // p.tp, m.qk_pos_emb_head_dim
@@ -474,7 +490,7 @@ def _matrices(recipe: Recipe, layers: int) -> tuple[int, int]:
         up += m.kv_lora_rank * (m.qk_head_dim + m.v_head_dim) + m.hidden_size * m.v_head_dim
         attention = down + of_head * up
     products = 3 if m.swiglu else 2
-    mlp = m.hidden_size * recipe.ffn_hidden_size * products // p.tp
+    mlp = m.hidden_size * recipe.ffn_size * products // p.tp
     embedding = recipe.padded_vocab_size * m.hidden_size // p.tp
     if p.pp == 1 and m.untie_embeddings_and_output_weights:
         embedding *= 2
@@ -482,34 +498,32 @@ def _matrices(recipe: Recipe, layers: int) -> tuple[int, int]:
         return layers * (attention + mlp) + embedding, 0
     if m.moe_layer_freq != 1:  # which layers of this stage have experts is Megatron's to say
         return layers * attention + embedding, 0
-    width = (m.moe_ffn_hidden_size or recipe.ffn_hidden_size) // (p.etp or p.tp)
+    width = (m.moe_ffn_hidden_size or recipe.ffn_size) // (p.etp or p.tp)
     experts = m.num_experts // p.ep * m.hidden_size * width * products
     return layers * attention + embedding, layers * experts
 
 
-def _activations(recipe: Recipe) -> int:
+def _activations(recipe: Recipe, layers: int) -> int:
     """Bytes that the layers of the first stage keep when it has most microbatches in flight."""
-    m, p, t = recipe.model, recipe.parallel, recipe.train
-    tokens = m.seq_length // p.cp * t.micro_batch_size
-    element = 2 if t.bf16 else 4
-    boundary = tokens * m.hidden_size // (p.tp if p.sequence_parallel else 1)
+    m, p = recipe, recipe.world
+    tokens = m.seq_length // p.cp * m.micro_batch_size
+    element = 2 if m.bf16 else 4
+    boundary = tokens * m.hidden_size // (p.tp if m.sequence_parallel else 1)
     kept = boundary  # the layer's input
-    if t.recompute_granularity != "full" and not m.num_experts:
-        query = recipe.kv_channels * m.num_attention_heads
-        keys = recipe.kv_channels * recipe.num_query_groups
+    if m.recompute_granularity != "full" and not m.num_experts:
+        query = recipe.head_size * m.num_attention_heads
+        keys = recipe.head_size * recipe.groups
         if m.multi_latent_attention:
             query, keys = m.num_attention_heads * m.v_head_dim, 0
         # what a product multiplies with and what attention and activation need for backward: both
         # norms' inputs and outputs; queries, keys, values and output; the MLP's two products
-        wide = recipe.ffn_hidden_size * (3 if m.swiglu else 2)
+        wide = recipe.ffn_size * (3 if m.swiglu else 2)
         kept += 3 * boundary + tokens * (2 * query + 2 * keys + wide) // p.tp
-    chunks = recipe.layers_of(0)
-    if not chunks:
-        return 0
-    one = min(chunks) * kept * element
-    if t.recompute_granularity == "full":
-        per_group = t.recompute_num_layers or 1
-        kept_layers = min(chunks) // per_group if t.recompute_method == "uniform" else 0
+    fewest = max(layers // p.chunks - recipe.account_for_embedding_in_pipeline_split, 0)
+    one = fewest * kept * element
+    if m.recompute_granularity == "full":
+        per_group = m.recompute_num_layers or 1
+        kept_layers = fewest // per_group if m.recompute_method == "uniform" else 0
         one = kept_layers * boundary * element
     vpp, count = p.vpp or 1, recipe.num_microbatches
     ahead = (p.pp - 1) * 2 + (vpp - 1) * p.pp if p.vpp and p.pp > 1 else p.pp - 1

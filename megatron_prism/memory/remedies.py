@@ -124,9 +124,8 @@ def _words(modules: Sequence[str], recipe: bool) -> str:
     if not modules:
         given |= {"method": "uniform", "num-layers": "1"}
     if recipe:
-        words = [f"train.recompute_{key.replace('-', '_')}={text}" for key, text in given.items()]
-        return " ".join(words + [f"'model.extra.recompute_modules=[{','.join(modules)}]'"]
-                        * bool(modules))  # fmt: skip
+        words = [f"recompute_{key.replace('-', '_')}={text}" for key, text in given.items()]
+        return " ".join(words + [f"'recompute_modules={' '.join(modules)}'"] * bool(modules))
     words = [f"--recompute-{key} {text}" for key, text in given.items()]
     return " ".join(words + [f"--recompute-modules {' '.join(modules)}"] * bool(modules))
 

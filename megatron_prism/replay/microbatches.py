@@ -93,7 +93,7 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
         raise ProgramError(
             f"{there} microbatches have no {error}, which {wanted} microbatches need",
             fix=f"prism capture it with {fewest} microbatches: --global-batch-size, or "
-            "train.global_batch_size of a recipe",
+            "global_batch_size of a recipe",
         ) from None
     source = {**programs.source}
     for key in (k for k in _GROWS & set(source) if source[k].isdecimal()):

@@ -316,9 +316,9 @@ def check_sizes(
     some = f"rank {ranks}" if new.pp == 1 else f"ranks {ranks}, one a stage"
     batch = f"N ({microbatches} microbatches)"
     if "recipe" in programs.source:
-        words = " ".join(f"parallel.{axis}={size}" for axis, size in changed.items())
-        words += f" parallel.world_size={new.size}"
-        words += f" train.global_batch_size={batch}" if microbatches else ""
+        words = " ".join(f"{axis}={size}" for axis, size in changed.items())
+        words += f" world_size={new.size}"
+        words += f" global_batch_size={batch}" if microbatches else ""
         fix = f"prism capture {programs.source['recipe']} -o DIR {words}"
     else:
         words = " ".join(f"{SIZES[axis]} {size}" for axis, size in changed.items())

@@ -21,7 +21,7 @@ from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore, assemble
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options, script_job
-from megatron_prism.emulate.recipe_job import megatron_flags, of_recipe, settings, source_of
+from megatron_prism.emulate.recipe_job import of_recipe, settings, source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 
 
@@ -92,6 +92,9 @@ def _digest(content: object) -> str:
     return hashlib.sha1(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+_BY_LAYER = re.compile("_layout|_pattern|_freq|heterogeneous|first_last")  # flags of single layers
+
+
 @dataclass(frozen=True)
 class RecipeLayout(JobLayout):
     """A recipe's."""
@@ -104,36 +107,29 @@ class RecipeLayout(JobLayout):
 
     @property
     def micro_batch_size(self) -> int:  # type: ignore[override]
-        return self.recipe.train.micro_batch_size
+        return self.recipe.micro_batch_size
 
     @property
     def global_batch_size(self) -> int:  # type: ignore[override]
-        return self.recipe.train.global_batch_size
+        return self.recipe.global_batch_size
 
     def content(self) -> object:
         return dataclasses.asdict(self.recipe)
 
     def resized(self, dp: int, microbatches: int) -> RecipeLayout:
-        parallel, train = self.recipe.parallel, self.recipe.train
         size = self.world.size // self.world.dp * dp
-        batch = train.micro_batch_size * dp * microbatches
-        return RecipeLayout(
-            dataclasses.replace(
-                self.recipe,
-                parallel=dataclasses.replace(parallel, world_size=size),
-                train=dataclasses.replace(train, global_batch_size=batch),
-            )
-        )
+        batch = self.recipe.micro_batch_size * dp * microbatches
+        return RecipeLayout(self.recipe.changed(world_size=size, global_batch_size=batch))
 
     def family(self) -> str:
-        sizes = {"train.global_batch_size", "parallel.world_size"}
+        sizes = {"global_batch_size", "prism.world_size"}
         kept = {k: v for k, v in settings(self.recipe).items() if k not in sizes}
         source = {**source_of(self.recipe), "settings": kept}
         return _digest({k: v for k, v in source.items() if k not in of_recipe(self.recipe)})
 
     def command(self) -> list[str]:
-        script = "hybrid" if self.recipe.model.hybrid_override_pattern else "gpt"
-        return [f"pretrain_{script}.py", *megatron_flags(self.recipe)]
+        script = "hybrid" if self.recipe.hybrid_override_pattern else "gpt"
+        return [f"pretrain_{script}.py", *self.recipe.words()]
 
     def capture(
         self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
@@ -149,13 +145,10 @@ class RecipeLayout(JobLayout):
         return store.path(rank)
 
     def _alike(self) -> tuple[int, ...]:
-        """The stages between the second and the last, if all of them have the second's layers."""
-        m, stages = self.recipe.model, range(1, self.world.pp - 1)
-        layers = {tuple(self.recipe.layers_of(stage)) for stage in stages}
-        unlike = m.hybrid_override_pattern or self.recipe.parallel.pipeline_model_parallel_layout
-        if len(layers) != 1 or unlike or m.moe_layer_freq != 1 or m.extra:
-            return ()
-        return tuple(stages[1:])
+        """The stages between the second and the last, if all of them have the second's layers:
+        whatever else splits layers unevenly is of the first and the last stage."""
+        unlike = [name for name in self.recipe.flags if _BY_LAYER.search(name)]
+        return () if unlike else tuple(range(2, self.world.pp - 1))
 
     def assembled(self, folder: Path) -> Programs:
         return assemble(folder)

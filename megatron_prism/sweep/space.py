@@ -1,13 +1,12 @@
 """The points of a sweep: every combination of the values of its axes, each with its recipe.
 
 In : a recipe and axes (``tp=1,2,4,8``).  Out: Points; those that are no layout at all carry the
-reason why.  An axis has a short name, Megatron's name, or is any key of a recipe.
+reason why.  An axis has a short name, or is any other of Megatron's flags.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import difflib
 import hashlib
@@ -22,8 +21,7 @@ from typing import cast
 from megatron_prism.core import foreign
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.recipe import Recipe
-from megatron_prism.emulate.recipe_job import option_of
+from megatron_prism.core.recipe import Recipe, option_of
 from megatron_prism.sweep.layout import (
     JobLayout,
     RecipeLayout,
@@ -33,26 +31,16 @@ from megatron_prism.sweep.layout import (
     with_option,
 )
 
-AXES = {  # short name -> key of a recipe
-    "world_size": "parallel.world_size",
-    "tp": "parallel.tp",
-    "pp": "parallel.pp",
-    "vpp": "parallel.vpp",
-    "cp": "parallel.cp",
-    "ep": "parallel.ep",
-    "etp": "parallel.etp",
-    "micro_batch_size": "train.micro_batch_size",
-    "global_batch_size": "train.global_batch_size",
-    "recompute": "train.recompute_granularity",
-    "dp": "",  # world_size = dp x tp x cp x pp
+AXES = {  # short name -> flag of a recipe
+    **{axis: recipes.SHORT[axis] for axis in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")},
+    "micro_batch_size": "micro_batch_size",
+    "global_batch_size": "global_batch_size",
+    "recompute": "recompute_granularity",
+    "dp": "dp",  # world_size = dp x tp x cp x pp
 }
 MOST = 20_000  # points that are enumerated
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
 _NODE = 8  # GPUs, where the job does not say it: tp beyond a node is nothing that auto tries
-_OURS = {  # key of a recipe -> flag of ours, which no argument of the script says
-    "parallel.world_size": "--prism-world-size",
-    "hardware.gpus_per_node": "--prism-gpus-per-node",
-}
 Value = int | float | str | bool | None
 
 
@@ -71,7 +59,7 @@ class Script:
     def options(self) -> list[str]:
         """Those that are given, and those that a recipe knows."""
         given = [word.partition("=")[0] for word in self.words if word.startswith("--")]
-        return [*dict.fromkeys([*given, *map(option_of, recipes.keys())])]
+        return [*dict.fromkeys([*given, *map(option_of, recipes.known_flags())])]
 
 
 Job = Recipe | Script
@@ -134,37 +122,30 @@ def parse_axes(words: Sequence[str], job: Job) -> dict[str, tuple[Value, ...]]:
 
 
 def _axis(name: str, text: str, job: Job) -> str:
-    """The short name of an axis, or a key of the recipe, or an option of the script."""
-    long = recipes.RENAMED.get(name, name)
-    for axis, key in AXES.items():
-        if name == axis or long == key and key or option_of(key)[2:].replace("-", "_") == name:
-            return axis
-    keys = recipes.keys()
-    if name in keys:
-        return name
-    leaf = [key for key in keys if key.rpartition(".")[2] == name]
-    if leaf and not leaf[0].startswith("prism."):
-        return leaf[0]
-    option = f"--{name.replace('_', '-')}"
+    """The short name of an axis, or a flag of a recipe, or an option of the script."""
+    flag, known = recipes.OTHER_NAMES.get(name, name), recipes.known_flags()
+    short = {flag: axis for axis, flag in AXES.items()}
+    if flag in short:
+        return short[flag]
+    if flag in known:
+        return flag
+    option = option_of(name)
     if isinstance(job, Script) and option in job.options():
         return option
-    known = {**{axis: axis for axis in AXES}, **recipes.RENAMED}
-    known |= {key.rpartition(".")[2]: key for key in keys if not key.startswith("prism.")}
-    short = {"".join(part[0] for part in one.split("_")): one for one in known}  # mbs
-    close = difflib.get_close_matches(short.get(name, name), known, n=1, cutoff=0.5)
+    words = [*AXES, *known]
+    initials = {"".join(part[0] for part in one.split("_")): one for one in words}  # mbs
+    close = difflib.get_close_matches(initials.get(name, name), words, n=1, cutoff=0.5)
     if not close:
         raise UsageError(f"a sweep has no axis {name}", fix=f"its axes are {', '.join(AXES)}")
-    meant = close[0]
-    key = AXES.get(meant) or recipes.RENAMED.get(meant) or known[meant]
-    option = f", Megatron's {option_of(key)}" if "." in key else ""
-    fix = f"did you mean {meant}={text or '…'}{option}?"
-    raise UsageError(f"a sweep has no axis {name}", fix=fix)
+    megatrons = f", Megatron's {option_of(AXES.get(close[0], close[0]))}"
+    raise UsageError(f"a sweep has no axis {name}",
+                     fix=f"did you mean {close[0]}={text or '…'}{megatrons}?")  # fmt: skip
 
 
 def _values(axis: str, text: str, job: Job) -> tuple[Value, ...]:
     """UsageError for a value that is none of a recipe's; an option of a script may have any."""
     free = isinstance(job, Script) and axis not in AXES
-    kind: object = Value if free else recipes.keys().get(AXES.get(axis, axis), int)
+    kind: object = Value if free else recipes.kind_of(AXES.get(axis, axis)) or int
     values: list[Value] = []
     for part in text.split(","):
         one: Value = _WORDS.get(part.lower(), part)
@@ -176,31 +157,28 @@ def _values(axis: str, text: str, job: Job) -> tuple[Value, ...]:
         try:
             foreign.shaped(one, cast(type[Value], kind))
         except ValueError as error:
-            raise UsageError(f"{axis}={part}: {error}", fix=f"{axis}=1,2,4") from None
+            words = ",".join(["none", *foreign.choices(kind)]) if foreign.choices(kind) else "1,2,4"
+            raise UsageError(f"{axis}={part}: {error}", fix=f"{axis}={words}") from None
         if axis in AXES and isinstance(one, int) and one < 1:
             raise UsageError(f"{axis}={part} is less than 1", fix=f"{axis}=1,2,4")
         if one not in values or isinstance(one, bool):
             values.append(one)
-    if axis == "recompute" and (bad := set(values) - {None, "selective", "full"}):
-        fix = "recompute=none,selective,full"
-        raise UsageError(f"recompute={bad.pop()} is none of Megatron's", fix=fix)
     return tuple(values)
 
 
 def _auto(axis: str, job: Job) -> tuple[Value, ...]:
     """All that divide: what is no layout together with the others falls later."""
     decides = {
-        "tp": "model.num_attention_heads", "pp": "model.num_layers", "vpp": "model.num_layers",
-        "cp": "model.seq_length", "ep": "model.num_experts", "recompute": "",
-        "micro_batch_size": "train.global_batch_size",
+        "tp": "num_attention_heads", "pp": "num_layers", "vpp": "num_layers", "cp": "seq_length",
+        "ep": "num_experts", "recompute": "", "micro_batch_size": "global_batch_size",
     }  # fmt: skip
     if axis not in decides:
         raise UsageError(f"{axis}=auto: nothing says which to try", fix=f"{axis}=1,2,4")
-    size, world = _size(job, decides[axis]), _size(job, "parallel.world_size")
+    size, world = _size(job, decides[axis]), _size(job, "prism.world_size")
     if not size and axis not in ("ep", "recompute"):  # without experts ep is 1
         option = option_of(decides[axis])
         raise UsageError(f"{axis}=auto: the command line has no {option}", fix=f"{axis}=1,2,4")
-    powers, node = [1 << n for n in range(11)], _size(job, "hardware.gpus_per_node") or _NODE
+    powers, node = [1 << n for n in range(11)], _size(job, "prism.gpus_per_node") or _NODE
     found: dict[str, list[Value]] = {
         "tp": [n for n in powers if n <= node and size % n == 0],
         "pp": [n for n in range(1, size + 1) if size % n == world % n == 0],
@@ -214,15 +192,13 @@ def _auto(axis: str, job: Job) -> tuple[Value, ...]:
 
 
 def _size(job: Job, key: str) -> int:
-    """A size of the job by its key of a recipe; 0 where a command line does not say it."""
-    section, _, name = key.partition(".")
+    """A size of the job by its flag; 0 where a command line does not say it."""
+    _, dot, name = key.rpartition(".")
     if not key:
         return 0
     if isinstance(job, Recipe):
-        return getattr(getattr(job, section), name) or 0
-    if key in _OURS:
-        return size_of(job.ours, _OURS[key], 0)
-    return size_of(job.words, option_of(key), 0)
+        return getattr(job.prism if dot else job, name) or 0
+    return size_of(job.ours if dot else job.words, option_of(key), 0)
 
 
 def points(job: Job, axes: Mapping[str, Sequence[Value]]) -> list[SweepPoint]:
@@ -249,8 +225,8 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
     if "vpp" in axes:
         words = with_option(words, "--num-layers-per-virtual-pipeline-stage", None)
         if axes["vpp"] == 1:
-            words = with_option(words, option_of("parallel.vpp"), None)
-    if "tp" in axes and not {"parallel.sequence_parallel", "--sequence-parallel"} & {*axes}:
+            words = with_option(words, option_of(AXES["vpp"]), None)
+    if "tp" in axes and not {"sequence_parallel", "--sequence-parallel"} & {*axes}:
         tp, given = size_of(job.words, option_of(AXES["tp"])), "--sequence-parallel" in job.words
         if (wanted := _sequence_parallel(axes, tp, given)) != given:
             words = with_option(words, "--sequence-parallel", wanted)
@@ -278,32 +254,21 @@ def _sequence_parallel(axes: Mapping[str, Value], tp: int, given: bool) -> bool:
 
 
 def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
-    sections = {name: copy.copy(getattr(recipe, name)) for name in ("model", "parallel", "train")}
-    prism = dataclasses.replace(recipe.prism, ranks=None, tier="meta", out=None)
-    parallel, train = sections["parallel"], sections["train"]
-    for axis, value in axes.items():
-        key = AXES.get(axis, axis)
-        section, _, name = key.partition(".")
-        if section in sections:
-            setattr(sections[section], name, value)
-    if "dp" in axes:
-        parallel.world_size = axes["dp"] * parallel.tp * parallel.pp * parallel.cp
-    if parallel.vpp == 1:
-        parallel.vpp = None
-    if "tp" in axes and "parallel.sequence_parallel" not in axes:
-        own = recipe.parallel
-        parallel.sequence_parallel = _sequence_parallel(axes, own.tp, own.sequence_parallel)
-    if train.recompute_granularity != "full":
-        train.recompute_method = train.recompute_num_layers = None
-    else:
-        train.recompute_method = train.recompute_method or "uniform"
-        train.recompute_num_layers = train.recompute_num_layers or 1
-    train.iterations = 2
+    ours = {"prism.ranks": None, "prism.tier": "meta", "prism.out": None, "train_iters": 2}
+    given = {**ours, **{AXES.get(axis, axis): value for axis, value in axes.items()}}
+    if axes.get("vpp") == 1:
+        given[AXES["vpp"]] = None
+    if "tp" in axes and "sequence_parallel" not in axes:
+        own = recipe.world.tp, recipe.sequence_parallel
+        given["sequence_parallel"] = _sequence_parallel(axes, *own)
+    if "recompute" in axes:
+        full = axes["recompute"] == "full"
+        given["recompute_method"] = (recipe.recompute_method or "uniform") if full else None
+        given["recompute_num_layers"] = (recipe.recompute_num_layers or 1) if full else None
     try:
-        made = Recipe(sections["model"], parallel, train, prism, recipe.hardware, recipe.name)
+        return SweepPoint(axes, RecipeLayout(recipe.changed(given)))
     except PrismError as error:
         return SweepPoint(axes, None, error.message, "no layout")
-    return SweepPoint(axes, RecipeLayout(made))
 
 
 def sizes(axes: Mapping[str, Sequence[Value]]) -> int:

@@ -108,9 +108,9 @@ def test_completion_knows_commands_and_options(capsys):
         (["emulate"], "required: RECIPE\n"),
         (["emulate", "llama3-70b"], "did you mean llama3-70b_1024gpu"),
         (["emulate", "tiny-gpt_1cpu", "--frce"], "did you mean --force?"),
-        (["emulate", "tiny-gpt_1cpu", "--train.lr=1"], "fix: write train.lr=1"),
-        (["emulate", "tiny-gpt_1cpu", "tp=2"], "did you mean parallel.tp?"),
-        (["emulate", "tiny-gpt_1cpu", "train.lr=nan"], "train.lr is nan"),
+        (["emulate", "tiny-gpt_1cpu", "tpp=2"], "did you mean tp"),
+        (["emulate", "tiny-gpt_1cpu", "train.iterations=3"], "fix: write train_iters=VALUE"),
+        (["emulate", "tiny-gpt_1cpu", "lr=nan"], "lr is nan"),
         (["emulate", "tiny-gpt_1cpu", "prism.values=zeros"], "use mirror or noise"),
     ],
 )
@@ -175,8 +175,8 @@ def fresh(code):
 @pytest.mark.parametrize(
     ("code", "heavy"),
     [
-        ("import megatron_prism", "torch numpy rich omegaconf megatron"),
-        ("import megatron_prism.cli.main", "torch numpy omegaconf megatron"),
+        ("import megatron_prism", "torch numpy rich yaml megatron"),
+        ("import megatron_prism.cli.main", "torch numpy yaml megatron"),
         (
             "import megatron_prism.cli.main as c; c.main(['world', 'rank=0']); c.main(['recipes'])",
             "torch megatron",

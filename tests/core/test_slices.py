@@ -379,10 +379,10 @@ def test_bad_usage_is_status_2_with_a_fix(folder, words, says, capsys):
 
 # the last stage has almost all layers, so that the first is finished long before it
 UNEVEN = """
-    prism.tier=meta prism.transformer_impl=local_flash train.data=mock train.iterations=1
-    train.global_batch_size=4 train.micro_batch_size=1 parallel.world_size=2 parallel.pp=2
-    model.hidden_size=32 model.ffn_hidden_size=64 model.seq_length=16 model.num_layers=41
-    parallel.num_layers_in_first_pipeline_stage=1 parallel.num_layers_in_last_pipeline_stage=40
+    prism.tier=meta transformer_impl=local_flash data_path=null train_iters=1
+    global_batch_size=4 micro_batch_size=1 world_size=2 pp=2
+    hidden_size=32 ffn_hidden_size=64 seq_length=16 num_layers=41
+    decoder_first_pipeline_num_layers=1 decoder_last_pipeline_num_layers=40
 """.split()
 
 
@@ -421,9 +421,9 @@ def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
     assert prism("check", str(out), capsys=capsys)[0] == 0
     status, shown, talked = prism(*words, capsys=capsys)  # nothing is left to do
     assert (status, "2 slices there already" in shown + talked) == (0, True)
-    other = [*words, "train.lr=0.001"]
+    other = [*words, "lr=0.001"]
     status, _, talked = prism(*other, capsys=capsys)
-    assert (status, "of another job: train.lr 0.003 there, 0.001 here" in talked) == (2, True)
+    assert (status, "of another job: lr 0.003 there, 0.001 here" in talked) == (2, True)
     assert first.stat().st_ino == before.st_ino
 
 

@@ -12,17 +12,17 @@ from megatron_prism.emulate import capture, recipe_job
 SETTINGS = {
     "tiny-gpt_1cpu": "",
     "llama3-70b_1024gpu_tp8pp4vp5_h200": "",
-    "llama3-405b_8192gpu_tp8pp16vp8_h200": "model.swiglu=false",
-    "llama3-8b_64gpu_tp4cp2_h200": "model.kv_channels=256",
-    "mixtral-8x7b_256gpu_pp4vp8ep8_h200": "model.moe_layer_freq=2"
-    " model.moe_shared_expert_intermediate_size=1024 model.moe_ffn_hidden_size=512",
+    "llama3-405b_8192gpu_tp8pp16vp8_h200": "swiglu=false",
+    "llama3-8b_64gpu_tp4cp2_h200": "kv_channels=256",
+    "mixtral-8x7b_256gpu_pp4vp8ep8_h200": "moe_layer_freq=2"
+    " moe_shared_expert_intermediate_size=1024 moe_ffn_hidden_size=512",
     "guard-gpt_16gpu_tp2pp2vp2_h200": "",
 }
 
 
 def arguments(recipe):
     """What Megatron's arguments say of the same model."""
-    m = recipe.model
+    m = recipe
     absent = """mtp_num_layers moe_latent_size experimental_attention_variant
     linear_attention_type hybrid_override_pattern hybrid_layer_pattern"""
     off = "is_hybrid_model multi_latent_attention attention_output_gate"
@@ -30,8 +30,8 @@ def arguments(recipe):
         **dict.fromkeys(absent.split()),
         **dict.fromkeys(off.split(), False),
         group_query_attention=True,
-        num_query_groups=recipe.num_query_groups,
-        kv_channels=recipe.kv_channels,
+        num_query_groups=recipe.groups,
+        kv_channels=recipe.head_size,
         padded_vocab_size=recipe.padded_vocab_size,
         ffn_hidden_size=m.ffn_hidden_size or 4 * m.hidden_size,
         **{name: getattr(m, name) for name in (
@@ -49,9 +49,7 @@ def test_recipes_count_as_megatron_does(name, settings):
 
     recipe = recipes.load(name, settings.split())
     found = recipe_job.of_recipe(recipe)
-    wanted = training.num_floating_point_operations(
-        arguments(recipe), recipe.train.global_batch_size
-    )
+    wanted = training.num_floating_point_operations(arguments(recipe), recipe.global_batch_size)
     assert int(found["model_flops_per_iteration"]) == pytest.approx(wanted, rel=1e-12)
 
 
@@ -65,7 +63,7 @@ def test_a_dense_model_by_hand():
 
 
 def test_models_that_recipes_do_not_name_have_no_flops():
-    for setting in ("model.extra.attention_output_gate=true", "model.mtp_num_layers=1"):
+    for setting in ("attention_output_gate=true", "mtp_num_layers=1"):
         recipe = recipes.load("tiny-gpt_1cpu", [setting])
         assert set(recipe_job.of_recipe(recipe)) == {"tokens_per_iteration"}
 

@@ -11,15 +11,15 @@ from megatron_prism.core.program import load
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.emulate.recipe_server import CaptureServer
 
-TINY = ["model.num_layers=8", "model.hidden_size=64", "model.num_attention_heads=4",
-        "model.seq_length=64", "model.vocab_size=256", "parallel.pp=4", "train.bf16=true",
-        "train.use_distributed_optimizer=true", "train.data=mock", "train.micro_batch_size=1",
+TINY = ["num_layers=8", "hidden_size=64", "num_attention_heads=4",
+        "seq_length=64", "vocab_size=256", "pp=4", "bf16=true",
+        "use_distributed_optimizer=true", "data_path=null", "micro_batch_size=1",
         "prism.tier=meta"]  # fmt: skip
-PLAIN = ["parallel.world_size=8", "parallel.tp=1", "train.global_batch_size=12"]
-INTERLEAVED = ["parallel.world_size=8", "parallel.tp=2", "parallel.sequence_parallel=true",
-               "parallel.vpp=2", "train.global_batch_size=8", "train.overlap_grad_reduce=true",
-               "train.overlap_param_gather=true",
-               "prism.transformer_impl=transformer_engine"]  # fmt: skip
+PLAIN = ["world_size=8", "tp=1", "global_batch_size=12"]
+INTERLEAVED = ["world_size=8", "tp=2", "sequence_parallel=true",
+               "vpp=2", "global_batch_size=8", "overlap_grad_reduce=true",
+               "overlap_param_gather=true",
+               "transformer_impl=transformer_engine"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_what_is_written_again_is_what_running_it_records(server, tmp_path, sett
 def test_another_number_of_microbatches_beside_is_what_running_it_records(
     server, tmp_path, settings
 ):
-    few = [*settings, "train.global_batch_size=4"]  # the last one counts
+    few = [*settings, "global_batch_size=4"]  # the last one counts
     dp, size = (2, 12) if settings is PLAIN else (1, 8)
     beside = captured(server, tmp_path, few, 1, alike=(2,), more=size // dp)
     alone = captured(server, tmp_path / "alone", settings, 1, alike=(2,))

@@ -255,9 +255,8 @@ def heard(program):
 @pytest.mark.slow
 def test_a_model_that_runs_does_the_same(tmp_path):
     """The other recorder, below torch.distributed, while a real model trains on the meta tier."""
-    sizes = "world_size=4 pp=4 vpp=2".split()
-    words = [f"parallel.{size}" for size in sizes] + ["model.num_layers=8", "prism.tier=meta"]
-    words += ["train.global_batch_size=32", "train.iterations=1", "-o", str(tmp_path / "a")]
+    words = "world_size=4 pp=4 vpp=2 num_layers=8 prism.tier=meta".split()
+    words += ["global_batch_size=32", "train_iters=1", "-o", str(tmp_path / "a")]
     command = [sys.executable, "-m", "megatron_prism", "capture", "tiny-gpt_1cpu", *words]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     real = open_programs(str(tmp_path / "a"))

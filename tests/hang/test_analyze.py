@@ -257,7 +257,7 @@ def test_the_command_prints_one_json_object(tmp_path, capsys):
         (["{ring}", "--confirm"], "--confirm runs real code"),
         (["--dumps", ""], "name dumps or programs"),
         (["--dumps", "x", "--programs", "y", "--recipe", "z"], "or add --confirm"),
-        (["--dumps", "x", "model.num_layers=4"], "of which recipe?"),
+        (["--dumps", "x", "num_layers=4"], "does not go with --dumps"),
         (["--dumps", "x", "-o", "y"], "-o y does not go with --dumps"),
         (["fault=drop@rank=1"], "fix: prism hang DIR fault=drop@rank=1"),
         (["{ring}", "--html", "{ring}"], "is not overwritten"),

@@ -169,7 +169,7 @@ def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):
     """Two processes of Megatron capture the world, a third is the suspect; all from the recipe."""
     pytest.importorskip("megatron.core")
     name, folder = "guard-gpt_16gpu_tp2pp2vp2_h200", str(tmp_path / "w")
-    other = "model.num_layers=4"
+    other = "num_layers=4"
     assert cli.main(["capture", name, other, "-o", folder]) == 0
     words = ["hang", folder, "fault=gil@rank=5,group=tp,nth=40", "-o", str(tmp_path / "d")]
     assert cli.main(words) == 1

@@ -375,7 +375,7 @@ HOST = {
 WORDS_OF_COMMANDS = [
     "1.5 GiB", "412us", "400Gbit/s", "70.6B", "NCCL_ALGO=Ring NCCL_PROTO=^LL", "pp=1,tp=0", "0-3,7",
     "any:1", "rails", "fat-tree:2", "expandable_segments:True,max_split_size_mb:64",
-    "roundup_power2_divisions:[256:1,512:2,>:4]", "train.lr=1e-4", "model.num_layers=4",
+    "roundup_power2_divisions:[256:1,512:2,>:4]", "lr=1e-4", "num_layers=4",
     '{"given":{"--a":"1"},"others":{}}',
 ]  # fmt: skip
 FAULTS = [

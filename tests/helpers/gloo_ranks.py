@@ -221,8 +221,8 @@ def run(recipe, rank, store_file):
     monitor = TrainingMonitor()
     tier = tiers.prepare("cpu", ProcessChanges())
     job = RankJob(recipe, monitor, tier, lambda kind, **fields: None)
-    for iteration in range(recipe.train.iterations):
-        if iteration == recipe.train.iterations - 1:
+    for iteration in range(recipe.train_iters):
+        if iteration == recipe.train_iters - 1:
             LIST["on"] = True
         job.iterate(iteration)
     LIST.clear()

@@ -21,10 +21,10 @@ from megatron_prism.sweep.layout import RecipeLayout
 STORED = Path(__file__).parents[1] / "golden" / "slices"
 JOBS = ("cp2", "dense_pp2", "fp8_tp2", "interleaved", "moe_ep2")
 MACHINE = "machine=h100"
-TINY = ("model.num_layers=4", "model.hidden_size=256", "model.num_attention_heads=4",
-        "model.seq_length=128", "model.vocab_size=1024", "parallel.tp=1", "train.bf16=true",
-        "train.use_distributed_optimizer=true", "train.data=mock", "train.micro_batch_size=1",
-        "train.global_batch_size=64", "parallel.world_size=64", "prism.tier=meta")  # fmt: skip
+TINY = ("num_layers=4", "hidden_size=256", "num_attention_heads=4",
+        "seq_length=128", "vocab_size=1024", "tp=1", "bf16=true",
+        "use_distributed_optimizer=true", "data_path=null", "micro_batch_size=1",
+        "global_batch_size=64", "world_size=64", "prism.tier=meta")  # fmt: skip
 ABOUT: dict[str, list[str]] = {}  # what-if -> tests
 
 
@@ -83,9 +83,7 @@ def fresh(*settings, dp=2, microbatches=4, rank=None):
 
     rank : which rank of each stage is captured, counted from its first
     """
-    sizes = recipes.load("tiny-gpt_1cpu", [*TINY, *settings]).parallel
-    size = sizes.tp * sizes.pp * sizes.cp * dp
-    of_size = f"parallel.world_size={size}", f"train.global_batch_size={dp * microbatches}"
+    of_size = f"dp={dp}", f"global_batch_size={dp * microbatches}"
     layout = RecipeLayout(recipes.load("tiny-gpt_1cpu", [*TINY, *settings, *of_size]))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

@@ -25,24 +25,24 @@ HERE = Path(__file__).parent
 from helpers import forks  # noqa: E402
 
 BASE = """
-    parallel.world_size=8 train.data=mock train.iterations=2 train.micro_batch_size=1
-    model.num_layers=4 model.hidden_size=32 model.ffn_hidden_size=64 model.num_attention_heads=4
-    model.seq_length=16 model.vocab_size=100 prism.tier=cpu
+    world_size=8 data_path=null train_iters=2 micro_batch_size=1
+    num_layers=4 hidden_size=32 ffn_hidden_size=64 num_attention_heads=4
+    seq_length=16 vocab_size=100 prism.tier=cpu
 """.split()
 JOBS = {
     "tp2 pp2 dp2, distributed optimizer": """
-        parallel.tp=2 parallel.pp=2 train.use_distributed_optimizer=true
-        train.overlap_grad_reduce=true train.overlap_param_gather=true train.global_batch_size=8
-        model.hidden_dropout=0.1
+        tp=2 pp=2 use_distributed_optimizer=true
+        overlap_grad_reduce=true overlap_param_gather=true global_batch_size=8
+        hidden_dropout=0.1
     """,
     "pp2 vpp2 dp4 ep2, experts": """
-        parallel.pp=2 parallel.vpp=2 parallel.ep=2 train.global_batch_size=16
-        model.num_experts=4 model.moe_expert_capacity_factor=1.0
-        model.moe_pad_expert_input_to_capacity=true model.moe_aux_loss_coeff=0.01
+        pp=2 vpp=2 ep=2 global_batch_size=16
+        num_experts=4 moe_expert_capacity_factor=1.0
+        moe_pad_expert_input_to_capacity=true moe_aux_loss_coeff=0.01
     """,
     "tp2 cp2 pp2, sequence parallel": """
-        parallel.tp=2 parallel.cp=2 parallel.pp=2 parallel.sequence_parallel=true
-        train.global_batch_size=2 model.num_layers=2
+        tp=2 cp=2 pp=2 sequence_parallel=true
+        global_batch_size=2 num_layers=2
     """,
 }
 RECIPES = {name: recipes.load("tiny-gpt_1cpu", [*BASE, *words.split()])

@@ -69,9 +69,9 @@ def test_a_prediction_without_variation_is_the_replay(worlds, name):
 def flops_of(recipe):
     """Forward and backward of every matrix product: 6 per weight and token, and causal flash
     attention's 2 s h forward and 5 s h backward per token and layer."""
-    m = recipe.model
-    h, tokens = m.hidden_size, recipe.train.global_batch_size * m.seq_length
-    layer = 2 * h * h + 2 * h * recipe.num_query_groups * recipe.kv_channels
+    m = recipe
+    h, tokens = m.hidden_size, recipe.global_batch_size * m.seq_length
+    layer = 2 * h * h + 2 * h * recipe.groups * recipe.head_size
     gated = 3 if m.swiglu else 2
     if m.num_experts:
         layer += m.moe_router_topk * gated * h * m.moe_ffn_hidden_size + h * m.num_experts
@@ -81,7 +81,7 @@ def flops_of(recipe):
     weights = m.num_layers * layer + recipe.padded_vocab_size * h
     # fused kernels do half of the square, backward one product more; in fp32 Transformer Engine has
     # its unfused attention alone, which does all of it
-    attention = 7 if recipe.train.bf16 else 12
+    attention = 7 if recipe.bf16 else 12
     return 6 * tokens * weights + attention * tokens * m.num_layers * m.seq_length * h
 
 
@@ -97,7 +97,7 @@ def test_all_ranks_together_do_the_flops_of_the_model(worlds, name):
 @pytest.mark.parametrize("name", [n for n in RECIPES if RECIPES[n].world.pp > 1])
 def test_every_chunk_boundary_is_crossed_both_ways(worlds, name):
     recipe, made = RECIPES[name], world_of(worlds, name)
-    chunks, stages = recipe.parallel.vpp or 1, recipe.world.pp
+    chunks, stages = recipe.world.vpp or 1, recipe.world.pp
     for program in made.programs.programs:
         stage = recipe.world.coordinates(program.rank).pp
         crossings = recipe.num_microbatches * (2 * chunks - (stage in (0, stages - 1)))
@@ -123,7 +123,7 @@ def test_every_gradient_is_reduced_once(worlds, name):
             and op.num_in > 1
         )  # fmt: skip
         parameters = PARAMETERS[name, program.rank]
-        if recipe.train.use_distributed_optimizer:  # its buckets are padded
+        if recipe.use_distributed_optimizer:  # its buckets are padded
             assert parameters <= reduced <= parameters * 1.1 + 100_000
         else:
             assert reduced == parameters

@@ -74,7 +74,7 @@ def ours():
 
 
 def emulate(tier, rank, *settings):
-    made = recipe.load("tiny-gpt_1cpu", [f"prism.tier={tier}", "train.iterations=2", *settings])
+    made = recipe.load("tiny-gpt_1cpu", [f"prism.tier={tier}", "train_iters=2", *settings])
     with Session() as session:
         summary = rank_job.run(session, made, rank, lambda *_, **__: None)
         inside = found()
@@ -84,10 +84,10 @@ def emulate(tier, rank, *settings):
 exec(sys.argv[1])
 """
 
-SECOND = """emulate("cpu", 5, "parallel.world_size=8", "parallel.tp=4")"""
+SECOND = """emulate("cpu", 5, "world_size=8", "tp=4")"""
 TWICE = f"""
 before = found()
-one, inside = emulate(*FIRST, "parallel.world_size=4", "parallel.tp=2", "parallel.pp=2")
+one, inside = emulate(*FIRST, "world_size=4", "tp=2", "pp=2")
 first = found()
 other, _ = {SECOND}
 after = found()
@@ -108,7 +108,7 @@ def broken(job, number):
         raise MemoryError
 RankJob.iterate = broken
 try:
-    emulate("meta", 1, "parallel.world_size=4", "parallel.tp=2", "parallel.pp=2")
+    emulate("meta", 1, "world_size=4", "tp=2", "pp=2")
 except MemoryError:
     print(json.dumps({"after": differences(before, found()), "ours": ours()}))
 """
@@ -123,7 +123,7 @@ def run(code):
 FIRST = {
     "cpu": ("cpu", 1),
     "meta": ("meta", 1),
-    "virtual engine": ("meta", 1, "prism.transformer_impl=transformer_engine", "train.bf16=true"),
+    "virtual engine": ("meta", 1, "transformer_impl=transformer_engine", "bf16=true"),
 }
 
 

@@ -14,7 +14,7 @@ ROUTED = {**DENSE, "--num-experts": "8"}
     ("settings", "words"),
     [
         (DENSE, []),
-        ({"model.num_experts": "8"}, ["routing"]),
+        ({"num_experts": "8"}, ["routing"]),
         (ROUTED, ["routing"]),
         ({**ROUTED, "--moe-pad-expert-input-to-capacity": ""}, []),
         ({**DENSE, "--cross-entropy-loss-fusion": ""}, []),
@@ -23,7 +23,7 @@ ROUTED = {**DENSE, "--num-experts": "8"}
         ({**DENSE, "--cuda-graph-impl": "none"}, []),
         ({**DENSE, "--exp-avg-dtype": "bfloat16"}, []),
         ({**DENSE, "--fp8-recipe": "mxfp8"}, ["mxfp8"]),
-        ({**DENSE, "train.fp8": "mxfp8"}, ["mxfp8"]),
+        ({**DENSE, "fp8": "hybrid", "fp8_recipe": "mxfp8"}, ["mxfp8"]),
         ({**DENSE, "--fp8-recipe": "blockwise"}, []),
         ({**DENSE, "--tp-comm-overlap": ""}, ["--tp-comm-overlap"]),
         ({**DENSE, "--enable-cuda-graph": ""}, ["CUDA graphs"]),

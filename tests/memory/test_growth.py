@@ -286,9 +286,9 @@ KEEPER = """
 
     sys.meta_path.insert(0, Finder())
 """
-SMALL = ["prism.tier=meta", "train.bf16=true", "train.data=mock", "parallel.world_size=2",
-         "model.hidden_size=512", "model.num_attention_heads=8", "model.num_layers=2",
-         "train.global_batch_size=4", "train.micro_batch_size=1"]  # fmt: skip
+SMALL = ["prism.tier=meta", "bf16=true", "data_path=null", "world_size=2",
+         "hidden_size=512", "num_attention_heads=8", "num_layers=2",
+         "global_batch_size=4", "micro_batch_size=1"]  # fmt: skip
 
 
 @pytest.fixture
@@ -312,12 +312,12 @@ def captured(server, folder, *settings):
 
 
 REAL = {
-    "bf16 gradients": ["train.grad_reduce_in_fp32=false", "train.use_distributed_optimizer=false"],
-    "sharded": ["train.grad_reduce_in_fp32=false", "train.use_distributed_optimizer=true"],
-    "overlapped": ["train.grad_reduce_in_fp32=false", "train.use_distributed_optimizer=true",
-                   "train.overlap_grad_reduce=true", "train.overlap_param_gather=true"],
-    "fp32": ["train.bf16=false"],
-    "recomputed": ["train.grad_reduce_in_fp32=false", "train.recompute_granularity=selective"],
+    "bf16 gradients": ["grad_reduce_in_bf16=true", "use_distributed_optimizer=false"],
+    "sharded": ["grad_reduce_in_bf16=true", "use_distributed_optimizer=true"],
+    "overlapped": ["grad_reduce_in_bf16=true", "use_distributed_optimizer=true",
+                   "overlap_grad_reduce=true", "overlap_param_gather=true"],
+    "fp32": ["bf16=false"],
+    "recomputed": ["grad_reduce_in_bf16=true", "recompute_granularity=selective"],
 }  # fmt: skip
 
 
@@ -337,8 +337,8 @@ def test_ten_planted_leaks_of_one_job_are_named(tmp_path, monkeypatch, request):
     (tmp_path / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     server = request.getfixturevalue("server")
-    program = captured(server, tmp_path / "s", "train.grad_reduce_in_fp32=false",
-                       "train.use_distributed_optimizer=true")  # fmt: skip
+    program = captured(server, tmp_path / "s", "grad_reduce_in_bf16=true",
+                       "use_distributed_optimizer=true")  # fmt: skip
     left = peaks.growth(program)
     rows = program.history[np.flatnonzero(program.history[:, 0] == BEGUN)[-1] :]
     sizes = rows[rows[:, 1] > 0, 1]

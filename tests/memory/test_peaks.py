@@ -137,16 +137,16 @@ def test_a_slice_without_allocations_is_refused():
 
 # -- a real job, with no GPU ----------------------------------------------------------------------
 UNEVEN = [  # 1,024 GPUs; the last of four stages has 8 of 14 layers
-    "parallel.world_size=1024",
-    "parallel.pp=4",
-    "parallel.vpp=null",
-    "parallel.num_layers_in_first_pipeline_stage=2",
-    "parallel.num_layers_in_last_pipeline_stage=8",
-    "model.num_layers=14",
-    "model.hidden_size=1024",
-    "model.ffn_hidden_size=2048",
-    "model.seq_length=512",
-    "train.global_batch_size=1024",
+    "world_size=1024",
+    "pp=4",
+    "vpp=null",
+    "decoder_first_pipeline_num_layers=2",
+    "decoder_last_pipeline_num_layers=8",
+    "num_layers=14",
+    "hidden_size=1024",
+    "ffn_hidden_size=2048",
+    "seq_length=512",
+    "global_batch_size=1024",
 ]
 HOARDER = """
 import importlib.machinery, os, sys

@@ -142,12 +142,11 @@ def test_what_is_recomputed_already_is_kept_in_the_words():
     words = [one.words for one in remedies.remedies(program, biased)]
     assert any(one.endswith("core_attn") for one in words)
     assert not any("mlp" in one for one in words)
-    settings = job_settings.as_text({"train.recompute_granularity": "selective",
-                                     "model.add_bias_linear": "false"})  # fmt: skip
-    assert (
-        "train.recompute_granularity=selective 'model.extra.recompute_modules=[core_attn,mlp]'"
-        in [one.words for one in remedies.remedies(program, {"settings": settings})]
-    )
+    settings = job_settings.as_text({"recompute_granularity": "selective",
+                                     "add_bias_linear": "false"})  # fmt: skip
+    assert "recompute_granularity=selective 'recompute_modules=core_attn mlp'" in [
+        one.words for one in remedies.remedies(program, {"settings": settings})
+    ]
 
 
 def test_a_remedy_below_a_percent_is_none():
@@ -156,15 +155,15 @@ def test_a_remedy_below_a_percent_is_none():
 
 
 # -- real jobs, with no GPU ------------------------------------------------------------------------
-SMALL = ["prism.tier=meta", "train.bf16=true", "train.data=mock", "parallel.world_size=2",
-         "parallel.pp=2", "model.hidden_size=512", "model.num_attention_heads=8",
-         "model.num_layers=8", "model.seq_length=1024", "train.global_batch_size=4",
-         "train.micro_batch_size=1", "train.use_distributed_optimizer=true",
-         "model.add_bias_linear=false"]  # fmt: skip
+SMALL = ["prism.tier=meta", "bf16=true", "data_path=null", "world_size=2",
+         "pp=2", "hidden_size=512", "num_attention_heads=8",
+         "num_layers=8", "seq_length=1024", "global_batch_size=4",
+         "micro_batch_size=1", "use_distributed_optimizer=true",
+         "add_bias_linear=false"]  # fmt: skip
 KINDS = {
-    "local": ["prism.transformer_impl=local"],
+    "local": ["transformer_impl=local"],
     "flash": [],
-    "engine": ["prism.transformer_impl=transformer_engine"],
+    "engine": ["transformer_impl=transformer_engine"],
 }
 
 

@@ -124,12 +124,12 @@ store = SliceStore(Path(folder), recipe.world, {})
 recipe_rank.run(Session(), recipe, 0, lambda *a, **k: None, store)
 """
 MOE = """
-model.num_experts=8 model.moe_router_topk=2 model.moe_ffn_hidden_size=512 model.seq_length=512
-model.max_position_embeddings=512 parallel.ep=4 train.micro_batch_size=4 train.global_batch_size=64
-model.num_layers=4 train.iterations=2
+num_experts=8 moe_router_topk=2 moe_ffn_hidden_size=512 seq_length=512
+max_position_embeddings=512 ep=4 micro_batch_size=4 global_batch_size=64
+num_layers=4 train_iters=2
 """.split()
 FULL = """
-train.recompute_granularity=full train.recompute_method=uniform train.recompute_num_layers=1
+recompute_granularity=full recompute_method=uniform recompute_num_layers=1
 """.split()
 
 

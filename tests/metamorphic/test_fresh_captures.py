@@ -10,12 +10,12 @@ pytestmark = [MEGATRON, pytest.mark.slow]
 
 LAYOUTS = {
     "dense": (),
-    "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true"),
-    "pp2": ("parallel.pp=2",),
-    "fp32": ("train.bf16=false",),
-    "whole": ("train.use_distributed_optimizer=false",),
-    "moe": ("model.num_experts=4", "parallel.ep=2"),
-    "overlap": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),
+    "tp2": ("tp=2", "sequence_parallel=true"),
+    "pp2": ("pp=2",),
+    "fp32": ("bf16=false",),
+    "whole": ("use_distributed_optimizer=false",),
+    "moe": ("num_experts=4", "ep=2"),
+    "overlap": ("overlap_grad_reduce=true", "overlap_param_gather=true"),
 }
 
 
@@ -51,6 +51,6 @@ def test_whichever_rank_of_a_stage_is_captured(layout):
 
 
 def test_memory_of_a_job_is_that_of_longer_runs():
-    short, long = (fresh(f"train.iterations={n}") for n in (2, 5))
+    short, long = (fresh(f"train_iters={n}") for n in (2, 5))
     assert [top for top, _ in memory(long)] == [top for top, _ in memory(short)]
     assert ns(long, MACHINE) == ns(short, MACHINE)

@@ -177,7 +177,7 @@ def test_a_scaled_world_is_the_world_built_at_that_size(dp):
 
 
 # (elements of all, of one rank) of the buckets of Llama-3-8B, tp 4, by data-parallel ranks (cp 2):
-# prism capture llama3-8b_64gpu_tp4cp2_h200 parallel.world_size=8, 16, 24, 64; megatron-core 0.16.1
+# prism capture llama3-8b_64gpu_tp4cp2_h200 world_size=8, 16, 24, 64; megatron-core 0.16.1
 BUCKETS = {
     2: [(131596288, 65798144), (44044288, 22022144), (54534144, 27267072), (142090240, 71045120)],
     4: [(131596288, 32899072), (44044288, 11011072), (54534144, 13633536), (142090240, 35522560)],
@@ -266,14 +266,14 @@ def test_factors_that_nobody_means_are_refused(factor):
             [
                 "16 ranks",
                 "slices of ranks 0,8,",
-                "tiny-gpt_1cpu -o DIR parallel.tp=4 parallel.world_size=16",
+                "tiny-gpt_1cpu -o DIR tp=4 world_size=16",
             ],
         ),
-        (["pp=4", "dp=4"], ["32 ranks", "0-24:8", "parallel.pp=4"]),
-        (["vpp=2"], ["8 ranks", "0,4,", "parallel.vpp=2"]),
+        (["pp=4", "dp=4"], ["32 ranks", "0-24:8", "pp=4"]),
+        (["vpp=2"], ["8 ranks", "0,4,", "vpp=2"]),
         (
             ["pp=1", "dp=4", "microbatches=8"],
-            ["slices of rank 0", "world_size=8 train.global_batch_size=N (8 microbatches)"],
+            ["slices of rank 0", "world_size=8 global_batch_size=N (8 microbatches)"],
         ),
     ],
 )

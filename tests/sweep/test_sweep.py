@@ -22,10 +22,10 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.sweep import evaluate
 from megatron_prism.sweep.space import SweepPoint
 
-TINY = ["model.num_layers=4", "model.hidden_size=64", "model.num_attention_heads=4",
-        "model.seq_length=64", "model.vocab_size=256", "train.global_batch_size=384",
-        "parallel.world_size=8", "parallel.tp=1", "train.bf16=true",
-        "train.use_distributed_optimizer=true", "train.data=mock"]  # fmt: skip
+TINY = ["num_layers=4", "hidden_size=64", "num_attention_heads=4",
+        "seq_length=64", "vocab_size=256", "global_batch_size=384",
+        "world_size=8", "tp=1", "bf16=true",
+        "use_distributed_optimizer=true", "data_path=null"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_the_same_sweep_again_evaluates_nothing_and_says_the_same(recipe, folder
 def test_what_follows_from_a_shorter_capture_is_what_a_capture_says(recipe, folder, tmp_path, pp):
     axes = [f"pp={pp}", "global_batch_size=192"]
     found = prism.sweep(recipe, axes, folder, limit=8 << 30, workers=1)
-    settings = [*TINY, f"parallel.pp={pp}", "train.global_batch_size=192", "prism.tier=meta"]
+    settings = [*TINY, f"pp={pp}", "global_batch_size=192", "prism.tier=meta"]
     whole = prism.capture(recipes.load("tiny-gpt_1cpu", settings), tmp_path / "exact")
     assert found.rows[0].result["iteration_ns"] == prism.replay(whole, machine="h200").iteration_ns
     assert "microbatches instead of" in found.rows[0].result["provenance"]
@@ -189,8 +189,8 @@ def test_what_follows_from_a_shorter_capture_is_what_a_capture_says(recipe, fold
 @pytest.mark.slow
 def test_memory_of_a_point_is_that_of_its_capture_on_every_machine(recipe, tmp_path):
     axes, out = ["pp=2", "global_batch_size=32"], tmp_path / "sweep"
-    settings = [*TINY, "parallel.pp=2", "train.global_batch_size=32", "prism.tier=meta",
-                "train.iterations=2"]  # fmt: skip
+    settings = [*TINY, "pp=2", "global_batch_size=32", "prism.tier=meta",
+                "train_iters=2"]  # fmt: skip
     whole = prism.capture(recipes.load("tiny-gpt_1cpu", settings), tmp_path / "exact")
     most = max(prism.peak_memory(whole).classes.values(), key=lambda one: one["peak_device"])
     for machine in ("h200", "h100", "b200"):

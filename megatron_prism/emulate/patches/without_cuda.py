@@ -204,7 +204,7 @@ def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
         ("FP4 is Transformer Engine's on a GPU; the virtual one has none",
          f"leave out --fp4-format, {cuda}"): getattr(config, "fp4", None),
         ("FP8 without a GPU is shapes and bytes, not values",
-         "use --prism-tier meta; or leave out --fp8-format (a recipe's train.fp8), and what is "
+         "use --prism-tier meta; or leave out --fp8-format (a recipe's fp8), and what is "
          f"reported is bf16's; {cuda}"): fp8 and not meta,
         (f"FP8 recipe {getattr(recipe, 'value', recipe)} has no stand-in without a GPU",
          f"one of {', '.join(_RECIPES)}, {cuda}"): fp8 and other,
