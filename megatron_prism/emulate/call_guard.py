@@ -32,6 +32,7 @@ from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Program
+    from megatron_prism.emulate.session import Run, Session
     from megatron_prism.graph.stall import StalledJob
     from megatron_prism.hang.fault_planting import FaultedCall
 
@@ -232,12 +233,14 @@ def _text(op: Op) -> str:
 _LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
 
 
-def make_guard(options: Any, tier: Any, store: Any, monitor: Any) -> CallGuard:
-    """The guard that ``options.hang`` asks for; prints what is wrong on purpose."""
-    guard = CallGuard(options, options.hang, tier, store)
-    guard.steps = lambda: monitor.iterations
+def add_to(run: Run, session: Session) -> None:
+    """Guard the calls as ``run.options.hang`` asks; prints what is wrong on purpose."""
+    guard = CallGuard(run.options, run.options.hang, run.tier, run.store)
+    guard.steps = lambda: run.monitor.iterations
     sys.stderr.write(guard.banner())
-    return guard
+    run.on_arguments.append(guard.is_of)
+    run.calls += (guard,)
+    run.training += (guard,)
 
 
 class CallGuard(LabelledCalls):

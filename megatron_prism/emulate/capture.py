@@ -18,7 +18,7 @@ import dataclasses
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,12 +31,16 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS, Origin, SliceStore
 from megatron_prism.core.world import World
-from megatron_prism.emulate import job_arguments, nvlink_keepalive
+from megatron_prism.emulate import exit_status, job_arguments, nvlink_keepalive, workers
 from megatron_prism.memory import routing
 from megatron_prism.replay.costs.host import HostIndex
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
+
+if TYPE_CHECKING:
+    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.workers import Emit
 
 
 def source_of(
@@ -88,6 +92,59 @@ def first_recorded(wanted: int) -> int:
     if wanted <= 2:
         return wanted
     return max(2, wanted - KEPT, min(WARM, wanted - FEW))
+
+
+def add_to(run: Run, session: Session) -> None:
+    """Record an iteration of this rank, to be kept when the job has trained."""
+    import torch
+
+    options, tier = run.options, run.tier
+    emit = workers.emitter()
+    if emit is None:
+        check_free(options.capture, options.rank, options.force)
+    device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
+    source = source_of(run.version, tier.name, device, options.pace, options.engine_release)
+    capture = StockCapture(options, tier, source, run.monitor, run.pace)
+    session.changes.on_undo(capture.changes.undo)
+    run.on_arguments.append(capture.is_of)
+    run.training += (capture,)
+    run.places.append(capture.store.path(options.rank))
+    if emit is not None:
+        reported = _Reported(run, capture, emit)
+        run.on_arguments.append(reported.exit_if_captured)
+        run.training += (reported,)
+
+
+class _Reported(TrainingListener):
+    """Tells the process that started this one to capture a rank how far it is."""
+
+    def __init__(self, run: Run, capture: StockCapture, emit: Emit) -> None:
+        self.run, self.capture, self.emit = run, capture, emit
+        self.of = 1  # forwards and backwards, of all iterations and chunks
+        run.monitor.on_step = self._stepped
+        run.monitor.on_note = lambda text: emit("note", text=text)
+
+    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
+        self.of = 2 * wanted * len(model or (1,))
+
+    def _stepped(self, done: int) -> None:
+        total = self.of * self.run.monitor.microbatches()
+        self.emit("step", done=min(done, total), total=total)
+
+    def finished(self) -> None:
+        self.report(self.capture.recorded() + self.capture.remarks())
+
+    def report(self, text: str) -> None:
+        """Give the result: that the slice is there, and ``text`` about it."""
+        live = self.run.tier.live
+        peak = None if live is None else live.high.bytes
+        self.emit("result", result={"rank": self.run.options.rank, "said": text, "peak": peak})
+
+    def exit_if_captured(self, _: str) -> None:
+        """The job's arguments are those of the slice that is there already: that is all."""
+        if self.capture.store.path(self.run.options.rank).exists():
+            self.report("is there already")
+            exit_status.leave(0)
 
 
 def check_free(folder: Path, rank: int, force: bool) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.utils.hooks import RemovableHandle
 
+    from megatron_prism.emulate.session import Run, Session
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.owners import Models
@@ -50,6 +51,27 @@ _KEPT = 10  # calls before the one where it stands
 _LISTED = 16  # members of a group
 # frames in which pdb never stops; the last wraps functions of torch that are deprecated
 _SKIPPED = ["megatron_prism.*", "torch.*", "contextlib", "typing_extensions"]
+
+
+def add_to(run: Run, session: Session) -> None:
+    """Stop this rank at a call, if it is the one that is meant, or at an operator's result."""
+    options, world, tier = run.options, run.options.world, run.options.tier
+    if options.stop is not None:
+        breakpoint = Breakpoint.parse(options.stop)
+        named = breakpoint.select.rank
+        ranks = world.select(named) if named else options.ranks[:1]
+        if not set(ranks) & set(options.ranks):
+            raise UsageError(f"--prism-break {options.stop!r}: rank {ranks[0]} has no process here",
+                             fix=f"--prism-ranks {ranks[0]}")  # fmt: skip
+        if options.rank in ranks:
+            at = debugger_at(options.debugger)
+            made = Debugger(breakpoint, at, options.rank, world, options.values, tier)
+            run.calls += (made,)
+            run.training += (made,)
+    if options.watch is not None:
+        watch = ValueWatch(options.watch, tier, options.debugger)
+        session.changes.on_undo(watch.stop)
+        run.training += (watch,)
 
 
 @dataclass(frozen=True)

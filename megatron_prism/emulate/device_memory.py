@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -94,6 +94,17 @@ def connected_by(tally: TrafficCounter) -> tuple[Communicator, ...]:
     for group, size, op, distance, batched in tally.ways():
         used.add(group, size, op, 0, distance, batched)
     return used.all()
+
+
+def add_to(run: Any, session: object) -> None:  # a Run, whose module imports this one
+    """Hold an NCCL reserve, and watch the allocator, as ``run.options`` ask."""
+    held = run.tally = reserve_from_options(run.options)
+    if held is not None:
+        run.monitor.held = lambda: held.held
+    run.memory = watch_from_options(run.options)
+    if run.memory is not None:
+        run.training += (run.memory,)
+        run.places.append(run.memory.path.with_suffix(""))
 
 
 def reserve_from_options(options: Options) -> NcclReserve | None:

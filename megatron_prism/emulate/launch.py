@@ -13,30 +13,26 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.bare_engine import hide_bare_engine
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
-from megatron_prism.core.files import check_writable, claimed
+from megatron_prism.core.files import claimed
 from megatron_prism.core.megatron_source import TESTED, UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
 from megatron_prism.core.units import counted
-from megatron_prism.emulate import exit_status, launchers, workers
+from megatron_prism.emulate import exit_status, launchers
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.job_line import job_of
 from megatron_prism.emulate.launch_line import split_line
 from megatron_prism.emulate.options import queues, without_engine
 from megatron_prism.emulate.session import Session
-from megatron_prism.emulate.workers import Emit
-from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.capture import StockCapture
-    from megatron_prism.emulate.debugger import Debugger, ValueWatch
     from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.payloads import PayloadRecorder, PayloadReplayer
     from megatron_prism.emulate.session import Run
     from megatron_prism.runtime.virtual_world import VirtualWorld
 
@@ -201,41 +197,21 @@ def attach(options: flags.Options, session: Session) -> Any:
     return context
 
 
-class _Reported(TrainingListener):
-    """Tells the process that started this one to capture a rank how far it is."""
-
-    def __init__(self, run: Run, capture: StockCapture, emit: Emit) -> None:
-        self.run, self.capture, self.emit = run, capture, emit
-        self.of = 1  # forwards and backwards, of all iterations and chunks
-        run.monitor.on_step = self._stepped
-        run.monitor.on_note = lambda text: emit("note", text=text)
-
-    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
-        self.of = 2 * wanted * len(model or (1,))
-
-    def _stepped(self, done: int) -> None:
-        total = self.of * self.run.monitor.microbatches()
-        self.emit("step", done=min(done, total), total=total)
-
-    def finished(self) -> None:
-        self.report(self.capture.recorded() + self.capture.remarks())
-
-    def report(self, said: str) -> None:
-        """Give the result: that the slice is there, and ``said`` of it."""
-        live = self.run.tier.live
-        peak = None if live is None else live.high.bytes
-        self.emit("result", result={"rank": self.run.options.rank, "said": said, "peak": peak})
-
-    def is_there(self, _: str) -> None:
-        """The job's arguments are those of the slice that is there already: that is all."""
-        if self.capture.store.path(self.run.options.rank).exists():
-            self.report("is there already")
-            exit_status.leave(0)
+# Modules of ``emulate`` in the order in which they are told of the training, each with the options
+# that ask for it.  Its ``add_to(run, session)`` adds listeners, places to write and checks.
+_FEATURES = (
+    ("summary", ("out",)),
+    ("pace", ("pace", "slow")),
+    ("debugger", ("stop", "watch")),
+    ("call_guard", ("hang",)),
+    ("payloads", ("record", "payload", "recorded")),
+    ("device_memory", ("memory", "reserve_nccl")),
+    ("capture", ("capture",)),
+)
 
 
 def build_run(options: flags.Options, session: Session) -> Run:
     """Prepare tier, environment and listeners for ``options``; raises as ``attach``."""
-    from megatron_prism.emulate import capture as stock_capture
     from megatron_prism.emulate import summary
     from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.session import Run
@@ -244,10 +220,6 @@ def build_run(options: flags.Options, session: Session) -> Run:
 
     version = _check_version()
     Values(options.values)  # a bad policy is bad usage now, not a failed job later
-    if options.out is not None and options.process == 0:
-        summary.check_free(options.out, options.force)
-    if options.capture is not None and workers.emitter() is None:
-        stock_capture.check_free(options.capture, options.rank, options.force)
     engine = not (options.tier == "meta" and without_engine())
     tier = tiers.prepare(
         options.tier,
@@ -262,170 +234,19 @@ def build_run(options: flags.Options, session: Session) -> Run:
         session.changes.set_item(os.environ, name, text)
     _check_devices(options)
     store = _shared_store(options)
-    pace = _pace(options, version, store) if options.pace or options.slow else None
     variables = {"RANK": str(options.rank), "WORLD_SIZE": str(options.world.size)}
     for name, text in variables.items():
         session.changes.set_item(os.environ, name, text)
     monitor = TrainingMonitor(tier.live, shapes_only=tier.name == "meta")
-    run = Run(options, tier, monitor, version=version, store=store, pace=pace)
-    _add_listeners(run, session)
+    monitor.who = f"rank {options.rank} ({summary.coordinates(options)})"
+    run = Run(options, tier, monitor, version=version, store=store)
     session.changes.on_undo(run.claims.close)
-    for place in _places(options):
+    for name, fields in _FEATURES:
+        if any(getattr(options, field) for field in fields):
+            import_module(f"megatron_prism.emulate.{name}").add_to(run, session)
+    for place in run.places:
         run.claims.enter_context(claimed(place))
     return run
-
-
-def _places(options: flags.Options) -> Iterator[Path]:
-    """What this process will write when the job has trained."""
-    if options.out is not None and options.process == 0:
-        yield options.out
-    if options.capture is not None:
-        yield options.capture / f"slice-{options.rank:06d}.prism"
-    for folder in (options.record, options.memory):
-        if folder is not None:
-            yield folder / f"rank-{options.rank:06d}"
-
-
-def _add_listeners(run: Run, session: Session) -> None:
-    """What ``run.options`` ask for beside the training itself, in the order of being told."""
-    from megatron_prism.emulate import call_guard, device_memory, summary
-
-    options, monitor = run.options, run.monitor
-    if run.pace is not None:
-        run.training += (run.pace,)
-    guards: tuple[call_guard.CallGuard, ...] = ()
-    if options.hang is not None:
-        made = call_guard.make_guard(options, run.tier, run.store, monitor)
-        guards = (made,)
-        run.on_arguments.append(made.is_of)
-    monitor.who = f"rank {options.rank} ({summary.coordinates(options)})"
-    run.memory = device_memory.watch_from_options(options)
-    held = run.tally = device_memory.reserve_from_options(options)
-    if held is not None:
-        monitor.held = lambda: held.held
-    run.recording = _recording(options)
-    payloads = _payloads(options)
-    observers = () if run.recording is None else (run.recording,)
-    debugger = _debugger(options)
-    run.calls = (*debugger, *guards, *payloads, *observers)
-    memory = () if run.memory is None else (run.memory,)
-    watch = _watch(run, session)
-    run.training += (*debugger, *guards, *payloads, *memory, *_capture(run, session), *watch)
-    run.training += observers
-    told = (run.recording, run.pace, *payloads)
-    run.on_arguments += [one.is_of for one in told if one is not None]
-
-
-def _debugger(options: flags.Options) -> tuple[Debugger, ...]:
-    """Who stops this rank at a call, if asked and if it is the rank that is meant."""
-    if options.stop is None:
-        return ()
-    from megatron_prism.emulate import debugger
-
-    breakpoint = debugger.Breakpoint.parse(options.stop)
-    world, tier = options.world, options.tier
-    named = breakpoint.select.rank
-    ranks = world.select(named) if named else options.ranks[:1]
-    if not set(ranks) & set(options.ranks):
-        raise UsageError(f"--prism-break {options.stop!r}: rank {ranks[0]} has no process here",
-                         fix=f"--prism-ranks {ranks[0]}")  # fmt: skip
-    rank = options.rank
-    if rank not in ranks:
-        return ()
-    at = debugger.debugger_at(options.debugger)
-    return (debugger.Debugger(breakpoint, at, rank, world, options.values, tier),)
-
-
-def _watch(run: Run, session: Session) -> tuple[ValueWatch, ...]:
-    """Who looks at the result of every operator, if asked."""
-    if run.options.watch is None:
-        return ()
-    from megatron_prism.emulate.debugger import ValueWatch
-
-    watch = ValueWatch(run.options.watch, run.tier.name, run.options.debugger)
-    session.changes.on_undo(watch.stop)
-    return (watch,)
-
-
-def _capture(run: Run, session: Session) -> tuple[TrainingListener, ...]:
-    """Who records an iteration of this rank and keeps it when the job has trained, if asked."""
-    options, tier = run.options, run.tier
-    if options.capture is None:
-        return ()
-    import torch
-
-    from megatron_prism.emulate import capture as stock_capture
-    from megatron_prism.emulate.capture import source_of
-
-    device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
-    source = source_of(run.version, tier.name, device, options.pace, options.engine_release)
-    capture = stock_capture.StockCapture(options, tier, source, run.monitor, run.pace)
-    session.changes.on_undo(capture.changes.undo)
-    run.on_arguments.append(capture.is_of)
-    if (emit := workers.emitter()) is None:
-        return (capture,)
-    told = _Reported(run, capture, emit)
-    run.on_arguments.append(told.is_there)
-    return (capture, told)
-
-
-def _recording(options: flags.Options) -> Any:
-    """The recorder or replayer that ``options`` ask for, or None."""
-    from megatron_prism.runtime.recorded_values import ValueRecorder, ValueReplayer
-
-    policy, _, path = options.values.partition(":")
-    if options.record is None and policy != "recorded":
-        return None
-    if options.tier == "meta":
-        raise UsageError(
-            "tier meta has no values to record or replay", fix="use --prism-tier cuda or cpu"
-        )
-    header = {"world": str(options.world)}
-    if options.record is None:
-        return ValueReplayer(Path(path), options.rank, header)
-    if options.payload is not None and len(options.ranks) < options.world.size:
-        return None  # what virtual ranks deliver, to compare it with what real ones do
-    if policy == "recorded" or len(options.ranks) < options.world.size:
-        raise UsageError(
-            f"--prism-record needs every rank of the world to be local, {len(options.ranks)} of "
-            f"{options.world.size} are: virtual ranks say nothing worth keeping",
-            fix=f"torchrun --nproc-per-node {options.world.size}, without --prism-values",
-        )
-    check_writable(options.record, "--prism-record PATH")
-    return ValueRecorder(options.record, options.rank, header)
-
-
-def _payloads(options: flags.Options) -> tuple[PayloadRecorder | PayloadReplayer, ...]:
-    """Who keeps what calls deliver, or gives it back where a recording has it."""
-    from megatron_prism.emulate import payloads
-
-    header: dict[str, object] = {"world": str(options.world)}
-    if options.payload is not None:
-        if virtual := options.world.size - len(options.ranks):
-            header["virtual"] = virtual
-        if options.record is None:
-            raise UsageError(
-                "--prism-payload says what a recording keeps", fix="--prism-record DIR"
-            )
-        made = payloads.PayloadRecorder(options.payload, options.record, options.rank, header)
-        return (made,)
-    policy, _, path = options.values.partition(":")
-    if (
-        policy != "recorded"
-        or options.record
-        or not payloads.file_of(Path(path), options.rank).exists()
-    ):
-        return ()
-    return (payloads.PayloadReplayer(Path(path), options.rank, header),)
-
-
-def _pace(options: flags.Options, version: str, store: Any) -> Any:
-    """When virtual ranks answer; captures the slices that are missing."""
-    from megatron_prism.emulate import pace
-
-    pace.check(options)
-    pace.capture_missing(options, sys.argv, store)
-    return pace.Pace(options, version)
 
 
 def start_world(run: Run, session: Session) -> VirtualWorld:
@@ -464,9 +285,8 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
             patient=bool(options.stop or options.watch),
         )
     )
-    if run.pace is not None:
-        world.listen(*run.calls, run.pace.start(world, run.store))
-        session.changes.on_undo(run.pace.links.stop)
+    for begin in run.on_world:
+        begin(world)
     return world
 
 

@@ -461,6 +461,12 @@ class Options:
         return self.ranks[self.process]
 
     @property
+    def recorded(self) -> Path | None:
+        """The folder of recorded values that virtual ranks hold, if they do."""
+        policy, _, path = self.values.partition(":")
+        return Path(path) if policy == "recorded" else None
+
+    @property
     def one_by_one(self) -> bool:
         """Whether ``ranks`` are to be captured in processes of their own, none in this one."""
         return self.stages or len(self.ranks) > self.num_processes
@@ -507,7 +513,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _recipe_defaults(path: str) -> dict[str, object]:
-    from megatron_prism.core.recipe import load_prism_section  # the only module with OmegaConf
+    from megatron_prism.core.recipe import load_prism_section
 
     section = load_prism_section(Path(path))
     return {f"prism_{key}": value for key, value in section.items() if value is not None}

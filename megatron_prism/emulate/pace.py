@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 
     from megatron_prism.core.world import World
     from megatron_prism.emulate.options import Options
+    from megatron_prism.emulate.session import Run, Session
     from megatron_prism.runtime.pacing.pacer import PacedCall
+    from megatron_prism.runtime.virtual_world import VirtualWorld
 
 _LARGE = 1 << 18  # bytes: answering takes a few us from here on
 
@@ -279,6 +282,21 @@ class Pace(TrainingListener):
         for launch, name in group.items():
             found[name] = found.get(name, 0.0) + (end[launch] - begin[launch]) / 1e3
         return {name: round(us, 1) for name, us in found.items()}, line.iteration_ns / 1e3
+
+
+def add_to(run: Run, session: Session) -> None:
+    """Pace virtual ranks; captures the slices that are missing."""
+    check(run.options)
+    capture_missing(run.options, sys.argv, run.store)
+    pace = run.pace = Pace(run.options, run.version)
+    run.training += (pace,)
+    run.on_arguments.append(pace.is_of)
+
+    def begin(world: VirtualWorld) -> None:
+        world.listen(*run.calls, pace.start(world, run.store))
+        session.changes.on_undo(pace.links.stop)
+
+    run.on_world.append(begin)
 
 
 def check(options: Any) -> None:

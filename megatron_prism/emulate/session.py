@@ -24,6 +24,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -51,7 +52,8 @@ class Run:
                of this run, where it has one
     on_arguments : told the job's arguments, as text, once Megatron has parsed them and before
                anything is trained; what is of another job refuses it there
-    claims   : of the places that this run will write
+    on_world : called with the virtual world when it has started
+    places   : what this run will write when the job has trained; ``claims`` holds them
     """
 
     options: Options
@@ -66,6 +68,8 @@ class Run:
     recording: Any = None
     memory: MemoryWatch | None = None
     on_arguments: list[Callable[[str], None]] = field(default_factory=list)
+    on_world: list[Callable[[Any], None]] = field(default_factory=list)
+    places: list[Path] = field(default_factory=list)
     claims: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 

@@ -22,7 +22,7 @@ from megatron_prism.core.world import World
 from megatron_prism.emulate import exit_status, job_arguments
 from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options
-from megatron_prism.emulate.session import Run
+from megatron_prism.emulate.session import Run, Session
 from megatron_prism.memory import allocator, nccl_buffers, peaks
 from megatron_prism.runtime.listeners import TrainingListener
 
@@ -38,16 +38,20 @@ def parts_of(found: dict[str, int]) -> dict[str, int | None]:
     return {name: found.get(name) for name in PARTS}
 
 
-def check_free(out: Path, force: bool) -> None:
-    """UsageError, in the words of our flags, if ``out`` may not be written or replaced."""
+def add_to(run: Run, session: Session) -> None:
+    """Have ``--prism-out`` written.  UsageError, in the words of our flags, if it may not be."""
     from megatron_prism.core.files import ArtefactFolder
 
+    out = run.options.out
+    if out is None or run.options.process:
+        return
     try:
-        ArtefactFolder.check_free(out, force)
+        ArtefactFolder.check_free(out, run.options.force)
     except UsageError as error:
         fix = (error.fix or "").replace("-o DIR", "--prism-out DIR")
         fix = fix.replace("--force", "--prism-force")
         raise UsageError(f"--prism-out: {error.message}", fix=fix) from None
+    run.places.append(out)
 
 
 class Reporter(TrainingListener):
