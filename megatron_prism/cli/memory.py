@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_prism.cli import arguments
+from megatron_prism.cli import arguments, snapshot
 from megatron_prism.cli.output import check_outputs, console, print_table, write_data
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
@@ -86,7 +86,7 @@ _KEYS = {
     "record": ("alloc", "device", *_DRAWS),
     "check": ("baseline", "tol", "limit", "headroom", "leak", "device"),
     "diff": (),
-    "explain": ("class", "top", "alloc", "device", *_DRAWS),
+    "explain": ("class", "top", "alloc", "device", "oom", *_DRAWS),
     "update": ("baseline", "device"),
 }
 _PLACES = {"record": 1, "check": 1, "diff": 2, "explain": 1, "update": 1}
@@ -101,6 +101,9 @@ def memory(args: argparse.Namespace) -> int:
     prism memory explain DIR [class=pp=0] [top=12] [-o FILE.pickle: for pytorch.org/memory_viz]
     prism memory record|explain DIR … draws=500 routing=zipf:1 [capacity=1.25] [limit=80GiB]
     prism memory update DIR baseline=memory.json
+    prism memory explain SNAPSHOT       a real process (torch.cuda.memory._snapshot, .gz, .xz)
+    prism memory diff SNAPSHOT DIR      beside the slices of its job
+    prism memory explain DIR oom="Tried to allocate 17.58 GiB …"   which request of the job it was
 
     Exit status 1: a class grew beyond tol, appeared, vanished, exceeds limit - headroom,
     or leaves more than leak (1 MiB) behind after an iteration.  --github annotates.
@@ -292,6 +295,8 @@ def _advice(program: Program, now: Baseline, missing: int = 0) -> str:
 def _diff(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
     from megatron_prism.memory import baseline as memory_baseline
 
+    if snapshot.is_snapshot(places[0]):
+        return snapshot.diff(args, places[0], _open(places[1]))
     old, new = map(_either, places)
     changes = memory_baseline.compare(old, new, any_job=args.force)
     for key in sorted({*old.job, *new.job}):
@@ -350,6 +355,10 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
     top = settings.get("top", "12")
     if not re.fullmatch(r"[0-9]{1,9}", top):
         raise UsageError(f"top={top} is no number", fix="top=12")
+    if snapshot.is_snapshot(places[0]):
+        return snapshot.explain(args, places[0], int(top))
+    if "oom" in settings:
+        return snapshot.explain_error(args, _open(places[0]).programs[0], settings["oom"], int(top))
     made = _measure(places[0], settings, _draws(settings))
     chosen = settings.get("class")
     if chosen is not None and chosen not in made.classes:

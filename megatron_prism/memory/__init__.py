@@ -2,6 +2,8 @@
 
 peaks.py         peaks, and what is alive there
 allocator.py     what PyTorch's caching allocator reserves for it
+snapshot.py      memory snapshots of real processes, and beside the slices of their job
+oom.py           which request of the slices an out-of-memory error is about
 nccl_buffers.py  what NCCL's communicators take beside it
 remedies.py      what recomputation frees at the peak, and the peak that decides then
 routing.py       peaks of an MoE job whose routing is drawn from a law

@@ -141,7 +141,7 @@ def peak(program: Program) -> Peak | None:
         op=program[index],
         index=index,
         site=_split(note)[2],
-        holdings=_holdings(program, top),
+        holdings=holdings_at(program, top),
     )
 
 
@@ -162,6 +162,11 @@ def _split(note: str) -> tuple[str, str, str]:
     return (kind, module, site.strip()) if colon and kind in KINDS else ("", owner.strip(), site)
 
 
+def site_of(program: Program, event: int) -> str:
+    """Where the allocation ``event`` was asked for, "" if that was not recorded."""
+    return _split(program.strings[program.allocations["note"][event]])[2]
+
+
 def module_of(note: str) -> str:
     """The module that a note names, "" if none."""
     return _split(note)[1]
@@ -179,7 +184,7 @@ def ends_of_steps(program: Program) -> np.ndarray:
     return found
 
 
-def _holdings(program: Program, top: int) -> tuple[HeldMemory, ...]:
+def holdings_at(program: Program, top: int) -> tuple[HeldMemory, ...]:
     """What is alive after event ``top``, by kind, module and site."""
     events = program.allocations
     ids, which = np.unique(events["storage"], return_inverse=True)
@@ -259,7 +264,7 @@ def overflow(
     row = program.allocations[full.event]
     at = min(int(row["before"]), len(program) - 1)
     site = _split(program.strings[row["note"]])[2]
-    held = _holdings(program, full.event)
+    held = holdings_at(program, full.event)
     return Overflow(program[at] if at else None, site, full.size, full.reserved, held)
 
 

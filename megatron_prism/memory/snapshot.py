@@ -1,0 +1,436 @@
+"""Memory snapshots of real processes: ``torch.cuda.memory._snapshot()`` as a program.
+
+In : a pickle (plain, gzip or xz) of torch's, Megatron's ``--record-memory-history`` or another
+framework's.  Out: a ``Program`` whose ops are the phases that its Python frames name, and whose
+allocations are the blocks that the allocator gave, so that ``peaks`` answers of it what it answers
+of slices; and the requests, as ``allocator`` replays them.
+
+A block counts as torch counts it: with what was not worth splitting off.  Blocks that backward
+makes have no Python frames, since autograd runs in a thread of C++.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from os import PathLike
+from typing import Any
+
+import msgspec
+
+from megatron_prism.core import foreign
+from megatron_prism.core.ops import EMPTIED
+from megatron_prism.core.program import Builder, Program
+from megatron_prism.memory.allocator import ROUND, CachingAllocator, Settings, replay_requests
+from megatron_prism.memory.peaks import Peak, known_peak
+
+_MOST = 1 << 31  # bytes of a snapshot, unpacked
+_FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
+_PACKED: dict[bytes, Callable[[io.BytesIO], Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
+_OURS = re.compile(r"(?:^|/)(?:megatron/((?:core|training|legacy)/.*)|(transformer_engine/.*))$")
+_LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages/torch|<frozen|<string>|<eval)")
+_LARGE = 1 << 20  # bytes from which requests are held against each other
+_BUFFER = "core/distributed/param_and_grad_buffer.py"
+
+
+class _Event(msgspec.Struct):
+    action: str
+    addr: int = 0
+    size: int = 0
+    stream: int = 0
+    device_free: int = 0
+    frames: Any = ()
+
+
+class _Block(msgspec.Struct):
+    size: int
+    state: str
+    address: int = 0
+    requested_size: int = 0
+    frames: Any = ()
+
+
+class _Segment(msgspec.Struct):
+    address: int
+    total_size: int
+    stream: int = 0
+    device: int = 0
+    is_expandable: bool = False
+    segment_pool_id: Any = (0, 0)
+    blocks: list[_Block] = []
+
+
+class _File(msgspec.Struct):
+    segments: list[_Segment]
+    device_traces: list[list[_Event]] = []
+    allocator_settings: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a block was asked for: Megatron's line, the phase that its frames name ("" if none),
+    and whose it is (``param``, ``grad``, ``optim``, ``buffer`` of the two first, or "")."""
+
+    site: str = ""
+    phase: str = ""
+    kind: str = ""
+    known: bool = False  # whether there were any frames
+
+
+@dataclass(frozen=True)
+class FailedRequest:
+    """A request that the device refused: bytes, where, in which iteration and phase, and what the
+    device had left."""
+
+    size: int
+    site: str
+    iteration: int
+    label: str
+    device_free: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a process had asked its allocator for.
+
+    program    : phases as marks, blocks as allocations, whole bytes
+    iterations : that of every op of ``program``; 0: before the first
+    requests   : (block, bytes, stream) in order, bytes negative where it is free for others again
+    reserved   : bytes of segments at the end;  peak_reserved : the most, None without a history
+    modelled   : the most by the allocator's rules from ``requests``
+    free       : bytes of free blocks at the end, and of the largest
+    whole      : whether the history begins with the first block that is alive
+    failed     : where memory ran out
+    """
+
+    program: Program
+    iterations: tuple[int, ...]
+    requests: tuple[tuple[int, int, int], ...]
+    reserved: int
+    peak_reserved: int | None
+    modelled: int
+    free: tuple[int, int]
+    settings: Settings
+    whole: bool
+    failed: FailedRequest | None = None
+
+    def fits_expandable(self) -> bool | None:
+        """Whether what failed fits with expandable segments; None if nothing failed."""
+        if self.failed is None:
+            return None
+        limit = self.reserved + self.failed.device_free
+        asked = (*self.requests, (-9, self.failed.size, 0))
+        return replay_requests(asked, Settings(expandable=True), limit).full is None
+
+
+def read(path: str | PathLike[str], device: int | None = None) -> Snapshot:
+    """Read a snapshot.
+
+    Args:
+        path: the file.
+        device: whose blocks; the device with most of them by default.
+
+    Raises:
+        UsageError: it is no snapshot, is damaged, or asks for code.
+    """
+    with foreign.reading(path, "a memory snapshot", _FIX) as file:
+        data = foreign.read_bytes(file, _MOST)
+        opened = _PACKED.get(data[:2])
+        if opened is not None:
+            most = min(_MOST, (1 << 28) + 1000 * len(data))
+            try:
+                data = opened(io.BytesIO(data)).read(most)
+            except (EOFError, lzma.LZMAError, zlib.error) as error:
+                raise ValueError(f"it is damaged: {error}") from None
+        with foreign.bounded_memory(16 * len(data) + (1 << 30)):
+            value = foreign.unpickled(data, lambda value: None)
+        return _of(foreign.shaped(value, _File), device)
+
+
+def _of(file: _File, device: int | None) -> Snapshot:
+    held = [segment.total_size for segment in file.segments]
+    if device is None:
+        sums = {one.device: 0 for one in file.segments}
+        for one, size in zip(file.segments, held, strict=True):
+            sums[one.device] += size
+        traced = [len(trace) for trace in file.device_traces]
+        device = max(sums, key=sums.__getitem__) if sums else traced.index(max(traced, default=0))
+    segments = [one for one in file.segments if one.device == device]
+    events = file.device_traces[device] if device < len(file.device_traces) else []
+    conf = str(file.allocator_settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
+    settings = Settings.parse(conf)
+    if any(segment.is_expandable for segment in segments) and not settings.expandable:
+        settings = Settings(True, settings.divisions, settings.max_split, settings.max_non_split)
+    return _History(settings, events).run(segments)
+
+
+@dataclass
+class _Life:
+    """A block in use: its number, what was asked for and what it takes."""
+
+    number: int
+    asked: int
+    size: int
+
+
+_GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+
+class _History:
+    """Reads events in order and writes the program."""
+
+    def __init__(self, settings: Settings, events: Sequence[_Event]) -> None:
+        self.events, self.machine, self.builder = events, CachingAllocator(settings), Builder()
+        self.requests: list[tuple[int, int, int]] = []
+        self.iterations: list[int] = []
+        self.alive: dict[int, _Life] = {}  # by address
+        self.places: dict[int, Place] = {}  # by identity of a list of frames
+        self.streams = {0: 0}  # a stream's address -> its number
+        self.phase, self.iteration = "", 0
+        self.steps = {"forward": 0, "backward": 0}  # begun in this iteration
+        lines = {place.site for event in events if event.action == "alloc"
+                 and (place := self.place(event.frames)).kind == "buffer"}  # fmt: skip
+        self.gradients = max(lines, default="", key=_line)  # parameters' buffers come before
+
+    def run(self, segments: Sequence[_Segment]) -> Snapshot:
+        stood = list(self._stood(segments))
+        for block in stood:
+            self._comes(block.address, block.size, 0, self.place(block.frames))
+        if stood:
+            self._mark()
+        at_end = sum(segment.total_size for segment in segments)
+        real = at_end - sum(_GROWS.get(e.action, 0) * e.size for e in self.events)
+        most, failed = real, None
+        for event in self.events:
+            if event.action == "alloc":
+                place = self.place(event.frames)
+                self._enters(place)
+                self._comes(event.addr, event.size, event.stream, place)
+            elif event.action in ("free_requested", "free_completed"):
+                self._goes(event)
+            elif event.action in _GROWS:
+                real += _GROWS[event.action] * event.size
+                most = max(most, real)
+                if event.action == "segment_free" and self.machine.release():
+                    self.requests.append((EMPTIED, 0, 0))
+            elif event.action == "oom":
+                place = self.place(event.frames)
+                failed = event.size, place, self.iteration, event.device_free
+        self._mark()
+        program = self.builder.build(0)
+        free = [block.size for segment in segments for block in segment.blocks
+                if block.state == "inactive"]  # fmt: skip
+        return Snapshot(
+            program=program,
+            iterations=tuple(self.iterations),
+            requests=tuple(self.requests),
+            reserved=at_end,
+            peak_reserved=most if self.events else None,
+            modelled=self.machine.state.peak_reserved,
+            free=(sum(free), max(free, default=0)),
+            settings=self.machine.settings,
+            whole=not stood,
+            failed=None if failed is None else FailedRequest(
+                failed[0], failed[1].site, failed[2], program[len(program) - 1].label, failed[3]),
+        )  # fmt: skip
+
+    def _stood(self, segments: Sequence[_Segment]) -> Iterator[_Block]:
+        """Blocks that were alive when the history began: what is freed or alive and was never
+        asked for in it."""
+        asked: set[int] = set()
+        for event in self.events:
+            if event.action == "alloc":
+                asked.add(event.addr)
+            elif event.action == "free_requested" and event.addr not in asked:
+                asked.add(event.addr)
+                yield _Block(event.size, "", event.addr)
+        for segment in segments:
+            address = segment.address
+            for block in segment.blocks:
+                if block.state.startswith("active") and address not in asked:
+                    size = block.requested_size or block.size
+                    yield _Block(size, "", address, frames=block.frames)
+                address += block.size
+
+    def place(self, frames: Any) -> Place:
+        """Where ``frames`` are; lists of frames are shared, and are read once."""
+        found = self.places.get(id(frames))
+        if found is None:
+            found = self.places[id(frames)] = _place(frames)
+        return found
+
+    def _enters(self, place: Place) -> None:
+        """Another step begins where the phase is another one: autograd's thread has no frames."""
+        phase = place.phase
+        if not place.known:
+            phase = "backward" if self.phase == "forward" else self.phase
+        if phase == self.phase:
+            return
+        self._mark()
+        if phase == "forward" and self.phase not in ("forward", "backward"):
+            self.iteration += 1
+            self.steps = {"forward": 0, "backward": 0}
+        if phase in self.steps:
+            self.steps[phase] += 1
+        self.phase = phase
+        self._mark()
+
+    def _mark(self) -> None:
+        """A step has one at each end, since what is dropped on the way out counts as its own."""
+        count = self.steps.get(self.phase, 0) - 1
+        self.builder.add("mark", phase=self.phase, microbatch=count)
+        self.iterations.append(self.iteration)
+
+    def _comes(self, address: int, size: int, stream: int, place: Place) -> None:
+        number, kind = len(self.requests), place.kind
+        if kind == "buffer":
+            kind = "grad" if place.site == self.gradients else "param"
+        stream = self.streams.setdefault(stream, len(self.streams))
+        self.machine.malloc(number, size, stream)
+        life = _Life(number, size, self.machine.state.live[number][-1].size)
+        self.alive[address] = life
+        self.requests.append((number, size, stream))
+        owner = f"{kind}:" if kind else ""
+        self.builder.memory(number, life.size, f"{owner} @{place.site}", stream)
+
+    def _goes(self, event: _Event) -> None:
+        """A block counts until its program lets go; it is free when other streams are past it."""
+        life = self.alive.get(event.addr)
+        if life is None:
+            return
+        if life.number not in self.machine.retired:
+            self.machine.retire(life.number)
+            self.builder.memory(life.number, -life.size)
+        if event.action == "free_completed":
+            self.machine.free(life.number)
+            self.requests.append((life.number, -life.asked, 0))
+            del self.alive[event.addr]
+
+
+def _line(site: str) -> int:
+    return int(site.rpartition(":")[2] or 0)
+
+
+def _place(frames: Any) -> Place:
+    rows = [(str(f["filename"]), str(f["name"]), int(f["line"])) for f in frames]
+    names = {name for _, name, _ in rows}
+    site = other = ""
+    for file, _, line in rows:
+        if ours := _OURS.search(file):
+            site = f"{ours[1] or ours[2]}:{line}"
+            break
+        if not other and not _LIBRARY.search(file):
+            other = f"{file.rpartition('site-packages/')[2]}:{line}"
+    optimizer = any("optimizer" in file for file, _, _ in rows)
+    phase = ""
+    if names & {"backward", "backward_step"}:
+        phase = "backward"
+    elif "forward_step" in names:
+        phase = "forward"
+    elif "finalize_model_grads" in names:
+        phase = "sync"
+    elif optimizer and "step" in names:
+        phase = "optimizer"
+    kind = ""
+    if site.startswith(_BUFFER) and rows[0][1] == "__init__":
+        kind = "buffer"
+    elif not phase and "get_model" in names:
+        kind = "param"
+    elif not phase and optimizer:
+        kind = "optim"
+    return Place(site or other, phase, kind, bool(rows))
+
+
+# -- beside the slices of the same job -------------------------------------------------------------
+@dataclass(frozen=True)
+class Request:
+    """One allocation: bytes, where it was asked for, and the step (``0F``; ``O``: all that is
+    between the last backward and the next forward)."""
+
+    num_bytes: int
+    site: str
+    step: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A real process beside the slices of its job, in the iteration of the real peak.
+
+    real, emulated : their peaks
+    common         : bytes of blocks alive at the real peak that are alive at the other, too
+    asked, aligned : bytes of large requests of the iteration, and of those in the other's order
+    only_real, only_emulated : requests of the first step that differs, that the other lacks there
+    """
+
+    real: Peak
+    emulated: Peak
+    common: int
+    asked: int
+    aligned: int
+    only_real: tuple[Request, ...]
+    only_emulated: tuple[Request, ...]
+
+
+def compare(snapshot: Snapshot, program: Program) -> Comparison:
+    """Hold the iteration of ``snapshot``'s peak against a program of the same job.
+
+    Raises:
+        UsageError: the snapshot has no history, or the program recorded no allocations.
+    """
+    real, emulated = known_peak(snapshot.program), known_peak(program)
+    sizes = {number: asked for number, asked, _ in snapshot.requests if asked > 0}
+    iteration = snapshot.iterations[real.index]
+    ours = [one == iteration for one in snapshot.iterations]
+    there, here = _requests(snapshot.program, ours, sizes), _requests(program)
+    aligned, first = 0, None
+    for step, wanted in there.items():
+        given = here.get(step, [])
+        pair = [[_rounded(one.num_bytes) for one in each] for each in (wanted, given)]
+        matches = SequenceMatcher(None, pair[0], pair[1], autojunk=False).get_matching_blocks()
+        aligned += sum(one.num_bytes for at, _, n in matches for one in wanted[at : at + n])
+        if first is None and pair[0] != pair[1]:
+            taken = {at + i for at, _, n in matches for i in range(n)}
+            other = {at + i for _, at, n in matches for i in range(n)}
+            first = [tuple(one for i, one in enumerate(each) if i not in known)
+                     for each, known in ((wanted, taken), (given, other))]  # fmt: skip
+    alive = _alive(snapshot.program, sizes), _alive(program)
+    common = sum(size * count for size, count in (alive[0] & alive[1]).items())
+    asked = sum(one.num_bytes for step in there.values() for one in step)
+    only_real, only_emulated = first or ((), ())
+    return Comparison(real, emulated, common, asked, aligned, only_real, only_emulated)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ROUND) * ROUND
+
+
+def _requests(
+    program: Program, counted: Sequence[bool] = (), sizes: Mapping[int, int] | None = None
+) -> dict[str, list[Request]]:
+    """Large requests of the ops that count, by step; ``sizes``: what was asked for, by block."""
+    found: dict[str, list[Request]] = {}
+    for before, storage, size, note in program.allocations.tolist():
+        at = min(before, len(program) - 1)
+        asked = (sizes or {}).get(storage, size)
+        if size > 0 and asked >= _LARGE and (counted[at] if counted else before > 0):
+            op = program[at]
+            step = op.label if op.phase in ("forward", "backward", "weight") else "O"
+            site = program.strings[note].rpartition("@")[2]
+            found.setdefault(step, []).append(Request(asked, site, step))
+    return found
+
+
+def _alive(program: Program, sizes: Mapping[int, int] | None = None) -> Counter[int]:
+    """How many blocks of each size are alive at the peak."""
+    events = program.allocations[: int(program.live_bytes().argmax()) + 1]
+    held: Counter[int] = Counter()
+    for storage, size in zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True):
+        held[storage] += size
+    return Counter(_rounded((sizes or {}).get(one, size)) for one, size in held.items() if size > 0)

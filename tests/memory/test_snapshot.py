@@ -1,0 +1,153 @@
+"""Snapshots of real processes (2 x H100, torch 2.11), and files that are none."""
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from megatron_prism.cli.main import main
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program import Builder
+from megatron_prism.memory import oom, peaks, snapshot
+
+REAL = Path(__file__).parents[1] / "golden" / "snapshots"
+DENSE, FULL = (REAL / f"{name}-rank0.pickle.xz" for name in ("dense_tp2sp-it3", "oom_dp2-oom"))
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("path", "peak", "reserved"),
+    [(DENSE, 20_862_036_480, 23_548_919_808), (FULL, 74_406_678_016, 74_891_395_072)],
+)
+def test_peak_and_segments_are_those_that_torch_counted(path, peak, reserved):
+    found = snapshot.read(path)
+    top = peaks.known_peak(found.program)
+    assert top.num_bytes == sum(top.by_kind.values()) == peak
+    assert found.peak_reserved == found.modelled == reserved
+    assert found.whole
+
+
+def test_phases_follow_from_the_frames():
+    found = snapshot.read(DENSE)
+    steps = [op.label for op, it in zip(found.program, found.iterations, strict=True) if it == 2]
+    assert list(dict.fromkeys(steps)) == ["0F", "0B", "1F", "1B", "G", "-", "O"]
+    kinds = peaks.known_peak(found.program).by_kind
+    assert kinds["param"] == 1_420_376_064  # bf16; main parameters and two states in fp32 beside it
+    assert kinds["optim"] - 6 * kinds["param"] < 2 * MIB
+
+
+def test_the_request_that_failed():
+    found = snapshot.read(FULL)
+    assert found.failed is not None
+    assert (found.failed.size, found.failed.label, found.failed.iteration) == (
+        18_874_368_000,
+        "1F",
+        1,
+    )
+    assert found.failed.site == "core/tensor_parallel/cross_entropy.py:25"
+    assert found.fits_expandable() is True
+
+
+def event(action, addr, size, *frames, stream=0):
+    rows = [{"filename": file, "name": name, "line": 1} for file, name in frames]
+    return {"action": action, "addr": addr, "size": size, "stream": stream, "frames": rows}
+
+
+def stored(tmp_path, events, segments=(), name="one.pickle"):
+    path = tmp_path / name
+    data = pickle.dumps({"segments": list(segments), "device_traces": [[], events]})
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return path
+
+
+def segment(*blocks, size=2 * MIB, address=0):
+    rows = [{"size": size, "requested_size": size, "state": state, "frames": []}
+            for size, state in blocks]  # fmt: skip
+    return {"address": address, "total_size": size, "device": 1, "stream": 0, "blocks": rows}
+
+
+def test_what_stood_before_the_history_counts(tmp_path):
+    events = [event("alloc", 4096, 1024), event("free_requested", 512, 512),
+              event("free_completed", 512, 512)]  # fmt: skip
+    blocks = (
+        (512, "inactive"),
+        (512, "inactive"),
+        (3072, "active_allocated"),
+        (1024, "active_allocated"),
+    )
+    found = snapshot.read(stored(tmp_path, events, [segment(*blocks)], "one.pickle.gz"))
+    assert peaks.known_peak(found.program).num_bytes == 512 + 3072 + 1024
+    assert not found.whole
+    assert found.free == (1024, 512)
+
+
+def test_a_snapshot_without_history_is_what_is_alive(tmp_path):
+    blocks = (1 * MIB, "active_allocated"), (1 * MIB, "inactive")
+    found = snapshot.read(stored(tmp_path, [], [segment(*blocks)]))
+    assert peaks.known_peak(found.program).num_bytes == 1 * MIB
+    assert found.peak_reserved is None
+
+
+def test_recomputation_and_autograds_thread_are_backward(tmp_path):
+    forward = ("x/megatron/core/pipeline_parallel/schedules.py", "forward_step")
+    again = ("x/megatron/core/tensor_parallel/random.py", "backward")
+    events = [event("alloc", 1, 512, forward), event("alloc", 2, 512, again, forward),
+              event("alloc", 3, 512, forward), event("alloc", 4, 512)]  # fmt: skip
+    program = snapshot.read(stored(tmp_path, events)).program
+    assert [op.label for op in program][1::2] == ["0F", "0B", "1F", "1B"]
+
+
+def test_code_and_damage_are_refused(tmp_path):
+    path = tmp_path / "one.pickle"
+    path.write_bytes(pickle.dumps(print))
+    with pytest.raises(UsageError, match="nothing was executed"):
+        snapshot.read(path)
+    whole = DENSE.read_bytes()
+    path = tmp_path / "one.pickle.xz"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match="memory snapshot"):
+        snapshot.read(path)
+
+
+def slices(sizes, states=0):
+    builder = Builder()
+    if states:
+        builder.memory(99, states, "optim:exp_avg @")
+    builder.add("mark")
+    for number, size in enumerate(sizes):
+        builder.memory(number, size, f"@core/layer.py:{number}")
+        builder.add("compute", phase="forward", microbatch=0)
+    builder.add("compute", phase="optimizer")
+    return builder.build(0)
+
+
+def test_the_first_request_that_differs_is_named(tmp_path):
+    forward = ("x/megatron/core/pipeline_parallel/schedules.py", "forward_step")
+    events = [event("alloc", i, size * MIB, forward) for i, size in enumerate((2, 3, 5))]
+    found = snapshot.compare(
+        snapshot.read(stored(tmp_path, events)), slices([2 * MIB, 4 * MIB, 5 * MIB])
+    )
+    assert [one.num_bytes for one in found.only_real] == [3 * MIB]
+    assert [(one.num_bytes, one.site) for one in found.only_emulated] == [
+        (4 * MIB, "core/layer.py:1")
+    ]
+    assert (found.asked, found.aligned, found.common) == (10 * MIB, 7 * MIB, 7 * MIB)
+
+
+def test_an_error_is_a_request_in_the_first_iteration_or_later():
+    program = slices([1 << 30, 3 << 30, 3 << 30], states=4 << 30)
+    text = "Tried to allocate 3.00 GiB. GPU 0 has … 4.00 GiB is allocated by PyTorch"
+    (best, *rest) = oom.candidates(program, oom.parse(text))
+    assert (best.site, best.first, best.allocated) == ("core/layer.py:2", True, 4 << 30)
+    assert len(rest) == 3
+    with pytest.raises(UsageError, match="Tried to allocate"):
+        oom.parse("CUDA error: out of memory")
+
+
+def test_the_command_says_where_and_why(capsys):
+    assert main(["memory", "explain", str(FULL), "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["failed"]["fits_expandable"] is True
+    assert value["peak_allocated"] == 74_406_678_016
