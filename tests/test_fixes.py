@@ -80,7 +80,7 @@ NOT_RUN = {
     ("emulate/debugger.py", "--prism-tier cpu, with a smaller model"): "every job of tier cpu",
     ("emulate/fault_injector.py", "--prism-tier meta"): "hang/test_fault_plan.py: out of memory",
     ("emulate/fault_injector.py", "--prism-tier cpu"): "every job of tier cpu",
-    ("emulate/launch.py", "use --prism-tier cuda or cpu"): "every job of tier cpu",
+    ("emulate/payloads.py", "use --prism-tier cuda or cpu"): "every job of tier cpu",
     ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
     ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",

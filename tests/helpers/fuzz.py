@@ -473,7 +473,7 @@ def lines_of(texts):
 
 PACKAGE = ROOT / "megatron_prism"
 RECIPES = [
-    path.read_bytes().replace(b"data: data/lighthouse.txt", b"data: mock")
+    path.read_bytes().replace(b"data_path: data/lighthouse.txt", b"mock_data: true")
     for path in sorted((ROOT / "recipes").glob("*.yaml"))
 ]
 PARSERS = {
