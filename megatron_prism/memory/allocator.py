@@ -267,6 +267,7 @@ class CachingAllocator:
         self.pools: dict[Pool, list[tuple[int, int]]] = {}
         self.blocks: dict[int, Block] = {}  # free ones by address
         self.ends: dict[Pool, Block] = {}  # last block of a pool's expandable segment
+        self.placed = 0  # where the device puts the next segment, if that is known
         self.retired: set[int] = set()  # storages that nobody holds and another stream uses
 
     def malloc(self, storage: int, num_bytes: int, stream: int = 0) -> None:
@@ -410,7 +411,8 @@ class CachingAllocator:
         self._reserve(whole)
         state = self.state
         state.num_segments += 1
-        block = Block(state.num_segments * GAP, whole, pool)
+        block = Block(self.placed or state.num_segments * GAP, whole, pool)
+        self.placed = 0
         state.first.append(block)
         return block
 

@@ -37,6 +37,7 @@ _PACKED: dict[bytes, Callable[[io.BytesIO], Any]] = {b"\x1f\x8b": gzip.open, b"\
 _OURS = re.compile(r"(?:^|/)(?:megatron/((?:core|training|legacy)/.*)|(transformer_engine/.*))$")
 _LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages/torch|<frozen|<string>|<eval)")
 _LARGE = 1 << 20  # bytes from which requests are held against each other
+_BUILDERS = {"get_model", "setup_model_and_optimizer"}  # functions that make the parameters
 _BUFFER = "core/distributed/param_and_grad_buffer.py"
 
 
@@ -218,6 +219,8 @@ class _History:
             elif event.action in _GROWS:
                 real += _GROWS[event.action] * event.size
                 most = max(most, real)
+                if event.action == "segment_alloc":
+                    self.machine.placed = event.addr  # of equal blocks the lowest is taken
                 if event.action == "segment_free" and self.machine.release():
                     self.requests.append((EMPTIED, 0, 0))
             elif event.action == "oom":
@@ -330,7 +333,9 @@ def _place(frames: Any) -> Place:
             other = f"{file.rpartition('site-packages/')[2]}:{line}"
     optimizer = any("optimizer" in file for file, _, _ in rows)
     phase = ""
-    if names & {"backward", "backward_step"}:
+    if "evaluate" in names:
+        pass
+    elif names & {"backward", "backward_step"}:
         phase = "backward"
     elif "forward_step" in names:
         phase = "forward"
@@ -341,10 +346,10 @@ def _place(frames: Any) -> Place:
     kind = ""
     if site.startswith(_BUFFER) and rows[0][1] == "__init__":
         kind = "buffer"
-    elif not phase and "get_model" in names:
-        kind = "param"
     elif not phase and optimizer:
         kind = "optim"
+    elif not phase and names & _BUILDERS and "get_cublas_workspace" not in names:
+        kind = "param"
     return Place(site or other, phase, kind, bool(rows))
 
 
