@@ -51,8 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """The marker."""
     config.addinivalue_line(
-        "markers",
-        f"prism_memory({'=, '.join(_KEYS)}=): what the fixture prism_memory checks",
+        "markers", f"prism_memory({'=, '.join(_KEYS)}=): what the fixture prism_memory checks"
     )
 
 

@@ -42,10 +42,7 @@ HOST_S = 10  # for the host's index
 LIMIT_S = 240  # of a stage
 # stage -> its environment: what runs side by side needs hardware queues of its own, or each waits
 # for the other; calls by themselves are measured as the user has it
-STAGES: dict[str, dict[str, str]] = {
-    "calls": {},
-    "overlap": {"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
-}
+STAGES: dict[str, dict[str, str]] = {"calls": {}, "overlap": {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
 
 
 def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Console) -> None:
@@ -563,12 +560,7 @@ def overlaps(size: int, calls: Callable[[int], Mapping[str, Call]]) -> list[Row]
             found = _on_device(compute[kind], call) if call is not None else None
             if found is not None:
                 first, second, counted = found
-                row = {
-                    "op": name,
-                    "ranks": size,
-                    "bytes": num_bytes,
-                    "kind": kind,
-                }
+                row = {"op": name, "ranks": size, "bytes": num_bytes, "kind": kind}
                 factors = {"compute": round(first, 4), "call": round(second, 4)}
                 rows.append({**row, **factors, "rounds": counted})
     return rows

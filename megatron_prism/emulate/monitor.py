@@ -370,10 +370,7 @@ _PLACES = (dist, distributed_c10d, device_mesh)  # who has the name init_process
 
 
 def host(
-    start: Callable[[], object],
-    options: Options,
-    monitor: TrainingMonitor,
-    changes: ProcessChanges,
+    start: Callable[[], object], options: Options, monitor: TrainingMonitor, changes: ProcessChanges
 ) -> None:
     """Have ``init_process_group`` call ``start`` until ``changes`` are undone."""
     original = distributed_c10d.init_process_group

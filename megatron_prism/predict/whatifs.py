@@ -103,10 +103,7 @@ def _count(replicas: int) -> int:
 
 
 def placement(
-    sampler: Sampler,
-    spread: Variability,
-    each: np.ndarray,
-    factors: Sequence[float] = FACTORS,
+    sampler: Sampler, spread: Variability, each: np.ndarray, factors: Sequence[float] = FACTORS
 ) -> Placement:
     """One slow GPU in every class in turn, beside ``each`` [count, replicas] without one."""
     classes = tuple(busiest(sampler))

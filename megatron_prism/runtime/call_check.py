@@ -269,13 +269,7 @@ class LocalCallCheck:
                 self._meet(call, number, base, other, deadline, places)
 
     def _meet(
-        self,
-        call: Op,
-        number: int,
-        base: str,
-        other: int,
-        deadline: float,
-        places: tuple[int, int],
+        self, call: Op, number: int, base: str, other: int, deadline: float, places: tuple[int, int]
     ) -> None:
         left = max(0.1, deadline - time.monotonic())
         try:

@@ -76,15 +76,6 @@ def test_tables_as_csv(words, head, first, tmp_path, capsys):
     assert run(*words, "--csv", str(file), capsys=capsys)[0] == 2  # it is not overwritten
 
 
-def test_progress_is_a_line_every_ten_seconds_where_nobody_looks(monkeypatch, capsys):
-    now = iter((0.0, 4.0, 11.0, 12.0, 22.0))
-    monkeypatch.setattr("megatron_prism.core.messages.time.monotonic", lambda: next(now))
-    with output.progress("drawing") as told:
-        for part in (0.1, 0.2, 0.3, 0.4):
-            told(part)
-    assert capsys.readouterr().err.splitlines() == ["prism: drawing: 20 %", "prism: drawing: 40 %"]
-
-
 def test_completion_knows_commands_and_options(capsys):
     pytest.importorskip("shtab")
     status, out, _ = run("completion", "bash", capsys=capsys)

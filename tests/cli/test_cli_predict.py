@@ -89,32 +89,12 @@ def test_a_world_that_does_not_fit_is_not_predicted(tmp_path, capsys):
     assert "do not fit together" in capsys.readouterr().err
 
 
-def test_it_says_where_durations_are_from(world, capsys):
-    given = "given: times of segments in the programs"
-    assert cli.main(["predict", world, "samples=200"]) == 0
-    caught = capsys.readouterr()
-    durations = caught.out.split("durations: ")[1]
-    assert durations.startswith(given)
-    assert "modelled: NCCL's alpha-beta on 8 x H200" in durations
-    assert "roofline" not in durations  # every segment is measured
-    assert caught.err == ""
-    assert cli.main(["predict", world, "samples=200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["durations"][0].startswith(given)
-
-
 def test_what_was_measured_elsewhere_is_not_priced_as_this_machine(tmp_path, capsys):
     """As prism replay refuses it."""
     path = tmp_path / "w.txt"
     path.write_text(TEXT.replace("tp=2\n", 'tp=2\nsource device="NVIDIA H200"\n'))
     assert cli.main(["predict", str(path), "machine=b200"]) == 2
     assert "measured on NVIDIA H200" in capsys.readouterr().err
-
-
-def test_a_page_that_is_there_is_refused_before_the_work(world, tmp_path, capsys):
-    (tmp_path / "p.html").write_text("kept")
-    assert cli.main(["predict", "/nonexistent", "--html", str(tmp_path / "p.html")]) == 2
-    assert "exists and is not overwritten" in capsys.readouterr().err
-    assert (tmp_path / "p.html").read_text() == "kept"
 
 
 @pytest.mark.parametrize("words", [[], ["--against", "{other}"]])

@@ -178,12 +178,6 @@ def test_a_device_is_never_replaced_and_a_link_keeps_its_place(tmp_path):
     assert (tmp_path / "file").read_text() == "new"
 
 
-def test_a_file_in_an_impossible_place_says_so(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match="cannot write"):
-        write_whole(tmp_path / "file" / "page.html", "x")
-
-
 CLAIM = """
 import sys
 from megatron_prism.core.files import claimed

@@ -49,11 +49,7 @@ def made(monkeypatch, size, rank, **sizes):
     ("world", "more", "cut"),
     [
         (World(16), {"num_distributed_optimizer_instances": 4}, 4),
-        (
-            World(64, tp=2, pp=2, cp=2, ep=2),
-            {"num_distributed_optimizer_instances": 2},
-            4,
-        ),
+        (World(64, tp=2, pp=2, cp=2, ep=2), {"num_distributed_optimizer_instances": 2}, 4),
         (World(64, tp=2, cp=8), {"hierarchical_context_parallel_sizes": [2, 4]}, 2),
         # a tied embedding, and MTP layers in the last stage but one
         (World(32, tp=2, pp=8), {"get_embedding_ranks": lambda pp: [pp[0], pp[-2], pp[-1]]}, 1),

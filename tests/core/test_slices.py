@@ -274,25 +274,6 @@ def test_an_empty_folder_holds_no_slices(tmp_path):
     assert "prism capture" in caught.value.fix
 
 
-@pytest.mark.parametrize(
-    ("names", "fix"),
-    [(["_dump_0", "_dump_1"], "prism hang --dumps "), (["rank-000000.json"], "prism hang --dumps "),
-     (["recipe.json", "summary.json", "rank-000000.json"], "what prism emulate wrote")],
-)  # fmt: skip
-def test_a_folder_of_another_command_is_told_from_an_empty_one(tmp_path, names, fix):
-    for name in names:
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ProgramError, match="holds no slices") as caught:
-        open_programs(tmp_path)
-    assert caught.value.fix.startswith(fix)
-
-
-def test_what_is_not_there_can_be_captured(tmp_path):
-    with pytest.raises(ProgramError, match="cannot read") as caught:
-        open_programs(tmp_path / "x")
-    assert caught.value.fix.startswith(f"prism capture RECIPE -o {tmp_path / 'x'}")
-
-
 def test_programs_are_opened_wherever_they_are(tmp_path):
     store_in(tmp_path / "d")
     made = open_programs(tmp_path / "d")
@@ -430,19 +411,3 @@ def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
 def test_a_calibration_may_lie_beside_the_slices(tmp_path):
     (tmp_path / "calibration.json").write_text("{}")
     SliceStore(tmp_path, World(2), {}).prepare(force=False)
-
-
-@pytest.mark.parametrize("name", ["w.prism", "folder"])
-def test_what_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch, name):
-    """Nor is anybody told to delete it.  root may read everything, so it is played."""
-    place = tmp_path / name
-    place.write_bytes(b"PK") if place.suffix else place.mkdir()
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(place))
-
-    monkeypatch.setattr("megatron_prism.core.foreign.read_arrays", refuse)
-    monkeypatch.setattr("megatron_prism.core.slices.assemble", refuse)
-    with pytest.raises(ProgramError, match="cannot read .*Permission denied") as caught:
-        open_programs(place)
-    assert "damaged" not in str(caught.value)

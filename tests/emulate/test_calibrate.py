@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
@@ -226,27 +225,3 @@ def test_one_gpu_measures_what_calls_take_of_the_host(behind, monkeypatch, tmp_p
     assert any(text.startswith("modelled: NCCL") for text in timeline.prices.sources)
     assert any("calls (1 x NVIDIA H100" in text for text in timeline.prices.sources)
     assert {one.what for one in interval(timeline).sources} >= {"calls"}
-
-
-@pytest.mark.parametrize(("devices", "processes"), [(1, None), (2, 1)])
-def test_calibrate_says_what_one_gpu_cannot_measure(
-    monkeypatch, tmp_path, capsys, devices, processes
-):
-    stages = []
-
-    def run(stage, count, part):
-        assert count == 1
-        stages.append(stage)
-        part.write_text('{"source": "1 x GPU"}')
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(calibrate, "_run", run)
-    monkeypatch.setattr(calibrate, "HOST_S", 0)
-    words = [] if processes is None else [f"processes={processes}"]
-    assert cli.main(["calibrate", "-o", str(tmp_path / "c.json"), *words]) == 0
-    assert stages == ["calls"]
-    said = capsys.readouterr().out
-    assert "not measured with one GPU" in said
-    assert "two or more GPUs" in said
-    assert json.loads((tmp_path / "c.json").read_text())["host_index"]["index"] > 0

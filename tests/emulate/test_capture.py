@@ -287,12 +287,3 @@ def test_an_evaluation_itself_is_not_recorded(simulated, monkeypatch, wanted):
     assert len(log) == before
     capture.iteration_started(wanted + 1, wanted + 9, [], None)
     assert not capture._beside
-
-
-def test_a_job_that_ends_before_anything_is_recorded_is_told_so(tmp_path):
-    """--skip-train, or --exit-duration-in-mins: Megatron says in nothing how many steps that is."""
-    monitor = SimpleNamespace(iterations=[1, 2])
-    capture = StockCapture(options(tmp_path / "new"), TIER, {}, monitor)
-    with pytest.raises(UsageError, match="nothing was recorded, the job ended after 2 train steps"):
-        capture.finish()
-    assert not (tmp_path / "new").exists()

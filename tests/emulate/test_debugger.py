@@ -87,25 +87,12 @@ def test_a_range_stands_for_its_steps(text, wanted):
     assert [one.select for one in found] == [Breakpoint.parse(one).select for one in wanted]
 
 
-@pytest.mark.parametrize("text", ["3B2..3B0", "1F..F", "iter=1..9999", "1F..2B", "send #4"])
-def test_a_range_that_is_none_is_refused(text):
-    with pytest.raises(UsageError) as error:
-        payloads._selected(text)
-    assert error.value.fix
-
-
 @pytest.mark.parametrize("text", [None, "pdb"])
 def test_pdb_without_a_terminal_is_refused_with_the_other_form(text, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))
     with pytest.raises(UsageError) as error:
         debugger_at(text)
     assert "debugpy:5678" in error.value.fix
-
-
-@pytest.mark.parametrize("text", ["gdb", "debugpy:0", "debugpy:99999", "debugpy:"])
-def test_an_unknown_debugger_is_refused(text):
-    with pytest.raises(UsageError, match=text):
-        debugger_at(text)
 
 
 class Group:
@@ -208,14 +195,6 @@ def test_a_number_of_another_call_is_said(stops):
         call(debugger, phase="forward", microbatch=0)
     with pytest.raises(UsageError, match=r"its number is that of 0F all_reduce #2"):
         debugger.finished()
-
-
-def test_a_wrong_selector_at_the_prompt_is_a_line(stops, capsys):
-    debugger = follow("0F")
-    call(debugger, phase="forward", microbatch=0)
-    stops[0].until("all_reduse")
-    assert "did you mean all_reduce?" in capsys.readouterr().out
-    assert not stops[0]._goes_on
 
 
 def test_a_call_that_never_came_fails_the_run_and_names_calls_that_did(stops):

@@ -122,33 +122,11 @@ def options(*words, tier="cuda", **env):
     return flags.with_tier(made, tier)
 
 
-@pytest.mark.parametrize(
-    ("words", "tier", "says"),
-    [
-        (("--prism-reserve-nccl", "h200"), "cpu", "tier cpu has none"),
-        (("--prism-reserve-nccl", "h2000"), "cuda", "a calibration of device memory, h2000"),
-        (("--prism-memory-snapshot", "x"), "meta", "tier meta has none"),
-    ],
-)
-def test_flags_that_would_say_nothing(words, tier, says):
-    given = options(*words, tier=tier)
-    make = device_memory.watch_from_options
-    if given.reserve_nccl:
-        make = device_memory.reserve_from_options
-    with pytest.raises(UsageError, match=says):
-        make(given)
-
-
 def test_a_calibration_without_communicators_holds_nothing(tmp_path):
     file = tmp_path / "bare.json"
     file.write_text('{"format": 1, "source": "x", "rows": [], "process": {"bytes": 5}}')
     with pytest.raises(UsageError, match="has no communicators"):
         device_memory.reserve_from_options(options("--prism-reserve-nccl", str(file)))
-
-
-def test_without_the_flags_there_is_neither():
-    assert device_memory.reserve_from_options(options()) is None
-    assert device_memory.watch_from_options(options()) is None
 
 
 # -- running out ----------------------------------------------------------------------------------

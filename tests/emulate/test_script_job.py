@@ -89,22 +89,9 @@ def test_workers_answer_in_order_and_errors_keep_their_fix(tmp_path):
     assert log.read_text() == "why\n"
 
 
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
-    monkeypatch.setattr("megatron_prism.core.messages.EVERY_S", 0.0)
-    out = io.StringIO()
-    workers.run([task(f"{EMIT}emit('result', result={{}})")], Console(file=out))
-    assert "0 of 1 rank done; rank 0: starting" in out.getvalue()
-
-
 def test_a_module_that_megatron_lacks_ends_with_what_to_install():
     assert "pip install six" in exit_status._missing_module("six").fix
     assert "PYTHONPATH" in exit_status._missing_module("megatron").fix
-
-
-def test_a_capture_of_nothing_says_what_to_type(capsys):
-    for words in (["-o", "d"], ["-o", "d", "--", "nowhere.py"], ["x", "-o", "d", "--", "y.py"]):
-        assert main(["capture", *words]) == 2
-        assert "fix:" in capsys.readouterr().err
 
 
 @TRAINING

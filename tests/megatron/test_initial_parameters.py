@@ -25,13 +25,8 @@ LAYOUTS = {
         f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1": 2,
         "--context-parallel-size 2 --use-distributed-optimizer": 4,
     },
-    EXPERTS: {
-        f"{TP} 2 --sequence-parallel --expert-tensor-parallel-size 1 {EP} 2": 2,
-    },
-    f"{EXPERTS} --moe-grouped-gemm": {
-        f"{PP} 2 {EP} 2": 4,
-        f"{TP} 2 --sequence-parallel {EP} 2": 4,
-    },
+    EXPERTS: {f"{TP} 2 --sequence-parallel --expert-tensor-parallel-size 1 {EP} 2": 2},
+    f"{EXPERTS} --moe-grouped-gemm": {f"{PP} 2 {EP} 2": 4, f"{TP} 2 --sequence-parallel {EP} 2": 4},
 }
 BY_NAME = "--use-cpu-initialization"
 CASES = [(model, layout, world) for model, layouts in LAYOUTS.items()

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shutil
 import statistics
 
 import numpy as np
@@ -120,12 +118,3 @@ def test_bad_words(layouts, capsys):
     ):
         assert cli.main(["predict", layouts[0], *words]) != 0
         assert says in capsys.readouterr().err
-
-
-def test_a_layout_may_have_a_name_that_is_no_utf8(layouts, tmp_path, capsys):
-    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")
-    shutil.copy(layouts[1], odd)
-    page = tmp_path / "page.html"
-    words = ["predict", layouts[0], "--against", odd, "samples=200", "--html", str(page)]
-    assert cli.main(words) == 0
-    assert "\\udcff.txt" in page.read_text(encoding="utf-8")

@@ -81,20 +81,6 @@ def test_heavy_tails_stand_for_themselves_or_are_widened():
     assert few.at(np.array([2.0]))[0] >= 9.0 * 0.9
 
 
-@pytest.mark.parametrize(
-    ("samples", "says"),
-    [
-        ([1, 2, 3], "has 3 samples"),
-        ([1, 2, 3, 4, 0], "a sample of 0"),
-        ([1, 2, 3, 4, -5], "a sample of -5"),
-        ([1, 2, 3, 4, math.nan], "a sample of nan"),
-    ],
-)
-def test_samples_that_are_refused(samples, says):
-    with pytest.raises(PrismError, match=says):
-        fit(samples)
-
-
 def test_products_and_slow_ones():
     mixed = Variability(
         "", 0.05, 0.08, 0, 0, "", shapes={"step": Distribution("gamma", (156.25, 1 / 156.25))}

@@ -15,7 +15,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.graph.issue_graph import build_issue_graph
-from megatron_prism.predict import Sampler, needed, predict, quantile
+from megatron_prism.predict import Sampler, predict, quantile
 from megatron_prism.predict.distributions import Distribution
 from megatron_prism.predict.variability import read_variability
 from megatron_prism.replay import timeline
@@ -116,17 +116,6 @@ def test_seeds_and_spreads():
     assert first.halved["call"] == pytest.approx(p95, rel=0.02)
     assert first.slow[1] > first.slow[0]  # the last stage has twice the work
     assert first.slow[1] > p95
-
-
-def test_too_few_samples_say_how_many_are_needed():
-    one = quantile(np.arange(500.0), 0.99)
-    assert (one.ns, one.low, one.high) == (None, None, None)
-    assert one.needed == needed(0.99) == 1000
-    made = still(pipeline(World(8, tp=2, pp=2)))
-    with pytest.raises(UsageError, match="50 samples say little"):
-        predict(made, variability=spread(), samples=50)
-    with pytest.raises(UsageError, match="quantiles < 1"):
-        predict(made, variability=spread(), levels=(1.0,))
 
 
 def test_replicas_that_are_not_alike_are_one():

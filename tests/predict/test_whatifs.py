@@ -108,20 +108,6 @@ def test_the_page_is_whole_and_harmless(tmp_path, capsys):
     assert found["study"]["hot"][0]["ranks"] == 8
 
 
-def test_one_class_and_one_node_have_nothing_to_be_compared_with(tmp_path, capsys):
-    source, page = tmp_path / "w.txt", tmp_path / "page.html"
-    source.write_text(
-        "prism-program 1\nworld size=8 tp=2\nprogram ranks=0-7\n0F compute ns=10ms\n"
-        "0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=4096 reduce=sum\n"
-    )
-    words = ["predict", str(source), "samples=200", "slow=0.5", "--html", str(page)]
-    assert cli.main(words) == 0
-    said = capsys.readouterr().out
-    assert "one slow GPU; there is one class\nslower  p95" in said
-    assert "worst / best" not in said
-    assert "one GPU of class 0 takes 0.5 x as long" in said  # a fast one, as in prism replay
-
-
 def test_the_study_prices_other_worlds():
     made, done = priced(pipeline(World(16, tp=2, pp=2))), []
     found = study(Sampler(made.timeline), spread(gpu=0.05), made, progress=done.append)

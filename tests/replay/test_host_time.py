@@ -614,41 +614,14 @@ def test_a_slow_moment_of_the_host_is_not_how_it_usually_is():
     assert middle([[], [], []]) == []
 
 
-def test_reports_say_how_much_of_the_time_gpus_wait_for_python():
+def test_the_share_of_the_critical_path_in_which_gpus_wait_for_python():
     from megatron_prism.report.metrics import timeline_metrics
-    from megatron_prism.report.replay import render_text
 
     found = replayed(WORLD)
     share = (100 * US + CALL_NS) / found.iteration_ns
     assert timeline_metrics(found).host == pytest.approx(share)
-    assert (
-        f"host         {100 * share:.1f} % of the critical path: GPUs wait for Python"
-        in render_text(found)
-    )
-    busy = {source.text: source.busy_ns for source in timeline_metrics(found).sources}
-    assert busy["measured: the host's time for segments (nobody says where)"] == 120 * US
-    assert busy[f"assumed: {CALL_NS // 1000} us of the host for a call"] == 2 * CALL_NS
     plain = replayed(WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", ""))
     assert timeline_metrics(plain).host is None
-    assert "host never late" in render_text(plain)
-    assert "a host varies" not in render_text(found)
-    assert "delays in the segments" not in render_text(found)
-    half = """prism-program 1
-world size=3 tp=3
-program rank=0 ranks=0-1
-- compute ns=1us host=2us
-program rank=2 ranks=2
-- compute ns=3us
-"""
-    assert "slices of 1 of 3 ranks hold their host's delays in the segments" in render_text(
-        replayed(half)
-    )
-    one = found.graph.programs.programs[0]
-    hosts = np.array([90_000, 110_000])
-    varied = dataclasses.replace(parse(WORLD), programs=(dataclasses.replace(one, hosts=hosts),))
-    made = world_graph.build(varied)
-    again = timeline.build_timeline(made, costs.price_ops(made, machine("h200")), 1)
-    assert "a host varies by 14 % from iteration to iteration" in render_text(again)
 
 
 def test_a_trace_shows_what_the_host_issues_when():

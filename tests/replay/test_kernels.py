@@ -244,10 +244,6 @@ def test_what_the_table_lacks_is_flagged_and_widens_the_range(tmp_path, stored, 
     assert OFF["modelled: op table and roofline"] >= OFF["modelled: roofline"]
 
 
-def product(*points):
-    return {"shape": [1, 1, 1], "points": points}
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -307,15 +303,3 @@ def test_products_in_a_row_take_what_the_table_says_of_sustained_ones():
     assert slower[0] == 1.0
     calm = [float(np.interp(0.3, *points)) for points in table.sustained]
     assert sum(calm) / len(calm) == pytest.approx(0.92, abs=0.01)
-
-
-def test_the_results_have_these_rows():
-    text = (ROWS.parents[2] / "docs/accuracy.md").read_text(encoding="utf-8")
-    lines = text.partition("table:segments")[2].partition("<!--")[0].splitlines()
-    shown = [line for line in lines if line.startswith("| ")][1:]
-    rows = json.loads(ROWS.read_text(encoding="utf-8"))["rows"]
-    for row in rows:
-        off = f"{100 * (row['table_ms'] / row['measured_ms'] - 1):+.1f} %".replace("-", "−")
-        cells = [row["job"], str(row["rank"]), row["phase"], f"{row['measured_ms']:.1f} ms", off]
-        if row["phase"] != "rest":
-            assert f"| {' | '.join(cells)} |" in shown

@@ -138,14 +138,6 @@ def test_calls_are_means_over_the_ranks_that_make_them():
     assert found["send", PP].moving == found["recv", PP].moving > 0
 
 
-def test_many_classes_are_shown_in_blocks_and_counted():
-    world = World(64, pp=64)
-    shown = replay.render_text(replayed(healthy(world)))
-    assert "stage 23" in shown
-    assert "stage 24" not in shown
-    assert "and 40 classes more" in shown
-
-
 # -- curves ----------------------------------------------------------------------------------------
 def test_memory_keeps_its_peak_and_its_last_value():
     made = replayed(tiny())

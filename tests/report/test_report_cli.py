@@ -75,14 +75,6 @@ def test_files_are_written_and_never_overwritten(world, tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "trace.json", "world.prism"]
 
 
-def test_a_calibration_is_used_and_named(world, tmp_path, capsys):
-    file = tmp_path / "cal.json"
-    rows = [{"op": "all_reduce", "ranks": 2, "bytes": 8192, "ns": 123_456}]
-    file.write_text(json.dumps({"format": 1, "source": "two of mine", "collectives": rows}))
-    _, out, _ = run(world, f"calibration={file}", capsys=capsys)
-    assert "measured: calls (two of mine)" in out
-
-
 def figures_of(*words, capsys):
     status, out, err = run(*words, "--json", capsys=capsys)
     assert (status, err) == (0, "")

@@ -376,21 +376,6 @@ def test_noise_adds_up_like_independent_members(contiguous):
     assert counts.tolist() == [16, 16, 16], "integers are mirrored"
 
 
-@pytest.mark.parametrize(
-    ("policy", "says"),
-    [
-        ("echo", "'echo' is no policy"),
-        ("recorded", "needs one"),
-        ("mirror:x", "takes a path"),
-        ("", "'' is no policy"),
-    ],
-)
-def test_a_bad_policy_names_the_fix(policy, says):
-    with pytest.raises(UsageError, match=says) as caught:
-        Values(policy)
-    assert caught.value.fix
-
-
 # -- meta tensors ---------------------------------------------------------------------------------
 
 

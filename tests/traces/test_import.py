@@ -179,20 +179,6 @@ def test_groups_are_named_as_megatron_names_them(tmp_path):
     }
 
 
-def test_what_does_not_align_is_said_with_the_first_place(tmp_path):
-    trace, now = Trace(0, 1), 1000
-    for number in range(3):
-        trace.step(number, now, now + 100)
-        trace.kernel(now + 1, now + 10, now + 40)
-        trace.call(now + 2, now + 50, now + 60, sizes=(8, 8) if number == 1 else (4, 4))
-        now += 100
-    found = import_traces([trace.write(tmp_path)])
-    assert found.numbers == [0, 2]
-    (said,) = [note for note in found.notes if "left out" in note]
-    assert "iteration 1" in said
-    assert "call 0 is all_reduce in 0 bf16 of 8 elements" in said
-
-
 def test_ranks_whose_calls_differ_are_refused(tmp_path):
     for rank, size in ((0, 8), (1, 16)):
         trace = Trace(rank)

@@ -94,8 +94,7 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 
         held = dict_list_map_outplace(
-            lambda one: getattr(one, "data", getattr(one, "obj", one)),
-            asked["sharded_state_dict"],
+            lambda one: getattr(one, "data", getattr(one, "obj", one)), asked["sharded_state_dict"]
         )
         returns = "return" in str(asked.get("strict", "")).lower()
         return (held, set(), set()) if returns else held

@@ -397,11 +397,7 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
 
 
 def modelled(
-    name: str,
-    shape: Shape,
-    num_bytes: int,
-    machine: Machine,
-    settings: NcclSettings | None = None,
+    name: str, shape: Shape, num_bytes: int, machine: Machine, settings: NcclSettings | None = None
 ) -> int:
     """ns of one call of ``num_bytes`` (message size as nccl-tests counts it), the fastest way."""
     if shape.size == 1:
