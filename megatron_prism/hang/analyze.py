@@ -151,7 +151,7 @@ class _Judge:
         self.evidence += state.said
         if not any(state.outstanding.values()) and not state.lates and not state.events:
             return self._idle()
-        odds = [odd for odd in find_mismatches(state) if self._pending(odd)]
+        odds = find_mismatches(state)
         self.differ = {odd.entry.launch for odd in odds}
         entered = [odd for odd in odds if self._all_came(odd.entry)]
         self.split = any(not odd.ranks for odd in entered)
@@ -163,6 +163,7 @@ class _Judge:
             lambda: self._ordered(odds),
             lambda: self._odd(odds),
             lambda: self._odd(find_broken_rhythms(state)),
+            lambda: self._few(waits.smallest_cycle(state)) if not odds or culprits else [],
             self._never_started,
             self._gone,
         )
@@ -173,7 +174,12 @@ class _Judge:
             named = step()
             new = [c for c in named if c.rank not in culprits]
             if culprits:  # beside them, who holds others yet
-                new = [c for c in new if len(self._held({*culprits, c.rank})) < len(left)]
+                new = [
+                    c
+                    for c in new
+                    if step not in (self._gone, self._never_started)
+                    or len(self._held({*culprits, c.rank})) < len(left)
+                ]
             elif step == self._gone and self._held({c.rank for c in new}):
                 new = []
             if named and not new:
@@ -181,8 +187,6 @@ class _Judge:
                 del self.evidence[kept:]
             culprits |= {c.rank: c for c in new}
             left = self._held(culprits)
-            if culprits and not left:
-                break
         if culprits:
             found = sorted(culprits.values(), key=lambda c: (c.kind != "device stuck", c.rank))
             beside = [o for o in odds if not any(o.text in line for line in self.evidence)]
@@ -224,10 +228,6 @@ class _Judge:
                 for r in sorted(blamed)]  # fmt: skip
 
     # -- 1: signatures ----------------------------------------------------------------------------
-    def _pending(self, odd: Mismatch) -> bool:
-        waits = (e.launch for calls in self.state.outstanding.values() for e in calls)
-        return odd.entry.pair or odd.entry.launch in waits
-
     def _all_came(self, entry: Entry) -> bool:
         state = self.state
         return entry.pair or all(
@@ -296,7 +296,7 @@ class _Judge:
             kind, what = "host stuck", "never came to"
             if rank not in idle and state.skipped(rank, entry):
                 kind, what, why = "skipped call", "skips", "its siblings made it before others"
-            if rank not in idle and len(state.siblings[state.role.get(rank, 0)]) == 2:
+            if rank not in idle and len(state.siblings_of(rank)) == 2:
                 self.doubt = True
                 self.evidence.append(f"rank {rank} has one sibling: either of them may err")
             self._note(entry, f"rank {rank} {what} {call_text(entry)}; {why}")
@@ -336,7 +336,7 @@ class _Judge:
     def _ordered(self, odds: list[Mismatch], queued: bool = False) -> list[Culprit]:
         free = odds or not waits.is_complete_but_held(self.state)
         odd, about = find_order_conflicts(self.state, queued) if free else ({}, None)
-        among = {r for o in odds for r in o.among}
+        among = {r for o in odds if not o.ranks for r in o.among}
         # of those who differ in one call, it says nothing that all of them are at odds with others
         if about is None or not odd or (among and (among <= odd.keys() or among.isdisjoint(odd))):
             return []

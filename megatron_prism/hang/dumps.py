@@ -16,13 +16,12 @@ import signal
 import threading
 import zlib
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from multiprocessing import connection
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
@@ -661,7 +660,7 @@ def _names_of_ids(
 Packed = tuple[Any, ...]  # the fields of a Dump, its entries by columns
 
 _MOST = 8
-_AHEAD = 2  # dumps that a worker has been told of, so that it does not wait for the next
+_AHEAD = 4  # dumps for each worker that are under way, so that none waits for the next
 _EACH = 24  # dumps for which another process pays: it takes 0.3 s to start
 _WORDS = [f in ("group", "desc", "op", "numbers", "dtypes", "state", "done", "site")
           for f in Entry._fields]  # fmt: skip
@@ -685,79 +684,35 @@ def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSe
 def _loaded(
     files: dict[int, Path], processes: int
 ) -> Generator[tuple[int, Dump | DumpError], None, None]:
-    ranks, context = sorted(files), multiprocessing.get_context("spawn")
+    """(rank, its dump), ranks ascending; few are under way, so that none waits in memory."""
+    todo, running = iter(sorted(files)), deque[tuple[int, Future[Packed | DumpError]]]()
     largest = max(file.stat().st_size for file in files.values())
-    workers: dict[Connection, SpawnProcess] = {}
-    failed: Exception | None = None  # in a worker, which is not the end of it
-    try:
-        for _ in range(processes):
-            ours, theirs = context.Pipe()
-            workers[ours] = context.Process(target=_work, args=(theirs, largest), daemon=True)
-            workers[ours].start()
-            theirs.close()  # so that a worker's end is the end of the pipe
-        for rank, packed in _dealt(ranks, files, list(workers)):
-            if isinstance(packed, Exception) and not isinstance(packed, DumpError):
-                failed = packed
-                break
-            yield rank, packed if isinstance(packed, DumpError) else _unpack(packed)
-    except (EOFError, OSError) as error:
-        raise DumpError(
-            f"a process that read the dumps in {files[ranks[0]].parent} was killed",
-            fix="free memory (2 GB for 1,024 dumps of 2,000 entries), then try again",
-        ) from error
-    finally:
-        for pipe, process in workers.items():
-            if process.pid is not None:  # it was started
-                process.kill()
-                process.join()
-            pipe.close()
-    if failed is not None:
-        raise failed
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start_worker) as pool:
+        try:
+            while True:
+                for rank in itertools.islice(todo, _AHEAD * processes - len(running)):
+                    running.append((rank, pool.submit(_load, rank, files[rank], largest)))
+                if not running:
+                    return
+                rank, one = running.popleft()
+                packed = one.result()
+                yield rank, packed if isinstance(packed, DumpError) else _unpack(packed)
+        except BrokenProcessPool as error:
+            raise DumpError(
+                f"a process that read the dumps in {next(iter(files.values())).parent} was killed",
+                fix="free memory (2 GB for 1,024 dumps of 2,000 entries), then try again",
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _dealt(
-    ranks: Sequence[int], files: dict[int, Path], pipes: Sequence[Connection]
-) -> Iterator[tuple[int, Packed | Exception]]:
-    """(rank, what was read of it or the error), in the order of ``ranks``; a worker that is done
-    gets the next.
-
-    EOFError or OSError if a worker is gone.
-    """
-    waiting, found = iter(ranks), {}
-
-    def deal(pipe: Connection) -> None:
-        if (rank := next(waiting, None)) is not None:
-            pipe.send((rank, files[rank]))
-
-    for pipe in pipes:
-        for _ in range(_AHEAD):
-            deal(pipe)
-    for rank in ranks:
-        while rank not in found:
-            ready = connection.wait(pipes)
-            for pipe in (one for one in pipes if one in ready):
-                done, packed = pipe.recv()
-                deal(pipe)
-                found[done] = packed
-        yield rank, found.pop(rank)
-
-
-def _work(pipe: Connection, largest: int) -> None:
-    """A worker: Ctrl-C is the caller's; without the caller there is nothing to do."""
+def _start_worker() -> None:
+    """Ctrl-C is the caller's; without the caller there is nothing to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    while True:
-        try:
-            rank, file = pipe.recv()
-        except (EOFError, OSError):  # nobody wants more
-            return
-        try:
-            packed: Packed | Exception = _load(rank, file, largest)
-        except Exception as error:  # whatever it is, the caller shall know
-            packed = error
-        pipe.send((rank, packed))
 
 
 def _end_with(parent: BaseProcess) -> None:

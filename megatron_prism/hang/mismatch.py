@@ -13,8 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from megatron_prism.hang.dumps import Entry
 from megatron_prism.hang.state import JobState, call_text
 
@@ -30,79 +28,6 @@ Signature = tuple[Sign, ...]
 def signature(entries: list[Entry]) -> Signature:
     """What must be alike."""
     return tuple((e.op, e.dtypes, e.numbers if e.op in SIZED else ()) for e in entries)
-
-
-def suspects(state: JobState) -> Iterator[Iterator[Calls]]:
-    """Per group, in the order of first calls: calls that differ, come in batches, or whose sizes
-    only fit in sum (all_to_all)."""
-    ranks = [rank for rank, dump in state.dumps.items() if dump.entries]
-    if not ranks:
-        return
-    rows, signs, names = _rows(state, ranks)
-    real = np.array([name in state.groups for name in names])
-    talk = np.array([op != "coalesced" for op, *_ in signs])
-    keep = np.flatnonzero(real[rows["group"]] & talk[rows["sign"]] & (rows["to"] < 0))
-    order = keep[np.lexsort((rows["seq"][keep], rows["group"][keep]))]  # then by rank, as issued
-    found = rows[order]
-    first = np.flatnonzero(_new(found["group"]) | _new(found["seq"]))
-    size = np.diff(first, append=len(found))
-    alike = _alike(signs)[found["sign"]]
-    total = np.array([op == "all_to_all" for op, *_ in signs])[found["sign"]]
-    again = ~_new(found["rank"])
-    again[first] = False
-    odd = (alike != np.repeat(alike[first], size)) | total | again
-    chosen = np.flatnonzero(np.logical_or.reduceat(odd, first)) if len(first) else first
-    groups = found["group"][first[chosen]]
-    numbers, begins = np.unique(rows["group"][keep], return_index=True)
-    for number in numbers[np.argsort(begins)]:
-        runs = chosen[groups == number]
-        yield (_calls(state, ranks, rows["place"], order[first[r] : first[r] + size[r]],
-                      rows["rank"]) for r in runs)  # fmt: skip
-
-
-def _new(column: np.ndarray) -> np.ndarray:
-    """Where a value differs from the one before it."""
-    return np.concatenate([np.ones(min(1, len(column)), bool), column[1:] != column[:-1]])
-
-
-_ROW = np.dtype([("group", "i4"), ("sign", "i4"), ("rank", "i4"), ("place", "i4"), ("to", "i8"),
-                 ("seq", "i8")])  # fmt: skip
-
-
-def _rows(state: JobState, ranks: list[int]) -> tuple[np.ndarray, list[Sign], list[str]]:
-    """(a row per entry, what its sign says, the name of its group); rank is a place in ranks."""
-    names: dict[str, int] = {}
-    signs: dict[Sign, int] = {}
-    rows = np.empty(sum(len(state.dumps[rank].entries) for rank in ranks), _ROW)
-    end = 0
-    for number, rank in enumerate(ranks):
-        entries = zip(*state.dumps[rank].entries, strict=True)
-        columns = dict(zip(Entry._fields, entries, strict=True))
-        begin, end = end, end + len(columns["op"])
-        mine = rows[begin:end]
-        mine["group"] = [names.setdefault(g, len(names)) for g in columns["group"]]
-        said = zip(columns["op"], columns["dtypes"], columns["numbers"], strict=True)
-        mine["sign"] = [signs.setdefault(s, len(signs)) for s in said]
-        mine["rank"], mine["place"] = number, np.arange(end - begin)
-        mine["to"], mine["seq"] = columns["to"], columns["seq"]
-    return rows, list(signs), list(names)
-
-
-def _alike(signs: list[Sign]) -> np.ndarray:
-    """Per sign the first one that must be taken for the same: sizes do not always count."""
-    first: dict[tuple[object, ...], int] = {}
-    return np.array([i if op in SIZED else first.setdefault((op, dtypes), i)
-                     for i, (op, dtypes, _) in enumerate(signs)])  # fmt: skip
-
-
-def _calls(
-    state: JobState, ranks: list[int], places: np.ndarray, rows: np.ndarray, owners: np.ndarray
-) -> Calls:
-    found: Calls = {}
-    for row in rows.tolist():
-        rank = ranks[owners[row]]
-        found.setdefault(rank, []).append(state.dumps[rank].entries[places[row]])
-    return found
 
 
 _LAST = 6  # calls before one, by which siblings are at the same place
@@ -136,44 +61,46 @@ class Mismatch:
 
 
 def find_mismatches(state: JobState) -> list[Mismatch]:
-    """The first call of every group in which its members differ; earliest first."""
-    found, made = [], _Made(state)
-    for calls in suspects(state):
-        odd = next(filter(None, (_compare(made, call) for call in calls)), None)
-        if odd is not None:
+    """Calls that somebody waits in and that members of their group make differently, of each group
+    the first; earliest first."""
+    calls = CallTable(state)
+    found = [*_messages(calls)]
+    groups = set[str]()
+    waits = {e.launch: e for c in state.outstanding.values() for e in c if not e.pair}
+    for (name, _, seq), entry in sorted(waits.items(), key=lambda wait: wait[0][2]):
+        members = state.groups[name].ranks if name not in groups else ()
+        here = {r: made for r in members if (made := calls.at(r, entry.desc, seq))}
+        if here and (odd := _compare(calls, here)) is not None:
+            groups.add(name)
             found.append(odd)
-    found += _beside_lost(made)
-    found += _messages(made)
     return sorted(found, key=lambda odd: odd.entry.created_ns)
 
 
-class _Made:
-    """What ranks called: (description, sequence) -> entries; looked up once for each."""
+class CallTable:
+    """What ranks called: (description, number) -> entries; made once for each rank."""
 
     def __init__(self, state: JobState) -> None:
         self.state = state
-        self._found: dict[int, dict[tuple[str, int], list[Entry]]] = {}
+        self._made: dict[int, dict[tuple[str, int], list[Entry]]] = {}
 
     def at(self, rank: int, desc: str, seq: int) -> list[Entry]:
-        if rank not in self._found:
-            self._found[rank] = defaultdict(list)
-            for e in self.state.dumps[rank].entries:
-                if not e.pair and e.op != "coalesced":
-                    self._found[rank][e.desc, e.seq].append(e)
-        return self._found[rank].get((desc, seq), [])
+        """The calls of ``rank`` that have that number: several where they are coalesced."""
+        if rank not in self._made:
+            made = self._made[rank] = defaultdict(list)
+            for e in self.state.dumps[rank].entries if rank in self.state.dumps else ():
+                if e.to < 0 and e.op != "coalesced":
+                    made[e.desc, e.seq].append(e)
+        return self._made[rank].get((desc, seq), [])
 
-    def heard(self, *but: Entry) -> Iterator[Entry]:
+    def others(self, *but: Entry) -> Iterator[Entry]:
         """The job's calls and messages, without these."""
         entries = itertools.chain.from_iterable(d.entries for d in self.state.dumps.values())
         return (e for e in entries if e.op != "coalesced" and all(e is not one for one in but))
 
     def onward(self, rank: int, like: Entry) -> list[Signature]:
         """What it called from ``like`` on in its group of that description."""
-        found, seq = [], like.seq
-        while entries := self.at(rank, like.desc, seq):
-            found.append(signature(entries))
-            seq += 1
-        return found
+        calls = (self.at(rank, like.desc, seq) for seq in itertools.count(like.seq))
+        return list(map(signature, itertools.takewhile(bool, calls)))
 
     def before(self, rank: int, like: Entry) -> list[tuple[str, ...]]:
         """The operations of its last calls before ``like`` in its group of that description."""
@@ -181,63 +108,100 @@ class _Made:
         return [tuple(e.op for e in self.at(rank, like.desc, n)) for n in numbers]
 
 
-def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Mismatch | None:
-    state = made.state
+def _compare(table: CallTable, calls: Calls) -> Mismatch | None:
+    """How the members who made one call differ in it, and who of them is wrong."""
     signatures = {rank: signature(entries) for rank, entries in calls.items()}
-    votes = Counter(signatures.values())
-    if len(votes) == 1:
-        return _totals(state, calls)
-    first = next(iter(calls.values()))[0]
-    unseen = len(state.groups[first.group].ranks) - len(calls)
-    usual, count = votes.most_common(1)[0]
-    if 2 * count <= len(calls) + unseen:  # no majority here: ask the siblings
-        votes += Counter(_elsewhere(made, first, set(calls), set(votes)))
-        usual, count = votes.most_common(1)[0]
-        if 2 * count <= votes.total() + unseen:
-            if (odd_one := _unheard(made, calls, signatures)) is not None:
-                return odd_one
-            texts = {r: _text(e) for r, e in calls.items()}
-            one, other, *_ = votes
-            kind = _kind(one, other)
-            return Mismatch(kind, first, (), tuple(calls), _differ(texts))
+    if len(set(signatures.values())) == 1:
+        return _totals(table.state, calls) or _beside_lost(table, calls)
+    texts = {rank: _text(entries) for rank, entries in calls.items()}
+    usual, why = _right_call(table, calls, signatures)
+    if usual is None:
+        one, other, *_ = dict.fromkeys(signatures.values())
+        first = next(iter(calls.values()))[0]
+        return Mismatch(_kind(one, other), first, (), tuple(calls), _differ(texts))
     odd = tuple(r for r, s in signatures.items() if s != usual)
     model = next((calls[r] for r, s in signatures.items() if s == usual), calls[odd[0]])
-    text = f"{_differ({odd[0]: _text(calls[odd[0]])})}, {count} others {_text(model)}"
-    kind = _skipped_or_extra(made, calls[odd[0]][0], odd[0], usual, calls.keys())
-    kind = kind or _kind(signatures[odd[0]], usual)
-    return Mismatch(kind, model[0], odd, tuple(calls), text)
+    kind = _skipped_or_extra(table, calls[odd[0]][0], odd[0], usual, calls.keys())
+    text = f"{_differ({odd[0]: texts[odd[0]]})}, {why} {_text(model)}"
+    kind, voted = kind or _kind(signatures[odd[0]], usual), why.endswith("others")
+    return Mismatch(kind, model[0], odd, tuple(calls), text, voted)
 
 
-def _beside_lost(made: _Made) -> Iterator[Mismatch]:
-    """Calls that wait for members without a dump, and that siblings make otherwise there."""
-    state, known = made.state, set[object]()
-    for rank in state.outstanding if state.missing else ():
-        head = state.head(rank)
-        if head is None or head.pair or head.launch in known:
-            continue
-        known.add(head.launch)
-        members = state.groups[head.group].ranks
-        calls = {r: found for r in members if r in state.dumps
-                 and (found := made.at(r, head.desc, head.seq))}  # fmt: skip
-        signs = {signature(entries) for entries in calls.values()}
-        if len(calls) == len(members) or len(signs) != 1:
-            continue
-        votes = Counter(_elsewhere(made, head, set(calls), None))
-        usual, count = votes.most_common(1)[0] if votes else ((), 0)
-        if usual in signs or count < 2 or 2 * count <= len(members) + votes.total():
-            continue
-        text = f"{_differ({r: _text(e) for r, e in calls.items()})}, {count} siblings otherwise"
-        kind = _kind(signs.pop(), usual)
-        yield Mismatch(kind, head, tuple(calls), tuple(calls), text, voted=False)
+def _right_call(
+    table: CallTable, calls: Calls, signatures: dict[int, Signature]
+) -> tuple[Signature | None, str]:
+    """(the call that is right, who else makes it): by a strict majority of the members, those
+    without a dump counted; with the siblings at that number; by what members call next; by the
+    job's other calls."""
+    first = next(iter(calls.values()))[0]
+    votes = Counter(signatures.values())
+    unseen = len(table.state.groups[first.group].ranks) - len(calls)
+    for more in ((), _elsewhere(table, first, set(calls), set(votes))):
+        votes.update(more)
+        usual, count = votes.most_common(1)[0]
+        if 2 * count > votes.total() + unseen:
+            return usual, f"{count} others"
+    right = {s for r, s in signatures.items() if _is_numbered_as_siblings(table, r, first, calls)}
+    if len(right) == 1 and 2 * sum(s in right for s in signatures.values()) >= len(calls):
+        return right.pop(), "the others, who make the next calls as siblings do,"
+    known = _replaced(table, calls)
+    return (None if known is None else signatures[known]), "as nobody else, the other"
+
+
+def _is_numbered_as_siblings(table: CallTable, rank: int, call: Entry, members: Calls) -> bool:
+    """Whether a later call of ``rank`` in that group has the number that siblings give it, and is
+    unlike its neighbours: so it left out none before it and made none too many."""
+    siblings = [r for r in table.state.siblings_of(rank) if r not in members]
+    mine = table.onward(rank, call)
+    for place in range(1, len(mine)):
+        if mine[place] not in (*mine[place - 1 : place], *mine[place + 1 : place + 2]):
+            calls = (table.at(r, call.desc, call.seq + place) for r in siblings)
+            if {signature(one) for one in calls if one} == {mine[place]}:
+                return True
+    return False
+
+
+def _replaced(table: CallTable, calls: Calls) -> int | None:
+    """Who of two makes the right call, where one of them replaced it by one that nobody else in
+    the job makes.
+
+    Where what follows fits with a shift by one, one of the two left out a call or made one more:
+    both calls may be right, and whether others make the like says nothing.
+    """
+    if len(calls) != 2 or len(set(map(len, calls.values()))) > 1:
+        return None
+    (one, a), (other, b) = ((rank, entries[0]) for rank, entries in calls.items())
+    mine, theirs = table.onward(one, a), table.onward(other, a)
+    replaced = len(mine) > 1 < len(theirs) and _alike_from(mine[1:], theirs[1:])
+    shifted = _alike_from(mine[1:], theirs) or _alike_from(theirs[1:], mine)
+    if not replaced and (shifted or a.op != b.op) or shifted and a.op != b.op:
+        return None
+    odd = _unlike_the_job(table, (a, b), (sum(a.numbers, ()), sum(b.numbers, ())))
+    return None if odd is None else (other, one)[odd]
+
+
+def _beside_lost(table: CallTable, calls: Calls) -> Mismatch | None:
+    """A call in which its members with a dump agree, and that siblings make otherwise there."""
+    first = next(iter(calls.values()))[0]
+    members = table.state.groups[first.group].ranks
+    votes = Counter(_elsewhere(table, first, set(calls), None))
+    usual, count = votes.most_common(1)[0] if votes else ((), 0)
+    mine = signature(next(iter(calls.values())))
+    if len(calls) == len(members) or usual == mine or count < 2:
+        return None
+    if 2 * count <= len(members) + votes.total():
+        return None
+    text = f"{_differ({r: _text(e) for r, e in calls.items()})}, {count} siblings otherwise"
+    return Mismatch(_kind(mine, usual), first, tuple(calls), tuple(calls), text, voted=False)
 
 
 def _skipped_or_extra(
-    made: _Made, call: Entry, rank: int, usual: Signature, members: Collection[int]
+    table: CallTable, call: Entry, rank: int, usual: Signature, members: Collection[int]
 ) -> str:
     """Whether ``rank`` calls here what the others call next, or next what they call here; "" if
     neither is known."""
-    state, mine = made.state, made.onward(rank, call)
-    alike = (made.onward(r, call) for r in {*members, *state.siblings[state.role.get(rank, 0)]})
+    state, mine = table.state, table.onward(rank, call)
+    alike = (table.onward(r, call) for r in {*members, *state.siblings_of(rank)})
     theirs = max((calls for calls in alike if calls[:1] == [usual]), key=len, default=[])
     if _alike_from(mine[1:], theirs[1:]):
         return ""
@@ -247,49 +211,25 @@ def _skipped_or_extra(
 
 
 def _elsewhere(
-    made: _Made, like: Entry, here: set[int], known: set[Signature] | None
+    table: CallTable, like: Entry, here: set[int], known: set[Signature] | None
 ) -> Iterator[Signature]:
     """What siblings of the ranks ``here`` call at this place of their own groups, of what is
     ``known``: those whose calls before it are alike, since numbers say nothing where siblings make
     calls of their own."""
-    state = made.state
-    mine = [made.before(rank, like) for rank in sorted(here)]
+    state = table.state
+    mine = [table.before(rank, like) for rank in sorted(here)]
     for role in {state.role.get(rank, 0) for rank in here}:
         for rank in state.siblings[role]:
-            entries = [] if rank in here else made.at(rank, like.desc, like.seq)
+            entries = [] if rank in here else table.at(rank, like.desc, like.seq)
             found = signature(entries)
             if entries and (known is None or found in known):
-                before = made.before(rank, like)
+                before = table.before(rank, like)
                 if any(_fit(before, one) for one in mine):
                     yield found
 
 
-def _unheard(
-    made: _Made, calls: dict[int, list[Entry]], signatures: dict[int, Signature]
-) -> Mismatch | None:
-    """The odd one of two, where one call was replaced: what nobody else in the job calls.
-
-    One of the two left out a call, or made one more, if what follows in the group fits with a shift
-    by one: then both calls may be right, and whether others call the like says nothing.
-    """
-    if len(calls) != 2 or len(set(map(len, calls.values()))) > 1:
-        return None
-    (one, a), (other, b) = ((rank, entries[0]) for rank, entries in calls.items())
-    mine, theirs = made.onward(one, a), made.onward(other, a)
-    replaced = len(mine) > 1 < len(theirs) and _alike_from(mine[1:], theirs[1:])
-    shifted = _alike_from(mine[1:], theirs) or _alike_from(theirs[1:], mine)
-    if not replaced and (shifted or a.op != b.op) or shifted and a.op != b.op:
-        return None
-    if (odd := _unlike_the_job(made, (a, b), (sum(a.numbers, ()), sum(b.numbers, ())))) is None:
-        return None
-    (usual, model), (odd_one, wrong) = ((one, a), (other, b))[:: 1 if odd else -1]
-    text = f"rank {odd_one} calls {_text([wrong])}, as nobody else; rank {usual} {_text([model])}"
-    kind = _kind(signatures[odd_one], signatures[usual])
-    return Mismatch(kind, model, (odd_one,), tuple(calls), text, voted=False)
-
-
 def _unlike_the_job(
-    made: _Made, pair: tuple[Entry, Entry], sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    table: CallTable, pair: tuple[Entry, Entry], sizes: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> int | None:
     """Which of two calls looks like nothing else in the job: 0, 1 or None.  First whole calls are
     compared, then their operations, the job's half precision, and numbers of elements: those that
@@ -302,7 +242,7 @@ def _unlike_the_job(
         lambda e: not e.pair and (e.desc, e.op, e.dtypes),
         lambda e: set(e.dtypes) <= _HALVES and e.dtypes[:1],
     )
-    others = list(made.heard(*pair))
+    others = list(table.others(*pair))
     for look in looks:
         heard = set(map(look, others))
         known = [bool(look(e)) and look(e) in heard for e in pair]
@@ -361,9 +301,9 @@ def _totals(state: JobState, calls: dict[int, list[Entry]]) -> Mismatch | None:
     return Mismatch("splits", first, uneven if alone else (), tuple(sums), text)
 
 
-def _messages(made: _Made) -> Iterator[Mismatch]:
+def _messages(table: CallTable) -> Iterator[Mismatch]:
     """Sends and receives at the head of both sides that do not fit."""
-    state = made.state
+    state = table.state
     for rank in state.outstanding:
         send = next((e for e in state.outstanding[rank] if e.op == "send"), None)
         mate = state.mate(rank, send) if send else None
@@ -374,7 +314,7 @@ def _messages(made: _Made) -> Iterator[Mismatch]:
         if a == b:
             yield from _unbatched(state, (rank, send), (peer, mate))
             continue
-        alone = _unlike_the_job(made, (send, mate), sizes)
+        alone = _unlike_the_job(table, (send, mate), sizes)
         odd = () if alone is None else ((rank, peer)[alone],)
         text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
         kind = "dtype" if a[0] == b[0] else "shape"
@@ -392,7 +332,7 @@ def _unbatched(
     odd = []
     for batched, rank, entry in here:
         kind, seen = (entry.desc, entry.op, state.step(rank, entry)), Counter[bool | None]()
-        for sibling in state.siblings[state.role.get(rank, 0)]:
+        for sibling in state.siblings_of(rank):
             alike = (e for e in state.dumps[sibling].entries if e.pair and sibling != rank
                      and (e.desc, e.op, state.step(sibling, e)) == kind)  # fmt: skip
             if (last := next(alike, None)) is not None:
@@ -439,7 +379,7 @@ def find_broken_rhythms(state: JobState) -> list[Mismatch]:
                 continue
             turn, place = found
             usual, (mine, entry) = ways[place - turn], list(batches.values())[place]
-            siblings = (known[s] for s in state.siblings[state.role.get(rank, 0)] if s != rank)
+            siblings = (known[s] for s in state.siblings_of(rank) if s != rank)
             rows = (b for groups in siblings for b in groups.values() if entry.seq in b)
             if any(row[entry.seq][0] == mine for row in rows):
                 continue
@@ -493,7 +433,7 @@ class Conflict:
     def entry(self, state: JobState, rank: int) -> Entry | None:
         """The call as ``rank`` made it, or as a sibling did, or the oldest wait in its group."""
         key = (self.desc, self.pair, self.seq)
-        for other in (rank, *state.siblings[state.role.get(rank, 0)]):
+        for other in (rank, *state.siblings_of(rank)):
             for e in state.dumps[other].entries:
                 if (e.desc, e.pair, e.seq) == key and e.op != "coalesced":
                     return e

@@ -160,6 +160,10 @@ class JobState:
                 found[rank][self.groups[name].desc] = count
         return found
 
+    def siblings_of(self, rank: int) -> list[int]:
+        """Ranks with a dump at its place of the pipeline, itself among them."""
+        return self.siblings[self.role.get(rank, 0)]
+
     # -- questions --------------------------------------------------------------------------------
     def head(self, rank: int) -> Entry | None:
         """The oldest outstanding call of ``rank``."""
@@ -265,7 +269,7 @@ class JobState:
         """Whether ``rank``, which lacks ``entry``, made calls that most siblings made after it."""
         mine = {(e.desc, e.pair, e.seq) for e in self.issued(rank)}
         votes: Counter[bool] = Counter()
-        for other in self.siblings[self.role.get(rank, 0)]:
+        for other in self.siblings_of(rank):
             keys = [(e.desc, e.pair, e.seq) for e in self.issued(other)]
             wanted = (entry.desc, False, entry.seq)
             if other != rank and wanted in keys:

@@ -133,7 +133,7 @@ def is_between_iterations(state: JobState, rank: int) -> bool:
     An iteration makes as many calls in a group as a sibling that waits at its end is ahead.
     """
     mine = state.all_counts(rank)
-    for other in state.siblings[state.role.get(rank, 0)]:
+    for other in state.siblings_of(rank):
         theirs = state.all_counts(other)
         more = {key: theirs[key] - n for key, n in mine.items() if theirs.get(key, -1) > n}
         if len(more) > 1:
@@ -266,7 +266,7 @@ def is_behind_replicas(state: JobState, rank: int) -> bool:
     late = {state.groups[name].desc for name, other in state.lates if other == rank}
     mine, counts = state.opened(rank), state.counts(rank)
     passed = level = 0
-    for other in state.siblings[state.role.get(rank, 0)]:
+    for other in state.siblings_of(rank):
         theirs = state.counts(other)
         common = counts.keys() & theirs.keys()
         level += all(theirs[k] == counts[k] for k in common)
@@ -309,7 +309,7 @@ def _fewer_messages(state: JobState, rank: int, desc: str) -> bool:
     messages of that group, and more of them than made no more messages and as many collectives."""
     mine, calls = state.progress(rank).get((desc, True), -1), state.counts(rank)
     more = fewer = 0
-    for other in state.siblings[state.role.get(rank, 0)]:
+    for other in state.siblings_of(rank):
         theirs, made = state.progress(other).get((desc, True), -1), state.counts(other)
         common = calls.keys() & made.keys()
         more += theirs > mine >= 0 and all(made[k] <= calls[k] for k in common)
@@ -322,7 +322,7 @@ def _passed(state: JobState, rank: int, desc: str) -> bool:
     made = {(e.desc, e.seq) for e in entries if not e.pair}
     number = max((e.seq for e in entries if e.pair and e.desc == desc), default=0) + 1
     yes = no = 0
-    for other in state.siblings[state.role.get(rank, 0)]:
+    for other in state.siblings_of(rank):
         theirs = state.issued(other)
         at = next((i for i, e in enumerate(theirs)
                    if e.pair and (e.desc, e.seq) == (desc, number)), None)  # fmt: skip
@@ -400,7 +400,7 @@ def blockers(state: JobState, rank: int, head: Entry) -> set[int]:
 def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
     """For whom a rank without a dump may wait: who did not end what its siblings called in its
     group, or ended fewer messages than its own siblings."""
-    siblings = state.siblings[state.role.get(lost, 0)]
+    siblings = state.siblings_of(lost)
     for name in state.groups_of[lost]:
         group = state.groups[name]
         last = max((state.counts(s).get(group.desc, -1) for s in siblings), default=1 << 62)
@@ -408,7 +408,7 @@ def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
             if other not in state.dumps:
                 continue
             if name in state.pairs:
-                alike = state.siblings[state.role.get(other, 0)]
+                alike = state.siblings_of(other)
                 last = max(state.messages_ended(s, group.desc) for s in alike)
                 behind = state.messages_ended(other, group.desc) < max(1, last)
             else:

@@ -89,7 +89,7 @@ def test_an_idle_host_whose_groups_have_hashes_for_names_is_known_by_its_sibling
         dump.call("dp", done=True, count=2)
         dump.call("tp", done=True, count=5)
         if rank != 5:
-            dump.call("tp", count=rank == 4)
+            dump.call("tp", done=rank != 4)
             dump.call("dp", count=rank != 4)
         if rank == 7 and not alike:
             dump.groups = dict(reversed(dump.groups.items()))

@@ -1,6 +1,9 @@
 """Ranks without a pipeline are all siblings: who rightly makes other calls is not to blame."""
 
+import random
+
 import pytest
+from helpers import random_hangs
 from helpers.flight_dumps import FULL
 from helpers.production import ACTIVE
 from helpers.random_hangs import dumps_of, named
@@ -89,3 +92,32 @@ def test_a_whole_group_that_agrees_is_never_certain():
     assert 13 in named(found)
     assert found.confidence == "possible"
     assert "perhaps they rightly make other calls" in str(found.evidence)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "how"),
+    [
+        (("dtype", "lost"), FULL),
+        (("drop", "lost"), FULL),
+        (("shape", "inversion"), FULL),
+        (("shape", "inversion"), ACTIVE),
+    ],
+)
+def test_of_two_faults_what_one_rank_did_does_not_depend_on_the_other(kinds, how):
+    """Waits lead to either of them; each did something that its equals did otherwise."""
+    rng, world = random.Random(7), random_hangs.WORLDS[4]
+    programs, ranks = random_hangs.healthy(world), (21, 90)
+    for kind, rank in zip(kinds, ranks, strict=True):
+        programs, _ = random_hangs.KINDS[kind](rng, programs, rank)
+    found = hang.diagnose_dumps(dumps_of(stall.run_until_stalled(programs), **how))
+    assert named(found) == set(ranks), found
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("swap", 52), ("extra", 29)])
+def test_who_is_right_of_two_is_told_by_its_next_calls(kind, seed):
+    """Of two members of a group the one whose later calls have the numbers of its siblings'."""
+    world = random.Random(seed)
+    world.choice([*random_hangs.KINDS])
+    programs, _, culprits = random_hangs.draw(kind, world.choice(random_hangs.WORLDS), seed)
+    found = hang.diagnose_dumps(dumps_of(stall.run_until_stalled(programs), **ACTIVE))
+    assert named(found) == culprits, found
