@@ -37,7 +37,7 @@ WORLD = "default_pg"
 
 Label = tuple[str, int, int]  # phase, microbatch, chunk
 Tokens = Union["Token", "list[Token | None]", None]  # as Megatron hands them on
-Issue = Callable[..., "Request"]
+Issue = Callable[..., "_Request"]
 P2P = tuple[Issue, "Token", int, "TapeGroup"]
 
 
@@ -136,7 +136,7 @@ class Token:
         """No allocator listens."""
 
 
-class Request:
+class _Request:
     """The handle of a send or receive; a wait is an event."""
 
     __slots__ = ("handle", "tape")
@@ -222,20 +222,20 @@ class Tape:
     # -- p2p --------------------------------------------------------------------------------------
     def isend(
         self, tensor: Token, dst: int, group: TapeGroup, at: int = 0, batch: int = -1
-    ) -> Request:
+    ) -> _Request:
         """torch.distributed.isend."""
         phase, microbatch, chunk = tensor.label
         row = self._pair("send", tensor, dst, group, at or sys._getframe(1).f_lineno, batch)
         row.update({"phase": phase, "microbatch": microbatch, "chunk": chunk})
-        return Request(self, row["handle"])
+        return _Request(self, row["handle"])
 
     def irecv(
         self, tensor: Token, src: int, group: TapeGroup, at: int = 0, batch: int = -1
-    ) -> Request:
+    ) -> _Request:
         """torch.distributed.irecv."""
         row = self._pair("recv", tensor, src, group, at or sys._getframe(1).f_lineno, batch)
         tensor.row = row
-        return Request(self, row["handle"])
+        return _Request(self, row["handle"])
 
     def _pair(
         self, name: str, tensor: Token, peer: int, group: TapeGroup, at: int, batch: int
@@ -259,7 +259,7 @@ class Tape:
         """torch.distributed.P2POp."""
         return op, tensor, peer, group
 
-    def batch(self, ops: list[P2P]) -> list[Request]:
+    def batch(self, ops: list[P2P]) -> list[_Request]:
         """torch.distributed.batch_isend_irecv: one call to NCCL."""
         number, self._batches = self._batches, self._batches + 1
         at = sys._getframe(1).f_lineno
