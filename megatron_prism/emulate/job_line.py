@@ -10,12 +10,13 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
 from megatron_prism.emulate.launch_line import LaunchLine, read_line
-from megatron_prism.emulate.options import words_of
+from megatron_prism.emulate.options import value_of, words_of
 
 
 def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -30,10 +31,7 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
     """
     line = read_line(words, os.environ)
     if line.shell:
-        raise UsageError(
-            f"{shlex.join(line.shell)} is a script, which would have to run to start the job",
-            fix="the line of torchrun, srun or python that it starts Megatron with",
-        )
+        line = _run_dry(line, given)
     if not line.words:
         return [], []
     job = _script(line.words)
@@ -42,6 +40,25 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
         print(f"prism: {_summary(line)}", file=sys.stderr)
     os.environ.update(line.variables or {})
     return ours, job
+
+
+def _run_dry(line: LaunchLine, given: Sequence[str]) -> LaunchLine:
+    """The line that a shell script would start its job with."""
+    from megatron_prism.emulate.dry_run import dry_run
+
+    def tell(text: str) -> None:
+        print(f"prism: {text}", file=sys.stderr, flush=True)
+
+    found = dry_run(line.shell, line.before, value_of("--prism-gpus-per-node", given), tell)
+    made = read_line(found.line, {**os.environ, **found.known, **found.variables})
+    made = replace(made, variables={**(line.variables or {}), **found.variables,
+                                    **(made.variables or {})})  # fmt: skip
+    settings = [f"{name}={value}" for name, value in found.variables.items()]
+    start = ["env", *settings] if settings else []
+    tell(f"{shlex.join(line.shell)} starts: {shlex.join([*start, *found.line])}")
+    for note in found.notes:
+        tell(note)
+    return made
 
 
 def _summary(line: LaunchLine) -> str:

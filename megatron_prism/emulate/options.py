@@ -482,6 +482,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def value_of(flag: str, words: Sequence[str]) -> str:
+    """The value of ``flag`` among ``words``, the last one; empty without one."""
+    found = [next_ for word, next_ in zip(words, words[1:], strict=False) if word == flag]
+    found += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+    return found[-1] if found else ""
+
+
 def alone() -> set[str]:
     """Our flags that take no value."""
     return {flag for flag, settings in FLAGS.items() if settings.get("action") == "store_true"}

@@ -1,0 +1,134 @@
+"""What a batch script says of its job: its directives, and the variables that a scheduler sets.
+
+In : the text of a script for sbatch, qsub or bsub, or of any other.  Out: an Allocation, the
+variables to run the script with, and those that nobody can know but the user.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_DIRECTIVE = re.compile(r"^#\s?(SBATCH|PBS|BSUB|flux:)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE)
+_OPTIONS = {  # of all schedulers: option -> what it says
+    "-N": "nodes", "--nodes": "nodes", "-nnodes": "nodes",
+    "-n": "ranks", "--ntasks": "ranks", "--ntasks-per-node": "each", "--tasks-per-node": "each",
+    "--gpus-per-node": "gpus", "--gres": "gpus", "-g": "gpus", "-gpu": "gpus",
+    "-G": "all_gpus", "--gpus": "all_gpus", "--cpus-per-task": "cpus", "-c": "cpus",
+    "-J": "name", "--job-name": "name", "-p": "partition", "--partition": "partition",
+}  # fmt: skip
+_PBS = re.compile(r"\b(?:select|nodes)=(\d+)((?::\w+=\w+)*)")
+READ = re.compile(r"\$\{?([A-Z_][A-Z0-9_]*)(:?[-=+?])?")
+HERE = {  # where a job is, which the script may ask without any effect on its size
+    "RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "GROUP_RANK": "0", "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500", "SLURM_JOB_ID": "1", "SLURM_JOBID": "1", "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT":
+    "0", "SLURM_ARRAY_JOB_ID": "1", "SLURMD_NODENAME": "node1", "PBS_JOBID": "1", "LSB_JOBID": "1",
+    "JOB_ID": "1", "PET_NODE_RANK": "0", "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMI_RANK": "0", "SLURM_CPUS_PER_TASK": "1",
+    "SLURM_CPUS_ON_NODE": "8", "SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_NAME": "job",
+    "SLURM_JOB_USER": "user", "SLURM_STEP_ID": "0", "SLURM_CLUSTER_NAME": "cluster",
+    "SLURM_JOB_ACCOUNT": "account", "PBS_JOBNAME": "job",
+}  # fmt: skip
+_SIZES = re.compile(  # variables that say how large the job is
+    r"(SLURM|PBS|LSB|PET|OMPI|PMI|NTASKS|NPROCS|NNODES|NUM_NODES|N_NODES|NODE_COUNT|WORLD_SIZE|"
+    r"NPROC_PER_NODE|GPUS_PER_NODE|NUM_GPUS|GPU_PER_NODE|NGPUS|N_GPUS|SENSECORE|MLP_WORKER)"
+)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Hosts, tasks in all and on each host, GPUs of each; None where nobody says.
+
+    said : what says so, ``#SBATCH --nodes=4``
+    """
+
+    nodes: int | None = None
+    ranks: int | None = None
+    each: int | None = None
+    gpus: int | None = None
+    said: str = ""
+
+
+def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
+    """That of a script's directives; ``words`` are the options of sbatch or qsub, which win."""
+    found, said = dict[str, int](), list[str]()
+    for kind, line in [*_DIRECTIVE.findall(text), ("", shlex.join(words))]:
+        try:
+            options = shlex.split(line)
+        except ValueError:  # an open quote
+            continue
+        for word, following in zip(options, [*options, ""][1:], strict=True):
+            if resources := _PBS.search(word):
+                nodes, more = int(resources[1]), dict(re.findall(r":(\w+)=(\d+)", resources[2]))
+                each = more.get("mpiprocs") or more.get("ppn") or more.get("ngpus")
+                new = {"nodes": nodes, "each": each, "gpus": more.get("ngpus", more.get("gpus"))}
+                found |= {key: int(value) for key, value in new.items() if value}
+                said.append(f"#{kind} {word}")
+                continue
+            name, equals, value = word.partition("=")
+            if short := re.fullmatch(r"(-[Nn])(\d+)", word):
+                name, value, equals = short[1], short[2], "="
+            numbers = re.findall(r"(?<![\w.-])\d+(?![\w.])", value if equals else following)
+            key = _OPTIONS.get(name)
+            if key in ("nodes", "ranks", "each", "gpus", "all_gpus") and numbers:
+                found[key] = int(numbers[-1])
+                said.append(f"#{kind} {name}={found[key]}" if kind else f"{name} {found[key]}")
+    nodes = found.get("nodes")
+    gpus = found.get("gpus")
+    if gpus is None and found.get("all_gpus"):
+        gpus = found["all_gpus"] // (nodes or 1)
+    each, ranks = found.get("each"), found.get("ranks")
+    if ranks is None and nodes:
+        ranks = nodes * (each or 1)  # of SLURM: a task on each node
+    if nodes is None and ranks and each:
+        nodes = -(-ranks // each)
+    return Allocation(nodes, ranks, each, gpus, ", ".join(dict.fromkeys(said)))
+
+
+def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]:
+    """What the schedulers set on the first host of ``alloc``.
+
+    Args:
+        hosts_file: a file that names them, one a line.
+        folder: where the job was submitted.
+    """
+    hosts = ",".join(hosts_of(alloc))
+    made = dict(HERE)
+    made |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), hosts)
+    made |= dict.fromkeys(("SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "LS_SUBCWD"), folder)
+    made |= dict.fromkeys(("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"), hosts_file)
+    made |= {"LSB_HOSTS": hosts.replace(",", " ")}
+    counts = {
+        "SLURM_NNODES SLURM_JOB_NUM_NODES PBS_NUM_NODES": alloc.nodes,
+        "SLURM_NTASKS SLURM_NPROCS PBS_NP": alloc.ranks,
+        "SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE PBS_NUM_PPN": alloc.each,
+        "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE": alloc.gpus,
+        "SLURM_GPUS": (alloc.gpus or 0) * (alloc.nodes or 1) or None,
+    }
+    for names, count in counts.items():
+        made |= dict.fromkeys(names.split(), str(count)) if count is not None else {}
+    if alloc.gpus:
+        made["SLURM_JOB_GPUS"] = ",".join(map(str, range(alloc.gpus)))
+    if alloc.nodes is None:  # asked for
+        for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "PBS_NODEFILE", "LSB_HOSTS"):
+            del made[name]
+    return made
+
+
+def hosts_of(alloc: Allocation) -> list[str]:
+    return [f"node{index}" for index in range(1, (alloc.nodes or 1) + 1)]
+
+
+def unknown(text: str, known: Mapping[str, str]) -> list[str]:
+    """Variables of the size of the job that the script reads, and that neither it nor ``known``
+    sets."""
+    without_comments = re.sub(r"(^|\s)#.*", "", text)
+    sets = set(re.findall(r"(?:^|[\s;(])([A-Z_][A-Z0-9_]*)\+?=", without_comments))
+    sets |= {name for line in re.findall(r"\bread\b([^\n;|]*)", without_comments)
+             for name in line.split()}  # fmt: skip
+    sets |= {name for name, default in READ.findall(text) if default}
+    read = dict.fromkeys(name for name, _ in READ.findall(without_comments))
+    return [name for name in read if _SIZES.match(name) and name not in sets and name not in known]

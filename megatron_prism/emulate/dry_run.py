@@ -1,0 +1,280 @@
+"""Run a shell script that starts a job dry, to learn the line that it starts.
+
+The script runs in Bash as it is.  A folder first in PATH answers the commands that launch, train or
+do harm (``dry_commands``); a trap looks at each command before it runs, so that neither a path nor
+a redirection goes by; where the kernel can, it confines the rest (``confine``).  The first command
+that would train ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import megatron_prism
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.units import counted
+from megatron_prism.emulate import batch_script, confine, dry_commands
+from megatron_prism.emulate.workers import Json, die_with_parent
+
+MOST_S = 20.0  # a script that has not started its job until then waits for something
+EVERY_S = 2.0
+_PRELUDE = r"""
+__prism_note() { printf '["%s", "%s"]\n' "$1" "${2//[\"\\$'\n\t']/ }" >> "$PRISM_DRY/notes"; }
+__prism_place() {
+  local path=$1; [[ $path == /* ]] || path=$PWD/$path
+  if [[ $path == "$PRISM_DRY_HOME"/* && ! -e $path && -d ${path%/*} ]]; then echo "$path"
+  else __prism_note "left out" "> $1"; echo /dev/null; fi
+}
+__prism_run() {
+  local name=${1##*/}
+  [[ $1 == */* ]] || { "$@"; return; }
+  if [[ -x $PRISM_DRY/bin/$name ]]; then shift; "$PRISM_DRY/bin/$name" "$@"
+  elif [[ ! -e $1 ]]; then __prism_note "left out" "$*"
+  elif [[ $name == *.py ]]; then python "$@"
+  elif [[ $name == *.sh ]] || head -n 1 "$1" | grep -aq '^#!.*sh'; then bash "$@"
+  else "$@"; fi
+}
+command_not_found_handle() { __prism_note "left out" "$*"; return 0; }
+__prism_check() {
+  printf '%s\n' "$BASH_COMMAND" >| "$PRISM_DRY/at"
+  local text=$BASH_COMMAND plain
+  case $text in '[[ '*|'(('*|'for '*|'case '*|'select '*|__prism_*) return 0 ;; esac
+  case $text in
+    source\ *|.\ *)
+      [[ $text == *[\`\(]* ]] && return 0
+      eval "set -- ${text#* }"
+      [[ -r $1 ]] || type -P "$1" >/dev/null && return 0
+      __prism_note "left out" "$text"; __prism_line=:; return 1 ;;
+    cd\ *|pushd\ *) __prism_line="$text || __prism_note 'left out' '${text//\'/}'"; return 1 ;;
+  esac
+  plain=$text
+  while [[ $plain =~ ^[A-Za-z_][A-Za-z0-9_]*=[^[:space:]\"\'\$\`\(]*[[:space:]]+(.*)$ ]]; do
+    plain=${BASH_REMATCH[1]}
+  done
+  case ${plain%%[[:space:]]*} in */*|\$*|\"\$*) ;; *) [[ $text == *\>* ]] || return 0 ;; esac
+  __prism_line=$("$PRISM_DRY/bin/rewrite" "$text")
+  [[ $__prism_line != "$text" ]] && return 1
+  return 0
+}
+set -T
+trap 'shopt -s extdebug; __prism_check "$@" || { eval "$__prism_line" || :; ! :; }' DEBUG
+"""
+_OWN = re.compile(  # variables that are no settings of the job, or of this place alone
+    r"(BASH|PRISM_|SLURM|PBS_|LSB_|OMPI_|PMI|LD_|HOSTNAME$|(SHLVL|PWD|OLDPWD|PATH|_|TMPDIR|HOME|"
+    r"RANK|WORLD_SIZE|LOCAL_RANK|NODE_RANK|GROUP_RANK|JOB_ID|MASTER_ADDR|MASTER_PORT|LS_SUBCWD|"
+    r"CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|PET_\w+)$|.*(KEY|TOKEN|SECRET|PASSW|WANDB))"
+)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a script would start.
+
+    line     : words of the launch line
+    variables: that the script has set for it
+    known    : variables of the scheduler that it was run with
+    notes    : lines about where numbers come from, and what was left out
+    """
+
+    line: tuple[str, ...]
+    variables: Mapping[str, str]
+    known: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def dry_run(
+    shell: Sequence[str], before: Sequence[str], gpus: str, tell: Callable[[str], None]
+) -> DryRun:
+    """Run ``shell`` dry.
+
+    Args:
+        shell: words of a shell or of sbatch, and its script with its arguments.
+        before: launchers that would start the shell.
+        gpus: of each host, where the user said it, else empty.
+        tell: gets a line at least every two seconds.
+
+    Raises:
+        UsageError: it reads variables that nobody can know but the user, or starts no job.
+    """
+    words = dry_commands.script_words(shell)
+    script = next((word for word in words if not word.startswith("-")), "")
+    if "-c" in words or re.fullmatch(r"-\w*c", words[0] if words else ""):
+        text, title = script, shlex.join(shell)[:60]
+    elif Path(script).is_file():
+        text, title = Path(script).read_text(errors="replace"), script
+    else:
+        raise UsageError(f"there is no script {script}", fix="the path of the script, or its line")
+    alloc = batch_script.allocation(text, [word for word in shell[1:] if word not in words])
+    with tempfile.TemporaryDirectory(prefix="prism-dry-") as place:
+        scratch = Path(place)
+        hosts = scratch / "hosts"
+        hosts.write_text("".join(f"{name}\n" for name in batch_script.hosts_of(alloc)))
+        known = batch_script.variables(alloc, str(hosts), os.getcwd())
+        known = {name: value for name, value in known.items() if name not in os.environ}
+        missing = batch_script.unknown(text, {**known, **os.environ})
+        if missing:
+            raise UsageError(
+                f"{title} reads {', '.join(missing)}, and nothing here says "
+                f"{'it' if len(missing) == 1 else 'them'}",
+                fix=" ".join(f"{name}=N" for name in missing) + " before prism",
+            )
+        gpus = gpus or str(alloc.gpus or "")
+        environment = _environment(scratch, before, known, gpus, alloc)
+        job = _run(["bash", *words], scratch, environment, title, tell)
+        notes = _notes(scratch)
+    if any(kind == "asked" for kind, _ in notes):
+        raise UsageError(f"{title} asks nvidia-smi how many GPUs a host has",
+                         fix="--prism-gpus-per-node 8")  # fmt: skip
+    left_out = list(dict.fromkeys(text for _, text in notes))
+    read = {name for name, _ in batch_script.READ.findall(text)} & set(known)
+    sources = [f"{name}={known[name]}" for name in sorted(read) if known[name].isdigit()
+               and name not in batch_script.HERE]  # fmt: skip
+    lines = [f"{', '.join(sources)}: {alloc.said}"] if sources and alloc.said else []
+    if left_out:
+        lines.append(f"left out: {'; '.join(one[:80] for one in left_out[:12])}"
+                     + (f"; {len(left_out) - 12} more" if len(left_out) > 12 else ""))  # fmt: skip
+    if not confine.available():
+        lines.append("this kernel has no Landlock: commands were left out by their names alone")
+    changed = {name: value for name, value in job["env"].items()
+               if not _OWN.match(name) and environment.get(name) != value}  # fmt: skip
+    return DryRun(tuple(_at_home(job["line"], job["cwd"])), changed, known, tuple(lines))
+
+
+def _environment(
+    scratch: Path,
+    before: Sequence[str],
+    known: Mapping[str, str],
+    gpus: str,
+    alloc: batch_script.Allocation,
+) -> dict[str, str]:
+    """That of the script: the folder of answered commands first in PATH."""
+    folder = scratch / "bin"
+    folder.mkdir()
+    (scratch / "tmp").mkdir()
+    (scratch / "notes").touch()
+    root = str(Path(megatron_prism.__file__).parent.parent)
+    start = f"import sys, runpy; sys.path.insert(0, {root!r}); "
+    start += "runpy.run_module('megatron_prism.emulate.dry_commands', run_name='__main__')"
+    answer = scratch / "answer"
+    python = shlex.quote(sys.executable)
+    answer.write_text(f'#!/bin/sh\nexec {python} -ISc {shlex.quote(start)} "${{0##*/}}" "$@"\n')
+    answer.chmod(0o755)
+    for name in {*dry_commands.NAMES, "rewrite"}:
+        (folder / name).symlink_to(answer)
+    (scratch / "prelude").write_text(_PRELUDE)
+    path = os.environ.get("PATH", os.defpath)
+    made = {name: value for name, value in os.environ.items() if name != "PRISM_ARGS"}
+    made |= known
+    made |= {
+        "PATH": f"{folder}:{path}",
+        "BASH_ENV": str(scratch / "prelude"),
+        "TMPDIR": str(scratch / "tmp"),
+        "PRISM_DRY": str(scratch),
+        "PRISM_DRY_PATH": path,
+        "PRISM_DRY_HOME": os.getcwd(),
+        "PRISM_DRY_LINE": json.dumps(list(before)),
+        "PRISM_DRY_HOSTS": ",".join(batch_script.hosts_of(alloc)),
+        "PRISM_DRY_GPUS": gpus,
+    }
+    if confine.available():
+        made["PRISM_DRY_CONFINED"] = "1"
+    return made
+
+
+def _run(
+    words: Sequence[str],
+    scratch: Path,
+    environment: Mapping[str, str],
+    title: str,
+    tell: Callable[[str], None],
+) -> Json:
+    """The job that the script would start; whatever it has started is stopped then."""
+    if shutil.which("bash") is None:
+        raise UsageError("there is no bash to run the script with", fix="its launch line instead")
+
+    def prepare() -> None:
+        die_with_parent()
+        if confine.available():
+            confine.confine(scratch, Path.cwd())
+
+    with (scratch / "printed").open("w+b") as printed:
+        process = subprocess.Popen(
+            words, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
+            start_new_session=True, preexec_fn=prepare,
+        )  # fmt: skip
+        start, told = time.monotonic(), 0.0
+        try:
+            while not (scratch / "job").exists():
+                ended = process.poll() is not None and not _group_lives(process.pid)
+                seconds = time.monotonic() - start
+                if ended and not (scratch / "job").exists() or seconds > MOST_S:
+                    printed.seek(0)
+                    raise _no_job(title, ended, scratch, printed.read().decode(errors="replace"))
+                if seconds - told >= EVERY_S:
+                    told = seconds
+                    tell(f"{title}: dry run, {seconds:.0f} s, at: {_at(scratch)}")
+                time.sleep(0.02)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return json.loads((scratch / "job").read_text())
+
+
+def _group_lives(leader: int) -> bool:
+    """Whether a process runs that the script has started in the background."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, 0)
+        return True
+    return False
+
+
+def _no_job(title: str, ended: bool, scratch: Path, printed: str) -> UsageError:
+    what = "ended" if ended else f"ran for {MOST_S:.0f} s, at last: {_at(scratch)},"
+    skipped = [text for kind, text in _notes(scratch) if kind == "left out"]
+    said = printed.strip().splitlines()[-1:]
+    parts = [f"{title} {what} without a command that trains"]
+    parts += [f"it printed: {said[0][:200]}"] if said else []
+    if skipped:
+        names = "; ".join(one[:60] for one in skipped[-4:])
+        parts.append(f"{counted(len(skipped), 'command')} left out: {names}")
+    return UsageError("; ".join(parts), fix="the line that starts Megatron: prism … torchrun …")
+
+
+def _at(scratch: Path) -> str:
+    with contextlib.suppress(OSError):
+        return " ".join((scratch / "at").read_text(errors="replace").split())[:80]
+    return "its start"
+
+
+def _notes(scratch: Path) -> list[tuple[str, str]]:
+    """(kind, text) of each."""
+    found = []
+    for line in (scratch / "notes").read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            kind, text = json.loads(line)
+            found.append((kind, text))
+    return found
+
+
+def _at_home(line: Sequence[str], folder: str) -> list[str]:
+    """``line`` with the files that it names in ``folder`` as paths from here."""
+    if Path(folder) == Path.cwd():
+        return list(line)
+    return [
+        str(Path(folder, word)) if word.endswith(".py") and Path(folder, word).is_file() else word
+        for word in line
+    ]

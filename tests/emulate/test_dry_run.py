@@ -1,0 +1,203 @@
+"""Shell scripts that start a job: which line they would start, and that nothing else happens."""
+
+import shlex
+import sys
+
+import pytest
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.emulate import batch_script, confine, dry_run, job_line
+from megatron_prism.emulate.dry_commands import rewritten
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="runs Bash under Linux")
+CONFINED = pytest.mark.skipif(not confine.available(), reason="this kernel has no Landlock")
+TRAIN = "pretrain_gpt.py --num-layers 4"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Write ``train.sh``; returns what reads the job that it starts."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "NNODES", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "pretrain_gpt.py").touch()
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "weights").write_text("dear")
+    (tmp_path / "old.log").write_text("dear")
+
+    def write(text, *words, line="bash train.sh"):
+        (tmp_path / "train.sh").write_text(text)
+        return job_line.job_of([*line.split(), *words], [])
+
+    yield write
+    assert (tmp_path / "save" / "weights").read_text() == "dear"
+    assert (tmp_path / "old.log").read_text() == "dear"
+
+
+BATCH = """#!/bin/bash
+#SBATCH --nodes=4 --ntasks-per-node=1
+#SBATCH --gres=gpu:h100:8
+set -euo pipefail
+module load cuda
+source /no/conda.sh
+cd /no/Megatron-LM
+mkdir -p logs /no/where
+HOSTS=($(scontrol show hostnames $SLURM_JOB_NODELIST))
+IP=$(srun -N1 -n1 -w ${HOSTS[0]} hostname --ip-address)
+GPUS=$(nvidia-smi -L | wc -l)
+python tools/preprocess_data.py --input a --output-prefix b > old.log
+export NVTE_FLASH_ATTN=1 WANDB_API_KEY=secret
+cat > blend.json <<EOF
+{"hosts": "${#HOSTS[@]}"}
+EOF
+ARGS=(
+  --num-layers 4
+  --global-batch-size $((GPUS * 4))
+)
+srun -l bash -c "torchrun --nnodes $SLURM_NNODES --nproc-per-node $GPUS --rdzv_endpoint $IP:1 \\
+  pretrain_gpt.py ${ARGS[*]}" > old.log 2>&1 &
+wait
+"""
+
+
+def test_a_batch_script_is_read_as_the_line_that_it_starts(script, tmp_path, capsys):
+    ours, job = script(BATCH, line="sbatch train.sh")
+    assert ours == ["--prism-world-size", "32", "--prism-gpus-per-node", "8"]
+    assert job == "pretrain_gpt.py --num-layers 4 --global-batch-size 32".split()
+    said = capsys.readouterr().err
+    assert "env NVTE_FLASH_ATTN=1 srun -l torchrun --nnodes 4 --nproc-per-node 8" in said
+    assert "SLURM_NNODES=4: #SBATCH --nodes=4" in said
+    assert "python tools/preprocess_data.py" in said
+    assert "mkdir /no/where" in said
+    assert "secret" not in said
+    assert (tmp_path / "blend.json").read_text() == '{"hosts": "4"}\n'
+    assert (tmp_path / "logs").is_dir()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "rm -rf $SAVE",
+        "/bin/rm -rf $SAVE",
+        "command rm -rf $SAVE; \\rm -rf $SAVE",
+        'RM="/bin/rm -rf"; $RM "$SAVE"',
+        "find $SAVE | xargs rm -rf",
+        "mv save /tmp; cp /dev/null save/weights; truncate -s 0 old.log",
+        "echo lost > old.log; echo lost > save/weights; exec > old.log",
+        "for f in save/*; do :> $f; done",
+        "env rm -rf $SAVE; timeout 5 rm -rf $SAVE; sudo rm -rf $SAVE; ssh node1 'rm -rf $SAVE'",
+        "bash -c 'rm -rf $SAVE'; sh -c 'rm -rf $SAVE'",
+        pytest.param("perl -e 'unlink \"save/weights\"'; find $SAVE -delete", marks=CONFINED),
+        pytest.param("{ echo lost; } > old.log; env -i /bin/rm -rf $SAVE", marks=CONFINED),
+        pytest.param('python -c \'open("old.log", "w")\'', marks=CONFINED),
+    ],
+)
+def test_what_would_do_harm_does_none(script, harm):
+    """The fixture looks at the files."""
+    _, job = script(f"export SAVE=$PWD/save\n{harm}\ntorchrun --nproc-per-node 2 {TRAIN}\n")
+    assert job == TRAIN.split()
+
+
+def test_uploads_are_left_out_and_named(script, capsys):
+    uploads = ["aws s3 cp save s3://x", "wandb sync save", "curl -T old.log http://h", "git push",
+               "scp old.log h:", "rsync -a save h:"]  # fmt: skip
+    script("\n".join([*uploads, f"torchrun --nproc-per-node 2 {TRAIN}"]))
+    said = capsys.readouterr().err
+    assert [one for one in uploads if one not in said] == []
+
+
+@CONFINED
+def test_nothing_connects(script, capsys):
+    code = "import socket; socket.create_connection(('127.0.0.1', 9))"
+    with pytest.raises(UsageError, match="Permission denied"):
+        script(f'python -c "{code}"\n')
+
+
+@pytest.mark.parametrize(
+    "loop", ["while true; do sleep 60; done", "until nc -z h 1; do :; done; while :; do :; done"]
+)
+def test_a_script_that_waits_for_ever_is_stopped_and_says_where(script, loop, monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, "MOST_S", 0.6)
+    monkeypatch.setattr(dry_run, "EVERY_S", 0.1)
+    with pytest.raises(UsageError, match="without a command that trains"):
+        script(f"{loop}\ntorchrun {TRAIN}")
+    assert capsys.readouterr().err.count("dry run") >= 2
+
+
+@pytest.mark.parametrize(
+    ("text", "launchers", "ranks"),
+    [
+        (f"exec torchrun --nproc-per-node 2 {TRAIN} $@", "torchrun", 2),
+        (f"set -x; /no/bin/torchrun --nproc-per-node 2 {TRAIN}", "torchrun", 2),
+        (f'PY="/no/env/bin/python -u"; mpirun -np 4 $PY {TRAIN}', "mpirun", 4),
+        (f"deepspeed --num_gpus 8 --num_nodes 2 {TRAIN} | tee old.log", "deepspeed", 16),
+        (f"A=1 B=2 nohup python -m torch.distributed.run --nproc-per-node 2 {TRAIN} &",
+         "nohup torch.distributed.run", 2),
+        (f'docker run --rm img bash -c "cd /w; torchrun --nproc-per-node 2 {TRAIN}"',
+         "docker torchrun", 2),
+        (f"f() {{ torchrun --nproc-per-node $1 {TRAIN}; }}; if true; then f 2; fi", "torchrun", 2),
+        (f"echo '{TRAIN}' > cmd; eval torchrun --nproc-per-node 2 $(cat cmd)", "torchrun", 2),
+        (f'pdsh -w h1,h2 "cd /w && torchrun --nnodes 2 --nproc-per-node 2 {TRAIN}"',
+         "pdsh torchrun", 4),
+    ],
+)  # fmt: skip
+def test_the_first_command_that_trains_is_the_job(script, text, launchers, ranks, capsys):
+    ours, job = script(text)
+    assert ours[:2] == ["--prism-world-size", str(ranks)]
+    assert job == TRAIN.split()
+    assert f"{launchers.replace(' ', ', ')} " in capsys.readouterr().err
+
+
+def test_a_wrapper_of_the_training_command_is_run_too(script, tmp_path):
+    (tmp_path / "wrap.sh").write_text('#!/bin/sh\nexport LOCAL=1\nexec "$@"\n')
+    (tmp_path / "wrap.sh").chmod(0o755)
+    ours, job = script(f"srun -n 8 ./wrap.sh python {TRAIN}")
+    assert (ours, job) == (["--prism-world-size", "8"], TRAIN.split())
+
+
+def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
+    text = f"torchrun --nnodes $NNODES --nproc-per-node $GPUS_PER_NODE {TRAIN}"
+    with pytest.raises(UsageError, match="reads NNODES, GPUS_PER_NODE") as caught:
+        script(text)
+    assert caught.value.fix == "NNODES=N GPUS_PER_NODE=N before prism"
+    monkeypatch.setenv("NNODES", "2")
+    assert script("GPUS_PER_NODE=${GPUS_PER_NODE:-4}\n" + text)[0][1] == "8"
+    with pytest.raises(UsageError, match="nvidia-smi"):
+        script(f"torchrun --nproc-per-node $(nvidia-smi -L | wc -l) {TRAIN}")
+    with pytest.raises(UsageError, match="no script gone.sh"):
+        script("", line="bash gone.sh")
+
+
+@pytest.mark.parametrize(
+    ("directives", "words", "expected"),
+    [
+        ("#SBATCH -N 4\n#SBATCH --ntasks-per-node=8", "", (4, 32, 8, None)),
+        ("#SBATCH --nodes=4 --gpus-per-node=h100:8", "", (4, 4, None, 8)),
+        ("#SBATCH --nodes=4 --gpus-per-node=8", "-N 2", (2, 2, None, 8)),
+        ("#SBATCH -n 16 --gpus 16 -N2 # two", "", (2, 16, None, 8)),
+        ("#PBS -l select=4:ncpus=64:ngpus=8:mpiprocs=8", "", (4, 32, 8, 8)),
+        ("#PBS -l nodes=2:ppn=4:gpus=4,walltime=1:0:0", "", (2, 8, 4, 4)),
+        ('#BSUB -nnodes 4\n#BSUB -gpu "num=6"', "", (4, 4, None, 6)),
+        ("# nothing", "", (None, None, None, None)),
+    ],
+)
+def test_directives_of_schedulers(directives, words, expected):
+    found = batch_script.allocation(directives, shlex.split(words))
+    assert (found.nodes, found.ranks, found.each, found.gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("torchrun a.py > log 2>&1", "torchrun a.py > /dev/null 2>&1"),
+        ("A=1 /opt/x.py '>' b >> out", "A=1 __prism_run /opt/x.py '>' b >> /dev/null"),
+        ('cat > c <<EOF\n{"a" > 1}\nEOF\n', 'cat > "$(__prism_place c)" <<EOF\n{"a" > 1}\nEOF\n'),
+        ('"$PY" t.py ${A[@]} &> $L/$(date +%s)', '__prism_run "$PY" t.py ${A[@]} &> /dev/null'),
+        ("exec > >(tee -a log) 2>&1", "exec > >(tee -a log) 2>&1"),
+        ("A=(--a /b '>')", "A=(--a /b '>')"),
+        ("[ 3 \\> 2 ]", "[ 3 \\> 2 ]"),
+        ("echo hi 1>&2 2> /dev/null", "echo hi 1>&2 2> /dev/null"),
+    ],
+)
+def test_commands_are_rewritten_where_they_name_files(command, expected):
+    assert rewritten(command) == expected
