@@ -290,6 +290,18 @@ class Program:
         return found
 
     @cached_property
+    def num_bytes(self) -> np.ndarray:
+        """Bytes of every op's message, as nccl-tests counts them, int64 [n]."""
+        return np.asarray(np.maximum(self.bytes_in, self.bytes_out))
+
+    @cached_property
+    def partners(self) -> frozenset[tuple[str, int]]:
+        """(group description, offset) of its sends and receives."""
+        pairs = self.ops[IS_PAIR[self.ops["name"]]]
+        kinds = set(zip(pairs["group"].tolist(), pairs["peer"].tolist(), strict=True))
+        return frozenset((self.strings[group], peer) for group, peer in kinds)
+
+    @cached_property
     def sequence(self) -> np.ndarray:
         """Place of every op in its FIFO, int64 [n]; -1 for ops that are no communication.
 

@@ -64,7 +64,7 @@ def expected(
     ops = program.ops
     mine = table.member == process
     interaction = dict(zip(table.op[mine].tolist(), table.of[mine].tolist(), strict=True))
-    sizes = np.maximum(program.bytes_in, program.bytes_out)
+    sizes = program.num_bytes
     launches: list[list[int]] = []
     batches: dict[int, int] = {}
     calls = []

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_prism.core.groups import Membership, of_family, of_lists
-from megatron_prism.core.ops import IS_PAIR
 from megatron_prism.core.program import Program, Programs
 
 if TYPE_CHECKING:
@@ -54,24 +53,6 @@ class Classes:
     def ranks(self, index: int) -> np.ndarray:
         """The ranks of class ``index``, ascending, int64 [n]."""
         return np.flatnonzero(self.of == index)
-
-
-@dataclass(frozen=True)
-class GroupUses:
-    """What a program asks of its groups: their names, and (name, offset) of its p2p partners."""
-
-    groups: frozenset[str]
-    offsets: frozenset[tuple[str, int]]
-
-
-def uses(program: Program) -> GroupUses:
-    """The groups and partners of ``program``."""
-    pairs = program.ops[IS_PAIR[program.ops["name"]]]
-    found = {
-        (program.strings[g], int(p))
-        for g, p in set(zip(pairs["group"], pairs["peer"], strict=True))
-    }
-    return GroupUses(frozenset(program.groups()), frozenset(found))
 
 
 def memberships(programs: Programs) -> dict[str, Membership]:
@@ -111,16 +92,15 @@ def partition(
         start[rank] = len(same) + known.setdefault(key, len(known))
     colour, first = _renumber(start)
     reasons = ["its program" if len(first) > 1 else "all ranks run one program"] * len(first)
-    needs = [uses(program) for program in programs.programs]
     while True:
-        signature, seen = _signatures(colour, first, programs, groups, needs)
+        signature, seen = _signatures(colour, first, programs, groups)
         finer, heads = _renumber(signature)
         if len(heads) == len(first):
             break
         reasons = _explain(colour, first, finer, heads, reasons, seen)
         colour, first = finer, heads
     _prove(colour, first, groups, seen)
-    return _describe(colour, first, programs, groups, needs, reasons, same)
+    return _describe(colour, first, programs, groups, reasons, same)
 
 
 def equal_programs(programs: tuple[Program, ...]) -> np.ndarray:
@@ -165,19 +145,18 @@ def _signatures(
     first: np.ndarray,
     programs: Programs,
     groups: Mapping[str, Membership],
-    needs: list[GroupUses],
 ) -> tuple[np.ndarray, list[tuple[str, np.ndarray]]]:
     """(what each rank is and sees as one word, what it sees one by one with a name for it)."""
     words = _mixed(np.arange(len(first), dtype=np.uint64))[colour]
-    need_of = [needs[programs.program_of[rank]] for rank in first]
+    runs = [programs.of(rank) for rank in first]
     total, seen = words.copy(), []
     for name, group in groups.items():
-        wanting = np.array([name in need.groups for need in need_of])
+        wanting = np.array([name in program.groups() for program in runs])
         if wanting.any():
             sums = np.append(group.sums(words), np.uint64(0))[group.group_of]
             seen.append((f"{name}: which classes are in its group", wanting[colour] * sums))
-    for name, offset in sorted({pair for need in need_of for pair in need.offsets}):
-        wanting = np.array([(name, offset) in need.offsets for need in need_of])
+    for name, offset in sorted({pair for program in runs for pair in program.partners}):
+        wanting = np.array([(name, offset) in program.partners for program in runs])
         peer = groups[name].peers(offset)
         found = np.where(peer >= 0, words[peer], np.uint64(0))
         seen.append((f"{name}: the class {offset:+d} from it", wanting[colour] * found))
@@ -210,11 +189,10 @@ def _describe(
     first: np.ndarray,
     programs: Programs,
     groups: Mapping[str, Membership],
-    needs: list[GroupUses],
     reasons: list[str],
     same: np.ndarray,
 ) -> Classes:
-    need_of = [needs[programs.program_of[rank]] for rank in first]
+    runs = [programs.of(rank) for rank in first]
     known: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {}  # counted once per group
 
     def count(name: str, rank: int) -> tuple[tuple[int, int], ...]:
@@ -224,14 +202,14 @@ def _describe(
         return known[key]
 
     members = tuple(
-        {name: count(name, rank) for name in sorted(need.groups)}
-        for rank, need in zip(first, need_of, strict=True)
+        {name: count(name, rank) for name in sorted(program.groups())}
+        for rank, program in zip(first, runs, strict=True)
     )
     partners: list[dict[tuple[str, int], int]] = [{} for _ in first]
-    for name, offset in sorted({pair for need in need_of for pair in need.offsets}):
+    for name, offset in sorted({pair for program in runs for pair in program.partners}):
         peer = groups[name].peers(offset)
-        for index, (rank, need) in enumerate(zip(first, need_of, strict=True)):
-            if (name, offset) in need.offsets:
+        for index, (rank, program) in enumerate(zip(first, runs, strict=True)):
+            if (name, offset) in program.partners:
                 partners[index][name, offset] = int(colour[peer[rank]]) if peer[rank] >= 0 else -1
     return Classes(
         of=colour,

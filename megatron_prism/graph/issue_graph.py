@@ -382,10 +382,6 @@ class IssueGraph:
     def __len__(self) -> int:
         return len(self.kind)
 
-    def predecessors(self, node: int) -> np.ndarray:
-        """The nodes that must end before ``node`` starts."""
-        return self.before[self.start[node] : self.start[node + 1]]
-
     @cached_property
     def followers(self) -> tuple[np.ndarray, np.ndarray]:
         """(int64 [n + 1] slices of, int64 [edges]) the nodes that wait for each node."""

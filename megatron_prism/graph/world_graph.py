@@ -161,7 +161,7 @@ class WorldGraph:
             keys = ((groups << 8 | names) << 1 | both_ways[places]) << 33 | peers
             _, first, which = np.unique(keys, return_index=True, return_inverse=True)
             of[mine] = len(kinds) + which
-            num_bytes[mine] = np.maximum(program.bytes_in, program.bytes_out)[places]
+            num_bytes[mine] = program.num_bytes[places]
             ns[mine] = program.ops["ns"][places]
             kinds += [self._kind(index, program, op, both_ways) for op in places[first].tolist()]
         return CallKinds(tuple(kinds), of, num_bytes, ns)

@@ -336,7 +336,6 @@ def first_watchdog(state: StalledJob, healthy: Timeline) -> str:
     for it there.  Ranks whose programs a fault changed are left out: their own times are unknown
     """
     waits = []
-    begin = healthy.ends[-2] if healthy.iterations > 1 else 0
     for rank in range(state.programs.world.size):
         fault = state.faults.get(rank)
         kept = int(state.programs.program_of[rank]) < len(healthy.graph.programs.programs)
@@ -347,7 +346,7 @@ def first_watchdog(state: StalledJob, healthy: Timeline) -> str:
         for index in range(state.issued[rank]):
             name = program.strings[program.ops["group"][index]] if ready[index] >= 0 else ""
             if not done[index] and name and len(state.groups[name].group(rank)) > 1:
-                waits.append((int(healthy.node_end[ready[index]]) - begin, rank, name))
+                waits.append((int(healthy.node_end[ready[index]]) - healthy.begin, rank, name))
                 break
     if not waits:
         return ""

@@ -23,7 +23,7 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.core.units import format_ns, format_share
 from megatron_prism.graph.issue_graph import COMPUTE, HOST, LEAD
 from megatron_prism.replay.costs.collectives import OverlapFactors
-from megatron_prism.replay.costs.host import MODELLED, ON_TARGET, indices_of
+from megatron_prism.replay.costs.host import MODELLED, ON_TARGET, host_spread, indices_of
 from megatron_prism.replay.costs.prices import NO_TIME
 from megatron_prism.replay.priced_graph import corrected_once
 from megatron_prism.replay.timeline import Timeline, durations_of, of_nodes
@@ -189,12 +189,6 @@ class _Variations:
         """Whether segments were timed with their host's delays in them."""
         return self.tier in ("cuda", "cpu") and not self.knows_host
 
-    @property
-    def _spread(self) -> float:
-        """Of a rank's host from iteration to iteration, the largest."""
-        hosts = [one.hosts for one in self.timeline.graph.programs.programs if len(one.hosts) > 1]
-        return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=0.0)
-
     def host(self) -> Uncertainty | None:
         """Of a host whose times were measured: on another one than the target's."""
         if not self.knows_host and not self._delayed:
@@ -206,7 +200,7 @@ class _Variations:
         why = f"GPUs wait for Python, and hosts differ by up to {HOST_FACTOR} times"
         fix = "prism calibrate --host -o HOST.json on the target, then host=HOST.json"
         if self.named_host:
-            moment = max(HOST_KNOWN, 1 + self._spread)
+            moment = max(HOST_KNOWN, 1 + (host_spread(programs.programs) or 0.0))
             off = moment, moment
             why, fix = f"this host varies by {format_share(moment - 1, 0)}, within minutes", ""
         elif self._delayed:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -29,7 +29,7 @@ from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS
 from megatron_prism.core.units import counted
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import whatif
-from megatron_prism.replay.costs import Prices, price_ops
+from megatron_prism.replay.costs import Prices, price_ops, relabelled
 from megatron_prism.replay.costs.collectives import (
     ATTENTION,
     Calibration,
@@ -301,7 +301,7 @@ def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) 
     """float64 [kind of computing, computing or call, op of a class]: 1 - 1 / factor; 0 for what is
     no call, or was not measured."""
     program = graph.program_list[index]
-    sizes = np.maximum(program.bytes_in, program.bytes_out)
+    sizes = program.num_bytes
     found = np.zeros((len(_TOLD_APART), 2, len(program)))
     messages = factors.get("exchange", factors.get("all_to_all"))
     if messages is not None:
@@ -331,7 +331,7 @@ def _corrected(
 ) -> Prices:
     """``prices``, and what the overlaps of ``found`` cost; ``streams``: classes whose segments may
     share a GPU."""
-    sources, who = list(prices.sources), f"overlap: {source}; "
+    sources, overlapped = list(prices.sources), _slower(_CALLS, f"overlap: {source}; ")
     meetings = prices.collective_ns.copy()
     compute, compute_source = [], []
     for index, (program, lost) in enumerate(zip(found.graph.program_list, costs, strict=True)):
@@ -348,11 +348,11 @@ def _corrected(
             slower += of_call * _covered(segments, calls, part, shared=True)
         late = np.zeros(len(program), dtype=np.int64)
         late[segments["op"]] = np.rint(more)
-        said = _said(prices.compute_source[index], late > 0, _CALLS, who, sources)
+        said = relabelled(prices.compute_source[index], late > 0, overlapped, sources)
         if index in streams:
             shared = np.zeros(len(program), dtype=np.int64)
             shared[segments["op"]] = np.rint(_shared(segments))
-            said = _said(said, shared > 0, "streams share the GPU", "", sources)
+            said = relabelled(said, shared > 0, _slower("streams share the GPU"), sources)
             late += shared
         compute.append(prices.compute[index] + late)
         compute_source.append(said)
@@ -369,8 +369,8 @@ def _corrected(
         compute=tuple(compute),
         compute_source=tuple(compute_source),
         collective_ns=meetings,
-        collective_source=_said(
-            prices.collective_source, meetings > prices.collective_ns, _CALLS, who, sources
+        collective_source=relabelled(
+            prices.collective_source, meetings > prices.collective_ns, overlapped, sources
         ),
         sources=tuple(sources),
     )
@@ -404,20 +404,15 @@ def _shared(segments: np.ndarray) -> np.ndarray:
     return more
 
 
-def _said(
-    source: np.ndarray, chosen: np.ndarray, where: str, who: str, sources: list[str]
-) -> np.ndarray:
-    """Sources in which the chosen entries say where they are slower; extends ``sources``."""
-    found = source.copy()
-    for code in np.unique(source[chosen]).tolist():
-        what, _, more = sources[code].partition(" (")
-        text = f"{what}, slower where {where}"
-        if who or more:
-            text += f" ({who}{more or ')'}"
-        if text not in sources:
-            sources.append(text)
-        found[chosen & (source == code)] = sources.index(text)
-    return found
+def _slower(where: str, who: str = "") -> Callable[[str], str]:
+    """What a source says of entries that are slower there."""
+
+    def text(source: str) -> str:
+        what, _, more = source.partition(" (")
+        said = f"{what}, slower where {where}"
+        return f"{said} ({who}{more or ')'}" if who or more else said
+
+    return text
 
 
 # -- what-ifs -------------------------------------------------------------------------------------

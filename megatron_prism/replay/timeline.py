@@ -110,7 +110,7 @@ def mean_parts(accounts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class Step(NamedTuple):
-    """One piece of the critical path, ns.
+    """One piece of the critical path, ns since the iteration began.
 
     owner : the class; -1 for a call
     op    : its op, or the number of a matched call
@@ -139,7 +139,7 @@ class Links:
 class Timeline:
     """The replayed world.
 
-    begin, end : of the last iteration, ns since the start of the replay
+    iterations : how many, of which figures are of the last
     links      : that calls shared (``Links``); None: nobody held anybody up
     """
 
@@ -151,10 +151,15 @@ class Timeline:
     iterations: int
     links: Links | None = None
 
+    @property
+    def begin(self) -> int:
+        """When the last iteration began: the end of the one before, ns."""
+        return self.ends[-2] if self.iterations > 1 else 0
+
     @cached_property
     def iteration_ns(self) -> int:
-        """Duration of one iteration: from the end of the one before to its own end."""
-        return self.ends[-1] - (self.ends[-2] if self.iterations > 1 else 0)
+        """Duration of the last iteration."""
+        return self.ends[-1] - self.begin
 
     def iteration_with(self, durations: np.ndarray) -> int:
         """ns of an iteration if nodes took ``durations``, int64 [nodes] (``durations_of``)."""
@@ -259,7 +264,8 @@ class Timeline:
             for place in np.flatnonzero(dag.kind[path] == SENT).tolist():
                 owner[place], op[place] = -1, sent[int(path[place])]
         host = np.isin(dag.kind[path], (LEAD, HOST))
-        columns = (owner, op, self.node_start[path], self.node_end[path], host)
+        times = np.stack([self.node_start, self.node_end])[:, path] - self.begin
+        columns = (owner, op, *np.maximum(times, 0), host)
         return list(map(Step, *(column.tolist() for column in columns)))
 
     def slack(self) -> list[int]:

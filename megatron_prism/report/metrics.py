@@ -15,6 +15,7 @@ import numpy as np
 from megatron_prism.core.job_settings import short
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
 from megatron_prism.core.world import format_ranks
+from megatron_prism.replay.costs.host import host_spread
 from megatron_prism.replay.interval import Uncertainty, answers_by_host, interval
 from megatron_prism.replay.network import BusyLink, busy_links
 from megatron_prism.replay.timeline import Timeline
@@ -55,23 +56,17 @@ class CallTotals:
     source: str
 
 
-def _begin(timeline: Timeline) -> int:
-    return timeline.ends[-2] if timeline.iterations > 1 else 0
-
-
 def critical_by_class(timeline: Timeline) -> dict[int, int]:
     """Class -> ns of its computing, and of its host's issuing, on the critical path."""
-    begin = _begin(timeline)
     found: dict[int, int] = defaultdict(int)
     for owner, _, start, end, _ in timeline.critical_path():
-        found[owner] += end - max(start, begin)
+        found[owner] += end - start
     return found
 
 
 def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
     """The critical path by (phase, op, group, provenance), largest first; sums to the iteration."""
-    graph, prices, begin = timeline.graph, timeline.prices, _begin(timeline)
-    meet = graph.matched_calls
+    graph, prices, meet = timeline.graph, timeline.prices, timeline.graph.matched_calls
     columns = [
         [program.ops[name].tolist() for name in ("phase", "name", "group")]
         for program in graph.program_list
@@ -92,7 +87,7 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
             graph.program_list[who].strings[groups[at]],
             prices.sources[source],
         )
-        total[key][0] += end - max(start, begin)
+        total[key][0] += end - start
         total[key][1] += 1
     parts = [PathPart(*key, ns, count) for key, (ns, count) in total.items() if ns]
     return tuple(sorted(parts, key=lambda part: -part.ns))
@@ -108,7 +103,6 @@ def calls_of(timeline: Timeline) -> tuple[tuple[CallTotals, ...], dict[str, floa
     for index, program in enumerate(graph.program_list):
         count, spans = graph.classes.counts[index], timeline.spans(index)
         spans = spans[program.ops["name"][spans["op"]] != CODE["compute"]]
-        message = np.maximum(program.bytes_in, program.bytes_out)
         rows = program.ops[spans["op"]]
         source = prices.collective_source[graph.matched_calls.of[index][spans["op"]]]
         for name, group in sorted(
@@ -119,7 +113,7 @@ def calls_of(timeline: Timeline) -> tuple[tuple[CallTotals, ...], dict[str, floa
             moving = chosen["end"] - chosen["start"]
             waited = chosen["start"] - chosen["ready"]
             sums[key] += count * np.array(
-                [1, len(chosen), message[chosen["op"]].sum(), moving.sum(), waited.sum()]
+                [1, len(chosen), program.num_bytes[chosen["op"]].sum(), moving.sum(), waited.sum()]
             )
             for code in np.unique(source[mine]).tolist():
                 sources[key].add(prices.sources[code])
@@ -269,7 +263,7 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
         host=_host(timeline, path),
         hosts=answers_by_host(timeline),
         host_unknown=_host_unknown(timeline),
-        host_spread=_host_spread(timeline),
+        host_spread=host_spread(graph.programs.programs),
         **_rates(timeline),
         classes=classes,
         path=path,
@@ -294,11 +288,6 @@ def _host_unknown(timeline: Timeline) -> int:
     programs = timeline.graph.programs
     known = np.array([one.knows_host for one in programs.programs])
     return int((~known[programs.program_of]).sum()) if known.any() else 0
-
-
-def _host_spread(timeline: Timeline) -> float | None:
-    hosts = [one.hosts for one in timeline.graph.programs.programs if len(one.hosts) > 1]
-    return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=None)
 
 
 def _classes(timeline: Timeline) -> list[ClassMetrics]:

@@ -328,13 +328,12 @@ def path_rows(timeline: Timeline) -> np.ndarray:
 
     Steps that follow each other in one class are one row.
     """
-    meet, begin = timeline.graph.matched_calls, timeline.ends[-2] if timeline.iterations > 1 else 0
+    meet = timeline.graph.matched_calls
     rows: list[list[int]] = []
     for owner, number, start, end, _ in timeline.critical_path():
         if owner < 0:
             members = [index for index, _ in meet.members(number)]
             owner = rows[-1][0] if rows and rows[-1][0] in members else members[0]
-        start, end = max(start - begin, 0), end - begin
         if rows and rows[-1][0] == owner and rows[-1][2] == start:
             rows[-1][2] = end
         elif end > start:
@@ -438,7 +437,7 @@ class _Names:
         program = self.timeline.graph.program_list[index]
         prices, of = self.timeline.prices, self.timeline.graph.matched_calls.of[index]
         rows = program.ops[spans["op"]]
-        size = np.maximum(program.bytes_in, program.bytes_out)[spans["op"]]
+        size = program.num_bytes[spans["op"]]
         meeting = of[spans["op"]]
         called = prices.collective_source[meeting] if len(prices.collective_source) else 0
         source = np.where(meeting >= 0, called, prices.compute_source[index][spans["op"]])

@@ -40,7 +40,8 @@ def prescribed(made, joined, local, seed):
 
 def last_arrival(joined, mine, node, end):
     """When the last local member of the meeting ``node`` comes to it."""
-    return max(int(end[p]) for p in joined.predecessors(node) if mine[p])
+    ready = joined.before[joined.start[node] : joined.start[node + 1]]
+    return int(end[ready[mine[ready]]].max())
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -148,6 +148,13 @@ def indices_of(source: Mapping[str, str]) -> dict[int, float]:
         if rank.isdigit() and re.fullmatch(r"\d{1,4}(\.\d{1,6})?", index) and float(index):
             found[int(rank)] = float(index)
     return found
+
+
+def host_spread(programs: Iterable[Program]) -> float | None:
+    """Relative standard deviation of what a rank's host takes for an iteration, the largest; None
+    if no program has two iterations."""
+    hosts = [one.hosts for one in programs if len(one.hosts) > 1]
+    return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=None)
 
 
 def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:

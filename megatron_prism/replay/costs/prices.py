@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,11 +183,15 @@ def shape_of(kind: CallKind, machine: Machine) -> Shape:
     return Shape(len(np.unique(kind.ranks)), int(per_node.max()))
 
 
-def relabelled(source: np.ndarray, chosen: np.ndarray, what: str, sources: list[str]) -> np.ndarray:
-    """Sources in which the chosen entries say ``what`` was assumed of them; extends ``sources``."""
+def relabelled(
+    source: np.ndarray, chosen: np.ndarray, what: str | Callable[[str], str], sources: list[str]
+) -> np.ndarray:
+    """Sources in which the chosen entries say ``what`` was assumed of them, or what it makes of
+    theirs; extends ``sources``."""
     found = source.copy()
     for code in np.unique(source[chosen]).tolist():
-        text = f"assumed: {what}, of {sources[code]}"
+        old = sources[code]
+        text = f"assumed: {what}, of {old}" if isinstance(what, str) else what(old)
         if text not in sources:
             sources.append(text)
         found[chosen & (source == code)] = sources.index(text)
