@@ -2,9 +2,9 @@
 
 The entry point group ``torch.backends`` makes torch import this module (off switch:
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).  Without a ``--prism-*`` argument and without ``PRISM_ARGS``
-it imports nothing, and hides a Transformer Engine that has no library.  With one, it waits for the
-first ``import megatron`` or the first ``init_process_group``; a script that was told to emulate and
-ends without either fails.
+it imports nothing, and hides a Transformer Engine that has no library.  With one, it ends a
+launcher that would wait for other hosts, and waits for the first ``import megatron`` or the first
+``init_process_group``; a script that was told to emulate and ends without either fails.
 """
 
 import os
@@ -28,8 +28,9 @@ def autoload() -> None:
     hide_bare_engine()
     if not emulation_is_asked_for():
         return
-    from megatron_prism.emulate import exit_status, import_hooks
+    from megatron_prism.emulate import exit_status, import_hooks, real_launch
 
+    real_launch.check(sys.orig_argv)
     import_hooks.before_first_import("megatron", _install)
     for module in ("", ".distributed_c10d", ".device_mesh"):  # each has the name
         import_hooks.before_first_call(f"torch.distributed{module}", "init_process_group", _install)

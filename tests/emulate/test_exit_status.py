@@ -114,8 +114,12 @@ def settings():
     return types.SimpleNamespace(train_iters=1, iteration=0)
 
 
-def test_a_script_that_never_calls_pretrain_is_told_so(verdict):
+def test_a_script_that_never_calls_pretrain_is_told_so(verdict, monkeypatch, capsys):
     monitor, asked = verdict
+    monkeypatch.setattr(sys, "argv", ["tools/preprocess_data.py"])  # PRISM_ARGS alone
+    assert asked() is None
+    assert "trains nothing" in capsys.readouterr().err
+    sys.argv.append("--prism-emulate")
     assert "without calling Megatron's pretrain()" in str(asked())
 
 

@@ -1,0 +1,72 @@
+"""A real torchrun with flags of ours is noticed in its own process and answered by a line."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.emulate import real_launch
+from megatron_prism.emulate.launch_line import read_line
+
+JOB = "pretrain_gpt.py --tensor-model-parallel-size 2"
+STAGES = "--prism-emulate --prism-tier meta --prism-ranks stages --prism-capture d"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ours", "says"),
+    [
+        ("torchrun --nnodes 8 --nproc-per-node 8", "--prism-emulate", "7 other hosts"),
+        ("torchrun --nproc-per-node 8", STAGES, "names 1"),
+        ("torchrun --nproc-per-node 2", "--prism-emulate --prism-world-size 8 --prism-ranks 3",
+         "names 1"),
+        ("deepspeed --num_nodes 2 --num_gpus 8", "--prism-emulate", "1 other host"),
+        ("torchrun --nproc-per-node 2", "--prism-emulate --prism-world-size 8 --prism-ranks 2,3",
+         ""),
+        ("torchrun --nproc-per-node 2", "--prism-emulate", ""),
+        ("torchrun --nnodes 2 --nproc-per-node 1", "--prism-emulate --prism-ranks 0,4 "
+         "--prism-world-size 8", ""),
+        ("torchrun --nnodes 2 --nproc-per-node 2", "--prism-emulate --prism-record r", ""),
+        ("torchrun --nnodes 2 --nproc-per-node 2", "", ""),
+    ],
+)  # fmt: skip
+def test_processes_that_are_not_the_ranks_are_refused(launcher, ours, says):
+    for env, words in (({}, f"{JOB} {ours}"), ({"PRISM_ARGS": ours}, JOB)):
+        line = read_line([*launcher.split(), *words.split()], {})
+        if not says:
+            real_launch.check_launch(line, env)
+            continue
+        with pytest.raises(UsageError, match=says):
+            real_launch.check_launch(line, env)
+
+
+def test_the_line_to_type_has_the_flags_where_they_belong():
+    words = ["torchrun", "--nnodes", "8", "a.py", "--lr", "1", "--prism-tier", "meta"]
+    assert real_launch.to_type(words, {"PRISM_ARGS": "--prism-emulate --prism-values noise"}) == (
+        "prism run --prism-values noise --prism-tier meta torchrun --nnodes 8 a.py --lr 1"
+    )
+    assert real_launch.to_type(["torchrun", "a.py"], {"PRISM_ARGS": STAGES}) == (
+        "prism capture -o d --prism-tier meta torchrun a.py"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.run"])
+def test_torchrun_ends_at_once(launcher, tmp_path):
+    (tmp_path / "a.py").touch()
+    words = [*"--nnodes 8 --node_rank 0 --nproc-per-node 8 a.py".split(), "--lr", "1"]
+    start = time.process_time()
+    run = subprocess.run(
+        [sys.executable, "-m", launcher, *words], cwd=tmp_path, capture_output=True, text=True,
+        timeout=60, env={**os.environ, "PRISM_ARGS": "--prism-emulate --prism-tier meta"},
+    )  # fmt: skip
+    assert time.process_time() - start < 5
+    assert run.returncode == 2, run
+    assert run.stderr.splitlines() == [
+        "prism: error: torch.distributed.run would wait for 7 other hosts, and an emulated job "
+        "needs none",
+        "  fix: prism run --prism-tier meta python -m torch.distributed.run --nnodes 8 --node_rank "
+        "0 --nproc-per-node 8 a.py --lr 1",
+    ]
