@@ -347,7 +347,7 @@ def _ended_by(error: BaseException | None) -> int | None:
 
 
 _FORMER = {
-    "schedule": "prism capture tiny-gpt_1cpu world_size=4 pp=4 prism.tier=meta "
+    "schedule": "prism capture tiny-gpt_1cpu num_layers=4 world_size=4 pp=4 prism.tier=meta "
     "-o DIR, then prism replay DIR --html page.html draws the pipeline"
 }
 

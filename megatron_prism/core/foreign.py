@@ -217,10 +217,8 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # its events; composing
 _IN_LINE = re.compile(rf"^\s*(?:[-?]\s+){{{_DEPTH}}}", re.MULTILINE)  # - - - - x
 
 
-def scalars_of_yaml(text: str) -> list[str]:
-    """Every scalar of a YAML text; YAMLError, or ValueError if its nesting or its aliases would
-    cost a parser too much."""
-    scalars: list[str] = []
+def _check_yaml(text: str) -> None:
+    """YAMLError, or ValueError if nesting or aliases would cost a parser of ``text`` too much."""
     sizes: dict[str, int] = {}  # of what an anchor names, expanded
     open_: list[tuple[str | None, int]] = []  # (anchor, nodes before) of what has not ended
     nodes = 0
@@ -244,21 +242,19 @@ def scalars_of_yaml(text: str) -> list[str]:
             if isinstance(event, yaml.CollectionStartEvent):
                 open_.append((event.anchor, nodes - 1))
                 continue
-            scalars.append(cast(yaml.ScalarEvent, event).value)
             if event.anchor is not None:
-                sizes[event.anchor] = 1 + len(scalars[-1]) // 64
+                sizes[event.anchor] = 1 + len(cast(yaml.ScalarEvent, event).value) // 64
         if len(open_) > _DEPTH:
             raise ValueError("it is nested too deeply")
         if nodes > _YAML_NODES:
             raise ValueError(f"it means more than {_YAML_NODES:,} values")
-    return scalars
 
 
 def read_yaml(path: str | os.PathLike[str]) -> str:
     """A text that a YAML parser may be given.  OSError; ValueError if it is none, long or deep."""
     text = read_bytes(path, YAML_BYTES).decode("utf-8")
     try:
-        scalars_of_yaml(text)
+        _check_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"it is no YAML: {error}") from None
     return text
