@@ -18,7 +18,7 @@ from megatron_prism.core.errors import UsageError
 if TYPE_CHECKING:
     from megatron_prism.core.program import Program, Programs
     from megatron_prism.memory.peaks import HeldMemory, Peak
-    from megatron_prism.memory.snapshot import Comparison, Snapshot
+    from megatron_prism.memory.snapshot import Snapshot, SnapshotComparison
 
 
 _NAME = re.compile(r"\.(?:pickle|pkl)(?:\.gz|\.xz)?$", re.IGNORECASE)
@@ -145,7 +145,7 @@ def _percent(part: int, whole: int) -> str:
     return f"{100 * part / max(whole, 1):.2f} %"
 
 
-def _print_first(found: Comparison) -> None:
+def _print_first(found: SnapshotComparison) -> None:
     if not found.only_real and not found.only_emulated:
         return
     step = (*found.only_real, *found.only_emulated)[0].step

@@ -75,7 +75,7 @@ class _File(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Place:
+class AllocationSite:
     """Where a block was asked for: Megatron's line, the phase that its frames name ("" if none),
     and whose it is (``param``, ``grad``, ``optim``, ``buffer`` of the two first, or "")."""
 
@@ -192,7 +192,7 @@ class _History:
         self.requests: list[tuple[int, int, int]] = []
         self.iterations: list[int] = []
         self.alive: dict[int, _Life] = {}  # by address
-        self.places: dict[int, Place] = {}  # by identity of a list of frames
+        self.places: dict[int, AllocationSite] = {}  # by identity of a list of frames
         self.streams = {0: 0}  # a stream's address -> its number
         self.phase, self.iteration = "", 0
         self.steps = {"forward": 0, "backward": 0}  # begun in this iteration
@@ -262,14 +262,14 @@ class _History:
                     yield _Block(size, "", address, frames=block.frames)
                 address += block.size
 
-    def place(self, frames: Any) -> Place:
+    def place(self, frames: Any) -> AllocationSite:
         """Where ``frames`` are; lists of frames are shared, and are read once."""
         found = self.places.get(id(frames))
         if found is None:
             found = self.places[id(frames)] = _place(frames)
         return found
 
-    def _enters(self, place: Place) -> None:
+    def _enters(self, place: AllocationSite) -> None:
         """Another step begins where the phase is another one: autograd's thread has no frames."""
         phase = place.phase
         if not place.known:
@@ -291,7 +291,7 @@ class _History:
         self.builder.add("mark", phase=self.phase, microbatch=count)
         self.iterations.append(self.iteration)
 
-    def _comes(self, address: int, size: int, stream: int, place: Place) -> None:
+    def _comes(self, address: int, size: int, stream: int, place: AllocationSite) -> None:
         number, kind = len(self.requests), place.kind
         if kind == "buffer":
             kind = "grad" if place.site == self.gradients else "param"
@@ -321,7 +321,7 @@ def _line(site: str) -> int:
     return int(site.rpartition(":")[2] or 0)
 
 
-def _place(frames: Any) -> Place:
+def _place(frames: Any) -> AllocationSite:
     rows = [(str(f["filename"]), str(f["name"]), int(f["line"])) for f in frames]
     names = {name for _, name, _ in rows}
     site = other = ""
@@ -350,7 +350,7 @@ def _place(frames: Any) -> Place:
         kind = "optim"
     elif not phase and names & _BUILDERS and "get_cublas_workspace" not in names:
         kind = "param"
-    return Place(site or other, phase, kind, bool(rows))
+    return AllocationSite(site or other, phase, kind, bool(rows))
 
 
 # -- beside the slices of the same job -------------------------------------------------------------
@@ -365,7 +365,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SnapshotComparison:
     """A real process beside the slices of its job, in the iteration of the real peak.
 
     real, emulated : their peaks
@@ -383,7 +383,7 @@ class Comparison:
     only_emulated: tuple[Request, ...]
 
 
-def compare(snapshot: Snapshot, program: Program) -> Comparison:
+def compare(snapshot: Snapshot, program: Program) -> SnapshotComparison:
     """Hold the iteration of ``snapshot``'s peak against a program of the same job.
 
     Raises:
@@ -409,7 +409,7 @@ def compare(snapshot: Snapshot, program: Program) -> Comparison:
     common = sum(size * count for size, count in (alive[0] & alive[1]).items())
     asked = sum(one.num_bytes for step in there.values() for one in step)
     only_real, only_emulated = first or ((), ())
-    return Comparison(real, emulated, common, asked, aligned, only_real, only_emulated)
+    return SnapshotComparison(real, emulated, common, asked, aligned, only_real, only_emulated)
 
 
 def _rounded(num_bytes: int) -> int:
