@@ -72,8 +72,6 @@ JOBS = {
         "--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer",
     ("emulate/patches/without_cuda.py", "use --prism-tier meta; or leave out --fp8-format"):
         "--fp8-format hybrid",
-    ("runtime/te/attention.py", "--prism-tier meta, or leave --qk-clip"):
-        "--log-max-attention-logit --context-parallel-size 2",
 }  # fmt: skip
 # the same for what is no job of a tiny GPT -> why it is not run here
 NOT_RUN = {
@@ -88,8 +86,6 @@ NOT_RUN = {
     ("runtime/answers.py", "--no-gradient-reduce-div-fusion"): "runtime/test_virtual_world.py",
     ("runtime/devices/__init__.py", "use --prism-tier cpu"): "every job of both tiers",
     ("runtime/devices/state_space.py", "use --prism-tier meta"): "a hybrid's script",
-    ("runtime/te/context_parallel.py", "use --prism-tier meta"): "pretrain_gpt.py: --sft with cp",
-    ("runtime/te/base.py", "--prism-tier meta, which has no values"): "refused before, by its flag",
 }  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def test_a_planted_violation_is_found(tmp_path, file, code, says):
     [
         ("cli/a.py", "def f():\n    from megatron_prism.emulate import launch"),
         ("emulate/patches/deep.py", "import megatron.core"),
-        ("runtime/te/deep.py", "import torch"),
+        ("runtime/te_kernels/deep.py", "import torch"),
         ("core/a.py", "if TYPE_CHECKING:\n    from megatron_prism.graph import x"),
         ("emulate/a.py", "from megatron_prism import __version__"),
         ("core/world.py", "import numpy, math"),

@@ -291,8 +291,8 @@ def kernels() -> list[Case]:
 
 
 def transformer_engine() -> list[Case]:
-    """Its norm and optimizer, where it is installed, under the names and with the bytes of the
-    virtual one (``tiers/virtual_te``)."""
+    """Its norm and optimizer, where it is installed, under the names and with the bytes of
+    ``runtime/te_kernels``."""
     try:
         from transformer_engine.pytorch import RMSNorm
         from transformer_engine.pytorch.optimizers import FusedAdam

@@ -17,13 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from megatron_prism.core.errors import UsageError
-
 Release = tuple[int, int]
 TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # tag core_v0.19.0 reports 0.19.1
-# Transformer Engine of NVIDIA's container of 0.19: whose memory its stand-in has if nobody says
-ENGINE = "2.17.1"
-_ENGINES = (9, 20)  # of its releases 2.x whose sources the stand-in follows
 UNKNOWN = "unknown"  # the release where there is no megatron.core
 _VERSION = ("MAJOR", "MINOR", "PATCH")
 
@@ -176,17 +171,6 @@ def _plainly(source: str, name: str, member: str) -> bool:
     end = re.compile(r"^(?:class|def|async|@|[A-Za-z_])", re.MULTILINE).search(source, begin.end())
     body = source[begin.end() : end.start() if end else None]
     return bool(re.search(rf"^    (?:async )?def {member}\b", body, re.MULTILINE))
-
-
-def engine_release(text: str) -> Release:
-    """``2.17.1`` of Transformer Engine as (2, 17).  UsageError where its memory is not known."""
-    least, most = _ENGINES
-    found = re.fullmatch(r"2\.(\d{1,3})(\.\d{1,3})?", text)
-    if found is None or not least <= int(found[1]) <= most:
-        what = f"Transformer Engine {text}: its memory is known from 2.{least} to 2.{most}"
-        fix = f"name the nearest one with its patch, 2.{most}.0: YAML takes 2.20 for 2.2"
-        raise UsageError(what, fix=fix)
-    return 2, int(found[1])
 
 
 def engine_version() -> str:

@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple, Optional, Union, cast, get_args, ge
 import yaml
 
 from megatron_prism.core import foreign
-from megatron_prism.core.errors import RecipeError, UsageError, WorldError, did_you_mean
-from megatron_prism.core.megatron_source import engine_release, fields_of_class
+from megatron_prism.core.errors import RecipeError, WorldError, did_you_mean
+from megatron_prism.core.megatron_source import fields_of_class
 from megatron_prism.core.world import (
     DEFAULT_ORDER,
     MOST_EXPERTS,
@@ -151,7 +151,7 @@ class Prism:
     tier: Literal["auto", "cuda", "cpu", "meta"] = "auto"
     values: str = "mirror"
     out: str | None = None  # artefact folder
-    te_version: str | None = None  # the Transformer Engine that tier meta must have; None: any
+    te_version: str | None = None  # the Transformer Engine that must be installed; None: any
 
 
 @dataclass(frozen=True)
@@ -318,11 +318,6 @@ def check(recipe: Recipe) -> None:
     if not _NETWORK.fullmatch(network := recipe.hardware.network):
         raise RecipeError(f"hardware.network: {network!r} is no network",
                           fix="use rails, or fat-tree:2")  # fmt: skip
-    if recipe.prism.te_version is not None:
-        try:
-            engine_release(recipe.prism.te_version)
-        except UsageError as error:
-            raise RecipeError(f"prism.te_version: {error.message}", fix=error.fix) from None
     try:
         world = recipe.world
     except WorldError as error:

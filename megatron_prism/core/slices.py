@@ -22,7 +22,6 @@ import numpy as np
 from megatron_prism.core import job_settings, shard
 from megatron_prism.core.errors import MissingSlicesError, ProgramError, UsageError
 from megatron_prism.core.files import check_writable, claimed
-from megatron_prism.core.megatron_source import ENGINE
 from megatron_prism.core.ops import CODE, IS_PAIR, SHARED
 from megatron_prism.core.program import FIX, Program, Programs, load, save
 from megatron_prism.core.program_text import parse
@@ -32,7 +31,7 @@ WORLD = "world.prism"  # the slices of a folder joined
 PEERS, UNPACED, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
 _DEFAULTS = {
     PEERS: UNPACED,
-    "transformer_engine": ENGINE,
+    "transformer_engine": "2.17.1",
 }  # what a source that does not say it means
 _MOST_TEXT = 1 << 26  # bytes, a million lines
 # of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is

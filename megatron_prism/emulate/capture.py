@@ -43,20 +43,15 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.workers import Emit
 
 
-def source_of(
-    megatron: str, tier: str, device: str, pace: Path | None = None, engine: str | None = None
-) -> dict[str, str]:
+def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -> dict[str, str]:
     """What decides the content of a stock job's slices, besides its arguments, which are not known
-    before Megatron has parsed them; ``pace``: --prism-pace while they are recorded; ``engine``:
-    --prism-te-version."""
+    before Megatron has parsed them; ``pace``: --prism-pace while they are recorded."""
     found = {
         "megatron_core": megatron.partition(" ")[0],
         **versions(),
         "tier": tier,
         "device": device,
     }
-    if engine is not None:
-        found["transformer_engine"] = engine
     if settings := recorded():
         found[NCCL_ENV] = settings
     return found if pace is None else {**found, PEERS: PACED}
@@ -103,7 +98,7 @@ def add_to(run: Run, session: Session) -> None:
     if emit is None:
         check_free(options.capture, options.rank, options.force)
     device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
-    source = source_of(run.version, tier.name, device, options.pace, options.engine_release)
+    source = source_of(run.version, tier.name, device, options.pace)
     capture = StockCapture(options, tier, source, run.monitor, run.pace)
     session.changes.on_undo(capture.changes.undo)
     run.on_arguments.append(capture.is_of)

@@ -348,7 +348,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--prism-te-version": {
         "metavar": "V",
-        "help": "tier meta: refuse to run with another Transformer Engine than V",
+        "help": "tiers meta and cpu: refuse to run with another Transformer Engine than V",
     },
     "--prism-values": {
         "default": "mirror",

@@ -310,8 +310,6 @@ class Reporter(TrainingListener):
 
 def _engine_of_memory() -> str | None:
     """The Transformer Engine whose memory this process has; None where the job has none."""
-    if (virtual := sys.modules.get("megatron_prism.runtime.te")) is not None:
-        return str(virtual.deciding_release()) or None
     return engine_version() if sys.modules.get("transformer_engine") is not None else None
 
 

@@ -502,7 +502,7 @@ class PrismGroup(dist.ProcessGroup):
         if (mixed := self._mixed_for(tensors[0])) is not None:
             index = mixed.local_index(peer)
             if index is not None:
-                return mixed.real.send([t.detach() for t in tensors], index, tag)
+                return _Message(mixed.real.send([t.detach() for t in tensors], index, tag))
         return done
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
@@ -512,7 +512,7 @@ class PrismGroup(dist.ProcessGroup):
         if ring is not None:
             ring.received(tensors[0], invented=index is None)
         if mixed is not None and index is not None:
-            return mixed.real.recv([t.detach() for t in tensors], index, tag)
+            return _Message(mixed.real.recv([t.detach() for t in tensors], index, tag))
         for tensor in tensors if ring is None else ():
             self._values.receive(tensor)
         return CompletedWork(tensors, peer)
@@ -526,6 +526,27 @@ class PrismGroup(dist.ProcessGroup):
             fix = "name the source rank, or make all members or just one of them local"
             raise UnsupportedError(what, fix=fix)
         return self.recv(tensors, (self._p + 1) % self._n, tag)
+
+
+class _Message(dist.Work):
+    """A message of gloo's, which waits for another message if it is waited for twice: NCCL's may
+    be, and rings of attention do it."""
+
+    def __init__(self, real: dist.Work) -> None:
+        super().__init__()
+        self._real, self._waited = real, False
+
+    def wait(self, *timeout: timedelta) -> bool:
+        if not self._waited:
+            self._real.wait(*timeout)
+            self._waited = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._waited or self._real.is_completed()
+
+    def source_rank(self) -> int:
+        return self._real.source_rank()
 
 
 def _real_barrier(real: dist.ProcessGroup, device: torch.device) -> None:

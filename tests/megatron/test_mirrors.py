@@ -33,7 +33,7 @@ for policy in ("mirror", "noise"):
             # the fused loss gives its gradients in bf16
             grads = torch.allclose(logits.grad, alone.grad, atol=1e-2 if fused else 1e-5)
             print("loss", policy, fused, sequence, close, grads, torch.equal(labels, kept))
-from megatron_prism.runtime.te.row_kernels import parallel_cross_entropy
+from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from megatron_prism.runtime.values import LocalVocabularySum
 for policy in ("mirror", "noise"):  # Transformer Engine's takes the largest gathered target
     world.values.policy = policy

@@ -123,7 +123,7 @@ def run(code):
 FIRST = {
     "cpu": ("cpu", 1),
     "meta": ("meta", 1),
-    "virtual engine": ("meta", 1, "transformer_impl=transformer_engine", "bf16=true"),
+    "engine": ("meta", 1, "transformer_impl=transformer_engine", "bf16=true"),
 }
 
 

@@ -1,10 +1,12 @@
-"""The virtual Transformer Engine routes as Megatron does, whose functions share no code with it."""
+"""Transformer Engine on tier cpu routes as Megatron does, whose functions share no code with it."""
+
+import importlib
 
 import pytest
 import torch
 
-from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.runtime.te import moe
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime import devices
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -18,6 +20,14 @@ CASES = {
     "bias": {"score_function": "sigmoid", "expert_bias": torch.linspace(-0.5, 0.5, 8)},
     "groups": {"use_pre_softmax": True, "num_groups": 4, "group_topk": 2},
 }
+
+
+@pytest.fixture(scope="module")
+def router():
+    changes = ProcessChanges()
+    devices.prepare("cpu", changes)
+    yield importlib.import_module("transformer_engine.pytorch.router")
+    changes.undo()
 
 
 def both(make, theirs):
@@ -34,14 +44,14 @@ def both(make, theirs):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_take_the_experts_that_megatron_gives_them(name):
+def test_tokens_take_the_experts_that_megatron_gives_them(router, name):
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     empty = dict.fromkeys(("num_groups", "group_topk", "scaling_factor", "expert_bias"))
     args = {"topk": 4, "use_pre_softmax": False, "score_function": "softmax", **empty}
     args |= CASES[name]
     ours, theirs = both(
-        lambda x: moe.fused_topk_with_score_function(x, **args),
+        lambda x: router.fused_topk_with_score_function(x, **args),
         lambda x: topk_routing_with_score_function(x, **args),
     )
     for a, b in zip(ours, theirs, strict=True):
@@ -49,38 +59,21 @@ def test_tokens_take_the_experts_that_megatron_gives_them(name):
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
-def test_scores_and_the_loss_made_of_them(score_function):
+def test_scores_and_the_loss_made_of_them(router, score_function):
     from megatron.core.transformer.moe import moe_utils
 
     ours, theirs = both(
-        lambda x: moe.fused_compute_score_for_moe_aux_loss(x, 2, score_function)[::-1],
+        lambda x: router.fused_compute_score_for_moe_aux_loss(x, 2, score_function)[::-1],
         lambda x: moe_utils.compute_routing_scores_for_aux_loss(x, 2, score_function)[::-1],
     )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
     counts, grads = ours[1].sum(0), []
-    for function in (moe.fused_moe_aux_loss, moe_utils.switch_load_balancing_loss_func):
+    for function in (router.fused_moe_aux_loss, moe_utils.switch_load_balancing_loss_func):
         probs = ours[0].clone().requires_grad_()
-        words = ("coeff", "moe_aux_loss_coeff")[function is not moe.fused_moe_aux_loss]
+        words = ("coeff", "moe_aux_loss_coeff")[function is not router.fused_moe_aux_loss]
         loss = function(probs=probs, tokens_per_expert=counts, total_num_tokens=6, num_experts=8,
                         topk=2, **{words: 0.1})  # fmt: skip
         (3 * loss).backward()
         grads += [loss.detach(), probs.grad]
     torch.testing.assert_close(grads[:2], grads[2:])
-
-
-def test_it_keeps_a_map_and_scores_in_the_logits_type():
-    logits = torch.randn(6, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    probs, kept = moe.fused_topk_with_score_function(
-        logits, 2, False, None, None, None, "softmax", None
-    )
-    assert (probs.shape, probs.dtype, kept.dtype) == ((6, 8), torch.bfloat16, torch.bool)
-    node = probs.grad_fn.next_functions[0][0]  # behind the view
-    assert [t.dtype for t in node.saved_tensors] == [torch.bool, torch.bfloat16]
-    probs.sum().backward()
-    assert logits.grad.shape == (6, 8)
-
-
-def test_a_later_score_function_is_refused():
-    with pytest.raises(UnsupportedError, match="sqrtsoftplus"):
-        moe.fused_compute_score_for_moe_aux_loss(torch.randn(2, 4), 1, "sqrtsoftplus")

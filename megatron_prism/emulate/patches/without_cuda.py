@@ -70,17 +70,13 @@ _LEFT_OUT: dict[str, tuple[dict[str, object], str]] = {
         {"use_cpu_initialization": False},
         "weights are drawn where they stay, and tier cpu has the same in every layout",
     ),
-    "--use-transformer-engine-op-fuser": (
-        {"use_transformer_engine_op_fuser": False},
-        "the layers are Transformer Engine's modules, which save the same",
-    ),
 }
 
 
 @PATCHES.instead(
     "megatron.training.global_vars",
     "set_global_variables",
-    reason="graphs, userbuffers and fused operations are ways of running a job on a device",
+    reason="graphs and userbuffers are ways of running a job on a device",
     source="training/global_vars.py:103 @0.16.1; :133 @0.19.0",
     tiers=NO_CUDA,
 )
@@ -201,7 +197,7 @@ def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
     other = getattr(recipe, "value", recipe) not in (None, *_RECIPES)
     cuda = "or --prism-tier cuda"
     return {
-        ("FP4 is Transformer Engine's on a GPU; the virtual one has none",
+        ("FP4 is Transformer Engine's on a GPU; its kernels have no rows here",
          f"leave out --fp4-format, {cuda}"): getattr(config, "fp4", None),
         ("FP8 without a GPU is shapes and bytes, not values",
          "use --prism-tier meta; or leave out --fp8-format (a recipe's fp8), and what is "

@@ -65,7 +65,7 @@ _ARITHMETIC = frozenset(("add", "sub", "mul", "div", "where", "maximum"))
 _SINGLE = ("mm", "addmm", "_scaled_mm", "gemm", "gemm_wgrad")
 _BATCHED = ("bmm", "baddbmm")
 PRODUCTS = frozenset((*_SINGLE, *_BATCHED))  # what the power limit was seen to slow down
-# what the recorder appends to ``attention`` (``runtime/te/context_parallel.announce_attention``)
+# what the recorder appends to ``attention`` (``runtime/te_kernels/attention.announce``)
 _ATTENTION = ("", "_dropout", *(f"_backward{a}{b}" for a in ("", "_dropout")
                                 for b in ("", "_deterministic")))  # fmt: skip
 _ADAM_BYTES = 28, 16  # of an element: as our stand-in counts it, as recorded of torch's fused one

@@ -1,7 +1,7 @@
 """Tiers, where local ranks run: ``cuda`` (the device), ``cpu`` (values), ``meta`` (shapes).
 
 ``prepare(tier, changes)`` prepares this process, before Megatron is imported: on ``cuda`` nothing
-changes; on the others Transformer Engine is virtual where it is not installed (``te``), and:
+changes; on the others Transformer Engine's Python runs on kernels of ours (``te_kernels``), and:
 
 remap.py         ``cuda`` means another device
 cuda.py          torch.cuda without a driver
@@ -20,7 +20,6 @@ signatures.py    types that these share
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import types
@@ -75,8 +74,7 @@ def prepare(
     """Prepare this process for tier ``name`` (``auto``: the best one here).
 
     changes : log of what is changed in the process; nothing if it runs that tier already
-    engine : whether the job's own environment has Transformer Engine; then a virtual one stands in
-             for it where it is missing, and its FusedAdam for torch's AdamW
+    engine : whether the job's own environment has Transformer Engine; it comes with us, too
     queues : CUDA_DEVICE_MAX_CONNECTIONS of a tier without a device, if the job does not say
     history : keep every request to the allocator, however many; else the first million (``meta``)
     engine_release : the Transformer Engine that must be installed; None: whichever is
@@ -86,7 +84,7 @@ def prepare(
     """
     tier = _prepare(name, changes, engine, queues, history)
     if engine_release is not None:
-        _check_release(engine_release, changes)
+        _check_release(engine_release)
     return tier
 
 
@@ -112,11 +110,9 @@ def _prepare(name: str, changes: ProcessChanges, engine: bool, queues: str, hist
     return tier
 
 
-def _check_release(asked: str, changes: ProcessChanges) -> None:
+def _check_release(asked: str) -> None:
     found = engine_version()
-    if getattr(sys.modules.get("transformer_engine"), "__prism_stand_in__", False):
-        sys.modules["megatron_prism.runtime.te"].set_release(asked, changes)
-    elif found.split(".")[:2] != asked.split(".")[:2]:
+    if found.split(".")[:2] != asked.split(".")[:2]:
         what = f"Transformer Engine {asked} is asked for, and {found or 'none'} is installed"
         raise UsageError(what, fix=f"pip install --no-deps transformer-engine=={asked}")
 
@@ -136,14 +132,6 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     if not hasattr(torch.distributed, "ProcessGroupNCCL"):  # a build of torch for CPUs
         changes.set(torch.distributed, "ProcessGroupNCCL", _NcclGroup)
     stand_in = ["torch.cuda: inert streams and events"]
-    real = engine and name == "meta" and bool(engine_version())
-    if engine and not real and importlib.util.find_spec("transformer_engine") is None:
-        from megatron_prism.runtime import te as virtual_te
-
-        virtual_te.add_modules(changes)
-        # with the version that it is taken for: Megatron refuses options by it
-        version = virtual_te.VERSION
-        stand_in.append(f"Transformer Engine {version}: virtual, saves what the real one saves")
     stand_in += [kernels.add_module(changes), kernels.add_modules(changes)]
     stand_in.append(state_space.add_modules(changes))
     stand_in.append(triton.replace_launches(changes))
@@ -166,11 +154,12 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         changes.on_undo(lambda: live.__exit__(None, None, None))
         cuda.set_memory_source(live)
         stand_in.append("values: none, shapes only; what depends on data is unknown in the log")
-    if real and live is not None:
+    if engine and engine_version():
         from megatron_prism.runtime import te_kernels
 
-        version = te_kernels.install(changes, live)
-        stand_in.append(f"Transformer Engine {version}: its own Python, its kernels are shapes")
+        version, what = te_kernels.install(changes, name, live), "compute with torch's"
+        what = what if live is None else "are shapes"
+        stand_in.append(f"Transformer Engine {version}: its own Python, its kernels {what}")
     return Tier(name, torch.device(name), live, tuple(stand_in))
 
 

@@ -1,8 +1,8 @@
 """The norm and the attention of Megatron's local layers, without apex and Transformer Engine.
 
-``emulate.patches.without_cuda`` puts them in place.  (The virtual Transformer Engine, for jobs that
-ask for it, is the package ``runtime.te``.)  Values are right on the CPU; on the meta device only
-shapes are.
+``emulate.patches.without_cuda`` puts them in place.  (Transformer Engine, for jobs that
+ask for it, is the package ``runtime.te_kernels``.)  Values are right on the CPU; on the meta device
+only shapes are.
 """
 
 from __future__ import annotations

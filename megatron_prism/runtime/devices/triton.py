@@ -1,13 +1,15 @@
 """Triton without a driver: ``kernel[grid](…)`` starts nothing.
 
-On shapes a kernel of Transformer Engine writes into tensors that Python has made, so that a launch
-is what it reads and writes; other kernels that have no stand-in are refused by their name.  Where
+A kernel of Transformer Engine writes into tensors that Python has made, so that on shapes a launch
+is what it reads and writes; on values it is a function of ``COMPUTED``, if one has entered it.
+Other kernels that have no stand-in are refused by their name.  Where
 triton is not installed, its modules are stubs: kernels keep their names and do the same.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -30,12 +32,24 @@ _COSTS = {
     "element_mul_kernel": "mul",
 }
 
+# kernel -> what it writes on tier cpu; its arguments come by name, as they have other places in
+# other releases
+COMPUTED: dict[str, Callable[[types.SimpleNamespace], None]] = {}
 
-def _launch(function: object, *args: object) -> None:
+
+def _launch(function: Any, args: tuple[object, ...], options: dict[str, object]) -> None:
     name = getattr(function, "__name__", "?")
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    tensors = [a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)]
     ours = str(getattr(function, "__module__", "")).partition(".")[0] == _ENGINE
-    if not (ours and any(tensor.is_meta for tensor in tensors)):
+    shapes = any(tensor.is_meta for tensor in tensors)
+    if ours and not shapes and name in COMPUTED:
+        signature = inspect.signature(function.fn)
+        named = {k: v for k, v in options.items() if k in signature.parameters}
+        with torch.no_grad():
+            arguments = signature.bind_partial(*args, **named).arguments
+            COMPUTED[name](types.SimpleNamespace(**arguments))
+        return
+    if not (ours and shapes):
         what = f"the triton kernel {name} needs a GPU, and has no stand-in here"
         fix = "leave out the flag that asks for this fusion, or --prism-tier cuda"
         raise UnsupportedError(what, fix=fix)
@@ -49,7 +63,7 @@ class _Kernel:
         self.fn, self.__name__, self.__module__ = fn, fn.__name__, fn.__module__
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **options: _launch(self, *args, *options.values())
+        return lambda *args, **options: _launch(self, args, options)
 
 
 class _Absent(types.ModuleType):
@@ -97,7 +111,7 @@ def _launcher(kernel: Any, grid: object) -> Callable[..., None]:
     """KernelInterface.__getitem__: of a kernel in autotuners and heuristics, too."""
     while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):
         kernel = kernel.fn
-    return lambda *args, **options: _launch(kernel, *args, *options.values())
+    return lambda *args, **options: _launch(kernel, args, options)
 
 
 def replace_launches(changes: ProcessChanges) -> str:

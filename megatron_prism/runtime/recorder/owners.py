@@ -194,20 +194,13 @@ class AllocationOwners:
 
 def _parts(parameter: object) -> Iterable[object]:
     """The tensors that the values of a parameter in FP8 are in."""
-    if hasattr(parameter, "held"):
-        return vars(parameter.held).values()
     written = vars(parameter).items() if hasattr(parameter, "_quantizer") else ()
     return [value for name, value in written if name.startswith("_")]
 
 
 def _workspaces() -> Iterator[tuple[str, str, object]]:
-    """What cuBLAS's handles and the virtual Transformer Engine hold, if they are in use."""
+    """What cuBLAS's handles and Transformer Engine's modules hold, if they are in use."""
     yield from (("other", "cuBLAS workspace", tensor) for tensor in live_bytes.workspaces.values())
-    base = sys.modules.get("megatron_prism.runtime.te.base")
-    for tensors in getattr(base, "workspaces", {}).values():
-        yield from (("other", "cuBLAS workspace", tensor) for tensor in tensors)
-    for tensor in getattr(base, "dummies", {}).values():
-        yield "other", "gradients that Transformer Engine returns in place of main_grad", tensor
     if (hooks := sys.modules.get("megatron_prism.runtime.te_kernels.hooks")) is not None:
         yield from (("other", what, tensor) for what, tensor in hooks.kept())
 

@@ -1,20 +1,23 @@
-"""Transformer Engine's own Python, on kernels that only have shapes.
+"""Transformer Engine's own Python, on kernels that have shapes, and on tier cpu values.
 
 Its package runs as it is installed; a module of ours takes the place of its compiled library,
 ``transformer_engine_torch``.
 
-    table.py         rows: kernel -> shapes, types, temporaries; what rows share
-    quantization.py  casts to FP8, and the objects that C++ builds
-    products.py      cuBLASLt
-    rows.py          norms, softmax, rotary embedding, activations, dropout
-    attention.py     cuDNN
-    flash.py         flash-attn
-    experts.py       the router
-    optimizers.py    multi-tensor kernels
-    enumerations.py  names and numbers of C++'s enumerations
-    hooks.py         where its Python asks for a device, each with its reason
+    table.py             rows: kernel -> shapes, types, temporaries, values; what rows share
+    quantization.py      casts to FP8, and the objects that C++ builds: shapes alone
+    products.py          cuBLASLt
+    rows.py              norms, softmax, activations, dropout
+    rotary.py            the rotary embedding
+    attention.py         cuDNN
+    flash.py             flash-attn
+    attention_values.py  what both compute
+    experts.py           the router
+    optimizers.py        multi-tensor kernels
+    triton_values.py     permutation and cross entropy, which are triton's
+    enumerations.py      names and numbers of C++'s enumerations
+    hooks.py             where its Python asks for a device, each with its reason
 
-``install(changes, live)`` imports it; ``changes.undo()`` takes it away again.
+``install(changes, device, live)`` imports it; ``changes.undo()`` takes it away again.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.megatron_source import Release, engine_version
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices import triton
 from megatron_prism.runtime.te_kernels import (  # noqa: F401  (their rows enter the table)
     attention,
     experts,
@@ -35,8 +39,10 @@ from megatron_prism.runtime.te_kernels import (  # noqa: F401  (their rows enter
     optimizers,
     products,
     quantization,
+    rotary,
     rows,
     table,
+    triton_values,
 )
 from megatron_prism.runtime.te_kernels.enumerations import enumerations
 
@@ -62,24 +68,28 @@ class _Library(types.ModuleType):
         return absent
 
 
-def _library(release: Release) -> types.ModuleType:
+def _library(release: Release, device: str) -> types.ModuleType:
     library = _Library(_LIBRARY, "A stand-in of megatron_prism.")
     library.__spec__ = importlib.machinery.ModuleSpec(_LIBRARY, None)
-    vars(library).update(enumerations(release), **table.TABLE)
+    left_out: set[str] = set() if device == "meta" else table.SHAPES_ONLY
+    known = {name: row for name, row in table.TABLE.items() if name not in left_out}
+    vars(library).update(enumerations(release), **known)
     return library
 
 
-def install(changes: ProcessChanges, live: LiveBytes) -> str:
+def install(changes: ProcessChanges, device: str, live: LiveBytes | None) -> str:
     """Import the installed Transformer Engine onto our kernels; returns its release.
 
-    live : counts its tensors, but not the wrappers round them
+    device : ``meta``, shapes, or ``cpu``, values
+    live   : counts its tensors on ``meta``, but not the wrappers round them
     """
     version = engine_version()
     major, minor = (int(part) for part in version.split(".")[:2])
     changes.on_undo(lambda: table.adopt((0, 0)))
-    table.adopt((major, minor))
+    table.adopt((major, minor), device)
     changes.set_item(os.environ, "NVTE_PROJECT_BUILDING", "1")  # its core library stays away
-    changes.set_item(sys.modules, _LIBRARY, _library((major, minor)))
+    changes.set_item(sys.modules, _LIBRARY, _library((major, minor), device))
+    changes.set(triton, "COMPUTED", triton_values.COMPUTED)
     _import(version, changes)
     hooks.set_up(changes, live)
     return version

@@ -1,88 +1,53 @@
 """Fused attention (cuDNN on Hopper), and the kernels of packed and spread sequences.
 
-Arguments are told apart by what they are, since each release adds some: Q, K and V follow the two
-first tensors, which are cumulated lengths.
+What attention computes is in ``attention_values``, for flash-attn too.  Arguments are told apart by
+what they are, since each release adds some: Q, K and V follow the two first tensors, which are
+cumulated lengths.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.te_kernels.attention_values import Attention
 from megatron_prism.runtime.te_kernels.quantization import create, kind_of, parts
 from megatron_prism.runtime.te_kernels.table import (
+    SHAPES_ONLY,
     TABLE,
     Values,
     dtype_of,
     kernel,
     member,
     new,
+    scratch,
 )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call of fused attention.
+def _call(args: Sequence[Values], scale: float, dropout: float, count: int) -> Attention:
+    """count : tensors that follow the lengths: q, k, v; backward also the output, its gradient"""
+    first = next(i for i, a in enumerate(args) if isinstance(a, Tensor))
+    tensors, rest = tuple(args[first + 2 : first + 2 + count]), args[first + 2 + count :]
+    left, right = next(a for a in args if isinstance(a, (tuple, list)))
+    layout, mask, bias = (member(f"NVTE_{kind}", args)
+                          for kind in ("QKV_Layout", "Mask_Type", "Bias_Type"))  # fmt: skip
+    return Attention(layout, mask, bias, scale, dropout, (left, right),
+                     (args[first], args[first + 1]), tensors, tuple(rest))  # fmt: skip
 
-    form    : sbhd, bshd or thd, of the queries;  layout : of all three
-    fp8     : whether q, k and v are in FP8 (attention.cpp:114, fused_attn_fp8.cu:1138 @v2.18)
-    tensors : of forward q, k, v; of backward q, k, v, out and its gradient
-    rest    : the arguments after them
-    """
 
-    layout: str
-    mask: str
-    bias: str
-    dropout: float
-    window: tuple[int, int]
-    tensors: tuple[Tensor, ...]
-    rest: tuple[Values, ...]
+def _statistics(call: Attention) -> Tensor:
+    q, (batch, rows, _) = call.tensors[0], call.size
+    packed = call.form == "thd"
+    return new([rows, q.shape[1], 1] if packed else [batch, q.shape[-2], rows, 1], torch.float32)
 
-    @staticmethod
-    def of(args: Sequence[Values], dropout: float, count: int) -> _Call:
-        first = next(i for i, a in enumerate(args) if isinstance(a, Tensor))
-        tensors, rest = tuple(args[first + 2 : first + 2 + count]), args[first + 2 + count :]
-        left, right = next(a for a in args if isinstance(a, (tuple, list)))
-        layout, mask, bias = (member(f"NVTE_{kind}", args)
-                              for kind in ("QKV_Layout", "Mask_Type", "Bias_Type"))  # fmt: skip
-        return _Call(layout, mask, bias, dropout, (left, right), tensors, tuple(rest))
 
-    @property
-    def fp8(self) -> bool:
-        return bool(hasattr(self.tensors[0], "_fp8_dtype"))
-
-    @property
-    def form(self) -> str:
-        return self.layout.split("_")[0].translate(str.maketrans("", "", "23"))
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """(sequences, rows of one's queries, of its keys); packed ones are one long sequence."""
-        q, k = self.tensors[:2]
-        if self.form == "thd":
-            return 1, q.shape[0], k.shape[0]
-        s, b = self.form.index("s"), self.form.index("b")
-        return q.shape[b], q.shape[s], k.shape[s]
-
-    @property
-    def biased(self) -> bool:
-        return self.bias in ("pre_scale_bias", "post_scale_bias")
-
-    def statistics(self) -> Tensor:
-        q, (batch, rows, _) = self.tensors[0], self.size
-        packed = self.form == "thd"
-        return new([rows, q.shape[1], 1] if packed else [batch, q.shape[-2], rows, 1],
-                   torch.float32)  # fmt: skip
-
-    def announce(self, name: str, products: int, out: Tensor | None) -> None:
-        announce(name, products, self.tensors, out, self.size, "causal" in self.mask, self.window,
-                 self.dropout)  # fmt: skip
+def _announce(call: Attention, name: str, products: int, out: Tensor | None) -> None:
+    announce(name, products, call.tensors, out, call.size, "causal" in call.mask, call.window,
+             call.dropout)  # fmt: skip
 
 
 def announce(
@@ -128,22 +93,24 @@ def rounded(number: int, multiple: int) -> int:
 @kernel()
 def fused_attn_fwd(*args: Values) -> list[Values]:
     """attention.cpp:114 @v2.18: out, statistics, (largest logits,) state, (bias,) (offset)"""
-    call = _Call.of(args, args[4], 3)
+    call = _call(args, args[3], args[4], 3)
     q, k, v = call.tensors
     dtype, _, _, _, _, s_quantizer, o_quantizer, bias, offset, _, _, largest, *_ = call.rest
     create(s_quantizer, [0], torch.float32)
     out = create(o_quantizer, [*q.shape[:-1], v.shape[-1]], dtype)
     state = new(2, torch.int64)
-    kept = [call.statistics() for _ in range(2 if largest else 1)]
-    more = [t for t in (bias, offset) if isinstance(t, Tensor)]
-    call.announce("attention", 2, parts(out)[0])
-    return [out, *kept, state, *more]
+    kept = [_statistics(call) for _ in range(2 if largest else 1)]
+    _announce(call, "attention", 2, parts(out)[0])
+    more = [t if isinstance(t, Tensor) else None for t in (bias, offset)]
+    if not q.is_meta:
+        call.forward(out, kept, state, *more)
+    return [out, *kept, state, *(t for t in more if t is not None)]
 
 
 @kernel()
 def fused_attn_bwd(*args: Values) -> list[Values]:
     """attention.cpp:323 @v2.18: gradients of q, k, v, the bias and the softmax offset"""
-    call = _Call.of(args, args[3], 5)
+    call = _call(args, args[2], args[3], 5)
     q, k, v, _, grad = call.tensors
     at, kept = next((i, a) for i, a in enumerate(call.rest) if isinstance(a, list))
     *of_scores, of_grads = call.rest[at + 3 : at + 6]  # quantizers; kept: statistics, state, …
@@ -157,8 +124,12 @@ def fused_attn_bwd(*args: Values) -> list[Values]:
     dbias = new(kept[-1].shape, q.dtype) if call.biased else None
     offset = member("NVTE_Softmax_Type", args) != "vanilla_softmax"
     doffset = new([1, q.shape[-2], 1, 1], torch.float32) if offset else None
-    new(_workspace(call))
-    call.announce("attention_backward", 5, parts(grad)[0])
+    scratch(_workspace(call))
+    _announce(call, "attention_backward", 5, parts(grad)[0])
+    if not q.is_meta:
+        of_bias = kept[2] if call.biased else None, dbias
+        of_sink = kept[-1] if offset else None, doffset
+        call.backward(grads, kept[0], kept[1], of_bias, of_sink)
     return [*grads, dbias, doffset]
 
 
@@ -178,7 +149,7 @@ def _gradients(layout: str, dtype: torch.dtype, q: Tensor, *kv: Tensor) -> list[
     return found
 
 
-def _workspace(call: _Call) -> int:
+def _workspace(call: Attention) -> int:
     """Bytes of one backward (cudnn-frontend, scaled_dot_product_flash_attention.h,
     get_fe_workspace_size_node @1.32): gradients of the queries in fp32 and a sum a row, or the
     parts of a fixed order, which a bias's gradient takes, too; with grouped heads keys' and values'
@@ -225,7 +196,7 @@ def get_fused_attn_backend(*args: Values) -> Values:
 
 
 # -- packed sequences, spread over ranks -----------------------------------------------------------
-@kernel()
+@kernel(values=False)
 def thd_read_half_tensor(x: Tensor, lengths: Tensor, half: int) -> Tensor:
     """attention.cpp:792 @v2.18"""
     shape, dim = list(x.shape), 0 if x.dim() == 3 else 1
@@ -235,13 +206,13 @@ def thd_read_half_tensor(x: Tensor, lengths: Tensor, half: int) -> Tensor:
     return out
 
 
-@kernel()
-def thd_get_partitioned_indices(lengths: object, tokens: Any, size: int, rank: int) -> Tensor:
+@kernel(values=False)
+def thd_get_partitioned_indices(lengths: object, tokens: Values, size: int, rank: int) -> Tensor:
     """attention.cpp:957 @v2.18"""
     return new(int(tokens) // size, torch.int32)
 
 
-@kernel()
+@kernel(values=False)
 def thd_read_second_half_lse(
     statistics: Tensor, lengths: object, packed: bool, tokens: int
 ) -> Tensor:
@@ -255,11 +226,12 @@ def _corrected(*args: object, **options: object) -> None:
     fused("add_", 0, to, of, to)
 
 
-for _name in ("thd_out_correction", "thd_second_half_lse_correction", "thd_grad_correction"):
-    TABLE[_name] = _corrected
+_IN_PLACE = ("thd_out_correction", "thd_second_half_lse_correction", "thd_grad_correction")
+TABLE.update(dict.fromkeys(_IN_PLACE, _corrected))
+SHAPES_ONLY.update(_IN_PLACE)
 
 
-@kernel("thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order")
+@kernel("thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order", values=False)
 def reordered(x: Tensor, *rest: object) -> Tensor:
     """attention.cpp:978 @v2.18"""
     x = x.contiguous()
@@ -268,7 +240,7 @@ def reordered(x: Tensor, *rest: object) -> Tensor:
     return out
 
 
-@kernel()
+@kernel(values=False)
 def fa_prepare_fwd(qkv: Tensor) -> Tensor:
     """attention.cpp:611 @v2.18: q, a third of [s, b, h, 3 d], to all three [3, b, s, h, d]"""
     rows, batch, heads, size = qkv.shape
@@ -277,7 +249,7 @@ def fa_prepare_fwd(qkv: Tensor) -> Tensor:
     return out
 
 
-@kernel()
+@kernel(values=False)
 def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """attention.cpp:632 @v2.18"""
     batch, rows, heads, size = q.shape
@@ -286,7 +258,7 @@ def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-@kernel()
+@kernel(values=False)
 def convert_thd_to_bshd(x: Tensor, lengths: object, batch: int, rows: int) -> Tensor:
     """attention.cpp:1052 @v2.18"""
     out = new([batch, rows, *x.shape[1:]], x.dtype)
@@ -294,7 +266,7 @@ def convert_thd_to_bshd(x: Tensor, lengths: object, batch: int, rows: int) -> Te
     return out
 
 
-@kernel()
+@kernel(values=False)
 def convert_bshd_to_thd(x: Tensor, lengths: object, tokens: int) -> Tensor:
     """attention.cpp:1072 @v2.18"""
     out = new([tokens, *x.shape[2:]], x.dtype)

@@ -6,6 +6,7 @@ Each hook says what would go wrong without it.  All are undone with the ``Proces
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.machinery
 import inspect
@@ -42,11 +43,6 @@ def _no_onnx(changes: ProcessChanges) -> None:
             module = _Anything(name)
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
             changes.set_item(sys.modules, name, module)
-
-
-def _shapes_are_on_the_device(changes: ProcessChanges) -> None:
-    """``is_cuda`` guards every kernel (permutation.py:302, cross_entropy.py:111 @v2.20)."""
-    changes.set(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
 
 
 class _SameDevice(contextlib.nullcontext):
@@ -86,7 +82,6 @@ def before_import(changes: ProcessChanges) -> None:
     _no_onnx(changes)
     _a_cuda_release(changes)
     flash.add_modules(changes)
-    _shapes_are_on_the_device(changes)
     _one_device(changes)
     _wrappers_of_shapes(changes)
 
@@ -180,18 +175,26 @@ def _workspace_comes_first(changes: ProcessChanges) -> None:
 
 
 class _Torch(types.ModuleType):
+    """torch for one module, but for the names that are set on it."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    @staticmethod
-    def device(*args: Any) -> torch.device:
-        return torch.device("cpu") if args == ("meta",) else torch.device(*args)
+
+def _replace_in(changes: ProcessChanges, module: str, **names: object) -> None:
+    instead = _Torch("torch")
+    vars(instead).update(names)
+    changes.set(importlib.import_module(f"{_TE}.{module}"), "torch", instead)
+
+
+def _made(*args: Any) -> torch.device:
+    return torch.device("cpu") if args == ("meta",) else torch.device(*args)
 
 
 def _parameters_are_made(changes: ProcessChanges) -> None:
     """A parameter on ``meta`` is one that is not made yet, and is made anew (module/base.py:1820
     @v2.20; te.ops: ops/basic/basic_linear.py:346, at every forward pass)."""
-    changes.set(importlib.import_module(f"{_TE}.module.base"), "torch", _Torch("torch"))
+    _replace_in(changes, "module.base", device=_made)
     for kind in vars(importlib.import_module(f"{_TE}.ops.basic")).values():
         if isinstance(kind, type) and "pre_first_fuser_forward" in vars(kind):
             first = vars(kind)["pre_first_fuser_forward"]
@@ -270,9 +273,38 @@ def _shapes_are_offloaded(changes: ProcessChanges) -> None:
         changes.set(state, "_check_if_offload", lambda self, t: asked(self, _OnDevice(t)))
 
 
-def set_up(changes: ProcessChanges, live: LiveBytes) -> None:
-    """What is changed in its modules once they are there."""
+class _Bfloat16:
+    """What fp32 and bf16 are equal to."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return other in (torch.bfloat16, torch.float32)
+
+
+def _attention_of_fp32(changes: ProcessChanges) -> None:
+    """In fp32 there is no attention for context parallelism (dot_product_attention/utils.py:670,
+    backends.py:946, :2407 @v2.20).  Kernels of tier cpu take any type, and small jobs are fp32."""
+    folder = "attention.dot_product_attention"
+    _replace_in(changes, f"{folder}.backends", bfloat16=_Bfloat16())
+    utils = importlib.import_module(f"{_TE}.{folder}.utils")
+    choose = utils.get_attention_backend
+
+    def some(params: Any, *rest: object) -> Any:
+        found = choose(params, *rest)
+        if any(found[-1]) or params.qkv_dtype != torch.float32:
+            return found
+        return choose(dataclasses.replace(params, qkv_dtype=torch.bfloat16), *rest)
+
+    changes.set(utils, "get_attention_backend", some)
+
+
+def set_up(changes: ProcessChanges, live: LiveBytes | None) -> None:
+    """What is changed in its modules once they are there; ``live``: of shapes."""
     _states_are_tensors(changes)
+    if live is None:
+        _attention_of_fp32(changes)
+        return
     _shapes_are_offloaded(changes)
     _workspaces_on_the_device(changes)
     _workspace_comes_first(changes)

@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -16,16 +16,20 @@ from torch import distributed as dist
 
 from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te_kernels.table import (
+    SHAPES_ONLY,
     TABLE,
     Kernel,
     Quantizer,
     Values,
     dtype_of,
+    fill,
     kernel,
     new,
     plain,
     refuse,
+    scratch,
     tensors_in,
+    wide,
 )
 
 # a quantizer's class -> (what decides its scales, its tensor's class, the module of that)
@@ -195,7 +199,7 @@ def sum_in_blocks(x: Tensor, quantizer: Quantizer, of_activation: bool = False) 
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     delayed = kind_of(quantizer) == "delayed"
     block = _rows_of_a_block(rows, width, x.element_size(), of_activation) if delayed else 128
-    new([-(-rows // block), width], torch.float32)
+    scratch([-(-rows // block), width], torch.float32)
 
 
 def cast_into(out: Values, x: Tensor, quantizer: Quantizer, amax: Tensor | None = None) -> Values:
@@ -219,17 +223,20 @@ _CAST_AFTER = {"activation": ("current", "block"), "norm": ("current", "block", 
 
 
 def computed(
-    of: str, shape: Sequence[int], dtype: torch.dtype, quantizer: Quantizer, out: Values = None
-) -> Values:
+    of: str, shape: Sequence[int], dtype: torch.dtype, quantizer: Quantizer,
+    value: Callable[[], Tensor], out: Values = None,
+) -> Values:  # fmt: skip
     """The output of a kernel of rows, ``of`` a norm or an activation, with its cast."""
     out = create(quantizer, shape, dtype) if out is None else out
+    if quantizer is None:
+        return fill(out, value)
     if kind_of(quantizer) in _CAST_AFTER[of]:
         amax = new(1, torch.float32) if kind_of(quantizer) == "current" else None
         cast_into(out, new(shape, dtype), quantizer, amax)
     return out
 
 
-@kernel()
+@kernel(values=False)
 def create_empty_quantized_tensor(
     quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, *rest: object
 ) -> Values:
@@ -237,7 +244,7 @@ def create_empty_quantized_tensor(
     return create(quantizer, shape, dtype)
 
 
-@kernel()
+@kernel(values=False)
 def quantize(x: Tensor, quantizer: Quantizer, out: Values = None, noop: object = None) -> Values:
     """cast.cpp:52 @v2.18"""
     x = x.contiguous()
@@ -251,6 +258,8 @@ def bgrad_quantize(grad: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     grad = grad.contiguous()
     dbias = new(grad.shape[-1], grad.dtype)
     rows, kind = grad.reshape(-1, grad.shape[-1]), kind_of(quantizer)
+    if quantizer is None and not grad.is_meta:
+        return fill(dbias, lambda: wide(grad).sum(0)), grad
     out = grad if quantizer is None else create(quantizer, grad.shape, grad.dtype)
     both = kind and quantizer.rowwise_usage and quantizer.columnwise_usage
     if kind == "mx" or (kind == "delayed" and both):  # sums of blocks of rows, beside the cast
@@ -261,7 +270,7 @@ def bgrad_quantize(grad: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     return dbias, cast_into(out, grad, quantizer)
 
 
-@kernel()
+@kernel(values=False)
 def dequantize(x: Values, dtype: object) -> Tensor:
     """cast.cpp:559 @v2.18"""
     out = new(sizes(x), dtype_of(dtype))
@@ -305,7 +314,7 @@ def _in_bulk(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Valu
     return out
 
 
-@kernel()
+@kernel(values=False)
 def split_quantize(
     x: Tensor,
     counts: Sequence[int],
@@ -322,14 +331,14 @@ def split_quantize(
     return [cast_into(*three) for three in zip(out, xs, quantizers, strict=True)]
 
 
-@kernel()
+@kernel(values=False)
 def multi_tensor_quantize(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Values]:
     """cast.cpp:719 @v2.18"""
     out = [create(q, x.shape, x.dtype) for x, q in zip(xs, quantizers, strict=True)]
     return [cast_into(*three) for three in zip(out, xs, quantizers, strict=True)]
 
 
-@kernel()
+@kernel(values=False)
 def fp8_transpose(x: Tensor, dtype: object, out: Tensor | None = None) -> Tensor:
     """transpose.cpp:20 @v2.18"""
     x = x.contiguous()
@@ -364,3 +373,4 @@ _WRITERS = {  # kernel -> the name by which costs know it
     "fused_multi_row_unpadding": "fused_multi_row_padding",
 }
 TABLE.update({name: _in_place(of) for name, of in _WRITERS.items()})
+SHAPES_ONLY.update(_WRITERS)

@@ -1,12 +1,15 @@
-"""Kernels that take rows by themselves: norms, softmax, rotary embedding, activations, dropout."""
+"""Kernels that take rows by themselves: norms, softmax, activations, dropout."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te_kernels.quantization import (
     PROCESSORS,
@@ -23,10 +26,13 @@ from megatron_prism.runtime.te_kernels.table import (
     Quantizer,
     Values,
     dtype_of,
+    fill,
     kernel,
     new,
     rows_of,
+    scratch,
     since,
+    wide,
 )
 
 # Kernels of backward in bf16 (ln_bwd_semi_cuda_kernel.cu, rmsnorm_bwd_semi_cuda_kernel.cu @v2.20):
@@ -59,156 +65,191 @@ def _blocks(rms: bool, rows: int, width: int) -> int:
 
 def _sum_in_blocks(rms: bool, x: Tensor) -> None:
     width = x.shape[-1]
-    new((1 if rms else 2) * _blocks(rms, rows_of(x.shape), width) * width, torch.float32)
+    scratch((1 if rms else 2) * _blocks(rms, rows_of(x.shape), width) * width, torch.float32)
 
 
-def _normed(x: Tensor, quantizer: Quantizer, out: Values, dtype: object) -> Values:
-    out = computed("norm", x.shape, dtype_of(dtype), quantizer, out)
+def _hat(x: Tensor, mean: Tensor | None, deviation: Tensor) -> Tensor:
+    return (wide(x) - (0 if mean is None else mean[:, None])) * deviation[:, None]
+
+
+def _gamma(weight: Tensor, centered: bool) -> Tensor:
+    return weight.float() + float(centered)
+
+
+def _normed(
+    x: Tensor, quantizer: Quantizer, out: Values, dtype: object, value: Callable[[], Tensor]
+) -> Values:
+    out = computed("norm", x.shape, dtype_of(dtype), quantizer, value, out)
     fused("norm", 0, x, *parts(out)[:1])
     return out
 
 
 @kernel()
 def layernorm_fwd(
-    x: Tensor, weight: object, bias: object, eps: float, out: Values, quantizer: Quantizer,
-    dtype: object, *rest: object,
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Values, quantizer: Quantizer,
+    dtype: object, margin: int = 0, centered: bool = False,
 ) -> tuple[Values, Tensor, Tensor]:  # fmt: skip
     """normalization.cpp:61 @v2.18"""
     mean, deviation = (new(rows_of(x.shape), torch.float32) for _ in range(2))
-    return _normed(x, quantizer, out, dtype), mean, deviation
+    fill(mean, lambda: wide(x).mean(-1))
+    fill(deviation, lambda: (wide(x).var(-1, correction=0) + eps).rsqrt())
+
+    def value() -> Tensor:
+        return _hat(x, mean, deviation) * _gamma(weight, centered) + bias.float()
+
+    return _normed(x, quantizer, out, dtype, value), mean, deviation
 
 
 @kernel()
 def rmsnorm_fwd(
-    x: Tensor, weight: object, eps: float, out: Values, quantizer: Quantizer, dtype: object,
-    *rest: object,
+    x: Tensor, weight: Tensor, eps: float, out: Values, quantizer: Quantizer, dtype: object,
+    margin: int = 0, centered: bool = False,
 ) -> tuple[Values, None, Tensor]:  # fmt: skip
     """normalization.cpp:305 @v2.18"""
     deviation = new(rows_of(x.shape), torch.float32)
-    return _normed(x, quantizer, out, dtype), None, deviation
+    fill(deviation, lambda: (wide(x).square().mean(-1) + eps).rsqrt())
+
+    def value() -> Tensor:
+        return _hat(x, None, deviation) * _gamma(weight, centered)
+
+    return _normed(x, quantizer, out, dtype, value), None, deviation
+
+
+def _norm_gradients(
+    grad: Tensor, x: Tensor, mean: Tensor | None, deviation: Tensor, gamma: Tensor, centered: bool
+) -> tuple[Tensor, ...]:
+    """Of the input, of gamma, and with a mean of beta."""
+    grad, x = grad.contiguous(), x.contiguous()
+    out = [torch.empty_like(t) for t in (x, gamma, *(() if mean is None else (gamma,)))]
+    _sum_in_blocks(mean is None, x)
+    fused("norm_backward" if mean is None else "layer_norm_backward", 0, grad, x, x)
+    if not x.is_meta:
+        dy, hat = wide(grad), _hat(x, mean, deviation)
+        scaled = dy * _gamma(gamma, centered)
+        dx = scaled - hat * (scaled * hat).mean(-1, keepdim=True)
+        dx = dx if mean is None else dx - scaled.mean(-1, keepdim=True)
+        for to, of in zip(out, (dx * deviation[:, None], (dy * hat).sum(0), dy.sum(0)),
+                          strict=False):  # fmt: skip
+            to.copy_(of.view(to.shape))
+    return tuple(out)
 
 
 @kernel()
 def layernorm_bwd(
-    grad: Tensor,
-    x: Tensor,
-    mean: object,
-    deviation: object,
-    weight: Tensor,
-    *more: object,
-) -> tuple[Tensor, ...]:
+    grad: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor,
+    margin: int = 0, centered: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """normalization.cpp:13 @v2.18"""
-    grad, x = grad.contiguous(), x.contiguous()
-    out = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
-    _sum_in_blocks(False, x)
-    fused("layer_norm_backward", 0, grad, x, x)
-    return out
+    return _norm_gradients(grad, x, mean, deviation, weight, centered)
 
 
 @kernel()
 def rmsnorm_bwd(
-    grad: Tensor, x: Tensor, deviation: object, weight: Tensor, *more: object
-) -> tuple[Tensor, ...]:
+    grad: Tensor, x: Tensor, deviation: Tensor, weight: Tensor, margin: int = 0,
+    centered: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """normalization.cpp:216 @v2.18"""
-    grad, x = grad.contiguous(), x.contiguous()
-    out = torch.empty_like(x), torch.empty_like(weight)
-    _sum_in_blocks(True, x)
-    fused("norm_backward", 0, grad, x, x)
-    return out
+    return _norm_gradients(grad, x, None, deviation, weight, centered)
 
 
 @kernel()
 def rmsnorm_bwd_add(
-    grad: Tensor, x: Tensor, add: Tensor, deviation: object, weight: Tensor,
-    *more: object,
+    grad: Tensor, x: Tensor, add: Tensor, deviation: Tensor, weight: Tensor, margin: int = 0,
+    centered: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """normalization.cpp:259 @v2.18"""
     add = add.contiguous()
-    return rmsnorm_bwd(grad, x, deviation, weight)
+    dx, dgamma = _norm_gradients(grad, x, None, deviation, weight, centered)
+    return fill(dx, lambda: dx + add), dgamma
 
 
-_SOFTMAX = ("scaled", "scaled_masked", "scaled_upper_triang_masked",
-            "scaled_aligned_causal_masked")  # fmt: skip
+@kernel("scaled_softmax_forward", "scaled_masked_softmax_forward")
+def softmax(scores: Tensor, *rest: Values) -> Tensor:
+    """softmax.cpp:11, :66 @v2.18: the mask, then the scale"""
+    return kernels.masked_softmax(scores, rest[0] if len(rest) > 1 else None, rest[-1])
 
 
-@kernel(*(f"{name}_softmax_forward" for name in _SOFTMAX))
-def softmax(scores: Tensor, *rest: object) -> Tensor:
-    """softmax.cpp:11, :66, :129, :181 @v2.18"""
-    out = new(scores.shape, scores.dtype)
-    fused("masked_softmax", 0, scores, out)
-    return out
+@kernel("scaled_upper_triang_masked_softmax_forward",
+        "scaled_aligned_causal_masked_softmax_forward")  # fmt: skip
+def causal_softmax(scores: Tensor, scale: Values) -> Tensor:
+    """softmax.cpp:129, :181 @v2.18: the last query sees all keys"""
+    rows, columns = scores.shape[-2:]
+    later = None
+    if not scores.is_meta:
+        later = torch.ones(rows, columns, dtype=torch.bool).triu(1 + columns - rows)
+    return kernels.masked_softmax(scores, later, scale)
 
 
-@kernel(*(f"{name}_softmax_backward" for name in _SOFTMAX))
-def softmax_backward(grad: Tensor, results: Tensor, scale: object) -> Tensor:
+@kernel(*(f"{name}_softmax_backward" for name in (
+    "scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked"
+)))  # fmt: skip
+def softmax_backward(grad: Tensor, results: Tensor, scale: Values) -> Tensor:
     """softmax.cpp:40, :103, :152, :210 @v2.18: over the gradient, from 2.19 on beside it"""
     grad, results = grad.contiguous(), results.contiguous()
-    out = new(grad.shape, grad.dtype) if since(2, 19) else grad
-    fused("masked_softmax_backward", 0, grad, results, grad)
-    return out
+    to = fill(new(grad.shape, grad.dtype), lambda: grad) if since(2, 19) else grad
+    return kernels.masked_softmax_backward(to, results, scale)
 
 
-@kernel("fused_rope_forward", "fused_rope_backward")
-def rope(x: Tensor, *rest: object) -> Tensor:
-    """apply_rope.cpp:12, :165 @v2.18"""
-    out = new(x.shape, x.dtype)
-    fused("rope", 0, x, x)
-    return out
+def _clamped(
+    x: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
+) -> Tensor:
+    first, second = x.chunk(2, -1)
+    first, second = first.clamp(max=limit), second.clamp(-limit, limit)
+    return first * torch.sigmoid(alpha * first) * (second + glu_linear_offset)
 
 
-@kernel()
-def fused_qkv_rope_forward(
-    qkv: Tensor,
-    q_freqs: object,
-    k_freqs: object,
-    starts: object,
-    splits: list[int],
-    *more: object,
-) -> tuple[Tensor, ...]:
-    """apply_rope.cpp:106 @v2.18"""
-    *rows, groups, _ = qkv.shape
-    q, k, v = splits
-    shapes = [*rows, groups * q // k, k], [*rows, groups, k], [*rows, groups, v]
-    out = tuple(new(shape, qkv.dtype) for shape in shapes)
-    fused("rope", 0, qkv, *out)
-    return out
+def _gated(first: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return first(left) * right
 
 
-@kernel()
-def fused_qkv_rope_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, q_freqs: object, k_freqs: object,
-    splits: list[int], *more: object,
-) -> Tensor:  # fmt: skip
-    """apply_rope.cpp:263 @v2.18"""
-    width = sum(t.shape[2] for t in (dq, dk, dv)) * dq.shape[3]
-    out = new([*dq.shape[:2], width // sum(splits), sum(splits)], dq.dtype)
-    fused("rope", 0, dq, dk, dv, out)
-    return out
+_PLAIN: dict[str, Callable[..., Tensor]] = {
+    "gelu": partial(functional.gelu, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "srelu": lambda x: torch.relu(x).square(),
+    "silu": functional.silu,
+}
+_GATED: dict[str, Callable[..., Tensor]] = {
+    "glu": partial(_gated, torch.sigmoid),
+    "swiglu": partial(_gated, functional.silu),
+    "clamped_swiglu": _clamped,
+    **{f"{name[:-2]}glu": partial(_gated, _PLAIN[name])
+       for name in ("gelu", "qgelu", "relu", "srelu")},
+}  # fmt: skip
 
 
-def _activation(name: str, gated: bool) -> Kernel:
-    def run(x: Tensor, quantizer: Quantizer = None, *rest: object, **options: object) -> Values:
+def _activation(name: str, of: Callable[..., Tensor], gated: bool) -> Kernel:
+    def run(x: Tensor, quantizer: Quantizer = None, *rest: Values, **options: Values) -> Values:
         """activation.cpp:18 @v2.18"""
         x = x.contiguous()
         shape = [*x.shape[:-1], x.shape[-1] // (2 if gated else 1)]
-        out = computed("activation", shape, x.dtype, quantizer)
+        value = partial(_computed, of, x, *rest, **options)
+        out = computed("activation", shape, x.dtype, quantizer, value)
         fused(name, 0, x, *parts(out)[:1])
         return out
 
     return run
 
 
-def _activation_backward(name: str) -> Kernel:
+def _computed(of: Callable[..., Tensor], x: Tensor, *rest: Values, **options: Values) -> Tensor:
+    return of(x.float(), *rest, **options)
+
+
+def _activation_backward(name: str, of: Callable[..., Tensor]) -> Kernel:
     def run(
-        grad: Tensor,
-        x: Tensor,
-        quantizer: Quantizer = None,
-        *rest: object,
-        **options: object,
+        grad: Tensor, x: Tensor, quantizer: Quantizer = None, *rest: Values, **options: Values
     ) -> Values:
         """activation.cpp:129 @v2.18"""
         grad, x = grad.contiguous(), x.contiguous()
-        out = computed("activation", x.shape, x.dtype, quantizer)
+
+        def value() -> Tensor:
+            leaf = x.detach().float().requires_grad_()
+            with torch.enable_grad():
+                made = of(leaf, *rest, **options)
+            return torch.autograd.grad(made, leaf, grad.float().view(made.shape))[0]
+
+        out = computed("activation", x.shape, x.dtype, quantizer, value)
         fused(f"{name}_back", 0, grad, x, *parts(out)[:1])
         return out
 
@@ -216,12 +257,15 @@ def _activation_backward(name: str) -> Kernel:
 
 
 def _activation_and_bias(name: str) -> Kernel:
-    def run(grad: Tensor, x: Tensor, quantizer: Quantizer = None) -> tuple[Values, Any]:
+    def run(grad: Tensor, x: Tensor, quantizer: Quantizer = None) -> tuple[Values, Values]:
         """bias.cpp:108 @v2.18"""
         grad, x = grad.contiguous(), x.contiguous()
         out = create(quantizer, x.shape, grad.dtype)
         dbias = new(x.shape[-1], grad.dtype)
         fused(f"{name}_back", 0, grad, x, *parts(out)[:1])
+        if quantizer is None and not x.is_meta:
+            out = TABLE[f"d{name}"](grad, x)
+            return fill(dbias, lambda: wide(out).sum(0)), out
         if kind_of(quantizer) in ("delayed", "mx"):
             sum_in_blocks(x, quantizer, of_activation=True)
         else:  # one after the other
@@ -234,14 +278,12 @@ def _activation_and_bias(name: str) -> Kernel:
     return run
 
 
-_PLAIN, _GATED = "gelu qgelu relu srelu silu", "glu geglu qgeglu reglu sreglu swiglu"
-for _name in f"{_PLAIN} {_GATED}".split():
-    TABLE[_name] = _activation(_name, _name in _GATED.split())
-    TABLE[f"d{_name}"] = _activation_backward(_name)
-for _name in _PLAIN.split():
+for _name, _of in {**_PLAIN, **_GATED}.items():
+    _cost = _name.removeprefix("clamped_")
+    TABLE[_name] = _activation(_cost, _of, _name in _GATED)
+    TABLE[_name.removesuffix(_cost) + f"d{_cost}"] = _activation_backward(_cost, _of)
+for _name in _PLAIN:
     TABLE[f"dbias_d{_name}"] = _activation_and_bias(_name)
-TABLE["clamped_swiglu"] = _activation("swiglu", True)
-TABLE["clamped_dswiglu"] = _activation_backward("swiglu")
 
 
 @kernel()
@@ -250,7 +292,10 @@ def swap_first_dims(x: Tensor, out: Tensor | None = None) -> Tensor:
     x = x.contiguous()
     out = new([x.shape[1], x.shape[0], *x.shape[2:]], x.dtype) if out is None else out
     fused("copy_", 0, x, out)
-    return out
+    return fill(out, lambda: x.transpose(0, 1))
+
+
+_BITS = 1 << torch.arange(8)
 
 
 @kernel()
@@ -260,8 +305,13 @@ def dropout_fwd(x: Values, probability: float, out: Values = None) -> list[Tenso
     assert source is not None
     out = new(source.shape, x.dtype) if out is None else out
     mask = new(source.numel() // 8)
+    fill(mask, lambda: ((torch.rand(len(mask), 8) >= probability) * _BITS).sum(-1))
     fused("native_dropout", 0, source, out, mask)
-    return [out, mask]
+    return [fill(out, lambda: _dropped(source, mask, probability)), mask]
+
+
+def _dropped(x: Tensor, mask: Tensor, probability: float) -> Tensor:
+    return x.reshape(-1, 8) * ((mask[:, None] & _BITS) > 0) / (1 - probability)
 
 
 @kernel()
@@ -271,4 +321,4 @@ def dropout_bwd(
     """dropout.cpp:73 @v2.18"""
     out = torch.empty_like(grad) if out is None else out
     fused("native_dropout_backward", 0, grad, mask, out)
-    return out
+    return fill(out, lambda: _dropped(grad, mask, probability))

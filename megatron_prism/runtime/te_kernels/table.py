@@ -2,10 +2,11 @@
 
 A row is a function of the kernel's name and arguments (transformer_engine/pytorch/csrc/extensions):
 it returns tensors of the shapes and types that the kernel returns, and asks for memory in the
-order in which C++ does.  What it asks for and does not return is a temporary.  The first line of
-its docstring ends with where that stands, ``file.cpp:line @release``.
+order in which C++ does.  What it asks for and does not return is a temporary.  On tier cpu ``fill``
+writes what the kernel computes, by torch's own operators with sums in fp32.  The first line of its
+docstring ends with where that stands, ``file.cpp:line @release``.
 
-A kernel without a row is refused by its name.
+A kernel without a row is refused by its name; on tier cpu also one of ``SHAPES_ONLY``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Kernel = Callable[..., Any]
 Quantizer = Any  # an object of Transformer Engine's, or None
 Values = Any  # a tensor, or Transformer Engine's object for one in FP8
 TABLE: dict[str, Kernel] = {}
-_META = torch.device("meta")
+SHAPES_ONLY: set[str] = set()
 _release: Release = (0, 0)
+_device = torch.device("meta")
 
 
 def release() -> Release:
@@ -34,10 +36,10 @@ def release() -> Release:
     return _release
 
 
-def adopt(found: Release) -> None:
-    """From now on ``found`` decides what ``since`` answers."""
-    global _release
-    _release = found
+def adopt(found: Release, device: str = "meta") -> None:
+    """From now on ``found`` decides what ``since`` answers, and tensors are made on ``device``."""
+    global _release, _device
+    _release, _device = found, torch.device(device)
 
 
 def since(major: int, minor: int) -> bool:
@@ -45,11 +47,16 @@ def since(major: int, minor: int) -> bool:
     return _release >= (major, minor)
 
 
-def kernel(*names: str) -> Callable[[Kernel], Kernel]:
-    """Enter a function as the row of ``names`` (else of its own name)."""
+def kernel(*names: str, values: bool = True) -> Callable[[Kernel], Kernel]:
+    """Enter a function as the row of ``names`` (else of its own name).
+
+    values : whether it computes; else it has shapes alone
+    """
 
     def enter(function: Kernel) -> Kernel:
-        TABLE.update(dict.fromkeys(names or (function.__name__,), function))
+        rows = dict.fromkeys(names or (function.__name__,), function)
+        TABLE.update(rows)
+        SHAPES_ONLY.update(() if values else rows)
         return function
 
     return enter
@@ -65,7 +72,26 @@ def refuse(name: str) -> NoReturn:
 
 def new(shape: Sequence[int] | int, dtype: torch.dtype = torch.uint8) -> Tensor:
     """A request to the allocator; bytes unless ``dtype`` says otherwise."""
-    return torch.empty(shape, dtype=dtype, device=_META)
+    return torch.empty(shape, dtype=dtype, device=_device)
+
+
+def scratch(shape: Sequence[int] | int, dtype: torch.dtype = torch.uint8) -> None:
+    """A request for what only the kernel itself uses: where shapes count."""
+    if _device.type == "meta":
+        new(shape, dtype)
+
+
+def fill(out: Tensor, value: Callable[[], Tensor]) -> Tensor:
+    """``out``, where it has values with ``value()`` in it; that may have another type and shape."""
+    if not out.is_meta:
+        with torch.no_grad():
+            out.copy_(value().reshape(out.shape))
+    return out
+
+
+def wide(x: Tensor) -> Tensor:
+    """fp32 [rows, columns]."""
+    return x.reshape(-1, x.shape[-1]).float()
 
 
 def plain(value: Any) -> Tensor | None:
