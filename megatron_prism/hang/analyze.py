@@ -23,15 +23,9 @@ from dataclasses import replace
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.world import format_ranks, ranks_text
-from megatron_prism.hang import consistency, waits
+from megatron_prism.hang import consistency, siblings, waits
 from megatron_prism.hang.dumps import DumpSet, Entry, Launch
-from megatron_prism.hang.mismatch import (
-    Mismatch,
-    find_broken_rhythms,
-    find_mismatches,
-    find_order_conflicts,
-    is_batched,
-)
+from megatron_prism.hang.mismatch import Mismatch, find_mismatches, is_batched
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis
 from megatron_prism.hang.waits import issue_order
@@ -162,7 +156,7 @@ class _Judge:
             self._stuck,
             lambda: self._ordered(odds),
             lambda: self._odd(odds),
-            lambda: self._odd(find_broken_rhythms(state)),
+            lambda: self._odd(siblings.find_broken_rhythms(state)),
             lambda: self._few(waits.smallest_cycle(state)) if not odds or culprits else [],
             self._never_started,
             self._gone,
@@ -264,7 +258,7 @@ class _Judge:
                 continue
             if not state.outstanding[rank]:
                 found[rank] = (entry, "it waits for nobody")
-            elif not self.split and waits.is_behind_replicas(state, rank):
+            elif not self.split and siblings.is_behind_replicas(state, rank):
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
         for rank, entry in waits.ranks_without_message(state):
             found.setdefault(rank, (entry, "it waits for nobody"))
@@ -274,13 +268,13 @@ class _Judge:
         extra = self._extra(idle)
         if extra:
             return extra
-        ahead = waits.ranks_ahead(state, idle - self.parted.new.keys())
+        ahead = siblings.ranks_ahead(state, idle - self.parted.new.keys())
         beyond = waits.waiting_for_dead(state, idle - ahead, waits.dead_ranks(state, ()))
         if len(beyond) > 1:  # one may as well be stuck, and the other's file be lost
             text = f"ranks {format_ranks(sorted(beyond))} may wait outside NCCL (gloo, the store)"
             self.evidence.append(f"{text} for {format_ranks(state.missing)}")
             ahead, idle = ahead | beyond, idle - beyond
-        for rank in sorted(r for r in idle - ahead if waits.is_between_iterations(state, r)):
+        for rank in sorted(r for r in idle - ahead if siblings.is_between_iterations(state, r)):
             self.evidence.append(f"rank {rank} waits outside NCCL (gloo, the store, files, data), "
                                  "or is stuck: it stands between two iterations")  # fmt: skip
             self.among = (*self.among, rank)
@@ -335,7 +329,7 @@ class _Judge:
     # -- 5, 6: no source --------------------------------------------------------------------------
     def _ordered(self, odds: list[Mismatch], queued: bool = False) -> list[Culprit]:
         free = odds or not waits.is_complete_but_held(self.state)
-        odd, about = find_order_conflicts(self.state, queued) if free else ({}, None)
+        odd, about = siblings.find_order_conflicts(self.state, queued) if free else ({}, None)
         among = {r for o in odds if not o.ranks for r in o.among}
         # of those who differ in one call, it says nothing that all of them are at odds with others
         if about is None or not odd or (among and (among <= odd.keys() or among.isdisjoint(odd))):
@@ -347,7 +341,7 @@ class _Judge:
         if doubts := waits.supporting_evidence(self.state, ranks):
             self.doubt = True
             self.evidence += doubts
-        self.first = odds[0].entry if odds else about.entry(self.state, ranks[0])
+        self.first = odds[0].entry if odds else siblings.call_of(self.state, about, ranks[0])
         if self.first is not None:
             self.evidence.append(f"first: {call_text(self.first)}")
         return [Culprit(r, "order", text) for r in ranks]

@@ -23,13 +23,8 @@ from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
 from megatron_prism.hang.alignment import Alignment, as_dumped, key, seen
 from megatron_prism.hang.dumps import DumpSet, Entry
-from megatron_prism.hang.mismatch import (
-    Way,
-    batches_of,
-    find_mismatches,
-    kind_of_change,
-    way_text,
-)
+from megatron_prism.hang.mismatch import find_mismatches
+from megatron_prism.hang.siblings import Way, batches_of, kind_of_change, way_text
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from megatron_prism.core.world import ranks_text
-from megatron_prism.hang.dumps import DumpSet, Entry, Group
+from megatron_prism.hang.dumps import DumpSet, Entry, Group, Status
 
 _MEGATRON = "PIPELINE_MODEL_PARALLEL_GROUP"
 _WORDS = re.compile(r"(?:^|mesh[_-])pp$|pipeline", re.IGNORECASE)
@@ -48,6 +48,14 @@ def _unnamed(group: Group, seq: int) -> Entry:
     )
 
 
+Key = tuple[str, bool, int]  # description, whether of messages, number
+
+
+def key_of(entry: Entry) -> Key:
+    """What calls of siblings in their own groups have in common."""
+    return entry.desc, entry.pair, entry.seq
+
+
 def call_text(entry: Entry) -> str:
     """``all_reduce #3 of GROUP at file:line``."""
     way = "to" if entry.op == "send" else "from"
@@ -76,7 +84,7 @@ class JobState:
         self.completed: dict[tuple[str, int], int] = {}
         self.outstanding: dict[int, list[Entry]] = {}
         self._waited: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
-        self._opened: dict[int, frozenset[tuple[str, bool, int]]] = {}
+        self._opened: dict[int, frozenset[Key]] = {}
         self._collect_groups(found.listed)
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
         self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
@@ -179,32 +187,28 @@ class JobState:
         """Description -> collectives that ``rank`` has issued."""
         return self._counts[rank]
 
-    def progress(self, rank: int) -> dict[tuple[str, bool], int]:
-        """(description, whether messages) -> calls or messages issued, by its counters."""
-        found = {(desc, False): count for desc, count in self.counts(rank).items()}
-        for name, status in self.dumps[rank].status.items():
-            if name in self.pairs and name in self.groups:
-                found[self.groups[name].desc, True] = status.enqueued
-        return found
-
     def all_counts(self, rank: int) -> dict[str, int]:
         """Description -> calls or messages issued, also in groups of one."""
         dump = self.dumps[rank]
         return {dump.groups[name].desc: status.enqueued for name, status in dump.status.items()
                 if name in dump.groups}  # fmt: skip
 
-    def messages_ended(self, rank: int, desc: str) -> int:
-        """Messages of its group of that description that ended, by its counter; -1: not known."""
-        counters = (s.completed for name, s in self.dumps[rank].status.items()
-                    if name in self.pairs and name in self.groups
-                    and self.groups[name].desc == desc)  # fmt: skip
-        return max(counters, default=-1)
+    def _of_messages(self, rank: int, desc: str) -> Iterator[Status]:
+        return (status for name, status in self.dumps[rank].status.items() if name in self.pairs
+                and name in self.groups and self.groups[name].desc == desc)  # fmt: skip
 
-    def opened(self, rank: int) -> frozenset[tuple[str, bool, int]]:
+    def messages_issued(self, rank: int, desc: str) -> int:
+        """Messages of its group of that description, by its counter; -1: not known."""
+        return max((status.enqueued for status in self._of_messages(rank, desc)), default=-1)
+
+    def messages_ended(self, rank: int, desc: str) -> int:
+        """Those of them that ended."""
+        return max((status.completed for status in self._of_messages(rank, desc)), default=-1)
+
+    def opened(self, rank: int) -> frozenset[Key]:
         """Its outstanding calls, comparable between siblings."""
         if rank not in self._opened:
-            calls = self.outstanding[rank]
-            self._opened[rank] = frozenset((e.desc, e.pair, e.seq) for e in calls)
+            self._opened[rank] = frozenset(map(key_of, self.outstanding[rank]))
         return self._opened[rank]
 
     def other(self, rank: int, entry: Entry) -> int:
@@ -267,14 +271,17 @@ class JobState:
 
     def skipped(self, rank: int, entry: Entry) -> bool:
         """Whether ``rank``, which lacks ``entry``, made calls that most siblings made after it."""
-        mine = {(e.desc, e.pair, e.seq) for e in self.issued(rank)}
-        votes: Counter[bool] = Counter()
-        for other in self.siblings_of(rank):
-            keys = [(e.desc, e.pair, e.seq) for e in self.issued(other)]
-            wanted = (entry.desc, False, entry.seq)
-            if other != rank and wanted in keys:
-                votes[any(key in mine for key in keys[keys.index(wanted) :])] += 1
+        votes = self.went_on_without(rank, key_of(entry))
         return votes[True] > votes[False]
+
+    def went_on_without(self, rank: int, wanted: Key) -> Counter[bool]:
+        """Whether ``rank`` made one of the calls that a sibling made after ``wanted``: votes."""
+        mine, votes = set(map(key_of, self.issued(rank))), Counter[bool]()
+        for other in self.siblings_of(rank):
+            keys = list(map(key_of, self.issued(other)))
+            if other != rank and wanted in keys:
+                votes[not mine.isdisjoint(keys[keys.index(wanted) :])] += 1
+        return votes
 
     def waits(self, rank: int) -> tuple[str, Sequence[int]]:
         """(why, for whom) the oldest outstanding call of ``rank`` waits."""

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from megatron_prism.core.world import format_ranks, ranks_text
+from megatron_prism.hang import siblings
 from megatron_prism.hang.dumps import Entry
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Waiting
@@ -126,44 +127,6 @@ def why_hosts_wait(state: JobState, idle: Collection[int], ahead: Collection[int
             "of them outside NCCL (DeepEP, gloo, the store), which is not recorded")  # fmt: skip
 
 
-def is_between_iterations(state: JobState, rank: int) -> bool:
-    """Whether siblings made one iteration's calls more than ``rank``, which made whole iterations:
-    so do checkpoints, evaluations and data hold a host, for which others may be to blame.
-
-    An iteration makes as many calls in a group as a sibling that waits at its end is ahead.
-    """
-    mine = state.all_counts(rank)
-    for other in state.siblings_of(rank):
-        theirs = state.all_counts(other)
-        more = {key: theirs[key] - n for key, n in mine.items() if theirs.get(key, -1) > n}
-        if len(more) > 1:
-            most = max(more, key=lambda key: more[key])
-            turns, rest = divmod(mine[most], more[most])
-            whole = turns > 1 and all(n >= turns and not n % turns for n in (mine[k] for k in more))
-            if whole and not rest:
-                return True
-    return False
-
-
-def ranks_ahead(state: JobState, idle: Collection[int]) -> set[int]:
-    """Those of ``idle`` who stand together further on than a sibling among them."""
-    found = set[int]()
-    for role in {state.role.get(r, 0) for r in idle}:
-        counts = {r: state.counts(r) for r in state.siblings[role] if r in idle}
-        places = list(counts.values())
-        found |= {
-            rank
-            for rank, mine in counts.items()
-            if places.count(mine) > 1 and any(_made_fewer_calls(o, mine) for o in places)
-        }
-    return found
-
-
-def _made_fewer_calls(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    common = one.keys() & other.keys()
-    return any(one[k] < other[k] for k in common) and all(one[k] <= other[k] for k in common)
-
-
 def waiting_for_dead(state: JobState, idle: Collection[int], dead: Collection[int]) -> set[int]:
     """Those of ``idle`` who may wait outside NCCL for a rank without a dump: members of groups of
     which nobody else is.  One death explains them, and they need no fault of their own."""
@@ -258,78 +221,6 @@ def ranks_without_message(state: JobState) -> Iterator[tuple[int, Entry]]:
             for other in others:
                 if other in state.dumps and not state.outstanding[other]:
                     yield other, head
-
-
-def is_behind_replicas(state: JobState, rank: int) -> bool:
-    """Whether siblings, with all that ``rank`` waits for outstanding too, issued more: of what
-    others wait for, since replicas with fewer microbatches made fewer calls and stand still too."""
-    late = {state.groups[name].desc for name, other in state.lates if other == rank}
-    mine, counts = state.opened(rank), state.counts(rank)
-    passed = level = 0
-    for other in state.siblings_of(rank):
-        theirs = state.counts(other)
-        common = counts.keys() & theirs.keys()
-        level += all(theirs[k] == counts[k] for k in common)
-        more = mine <= state.opened(other) and all(theirs[k] >= counts[k] for k in common)
-        if more and _issued_after_common(state, rank, other):
-            passed += any(theirs[k] > counts[k] for k in common & late)
-    return passed >= max(1, level)
-
-
-def _issued_after_common(state: JobState, rank: int, other: int) -> bool:
-    """Whether what only ``other`` issued comes behind all that both have outstanding: if not, they
-    made their calls in two orders, and either may err."""
-    mine, counts, news = state.opened(rank), state.counts(rank), False
-    for e in state.outstanding[other]:
-        if (e.desc, e.pair, e.seq) not in mine:
-            news |= not e.pair and e.seq > counts.get(e.desc, e.seq)
-        elif news:
-            return False
-    return True
-
-
-def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
-    """Ranks that did not post a message which their siblings posted before a call that they made,
-    too -> the call that waits for it.  Without history their counters tell."""
-    for rank in sorted(state.outstanding):
-        head, (why, others) = state.head(rank), state.waits(rank)
-        if head is None or not head.pair or why != "has not posted its side":
-            continue
-        for peer in others:
-            if (
-                peer in state.dumps
-                and state.outstanding[peer]
-                and (_passed if state.history else _fewer_messages)(state, peer, head.desc)
-            ):
-                yield peer, head
-
-
-def _fewer_messages(state: JobState, rank: int, desc: str) -> bool:
-    """Whether by their counters siblings that made no more collectives than ``rank`` posted more
-    messages of that group, and more of them than made no more messages and as many collectives."""
-    mine, calls = state.progress(rank).get((desc, True), -1), state.counts(rank)
-    more = fewer = 0
-    for other in state.siblings_of(rank):
-        theirs, made = state.progress(other).get((desc, True), -1), state.counts(other)
-        common = calls.keys() & made.keys()
-        more += theirs > mine >= 0 and all(made[k] <= calls[k] for k in common)
-        fewer += other != rank and theirs <= mine and all(made[k] >= calls[k] for k in common)
-    return more > fewer
-
-
-def _passed(state: JobState, rank: int, desc: str) -> bool:
-    entries = state.issued(rank)
-    made = {(e.desc, e.seq) for e in entries if not e.pair}
-    number = max((e.seq for e in entries if e.pair and e.desc == desc), default=0) + 1
-    yes = no = 0
-    for other in state.siblings_of(rank):
-        theirs = state.issued(other)
-        at = next((i for i, e in enumerate(theirs)
-                   if e.pair and (e.desc, e.seq) == (desc, number)), None)  # fmt: skip
-        if other != rank and at is not None:
-            later = any((e.desc, e.seq) in made for e in theirs[at:] if not e.pair)
-            yes, no = yes + later, no + (not later)
-    return yes > 0 == no
 
 
 def never_started(state: JobState) -> dict[int, Entry]:
@@ -456,7 +347,7 @@ def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], s
     """(call, ranks, kind, why): the one rank that left out a message, by what its siblings did;
     else of a circle the few who wait where most members never come, or who left out the call in
     which most members wait."""
-    past = dict(skipped_messages(state))
+    past = dict(siblings.skipped_messages(state))
     if len(past) == 1:
         ((rank, entry),) = past.items()
         text = f"does not answer {call_text(entry)}; its siblings did, before calls it made"
