@@ -149,7 +149,8 @@ class _Judge:
         self.differ = {odd.entry.launch for odd in odds}
         entered = [odd for odd in odds if self._all_came(odd.entry)]
         self.split = any(not odd.ranks for odd in entered)
-        steps: tuple[Callable[[], list[Culprit]], ...] = (
+        found: dict[int, Culprit] = {}
+        did: tuple[Callable[[], list[Culprit]], ...] = (
             self._ended,
             self._outside,
             lambda: self._odd(entered),
@@ -157,36 +158,42 @@ class _Judge:
             lambda: self._ordered(odds),
             lambda: self._odd(odds),
             lambda: self._odd(siblings.find_broken_rhythms(state)),
-            lambda: self._few(waits.smallest_cycle(state)) if not odds or culprits else [],
-            self._never_started,
-            self._gone,
+            lambda: self._few() if not odds or found else [],
         )
-        culprits: dict[int, Culprit] = {}
-        left: Collection[int] = ()
-        for step in steps:
-            kept, first = len(self.evidence), self.first
-            named = step()
-            new = [c for c in named if c.rank not in culprits]
-            if culprits:  # beside them, who holds others yet
-                new = [
-                    c
-                    for c in new
-                    if step not in (self._gone, self._never_started)
-                    or len(self._held({*culprits, c.rank})) < len(left)
-                ]
-            elif step == self._gone and self._held({c.rank for c in new}):
-                new = []
-            if named and not new:
-                self.first = first
-                del self.evidence[kept:]
-            culprits |= {c.rank: c for c in new}
-            left = self._held(culprits)
-        if culprits:
-            found = sorted(culprits.values(), key=lambda c: (c.kind != "device stuck", c.rank))
-            beside = [o for o in odds if not any(o.text in line for line in self.evidence)]
-            self.evidence += [f"besides, {odd}" for odd in beside[:3]]
-            return self._result(found[0].kind, found)
-        return self._nobody(odds)
+        for step in did:  # what a rank did needs no wait that leads to it
+            self._add(found, step)
+        if not found or self._held(found):
+            self._add(found, self._never_started, self._held(found))
+        if not found or self._held(found):
+            self._add(found, self._gone, self._held(found))
+        if not found:
+            self._add(found, lambda: self._ordered(odds, queued=True))
+        if not found:
+            return self._nobody(odds)
+        named = sorted(found.values(), key=lambda c: (c.kind != "device stuck", c.rank))
+        beside = [o for o in odds if not any(o.text in line for line in self.evidence)]
+        self.evidence += [f"besides, {odd}" for odd in beside[:3]]
+        return self._result(named[0].kind, named)
+
+    def _add(
+        self,
+        found: dict[int, Culprit],
+        step: Callable[[], list[Culprit]],
+        left: Collection[int] = (),
+    ) -> None:
+        """Add whom ``step`` names, with its evidence; beside others only who holds some of those
+        ``left``, if there are any, and ranks without a dump only where they explain all waits."""
+        kept, first = len(self.evidence), self.first
+        named = step()
+        new = [c for c in named if c.rank not in found]
+        if left and found:
+            new = [c for c in new if len(self._held({*found, c.rank})) < len(left)]
+        elif step == self._gone and self._held({c.rank for c in new}):
+            new = []
+        if named and not new:
+            self.first = first
+            del self.evidence[kept:]
+        found |= {c.rank: c for c in new}
 
     def _held(self, culprits: Collection[int]) -> set[int]:
         """Who waits for something else than ``culprits``, and those of whom dumps say nothing."""
@@ -360,10 +367,6 @@ class _Judge:
             self.among = self.among or odds[0].among
         state, cycle = self.state, waits.smallest_cycle(self.state)
         ends = waits.last_waited_for(state)
-        if not odds and (few := self._few(cycle)):
-            return self._result(few[0].kind, few, cycle)
-        if early := self._ordered(odds, queued=True):
-            return self._result("order", early, cycle)
         if cycle:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
@@ -383,9 +386,10 @@ class _Judge:
         verdict = "mismatch" if odds else "deadlock" if hard else "undetermined"
         return self._result(verdict, [], cycle)
 
-    def _few(self, cycle: list[int]) -> list[Culprit]:
+    def _few(self) -> list[Culprit]:
         """Who left out a message, by what siblings did; else who waits where most never come."""
-        if (found := waits.lone_waiters(self.state, cycle)) is None:
+        found = waits.lone_waiters(self.state, waits.smallest_cycle(self.state))
+        if found is None:
             return []
         self.first, ranks, kind, text = found
         self.evidence.append(f"rank {format_ranks(ranks)} {text}")
