@@ -289,13 +289,13 @@ class JobState:
         if head is None:
             return "", []
         if head.pair:
-            return self._unanswered(rank, head)
+            return self.unanswered(rank, head)
         key = (head.group, head.seq)  # all who stand there wait for the same ranks
         if key not in self._waited:
             self._waited[key] = self._absent(head)
         return self._waited[key]
 
-    def _unanswered(self, rank: int, head: Entry) -> tuple[str, Sequence[int]]:
+    def unanswered(self, rank: int, head: Entry) -> tuple[str, Sequence[int]]:
         """Who keeps a message waiting, or one of those issued with it: they end together."""
         lacking, behind = dict[int, None](), dict[int, None]()
         for entry in self.outstanding[rank]:

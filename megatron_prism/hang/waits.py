@@ -49,8 +49,9 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
     Ranks that wait for each other only and make the calls of their programs do not stand still: so
     where no device does, each such circle holds somebody who errs, and who is in none is a victim.
     """
-    calls: dict[tuple[str, bool, int], set[int]] = {}
-    ahead = {r: _needs(state, r, calls) for r in state.outstanding}
+    known: dict[object, set[int]] = {}  # a host may stand at another call than the oldest
+    ahead = {r: set[int]().union(*(blockers(state, r, e, known) for e in calls)) - {r}
+             for r, calls in state.outstanding.items()}  # fmt: skip
     back: dict[int, set[int]] = defaultdict(set)
     for rank, others in ahead.items():
         for other in others:
@@ -62,23 +63,6 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
         if unknown or reached <= reached_from([rank], back):
             found.append(rank)
     return found
-
-
-def _needs(state: JobState, rank: int, known: dict[tuple[str, bool, int], set[int]]) -> set[int]:
-    """For whom any outstanding call of ``rank`` waits: its host may stand at another than the
-    oldest."""
-    found = set[int]()
-    for e in state.outstanding[rank]:
-        if e.pair:
-            other, mate = state.other(rank, e), state.mate(rank, e)
-            found |= {other} if mate is None else _queued_before(state, [other], mate)
-            continue
-        if e.launch not in known:
-            members = state.groups[e.group].ranks
-            absent = {r for r in members if r not in state.dumps or not state.arrived(r, e)}
-            known[e.launch] = absent or _queued_before(state, members, e)
-        found |= known[e.launch]
-    return found - {rank}
 
 
 def _queued_before(state: JobState, ranks: Iterable[int], entry: Entry) -> set[int]:
@@ -255,12 +239,15 @@ def held(state: JobState, culprits: Collection[int]) -> set[int]:
     """
     heads = {r: head for r in state.outstanding if (head := state.head(r)) is not None}
     needs: dict[object, set[int]] = {}
+    known: dict[object, set[int]] = {}
     waits: dict[object, list[int]] = defaultdict(list)
     for rank, head in heads.items():
         key = (rank, head.launch) if head.pair else head.launch
         waits[key].append(rank)
         if key not in needs:
-            needs[key] = blockers(state, rank, head) or _who_errs(state, rank, head, culprits)
+            needs[key] = blockers(state, rank, head, known) or (
+                _who_errs(state, rank, head, culprits)
+            )
     goes = set(culprits)
     lost = {rank: set(_may_wait_for(state, rank)) for rank in state.missing}
     while True:
@@ -279,13 +266,19 @@ def _who_errs(state: JobState, rank: int, head: Entry, culprits: Collection[int]
     return set(culprits).intersection(members) or {other}
 
 
-def blockers(state: JobState, rank: int, head: Entry) -> set[int]:
-    """Everybody who keeps the oldest call of ``rank`` waiting."""
-    if head.pair:
-        return set(state.waits(rank)[1])
-    members = state.groups[head.group].ranks
-    absent = {r for r in members if r not in state.dumps or not state.arrived(r, head)}
-    return absent | {r for r in _queued_before(state, members, head) if not state.is_over(r, head)}
+def blockers(state: JobState, rank: int, entry: Entry, known: dict[object, set[int]]) -> set[int]:
+    """Everybody who keeps an outstanding call of ``rank`` waiting.
+
+    known : of collectives, by their launches; they are added to it
+    """
+    if entry.pair:
+        return set(state.unanswered(rank, entry)[1])
+    if entry.launch not in known:
+        members = state.groups[entry.group].ranks
+        absent = {r for r in members if r not in state.dumps or not state.arrived(r, entry)}
+        behind = _queued_before(state, members, entry)
+        known[entry.launch] = absent | {r for r in behind if not state.is_over(r, entry)}
+    return known[entry.launch]
 
 
 def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
