@@ -41,7 +41,6 @@ _PART = 4  # of so many dumps one may be of another moment,
 _MOVED = 6  # or one that was not aborted
 _FEW, _EIGHT = 2, 8  # culprits that need nothing in common; and of so many ranks one
 EPOCH_NS = 10**18  # 2001: smaller numbers are counters, not clocks
-_FRESH_NS = 5 * 10**9  # no time-out is as short, and nobody asks for dumps as quickly
 _SHARE = 10  # nothing is stuck before a tenth of its time-out is over
 _STILL = {"host stuck", "device stuck"}
 _MOVING = {*_STILL, "order", "skipped call", "extra call"}
@@ -108,16 +107,12 @@ def unless_running(
     suspects = named or set(verdict.candidates)
     late = f"those who look late ({ranks_text(suspects)})"
     again = "perhaps the job was running: a second set of dumps, --then DIR, tells"
-    ages = [dump.written_ns - max(e.created_ns for e in dump.entries)
-            for dump in state.dumps.values() if dump.entries and dump.written_ns]  # fmt: skip
     waits_ns = [(dump.written_ns - e.created_ns, e.timeout_ms * 10**6)
                 for rank, dump in state.dumps.items() if dump.written_ns
                 for e in state.outstanding[rank] if e.created_ns > EPOCH_NS]  # fmt: skip
     oldest, limit = max(waits_ns, default=(0, 0))
     several = _PART * len({*parted.stale, *parted.new}) > len(state.dumps) + len(parted.stale)
-    if ages and 0 <= min(ages) < _FRESH_NS:
-        text = f"a dump was written {min(ages) / 1e9:.1f} s after its rank's last call: {again}"
-    elif 0 <= _SHARE * oldest < limit:
+    if 0 <= _SHARE * oldest < limit:
         text = (f"the oldest call waits {oldest / 1e9:.0f} s of its {limit / 1e9:.0f} s; less than "
                 f"a tenth is no hang: {again}")  # fmt: skip
     elif free := _Queues(state, differ).free_of(suspects | excused):

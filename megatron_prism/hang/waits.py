@@ -6,7 +6,7 @@ and says why.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from megatron_prism.core.world import format_ranks, ranks_text
@@ -96,19 +96,13 @@ def why_hosts_wait(state: JobState, idle: Collection[int], ahead: Collection[int
     if ahead:
         return (f"ranks {format_ranks(sorted(ahead))} wait for nobody either, further on than a "
                 "sibling: perhaps for it, while a communicator is created")  # fmt: skip
-    shown = format_ranks(sorted(idle))
-    groups = Counter(g.desc for g in state.groups.values())
-    for desc in sorted(desc for desc, count in groups.items() if count > 1):
-        if _lacking(state, desc, idle):
-            return (f"ranks {shown} may wait in the first call of a group that others have "
-                    f"({desc}), in which its communicator is created: that is not recorded, and "
-                    "any of its members may be the one who does not come")  # fmt: skip
     whole = [g for g in state.groups.values() if set(g.ranks) <= set(idle)]
     if not whole:
         return ""
     group = max(whole, key=lambda g: len(g.ranks))
-    return (f"ranks {shown} are all members of {group.desc}, or of several: they may wait for one "
-            "of them outside NCCL (DeepEP, gloo, the store), which is not recorded")  # fmt: skip
+    return (f"ranks {format_ranks(sorted(idle))} are all members of {group.desc}, or of several: "
+            "they may wait for one of them outside NCCL (DeepEP, gloo, the store), or while a "
+            "communicator is created, which is not recorded")  # fmt: skip
 
 
 def waiting_for_dead(state: JobState, idle: Collection[int], dead: Collection[int]) -> set[int]:
@@ -119,19 +113,6 @@ def waiting_for_dead(state: JobState, idle: Collection[int], dead: Collection[in
     while more := [g for g in whole if not g.isdisjoint(reached) and not g <= reached]:
         reached.update(*more)
     return reached & set(idle)
-
-
-def _lacking(state: JobState, desc: str, idle: Collection[int]) -> bool:
-    """Whether others have a group of this description and some of ``idle`` do not have it yet."""
-    has = {r for r, d in state.dumps.items() if any(g.desc == desc for g in d.groups.values())}
-    without = [r for r in idle if r not in has]
-    roles = {state.role.get(r, 0) for r in without}
-    alike = [r for role in roles for r in state.siblings[role] if r not in idle]
-    if not without or not has:
-        return False
-    if not alike:  # nobody tells whether these ranks are of such a group; few are, of these
-        return len(without) > 1 and "EMBEDDING" not in desc
-    return 2 * sum(r in has for r in alike) > len(alike)
 
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
