@@ -5,7 +5,8 @@ dumps.py         Flight Recorder dumps as entries, groups and status
 logs.py          what the job printed, as dumps and events
 consistency.py   dumps of another job or of another moment
 state.py         outstanding calls of every rank
-mismatch.py      ranks whose call or order differs from their equals'
+mismatch.py      ranks whose call differs from that of the members of its group
+siblings.py      ranks that left the order in which their siblings call
 waits.py         who waits for whom, and where that ends
 analyze.py       from all of these to culprits and victims
 verdict.py       the verdict
