@@ -4,6 +4,7 @@ options.py  launchers.py           what was asked for; variables of torchrun and
 launch_line.py  job_line.py        a job's launch line: its launchers, its script
 real_launch.py                     a launcher that would wait for other hosts
 dry_run.py  dry_commands.py  batch_script.py  confine.py  a shell script that starts a job
+stand_ins.py  unknown_flags.py      files that are not here; flags that Megatron does not know
 launch.py  session.py              how a job starts; what it changes in its process
 import_hooks.py  patch.py  patches/  what is changed in Megatron, where and why
 monitor.py  summary.py  exit_status.py  did it train, what does it say, may it exit with 0

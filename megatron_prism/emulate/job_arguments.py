@@ -102,31 +102,6 @@ def check_sizes() -> None:
             raise UsageError(said, fix=f"{option} {most} or less")
 
 
-def check_files(args: argparse.Namespace) -> None:
-    """UsageError where the tokenizer or the data of a parsed stock job are not on this machine."""
-    hub = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
-    named = [] if hub else ["tokenizer_model"]
-    for name in (*named, "vocab_file", "merge_file", "data_path"):
-        value = getattr(args, name, None) or ()
-        for word in [value] if isinstance(value, str) else value:
-            there = Path(word), Path(f"{word}.idx")
-            if (
-                "://" in word
-                or word.replace(".", "", 1).isdigit()
-                or any(p.exists() for p in there)
-            ):
-                continue  # weights of a blend are numbers
-            size = args.vocab_size or _VOCABULARIES.get(args.tokenizer_type, "N")
-            raise UsageError(
-                f"--{name.replace('_', '-')} {word} is not on this machine",
-                fix="in place of its data and tokenizer: --mock-data --tokenizer-type NullTokenizer"
-                f" --vocab-size {size}",
-            )
-
-
-_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-
-
 def of_running_job() -> str:
     """The settings of the stock job in this process, whose arguments Megatron has validated; of a
     program that does not use Megatron's the words of its command line."""

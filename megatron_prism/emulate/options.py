@@ -399,6 +399,15 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "list what stands in for missing libraries; keep Megatron's warnings of them and "
         "its lists of every bucket's parameters",
     },
+    "--prism-strict": {
+        "action": "store_true",
+        "help": "refuse a job whose data, tokenizer or checkpoint are not here (default: mock "
+        "data, a NullTokenizer of its vocabulary, new parameters)",
+    },
+    "--prism-ignore-unknown": {
+        "action": "store_true",
+        "help": "run without the flags that this Megatron does not know, such as a fork's",
+    },
     **HANG_FLAGS,
     "--prism-break": {
         "metavar": "CALL",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prism.core.errors import RecipeError, UsageError, WorldError
-from megatron_prism.emulate import job_arguments, launch, launchers, options
+from megatron_prism.emulate import launch, launchers, options
 from megatron_prism.emulate.options import add_flags, from_command_line, with_tier
 
 SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
@@ -45,33 +45,6 @@ def test_chunks_are_those_of_the_parsed_arguments(parsed, vpp, order):
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
     world = options.parsed_world(16, {**sizes, "num_layers": 8, **parsed})
     assert (world.tp, world.pp, world.dp, world.vpp, world.order) == (2, 4, 2, vpp, order)
-
-
-@pytest.mark.parametrize(
-    ("given", "missing"),
-    [
-        ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "no"}, "--vocab-size 32000"),
-        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "no.json"}, "--vocab-size 50257"),
-        ({"data_path": ["0.3", "no/text_document"], "vocab_size": 7}, "--vocab-size 7"),
-        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "owner/name"}, ""),
-        ({"data_path": ["0.5", "here", "s3://bucket/text"], "vocab_file": "here.idx"}, ""),
-        ({}, ""),
-    ],
-)  # fmt: skip
-def test_data_that_lie_elsewhere_are_named_with_what_stands_in(
-    given, missing, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here.idx").touch()
-    none = dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file",
-                          "data_path", "vocab_size"))  # fmt: skip
-    args = argparse.Namespace(**{**none, **given})
-    if not missing:
-        return job_arguments.check_files(args)
-    with pytest.raises(UsageError, match="no.* is not on this machine") as caught:
-        job_arguments.check_files(args)
-    assert f"--mock-data --tokenizer-type NullTokenizer {missing}" in caught.value.fix
-    return None
 
 
 # -- without the flag

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import orthogonal_rank_groups
-from megatron_prism.emulate import job_arguments, options
+from megatron_prism.emulate import job_arguments, options, stand_ins, unknown_flags
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
 
 PATCHES = Patches()
@@ -280,18 +279,22 @@ def _train_flags(context: PatchContext, original: Original, *args: Any, **kwargs
 
 
 @PATCHES.instead(
-    "megatron.training.global_vars",
-    "set_global_variables",
-    reason="a missing tokenizer ended in a traceback",
-    source="training/global_vars.py:85 @0.16.1; :116 @0.19.0",
+    "megatron.training.arguments",
+    "parse_args",
+    reason="data and tokenizer of a cluster; flags of forks and older releases end in a usage text",
+    source="training/arguments.py:87 @0.16.1; :116 @0.19.0",
 )
-def _files_are_here(
-    context: PatchContext, original: Original, args: Namespace, *rest: object, **kwargs: object
-) -> object:
+def _without_files(
+    context: PatchContext, original: Original, provider: Any = None, *rest: Any, **kwargs: Any
+) -> Any:
     """A cluster's tokenizer and data seldom lie on the machine that emulates its job."""
-    if not context.is_real(args.world_size):
-        job_arguments.check_files(args)
-    return original(args, *rest, **kwargs)
+    args = unknown_flags.parse(original, provider, *rest, **kwargs)
+    if args.yaml_cfg is None and not context.is_real(args.world_size):
+        said = stand_ins.put(args)
+        if said:
+            context.monitor.note(said)
+            print(f"prism: {said}", file=sys.stderr)
+    return args
 
 
 def megatron_args() -> Any:

@@ -1,0 +1,150 @@
+"""Put stand-ins in place of a job's files that are not on this machine.
+
+In : Megatron's parsed arguments, before it has validated them.  Data become mock data, a tokenizer
+a NullTokenizer of the same vocabulary, a checkpoint none.  Sizes and times stay: they follow from
+the vocabulary.  Where nobody knows that, it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.megatron_source import megatron_release
+
+_DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
+         "per_split_data_args_path")  # fmt: skip
+_TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file", "tokenizer_metadata")
+_CHECKPOINTS = ("load", "pretrained_checkpoint")
+_HUB = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")  # name or folder
+_OF_TYPE = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
+_OF_MODEL = (  # pattern of a tokenizer's name -> entries, by its config.json on huggingface.co
+    (r"llama-?3|llama-4-tokenizer", 128256), (r"llama-?4", 202048),
+    (r"llama|vicuna|alpaca|mixtral|mistral-7b-v0\.[12]|mistral-7b-instruct-v0\.[12]|phi-?3", 32000),
+    (r"mistral-nemo|mistral-small|nemotron-?[3h]|nemotron-nano", 131072), (r"mistral", 32768),
+    (r"qwen-?1\.5|qwen-?2|qwen-?3|qwq|qwen", 151936), (r"deepseek-?(v3|r1)", 129280),
+    (r"deepseek", 102400), (r"gpt-?oss|o200k", 201088), (r"gpt-?2|pythia|gpt-?neox", 50257),
+    (r"gemma-?3", 262208), (r"gemma", 256000), (r"kimi|moonlight", 163840), (r"glm-?4", 151552),
+    (r"falcon", 65024), (r"bloom", 250880), (r"nemotron-?4", 256000), (r"phi-?4", 100352),
+)  # fmt: skip
+
+
+def put(args: argparse.Namespace) -> str:
+    """Change ``args`` to do without what is not here; one line that says so, empty if all is.
+
+    Raises:
+        UsageError: ``--prism-strict`` and something is missing, all of which it names; or nobody
+            says how large the vocabulary is.
+    """
+    missing = list(_missing(args))
+    if missing and getattr(args, "prism_strict", False):
+        names = ", ".join(f"{_option(name)} {value}" for name, value in missing)
+        raise UsageError(f"not on this machine: {names}", fix="leave --prism-strict out")
+    gone, said = {name for name, _ in missing}, list[str]()
+    if gone & set(_DATA) or args.mock_data:
+        args.mock_data = True
+        for name in _DATA:
+            if hasattr(args, name):
+                setattr(args, name, None)
+    if data := [_option(name) for name, _ in missing if name in _DATA]:
+        said.append(f"mock data for {', '.join(data)}")
+    if {"tokenizer_type", *_TOKENIZER} & gone:
+        entries, source = _vocabulary(args)
+        one_more = megatron_release().startswith("0.16") and source != "--vocab-size"
+        args.vocab_size = entries - one_more  # its NullTokenizer has one more, the end of a text
+        args.tokenizer_type = "NullTokenizer"
+        said.append(f"a NullTokenizer of {entries:,} tokens ({source})")
+    if args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
+        for name in _TOKENIZER:
+            if hasattr(args, name):
+                setattr(args, name, None)
+    for name in gone & set(_CHECKPOINTS):
+        setattr(args, name, None)
+        said.append(f"new parameters for {_option(name)}")
+    args.exit_on_missing_checkpoint = False
+    if not said:
+        return ""
+    return f"stand-ins: {', '.join(said)}; memory and time are the same"
+
+
+def _missing(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """(argument, its value) of every file that is not here."""
+    for name in () if args.mock_data else _DATA:
+        value = getattr(args, name, None) or ()
+        for word in [value] if isinstance(value, str) else value:
+            if not word.replace(".", "", 1).isdigit() and not _is_here(word):  # weights of a blend
+                yield name, word
+                break
+    kind = args.tokenizer_type or ""
+    if kind and not kind.startswith("Null"):
+        if kind in _HUB:
+            name = args.tokenizer_model or ""
+            if not _in_cache(name) or importlib.util.find_spec("transformers") is None:
+                yield "tokenizer_model" if name else "tokenizer_type", name or kind
+        else:
+            files = [(name, getattr(args, name, None)) for name in _TOKENIZER]
+            wanted = [(name, str(value)) for name, value in files if value]
+            yield from ((name, value) for name, value in wanted if not _is_here(value))
+            if not wanted:
+                yield "tokenizer_type", kind
+    for name in _CHECKPOINTS:
+        value = getattr(args, name, None)
+        if value and not _is_here(value):
+            if getattr(args, "use_checkpoint_args", False):
+                raise UsageError(
+                    f"--use-checkpoint-args: the sizes of the model are in {value}, which is not "
+                    "on this machine",
+                    fix="--num-layers, --hidden-size and their like in its place",
+                )
+            yield name, value
+
+
+def _is_here(word: str) -> bool:
+    return "://" in word or Path(word).exists() or Path(f"{word}.idx").exists()
+
+
+def _in_cache(name: str) -> bool:
+    """Whether a tokenizer of the hub lies on this machine."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(name).exists() or (home / "hub" / f"models--{name.replace('/', '--')}").exists()
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _vocabulary(args: argparse.Namespace) -> tuple[int, str]:
+    """(entries of the job's vocabulary, who says so)."""
+    for name in _TOKENIZER[:2]:
+        place = Path(getattr(args, name, None) or "")
+        file = (place if place.is_dir() else place.parent) / "config.json"
+        if place.name and file.is_file() and (found := _in_config(file)):
+            return found, str(file)
+    if args.vocab_size:
+        return args.vocab_size, "--vocab-size"
+    named = " ".join(str(getattr(args, name, None) or "") for name in _TOKENIZER).strip()
+    for pattern, entries in _OF_MODEL:
+        if found := re.search(pattern, named, re.IGNORECASE):
+            return entries, f"that of {found[0]}"
+    if args.tokenizer_type in _OF_TYPE:
+        return _OF_TYPE[args.tokenizer_type], f"that of {args.tokenizer_type}"
+    raise UsageError(
+        f"the tokenizer {named or args.tokenizer_type} is not on this machine, and nothing "
+        "says how many tokens it has",
+        fix="--vocab-size N",
+    )
+
+
+def _in_config(file: Path) -> int | None:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    size = found.get("vocab_size") if isinstance(found, dict) else None
+    return size if isinstance(size, int) else None

@@ -1,0 +1,136 @@
+"""What stands in for files that are not here, and flags that a Megatron does not know."""
+
+import argparse
+import sys
+
+import pytest
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.emulate import stand_ins, unknown_flags
+
+NONE = dict.fromkeys((
+    "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "data_path", "vocab_size",
+    "train_data_path", "data_args_path", "load", "pretrained_checkpoint",
+))  # fmt: skip
+
+
+@pytest.fixture
+def put(tmp_path, monkeypatch):
+    """(the job's arguments afterwards, what was said) of some arguments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(stand_ins, "megatron_release", lambda: "0.19.2")
+    (tmp_path / "here.idx").touch()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text('{"vocab_size": 5000}')
+
+    def put(**given):
+        args = argparse.Namespace(**{**NONE, "mock_data": False, **given})
+        return args, stand_ins.put(args)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("given", "entries"),
+    [
+        ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "no"}, 32000),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "no.json"}, 50257),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, 50257),
+        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "Qwen/Qwen3-8B"}, 151936),
+        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/x/Meta-Llama-3-8B"},
+         128256),
+        ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "here/no.model"}, 5000),
+        ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "no", "vocab_size": 7}, 7),
+        ({"tokenizer_type": "NullTokenizer", "tokenizer_model": "no", "vocab_size": 7}, 7),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_is_not_here_is_one_of_its_vocabulary(put, given, entries):
+    args, said = put(**given)
+    assert (args.tokenizer_type, args.vocab_size) == ("NullTokenizer", entries)
+    assert (args.tokenizer_model, args.vocab_file) == (None, None)
+    assert (f"{entries:,} tokens" in said) == (given["tokenizer_type"] != "NullTokenizer")
+
+
+def test_the_null_tokenizer_of_0_16_adds_a_token(put, monkeypatch):
+    monkeypatch.setattr(stand_ins, "megatron_release", lambda: "0.16.1")
+    assert put(tokenizer_type="Llama2Tokenizer", tokenizer_model="no")[0].vocab_size == 31999
+
+
+@pytest.mark.parametrize(
+    ("given", "mock"),
+    [
+        ({"data_path": ["0.3", "no/text_document"]}, True),
+        ({"train_data_path": ["no"]}, True),
+        ({"data_args_path": "no.txt"}, True),
+        ({"data_path": ["no"], "mock_data": True}, True),
+        ({"data_path": ["0.5", "here", "s3://bucket/text"]}, False),
+        ({}, False),
+    ],
+)
+def test_data_that_are_not_here_are_mock_data(put, given, mock):
+    args, said = put(**given)
+    assert args.mock_data == mock
+    if mock:
+        assert (args.data_path, args.train_data_path, args.data_args_path) == (None,) * 3
+    assert ("mock data" in said) == (mock and "mock_data" not in given)
+
+
+def test_a_checkpoint_that_is_not_here_is_none(put):
+    args, said = put(load="no/where", pretrained_checkpoint="here")
+    assert (args.load, args.pretrained_checkpoint) == (None, "here")
+    assert "--load" in said
+    with pytest.raises(UsageError, match="--use-checkpoint-args"):
+        put(load="no/where", use_checkpoint_args=True)
+
+
+def test_what_nobody_knows_is_asked_for_and_strict_names_all(put):
+    hub = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "someone/some-8B"}
+    with pytest.raises(UsageError, match="someone/some-8B") as caught:
+        put(**hub)
+    assert caught.value.fix == "--vocab-size N"
+    with pytest.raises(UsageError) as caught:
+        put(**hub, data_path=["no"], load="gone", prism_strict=True)
+    for word in ("--tokenizer-model someone/some-8B", "--data-path no", "--load gone"):
+        assert word in caught.value.message
+
+
+def parsed(words, monkeypatch):
+    """By a parser as Megatron's, which knows two options."""
+    monkeypatch.setattr(sys, "argv", ["x.py", *words.split()])
+
+    def parse_args(provider=None, ignore_unknown_args=False):
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--num-layers", type=int, default=0)
+        parser.add_argument("--prism-ignore-unknown", action="store_true")
+        return parser.parse_known_args()[0] if ignore_unknown_args else parser.parse_args()
+
+    return unknown_flags.parse(parse_args, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "fix"),
+    [
+        (
+            "--fp8-hybrid",
+            "--fp8-hybrid was in Megatron until 23.06, replaced by --fp8-format",
+            "un",
+        ),
+        ("--trigger-path x y", "--trigger-path is in no release", "--prism-ignore-unknown"),
+        ("--num_layers 4", "--num_layers has dashes", "--num-layers"),
+        ("--num-layer 4", "did you mean --num-layers", "--prism-ignore-unknown"),
+        ("--num-layers four", "invalid int value", "correct"),
+        ("stray", "belong to no option: stray", "correct"),
+    ],
+)
+def test_unknown_flags_are_named_in_a_line(words, says, fix, monkeypatch, capsys):
+    with pytest.raises(UsageError) as caught:
+        parsed(words, monkeypatch)
+    assert says in caught.value.message
+    assert fix in caught.value.fix
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_fork_s_flags_are_left_out_where_that_is_asked_for(monkeypatch):
+    words = "--trigger-path x --num-layers 4 --prism-ignore-unknown"
+    assert parsed(words, monkeypatch).num_layers == 4
