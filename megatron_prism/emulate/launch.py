@@ -33,6 +33,7 @@ from megatron_prism.emulate.session import Session
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.monitor import TrainingMonitor
+    from megatron_prism.emulate.patch import PatchContext
     from megatron_prism.emulate.session import Run
     from megatron_prism.runtime.virtual_world import VirtualWorld
 
@@ -169,12 +170,27 @@ def attach(options: flags.Options, session: Session) -> Any:
     Raises UsageError for a tier that this host lacks, two local ranks on one device, or an artefact
     folder that exists.
     """
-    from megatron_prism.emulate import monitor, patch, summary
-    from megatron_prism.emulate.patches import patches_for
+    from megatron_prism.emulate import monitor, summary
 
     if not options.verbose:
         _quieten(session)
     run = build_run(options, session)
+    monitor.host(lambda: start_world(run, session), run.options, run.monitor, session.changes)
+    context = patched(run, session)
+    report = summary.Reporter(run)
+    run.monitor.listen(*run.training, report)
+    if not exit_status.is_worker():
+        report.banner()
+    _arrange_verdict(run.monitor, session)
+    atexit.register(run.claims.close)  # before the verdict, which may end the process
+    return context
+
+
+def patched(run: Run, session: Session, local_flash: bool = False) -> PatchContext:
+    """Register the patches of ``run``'s tier, before Megatron is imported."""
+    from megatron_prism.emulate import patch
+    from megatron_prism.emulate.patches import patches_for
+
     context = patch.PatchContext(
         start=lambda: start_world(run, session),
         monitor=run.monitor,
@@ -185,15 +201,9 @@ def attach(options: flags.Options, session: Session) -> Any:
         iterations=run.options.iterations,
         recording=run.recording,
         profiles=run.options.out and run.options.out.with_name(run.options.out.name + ".profile"),
+        local_flash=local_flash,
     )
-    monitor.host(context.start, run.options, run.monitor, session.changes)
     patch.apply(patches_for(run.tier.name), context)
-    report = summary.Reporter(run)
-    run.monitor.listen(*run.training, report)
-    if not exit_status.is_worker():
-        report.banner()
-    _arrange_verdict(run.monitor, session)
-    atexit.register(run.claims.close)  # before the verdict, which may end the process
     return context
 
 

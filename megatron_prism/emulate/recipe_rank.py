@@ -1,9 +1,10 @@
 """Run one rank of a recipe through megatron-core: the worker process of the main job.
 
 In : a Recipe and a rank, pickled on stdin.  Out: JSON lines on a file descriptor of its own
-(progress, then one result or one error).  The model is megatron-core's GPTModel, driven by
-megatron-core's scheduler, DDP and optimizer, as ``megatron.training`` would drive it
-(training/training.py:1195 get_model, :2547 config hooks @0.16.1); nothing of them is copied here.
+(progress, then one result or one error).  The smallest loop over megatron-core that trains: model,
+DDP and optimizer are built of the recipe's flags that are fields of their configurations, and
+Megatron's scheduler drives them.  What ``megatron.training``, which the wheel of 0.16.1 lacks, does
+around them is here with its place there.
 """
 
 from __future__ import annotations
@@ -565,21 +566,9 @@ def run_of(recipe: Recipe, rank: int, tier: Tier) -> Run:
 
 def start_world(run: Run, recipe: Recipe, session: Session) -> VirtualWorld:
     """Apply the patches and bring the virtual world up, before Megatron is imported."""
-    from megatron_prism.emulate import launch, patch
-    from megatron_prism.emulate.patches import patches_for
+    from megatron_prism.emulate import launch
 
-    meta, rank = run.tier.name == "meta", run.options.rank
-    context = patch.PatchContext(
-        start=lambda: launch.start_world(run, session),
-        monitor=run.monitor,
-        meta=meta,
-        local_ranks=(rank,),
-        rank=rank,
-        changes=session.changes,
-        local_flash=recipe.transformer_impl == "local_flash",
-    )
-    patch.apply(patches_for(run.tier.name), context)
-    return context.start()
+    return launch.patched(run, session, recipe.transformer_impl == "local_flash").start()
 
 
 def _has_te() -> bool:

@@ -92,7 +92,7 @@ def _digest(content: object) -> str:
     return hashlib.sha1(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-_BY_LAYER = re.compile("_layout|_pattern|_freq|heterogeneous|first_last")  # flags of single layers
+_BY_LAYER = re.compile("_layout|_pattern|_freq|_in_bf16|cp_comm_type")  # flags of single layers
 
 
 @dataclass(frozen=True)
