@@ -13,7 +13,7 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -249,51 +249,32 @@ def _query(turn: Callable[..., torch.Tensor]) -> Callable[..., None]:
     return run
 
 
-def _forward_kv(
-    kv: torch.Tensor,
-    shared: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    width: int,
-    k_dim: int,
-    v_dim: int,
-    heads: int,
-    batch: int | None,
-    count: int | None,
-    starts: torch.Tensor | None,
-    *more: int,
-    REMOVE_INTERLEAVING: bool = False,
-) -> None:
-    tokens = _tokens(len(kv), batch, starts, *more[-2:])
-    table = _halves(cos, tokens, width), _halves(sin, tokens, width)
+Table = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]  # halves of cos and of sin
+
+
+def _kv(turn: Callable[..., None]) -> Callable[..., None]:
+    """The kernel of keys and values: four tensors, there or back."""
+
+    def run(*args: Any, REMOVE_INTERLEAVING: bool = False) -> None:
+        *tensors, cos, sin, width, k_dim, _, _, batch, _, starts = args[:13]
+        tokens = _tokens(len(tensors[0]), batch, starts, *args[-2:])
+        table = _halves(cos, tokens, width), _halves(sin, tokens, width)
+        turn(tensors, k_dim, table, REMOVE_INTERLEAVING)
+
+    return run
+
+
+def _forward_kv(tensors: list[torch.Tensor], k_dim: int, table: Table, paired: bool) -> None:
+    kv, shared, key, value = tensors
     key[..., :k_dim], value[...] = kv[..., :k_dim], kv[..., k_dim:]
-    key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, width), *table, REMOVE_INTERLEAVING)
+    key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, -1), *table, paired)
 
 
-def _backward_kv(
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    d_kv: torch.Tensor,
-    d_shared: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    width: int,
-    k_dim: int,
-    v_dim: int,
-    heads: int,
-    batch: int | None,
-    count: int | None,
-    starts: torch.Tensor | None,
-    *more: int,
-    REMOVE_INTERLEAVING: bool = False,
-) -> None:
-    tokens = _tokens(len(dk), batch, starts, *more[-2:])
-    table = _halves(cos, tokens, width), _halves(sin, tokens, width)
+def _backward_kv(tensors: list[torch.Tensor], k_dim: int, table: Table, paired: bool) -> None:
+    dk, dv, d_kv, d_shared = tensors
     d_kv[..., :k_dim], d_kv[..., k_dim:] = dk[..., :k_dim], dv
     summed = dk[..., k_dim:].float().sum(dim=1, keepdim=True).to(d_shared.dtype)
-    d_shared[...] = _turned_back(summed, *table, REMOVE_INTERLEAVING).reshape(d_shared.shape)
+    d_shared[...] = _turned_back(summed, *table, paired).reshape(d_shared.shape)
 
 
 KERNELS = {
@@ -301,8 +282,8 @@ KERNELS = {
     for names, run in (
         ("rotary_fwd_q_kernel _mla_rope_fwd_inplace_kernel", _query(_turned)),
         ("rotary_bwd_q_kernel _mla_rope_bwd_inplace_kernel", _query(_turned_back)),
-        ("rotary_fwd_kv_kernel _mla_rope_fwd_kv_split_kernel", _forward_kv),
-        ("rotary_bwd_kv_kernel _mla_rope_bwd_kv_split_kernel", _backward_kv),
+        ("rotary_fwd_kv_kernel _mla_rope_fwd_kv_split_kernel", _kv(_forward_kv)),
+        ("rotary_bwd_kv_kernel _mla_rope_bwd_kv_split_kernel", _kv(_backward_kv)),
     )
     for name in names.split()
 }
