@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers import patching
 
+from megatron_prism.emulate.patches import stand_in_data
+
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
 LENGTH, DECODED, WORDS = 64, 16, 100
@@ -109,3 +111,39 @@ def test_fine_tuning(samples, cp, monkeypatch):
         several += len(lengths) > 1
     assert several
     torch.utils.data.default_collate(made)
+
+
+class _Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {name: torch.zeros(1 << 20) for name in ("tokens", "labels", "loss_mask")}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_mask_of_a_million_tokens_takes_a_byte_on_the_host(num_workers):
+    dataset = _Tokens()
+    dataset.config = SimpleNamespace(mask_is_a_shape=True)
+
+    def build(dataset, consumed):
+        return torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=num_workers)
+
+    loader = stand_in_data._masks_are_shapes(None, build, dataset, 0)
+    batch = next(iter(loader))
+    assert list(batch) == ["tokens", "labels", "attention_mask", "loss_mask"]
+    mask = batch["attention_mask"]
+    assert (mask.shape, mask.dtype) == ((2, 1, 1 << 20, 1 << 20), torch.bool)
+    assert mask.untyped_storage().nbytes() == 1
+    dataset.config.mask_is_a_shape = False
+    loader = stand_in_data._masks_are_shapes(None, build, dataset, 0)
+    assert "attention_mask" not in next(iter(loader))
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_only_shapes_need_no_mask_of_their_samples(meta):
+    config = SimpleNamespace(mock=True, create_attention_mask=True)
+    builder = SimpleNamespace(cls=object, config=config)
+    stand_in_data._mock_data(SimpleNamespace(meta=meta), lambda builder: None, builder)
+    assert config.create_attention_mask is not meta
+    assert getattr(config, "mask_is_a_shape", False) is meta

@@ -1,6 +1,7 @@
 """``--mock-data`` of BERT, T5 and ``--sft``: samples of the right shape, which Megatron lacks.
 
 Tokens are random, sequences full; a packed sequence of ``--sft`` holds documents of random lengths.
+On tier meta no sample has a mask: a batch gets one that takes no memory on the host.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
-from megatron_prism.emulate.patch import Original, PatchContext, Patches
+from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
 
 PATCHES = Patches()
 Sample = dict[str, object]
@@ -123,10 +125,43 @@ _STAND_INS = {
 def _mock_data(
     context: PatchContext, original: Original, builder: Any, *args: object, **kwargs: object
 ) -> object:
-    """Megatron's builder builds a stand-in where its data set needs files."""
-    if builder.config.mock:
+    """Megatron's builder builds a stand-in where its data set needs files; on tier meta its samples
+    have no mask, which ``_masks_are_shapes`` gives to each batch."""
+    config = builder.config
+    if config.mock:
         builder.cls = _STAND_INS.get(getattr(builder.cls, "__name__", ""), builder.cls)
+        if context.meta and getattr(config, "create_attention_mask", False):
+            config.create_attention_mask, config.mask_is_a_shape = False, True
     return original(builder, *args, **kwargs)
+
+
+@PATCHES.instead(
+    "megatron.training.datasets.data_samplers",
+    "build_pretraining_data_loader",
+    reason="a mask of sequence x sequence for each sample takes seconds and gigabytes on the host",
+    source="training/datasets/data_samplers.py:19 @0.16.1 and @0.19.0",
+    purpose=SPEEDS_UP,
+)
+def _masks_are_shapes(
+    context: PatchContext, original: Original, dataset: Any, *args: object, **kwargs: object
+) -> Any:
+    """On the device the mask has all of its bytes; on the host its one element is repeated."""
+    loader = original(dataset, *args, **kwargs)
+    config = getattr(dataset, "config", None)
+    if getattr(config, "mask_is_a_shape", False) and loader.collate_fn is default_collate:
+        loader.collate_fn = _with_mask
+    return loader
+
+
+def _with_mask(samples: list[Sample]) -> dict[str, Any]:
+    """A batch, with the mask (samples, 1, sequence, sequence) of booleans behind the labels."""
+    batch = default_collate(samples)
+    if "cu_seqlens" in batch:
+        return batch
+    rows, length = batch["tokens"].shape
+    mask = torch.zeros((), dtype=torch.bool).expand(rows, 1, length, length)
+    first = {name: batch.pop(name) for name in ("tokens", "labels")}
+    return {**first, "attention_mask": mask, **batch}
 
 
 @PATCHES.instead(
