@@ -309,8 +309,8 @@ def check(recipe: Recipe) -> None:
     for name, value in recipe.flags.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        least, most = int(name in _COUNTS), _MOST.get(name, (1 << 31) - 1)
-        most = most if isinstance(value, int) else 1e38
+        most = 1e38 if isinstance(value, float) else _MOST.get(name, (1 << 31) - 1)
+        least = int(name in _COUNTS)
         if not math.isfinite(value) or not least <= value <= most:
             raise RecipeError(f"{name} is {value}", fix=f"use a number from {least} to {most}")
     if (values := recipe.prism.values) not in ("mirror", "noise"):  # recordings are of scripts

@@ -235,6 +235,7 @@ _LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
 
 def add_to(run: Run, session: Session) -> None:
     """Guard the calls as ``run.options.hang`` asks; prints what is wrong on purpose."""
+    assert run.options.hang is not None, "it is why this is called"
     guard = CallGuard(run.options, run.options.hang, run.tier, run.store)
     guard.steps = lambda: run.monitor.iterations
     sys.stderr.write(guard.banner())

@@ -95,6 +95,7 @@ def add_to(run: Run, session: Session) -> None:
 
     options, tier = run.options, run.tier
     emit = workers.emitter()
+    assert options.capture is not None, "it is why this is called"
     if emit is None:
         check_free(options.capture, options.rank, options.force)
     device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name

@@ -280,9 +280,10 @@ class RankJob:
 
 def _layers(chunk: torch.nn.Module) -> int:
     """How many layers are in a chunk, whatever wraps it."""
-    while not hasattr(chunk, "decoder"):
-        chunk = chunk.module
-    return len(chunk.decoder.layers)
+    inner: Any = chunk
+    while not hasattr(inner, "decoder"):
+        inner = inner.module
+    return len(inner.decoder.layers)
 
 
 def _loss(mask: torch.Tensor, output: torch.Tensor) -> Loss:
@@ -663,7 +664,7 @@ def configured(kind: type[T], recipe: Recipe, **more: object) -> T:
         if one.name in given:
             value = given[one.name]
             named = isinstance(value, str) and isinstance(one.type, enum.EnumMeta)
-            fields[one.name] = one.type[value] if named else value  # type: ignore[index]
+            fields[one.name] = one.type[value] if named else value
     return kind(**fields)
 
 

@@ -532,4 +532,4 @@ def _activations(recipe: Recipe, layers: int) -> int:
         one = kept_layers * boundary * element
     vpp, count = p.vpp or 1, recipe.num_microbatches
     ahead = (p.pp - 1) * 2 + (vpp - 1) * p.pp if p.vpp and p.pp > 1 else p.pp - 1
-    return min(ahead + 1, count * vpp) * one
+    return int(min(ahead + 1, count * vpp) * one)

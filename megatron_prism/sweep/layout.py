@@ -107,11 +107,11 @@ class RecipeLayout(JobLayout):
 
     @property
     def micro_batch_size(self) -> int:  # type: ignore[override]
-        return self.recipe.micro_batch_size
+        return int(self.recipe.micro_batch_size)
 
     @property
     def global_batch_size(self) -> int:  # type: ignore[override]
-        return self.recipe.global_batch_size
+        return int(self.recipe.global_batch_size)
 
     def content(self) -> object:
         return dataclasses.asdict(self.recipe)
