@@ -28,7 +28,7 @@ from megatron_prism.emulate import exit_status, launchers
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.job_line import job_of
 from megatron_prism.emulate.launch_line import split_line
-from megatron_prism.emulate.options import queues, without_engine
+from megatron_prism.emulate.options import cuda_max_connections, without_engine
 from megatron_prism.emulate.session import Session
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def build_run(options: flags.Options, session: Session) -> Run:
         options.tier,
         session.changes,
         engine,
-        queues(),
+        cuda_max_connections(),
         history=options.capture is not None,
         engine_release=options.engine_release,
     )

@@ -133,7 +133,7 @@ def local_ranks(
     return ranks
 
 
-def queues() -> str:
+def cuda_max_connections() -> str:
     """CUDA_DEVICE_MAX_CONNECTIONS where nothing is said: FSDP refuses the one that others
     need, and CUDA's own choice is 8."""
     return "8" if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(sys.argv) else "1"

@@ -231,7 +231,7 @@ def replay(
 PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
 _UNKNOWN_SHARE = 0.5  # of a segment: products
 _CALLS = "calls and computing overlap"
-_TOLD_APART = ("gemm", "memory")  # of KINDS: what slices tell apart
+_SEGMENT_KINDS = ("gemm", "memory")  # of KINDS: what slices tell apart
 # their exchanges run beside attention; of a2a+p2p the second
 _RINGS = "CONTEXT_PARALLEL_GROUP", "HIERARCHICAL_CONTEXT_PARALLEL_GROUP"
 
@@ -302,7 +302,7 @@ def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) 
     no call, or was not measured."""
     program = graph.program_list[index]
     sizes = program.num_bytes
-    found = np.zeros((len(_TOLD_APART), 2, len(program)))
+    found = np.zeros((len(_SEGMENT_KINDS), 2, len(program)))
     messages = factors.get("exchange", factors.get("all_to_all"))
     if messages is not None:
         factors = {"send": messages, "recv": messages, **factors}
@@ -310,7 +310,7 @@ def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) 
     ring = np.array(rings)[program.ops["group"]]
     for name, one in factors.items():
         called = program.ops["name"] == CODE[name] if name in CODE else np.zeros(len(ring), bool)
-        for kind, rows in zip(_TOLD_APART, found, strict=True):
+        for kind, rows in zip(_SEGMENT_KINDS, found, strict=True):
             for beside, mine in ((kind, called & ~ring), (ATTENTION, called & ring)):
                 each, which = np.unique(sizes[mine], return_inverse=True)
                 known = [one.factors(size, beside) for size in each.tolist()]
