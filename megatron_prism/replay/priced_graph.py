@@ -50,7 +50,7 @@ from megatron_prism.replay.costs.machine import (
 )
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
-from megatron_prism.replay.network import ports, read_topology, replay_network
+from megatron_prism.replay.network import Topology, ports, read_topology, replay_network
 from megatron_prism.replay.replicas import with_data_parallel
 from megatron_prism.replay.timeline import Timeline, build_timeline, durations_of, evaluate
 from megatron_prism.replay.whatif import Edit
@@ -180,13 +180,11 @@ def price(
         tier = programs.source.get("tier", "")
         _check_calibration(measured.source, _name(own if moved is None else moved), tier)
     _check_machine(programs, machine)
-    edits = _edits(programs, what_if, here, there, measured)
-    graph = whatif.edited(programs, edits)
     topology = None
-    if what_if.network not in (None, NO_NETWORK):
+    if what_if.network != NO_NETWORK:
         topology = read_topology(str(what_if.network), there)
-    graph = whatif.with_unreached(graph, there, topology, bool(what_if.slow_rails))
-    graph.check_fits()
+    edits = _edits(programs, what_if, here, there, measured, topology)
+    graph = whatif.edited(programs, edits)
     prices = price_ops(graph, here, measured)
     for edit in edits:
         prices = edit.prices(graph, prices, there)
@@ -432,6 +430,7 @@ def _edits(
     here: Machine,
     there: Machine,
     calibration: Calibration | None,
+    topology: Topology | None,
 ) -> list[Edit]:
     """What is not as captured: the size of the world, where it runs, who is slow in it, what its
     calls cost."""
@@ -450,8 +449,11 @@ def _edits(
     edits += [_slow_rail(programs, there, *rail) for rail in what_if.slow_rails]
     if what_if.buffered:
         edits.append(Edit("sends end without their receivers while NCCL's buffers hold them"))
-    if what_if.network not in (None, NO_NETWORK):
-        edits.append(Edit(f"calls share links: {read_topology(str(what_if.network), there)}"))
+    if topology is not None:
+        leaf = there.gpus_per_node * topology.leaf_nodes
+        nothing = f"no call leaves a leaf of {leaf:,} GPUs, so nothing is oversubscribed"
+        reach = (leaf, nothing) if topology.oversubscription > 1 else None
+        edits.append(Edit(f"calls share links: {topology}", reach=reach))
     if nccl:
         settings = str(parse(programs.source.get(NCCL_ENV, ""), *nccl))
         text = f"NCCL with {' '.join(nccl)}"
@@ -504,7 +506,9 @@ def _slow_rail(programs: Programs, machine: Machine, rail: int, factor: float) -
             f"and the job {counted(programs.world.size, 'rank')}",
             fix="slow_rail=0:0.5",
         )
-    return whatif.slow_nic(ranks, factor, 0)
+    nothing = f"no call leaves a node of {machine.gpus_per_node} GPUs, so no NIC is used"
+    edit = whatif.slow_nic(ranks, factor, 0)
+    return dataclasses.replace(edit, reach=(machine.gpus_per_node, nothing))
 
 
 # -- do machine, calibration and programs belong together? ----------------------------------------

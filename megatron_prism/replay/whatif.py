@@ -44,17 +44,24 @@ class Edit:
     ranks    : whom it sets apart: they are in other classes than the rest
     programs : what it makes of the programs
     prices   : what it makes of the prices on a machine
+    reach    : where no call leaves blocks of so many ranks it changes nothing, in words
     """
 
     text: str = ""
     ranks: tuple[int, ...] = ()
     programs: Callable[[Programs], Programs] = lambda programs: programs
     prices: _Prices = lambda graph, prices, machine: prices
+    reach: tuple[int, str] | None = None
 
 
 def edited(programs: Programs, edits: Iterable[Edit]) -> WorldGraph:
-    """The world graph of the programs that ``edits`` make one after the other.  WorldError for a
-    rank that does not exist."""
+    """The world graph of the programs that ``edits`` make one after the other.
+
+    Raises:
+        WorldError: a rank that does not exist.
+        PrismError: calls of the ranks do not fit together.
+    """
+    edits = list(edits)
     apart = []
     for edit in edits:
         programs = edit.programs(programs)
@@ -62,7 +69,12 @@ def edited(programs: Programs, edits: Iterable[Edit]) -> WorldGraph:
             programs = with_assumption(programs, edit.text)
         if edit.ranks:
             apart.append([programs.world.check_rank(rank) for rank in edit.ranks])
-    return build(programs, apart)
+    graph = build(programs, apart)
+    graph.check_fits()
+    for ranks, text in dict.fromkeys(edit.reach for edit in edits if edit.reach):
+        if not graph.calls_where(lambda kind, ranks=ranks: kind.spans(ranks)).any():  # type: ignore[misc]
+            programs = with_assumption(programs, text)
+    return dataclasses.replace(graph, programs=programs)
 
 
 def modelled_calls(programs: Programs) -> Edit:
@@ -366,20 +378,3 @@ def slow_nic(ranks: Iterable[int], factor: float, latency: int) -> Edit:
         return _with_calls(given, chosen, slower, "slow NIC")
 
     return Edit(text, ranks, prices=prices)
-
-
-def with_unreached(
-    graph: WorldGraph, machine: Machine, topology: Topology | None, nics: bool
-) -> WorldGraph:
-    """``graph``, whose what-ifs say so where no call gets to what is slower in them."""
-    said = []
-    if nics and not graph.calls_where(lambda kind: kind.spans(machine.gpus_per_node)).any():
-        said.append(f"no call leaves a node of {machine.gpus_per_node} GPUs, so no NIC is used")
-    if topology is not None and topology.oversubscription > 1:
-        leaf = machine.gpus_per_node * topology.leaf_nodes
-        if not graph.calls_where(lambda kind: kind.spans(leaf)).any():
-            said.append(f"no call leaves a leaf of {leaf:,} GPUs, so nothing is oversubscribed")
-    programs = graph.programs
-    for text in said:
-        programs = with_assumption(programs, text)
-    return dataclasses.replace(graph, programs=programs) if said else graph
