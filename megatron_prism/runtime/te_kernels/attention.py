@@ -25,6 +25,7 @@ from megatron_prism.runtime.te_kernels.table import (
     member,
     new,
     scratch,
+    since,
 )
 
 
@@ -104,6 +105,8 @@ def fused_attn_fwd(*args: Values) -> list[Values]:
     more = [t if isinstance(t, Tensor) else None for t in (bias, offset)]
     if not q.is_meta:
         call.forward(out, kept, state, *more)
+        if largest and not since(2, 14):  # the largest first, and a sum of exponents over it
+            kept = [kept[1], (kept[0] - kept[1]).exp()]
     return [out, *kept, state, *(t for t in more if t is not None)]
 
 

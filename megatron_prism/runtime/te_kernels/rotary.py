@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.te_kernels.enumerations import Member
 from megatron_prism.runtime.te_kernels.table import Values, fill, kernel, new, refuse
 
 
@@ -32,7 +35,7 @@ def _places(freqs: Tensor, length: int, size: int, rank: int) -> Tensor:
 
 
 def _embedded(
-    x: Tensor, freqs: Tensor, starts: Values, form: Values, lengths: Values, ring: tuple[int, int],
+    x: Tensor, freqs: Tensor, starts: Values, form: Values, lengths: Values, ring: Sequence[int],
     how: tuple[bool, bool],
 ) -> Tensor:  # fmt: skip
     """ring : size and rank of context parallelism; how : interleaved, and back"""
@@ -48,14 +51,14 @@ def _embedded(
 
 
 def _rope(name: str, back: bool) -> None:
-    def run(x: Tensor, freqs: Tensor, starts: Values = None, form: Values = None,
-            interleaved: bool = False, lengths: Values = None, size: int = 1, rank: int = 0
-            ) -> Tensor:  # fmt: skip
-        """apply_rope.cpp:12, :165 @v2.18"""
+    def run(x: Tensor, freqs: Tensor, *rest: Values) -> Tensor:
+        """apply_rope.cpp:12, :165 @v2.18; backward has no starts before 2.10"""
         out = new(x.shape, x.dtype)
         fused("rope", 0, x, x)
+        starts = None if isinstance(rest[0], Member) else rest[0]
+        form, interleaved, lengths, *ring = rest[-5:]
         how = interleaved, back
-        return fill(out, lambda: _embedded(x, freqs, starts, form, lengths, (size, rank), how))
+        return fill(out, lambda: _embedded(x, freqs, starts, form, lengths, ring, how))
 
     kernel(name)(run)
 

@@ -179,18 +179,19 @@ def _backward(a: SimpleNamespace) -> None:
 
 @_kernel("online_softmax_kernel")
 def _online(a: SimpleNamespace) -> None:
-    """Until 2.19: three facts a row."""
+    """Until 2.19: three facts a row, and in later ones how many targets count."""
     a.m_d_X_y_ptr.view(-1, 3).copy_(_facts(a)[:, :3])
+    if hasattr(a, "ignore_idx"):
+        a.n_non_ignore.add_((a.Y_ptr != a.ignore_idx).sum())
 
 
 @_kernel("cross_entropy_kernel")
 def _both(a: SimpleNamespace) -> None:
     """Until 2.19: the loss, and its gradient over the logits."""
     facts = _together(a.m_d_X_y_ptr.view(a.world_size, -1, 3))
-    facts[:, 3] = _logits(a.X_ptr).sum(-1) * a.world_size  # of this rank's part alone, as theirs
+    facts[:, 3] = _logits(a.X_ptr).sum(-1)  # of this rank's part alone, as theirs
     a.loss_ptr.copy_(_loss(a, facts, a.n_cols * a.world_size))
-    count = a.n_non_ignore
-    a.X_ptr.copy_(_gradient(a, a.X_ptr, facts, count))
+    a.X_ptr.copy_(_gradient(a, a.X_ptr, facts, a.n_non_ignore))
 
 
 @_kernel("element_mul_kernel")
