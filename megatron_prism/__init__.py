@@ -1,6 +1,6 @@
 """Run any rank of a large Megatron-LM job on one machine, and see what the job does.
 
-Twelve packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
+Thirteen packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
 
     core/      world, groups, collectives, programs and their text form, slices, recipes, errors
     graph/     equivalent ranks, matching calls, the world graph, stalled jobs
@@ -16,10 +16,11 @@ Twelve packages; each imports only those above it (``tests/test_layers.py`` is t
     emulate/   Megatron: options, launch, patches/, monitor, captures, recipe jobs, faults of a
                running job, calibration
     sweep/     the layouts of a job: enumerate, prune, evaluate, rank
+    verify/    whether a layout computes what one rank alone computes, on a small copy of the job
     cli/       the commands of ``prism``, one file each
 
-Only runtime and emulate import torch.  Beside the packages: ``_attach.py`` is how ``import torch``
-finds us, ``pytest_plugin.py`` how pytest does.
+Only runtime, emulate and verify/record.py import torch.  Beside the packages: ``_attach.py`` is how
+``import torch`` finds us, ``pytest_plugin.py`` how pytest does.
 
 The functions below are the API, one for each answer; commands and benchmarks call them too.  This
 module stays light: it is imported by everything, also by jobs that did not ask for emulation.

@@ -28,11 +28,16 @@ MAY_IMPORT = {
     "runtime": "core",
     "emulate": "runtime hang replay predict memory graph core",
     "sweep": "emulate predict memory replay graph core",
-    "cli": "sweep emulate report traces predict hang memory replay graph runtime core",
+    "verify": "emulate runtime core",
+    "cli": "verify sweep emulate report traces predict hang memory replay graph runtime core",
 }
 # The command line, and whoever is loaded into programs of others, start without torch: what needs
 # it is imported where it is used.
-LAZILY = {"cli": {"emulate", "runtime"}, "_attach": {"emulate"}, "pytest_plugin": {"emulate"}}
+LAZILY = {
+    "cli": {"emulate", "runtime", "verify"},
+    "_attach": {"emulate"},
+    "pytest_plugin": {"emulate"},
+}
 TOP = {  # modules beside the packages
     "__init__": {"_attach"},
     "__main__": {"cli"},
@@ -41,9 +46,9 @@ TOP = {  # modules beside the packages
 }
 # Third-party package -> who may import it ("a/*" is at any depth below a/).
 PACKAGES = {
-    "torch": ["runtime/*", "emulate/*"],
+    "torch": ["runtime/*", "emulate/*", "verify/record.py"],
     "megatron": ["emulate/patches/*", "emulate/recipe_*.py", "emulate/schedule*.py",
-                 "emulate/job_arguments.py"],
+                 "emulate/job_arguments.py", "verify/record.py"],
     "yaml": ["core/recipe.py", "core/foreign.py", "hang/fault_plan.py"],
     # types of files, checked by core/foreign.py
     "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*",
@@ -58,7 +63,7 @@ PACKAGES = {
     "ray": ["sweep/evaluate.py"],
     "optuna": ["sweep/sweep.py"],
     "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "predict/*", "hang/*", "report/*",
-              "traces/*", "runtime/*", "emulate/*", "sweep/*", "cli/*"],
+              "traces/*", "runtime/*", "emulate/*", "sweep/*", "verify/*", "cli/*"],
 }  # fmt: skip
 WITHOUT_NUMPY = {"core/errors.py", "core/units.py", "cli/main.py"}
 

@@ -1,6 +1,6 @@
 """The commands of ``prism``, and what they share.
 
-hang.py  memory.py  patches.py  predict.py  replay.py  sweep.py  world.py
+hang.py  memory.py  patches.py  predict.py  replay.py  sweep.py  verify.py  world.py
               a command each
 programs.py   capture, show, diff, classes, check; calibrate
 traces.py     import, compare

@@ -37,6 +37,7 @@ from megatron_prism.cli.programs import calibrate, capture, check, classes, diff
 from megatron_prism.cli.replay import replay
 from megatron_prism.cli.sweep import sweep
 from megatron_prism.cli.traces import compare, import_
+from megatron_prism.cli.verify import verify
 from megatron_prism.cli.world import world
 from megatron_prism.core.errors import PrismError, UsageError, did_you_mean
 from megatron_prism.core.files import unwinding
@@ -192,6 +193,15 @@ COMMANDS = {
             (("b",), {"metavar": "B", "help": "of the other"}),
             SETTINGS,
         ),
+    ),
+    "verify": Command(
+        verify,
+        (
+            (("--against",), {"metavar": "FLAGS", "help": "flags more, or another command line"}),
+            (("--keep",), {"metavar": "DIR", "type": Path, "help": "what ranks kept and printed"}),
+            (("--no-bisect",), {"action": "store_true", "help": "do not look for the flag"}),
+        ),
+        job=True,
     ),
     "classes": Command(classes, (PROGRAMS,), programs=0),
     "check": Command(check, (PROGRAMS,), programs=0),

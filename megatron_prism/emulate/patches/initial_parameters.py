@@ -73,10 +73,12 @@ class _Fills(TorchFunctionMode):
 def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
     """Fill each random parameter of ``model`` with its shard; names of those that stay as Megatron
     has drawn them, because it does not draw them in place."""
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from torch.utils._pytree import tree_leaves
 
-    state = {"model": model.sharded_state_dict()}
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = {"model": model.sharded_state_dict(metadata={"dp_cp_group": group})}  # 0.16's MTP asks
     apply_factories(state)
     filled = set[int]()
     for shard in tree_leaves(state):

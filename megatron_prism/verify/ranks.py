@@ -1,0 +1,204 @@
+"""Processes of every rank of a small world, over gloo: one server that has torch, and its forks.
+
+In : ``SmallRun``s, one after the other.  Out: a folder of each, with what its ranks kept.  The
+side of the command imports no torch; a rank is ``prism run`` of the script on tier cpu, all ranks
+local.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.world import World
+from megatron_prism.emulate.workers import Json, die_with_parent
+
+_PATIENCE = 300  # seconds after which ranks count as hanging
+_PREPARED = ("torch", "torch.distributed.fsdp", "transformers", "wandb")
+Sizes = Json
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """One run of a small copy.
+
+    folder   : for what its ranks keep; made here
+    words    : script and arguments of the job
+    job, copy, here : the job's world, the copy's, this run's
+    left_out : of ``shrink.PARTS``
+    rounded  : whether its parameters start one rounding away
+    """
+
+    folder: str
+    words: Sequence[str]
+    job: Sizes
+    copy: Sizes
+    here: Sizes
+    left_out: Sequence[str] = ()
+    iterations: int = 3
+    layers: int = 2
+    rounded: bool = False
+
+
+def sizes_of(world: World) -> Sizes:
+    """What ``World`` is made of."""
+    return {n: getattr(world, n) for n in ("size", "tp", "pp", "cp", "ep", "etp", "order")}
+
+
+class RankError(PrismError):
+    """A rank failed; ``kind`` is the name of its exception."""
+
+    def __init__(self, message: str, fix: str, kind: str, exit_code: int) -> None:
+        super().__init__(message, fix)
+        self.args = (message, fix, kind, exit_code)
+        self.kind, self.exit_code = kind, exit_code
+
+
+class Server:
+    """Runs worlds; a context manager that ends its process."""
+
+    def __init__(self, python: str = sys.executable) -> None:
+        mine = {key: text for key, text in os.environ.items() if key != "PRISM_ARGS"}
+        mine.setdefault("OMP_NUM_THREADS", "1")
+        self._process = subprocess.Popen(
+            [python, "-W", "ignore", "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=mine,
+        )
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def run(self, run: SmallRun) -> Path:
+        """Train; the folder.  RankError where a rank failed."""
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None
+        assert answers is not None
+        asked.write(json.dumps(asdict(run)) + "\n")
+        asked.flush()
+        line = answers.readline()
+        answer = json.loads(line or '{"message": "the server of ranks ended", "kind": ""}')
+        if "message" in answer:
+            fix = answer.get("fix") or "--keep DIR keeps what every rank printed"
+            raise RankError(answer["message"], fix, answer["kind"], answer.get("exit_code", 1))
+        return Path(run.folder)
+
+
+def _serve() -> None:
+    die_with_parent()
+    for name in _PREPARED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for line in iter(sys.stdin.readline, ""):
+        print(json.dumps(_train(SmallRun(**json.loads(line)))), flush=True)
+
+
+def _train(run: SmallRun) -> Json:
+    folder, size = Path(run.folder), int(run.here["size"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    pids = {_fork(run, rank, size, port): rank for rank in range(size)}
+    failed: Json = {}
+    while pids:
+        pid, status = os.wait()
+        rank = pids.pop(pid, None)
+        if rank is None or not status or failed:
+            continue
+        file = folder / f"rank-{rank}.error"
+        if file.exists():
+            failed = json.loads(file.read_text())
+        else:
+            code = os.waitstatus_to_exitcode(status)
+            said = f"did not end in {_PATIENCE} s" if code == -signal.SIGALRM else f"ended: {code}"
+            failed = {"message": f"rank {rank} {said}", "kind": "hang" if code < 0 else ""}
+        for other in pids:
+            os.kill(other, signal.SIGKILL)
+    return failed or {"done": True}
+
+
+def _fork(run: SmallRun, rank: int, size: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        die_with_parent()
+        log = os.open(f"{run.folder}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        signal.alarm(_PATIENCE)
+        _rank(run, rank, size, port)
+        status = 0
+    except BaseException as error:
+        traceback.print_exc()
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        said: Json = {"message": first, "fix": None, "kind": type(error).__name__}
+        if isinstance(error, PrismError):
+            said |= {"message": error.message, "fix": error.fix, "exit_code": error.exit_code}
+        Path(f"{run.folder}/rank-{rank}.error").write_text(json.dumps(said))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _rank(run: SmallRun, rank: int, size: int, port: int) -> None:
+    """Train as one rank, and keep what it does."""
+    from megatron_prism.emulate import launch, patch
+    from megatron_prism.emulate.monitor import TrainingMonitor
+    from megatron_prism.verify import shrink
+    from megatron_prism.verify.record import StepRecorder, patches_of
+
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    job, copy, here = (World(**sizes) for sizes in (run.job, run.copy, run.here))
+    recorder = StepRecorder(Path(run.folder), rank)
+    made = patches_of(
+        recorder, job, copy, here, run.left_out, run.iterations, run.layers, run.rounded
+    )
+    context = patch.PatchContext(
+        start=_never,
+        monitor=TrainingMonitor(),
+        meta=False,
+        local_ranks=(rank,),
+        rank=rank,
+    )
+    patch.apply(made, context)
+    ours = ["--prism-tier", "cpu", "--prism-world-size", str(size)]
+    try:
+        launch.run_script([*ours, "--", *run.words, *shrink.sizes_as_words(here)])
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    recorder.write()
+
+
+def _never() -> NoReturn:
+    raise AssertionError("launch starts the world")
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,243 @@
+"""What a rank keeps of its training: losses, gradients, norms, parameters, routing.
+
+Gradients and parameters are named, and their place in the whole is said, by Megatron's own
+``sharded_state_dict``: for the time of that call every parameter holds its gradient, so whatever
+splits and renames parameters for a checkpoint does it with gradients.  Megatron's code is
+unmodified; one wrapper of ``train_step`` sees what goes in and comes out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_prism.core.world import World
+from megatron_prism.emulate.patch import Original, PatchContext, Patches
+from megatron_prism.emulate.workers import Json
+from megatron_prism.verify import shrink
+
+Shard = tuple[str, list[int], list[int], np.ndarray]  # key, offset, shape of the whole, data
+Model = Sequence[Any]  # of Megatron: chunks of a stage
+Values = Mapping[torch.nn.Parameter, torch.Tensor]
+LAST_BIT = 2.0**-24  # of float32: half the distance of two neighbours at 1
+
+
+class StepRecorder:
+    """Collects what one rank does, and writes it as two files.
+
+    ``tensors``: [what, iteration, key, offset, shape of the whole], one for each array.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.place = folder / f"rank-{rank}"
+        self.iteration = 0
+        self.facts: Json = {
+            "rank": rank, "losses": [], "norms": [], "routed": {}, "evaluation": {}, "changes": [],
+            "parts": [], "tensors": [], "unnamed": 0,
+        }  # fmt: skip
+        self.arrays: list[np.ndarray] = []
+        self.training = False
+
+    def tensor(self, what: str, key: str, offset: object, whole: object, data: object) -> None:
+        self.facts["tensors"].append([what, self.iteration, key, offset, whole])
+        self.arrays.append(np.asarray(data))
+
+    def write(self) -> None:
+        np.savez(f"{self.place}.npz", *self.arrays)
+        Path(f"{self.place}.json").write_text(json.dumps(self.facts))
+
+
+def whole_buffers(model: Model, of_gradients: bool) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Gradients, or parameters, of every parameter as copies that are complete on this rank.
+
+    With the distributed optimizer a rank has reduced, or updated, its part of each bucket alone;
+    the others' parts are gathered.
+    """
+    found: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for chunk in model:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for bucket in group.buckets:
+                kept = bucket.grad_data if of_gradients else bucket.param_data
+                if kept is None:  # parameters stay where they were made
+                    found.update((p, p.detach().clone()) for p in bucket.params)
+                    continue
+                data = kept.detach().clone()
+                if group.ddp_config.use_distributed_optimizer:
+                    owners = group.intra_distributed_optimizer_instance_group
+                    parts = list(data.chunk(owners.size()))
+                    mine = parts[owners.rank()].clone()
+                    torch.distributed.all_gather(parts, mine, group=owners)
+                    data = torch.cat(parts)
+                for parameter in bucket.params:
+                    view = parameter.main_grad if of_gradients else parameter.data
+                    start = view.storage_offset() - kept.storage_offset()
+                    found[parameter] = data[start : start + view.numel()].view(view.shape)
+    return found
+
+
+def shards(model: Model, values: Values, only: bool) -> Iterator[Shard]:
+    """What a checkpoint would have of ``values`` in
+    place of the parameters; ``only``: less what are no parameters."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from torch.utils._pytree import tree_leaves
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for chunk in model:
+        inner = chunk
+        while hasattr(inner, "module"):
+            inner = inner.module
+        before = {p: p.data for p in inner.parameters() if p in values}
+        try:
+            for parameter in before:
+                parameter.data = values[parameter]
+            storages = {p.untyped_storage()._cdata for p in before}
+            metadata = {"non_homogeneous_layers": True, "dp_cp_group": group}
+            state = {"model": inner.sharded_state_dict(metadata=metadata)}
+            apply_factories(state)
+            for one in tree_leaves(state):
+                if not isinstance(one, ShardedTensor) or one.data is None:
+                    continue
+                if only and one.data.untyped_storage()._cdata not in storages:
+                    continue
+                data = one.data.detach().to(torch.float64).numpy().copy()
+                shape = list(one.local_shape)
+                data = data.reshape([1] * one.prepend_axis_num + shape)
+                yield one.key, list(one.global_offset), list(one.global_shape), data
+        finally:
+            for parameter, data in before.items():
+                parameter.data = data
+
+
+def patches_of(
+    recorder: StepRecorder,
+    job: World,
+    copy: World,
+    here: World,
+    left_out: Sequence[str],
+    iterations: int,
+    layers: int,
+    rounded: bool,
+) -> Patches:
+    """What makes this rank's job the small one, and keeps what it does.
+
+    Args: as of ``shrink.shrink`` and ``shrink.lay_out``;
+        rounded: whether every parameter starts one rounding away, to measure what roundings do
+    """
+    patches = Patches()
+
+    @patches.instead(
+        "megatron.training.arguments", "parse_args",
+        reason="a small copy of the job trains",
+        source="training/arguments.py:88 @0.16.1; :116 @0.19.0",
+    )  # fmt: skip
+    def small(context: PatchContext, original: Original, *args: object, **kwargs: object) -> object:
+        parsed = original(*args, **kwargs)
+        changes = shrink.shrink(parsed, job, copy, iterations, layers)
+        recorder.facts["parts"] = shrink.parts_of(parsed, copy)
+        recorder.facts["changes"] = [
+            [one.name, _text(one.before), _text(one.after), one.why] for one in changes
+        ]
+        shrink.lay_out(parsed, here, left_out)
+        return parsed
+
+    @patches.instead(
+        "megatron.training.training", "train_step",
+        reason="what goes into a step and comes out is compared with another layout's",
+        source="training/training.py:1603 @0.16.1; :2336 @0.19.0",
+    )  # fmt: skip
+    def step(context: PatchContext, original: Original, *args: object, **kwargs: object) -> object:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        model, optimizer = call.arguments["model"], call.arguments["optimizer"]
+        if not recorder.iteration:
+            _keep_parameters(recorder, model)
+            if rounded:
+                _round_otherwise(model)
+        recorder.iteration += 1
+        schedule, update = call.arguments["forward_backward_func"], optimizer.step
+
+        def scheduled(*args: object, **kwargs: object) -> object:
+            recorder.training = True
+            losses = schedule(*args, **kwargs)
+            recorder.training = False
+            for number, one in enumerate(losses or ()):
+                values = {key: value.reshape(-1).tolist() for key, value in one.items()}
+                recorder.facts["losses"].append([recorder.iteration, number, values])
+            return losses
+
+        def updated(*args: object, **kwargs: object) -> object:
+            gradients = whole_buffers(model, True)
+            unnamed = sum(one.numel() for one in gradients.values())
+            for found in shards(model, gradients, True):
+                recorder.tensor("gradient", *found)
+                unnamed -= found[3].size
+            recorder.facts["unnamed"] = unnamed
+            return update(*args, **kwargs)
+
+        call.arguments["forward_backward_func"] = scheduled
+        optimizer.step = updated
+        try:
+            result = original(*call.args, **call.kwargs)
+        finally:
+            optimizer.step = update
+        recorder.facts["norms"].append(None if result[5] is None else float(result[5]))
+        if recorder.iteration in (1, iterations):
+            _keep_parameters(recorder, model)
+        return result
+
+    @patches.instead(
+        "megatron.training.training", "evaluate",
+        reason="what evaluation says is compared with another layout's",
+        source="training/training.py:2754 @0.16.1; :3800 @0.19.0",
+    )  # fmt: skip
+    def evaluate(
+        context: PatchContext, original: Original, *args: object, **kwargs: object
+    ) -> object:
+        result = original(*args, **kwargs)
+        for key, value in (result[0] or {}).items():
+            numbers = torch.as_tensor(value).reshape(-1).tolist()
+            recorder.facts["evaluation"].setdefault(key, numbers)
+        return result
+
+    @patches.instead(
+        "megatron.core.transformer.moe.router", "TopKRouter.routing",
+        reason="to which experts tokens go is compared with another layout's",
+        source="core/transformer/moe/router.py:545 @0.16.1; :741 @0.19.0",
+    )  # fmt: skip
+    def route(
+        context: PatchContext, original: Original, self: object, *args: object, **kwargs: object
+    ) -> object:
+        result = original(self, *args, **kwargs)
+        if recorder.training:
+            counts = result[1].sum(dim=0).tolist()
+            key = f"{recorder.iteration} {vars(self)['layer_number']}"
+            before = recorder.facts["routed"].get(key, [0] * len(counts))
+            recorder.facts["routed"][key] = [a + b for a, b in zip(before, counts, strict=True)]
+        return result
+
+    return patches
+
+
+def _keep_parameters(recorder: StepRecorder, model: Model) -> None:
+    for found in shards(model, whole_buffers(model, False), False):
+        recorder.tensor("parameter", *found)
+
+
+def _text(value: object) -> str:
+    return str(getattr(value, "name", value))
+
+
+def _round_otherwise(model: Model) -> None:
+    """Move every parameter by one rounding, up or down at random."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for chunk in model:
+            for parameter in chunk.parameters():
+                sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.data.mul_(1 + 2 * LAST_BIT * sign)

@@ -1,0 +1,93 @@
+"""The small copy of a job: its world, its sizes, and what it does without."""
+
+import argparse
+
+import pytest
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.world import World
+from megatron_prism.verify import shrink
+
+SIZES = {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "seq_length": 8192,
+         "max_position_embeddings": 8192, "micro_batch_size": 1, "global_batch_size": 1024,
+         "bf16": True, "num_layers_per_virtual_pipeline_stage": None, "moe_layer_freq": 1,
+         "num_virtual_stages_per_pipeline_rank": None, "pipeline_model_parallel_layout": None,
+         "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+         "account_for_embedding_in_pipeline_split": False, "sequence_parallel": False,
+         "account_for_loss_in_pipeline_split": False, "use_distributed_optimizer": False,
+         "tensor_model_parallel_size": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("job", "known", "ranks", "has"),
+    [
+        (World(1024, tp=8, pp=4), True, 8, {"tp": 2, "pp": 2, "dp": 2}),
+        (World(8, tp=8), True, 2, {"tp": 2, "dp": 1}),
+        (World(8, tp=8), False, 4, {"tp": 2, "dp": 2}),
+        (World(64, ep=8), True, 4, {"ep": 2, "edp": 2}),
+        (World(8, ep=8), True, 2, {"ep": 2, "edp": 1}),
+        (World(256, tp=2, pp=8, cp=2, ep=8, etp=1), True, 16, {"ep": 2, "etp": 1, "cp": 2}),
+    ],
+)
+def test_a_dimension_above_one_stays_above_one(job, known, ranks, has):
+    copy = shrink.small_world(job, known)
+    assert copy.size == ranks
+    assert {name: getattr(copy, name) for name in has} == has
+
+
+def shrunk(world=None, **given):
+    args = argparse.Namespace(**(SIZES | given))
+    job = world or World(1024, tp=8, pp=4)
+    return args, shrink.shrink(args, job, shrink.small_world(job, True), 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "others"),
+    [
+        ({}, 2, {}),
+        ({"num_layers_per_virtual_pipeline_stage": 5}, 4,
+         {"num_layers_per_virtual_pipeline_stage": 1}),
+        ({"num_virtual_stages_per_pipeline_rank": 5}, 4,
+         {"num_virtual_stages_per_pipeline_rank": 2}),
+        ({"decoder_first_pipeline_num_layers": 11}, 3, {"decoder_first_pipeline_num_layers": 1}),
+        ({"account_for_embedding_in_pipeline_split": True,
+          "account_for_loss_in_pipeline_split": True}, 2, {}),
+        ({"pipeline_model_parallel_layout": "Et*3|(tt|)*29,m|L", "mtp_num_layers": 2}, 4,
+         {"pipeline_model_parallel_layout": "Et|t|t|tmL", "mtp_num_layers": 1}),
+        ({"moe_layer_freq": [0, 0, 0] + [1] * 77}, 2, {"moe_layer_freq": [0, 1]}),
+    ],
+)  # fmt: skip
+def test_layers_are_as_few_as_the_stages_admit(given, layers, others):
+    args, _ = shrunk(**given)
+    assert args.num_layers == layers
+    assert {name: getattr(args, name) for name in others} == others
+
+
+def test_what_is_changed_is_said_with_its_reason():
+    args, changes = shrunk()
+    assert not args.bf16
+    said = {one.name: (one.before, one.after, one.why) for one in changes}
+    assert said["num_layers"] == (80, 2, "sizes")
+    assert said["bf16"] == (True, False, "number formats (float32 here)")
+    assert args.global_batch_size == shrink.SAMPLES
+
+
+def test_the_reference_has_no_part_of_the_composition():
+    args, _ = shrunk(sequence_parallel=True, use_distributed_optimizer=True)
+    copy = World(8, tp=2, pp=2)
+    assert shrink.parts_of(args, copy) == [
+        "--use-distributed-optimizer", "--sequence-parallel", "tp", "pp", "dp"
+    ]  # fmt: skip
+    shrink.lay_out(args, shrink.one_rank(copy), shrink.PARTS)
+    assert shrink.parts_of(args, shrink.one_rank(copy)) == []
+
+
+def test_a_part_that_is_a_dimension_is_left_out():
+    copy = World(8, tp=2, pp=2)
+    assert shrink.without(copy, "tp") == World(4, pp=2, etp=1)
+    assert shrink.without(copy, "cp") is None
+
+
+def test_what_it_does_not_know_is_refused_by_name():
+    with pytest.raises(UsageError, match="--use-torch-fsdp2"):
+        shrunk(use_torch_fsdp2=True)

@@ -1,0 +1,62 @@
+"""Real ranks over gloo beside one rank: a healthy layout is the same job, one with a planted fault
+is not, and the parameter and the axis are named.
+
+Needs megatron.training (0.19).
+"""
+
+import sys
+
+import pytest
+from helpers import stock_jobs
+from helpers.needs import TRAINING
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.world import World
+from megatron_prism.verify.verdict import Line, verify
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
+
+JOB = """
+--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --seq-length 8192 --bf16 --lr 1e-4
+--max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 1024 --train-iters 9000
+--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --transformer-impl local
+--tensor-model-parallel-size 8 --sequence-parallel --position-embedding-type rope
+--no-rope-fusion
+""".split()  # noqa: SIM905
+UNREDUCED = """
+import importlib, runpy
+grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+grads._allreduce_non_tensor_model_parallel_grads = lambda *args: None
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def verdict(tmp_path, script, world, *flags, bisect=False):
+    line = Line((str(script), *JOB, *flags), world, True, sys.executable)
+    return verify(line, None, tmp_path / "kept", lambda text: None, bisect=bisect)
+
+
+def test_a_healthy_layout_is_the_same_job(tmp_path):
+    flags = ["--pipeline-model-parallel-size", "4", "--use-distributed-optimizer"]
+    found = verdict(tmp_path, stock_jobs.TINY, World(64, tp=8, pp=4), *flags)
+    assert found.difference is None
+    assert found.same
+    assert found.copy == World(8, tp=2, pp=2)
+    assert found.counts["losses"] == 3 * 8
+    assert max(found.worst.values()) < 0.5  # of the tolerance
+
+
+def test_gradients_that_are_not_reduced_are_named_with_their_axis(tmp_path):
+    script = tmp_path / "faulty.py"
+    script.write_text(UNREDUCED.format(script=str(stock_jobs.TINY)))
+    found = verdict(tmp_path, script, World(8, tp=8), bisect=True)
+    assert found.same is False
+    assert (found.difference.what, found.difference.iteration) == ("gradient", 1)
+    assert found.difference.where == "decoder.final_layernorm.bias"
+    assert found.difference.axes == ("tp",)
+    assert found.culprits == ["--sequence-parallel"]
+
+
+def test_what_megatron_refuses_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match="Megatron refuses the small copy: .*recompute"):
+        verdict(tmp_path, stock_jobs.TINY, World(8, tp=8), "--recompute-granularity", "full")
