@@ -47,7 +47,7 @@ def hang(args: argparse.Namespace) -> int:
     prism hang --dumps DIR --programs P (or --recipe R)
                                 also: where in its program every rank stood, and whether the
                                 programs stop there too; P is what prism capture wrote
-    prism hang DIR -- pretrain_gpt.py <the job's own arguments>
+    prism hang DIR torchrun --nproc-per-node 8 pretrain_gpt.py <the job's own arguments>
                                 the same; the programs are captured now
     prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu num_layers=4]
                                 also: runs the culprits' real code to the place where they stood,
@@ -103,7 +103,8 @@ def hang(args: argparse.Namespace) -> int:
     write_outputs(args.force, (args.markdown, found.to_markdown), (args.html, found.to_html),
                   (args.trace, found.to_chrome_trace))  # fmt: skip
     more = {} if planted is None else {"planted": [str(hit) for hit in planted.hits]}
-    rows = [{"role": "culprit", **dataclasses.asdict(one)} for one in found.culprits]
+    role = "culprit" if found.exit_code == 1 else "candidate"
+    rows = [{"role": role, **dataclasses.asdict(one)} for one in found.culprits]
     rows += [{"role": "victim", **dataclasses.asdict(one)} for one in found.victims]
     if args.watch and args.json:  # a line, for what reads logs
         print(json.dumps(found.to_json()))
@@ -164,6 +165,12 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
             recipe = recipe.changed({"prism.tier": settings["tier"]}) if recipe else None
         path = Path(settings.get("programs", place))
         return _on_programs(dumps, found, recipe, programs, path, args.confirm)
+
+
+def has_observation(words: list[str]) -> bool:
+    """Whether a command line names dumps or logs: a script beside them is their job."""
+    named = any(word.partition("=")[0] in ("--dumps", "--logs") for word in words)
+    return named or any(map(_is_observation, words))
 
 
 def _is_observation(path: str) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import megatron_prism
-from megatron_prism.cli.hang import hang
+from megatron_prism.cli.hang import hang, has_observation
 from megatron_prism.cli.memory import ACTIONS, memory
 from megatron_prism.cli.output import (
     check_outputs,
@@ -401,7 +401,8 @@ def _split_at_line(name: str, words: list[str]) -> tuple[list[str], list[str]]:
 
 def _parse_job(name: str, rest: list[str], line: list[str]) -> argparse.Namespace:
     """As ``_parse``; ``job`` gets the script of the launch line and its arguments, ``ours`` the
-    flags of ``prism run``.  A command that reads programs gets those of the job, captured now."""
+    flags of ``prism run``.  A command that reads programs gets those of the job, captured now,
+    unless it reads dumps or logs of the job."""
     job, ours = list[str](), list[str]()
     if line:
         from megatron_prism.emulate import options
@@ -412,7 +413,7 @@ def _parse_job(name: str, rest: list[str], line: list[str]) -> argparse.Namespac
         launched, job = job_of(line, given)
         ours = [*given, *launched]
     place = COMMANDS[name].programs
-    if job and place is not None and "--dumps" not in rest:
+    if job and place is not None and not has_observation(rest):
         rest = [*rest[:place], str(_captured(job, ours)), *rest[place:]]
         job = []
     args = _parse(name, rest)

@@ -71,8 +71,12 @@ class Diagnosis:
         return 3 if lost or not self.culprits else 1
 
     def to_json(self) -> dict[str, object]:
-        """``prism.diagnosis/1``."""
-        return {"schema": SCHEMA, **asdict(self)}
+        """``prism.diagnosis/1``.  With exit status 3 ranks whose dumps are missing are candidates,
+        and nobody is a culprit."""
+        value = {"schema": SCHEMA, **asdict(self)}
+        if self.exit_code == 3 and self.culprits:
+            value |= {"culprits": [], "candidates": [c.rank for c in self.culprits]}
+        return value
 
     def to_html(self) -> str:
         """One self-contained page."""

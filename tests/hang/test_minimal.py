@@ -19,6 +19,7 @@ from megatron_prism.core.world import World
 from megatron_prism.graph import stall
 from megatron_prism.hang.diagnose import diagnose
 from megatron_prism.hang.dumps import DumpSet, of_value
+from megatron_prism.hang.verdict import Culprit, Diagnosis
 
 
 @pytest.mark.parametrize(
@@ -242,3 +243,23 @@ def test_all_messages_of_a_rank_are_held_against_its_program(more, kind):
     made = DumpSet({rank: of_value(dump.value(), rank) for rank, dump in dumps.items()})
     found = diagnose(made, programs=programs)
     assert [(c.rank, c.kind) for c in found.culprits] == [(1, kind)], found
+
+
+@pytest.mark.parametrize("how", ["DIR", "--dumps", "--logs"])
+def test_a_launch_line_behind_dumps_is_the_job_that_left_them(how, tmp_path, monkeypatch):
+    """Its programs are captured for these dumps, not judged by themselves."""
+    dumps = {rank: Dump({"tp": (0, 1)}) for rank in range(2)}
+    for rank, dump in dumps.items():
+        dump.call("tp", count=rank)
+        (tmp_path / f"_dump_{rank}").write_bytes(pickle.dumps(dump.value(), protocol=2))
+    (tmp_path / "pretrain_gpt.py").touch()
+    monkeypatch.setattr(cli, "_captured", None)
+    line = ["torchrun", "--nproc-per-node", "2", str(tmp_path / "pretrain_gpt.py"), "--bf16"]
+    args = cli._parse_job("hang", [*([how] if how[0] == "-" else []), str(tmp_path)], line)
+    assert (args.job, args.ours[:2]) == (line[3:], ["--prism-world-size", "2"])
+
+
+def test_only_a_missing_dump_is_no_culprit_of_the_json():
+    found = Diagnosis("missing dump", (Culprit(7, "missing dump", ""),), confidence="possible")
+    assert found.exit_code == 3
+    assert (found.to_json()["culprits"], found.to_json()["candidates"]) == ([], [7])
