@@ -1,8 +1,8 @@
 """The collectives: what each one means, one row each, read by everything else.
 
-The backend asks a row what its virtual members deliver, the world graph how calls of different
-ranks match, the costs how many bytes cross the wire, the dump reader under which name it is
-recorded. Pure data and integer arithmetic; this module knows nothing of tensors, devices or time.
+The backend asks a row by which methods it is issued, the world graph how calls of different ranks
+match, the costs how many bytes cross the wire, the dump reader under which name it is recorded.
+Pure data and integer arithmetic; this module knows nothing of tensors, devices or time.
 
 Sizes, for a group of ``n`` ranks (``numel`` of one rank's tensors):
 
@@ -37,19 +37,14 @@ class Collective:
     recorder  : suffix of its profiling name in Flight Recorder dumps (``nccl:<recorder>``)
     kind      : ``group`` (all members take part, one FIFO per group) or ``pair`` (p2p, one FIFO per
                 directed pair)
-    agree     : what all members must pass alike, else the job is broken; ``pairwise`` means that
-                what i sends to j must be what j expects from i
     reduces   : whether a reduce op is part of the call
     rooted    : whether one member is the root
-    delivers  : what a virtual member holds under the default *mirror* policy, in words
     """
 
     name: str
     methods: tuple[str, ...]
     recorder: str
     kind: str
-    agree: tuple[str, ...]
-    delivers: str
     reduces: bool = False
     rooted: bool = False
 
@@ -80,13 +75,7 @@ class Collective:
 
 TABLE: tuple[Collective, ...] = (
     Collective(
-        "all_reduce",
-        ("allreduce", "allreduce_coalesced"),
-        "all_reduce",
-        "group",
-        ("dtype", "numel", "reduce_op"),
-        "the local member's tensor: a sum is n times it, an average, minimum or maximum is it",
-        reduces=True,
+        "all_reduce", ("allreduce", "allreduce_coalesced"), "all_reduce", "group", reduces=True
     ),
     Collective(
         "all_gather",
@@ -100,8 +89,6 @@ TABLE: tuple[Collective, ...] = (
         ),
         "_all_gather_base",
         "group",
-        ("dtype", "numel"),
-        "a copy of the local shard; slots of an in-place gather keep what they hold",
     ),
     Collective(
         "reduce_scatter",
@@ -114,65 +101,18 @@ TABLE: tuple[Collective, ...] = (
         ),
         "_reduce_scatter_base",
         "group",
-        ("dtype", "numel", "reduce_op"),
-        "the local member's input: the result is n times the local chunk, or the chunk itself",
         reduces=True,
     ),
     Collective(
-        "all_to_all",
-        ("alltoall", "alltoall_base", "all_to_all_single"),
-        "all_to_all",
-        "group",
-        ("dtype", "pairwise"),
-        "the mirror image: rows of the local input, repeated to the size that is expected",
+        "all_to_all", ("alltoall", "alltoall_base", "all_to_all_single"), "all_to_all", "group"
     ),
-    Collective(
-        "broadcast",
-        ("broadcast",),
-        "broadcast",
-        "group",
-        ("dtype", "numel", "root"),
-        "what the local member already holds; values that steer control flow have an oracle",
-        rooted=True,
-    ),
-    Collective(
-        "reduce",
-        ("reduce",),
-        "reduce",
-        "group",
-        ("dtype", "numel", "reduce_op", "root"),
-        "the local member's tensor, as in all_reduce; only the root changes",
-        reduces=True,
-        rooted=True,
-    ),
-    Collective(
-        "gather",
-        ("gather",),
-        "gather",
-        "group",
-        ("dtype", "numel", "root"),
-        "a copy of the root's own tensor",
-        rooted=True,
-    ),
-    Collective(
-        "scatter",
-        ("scatter",),
-        "scatter",
-        "group",
-        ("dtype", "numel", "root"),
-        "noise of unit scale (integers: zeros), since no local tensor is like it",
-        rooted=True,
-    ),
-    Collective("barrier", ("barrier",), "barrier", "group", (), "presence"),
-    Collective("send", ("send",), "send", "pair", ("dtype", "numel"), "nothing: it receives"),
-    Collective(
-        "recv",
-        ("recv", "recv_anysource"),
-        "recv",
-        "pair",
-        ("dtype", "numel"),
-        "noise of the expected scale: activations N(0,1), gradients the scale of a mean loss",
-    ),
+    Collective("broadcast", ("broadcast",), "broadcast", "group", rooted=True),
+    Collective("reduce", ("reduce",), "reduce", "group", reduces=True, rooted=True),
+    Collective("gather", ("gather",), "gather", "group", rooted=True),
+    Collective("scatter", ("scatter",), "scatter", "group", rooted=True),
+    Collective("barrier", ("barrier",), "barrier", "group"),
+    Collective("send", ("send",), "send", "pair"),
+    Collective("recv", ("recv", "recv_anysource"), "recv", "pair"),
 )
 
 BY_NAME: dict[str, Collective] = {row.name: row for row in TABLE}

@@ -5,8 +5,8 @@ become text.  Every ``format_x`` is exact or rounds to at most four significant 
 ``parse_x`` accepts whatever ``format_x`` prints and gives the same text again.  KiB, MiB, GiB, TiB
 are powers of 1024; KB, MB, GB, TB powers of 1000.
 
->>> format_bytes(parse_bytes("1.5 GiB")), format_ns(parse_ns("412us")), format_count(1_048_576)
-('1.5 GiB', '412 us', '1,048,576')
+>>> format_bytes(parse_bytes("1.5 GiB")), format_ns(parse_ns("412us"))
+('1.5 GiB', '412 us')
 """
 
 from __future__ import annotations
@@ -62,11 +62,6 @@ def format_bytes(num_bytes: int) -> str:
 def parse_count(text: str | int) -> int:
     """A whole number: ``1,048,576``, ``70B``, ``8K`` (thousands, not 1024)."""
     return _parse(text, COUNTS, "count", "8192, 1,048,576, 70.6B", bare="")
-
-
-def format_count(count: int) -> str:
-    """A whole number with thousands separated by commas, never rounded."""
-    return f"{count:,}"
 
 
 def counted(count: int, what: str) -> str:

@@ -268,7 +268,7 @@ class CallGuard(LabelledCalls):
         self.neighbours = None
         if asked.strict and store is not None:
             self.neighbours = LocalCallCheck(store, self.rank, self._fail)
-        self._inside, self._own_faults = False, bool(mine)
+        self._inside = False
         self._skip = False  # whether the next iteration is not a steady one
         self._checked_faulty = False
         self._other: list[str] = []  # that the programs are of other arguments
