@@ -73,7 +73,8 @@ def replay(args: argparse.Namespace) -> int:
     Where the difference is, by what a mean rank does; OTHER is slices and what differs for them.
     """
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.replay import microbatches, whatif
+    from megatron_prism.replay import whatif
+    from megatron_prism.replay.plausibility import check_plausible
     from megatron_prism.replay.priced_graph import replay as replay_programs
     from megatron_prism.report.replay import render_html
 
@@ -94,7 +95,7 @@ def replay(args: argparse.Namespace) -> int:
             return found
         other = _with_microbatches(programs, wanted)
         after = replay_programs(other, what_if=_what_if(**settings), **here)
-        microbatches.check_plausible(found, after)
+        check_plausible(after, found)
         return after
 
     timeline = timeline_of(args.programs, settings)

@@ -37,6 +37,7 @@ from megatron_prism.predict.variability import read_variability as shipped
 from megatron_prism.predict.whatifs import FACTORS, Study, busiest, p95, study, with_slow
 from megatron_prism.replay.interval import interval
 from megatron_prism.replay.microbatches import microbatch_count as microbatches
+from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import (
     CalibrationLike,
     MachineLike,
@@ -191,7 +192,7 @@ def predict(
     priced = programs
     if not isinstance(priced, PricedGraph):
         priced = price(priced, machine=machine, calibration=calibration, what_if=what_if)
-    check_takes_time(priced)
+    check_times(priced)
     spreads = spreads_of(priced, variability)
     sampler = Sampler(priced.timeline, seed, spreads.calls)
     found = _distribution(priced, sampler, spreads, samples, levels, slow_by, progress)
@@ -202,12 +203,14 @@ def predict(
     return found
 
 
-def check_takes_time(priced: PricedGraph) -> None:
-    """PrismError if no op of the world takes any time."""
+def check_times(priced: PricedGraph) -> None:
+    """PrismError if no op of the world takes any time, or all of them less than they can."""
     if not priced.prices.used():
         path = priced.programs.path or "DIR"
         what = f"nothing in {path} takes time, so there is nothing to predict"
         raise PrismError(what, fix=f"prism show {path}")
+    if not (priced.what_if.slow or priced.what_if.faster):  # factors of the user's own
+        check_plausible(priced.timeline)
 
 
 def _naming(what: str, progress: Progress | None) -> Callable[[float], object]:
@@ -385,7 +388,7 @@ def compare(
         raise UsageError("one layout has nothing to be compared with", fix="--against DIR")
     samplers, spreads = [], []
     for place, (name, priced) in enumerate(layouts.items()):
-        check_takes_time(priced)
+        check_times(priced)
         asked = variability[name] if isinstance(variability, Mapping) else variability
         spread = spreads_of(priced, asked)
         own = seed + place * _STRIDE

@@ -4,12 +4,13 @@ In : Programs of M microbatches, and a Scheduler, which runs Megatron's own with
 (``emulate.schedule.schedules``).  Out: Programs of N microbatches.
 
 A program is cut into steps (the span of one forward's or backward's ops; spans that overlap are one
-step) and what lies between them.  The scheduler's own run with M microbatches must give the same
-steps, sends, receives and waits; its run with N says in which order pieces of which kind follow.
-A kind is what the scheduler does in the piece, phases and chunks of the steps in it or beside it,
-and whether a microbatch is among the first or the last, which have bodies of their own (parameters
-that are gathered, gradients that are reduced).  Every piece is a captured one of its kind; handles,
-batches and storages are those of the new places.
+step) and messages between them, each with the ops that lead to it.  The scheduler's own run with M
+microbatches must give the same steps, sends, receives and waits; its run with N says in which order
+pieces of which kind follow.  A kind is what the scheduler does in the piece, and phases and chunks
+of a step, and whether its microbatch is among the first or the last, which have bodies of their own
+(parameters that are gathered, gradients that are reduced).  Every piece is a captured one of its
+kind, in the surroundings that are most alike; handles, batches and storages are those of the new
+places.
 """
 
 from __future__ import annotations
@@ -17,28 +18,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
 from megatron_prism.core import job_settings
-from megatron_prism.core.errors import PrismError, ProgramError, UsageError
+from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.ops import CODE, IS_PAIR, PHASE_NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.whatif import with_assumption
-
-if TYPE_CHECKING:
-    from megatron_prism.replay.timeline import Timeline
 
 Scheduler = Callable[..., Programs]  # (pp, vpp, microbatches, **settings) -> one program a stage
 Member = tuple[int, int]  # phase, chunk
 Kind = tuple[object, ...]
 
 _FORWARD, _BACKWARD, _WEIGHT = map(PHASE_NAMES.index, ("forward", "backward", "weight"))
-_SYNCS = [CODE[name] for name in ("grad_sync", "param_sync", "mark")]
+_SYNCS = [CODE[name] for name in ("grad_sync", "param_sync", "mark", "host_wait")]
 _RELATIVE = ("microbatch", "handle", "batch", "note")  # of a place, not of a kind
 _TIMES = ("ns", "host", "lead", "products")
 _SIZES = ("num_in", "num_out", "splits", "flops", "traffic", "kernels", "shape")
@@ -46,7 +44,7 @@ _MOST_OPS = 1 << 25  # 4 GB
 _MOST_STEPS = 1 << 20  # of the scheduler's own run, 5 us and 2 KB each
 _GROWS = {"tokens_per_iteration", "model_flops_per_iteration", "microbatches"}
 # how unlike a captured piece is that stands for a wanted one: from _OTHER on it does not
-_NEIGHBOUR, _EDGE, _CHUNK, _OTHER = 1, 10, 100, 10000
+_NEIGHBOUR, _EDGE, _CHUNK, _BETWEEN, _OTHER = 1, 10, 100, 1000, 10000
 
 
 def microbatch_count(programs: Programs) -> int:
@@ -123,66 +121,34 @@ class _MissingKind(Exception):
     """No captured piece can stand for one of the wanted schedule."""
 
 
-# -- is it plausible? -----------------------------------------------------------------------------
-_STRAYS = 0.2  # of what a captured microbatch takes
-
-
-def check_plausible(before: Timeline, after: Timeline) -> None:
-    """PrismError, as a fault of ours, if ``after``, of other microbatches than ``before``, computes
-    faster than its machine can, or another microbatch takes much longer or shorter than captured
-    ones do."""
-    programs = after.graph.programs
-    there, wanted = microbatch_count(before.graph.programs), microbatch_count(programs)
-    model = programs.source.get("model_flops_per_iteration", "")
-    rate = int(model) / after.iteration_ns * 1e9 / programs.world.size if model.isdecimal() else 0
-    settings = programs.source.get("arguments", "") + programs.source.get("settings", "")
-    most = after.prices.peak * (2 if "fp8" in settings or "fp4" in settings else 1)
-    wrong = ""
-    if most and rate > most:
-        wrong = f"{rate / 1e12:,.0f} TFLOP/s a GPU, of which it has {most / 1e12:,.0f}"
-    each = (after.iteration_ns - before.iteration_ns) / (wanted - there) if wanted != there else 0
-    steady = _steady_ns(before)
-    if not wrong and each and steady and abs(each / steady - 1) > _STRAYS:
-        wrong = f"{each / 1e6:,.2f} ms for each other one, {steady / 1e6:,.2f} as captured"
-    if wrong:
-        raise PrismError(
-            f"a fault of ours: {wanted} microbatches instead of {there} would take {wrong}",
-            fix="capture the job with that many microbatches, and report these slices",
-        )
-
-
-def _steady_ns(timeline: Timeline) -> float:
-    """What a microbatch takes between starts of its forwards on the last stage, which warms up
-    shortest; 0 if there are too few."""
-    world, found = timeline.graph.programs.world, 0.0
-    for index, program in enumerate(timeline.graph.program_list):
-        if world.coordinates(program.rank).pp < world.pp - 1:
-            continue
-        cut = _Cut(program, world)
-        first = min((one for step in cut.members for one in step if one[0] == _FORWARD), default=())
-        spans = timeline.spans(index)  # waits have none
-        begins = {
-            step[first]: int(spans["start"][np.searchsorted(spans["op"], cut.bounds[2 * at + 1])])
-            for at, step in enumerate(cut.members)
-            if first in step
-        }
-        apart = _group_size([cut]) if first and first[1] >= 0 else 1
-        gaps = [(begins[n + apart] - begins[n]) / apart for n in begins if n + apart in begins]
-        if gaps:
-            found = max(found, float(np.median(gaps[len(gaps) // 2 :])))
-    return found
+def starts_of_forwards(program: Program, world: World) -> tuple[dict[int, int], int]:
+    """Of every microbatch the first op of its first forward, and how many microbatches follow each
+    other through one chunk."""
+    cut = _Cut(program, world)
+    first = min((one for step in cut.members for one in step if one[0] == _FORWARD), default=())
+    begins = {
+        step[first]: int(cut.bounds[piece])
+        for step, piece in zip(cut.members, cut.steps, strict=True)
+        if first in step
+    }
+    return begins, _group_size([cut]) if first and first[1] >= 0 else 1
 
 
 # -- pieces ----------------------------------------------------------------------------------------
 class _Cut:
-    """A program cut into pieces: what lies before, between and behind steps (0, 2, 4 ...), and
-    steps (1, 3, 5 ...).
+    """A program cut into pieces: steps, and what lies between them, cut behind every message.
 
     members : of every step: microbatch by phase and chunk
     bounds  : int64 [pieces + 1]: where each begins
+    places  : of every piece (number of the step, -1), or (that of the step behind it, its place
+              between the two)
+    steps   : the piece of every step
+    talked  : of every step how many messages and waits for them are before its begin and its end
     """
 
-    def __init__(self, program: Program, world: World) -> None:
+    def __init__(self, program: Program, world: World, like: _Cut | None = None) -> None:
+        """Steps have the messages that those of ``like`` have: a forward beside a backward reads
+        its batch before the wait that the scheduler has ahead of both."""
         ops = program.ops
         self.program, self.pipeline = program, _is_pipeline(program)
         self.stages = _stages(program, world)
@@ -195,28 +161,54 @@ class _Cut:
         np.minimum.at(first, number.ravel(), at)
         np.maximum.at(last, number.ravel(), at)
         self.members: list[dict[Member, int]] = []
-        bounds, end = [0], 0
+        spans: list[list[int]] = []
         for label in np.argsort(first).tolist():
             microbatch, chunk, what = keys[label].tolist()
-            if first[label] >= end:
+            if not spans or first[label] >= spans[-1][1]:
                 self.members.append({})
-                bounds += [int(first[label]), 0]
+                spans.append([int(first[label]), 0])
             self.members[-1][what, chunk] = microbatch
-            end = bounds[-1] = max(end, int(last[label]) + 1)
-        self.bounds = np.array([*bounds, len(ops)], dtype=np.int64)
+            spans[-1][1] = max(spans[-1][1], int(last[label]) + 1)
+        if like is not None:
+            self.members = like.members
+            messages = [0, *(1 + self.talking).tolist(), len(ops) + 1]
+            for step, span in enumerate(spans):
+                for side, before in enumerate(like.talked[step]):
+                    span[side] = min(max(span[side], messages[before]), messages[before + 1] - 1)
+        self.talked = np.searchsorted(self.talking, np.array(spans).reshape(-1, 2)).tolist()
         self.shapes: list[Kind] = [tuple(sorted(one)) for one in self.members]
+        ends = 1 + self.talking
+        # the scheduler waits for the device behind a batch of messages
+        waits = np.flatnonzero(ops["name"] == CODE["host_wait"])
+        ends = np.union1d(ends, 1 + np.intersect1d(ends, waits))
+        bounds, self.places = [0], list[tuple[int, int]]()
+        for step, (start, end) in enumerate([*spans, [len(ops), 0]]):
+            between = ends[slice(*np.searchsorted(ends, [bounds[-1] + 1, start + 1]))]
+            bounds += [*between.tolist(), start]
+            self.places += [(step, i) for i in range(len(between) + 1)]
+            if step < len(spans):
+                bounds.append(end)
+                self.places.append((step, -1))
+        self.bounds = np.array(bounds, dtype=np.int64)
+        self.steps = [piece for piece, (_, place) in enumerate(self.places) if place < 0]
 
     def __len__(self) -> int:
-        return len(self.bounds) - 1
+        return len(self.places)
+
+    def is_step(self, piece: int) -> bool:
+        """Or between steps."""
+        return self.places[piece][1] < 0
 
     def shape(self, piece: int) -> Kind:
         """Phases and chunks of a step; of the steps beside what lies between."""
-        if piece % 2:
-            return self.shapes[piece // 2]
-        return (self._beside(piece - 1), self._beside(piece + 1))
+        step = self.places[piece][0]
+        if self.is_step(piece):
+            return self.shapes[step]
+        return self.beside(step - 1), self.beside(step)
 
-    def _beside(self, step: int) -> Kind | None:
-        return self.shapes[step // 2] if 0 <= step < len(self) else None
+    def beside(self, step: int) -> Kind:
+        """Phases and chunks of a step; nothing if there is none."""
+        return self.shapes[step] if 0 <= step < len(self.shapes) else ()
 
     @cached_property
     def issuers(self) -> np.ndarray:
@@ -231,11 +223,16 @@ class _Cut:
         return found
 
     @cached_property
+    def talking(self) -> np.ndarray:
+        """int64: sends and receives of the pipeline and the waits for them."""
+        names, issuers = self.program.ops["name"], self.issuers
+        waits = (names == CODE["wait"]) & (issuers >= 0) & self.pipeline[issuers]
+        return np.flatnonzero(self.pipeline | waits)
+
+    @cached_property
     def talk(self) -> list[list[int]]:
-        """Of every piece the sends and receives of the pipeline and the waits for them."""
-        ops, issuers = self.program.ops, self.issuers
-        waits = (ops["name"] == CODE["wait"]) & (issuers >= 0) & self.pipeline[issuers]
-        return self._by_piece(np.flatnonzero(self.pipeline | waits))
+        """Of every piece its messages and waits for them: between steps at most one."""
+        return self._by_piece(self.talking)
 
     @cached_property
     def syncs(self) -> list[list[int]]:
@@ -257,22 +254,48 @@ class _Cut:
         """int64: the piece in which each op lies; the last one for what is behind all ops."""
         return self._nonempty(np.searchsorted(self.bounds, at, side="right") - 1)
 
-    def messages(self, piece: int) -> tuple[tuple[int, int], ...]:
-        """Sends, receives and waits of the pipeline in a piece, as the scheduler orders them."""
+    def messages(self, ops: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """Sends, receives and waits of the pipeline, and how many stages they go."""
         names = self.program.ops["name"]
-        return tuple((int(names[i]), int(self.stages[i])) for i in self.talk[piece])
+        return tuple((int(names[i]), int(self.stages[i])) for i in ops)
+
+    @cached_property
+    def between(self) -> list[Kind]:
+        """All that the scheduler does before each step, and behind the last."""
+        found: list[Kind] = [()] * (len(self.members) + 1)
+        for piece, (step, _) in enumerate(self.places):
+            if not self.is_step(piece):
+                found[step] += (self.asked(piece),)
+        return found
+
+    @cached_property
+    def most_alive(self) -> Counter[int | None]:
+        """Forwards of every chunk, and of all (None), whose backwards have not come, at most."""
+        now, most = Counter[int | None](), Counter[int | None]()
+        for phase, chunk in itertools.chain(*self.members):
+            for key in (chunk, None):
+                now[key] += 1 if phase == _FORWARD else -1
+                most[key] = max(most[key], now[key])
+        return most
 
     def asked(self, piece: int) -> Kind:
-        """All that the scheduler does in a piece."""
+        """All that the scheduler does in a piece; shapes are other messages than tensors."""
         ops, strings = self.program.ops, self.program.strings
         syncs = ((int(ops["name"][i]), int(ops["chunk"][i]), strings[ops["note"][i]])
                  for i in self.syncs[piece])  # fmt: skip
-        return (self.messages(piece), *syncs)
+        shapes = (strings[ops["dtype"][i]] == "int64" for i in self.talk[piece])
+        return (self.messages(self.talk[piece]), *shapes, *syncs)
 
     def same_order(self, other: _Cut) -> bool:
-        """Whether both have the same steps, sends, receives and waits in the same order."""
-        return self.members == other.members and all(
-            self.messages(piece) == other.messages(piece) for piece in range(len(self))
+        """Whether both have the same steps, sends, receives and waits in the same order; what a
+        forward and a backward do at once may count as one of them."""
+        combined = any(len(step) > 1 for step in other.members)
+        steps = zip(self.members, other.members, strict=False)
+        return (
+            len(self.members) == len(other.members)
+            and all(one.items() <= step.items() for one, step in steps)
+            and self.messages(self.talking) == other.messages(other.talking)
+            and (combined or self.talked == other.talked)
         )
 
 
@@ -319,12 +342,9 @@ class _Order:
         labels = [chunk for cut in cuts for one in cut.members for _, chunk in one]
         chunks = 1 + max(labels, default=-1)
         vpp = chunks if chunks and programs.world.pp > 1 else None
-        fixed = {
-            "group_size": _group_size(cuts) if vpp else None,
-            "ep_overlap": any(len(one) > 1 for cut in cuts for one in cut.members),
-        }
+        group_size = _group_size(cuts) if vpp else None
         for settings in _settings(vpp is not None):
-            order = cls(scheduler, programs.world.pp, vpp, {**fixed, **settings})
+            order = cls(scheduler, programs.world.pp, vpp, {"group_size": group_size, **settings})
             try:
                 recorded = order.run(count)
             except UsageError:  # Megatron has no such schedule
@@ -344,14 +364,15 @@ class _Order:
         recorded = self.scheduler(self.pp, self.vpp, count, **self.settings)
         return [_Cut(program, recorded.world) for program in recorded.programs]
 
-    def fewest(self, wanted: int, more_than: int) -> int:
-        """The smallest number above ``more_than`` whose schedule has every kind of ``wanted``."""
+    def fewest(self, wanted: int, more_than: int, unlike: int = _OTHER) -> int:
+        """The smallest number above ``more_than`` whose schedule has every kind of ``wanted``, each
+        less than ``unlike`` what stands for it."""
         after = self.run(wanted)
         for count in range(more_than + 1, wanted):
             try:
                 before = self.run(count)
                 for one, other in zip(before, after, strict=True):
-                    _Choice(one, count, other, {}).pieces()
+                    _Choice(one, count, other, {}, unlike).pieces()
                 return count
             except (UsageError, _MissingKind):
                 continue
@@ -359,10 +380,14 @@ class _Order:
 
 
 def _settings(interleaved: bool) -> Iterator[dict[str, object]]:
-    """What a captured order may have come from: how stages exchange tensors."""
+    """What a captured order may have come from: how stages exchange tensors, and whether a forward
+    runs beside a backward."""
     overlaps = ((True, False), (True, True), (False, False)) if interleaved else ((False, False),)
-    for (overlap, flush), lengths in itertools.product(overlaps, (False, True)):
-        yield {"overlap_p2p": overlap, "warmup_flush": flush, "variable_lengths": lengths}
+    for combined, (overlap, flush), lengths in itertools.product(
+        (False, True), overlaps, (False, True)
+    ):
+        yield {"overlap_p2p": overlap, "warmup_flush": flush, "variable_lengths": lengths,
+               "ep_overlap": combined}  # fmt: skip
 
 
 def _group_size(cuts: Sequence[_Cut]) -> int:
@@ -371,9 +396,11 @@ def _group_size(cuts: Sequence[_Cut]) -> int:
     return len(list(itertools.takewhile(lambda chunk: chunk == forwards[0], forwards)))
 
 
-def fewest_microbatches(pp: int, vpp: int | None, wanted: int, scheduler: Scheduler) -> int:
-    """The smallest number of microbatches that has every kind of step of ``wanted``."""
-    return _Order(scheduler, pp, vpp, {}).fewest(wanted, 0)
+def fewest_microbatches(pp: int, vpp: int | None, scheduler: Scheduler) -> int:
+    """The smallest number that any other follows from with every piece in the surroundings of a
+    steady state."""
+    vpp = vpp if pp > 1 and vpp != 1 else None
+    return _Order(scheduler, pp, vpp, {}).fewest(max(8, 4 * pp), 0, _EDGE)
 
 
 # -- which piece stands for which ------------------------------------------------------------------
@@ -384,9 +411,13 @@ Edges = Mapping[Kind, tuple[int, int]]  # of steps: how many first and last micr
 class _Choice:
     """For every piece of the wanted schedule a piece of the captured one, of its kind."""
 
-    def __init__(self, before: _Cut, count: int, after: _Cut, edges: Edges) -> None:
+    def __init__(
+        self, before: _Cut, count: int, after: _Cut, edges: Edges, unlike: int = _OTHER
+    ) -> None:
         self.before, self.after, self.edges, self.count = before, after, edges, count
+        self.unlike = unlike  # what differs as much does not stand for it
         self.wanted = 1 + max((m for one in after.members for m in one.values()), default=-1)
+        self.captured = dict[int, Kind]()  # piece -> its place
         self.by_kind = defaultdict[Kind, list[int]](list)
         for piece in range(len(before)):
             self.by_kind[_kind(before, piece)].append(piece)
@@ -406,41 +437,47 @@ class _Choice:
 
     def _nearest(self, kind: Kind, place: Kind, wanted: int) -> list[int]:
         costs = [
-            (_distance(place, self._place(self.before, piece, self.count)), piece)
+            (_distance(place, self._captured_place(piece)), piece)
             for piece in self.by_kind.get(kind, ())
         ]
         least = min((cost for cost, _ in costs), default=_OTHER)
-        if least >= _OTHER:
-            raise _MissingKind(_named(self.after.shape(wanted), wanted % 2 == 1))
+        if least >= self.unlike:
+            raise _MissingKind(_named(self.after.shape(wanted), self.after.is_step(wanted)))
         return [piece for cost, piece in costs if cost == least]
+
+    def _captured_place(self, piece: int) -> Kind:
+        if piece not in self.captured:
+            self.captured[piece] = self._place(self.before, piece, self.count)
+        return self.captured[piece]
 
     def _place(self, cut: _Cut, piece: int, count: int) -> Kind:
         """What tells a piece from others of its kind, and how much: whether microbatches of a step
-        are among the first or last; between steps their chunks, and such microbatches."""
-        around = tuple((_NEIGHBOUR, cut._beside(at)) for at in _around(piece))
-        if piece % 2 == 0:
-            beside = (cut.members[i // 2] for i in (piece - 1, piece + 1) if 0 <= i < len(cut))
-            steps = [(what, one[what]) for one in beside for what in sorted(one)]
-            chunks = ((_CHUNK, chunk) for (_, chunk), _ in steps)
-            ends = ((_EDGE, _clipped(number, count, 1, 1)) for _, number in steps)
-            return (*chunks, *ends, *around)
-        members, shape = cut.members[piece // 2], cut.shape(piece)
-        found: list[object] = []
-        for phase, chunk in sorted(members):
-            usual = (1, 0) if phase == _FORWARD else (0, 1)
-            edges = self.edges.get(shape, usual)
-            number = members[phase, chunk]
-            found.append((_OTHER, _clipped(number, count, *edges)))
-            found.append((_EDGE, _clipped(number, count, 1, 1)))
-        return (*found, *around)
-
-
-def _around(piece: int) -> Iterator[int]:
-    """The steps before and behind a piece that decide what Python frees in it: buffers of messages
-    live until the next one takes their name."""
-    first = 2 if piece % 2 else 3
-    for away in range(first, 2 * _AROUND + first - 1, 2):
-        yield from (piece - away, piece + away)
+        are among the first or last; between steps all messages and the steps, and such
+        microbatches."""
+        step, number = cut.places[piece]
+        if not cut.is_step(piece):
+            phases = cut.program.ops["phase"][cut.talk[piece]].tolist()
+            found: list[object] = [(_BETWEEN, number), (_BETWEEN, tuple(phases))]
+            found.append((_BETWEEN, cut.between[step]))
+            for other in (step - 1, step):
+                shape = cut.beside(other)
+                found.append((_BETWEEN, tuple(phase for phase, _ in shape)))
+                found.append((_CHUNK, tuple(chunk for _, chunk in shape)))
+                ends = (_clipped(cut.members[other][one], count, 1, 1) for one in shape)
+                found.append((_EDGE, tuple(ends)))
+        else:
+            members, shape, found = cut.members[step], cut.shape(piece), []
+            for phase, chunk in sorted(members):
+                usual = (1, 0) if phase == _FORWARD else (0, 1)
+                edges = self.edges.get(shape, usual)
+                microbatch = members[phase, chunk]
+                found.append((_OTHER, _clipped(microbatch, count, *edges)))
+                found.append((_EDGE, _clipped(microbatch, count, 1, 1)))
+        # they decide what Python frees: buffers of messages live until the next one has their name
+        behind = step + cut.is_step(piece)
+        for away in range(_AROUND):
+            found += [(_NEIGHBOUR, cut.beside(at)) for at in (step - 1 - away, behind + away)]
+        return tuple(found)
 
 
 def _spread(there: int, wanted: int) -> Iterator[int]:
@@ -459,12 +496,8 @@ def _spread(there: int, wanted: int) -> Iterator[int]:
 
 def _kind(cut: _Cut, piece: int) -> Kind:
     """What a piece must have in common with one that stands for it: what the scheduler does in it,
-    and a step's phases and chunks, or the phases of the steps beside."""
-    shape = cut.shape(piece)
-    if piece % 2 == 0:
-        steps = cast("tuple[tuple[tuple[int, int], ...], ...]", shape)
-        shape = tuple(one and tuple(phase for phase, _ in one) for one in steps)
-    return shape, cut.asked(piece)
+    and a step's phases and chunks."""
+    return cut.shape(piece) if cut.is_step(piece) else (), cut.asked(piece)
 
 
 def _clipped(number: int, count: int, first: int, last: int) -> tuple[int, int]:
@@ -489,7 +522,7 @@ class _Pieces(_Cut):
     """A captured program, cut, and which of its steps have bodies of their own."""
 
     def __init__(self, program: Program, world: World, count: int, order: _Cut) -> None:
-        super().__init__(program, world)
+        super().__init__(program, world, order)
         self.count, self.order = count, order
 
     @cached_property
@@ -520,7 +553,7 @@ class _Pieces(_Cut):
         for step, members in enumerate(self.members):
             if len(members) == 1:
                 (number,) = members.values()
-                steps[self.shapes[step]][number] = 2 * step + 1
+                steps[self.shapes[step]][number] = self.steps[step]
         found = {}
         for shape, pieces in steps.items():
             numbers = sorted(pieces)
@@ -594,12 +627,17 @@ class _Extension:
         phase = np.where(ops["phase"] == _WEIGHT, _BACKWARD, ops["phase"])
         for i in labelled.tolist():
             piece, old = int(self.piece[i]), int(self.source[i])
-            if given.pipeline[old]:
-                number = given.talk[self.chosen[piece]].index(old)
-                row = after.program.ops[after.talk[piece][number]]
+            chosen, step = self.chosen[piece], after.places[piece][0]
+            member = int(phase[i]), int(ops["chunk"][i])
+            label = (
+                given.members[given.places[chosen][0]].get(member) if after.is_step(piece) else -1
+            )
+            if given.pipeline[old] and found[i] != label:
+                row = after.program.ops[after.talk[piece][given.talk[chosen].index(old)]]
                 ops["chunk"][i], found[i] = row["chunk"], row["microbatch"]
-            else:
-                found[i] = after.members[piece // 2][int(phase[i]), int(ops["chunk"][i])]
+            else:  # between steps what a forward beside a backward reads ahead of a wait
+                beside = after.members[step : step + 1] + after.members[max(0, step - 1) : step]
+                found[i] = next((one[member] for one in beside if member in one), -1)
         return found
 
     def _handles(self, ops: np.ndarray) -> np.ndarray:
@@ -648,10 +686,15 @@ class _Extension:
         return int(self.base[there] + at - given.bounds[self.chosen[there]])
 
     def _batches(self, batch: np.ndarray) -> np.ndarray:
-        """Batches as they come, from 0; none goes beyond its piece."""
+        """Batches as they come, from 0: of messages those of the wanted schedule; no other one goes
+        beyond its piece."""
         found, numbers = np.full(len(batch), -1, dtype=np.int64), dict[tuple[int, int], int]()
         for i in np.flatnonzero(batch >= 0).tolist():
-            key = int(self.piece[i]), int(batch[i])
+            piece, old = int(self.piece[i]), int(self.source[i])
+            key = piece, int(batch[i])
+            if self.given.pipeline[old]:
+                number = self.given.talk[self.chosen[piece]].index(old)
+                key = -1, int(self.after.program.ops["batch"][self.after.talk[piece][number]])
             found[i] = numbers.setdefault(key, len(numbers))
         return found
 
@@ -669,9 +712,9 @@ class _Extension:
 
         What is freed in another piece than it came to be in is the oldest that came to be in such a
         step, as what it says of itself, of that size: microbatches go through a chunk in order.
-        What the end of the iteration frees of every microbatch, it frees of all of them.  Between
-        steps there are never more such storages than were captured: when Python drops the buffer
-        of a message depends on several messages before it.
+        What the end of the iteration frees of every microbatch, it frees of all of them.  Of
+        others there are never more at once than were captured, but for those of more microbatches
+        in flight: when Python drops the buffer of a message depends on several messages before it.
         """
         given = self.given
         old = given.program.allocations
@@ -682,7 +725,7 @@ class _Extension:
         origins = {i: self._origin(i, int(homes[i])) for i in births.values()}
         most, stays = self._most(births, origins)
         ends = {origins[births[int(old["storage"][change])]]: change
-                for change in np.flatnonzero(homes == len(given) - 1).tolist()
+                for change in np.flatnonzero(homes > max(given.steps, default=-1)).tolist()
                 if old["bytes"][change] < 0}  # fmt: skip
         waiting = defaultdict[Kind, deque[int]](deque)
         live: list[int] = []  # bytes of every new storage
@@ -718,7 +761,7 @@ class _Extension:
                 gone: list[int] = []
                 if ends.get(origin) == change and origin not in stays:
                     gone = list(queue)
-                elif not origin[0] and len(queue) > most[origin]:
+                elif origin not in ends and origin not in stays and len(queue) > most[origin]:
                     gone = [queue[0]]
                 for number in gone:
                     change_to(number, -live[number], before + moved, 0, change)
@@ -728,18 +771,28 @@ class _Extension:
         """What storages are told apart by: phases and chunks of the step in which they came to be,
         what they say of themselves, and their size."""
         row = self.given.program.allocations[birth]
-        step = self.given.shape(piece) if piece % 2 else ()
+        step = self.given.shape(piece) if self.given.is_step(piece) else ()
         return step, int(row["note"]), int(row["bytes"])
 
     def _most(
         self, births: Mapping[int, int], origins: Mapping[int, Kind]
     ) -> tuple[Counter[Kind], set[Kind]]:
-        """How many storages of each origin there are at once, and origins of which some stay."""
+        """How many storages of each origin there may be at once, and origins of which some stay.
+
+        What microbatches have of other sizes (tokens of experts) is counted together.
+        """
         old = self.given.program.allocations
         left, now, most = Counter[int](), Counter[Kind](), Counter[Kind]()
         for storage, size in zip(old["storage"].tolist(), old["bytes"].tolist(), strict=True):
             origin, before = origins[births[storage]], left[storage]
             left[storage] += size
-            now[origin] += (left[storage] > 0) - (before > 0)
-            most[origin] = max(most[origin], now[origin])
+            for key in (origin, origin[:2]):
+                now[key] += (left[storage] > 0) - (before > 0)
+                most[key] = max(most[key], now[key])
+        alive = self.after.most_alive
+        more = {chunk: max(0, alive[chunk] - self.given.most_alive[chunk]) for chunk in alive}
+        for origin in set(origins.values()):
+            step = cast("tuple[Member, ...]", origin[0])
+            most[origin] = most[origin[:2] if step else origin]
+            most[origin] += max((more[chunk] for _, chunk in step), default=more.get(None, 0))
         return most, {origin for origin, count in now.items() if count > 0}

@@ -38,6 +38,7 @@ from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import known_peak, peak, reserved
 from megatron_prism.predict import predict
 from megatron_prism.replay.microbatches import microbatch_count
+from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.replicas import with_data_parallel
 from megatron_prism.replay.timeline import Timeline
@@ -190,7 +191,8 @@ def evaluate(point: SweepPoint, settings: SweepSettings) -> Figures:
         over = settings.limit is not None and memory["bytes"] > settings.limit
         if over:
             raise _OutOfMemory(_too_much(memory["bytes"], settings.limit or 0, memory["stage"]))
-        return {**head, **_times(programs, settings), "memory": memory}
+        timeline = _timeline(programs, base, point.layout, settings)
+        return {**head, **_times(timeline, settings), "memory": memory}
     except _OutOfMemory as error:
         return {**head, "by": FITS_NOT, "reason": str(error)}
     except PrismError as error:
@@ -204,7 +206,20 @@ def _too_much(num_bytes: int, limit: int, stage: str) -> str:
 # -- slices ---------------------------------------------------------------------------------------
 def timeline_of(layout: JobLayout, settings: SweepSettings) -> Timeline:
     """The timeline that its times are of, out of the slices in the folder."""
-    return price(_programs(layout, settings)[0], machine=settings.machine).timeline
+    return _timeline(*_programs(layout, settings), layout, settings)
+
+
+def _timeline(
+    programs: Programs, base: JobLayout, layout: JobLayout, settings: SweepSettings
+) -> Timeline:
+    """PrismError if it cannot be: the microbatches of ``base`` say what one takes."""
+    found, before = price(programs, machine=settings.machine).timeline, None
+    if base.num_microbatches != layout.num_microbatches:
+        family = settings.folder / "slices" / layout.family()
+        captured = with_data_parallel(_captured(base, family, None), layout.world.dp)
+        before = price(captured, machine=settings.machine).timeline
+    check_plausible(found, before)
+    return found
 
 
 def _programs(layout: JobLayout, settings: SweepSettings) -> tuple[Programs, JobLayout]:
@@ -336,10 +351,10 @@ def _reserved(program: Program, family: Path) -> int:
         return found
 
 
-def _times(programs: Programs, settings: SweepSettings) -> Figures:
+def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     """What ``prism replay --json`` says of the point, as far as a sweep compares it."""
-    timeline = price(programs, machine=settings.machine).timeline
     every = cast(Figures, timeline.to_json())
+    programs = timeline.graph.programs
     world = programs.world
     tokens = every["tokens_per_s"]["value"]
     found = {key: every[key] for key in

@@ -7,6 +7,7 @@ the slice of a stage, and for the command line that trains it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -23,6 +24,7 @@ from megatron_prism.core.world import World
 from megatron_prism.emulate import options, script_job
 from megatron_prism.emulate.recipe_job import of_recipe, settings, source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.replay.microbatches import fewest_microbatches
 
 
 class JobLayout(ABC):
@@ -43,15 +45,8 @@ class JobLayout(ABC):
 
     @property
     def fewest(self) -> int:
-        """Microbatches of which two periods are equal on every stage, if there are as many at all.
-
-        The first stage warms up longest: (pp - 1) 1F1B, 2 (pp - 1) + (vpp - 1) pp chunks
-        interleaved (core/pipeline_parallel/schedules.py get_pp_rank_microbatches @0.16.1).
-        """
-        pp, vpp = self.world.pp, self.world.vpp
-        if pp == 1:
-            return 5
-        return 4 * pp if vpp and vpp > 1 else pp + 3
+        """Microbatches of which any other number follows, as Megatron's scheduler has them."""
+        return _fewest(self.world.pp, self.world.vpp)
 
     @property
     def key(self) -> str:
@@ -86,6 +81,13 @@ class JobLayout(ABC):
     @abstractmethod
     def assembled(self, folder: Path) -> Programs:
         """The world, of the slices of all stages."""
+
+
+@functools.cache
+def _fewest(pp: int, vpp: int | None) -> int:
+    from megatron_prism.emulate.schedule import schedules  # Megatron, seconds to import
+
+    return fewest_microbatches(pp, vpp, schedules)
 
 
 def _digest(content: object) -> str:
@@ -188,8 +190,9 @@ class ScriptLayout(JobLayout):
 
     @property
     def fewest(self) -> int:
-        """As if chunks were interleaved, which only the job's parsed arguments say."""
-        return 4 * self.world.pp if self.world.pp > 1 else super().fewest
+        """As if chunks were interleaved, which only the job's parsed arguments say: two of them
+        take the most microbatches to warm up."""
+        return _fewest(self.world.pp, 2)
 
     def content(self) -> object:
         return [self.script, self.words, self.ours, self.world.size]

@@ -30,7 +30,7 @@ def test_ends_are_those_of_the_table(seed):
         for i in range(len(launches))
     ]
     pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
-    group = SimpleNamespace(desc="TP", _mixed=None)
+    group = SimpleNamespace(desc="TP", local=(0,))
     answer = lambda group, tensors, opts: CompletedWork(tensors)  # noqa: E731
     for _ in range(ITERATIONS):
         pacer.begin()
@@ -185,7 +185,7 @@ def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
     launcher = alone(1_000)
     call = PacedCall("all_reduce", "TP", 0)
     pacer = Pacer([call], launcher, Streams(launcher.driver, device))
-    group = SimpleNamespace(desc="TP", _mixed=None)
+    group = SimpleNamespace(desc="TP", local=(0,))
     pacer.lags.append(launcher.lag())
     issued, came = [], []
     tries = [False, *[False, True] * 6]  # the first one is slow in Python

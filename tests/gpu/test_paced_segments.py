@@ -13,7 +13,7 @@ from megatron_prism.runtime.process_group import CompletedWork
 from megatron_prism.runtime.recorder.recorder import PacedRecorder, report_to
 
 OWN_NS = 20_000_000  # of the call
-GROUP = SimpleNamespace(desc="TP", _mixed=None, rank=lambda: 0, size=lambda: 2)
+GROUP = SimpleNamespace(desc="TP", local=(0,), rank=lambda: 0, size=lambda: 2)
 
 
 @pytest.fixture

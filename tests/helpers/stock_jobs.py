@@ -53,19 +53,15 @@ def _server():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=mine
-        | {
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "NVTE_CPU_OFFLOAD_V1": "1",
-        },  # else Megatron refuses to offload activations
+        # NVTE_CPU_OFFLOAD_V1: else Megatron refuses to offload activations
+        env=mine | {"OMP_NUM_THREADS": "1", "NVTE_CPU_OFFLOAD_V1": "1"},
     )
     atexit.register(place.cleanup)
     atexit.register(process.communicate)  # first: closes its stdin, and waits
     return process
 
 
-_OTHERS = ("RANK", "WORLD_SIZE", "PRISM_ARGS")
+_OTHERS = ("RANK", "WORLD_SIZE", "PRISM_ARGS", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def _fork(words, log):

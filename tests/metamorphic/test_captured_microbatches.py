@@ -17,7 +17,7 @@ JOBS = {
         f"--num-layers 4 {LATE} {GATHER}", pp=2, vpp=2, few=6, many=10
     ),
     "experts, deferred embedding": Composition(
-        f"--num-layers 2 {MOE} --untie-embeddings-and-output-weights {DEFER}", pp=2, few=4
+        f"--num-layers 2 {MOE} {DEFER} --wgrad-deferral-limit 2", pp=2, few=4
     ),
 }
 

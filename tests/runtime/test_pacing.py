@@ -113,8 +113,8 @@ def device():
     return Device()
 
 
-TP = SimpleNamespace(desc="TP", _mixed=None)
-PP = SimpleNamespace(desc="PP", _mixed=None)
+TP = SimpleNamespace(desc="TP", local=(0,))
+PP = SimpleNamespace(desc="PP", local=(0,))
 SMALL, LARGE = torch.zeros(4), torch.zeros(1 << 17)
 
 
@@ -182,7 +182,7 @@ def test_events_are_used_again_once_nobody_holds_them(device):
 def test_the_kernel_gives_the_answers_that_it_can(device):
     counted = []
     group = SimpleNamespace(
-        desc="TP", _n=4, _p=1, _mixed=None, sequence=0,
+        desc="TP", _n=4, _p=1, local=(0,), sequence=0,
         _values=SimpleNamespace(policy="mirror", parts=None),
         world=SimpleNamespace(observers=()), _count=lambda *words: counted.append(words),
     )  # fmt: skip
@@ -249,7 +249,7 @@ def test_a_future_of_a_paced_call_is_ordered_too(device):
 def test_the_kernel_reads_no_memory_of_the_host(device):
     """Calls of gloo groups have their tensors there."""
     group = SimpleNamespace(
-        desc="PP", _n=4, _p=1, _mixed=None, sequence=0, _ring=lambda tensor: None,
+        desc="PP", _n=4, _p=1, local=(0,), sequence=0, _ring=lambda tensor: None,
         world=SimpleNamespace(observers=()), _count=lambda *words: None,
     )  # fmt: skip
     answer = answering(device)
@@ -580,7 +580,7 @@ def test_a_rank_that_strays_is_told_to_the_others(device):
 
 
 def test_real_members_are_no_part_of_coming_to_a_call(device):
-    mixed = SimpleNamespace(desc="TP", _mixed=object(), world=SimpleNamespace(observers=()))
+    mixed = SimpleNamespace(desc="TP", local=(0, 1), world=SimpleNamespace(observers=()))
     pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0))
     answer = answering(device)
     answer.__name__ = "allreduce"

@@ -274,7 +274,7 @@ class Pacer(CallListener):
         find = move_of.get(answer.__name__)
         if find is None or group.world.observers:
             return None
-        if group._mixed is not None and op != "send":  # real ranks bring data of their own
+        if len(group.local) > 1 and op != "send":  # real ranks bring data of their own
             return None
         move: Move | None = find(group, *args, **kwargs)
         if move is None:
@@ -303,7 +303,7 @@ class Pacer(CallListener):
     ) -> dist.Work | None:
         """Answer on the current ``stream`` and hold it."""
         # with real members an answer waits for them, which is no part of coming to the call
-        early = call.large or group._mixed is not None
+        early = call.large or len(group.local) > 1
         if early:
             self.launcher.arrive(stream, call.launch, self.iteration)
         made = answer(group, *args, **kwargs)
