@@ -54,7 +54,7 @@ LAYOUTS = {  # name -> (ranks of a replica, flags)
     "fsdp": (1, f"--bf16 {_SHARED} --use-megatron-fsdp --no-gradient-accumulation-fusion "
                 "--data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"),
 }  # fmt: skip
-REFUSED = {"fsdp"}
+REFUSED = {"fsdp", "fp8"}
 
 
 def captured(checkout: Path, layout: str, dp: int, folder: Path) -> Programs:

@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE, PHASE_NAMES
+from megatron_prism.core.ops import CODE, DTYPE_NAMES, PHASE_NAMES
 from megatron_prism.core.program import Program
 
 BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
@@ -32,6 +32,12 @@ def calls_of_buckets(program: Program, name: str) -> np.ndarray:
 def is_sharded(program: Program) -> bool:
     """Whether replicas share the parameters out, so that each updates a part of them."""
     return bool(calls_of_buckets(program, "reduce_scatter").any())
+
+
+def has_quantized(program: Program) -> bool:
+    """Whether buckets gather bytes of FP8 parameters."""
+    dtypes = program.ops["dtype"][calls_of_buckets(program, "all_gather")]
+    return bool((dtypes == DTYPE_NAMES.index("uint8")).any())
 
 
 def _step(program: Program) -> np.ndarray:

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError, UsageError
-from megatron_prism.core.ops import CODE, IS_PAIR, PHASE_NAMES
+from megatron_prism.core.ops import CODE, DTYPE_NAMES, IS_PAIR, PHASE_NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.whatif import with_assumption
@@ -36,6 +36,7 @@ Member = tuple[int, int]  # phase, chunk
 Kind = tuple[object, ...]
 
 _FORWARD, _BACKWARD, _WEIGHT = map(PHASE_NAMES.index, ("forward", "backward", "weight"))
+_SHAPE = DTYPE_NAMES.index("int64")  # of what messages say of tensors to come
 _SYNCS = [CODE[name] for name in ("grad_sync", "param_sync", "mark", "host_wait")]
 _RELATIVE = ("microbatch", "handle", "batch", "note")  # of a place, not of a kind
 _TIMES = ("ns", "host", "lead", "products")
@@ -144,6 +145,7 @@ class _Cut:
               between the two)
     steps   : the piece of every step
     talked  : of every step how many messages and waits for them are before its begin and its end
+    synced  : bool [messages and waits]: whether the host waits for the device behind each
     """
 
     def __init__(self, program: Program, world: World, like: _Cut | None = None) -> None:
@@ -177,14 +179,20 @@ class _Cut:
                     span[side] = min(max(span[side], messages[before]), messages[before + 1] - 1)
         self.talked = np.searchsorted(self.talking, np.array(spans).reshape(-1, 2)).tolist()
         self.shapes: list[Kind] = [tuple(sorted(one)) for one in self.members]
-        ends = 1 + self.talking
-        # the scheduler waits for the device behind a batch of messages
+        # behind a batch of messages the scheduler waits for the device
         waits = np.flatnonzero(ops["name"] == CODE["host_wait"])
-        ends = np.union1d(ends, 1 + np.intersect1d(ends, waits))
+        self.synced = np.isin(self.talking + 1, waits) if like is None else like.synced
         bounds, self.places = [0], list[tuple[int, int]]()
         for step, (start, end) in enumerate([*spans, [len(ops), 0]]):
-            between = ends[slice(*np.searchsorted(ends, [bounds[-1] + 1, start + 1]))]
-            bounds += [*between.tolist(), start]
+            first, last = np.searchsorted(self.talking, [bounds[-1], start]).tolist()
+            between: list[int] = []
+            for number in range(first, last):
+                between.append(int(self.talking[number]) + 1)
+                if self.synced[number]:
+                    stop = start if number + 1 == last else int(self.talking[number + 1])
+                    wait = waits[(waits >= between[-1]) & (waits < stop)][:1] + 1
+                    between += wait.tolist() or between[-1:]
+            bounds += [*between, start]
             self.places += [(step, i) for i in range(len(between) + 1)]
             if step < len(spans):
                 bounds.append(end)
@@ -283,7 +291,7 @@ class _Cut:
         ops, strings = self.program.ops, self.program.strings
         syncs = ((int(ops["name"][i]), int(ops["chunk"][i]), strings[ops["note"][i]])
                  for i in self.syncs[piece])  # fmt: skip
-        shapes = (strings[ops["dtype"][i]] == "int64" for i in self.talk[piece])
+        shapes = (bool(ops["dtype"][i] == _SHAPE) for i in self.talk[piece])
         return (self.messages(self.talk[piece]), *shapes, *syncs)
 
     def same_order(self, other: _Cut) -> bool:

@@ -147,6 +147,12 @@ class _Resizer:
         resized = dataclasses.replace(self.given, ops=ops, rank=self.there)
         if not self.sharded:
             return resized
+        if shard.has_quantized(self.given):
+            raise ProgramError(
+                "each FP8 parameter of a rank's part is copied by kernels of its own, and how many "
+                "parameters another part has is not known",
+                fix="capture a world of that size",
+            )
         return _with_shard(resized, Fraction(self.old.dp, self.new.dp))  # of the experts', too
 
     def _resize(self, row: np.void, group: str) -> None:

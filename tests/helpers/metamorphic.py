@@ -85,6 +85,11 @@ def fresh(*settings, dp=2, microbatches=4, rank=None):
     """
     of_size = f"dp={dp}", f"global_batch_size={dp * microbatches}"
     layout = RecipeLayout(recipes.load("tiny-gpt_1cpu", [*TINY, *settings, *of_size]))
+    return captured(layout, rank)
+
+
+def captured(layout, rank=None):
+    """Programs of a layout, captured now."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if rank is None:

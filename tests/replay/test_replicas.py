@@ -71,6 +71,12 @@ def test_whoever_shares_more_out_is_refused(site):
         with_data_parallel(parse(TEXT.replace(SITE, site)), 2)
 
 
+def test_fp8_parameters_are_refused():
+    text = TEXT.replace(f"all_gather {DP} bf16", f"all_gather {DP} uint8")
+    with pytest.raises(ProgramError, match="each FP8 parameter"):
+        with_data_parallel(parse(text), 2)
+
+
 def test_kernels_are_as_many_as_parameters_and_have_their_bytes_together():
     note, num_bytes, kernels = scaled_kernels("adam(64,64)float32:0:2048*3", Fraction(1, 6))
     assert note == "adam(32,32)float32:0:1024"

@@ -1,0 +1,39 @@
+"""Every point of a sweep is the job captured with its sizes: its time and its memory."""
+
+import pytest
+from helpers.metamorphic import MACHINE, TINY, captured, memory, ns
+from helpers.needs import MEGATRON
+
+import megatron_prism as prism
+from megatron_prism.core import recipe as recipes
+from megatron_prism.sweep import space
+
+pytestmark = [MEGATRON, pytest.mark.slow]
+
+AXES = {"tp": [1, 2], "pp": [1, 2], "vpp": [1, 2], "dp": [2, 4], "global_batch_size": [16, 64]}
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return recipes.load("tiny-gpt_1cpu", TINY)
+
+
+@pytest.fixture(scope="module")
+def rows(recipe, tmp_path_factory):
+    found = prism.sweep(recipe, AXES, tmp_path_factory.mktemp("sweep"), machine="h100", workers=2)
+    assert {point.by for point in found.dropped} <= {"no layout"}  # chunks without a pipeline
+    return found.rows
+
+
+def test_every_layout_is_a_point(rows):
+    assert len(rows) == 2 * 3 * 2 * 2
+
+
+def test_every_point_is_the_job_captured_with_its_sizes(recipe, rows):
+    for row in rows:
+        real = captured(space.point_of(recipe, row.result["axes"]).layout)
+        assert row.result["iteration_ns"] == pytest.approx(ns(real, MACHINE), rel=0.01), row.name
+        stage = int(row.result["memory"]["stage"].removeprefix("stage "))
+        allocated, reserved = memory(real)[stage]
+        assert row.result["memory"]["allocated"] == pytest.approx(allocated, rel=0.003), row.name
+        assert row.result["memory"]["reserved"] == pytest.approx(reserved, rel=0.1), row.name
