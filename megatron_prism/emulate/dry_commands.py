@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_prism.emulate.launch_line import BY_NAME, read_line
+from megatron_prism.emulate.launch_line import BY_NAME, SUBMIT, read_line
 
 PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(8, 15)))
 SHELLS = ("sh", "dash", "zsh", "ksh")
@@ -33,9 +33,8 @@ _LEFT_OUT = frozenset(  # what changes files, reaches other hosts, or stops proc
     )).split()
 )  # fmt: skip
 _ANSWERED = ("git", "mkdir", "nvidia-smi", "scontrol", "tee", "hostname")
-_BATCH = ("sbatch", "qsub", "bsub", "salloc")
 _STARTERS = {name for name in BY_NAME if "." not in name} - {"exec", "command"}
-NAMES = {*PYTHONS, *SHELLS, *_QUIET, *_LEFT_OUT, *_ANSWERED, *_BATCH, *_STARTERS}
+NAMES = {*PYTHONS, *SHELLS, *_QUIET, *_LEFT_OUT, *_ANSWERED, *SUBMIT, *_STARTERS}
 _GIT_READS = {"rev-parse", "log", "status", "diff", "describe", "show", "branch", "ls-files"}
 _TRAINING = re.compile(  # flags that only a training run of Megatron has
     r"--(num-layers|tensor-model-parallel-size|pipeline-model-parallel-size|micro-batch-size|"
@@ -76,7 +75,7 @@ def answer(name: str, words: list[str]) -> int:
         return _folders(words)
     if name == "git" and _GIT_READS & set(words):
         return subprocess.run([_real("git"), *words]).returncode
-    if name in PYTHONS or name in BY_NAME or name in _BATCH:
+    if name in PYTHONS or name in BY_NAME or name in SUBMIT:
         return _started([name, *words])
     note("left out", shlex.join([name, *words]))
     return 0
@@ -117,7 +116,7 @@ def _started(words: list[str]) -> int:
 def script_words(shell: Sequence[str]) -> list[str]:
     """The script of ``sbatch OPTIONS SCRIPT WORDS`` or of a shell, with its words."""
     name, *rest = shell
-    if Path(name).name not in _BATCH:
+    if Path(name).name not in SUBMIT:
         return rest
     for place, word in enumerate(rest):
         if word.startswith("--wrap="):

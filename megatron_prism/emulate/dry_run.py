@@ -96,13 +96,18 @@ class DryRun:
 
 
 def dry_run(
-    shell: Sequence[str], before: Sequence[str], gpus: str, tell: Callable[[str], None]
+    shell: Sequence[str],
+    before: Sequence[str],
+    given: Mapping[str, str],
+    gpus: str,
+    tell: Callable[[str], None],
 ) -> DryRun:
     """Run ``shell`` dry.
 
     Args:
         shell: words of a shell or of sbatch, and its script with its arguments.
         before: launchers that would start the shell.
+        given: variables that their line sets.
         gpus: of each host, where the user said it, else empty.
         tell: gets a line at least every two seconds.
 
@@ -124,6 +129,7 @@ def dry_run(
         hosts.write_text("".join(f"{name}\n" for name in batch_script.hosts_of(alloc)))
         known = batch_script.variables(alloc, str(hosts), os.getcwd())
         known = {name: value for name, value in known.items() if name not in os.environ}
+        known |= given
         missing = batch_script.unknown(text, {**known, **os.environ})
         if missing:
             raise UsageError(

@@ -49,7 +49,8 @@ def _run_dry(line: LaunchLine, given: Sequence[str]) -> LaunchLine:
     def tell(text: str) -> None:
         print(f"prism: {text}", file=sys.stderr, flush=True)
 
-    found = dry_run(line.shell, line.before, value_of("--prism-gpus-per-node", given), tell)
+    gpus = value_of("--prism-gpus-per-node", given)
+    found = dry_run(line.shell, line.before, line.variables or {}, gpus, tell)
     made = read_line(found.line, {**os.environ, **found.known, **found.variables})
     made = replace(made, variables={**(line.variables or {}), **found.variables,
                                     **(made.variables or {})})  # fmt: skip

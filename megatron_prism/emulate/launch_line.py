@@ -80,7 +80,9 @@ LAUNCHERS = (
     LauncherRow("docker podman nerdctl", verbs="exec run", skips=1, alone=_IMAGE.replace(" -e", ""),
              sets="-e --env"),
     LauncherRow("singularity apptainer", verbs="exec run", skips=1, alone=_IMAGE, sets="--env"),
-    LauncherRow("enroot shifter ch-run", verbs="start", skips=1, alone="--root --rw -r -w"),
+    LauncherRow("enroot", verbs="start", skips=1, alone="--root --rw -r -w"),
+    LauncherRow("ch-run", skips=1, alone="-w --write"),
+    LauncherRow("shifter", alone="--clearenv -V"),
     LauncherRow("kubectl", verbs="exec", skips=1, alone="-i -t -it"),
     LauncherRow("pdsh", alone="-S -N -v", text=True),
     LauncherRow("ssh", skips=1, alone="-A -n -q -t -T -x -X -tt -f", text=True),
@@ -96,6 +98,7 @@ LAUNCHERS = (
              alone="--no-capture-output --live-stream --no-sync --active --frozen"),
     LauncherRow("ray", verbs="job submit", alone="--no-wait"),
 )  # fmt: skip
+SUBMIT = ("sbatch", "qsub", "bsub", "salloc")  # commands that queue a script
 BY_NAME = {name: row for row in LAUNCHERS for name in row.names.split()}
 _PYTHON = re.compile(r"python[\d.]*$")
 _PYTHON_ALONE = "-u -O -OO -B -I -s -S -v -q -E -P -d -i"
@@ -161,7 +164,7 @@ def begins_line(word: str) -> bool:
     """Whether a launch line may begin with ``word``: a launcher, or a script."""
     if word == "--" or word.endswith((".py", ".sh", ".sbatch", ".slurm", ".pbs")):
         return True
-    return is_launcher(word) and not Path(word).is_dir()
+    return (is_launcher(word) or word in SUBMIT) and not Path(word).is_dir()
 
 
 def split_line(words: Sequence[str], alone: Collection[str]) -> tuple[list[str], list[str]]:
@@ -200,7 +203,7 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
             variables[found[1]] = found[2]
             rest = rest[1:]
             continue
-        if name in ("sbatch", "qsub", "bsub", "salloc") or _SHELL.match(name):
+        if name in SUBMIT or _SHELL.match(name):
             return replace(_ending(counted, names, variables), shell=tuple(rest),
                            before=tuple(words[: len(words) - len(rest)]))  # fmt: skip
         if _PYTHON.match(name):
@@ -226,7 +229,7 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
         if row.text and len(rest) == 1 and " " in rest[0]:
             return replace(_ending(counted, names, variables), shell=("bash", "-c", rest[0]),
                            before=tuple(words[:-1]))  # fmt: skip
-        if options.get("-m", options.get("--module")) is not None:
+        if options.keys() & {"-m", "--module"} & set(row.alone.split()):
             return _ending(counted, names, variables, ("-m", *rest))
     if rest and rest[0].endswith((".sh", ".sbatch", ".slurm", ".pbs")):
         return replace(_ending(counted, names, variables), shell=("bash", *rest),
@@ -280,7 +283,9 @@ def _split_options(row: LauncherRow, words: Sequence[str]) -> tuple[dict[str, st
                 rest = rest[1:]
             elif name in pairs:
                 rest = rest[3:]
-            elif following.startswith("-") or begins_line(following) and "/" not in following:
+            elif following.startswith("-") or (
+                len(name) > 2 and "/" not in following and begins_line(following)
+            ):
                 options[name] = ""  # an option that we do not know, without a value
                 rest = rest[1:]
             else:

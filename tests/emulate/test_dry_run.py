@@ -162,6 +162,7 @@ def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
     assert caught.value.fix == "NNODES=N GPUS_PER_NODE=N before prism"
     monkeypatch.setenv("NNODES", "2")
     assert script("GPUS_PER_NODE=${GPUS_PER_NODE:-4}\n" + text)[0][1] == "8"
+    assert script(text, line="env NNODES=2 GPUS_PER_NODE=2 bash train.sh")[0][1] == "4"
     with pytest.raises(UsageError, match="nvidia-smi"):
         script(f"torchrun --nproc-per-node $(nvidia-smi -L | wc -l) {TRAIN}")
     with pytest.raises(UsageError, match="no script gone.sh"):

@@ -35,6 +35,8 @@ LINES = [  # line, ranks, ranks on a host, the script and its words
      "a.py"),
     ("nsys profile -t cuda -o rep --force-overwrite true torchrun --nproc-per-node 8 a.py", 8, 8,
      "a.py"),
+    ("srun -n 8 shifter --image=x:1 --module gpu python a.py", 8, None, "a.py"),
+    ("pdsh -R ssh -w h[1-2] torchrun --nnodes 2 --nproc-per-node 8 a.py", 16, 8, "a.py"),
     ("timeout 3h nohup taskset -c 0-3 python a.py", None, None, "a.py"),
     ("bind_gpu --foo torchrun --nproc-per-node 8 a.py", 8, 8, "a.py"),
 ]  # fmt: skip
@@ -90,6 +92,7 @@ def test_our_flags_win_and_name_hosts_where_there_are_several():
         ("--prism-tier meta -- a.py --lr 1", "--prism-tier meta", "a.py --lr 1"),
         ("-o env --force torchrun a.py -- b", "-o env --force", "torchrun a.py -- b"),
         ("explain x limit=2 -- -m pkg.mod", "explain x limit=2", "-m pkg.mod"),
+        ("-o d sbatch -N 4 x", "-o d", "sbatch -N 4 x"),
         ("slices machine=h200", "slices machine=h200", ""),
         ("--dumps docker", "--dumps docker", ""),
     ],
