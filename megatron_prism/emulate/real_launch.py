@@ -26,7 +26,8 @@ def check(process: Sequence[str]) -> None:
         process: its command line, Python first (``sys.orig_argv``).
     """
     line = read_line(["python", *process[1:]], os.environ)
-    if not line.ranks or not any(BY_NAME[name].counts for name in line.launchers):
+    own = BY_NAME.get(line.launchers[0]) if line.launchers else None  # not one among its words
+    if own is None or not own.counts or not line.ranks:
         return
     try:
         check_launch(line, os.environ)

@@ -52,6 +52,24 @@ def test_the_line_to_type_has_the_flags_where_they_belong():
     )
 
 
+@pytest.mark.parametrize(
+    "process",
+    [
+        "python /bin/prism run torchrun --nnodes 8 --nproc-per-node 8 a.py --prism-emulate",
+        "python -m megatron_prism run torchrun --nnodes 8 --nproc-per-node 8 a.py --prism-emulate",
+        "python -u a.py --prism-emulate",
+    ],
+)
+def test_a_process_that_only_names_a_launcher_goes_on(process):
+    real_launch.check(process.split())
+
+
+def test_a_process_that_is_a_launcher_ends():
+    process = "python /bin/torchrun --nnodes 2 --nproc-per-node 2 a.py --prism-emulate"
+    with pytest.raises(SystemExit):
+        real_launch.check(process.split())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torch.distributed.run"])
 def test_torchrun_ends_at_once(launcher, tmp_path):
