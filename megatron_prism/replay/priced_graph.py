@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 
 import numpy as np
 
@@ -108,9 +107,7 @@ class PricedGraph:
     measured_on : the machine that the programs are of
     machine     : the machine that they run on: the same, unless ``what_if.moved``
     calibration : of ``machine``; None: calls are modelled
-    graph       : the joined programs, with the what-ifs
-    prices      : ns of every op and call, the cost of overlapping included
-    iterations  : in a row, for which overlaps were settled
+    timeline    : when everything happens
     """
 
     programs: Programs
@@ -118,15 +115,17 @@ class PricedGraph:
     measured_on: Machine
     machine: Machine
     calibration: Calibration | None
-    graph: WorldGraph
-    prices: Prices
-    iterations: int = 2
+    timeline: Timeline
 
-    @cached_property
-    def timeline(self) -> Timeline:
-        """When everything happens.  PrismError if the job hangs."""
-        buffered = _buffered(self.graph, self.what_if, self.calibration)
-        return build_timeline(self.graph, self.prices, self.iterations, buffered)
+    @property
+    def graph(self) -> WorldGraph:
+        """The joined programs, with the what-ifs."""
+        return self.timeline.graph
+
+    @property
+    def prices(self) -> Prices:
+        """Of every op and call, ns, the cost of overlapping included."""
+        return self.timeline.prices
 
     def again(self, **changes: object) -> PricedGraph:
         """The same with other what-ifs: ``again(dp=64)``."""
@@ -135,7 +134,7 @@ class PricedGraph:
             machine=self.measured_on,
             calibration=self.calibration,
             what_if=dataclasses.replace(self.what_if, **changes),  # type: ignore[arg-type]
-            iterations=self.iterations,
+            iterations=self.timeline.iterations,
         )
 
 
@@ -160,7 +159,7 @@ def price(
         iterations: in a row, of which the last one is looked at.
 
     Raises:
-        PrismError: the calls of the ranks do not fit together, so the job hangs or is wrong.
+        PrismError: the calls of the ranks do not fit together, or the job hangs.
         UsageError: the machine or the calibration is not that of the programs.
     """
     what_if = what_if or WhatIf()
@@ -188,19 +187,14 @@ def price(
     prices = price_ops(graph, here, measured)
     for edit in edits:
         prices = edit.prices(graph, prices, there)
-    settled, buffered = None, _buffered(graph, what_if, measured)
-    if (measured is not None and measured.overlap) or _on_streams(graph):
-        factors, who = (measured.overlap, measured.source) if measured is not None else ({}, "")
-        settled = replay_with_overlap(graph, prices, factors, who, iterations, buffered)
-        prices = settled.prices
+    buffered = _buffered(graph, what_if, measured)
+    factors, who = ({}, "") if measured is None else (measured.overlap, measured.source)
+    timeline = replay_with_overlap(graph, prices, factors, who, iterations, buffered)
     if topology is not None:
-        prices = whatif.oversubscribed(graph, prices, there, topology)
+        prices = whatif.oversubscribed(graph, timeline.prices, there, topology)
         links = ports(graph, there.gpus_per_node)
-        settled = replay_network(graph, prices, iterations, links, buffered)
-    found = PricedGraph(programs, what_if, here, there, measured, graph, prices, iterations)
-    if settled is not None:
-        vars(found)["timeline"] = settled  # it is there already
-    return found
+        timeline = replay_network(graph, prices, iterations, links, buffered)
+    return PricedGraph(programs, what_if, here, there, measured, timeline)
 
 
 def replay(

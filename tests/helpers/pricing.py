@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from megatron_prism.replay.priced_graph import price
+from megatron_prism.replay.timeline import build_timeline
 
 
 def priced(programs, collective_ns=None):
@@ -13,4 +14,5 @@ def priced(programs, collective_ns=None):
     if collective_ns is None:
         return found
     ns = np.zeros_like(found.prices.collective_ns) + np.asarray(collective_ns)
-    return dataclasses.replace(found, prices=dataclasses.replace(found.prices, collective_ns=ns))
+    prices = dataclasses.replace(found.prices, collective_ns=ns)
+    return dataclasses.replace(found, timeline=build_timeline(found.graph, prices))
