@@ -1,4 +1,4 @@
-"""Is an answer plausible?  What cannot be is a fault of ours, and refused as one.
+"""Whether an answer is plausible: what cannot be is a fault of ours, and refused as one.
 
 In : the Timeline of an answer, and that of the captured microbatches where the answer has others.
 """
