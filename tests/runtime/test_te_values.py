@@ -1,6 +1,7 @@
 """Transformer Engine's own Python on tier cpu computes what torch computes."""
 
 import importlib
+import re
 import subprocess
 import sys
 
@@ -108,6 +109,17 @@ def test_layer_norm_mlp(te):
                     module.fc1_weight, module.fc1_bias)  # fmt: skip
     hidden = torch.nn.functional.gelu(hidden, approximate="tanh")
     same(module(x), linear(hidden, module.fc2_weight, module.fc2_bias), [x, *module.parameters()])
+
+
+def test_operations(te):
+    """What --use-transformer-engine-op-fuser makes layers of."""
+    ops = te.ops
+    norm, first, second = ops.RMSNorm(8), ops.Linear(8, 12), ops.Linear(6, 8, bias=False)
+    module, x = ops.Sequential(norm, first, ops.SwiGLU(), second), leaf(5, 8)
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.weight
+    a, b = linear(normed, first.weight, first.bias).chunk(2, -1)
+    expected = linear(torch.nn.functional.silu(a) * b, second.weight)
+    same(module(x), expected, [x, *module.parameters()])
 
 
 def test_grouped_linear(te):
@@ -341,3 +353,31 @@ def test_megatrons_own_layers_run(more):
              "transformer_impl=transformer_engine", "prism.tier=cpu", *more]  # fmt: skip
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+CALL = re.compile(
+    r"\b(all_gather|all_reduce|reduce_scatter|all_to_all|send|recv) +(\w+_GROUP).* @(\S+)"
+)
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_calls_of_both_tiers_stand_on_the_same_lines(tmp_path):
+    """So that a breakpoint which a verdict of meta names is met on tier cpu, too."""
+    pytest.importorskip("megatron.core")
+    prism, found = [sys.executable, "-W", "ignore", "-m", "megatron_prism"], []
+    for tier in ("meta", "cpu"):
+        folder = str(tmp_path / tier)
+        words = ["capture", "tiny-gpt_1cpu", "transformer_impl=transformer_engine", "bf16=true",
+                 "world_size=8", "tp=2", "sequence_parallel=true", "cp=2", "ep=2", "num_experts=4",
+                 "moe_permute_fusion=true", "moe_router_fusion=true", f"prism.tier={tier}",
+                 "-o", folder]  # fmt: skip
+        done = subprocess.run([*prism, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        text = subprocess.run([*prism, "show", folder, "--text"], capture_output=True, text=True)
+        found.append([m.groups() for m in map(CALL.search, text.stdout.splitlines()) if m])
+    assert found[0] == found[1]
+    sites = {site.rpartition(":")[0] for _, _, site in found[0]}
+    assert {"transformer_engine/pytorch/distributed.py",
+            "transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py",
+            } <= sites  # fmt: skip
