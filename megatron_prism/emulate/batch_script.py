@@ -16,8 +16,7 @@ _OPTIONS = {  # of all schedulers: option -> what it says
     "-N": "nodes", "--nodes": "nodes", "-nnodes": "nodes",
     "-n": "ranks", "--ntasks": "ranks", "--ntasks-per-node": "each", "--tasks-per-node": "each",
     "--gpus-per-node": "gpus", "--gres": "gpus", "-g": "gpus", "-gpu": "gpus",
-    "-G": "all_gpus", "--gpus": "all_gpus", "--cpus-per-task": "cpus", "-c": "cpus",
-    "-J": "name", "--job-name": "name", "-p": "partition", "--partition": "partition",
+    "-G": "all_gpus", "--gpus": "all_gpus",
 }  # fmt: skip
 _PBS = re.compile(r"\b(?:select|nodes)=(\d+)((?::\w+=\w+)*)")
 READ = re.compile(r"\$\{?([A-Z_][A-Z0-9_]*)(:?[-=+?])?")
@@ -62,9 +61,10 @@ def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
             continue
         for word, following in zip(options, [*options, ""][1:], strict=True):
             if resources := _PBS.search(word):
-                nodes, more = int(resources[1]), dict(re.findall(r":(\w+)=(\d+)", resources[2]))
-                each = more.get("mpiprocs") or more.get("ppn") or more.get("ngpus")
-                new = {"nodes": nodes, "each": each, "gpus": more.get("ngpus", more.get("gpus"))}
+                more = dict(re.findall(r":(\w+)=(\d+)", resources[2]))
+                tasks = more.get("mpiprocs") or more.get("ppn") or more.get("ngpus")
+                new = {"nodes": resources[1], "each": tasks,
+                       "gpus": more.get("ngpus", more.get("gpus"))}  # fmt: skip
                 found |= {key: int(value) for key, value in new.items() if value}
                 said.append(f"#{kind} {word}")
                 continue
@@ -73,11 +73,11 @@ def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
                 name, value, equals = short[1], short[2], "="
             numbers = re.findall(r"(?<![\w.-])\d+(?![\w.])", value if equals else following)
             key = _OPTIONS.get(name)
-            if key in ("nodes", "ranks", "each", "gpus", "all_gpus") and numbers:
+            if key and numbers:
                 found[key] = int(numbers[-1])
                 said.append(f"#{kind} {name}={found[key]}" if kind else f"{name} {found[key]}")
-    nodes = found.get("nodes")
-    gpus = found.get("gpus")
+    nodes: int | None = found.get("nodes")
+    gpus: int | None = found.get("gpus")
     if gpus is None and found.get("all_gpus"):
         gpus = found["all_gpus"] // (nodes or 1)
     each, ranks = found.get("each"), found.get("ranks")

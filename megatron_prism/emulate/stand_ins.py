@@ -130,8 +130,8 @@ def _vocabulary(args: argparse.Namespace) -> tuple[int, str]:
         return args.vocab_size, "--vocab-size"
     named = " ".join(str(getattr(args, name, None) or "") for name in _TOKENIZER).strip()
     for pattern, entries in _OF_MODEL:
-        if found := re.search(pattern, named, re.IGNORECASE):
-            return entries, f"that of {found[0]}"
+        if model := re.search(pattern, named, re.IGNORECASE):
+            return entries, f"that of {model[0]}"
     if args.tokenizer_type in _OF_TYPE:
         return _OF_TYPE[args.tokenizer_type], f"that of {args.tokenizer_type}"
     raise UsageError(

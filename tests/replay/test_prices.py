@@ -47,7 +47,8 @@ def test_shipped_machines_name_their_source():
         one = machine(name)
         assert len(one.source) > 40
         assert one.network_rate
-    assert set(machines()) == {"h100", "h200", "b200", "gb200_nvl72"}
+    assert machine("H100") == machine("h100")
+    assert set(machines()) == {"a100", "a100_40", "b200", "gb200_nvl72", "gh200", "h100", "h200"}
     assert machine("gb200_nvl72").gpus_per_node == 72
 
 

@@ -31,9 +31,9 @@ def read(name: str | os.PathLike[str], folder: Path, what: str, kind: type[T]) -
     A file has the fields of ``kind``: all that have no default, and no others.
     """
     known = shipped(folder)
-    absent = f"use {', '.join(known)}, or a JSON file"
+    absent = f"use {', '.join(known)}, or a file like those in {folder}"
     fix = f"see those that are shipped: {folder}"
-    with foreign.reading(known.get(str(name), name), what, fix, absent=absent) as path:
+    with foreign.reading(known.get(str(name).lower(), name), what, fix, absent=absent) as path:
         return foreign.read_json(path, kind, closed=True)
 
 
