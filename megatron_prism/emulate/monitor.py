@@ -277,6 +277,10 @@ class TrainingMonitor:
                 self.left = True
                 self.finish(get_args)
             raise
+        except KeyboardInterrupt:
+            for listener in self._hearing("interrupted"):
+                listener.interrupted()
+            raise
         self.finish(get_args)
 
     def finish(self, get_args: Callable[[], Any]) -> None:

@@ -242,11 +242,18 @@ class Reporter(TrainingListener):
             self._write(summary)
         exit_status.trained()
 
+    def interrupted(self) -> None:
+        """Print what was seen until then; nothing is written."""
+        if self.monitor.steps:
+            self._print(self.summary())
+
     def _print(self, summary: Json) -> None:
         trained, memory = summary["trained"], summary["memory"]
+        steps, wanted = trained["steps"], trained["expected"]
+        end = "was interrupted" if wanted is None else "trained"
         lines = [
-            f"rank {self.options.rank} trained: {trained['steps']} optimizer steps applied"
-            f" of {trained['expected']}, {summary['parameters']:,} parameters"
+            f"rank {self.options.rank} {end}: {steps} optimizer steps applied"
+            f"{'' if wanted is None else f' of {wanted}'}, {summary['parameters']:,} parameters"
         ]
         lines += [f"  note      {line}" for note in summary["notes"] for line in note.splitlines()]
         if memory["allocated_peak"] is not None:

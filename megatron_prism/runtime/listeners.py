@@ -59,6 +59,10 @@ class TrainingListener(Protocol):
         """Device memory ran out: the job ends here."""
         return
 
+    def interrupted(self) -> None:
+        """The user ended the job (Ctrl-C) before that."""
+        return
+
     def finished(self) -> None:
         """Training ended with the steps that were asked for.  A PrismError fails the job."""
         return

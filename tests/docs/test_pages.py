@@ -34,9 +34,9 @@ def test_a_page_shows_what_its_commands_print(page, runner, tmp_path):
 def test_the_readme_runs_a_stock_script(runner, tmp_path):
     found = doc_blocks.steps((ROOT / "README.md").read_text(encoding="utf-8"), skipped=True)
     (step,) = (step for step in found if "pretrain_gpt.py" in step.command)
-    command = step.command[step.command.index("\n.venv/bin/python") :]
+    command = step.command[step.command.index("\n.venv/bin/prism") :]
     (tmp_path / "Megatron-LM").symlink_to(os.environ["PRISM_MEGATRON"])
-    command = command.replace(".venv/bin/python", sys.executable)
+    command = command.replace(".venv/bin/prism", f"{sys.executable} -m megatron_prism")
     printed = runner.run(doc_blocks.Step(command, None), tmp_path)
     line = doc_blocks.differences(["…", *step.shown], printed.splitlines())
     assert line is None, f"{line}\n{printed}"

@@ -35,7 +35,7 @@ def run(monitor, steps, skipped=(), wanted=3, move=True, end=None, **more):
                     weight.data.add_(1)
                 monitor.stepped({"lm loss": 1.5}, skipped=step in skipped, grad_norm=0.5)
         if end is not None:
-            raise SystemExit(end)
+            raise end if isinstance(end, BaseException) else SystemExit(end)
 
 
 def test_a_trained_run_passes_and_remembers():
@@ -44,6 +44,26 @@ def test_a_trained_run_passes_and_remembers():
     assert (monitor.steps, monitor.expected, monitor.moved) == (3, 3, True)
     assert monitor.num_parameters == 6
     assert [entry.losses["lm loss"] for entry in monitor.iterations] == [1.5] * 3
+
+
+def test_an_interrupted_run_says_what_it_has_seen(capsys):
+    monitor = TrainingMonitor()
+    reporter = object.__new__(summary.Reporter)
+    reporter.options, reporter.monitor = types.SimpleNamespace(rank=7), monitor
+    trained = {"steps": 2, "expected": None}
+    memory = {"allocated_peak": 1 << 30, "by_part": None, "at": {"phase": "forward"}}
+    seen = {"trained": trained, "memory": memory, "parameters": 6, "notes": []}
+    seen |= {"recording": None, "pacing": None, "communication": {"rows": []}}
+    reporter.summary = lambda: seen
+    monitor.listen(reporter)
+    for steps in (0, 2):
+        with pytest.raises(KeyboardInterrupt):
+            run(monitor, steps, end=KeyboardInterrupt())
+        if not steps:
+            assert capsys.readouterr().err == ""  # nothing was seen
+    said = capsys.readouterr().err
+    assert "rank 7 was interrupted: 2 optimizer steps applied, 6 parameters" in said
+    assert "1 GiB allocated at the peak in phase forward" in said
 
 
 def test_parameters_that_did_not_move_are_noticed():
