@@ -42,6 +42,7 @@ NAMES = (
 CODE = {name: code for code, name in enumerate(NAMES)}
 IS_PAIR = np.array([name in ("send", "recv") for name in NAMES])
 IS_COLLECTIVE = np.array([any(r.name == n and r.kind == "group" for r in TABLE) for n in NAMES])
+IS_CALL = IS_COLLECTIVE | IS_PAIR
 # letters of the text form; W is a weight gradient computed apart from its backward
 PHASES = {"": "-", "forward": "F", "backward": "B", "weight": "W", "optimizer": "O", "sync": "G"}
 PHASE_NAMES = tuple(PHASES)

@@ -27,6 +27,7 @@ from megatron_prism.core.ops import (
     CODE,
     CODED,
     DTYPE_NAMES,
+    IS_CALL,
     IS_COLLECTIVE,
     IS_PAIR,
     ITEM_SIZE,
@@ -333,7 +334,7 @@ class Program:
 
     @cached_property
     def _groups(self) -> dict[str, np.ndarray]:
-        talk = IS_PAIR[self.ops["name"]] | IS_COLLECTIVE[self.ops["name"]]
+        talk = IS_CALL[self.ops["name"]]
         return {
             self.strings[code]: np.flatnonzero(talk & (self.ops["group"] == code))
             for code in np.unique(self.ops["group"][talk])
@@ -342,6 +343,11 @@ class Program:
     def groups(self) -> Mapping[str, np.ndarray]:
         """Group description -> indices of its collectives and p2p ops, ascending."""
         return self._groups
+
+    def collectives(self, group: str) -> np.ndarray:
+        """Indices of the collectives of one group, ascending; none if it makes no calls there."""
+        found = self._groups.get(group, np.empty(0, dtype=np.int64))
+        return np.asarray(found[IS_COLLECTIVE[self.ops["name"][found]]])
 
     def live_bytes(self) -> np.ndarray:
         """Live bytes after every allocation event, int64 [m]."""

@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR
 from megatron_prism.core.program import Program
 from megatron_prism.graph import loops
 from megatron_prism.graph.world_graph import WorldGraph
@@ -76,7 +76,7 @@ def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered:
     ops, strings = program.ops, program.strings
     names, length = ops["name"], len(program)
     device = np.array([text == "device" for text in strings])[ops["note"]]
-    talks = IS_COLLECTIVE[names] | IS_PAIR[names]
+    talks = IS_CALL[names]
     # 1 further and 1 back are the same pair in a group of two, and share its stream
     size_of = np.array([max(1, sizes.get(text, 1)) for text in strings], dtype=np.int64)
     alone = IS_PAIR[names] & (ops["batch"] < 0)

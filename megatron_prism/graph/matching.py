@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.groups import Membership
-from megatron_prism.core.ops import CODE, DTYPE_NAMES, IS_COLLECTIVE, IS_PAIR, NAMES, REDUCE
+from megatron_prism.core.ops import CODE, DTYPE_NAMES, IS_CALL, NAMES, REDUCE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import format_op
 from megatron_prism.graph.classes import Classes
@@ -32,7 +32,7 @@ def unsound(program: Program) -> tuple[str, int, str] | None:
     """(kind, op, what is wrong with it) of the first op that means nothing; None if all do."""
     ops = program.ops
     names, handles, batches = ops["name"], ops["handle"], ops["batch"]
-    calls = IS_COLLECTIVE[names] | IS_PAIR[names]
+    calls = IS_CALL[names]
     found = []
     makers = np.flatnonzero((calls | (names == CODE["record"])) & (handles >= 0))
     known, first = np.unique(handles[makers], return_index=True)
@@ -158,8 +158,7 @@ class _Fifo:
     """The collectives of one program in one group, their splits in elements."""
 
     def __init__(self, program: Program, name: str) -> None:
-        found = program.groups().get(name, np.empty(0, dtype=np.int64))
-        self.indices = found[IS_COLLECTIVE[program.ops["name"][found]]]
+        self.indices = program.collectives(name)
         self.program = program
 
     def broken(self, number: int) -> str | None:
@@ -269,13 +268,12 @@ def check(programs: Programs, classes: Classes, groups: Mapping[str, Membership]
 
 
 class _Checker:
-    """Fingerprints of FIFOs, computed once per class and name."""
+    """What does not fit, of every pair of classes that meet."""
 
     def __init__(
         self, programs: Programs, classes: Classes, groups: Mapping[str, Membership]
     ) -> None:
         self.programs, self.classes, self.groups = programs, classes, groups
-        self._fifos: dict[tuple[int, str], np.ndarray] = {}
         self.spread: Counter[int] = Counter()  # program -> ranks of the world that run it
         for program, count in zip(classes.programs, classes.counts, strict=True):
             self.spread[program] += count
@@ -286,11 +284,7 @@ class _Checker:
 
     def fifo(self, index: int, name: str) -> np.ndarray:
         """Indices of the collectives of class ``index`` in its group ``name``."""
-        key = (self.classes.programs[index], name)
-        if key not in self._fifos:
-            found = self.program(index).groups().get(name, np.empty(0, dtype=np.int64))
-            self._fifos[key] = found[IS_COLLECTIVE[self.program(index).ops["name"][found]]]
-        return self._fifos[key]
+        return self.program(index).collectives(name)
 
     def alone(self) -> Iterator[Finding]:
         """What is wrong with a program by itself; one finding per program."""

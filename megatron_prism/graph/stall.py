@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_prism.core.groups import Membership
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR
 from megatron_prism.core.program import Program, Programs, Splits
 from megatron_prism.graph import loops
 from megatron_prism.graph.issue_graph import JOIN, MEET, build_issue_graph
@@ -99,7 +99,7 @@ def _run(graph: WorldGraph, faults: Mapping[int, RankFault]) -> StalledJob:
     for index, program in enumerate(graph.program_list):
         mine = dag.op[held & (dag.owner == index)]
         ops = program.ops[mine]
-        holds = ~(IS_COLLECTIVE | IS_PAIR)[ops["name"]]
+        holds = ~IS_CALL[ops["name"]]
         holds |= (ops["name"] == CODE["barrier"]) & (ops["handle"] < 0)
         issued.append(int(min(ends[index], mine[holds].min(initial=ends[index]) + 1)))
         flags = ended[dag.node_of[index][0]]

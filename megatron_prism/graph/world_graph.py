@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.groups import Membership
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES
+from megatron_prism.core.ops import CODE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import counted
 from megatron_prism.graph.classes import Classes, memberships, partition
@@ -222,8 +222,8 @@ class _Joiner:
 
     def _collectives(self, index: int) -> None:
         program = self.graph.program_list[index]
-        for name, found in program.groups().items():
-            found = found[IS_COLLECTIVE[program.ops["name"][found]]]
+        for name in program.groups():
+            found = program.collectives(name)
             counts = self.graph.classes.members[index][name]
             if id(counts) not in self.together:  # classes of one group share one ``counts``
                 who = tuple(c for c, _ in counts)

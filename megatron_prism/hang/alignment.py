@@ -14,10 +14,8 @@ import dataclasses
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-import numpy as np
-
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, Op
+from megatron_prism.core.ops import CODE, IS_CALL, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
@@ -247,7 +245,6 @@ class Alignment:
         return max(0, found)
 
 
-_TALK = IS_COLLECTIVE | IS_PAIR
 _CALLS_OTHERWISE = ("operation", "dtype", "shape", "coalescing")
 
 
@@ -319,7 +316,7 @@ class _Trial:
 
     def _issued(self, state: stall.StalledJob, rank: int) -> int:
         names = self.programs.of(rank).ops["name"][: state.issued[rank]]
-        return int(_TALK[names].sum())
+        return int(IS_CALL[names].sum())
 
     # -- what the culprits did --------------------------------------------------------------------
     def _faults(self) -> dict[int, stall.RankFault] | None:
@@ -380,8 +377,7 @@ class _Trial:
             later = self.state.enqueued.get((name, other), verdict.seq) - verdict.seq
             count = steps[number][at.issued - 1][1].get((verdict.group, False), 0) - later
             mine = self.programs.of(rank)
-            fifo = mine.groups().get(verdict.group, np.empty(0, int))
-            fifo = fifo[IS_COLLECTIVE[mine.ops["name"][fifo]]]
+            fifo = mine.collectives(verdict.group)
             if 0 < count <= len(fifo):
                 return int(fifo[count - 1])
         return None

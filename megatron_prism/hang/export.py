@@ -23,7 +23,7 @@ import numpy as np
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import check_writable
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES, Op
+from megatron_prism.core.ops import IS_CALL, IS_PAIR, NAMES, Op
 from megatron_prism.core.program import Program
 from megatron_prism.graph.stall import StalledJob
 
@@ -48,7 +48,6 @@ class ExportSettings(TypedDict, total=False):
     last: int
 
 
-_TALK = IS_COLLECTIVE | IS_PAIR
 _HIDDEN = ".dumps-partial-"  # what a writer that was killed leaves behind
 _CLOSING = {"all_gather": "ALLGATHER_coalesced", "reduce_scatter": "REDUCE_SCATTER_coalesced"}
 
@@ -185,7 +184,7 @@ class _Table:
 
     def __init__(self, program: Program, known: Collection[str]) -> None:
         ops = program.ops
-        talks = np.flatnonzero(_TALK[ops["name"]])
+        talks = np.flatnonzero(IS_CALL[ops["name"]])
         self.groups = [program.strings[g] for g in ops["group"][talks].tolist()]
         mine = [at for at, name in enumerate(self.groups) if name in known]
         self.index = talks[mine]

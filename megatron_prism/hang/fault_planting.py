@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import Membership, named_group, short_names
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, CallLabel, Op
+from megatron_prism.core.ops import CODE, IS_CALL, CallLabel, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
@@ -89,7 +89,6 @@ EDITS: dict[str, Callable[[Groups, Fault, int, list[Op], int], None]] = {
     "data_stall": _late,
 }
 
-_TALK = IS_COLLECTIVE | IS_PAIR
 _SILENT = ("exception", "exit", "sigkill", "segfault", "sigstop", "data_end", "nan", "oom")
 _HOST = (*_SILENT, "gil", "data_stall")
 _ELSEWHERE = {  # what programs know nothing of
@@ -252,7 +251,7 @@ class _Planter:
         finder = FaultMatcher(fault)
         anything = bool(fault.select.op) or fault.kind not in ("gpu_hang", "slow")
         for index, op in enumerate(ops):
-            talks = bool(_TALK[CODE[op.name]])
+            talks = bool(IS_CALL[CODE[op.name]])
             if not talks and (op.name != fault.select.op and anything):
                 continue
             if finder.hit(_label(op)):
@@ -296,6 +295,6 @@ def _seq(ops: list[Op], at: int) -> int:
     pair, group = ops[at].name in ("send", "recv"), ops[at].group
     seen: set[object] = set()
     for i, op in enumerate(ops[: at + 1]):
-        if op.group == group and _TALK[CODE[op.name]] and (op.name in ("send", "recv")) == pair:
+        if op.group == group and IS_CALL[CODE[op.name]] and (op.name in ("send", "recv")) == pair:
             seen.add(("batch", op.batch) if op.batch >= 0 else i)
     return len(seen)

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES
+from megatron_prism.core.ops import CODE, IS_CALL, NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.world_graph import WorldGraph, build
@@ -81,7 +81,7 @@ def modelled_calls(programs: Programs) -> Edit:
     """Without the times that calls took: in another world they take others."""
 
     def calls(program: Program) -> np.ndarray:
-        return np.asarray((IS_COLLECTIVE | IS_PAIR)[program.ops["name"]])
+        return np.asarray(IS_CALL[program.ops["name"]])
 
     def changed(program: Program) -> Program:
         ops = program.ops.copy()

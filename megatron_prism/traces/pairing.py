@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
+from megatron_prism.core.ops import IS_CALL, NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.traces.timing import Call
 
@@ -63,7 +63,7 @@ def pair(program: Program, members: Mapping[str, int], calls: Sequence[Call]) ->
         members: group of the program -> how many ranks it has
     """
     ops = program.ops
-    mine = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
+    mine = np.flatnonzero(IS_CALL[ops["name"]])
     columns = (ops[name][mine].tolist() for name in ("name", "group", "num_in", "num_out"))
     captured = [
         _facts(NAMES[name], members[program.strings[group]], num_in, num_out)

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError, WorldError
 from megatron_prism.core.groups import WORLD_GROUP, of_family
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, OP, UNKNOWN
+from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR, OP, UNKNOWN
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.slices import SliceStore, stand_in_for
 from megatron_prism.core.units import counted, format_ns
@@ -495,7 +495,7 @@ def _keep_ns(found: Imported) -> None:
     typical[known] = np.rint(np.nanmean(found.wire[:, known], axis=0))
     for c, index in enumerate(graph.classes.programs):
         ops = graph.programs.programs[index].ops
-        calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
+        calls = np.flatnonzero(IS_CALL[ops["name"]])
         value = typical[meet.of[c][calls]]
         ops["ns"][calls] = np.where(np.isnan(value), -1, np.nan_to_num(value)).astype(np.int64)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.files import rendered
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.ops import IS_CALL
 from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.priced_graph import PricedGraph, price
 from megatron_prism.traces.programs import Imported
@@ -168,7 +168,7 @@ def _alike(found: Imported) -> list[list[int]]:
     classes: dict[bytes, list[int]] = defaultdict(list)
     for index, program in enumerate(found.programs.programs):
         ops = program.ops
-        talk = ops[IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]]
+        talk = ops[IS_CALL[ops["name"]]]
         key = talk["name"].tobytes() + np.maximum(talk["num_in"], talk["num_out"]).tobytes()
         classes[key].append(index)
     return list(classes.values())

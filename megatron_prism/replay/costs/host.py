@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from megatron_prism.core import foreign
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, PHASE_NAMES
+from megatron_prism.core.ops import CODE, IS_CALL, NAMES, PHASE_NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import HOST_INDEX
 from megatron_prism.replay.costs.collectives import Calibration
@@ -176,7 +176,7 @@ def right_after(program: Program) -> np.ndarray:
     """bool [n]: calls before which no kernel was launched since the call before them, such as the
     broadcasts of a batch.  What they need is still in the CPU's caches."""
     ops = program.ops
-    calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
+    calls = np.flatnonzero(IS_CALL[ops["name"]])
     kernels = (ops["ns"] > 0) & (ops["name"] == NAMES.index("compute"))
     launched = np.concatenate(([0], np.cumsum(kernels)))
     found = np.zeros(len(ops), dtype=bool)
@@ -189,7 +189,7 @@ def call_ns(program: Program, calibration: Calibration, default: int) -> np.ndar
     has its share.  ``default`` where nothing was measured."""
     ops = program.ops
     found, again = np.zeros(len(ops), dtype=np.int64), right_after(program)
-    calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
+    calls = np.flatnonzero(IS_CALL[ops["name"]])
     columns = (
         ops["name"][calls],
         ops["batch"][calls] >= 0,
@@ -225,7 +225,7 @@ def host_ns(
     if not program.knows_host:
         return lead, ns, source
     calls = call_ns(program, calibration, CALL_NS)
-    talks = IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]
+    talks = IS_CALL[ops["name"]]
     source[talks] = first + 1
     ns[talks] = calls[talks]
     batched = np.flatnonzero(ops["batch"] >= 0)
