@@ -43,6 +43,9 @@ class _Hypothesis:
     fault: stall.RankFault | None = None
 
 
+_Edit = tuple[str, str, tuple[Op, ...]]  # kind, what its rank does, its calls then
+
+
 def explain(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Diagnosis:
     """The verdict, with a culprit if the programs leave one choice."""
     if verdict.culprits or verdict.verdict == "healthy":
@@ -232,20 +235,11 @@ class _Explainer:
         for rank in self._suspects():
             yield from self._devices(rank)
             known: set[tuple[object, ...]] = set()
-            for why in self._calls(rank, list(self.programs.of(rank))):
-                assert why.ops is not None
-                said = tuple(self._key(op) for op in why.ops if op.group)
+            for kind, text, ops in self._edits(rank, list(self.programs.of(rank))):
+                said = tuple(self._key(op) for op in ops if op.group)
                 if said not in known and self._may_stand(rank, said):
                     known.add(said)
-                    yield why
-
-    def _calls(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
-        for entry in self.state.outstanding[rank][:2]:
-            yield from self._otherwise(rank, ops, entry)
-            yield from self._foreign(rank, ops, entry)
-        yield from self._left_out(rank, ops)
-        yield from self._more(rank, ops)
-        yield from self._neighbours(rank, ops)
+                    yield _Hypothesis(rank, kind, text, ops)
 
     def _may_stand(self, rank: int, said: tuple[tuple[object, ...], ...]) -> bool:
         """Whether its outstanding calls come in that order in what it would then call."""
@@ -282,70 +276,54 @@ class _Explainer:
             text = f"device never came to op {first}"
             yield _Hypothesis(rank, "device stuck", text, None, stall.RankFault(device=first))
 
-    def _otherwise(self, rank: int, ops: list[Op], entry: Entry) -> Iterator[_Hypothesis]:
-        """The call as the dump has it, in place of one of its group, or two of them swapped."""
-        for i, op in enumerate(ops):
-            if op.group != entry.desc or (op.name in ("send", "recv")) != entry.pair:
-                continue
-            if entry.pair and (op.name != entry.op or key(op) == seen(entry)):
-                continue
-            if key(op) == seen(entry):
-                continue
-            kind = next(k for k, a, b in zip(("operation", "dtype", "shape"), key(op), seen(entry),
-                                             strict=True) if a != b)  # fmt: skip
-            text = f"calls {call_text(entry)} where its program has {op.name} (op {i})"
-            new = (*ops[:i], as_dumped(op, entry), *ops[i + 1 :])
-            yield _Hypothesis(rank, kind, text, new)
-            for j, other in enumerate(ops):
-                if j > i and other.group == op.group and key(other) == seen(entry):
-                    swapped = list(ops)
-                    swapped[i], swapped[j] = other, op
-                    text = f"makes ops {i} and {j} of its program the other way round"
-                    yield _Hypothesis(rank, "order", text, tuple(swapped))
-
-    def _two_sided(self, op: Op) -> bool:
-        start = self.groups[op.group].start
-        return 2 * op.peer % int(start[1] - start[0]) != 0
-
-    def _foreign(self, rank: int, ops: list[Op], entry: Entry) -> Iterator[_Hypothesis]:
-        """A call that its program has nowhere, made before one of its calls."""
-        like = [op for op in ops if op.group == entry.desc and op.name not in ("send", "recv")]
-        if entry.pair or not like or any(key(op) == seen(entry) for op in like):
-            return
-        new = dataclasses.replace(as_dumped(like[0], entry), handle=-1, batch=-1)
-        text = f"calls {call_text(entry)}, which its program has nowhere"
-        for i, op in enumerate(ops):
-            if op.group:
-                yield _Hypothesis(rank, "extra call", text, (*ops[:i], new, *ops[i:]))
-
-    def _left_out(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
-        for i, op in enumerate(ops):
-            if op.group and len(self.groups[op.group].group(rank)) > 1:
-                left = tuple(o for k, o in enumerate(ops) if k != i
-                             and not (o.name == "wait" and o.handle == op.handle >= 0))  # fmt: skip
-                text = f"left out op {i} of its program, {op.name} of {op.group}"
-                yield _Hypothesis(rank, "skipped call", text, left)
-
-    def _more(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
-        """A call made twice, a message to or from the other side."""
-        for i, op in enumerate(ops):
-            if not op.group or len(self.groups[op.group].group(rank)) < 2:
-                continue
-            twice = (*ops[:i], dataclasses.replace(op, handle=-1), *ops[i:])
-            text = f"makes op {i} of its program twice, {op.name} of {op.group}"
-            yield _Hypothesis(rank, "extra call", text, twice)
-            if op.name in ("send", "recv") and self._two_sided(op):
-                other = (*ops[:i], dataclasses.replace(op, peer=-op.peer), *ops[i + 1 :])
-                text = f"makes op {i} of its program, {op.name}, with the other neighbour"
-                yield _Hypothesis(rank, "order", text, other)
-
-    def _neighbours(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
-        """A call made before the one that should come first: sends and receives, two groups."""
+    def _edits(self, rank: int, ops: list[Op]) -> Iterator[_Edit]:
+        """One call as the dump has it, left out, made twice, with the other neighbour, or exchanged
+        with the next."""
         calls = [i for i, op in enumerate(ops)
                  if op.group and len(self.groups[op.group].group(rank)) > 1]  # fmt: skip
+        for entry in self.state.outstanding[rank][:2]:
+            yield from _as_in_dump(ops, calls, entry)
+        for i in calls:
+            op = ops[i]
+            rest = (*ops[:i], *ops[i + 1 :])
+            left = (o for o in rest if not (o.name == "wait" and o.handle == op.handle >= 0))
+            text = f"left out op {i} of its program, {op.name} of {op.group}"
+            yield "skipped call", text, tuple(left)
+        for i in calls:
+            op = ops[i]
+            text = f"makes op {i} of its program twice, {op.name} of {op.group}"
+            yield "extra call", text, (*ops[:i], dataclasses.replace(op, handle=-1), *ops[i:])
+            start = self.groups[op.group].start
+            if op.name in ("send", "recv") and 2 * op.peer % int(start[1] - start[0]):
+                text = f"makes op {i} of its program, {op.name}, with the other neighbour"
+                yield "order", text, (*ops[:i], dataclasses.replace(op, peer=-op.peer),
+                                      *ops[i + 1 :])  # fmt: skip
         for i, j in zip(calls, calls[1:], strict=False):
             if self._key(ops[i]) != self._key(ops[j]):
-                swapped = list(ops)
-                swapped[i], swapped[j] = ops[j], ops[i]
-                text = f"makes ops {i} and {j} of its program the other way round"
-                yield _Hypothesis(rank, "order", text, tuple(swapped))
+                yield _exchanged(ops, i, j)
+
+
+def _exchanged(ops: list[Op], i: int, j: int) -> _Edit:
+    new = list(ops)
+    new[i], new[j] = ops[j], ops[i]
+    return "order", f"makes ops {i} and {j} of its program the other way round", tuple(new)
+
+
+def _as_in_dump(ops: list[Op], calls: list[int], entry: Entry) -> Iterator[_Edit]:
+    """The outstanding call in place of one of its group, or exchanged with it; a call that the
+    program has nowhere, made before any of its calls."""
+    mine = [i for i in calls if ops[i].group == entry.desc
+            and (ops[i].name in ("send", "recv")) == entry.pair]  # fmt: skip
+    for place, i in enumerate(mine):
+        op = ops[i]
+        if key(op) == seen(entry) or entry.pair and op.name != entry.op:
+            continue
+        fields = zip(("operation", "dtype", "shape"), key(op), seen(entry), strict=True)
+        text = f"calls {call_text(entry)} where its program has {op.name} (op {i})"
+        new = (*ops[:i], as_dumped(op, entry), *ops[i + 1 :])
+        yield next(kind for kind, a, b in fields if a != b), text, new
+        yield from (_exchanged(ops, i, j) for j in mine[place + 1 :] if key(ops[j]) == seen(entry))
+    if mine and not entry.pair and all(key(ops[i]) != seen(entry) for i in mine):
+        new = dataclasses.replace(as_dumped(ops[mine[0]], entry), handle=-1, batch=-1)
+        text = f"calls {call_text(entry)}, which its program has nowhere"
+        yield from (("extra call", text, (*ops[:i], new, *ops[i:])) for i in calls)
