@@ -1,15 +1,17 @@
 """Judge dumps: a verdict with culprits, victims, evidence and what is missing.
 
 In : Flight Recorder dumps (``diagnose_dumps``).
-Out: Diagnosis.  From dumps, what decides, strongest first:
+Out: Diagnosis.  What a rank did needs no wait that leads to it, so all of these are named:
 
-1. a call that all members entered and in which one of them differs, by majority
-2. a call that the others completed and one rank did not: its device, or its watchdog, is stuck
-3. a rank that others wait for and that waits for nobody, or that stopped where its siblings with
-   the same calls outstanding went on: its host is stuck
-4. a rank without a dump at which the waits end
-5. siblings that issued their calls in different orders: the fewest that explain it
-6. otherwise nobody is named: the cycle of waits is shown, or the call that nobody leaves
+1. who makes a call otherwise than most of its members, or than its siblings
+2. who did not complete a call that the others completed: its device, or its watchdog, is stuck
+3. for whom others wait and who waits for nobody, or who stopped where its siblings with the same
+   calls outstanding went on: its host is stuck
+4. who issued calls in another order than its siblings, or left out a message: the fewest that
+   explain it
+
+Where somebody waits for none of them: whose device never started its call, and who left no dump.
+Otherwise nobody is named: the cycle of waits is shown, or the call that nobody leaves.
 
 A culprit is never also a victim.  Who is late because he waits for someone else is no culprit.
 """
@@ -170,7 +172,8 @@ class _Judge:
             self._add(found, lambda: self._ordered(odds, queued=True))
         if not found:
             return self._nobody(odds)
-        named = sorted(found.values(), key=lambda c: (c.kind != "device stuck", c.rank))
+        named = sorted(found.values(), key=lambda c: (
+            c.kind != "device stuck", c.kind == "missing dump", c.rank))  # fmt: skip
         beside = [o for o in odds if not any(o.text in line for line in self.evidence)]
         self.evidence += [f"besides, {odd}" for odd in beside[:3]]
         return self._result(named[0].kind, named)
@@ -422,7 +425,7 @@ class _Judge:
                  if (e := state.head(r)) is not None]  # fmt: skip
         first = self.first or next((e for _, e in sorted(heads, key=lambda h: h[0])), None)
         unsure = not blamed - self.parted.new.keys() or self.doubt  # or nobody
-        unsure |= any(c.kind == "missing dump" for c in culprits)  # a file is lost more easily
+        unsure |= all(c.kind == "missing dump" for c in culprits)  # a file is lost more easily
         unsure |= len({c.rank for c in culprits if c.kind == "device stuck"}) > 1  # or their links
         confidence = "possible" if unsure else "likely"
         if (self.sure or verdict == "order" and state.history) and not (

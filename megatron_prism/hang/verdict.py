@@ -5,6 +5,7 @@ Plain values with a text form (one line first, then the picture) and a JSON form
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from megatron_prism.core.files import rendered
@@ -67,15 +68,20 @@ class Diagnosis:
         several explanations remain."""
         if self.verdict == "healthy":
             return 0
-        lost = self.confidence == "possible" and self.verdict == "missing dump"
-        return 3 if lost or not self.culprits else 1
+        return 3 if len(self.possibly) == len(self.culprits) else 1
+
+    @property
+    def possibly(self) -> tuple[Culprit, ...]:
+        """Culprits that only left no dump, where a file may be lost or others explain the hang."""
+        lost = tuple(c for c in self.culprits if c.kind == "missing dump")
+        return lost if self.confidence == "possible" or len(lost) < len(self.culprits) else ()
 
     def to_json(self) -> dict[str, object]:
-        """``prism.diagnosis/1``.  With exit status 3 ranks whose dumps are missing are candidates,
-        and nobody is a culprit."""
+        """``prism.diagnosis/1``.  Ranks that possibly are culprits are candidates there."""
         value = {"schema": SCHEMA, **asdict(self)}
-        if self.exit_code == 3 and self.culprits:
-            value |= {"culprits": [], "candidates": [c.rank for c in self.culprits]}
+        if self.possibly:
+            named = [asdict(c) for c in self.culprits if c not in self.possibly]
+            value |= {"culprits": named, "candidates": [c.rank for c in self.possibly]}
         return value
 
     def to_html(self) -> str:
@@ -115,9 +121,16 @@ class Diagnosis:
             among = f", among {ranks_text(self.candidates)}" if self.candidates else ""
             tail = f"{counted(len(self.victims), 'rank')} waiting, nobody is named"
             return f"{self.verdict.upper()} at {where}{among}; {tail}"
-        ranks = format_ranks([c.rank for c in self.culprits])
-        several = "ranks" if len(self.culprits) > 1 else "rank"
-        several = f"possibly {several}" if self.confidence == "possible" else several
-        kinds = ", ".join(dict.fromkeys(c.kind for c in self.culprits))
+        named = [c for c in self.culprits if c not in self.possibly]
+        unsure = "possibly " * (self.confidence == "possible")
+        parts = [_ranks_and_kinds(named, unsure), _ranks_and_kinds(self.possibly, "possibly ")]
         tail = f"{counted(len(self.victims), 'victim')}"
-        return f"HANG at {where}: {several} {ranks} ({kinds}); {tail}"
+        return f"HANG at {where}: {', '.join(filter(None, parts))}; {tail}"
+
+
+def _ranks_and_kinds(culprits: Collection[Culprit], unsure: str) -> str:
+    if not culprits:
+        return ""
+    kinds = ", ".join(dict.fromkeys(c.kind for c in culprits))
+    several = "ranks" if len(culprits) > 1 else "rank"
+    return f"{unsure}{several} {format_ranks([c.rank for c in culprits])} ({kinds})"

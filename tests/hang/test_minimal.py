@@ -69,6 +69,10 @@ def test_a_dead_rank_is_named_beside_a_call_that_differs():
     named, found = verdict(dumps)
     assert named == {3, 7}, found
     assert {c.rank: c.kind for c in found.culprits} == {3: "shape", 7: "missing dump"}
+    assert [c.rank for c in found.possibly] == [7]
+    value = found.to_json()
+    assert ([c["rank"] for c in value["culprits"]], value["candidates"]) == ([3], [7])
+    assert (found.exit_code, found.confidence) == (1, "likely")
 
 
 def test_a_lost_dump_that_may_be_a_victim_s_is_not_named_beside_a_culprit():

@@ -727,8 +727,8 @@ def judge(one, code, found):
     if code == 2:
         return ""
     named = frozenset(row["rank"] for row in found["culprits"])
-    if found["verdict"] == "missing dump" and code == 3:
-        named = frozenset(found["candidates"])
+    if code == 1 or found["verdict"] == "missing dump":  # who possibly is one, too
+        named |= one.named.intersection(found["candidates"])
     if named != one.named and not (one.at_most and named < one.named):
         return f"names {sorted(named)}, not {sorted(one.named)}: {found['verdict']}"
     if found["verdict"] not in one.verdict:
