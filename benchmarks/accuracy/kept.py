@@ -30,6 +30,7 @@ import megatron_prism as prism
 from benchmarks.report import RESULTS
 from megatron_prism.core.program_text import dump, parse
 from megatron_prism.replay.costs.host import REFERENCE, HostIndex
+from megatron_prism.replay.differences import Estimate, of_sources
 from megatron_prism.replay.interval import interval
 
 CAPTURED, WITHOUT_GPU = RESULTS / "captured.json.gz", RESULTS / "without_gpu.json.gz"
@@ -46,6 +47,7 @@ class Found:
     high: int
     real: float
     host: float  # part of the critical path
+    estimate: Estimate | None = None  # of slices that are kept
 
     @property
     def waits_for_python(self) -> bool:
@@ -90,8 +92,9 @@ def evaluated(
             file.write_text(json.dumps(calibration))
         timeline = prism.replay(parse(text), machine=machine, calibration=file, what_if=what_if)
     between, host = interval(timeline), timeline.to_json()["host"]
+    sources = of_sources(timeline.iteration_ns, map(vars, between.sources))
     return Found(job, where, timeline.iteration_ns, between.low_ns, between.high_ns, real,
-                 float(host or 0))  # type: ignore[arg-type]  # fmt: skip
+                 float(host or 0), sources)  # type: ignore[arg-type]  # fmt: skip
 
 
 def captured(where: str = "") -> Iterator[Found]:

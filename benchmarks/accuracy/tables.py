@@ -9,6 +9,7 @@ halves      : whether one half of a stored real job's iterations tells the distr
               against that of 500 shuffles (p), its drift, the correlation of neighbours
 layouts     : whether predictions put layouts of one model in the order of the stored real jobs (by
               time per sample, ranks captured on the same GPUs; batches of layouts differ)
+pairs       : of two jobs on one machine, which is said to be faster, and whether it was
 network     : modelled calls between nodes (NCCL's own estimate on the rates of ``machine=h100``,
               nothing fitted) beside nccl-tests that others published (``h100_nccl_tests.json``)
 rooflines   : every time of the shipped op tables, predicted by the roofline of the same machine
@@ -22,9 +23,9 @@ import json
 import math
 import shlex
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from megatron_prism.predict.distributions import fit
 from megatron_prism.replay.costs.collectives import Shape, modelled
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, read
 from megatron_prism.replay.costs.machine import machine
+from megatron_prism.replay.differences import Estimate, drawn
 
 
 def stored(name: str) -> Any:
@@ -191,6 +193,24 @@ def layouts() -> None:
     print(f"{right} of {pairs} pairs in the real order, tau {(2 * right - pairs) / pairs:.2f}")
 
 
+def pairs() -> None:
+    """Of all pairs of jobs of one kind: which is faster, and by how much."""
+    rows: dict[str, list[tuple[float, Estimate]]] = defaultdict(list)
+    for one in (*kept.captured(), *kept.functional_tests()):
+        assert one.estimate is not None, "their slices are kept"
+        rows[one.where].append((one.real, one.estimate))
+    for kind, jobs in rows.items():
+        said = Counter[str]()
+        for (real, one), (other_real, other) in combinations(jobs, 2):
+            times = drawn([one, other])
+            low, high = np.quantile(times[:, 1] / times[:, 0], [0.025, 0.975])
+            right = (low > 1) == (other_real > real)
+            said["equal" if low <= 1 <= high else "right" if right else "wrong"] += 1
+            said["inside"] += low <= other_real / real <= high
+        print(f"| {kind} | {math.comb(len(jobs), 2)} | {said['right']} | {said['wrong']} "
+              f"| {said['equal']} | {said['inside'] / math.comb(len(jobs), 2):.0%} |")  # fmt: skip
+
+
 # -- the cost model's own parts -------------------------------------------------------------------
 def network() -> None:
     here = machine("h100")
@@ -238,7 +258,9 @@ def rooflines() -> None:
                   f"{np.sqrt((off * off).mean()):.2f} |")  # fmt: skip
 
 
-TABLES = {one.__name__: one for one in (captured, without_gpu, halves, layouts, network, rooflines)}
+TABLES = {
+    one.__name__: one for one in (captured, without_gpu, halves, layouts, pairs, network, rooflines)
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

@@ -107,7 +107,10 @@ def replay(args: argparse.Namespace) -> int:
     metrics = timeline.to_json() if args.json or args.csv else {}
     value: dict[str, object] = dict(metrics)
     if other is not None:
-        value = {"first": metrics, "second": other.to_json() if metrics else {}}
+        from megatron_prism.replay.differences import between
+
+        value = {"first": metrics, "second": other.to_json() if metrics else {},
+                 "difference": vars(between(timeline, other)) if metrics else {}}  # fmt: skip
     if write_data(args, value, cast("list[dict[str, object]]", metrics.get("classes"))):
         pass
     elif other is not None:
@@ -144,6 +147,7 @@ def _with(word: str) -> tuple[str, dict[str, Any]]:
 
 def _show_pair(one: tuple[str, Timeline], other: tuple[str, Timeline]) -> None:
     """Two iterations by what a mean rank does, the largest difference first."""
+    from megatron_prism.replay.differences import between
     from megatron_prism.replay.timeline import mean_parts
     from megatron_prism.report.metrics import timeline_metrics
 
@@ -155,6 +159,10 @@ def _show_pair(one: tuple[str, Timeline], other: tuple[str, Timeline]) -> None:
     rows = [(what, *(f"{x / 1e6:,.1f} ms" for x in (p, q)), f"{(q - p) / 1e6:+,.1f} ms")
             for what, p, q in ns]  # fmt: skip
     print_table(("mean rank", "first", "second", "second - first"), rows)
+    found = between(one[1], other[1])
+    ends = f"{found.low_ns / 1e6:+,.1f} to {found.high_ns / 1e6:+,.1f} ms"
+    print(f"\nsecond - first: {found.ns / 1e6:+,.1f} ms ({ends}, 95 %); the first is faster with "
+          f"{found.first_faster:.1%}, whatever is unknown of the machine")  # fmt: skip
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:

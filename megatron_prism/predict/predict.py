@@ -35,6 +35,8 @@ from megatron_prism.predict.variability import (
 )
 from megatron_prism.predict.variability import read_variability as shipped
 from megatron_prism.predict.whatifs import FACTORS, Study, busiest, p95, study, with_slow
+from megatron_prism.replay.differences import drawn as unknowns
+from megatron_prism.replay.differences import estimate
 from megatron_prism.replay.interval import interval
 from megatron_prism.replay.microbatches import microbatch_count as microbatches
 from megatron_prism.replay.plausibility import check_plausible
@@ -400,12 +402,16 @@ def compare(
         drawn.append(sampler.draw(spread.variability, count).max(axis=1))
         if progress is not None:
             progress((place + 1) / len(samplers))
-    best = np.min(drawn, axis=0)
-    ties = np.sum([times == best for times in drawn], axis=0)
+    # quantiles are of a machine as it is said to be; a chance holds what is unknown of it, too
+    estimates = [estimate(priced.timeline) for priced in layouts.values()]
+    unknown = unknowns(estimates, count) / [one.ns or 1 for one in estimates]
+    compared = [times * unknown[:, at] for at, times in enumerate(drawn)]
+    best = np.min(compared, axis=0)
+    ties = np.sum([times == best for times in compared], axis=0)
     found: list[Layout] = []
-    for (name, priced), times in zip(layouts.items(), drawn, strict=True):
-        first = drawn[0]
-        beaten = float((first < times).sum() + 0.5 * (first == times).sum())
+    first = compared[0]
+    for (name, priced), times, mine in zip(layouts.items(), drawn, compared, strict=True):
+        beaten = float((first < mine).sum() + 0.5 * (first == mine).sum())
         programs, ordered = priced.graph.programs, np.sort(times)
         tokens = programs.source.get("tokens_per_iteration", "")
         found.append(
@@ -418,7 +424,7 @@ def compare(
                 tuple(quantile(ordered, level) for level in levels),
                 shown(times),
                 _chance(beaten, count) if found else None,
-                _chance(float(((times == best) / ties).sum()), count),
+                _chance(float(((mine == best) / ties).sum()), count),
             )
         )
     rests_on = {

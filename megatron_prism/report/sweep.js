@@ -66,14 +66,14 @@ function coordinates(section) {
 function ranked(section) {
   const more = ["p95", "cost"].filter((name) => ROWS.some((row) => row[name] !== null));
   const write = { p95: formatNs, cost: (value) => round(value, 5) };
-  const head = ["rank", ...DATA.axes, "iteration", "interval", "tokens/s/GPU", "MFU", "bubble", "exposed", "memory", "headroom", ...more, "front"];
+  const head = ["rank", ...DATA.axes, "iteration", "to the first", "best", "tokens/s/GPU", "MFU", "bubble", "exposed", "memory", "headroom", ...more, "front"];
   const place = (row) => `${row.rank}${row.equal ? "=" : ""}`;
   const linked = (row) => row.link ? Object.assign(element("a", "", place(row)), { href: row.link }) : place(row);
-  const rows = ROWS.map((row) => [linked(row), ...row.axes, formatNs(row.ns), `${formatNs(row.low)} – ${formatNs(row.high)}`,
+  const rows = ROWS.map((row) => [linked(row), ...row.axes, formatNs(row.ns), row.slower, percent(row.best),
     or(row.tokens, round), or(row.mfu, percent), or(row.bubble, percent), or(row.exposed, percent), formatBytes(row.memory),
     DATA.limit === null ? "unknown" : formatBytes(DATA.limit - row.memory), ...more.map((name) => or(row[name], write[name])), row.front ? "●" : ""]);
   section.append(element("h2", "", `Points, by ${DATA.objective}`),
-    element("p", "quiet", "= : the interval of its time overlaps that of others. Front: no other point is better in both time and memory. A rank with a link leads to its timeline."),
+    element("p", "quiet", "= : not slower than the first of its rank with 95 %, whatever is unknown of the machine. Front: no other point is better in both time and memory. A rank with a link leads to its timeline."),
     table(head, rows), element("h2", "", "Start the first"), element("p", "", element("code", "", ROWS[0].command)));
 }
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_prism.core.units import format_bytes, format_share
+from megatron_prism.replay.differences import difference, of_sources
 from megatron_prism.replay.timeline import mean_parts
 from megatron_prism.report.page import render_page
 from megatron_prism.sweep.space import text as axis_text
@@ -50,7 +51,7 @@ def render_text(sweep: Sweep) -> str:
         if len(sweep.rows) > _SHOWN:
             lines.append(f"… and {len(sweep.rows) - _SHOWN} more: --csv FILE or --json has all")
         if sum(row.rank == 1 for row in sweep.rows) > 1:
-            lines.append("= the interval of its time overlaps that of others: they count as equal")
+            lines.append("= not surely slower than the first of its rank (95 %)")
         lines += ["", f"memory: device bytes, {sweep.memory_provenance}"]
         lines += [f"start the first: {command(sweep, sweep.rows[0])}"]
     lines += ["", *_fell(sweep)] if sweep.dropped else []
@@ -59,8 +60,8 @@ def render_text(sweep: Sweep) -> str:
 
 def _head(sweep: Sweep) -> list[str]:
     more = [name for name in ("p95", "cost") if _has(sweep, name)]
-    return ["rank", *sweep.axes, "s/iteration", "interval", "tokens/s/GPU", "MFU", "bubble",
-            "exposed", "memory", "headroom", *more]  # fmt: skip
+    return ["rank", *sweep.axes, "s/iteration", "to the first", "best", "tokens/s/GPU", "MFU",
+            "bubble", "exposed", "memory", "headroom", *more]  # fmt: skip
 
 
 def _has(sweep: Sweep, name: str) -> bool:
@@ -69,13 +70,18 @@ def _has(sweep: Sweep, name: str) -> bool:
     return any(row.cost is not None for row in sweep.rows)
 
 
+def _slower(row: Row) -> str:
+    return "" if row.slower == (0, 0, 0) else "{:+.1%} ({:+.1%} to {:+.1%})".format(*row.slower)
+
+
 def _cells(sweep: Sweep, row: Row) -> list[str]:
     one, memory = row.result, row.result["memory"]
     cells = [
         f"{row.rank}{'=' if row.equal else ''}",
         *(axis_text(one["axes"][axis]) for axis in sweep.axes),
         _seconds(one["iteration_ns"]),
-        f"{_seconds(one['low_ns'])}-{_seconds(one['high_ns'])}",
+        _slower(row),
+        f"{row.best:.0%}",
         "unknown" if one["tokens_per_gpu"] is None else f"{one['tokens_per_gpu']:,.1f}",
         _share(one["mfu"]), _share(one["bubble"]), _share(one["exposed"]),
         format_bytes(memory["bytes"]),
@@ -120,19 +126,19 @@ def render_csv(sweep: Sweep) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     last = ("memory_bytes", "memory_level", "cost", "provenance", "command", "dropped_by", "reason")
-    writer.writerow(["rank", "equal", *sweep.axes, *_NUMBERS, *last])
+    writer.writerow(["rank", "equal", "slower", "best", *sweep.axes, *_NUMBERS, *last])
     for row in sweep.rows:
         one = row.result
         axes = [axis_text(one["axes"][axis]) for axis in sweep.axes]
         numbers = ["" if one[name] is None else one[name] for name in _NUMBERS]
         cost = "" if row.cost is None else row.cost
-        writer.writerow([row.rank, int(row.equal), *axes, *numbers, one["memory"]["bytes"],
-                         one["memory"]["level"], cost, one["provenance"], command(sweep, row), "",
-                         ""])  # fmt: skip
+        writer.writerow([row.rank, int(row.equal), row.slower[0], row.best, *axes, *numbers,
+                         one["memory"]["bytes"], one["memory"]["level"], cost, one["provenance"],
+                         command(sweep, row), "", ""])  # fmt: skip
     for point in sweep.dropped:
         axes = [axis_text(point.axes[axis]) for axis in sweep.axes]
         empty = [""] * (len(_NUMBERS) + 5)
-        writer.writerow(["", "", *axes, *empty, point.by, point.reason])
+        writer.writerow(["", "", "", "", *axes, *empty, point.by, point.reason])
     return out.getvalue()
 
 
@@ -151,8 +157,10 @@ def render_pair(both: tuple[Row, Row]) -> str:
     lines += [f"{row[0]:<{width}}  {row[1]:>9}  {row[2]:>9}  {row[3]:>9}" for row in rows]
     sizes = [f"{format_bytes(x['memory']['bytes'])} on {x['memory']['stage']}" for x in (a, b)]
     lines += ["", f"memory  A {sizes[0]}, B {sizes[1]}"]
-    if a["low_ns"] <= b["high_ns"] and b["low_ns"] <= a["high_ns"]:
-        lines.append("the intervals of their times overlap: which is faster is not certain")
+    sure = difference(*(of_sources(x["iteration_ns"], x["sources"]) for x in (a, b))).first_faster
+    lines.append(
+        f"A is faster with {sure:.1%}: what is unknown of the machine is the same for both"
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -184,7 +192,8 @@ def _page(sweep: Sweep, links: Mapping[str, str]) -> dict[str, Any]:
             {"rank": row.rank, "equal": row.equal, "name": row.name, "cost": row.cost,
              "axes": [axis_text(row.result["axes"][axis]) for axis in sweep.axes],
              "ns": row.result["iteration_ns"], "low": row.result["low_ns"],
-             "high": row.result["high_ns"], "tokens": row.result["tokens_per_gpu"],
+             "high": row.result["high_ns"], "slower": _slower(row), "best": row.best,
+             "tokens": row.result["tokens_per_gpu"],
              "p95": row.result["p95_ns"], "memory": row.result["memory"]["bytes"],
              "front": row.result["key"] in best, "link": links.get(row.result["key"]),
              "command": command(sweep, row),

@@ -364,6 +364,8 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
         "mfu": every["mfu"]["value"],
         "gpus": world.size,
         "p95_ns": None,
+        "sources": [{key: one[key] for key in ("what", "low_ns", "high_ns")}
+                    for one in every["uncertainties"]],
         "stages": [
             {key: one[key] for key in
              ("name", "count", "compute", "exposed", "waiting", "idle", "critical")}

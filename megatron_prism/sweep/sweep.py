@@ -35,6 +35,7 @@ from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import memory_bound
 from megatron_prism.replay.costs.machine import default_machine, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
+from megatron_prism.replay.differences import of_sources, standings
 from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.sweep import space
 from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings, run, timeline_of
@@ -54,15 +55,19 @@ Result = Figures
 class Row:
     """A point in its place.
 
-    rank  : 1 + the number of points that are surely better, whose interval ends before this one's
-    equal : whether others have this rank too
-    cost  : money for 10^9 tokens, None without a price
+    rank   : 1 + the number of points of the groups before (``differences.standings``)
+    equal  : whether others have this rank too
+    cost   : money for 10^9 tokens, None without a price
+    slower : than the first, as a part of it: expected, and the ends of its interval
+    best   : chance to be the best of all
     """
 
     rank: int
     equal: bool
     result: Result
     cost: float | None
+    slower: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    best: float = 0.0
 
     @property
     def name(self) -> str:
@@ -109,7 +114,8 @@ class Sweep:
             "memory_provenance": self.memory_provenance,
             "axes": {axis: list(values) for axis, values in self.axes.items()},
             "points": [
-                {"rank": row.rank, "equal": row.equal, **row.result, "cost": row.cost,
+                {"rank": row.rank, "equal": row.equal, "slower": row.slower, "best": row.best,
+                 **row.result, "cost": row.cost,
                  "command": " ".join(self.commands[row.result["key"]])}
                 for row in self.rows
             ],
@@ -407,9 +413,10 @@ def _families(points: Sequence[SweepPoint]) -> list[list[SweepPoint]]:
 def _is_there(path: Path) -> bool:
     """Whether a point has a result; one that failed or is damaged is removed, to be made again."""
     try:
-        good: bool = json.loads(path.read_text())["by"] != FAILED
+        found = json.loads(path.read_text())
+        good = "sources" in found or found["by"] != FAILED
     except KeyError:
-        good = True
+        good = False
     except (OSError, ValueError):
         good = False
     if not good:
@@ -442,18 +449,20 @@ def _score(result: Result, objective: str) -> float:
 
 
 def ranked(results: Sequence[Result], objective: str, price: float | None = None) -> list[Row]:
-    """Best first.  A point's score is uncertain as its iteration time is."""
-    scored = []
-    for result in results:
-        score, time = _score(result, objective), result["iteration_ns"] or 1
-        low, high = (score * result[key] / time for key in ("low_ns", "high_ns"))
-        scored.append((score, str(result["key"]), low, high, result))
-    scored.sort(key=lambda one: one[:2])
-    ranks = [1 + sum(other[3] < one[2] for other in scored) for one in scored]
-    return [
-        Row(rank, ranks.count(rank) > 1, one[4], cost_of(one[4], price))
-        for rank, one in zip(ranks, scored, strict=True)
-    ]
+    """Best first.  What is unknown of the machine is the same for all points."""
+    scored = sorted(results, key=lambda one: (_score(one, objective), str(one["key"])))
+    estimates = []
+    for one in scored:
+        whole = of_sources(one["iteration_ns"], one["sources"])
+        estimates.append(whole.scaled(_score(one, objective) / (one["iteration_ns"] or 1)))
+    places, rows = standings(estimates), []
+    groups = [place.group for place in places]
+    for one, place in zip(scored, places, strict=True):
+        least = estimates[0].ns or 1
+        slower = place.slower_ns / least, place.low_ns / least, place.high_ns / least
+        rank, equal = 1 + groups.index(place.group), groups.count(place.group) > 1
+        rows.append(Row(rank, equal, one, cost_of(one, price), slower, place.best))
+    return rows
 
 
 def front(results: Sequence[Result]) -> list[Result]:

@@ -1,8 +1,16 @@
 """Orders, ties, fronts and tau on results that a person can check."""
 
+import numpy as np
 import pytest
 
 from benchmarks.accuracy.tables import kendall_tau
+from megatron_prism.replay.differences import (
+    Difference,
+    Estimate,
+    difference,
+    of_sources,
+    standings,
+)
 from megatron_prism.sweep import sweep as rank
 
 
@@ -11,6 +19,7 @@ def result(name, time, off, memory, waiting=0):
     return {
         "key": name, "axes": {"tp": name}, "iteration_ns": time, "low_ns": time - off,
         "high_ns": time + off, "tokens_per_gpu": 1e9 / time, "p95_ns": None,
+        "sources": [{"what": "kernels", "low_ns": off, "high_ns": off}],
         "memory": {"bytes": memory}, "stages": [stage],
     }  # fmt: skip
 
@@ -18,11 +27,41 @@ def result(name, time, off, memory, waiting=0):
 POINTS = [result("c", 300, 5, 10), result("a", 100, 10, 50), result("b", 115, 10, 40, 30)]
 
 
-def test_points_whose_intervals_overlap_are_equal():
-    rows = rank.ranked(POINTS, "time")
+def test_points_that_are_not_surely_slower_are_equal():
+    """Of 10 the two do not share 3.3 each: 4.7 together, so 3 more is equal and 15 more is not."""
+    near = result("n", 103, 10, 50)
+    rows = rank.ranked([*POINTS, near], "time")
     assert [(row.result["key"], row.rank, row.equal) for row in rows] == [
-        ("a", 1, True), ("b", 1, True), ("c", 3, False),
+        ("a", 1, True), ("n", 1, True), ("b", 3, False), ("c", 4, False),
     ]  # fmt: skip
+    assert rows[0].slower == (0, 0, 0)
+    assert rows[2].slower[0] == pytest.approx(0.15)
+    assert 0.10 < rows[2].slower[1] < rows[2].slower[2] < 0.20
+    assert sum(row.best for row in rows) == pytest.approx(1)
+
+
+def test_what_is_shared_decides_nothing():
+    """Kernels may be off by half, and by as much in both: their own third still decides."""
+    slow = {"what": "kernels", "low_ns": 50, "high_ns": 50}
+    one, other = (Estimate(ns, {"kernels": (50, 50)}) for ns in (100, 200))
+    assert difference(one, other).first_faster == 1
+    assert of_sources(100, [slow]) == one
+    unlike = Estimate(101, {"calls": (50, 50)})
+    assert 0.4 < difference(one, unlike).first_faster < 0.6
+    assert difference(one, one) == Difference(0, 0, 0, 0.5)
+
+
+def test_groups_are_neighbours_and_their_members_near_the_first():
+    rng = np.random.default_rng(3)
+    jobs = [Estimate(ns, {"host": (0.1 * ns, 0.3 * ns), "calls": (5, rng.uniform(5, 40))})
+            for ns in rng.uniform(90, 180, 30)]  # fmt: skip
+    places = sorted(zip(standings(jobs), jobs, strict=True), key=lambda pair: pair[1].ns)
+    groups = [place.group for place, _ in places]
+    assert groups == sorted(groups)
+    assert groups[-1] > 1
+    for number in set(groups):
+        members = [job for place, job in places if place.group == number]
+        assert all(difference(members[0], job).low_ns <= 0 for job in members)
 
 
 def test_cost_is_of_a_billion_tokens():

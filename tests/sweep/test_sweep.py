@@ -248,8 +248,7 @@ def test_parts_of_an_array_job_find_together_what_one_process_finds(recipe, fold
     shutil.copytree(folder / "slices", out / "slices")
     shutil.copy(folder / "megatron_checks.json", out)
     (tmp_path / "tiny.yaml").write_text(
-        yaml.safe_dump({key: dataclasses.asdict(getattr(recipe, key))
-                        for key in ("model", "parallel", "train", "prism")})
+        yaml.safe_dump({**recipe.flags, "prism": dataclasses.asdict(recipe.prism)})
     )  # fmt: skip
     words = ["sweep", str(tmp_path / "tiny.yaml"), "tp=1,3", "global_batch_size=192,384",
              "limit=8GiB", "machine=h200", "-o", str(out)]  # fmt: skip

@@ -1,0 +1,136 @@
+"""Which of several jobs is faster, where what nobody measured is the same for all of them.
+
+In : an iteration of each and the sources of its uncertainty (``interval``).  Out: groups in order,
+differences with their intervals, chances.
+
+A source (the host's speed, kernels, calls, overlap) is one unknown of the machine: where it makes
+one job slower, it makes another one slower, too, each by its own amount.  So every source is drawn
+once for all jobs.  A part of it (``OWN``) is each job's own, since jobs do not run the same kernels
+and calls.  A job's own interval stays what ``interval`` says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.replay.timeline import Timeline
+
+# of a source's deviation: the part that two jobs do not share.  Errors of jobs of one sitting that
+# are predicted by one table of kernels differ by about a third of its range (docs/accuracy.md)
+OWN = 1 / 3
+_DRAWS = 4000
+_ENDS = 0.025, 0.975  # of an interval of 95 %, which is this many deviations to each side
+_DEVIATIONS = 1.959964
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An iteration in ns, and how much shorter and longer each source may make it."""
+
+    ns: float
+    sources: Mapping[str, tuple[float, float]]
+
+    def scaled(self, by: float) -> Estimate:
+        """Of what is proportional to the iteration: money, time a token."""
+        ends = {what: (low * by, high * by) for what, (low, high) in self.sources.items()}
+        return Estimate(self.ns * by, ends)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A job among others, in the order of their iterations.
+
+    group     : 1 + how many groups are surely faster than its own
+    slower_ns : than the fastest, with the ends of its interval
+    best      : chance to be the fastest of all
+    """
+
+    group: int
+    slower_ns: float
+    low_ns: float
+    high_ns: float
+    best: float
+
+
+def estimate(timeline: Timeline) -> Estimate:
+    """The iteration of a timeline with its sources."""
+    from megatron_prism.replay.interval import interval
+
+    return of_sources(timeline.iteration_ns, (vars(one) for one in interval(timeline).sources))
+
+
+def of_sources(ns: float, sources: Iterable[Mapping[str, object]]) -> Estimate:
+    """Of what ``prism replay --json`` says: ``what``, ``low_ns`` and ``high_ns`` of each source."""
+    return Estimate(ns, {str(one["what"]): (float(str(one["low_ns"])), float(str(one["high_ns"])))
+                         for one in sources})  # fmt: skip
+
+
+def drawn(estimates: Sequence[Estimate], draws: int = _DRAWS) -> np.ndarray:
+    """float64 [draws, jobs] ns: in each draw the unknowns are the same for all jobs."""
+    whats = sorted({what for one in estimates for what in one.sources})
+    rng = np.random.default_rng(0)
+    shared = {what: rng.standard_normal(draws) for what in whats}
+    found, known = np.empty((draws, len(estimates))), {}
+    for at, one in enumerate(estimates):
+        key = one.ns, tuple(sorted(one.sources.items()))
+        if key not in known:
+            known[key] = total = np.full(draws, float(one.ns))
+            for what, (low, high) in sorted(one.sources.items()):
+                z = np.sqrt(1 - OWN**2) * shared[what] + OWN * rng.standard_normal(draws)
+                total += np.where(z > 0, z * high, z * low) / _DEVIATIONS
+        found[:, at] = known[key]
+    return found
+
+
+def standings(estimates: Sequence[Estimate]) -> list[Standing]:
+    """Each job's place, in the order given.
+
+    A job belongs to a group unless it is slower than the fastest of it at both ends of the 95 %
+    interval.
+    """
+    if not estimates:
+        return []
+    times = drawn(estimates)
+    order = sorted(range(len(estimates)), key=lambda at: estimates[at].ns)
+    first, best = order[0], np.bincount(times.argmin(axis=1), minlength=len(estimates)) / _DRAWS
+    ties = [at for at in order if np.array_equal(times[:, at], times[:, first])]
+    best[ties] = best[ties].sum() / len(ties)
+    groups, leader, group = {}, first, 1
+    for at in order:
+        if np.mean(times[:, at] <= times[:, leader]) < _ENDS[0]:
+            leader, group = at, group + 1
+        groups[at] = group
+    ends = np.quantile(times - times[:, [first]], _ENDS, axis=0)
+    return [
+        Standing(groups[at], one.ns - estimates[first].ns, float(ends[0, at]), float(ends[1, at]),
+                 float(best[at]))
+        for at, one in enumerate(estimates)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A second iteration less a first: expected, and the ends of its 95 % interval; and the chance
+    that the first is shorter."""
+
+    ns: float
+    low_ns: float
+    high_ns: float
+    first_faster: float
+
+
+def difference(first: Estimate, second: Estimate) -> Difference:
+    """What of the second's iteration is not the first's."""
+    times = drawn([first, second])
+    more = times[:, 1] - times[:, 0]
+    low, high = np.quantile(more, _ENDS)
+    chance = np.mean(more > 0) + np.mean(more == 0) / 2
+    return Difference(second.ns - first.ns, float(low), float(high), float(chance))
+
+
+def between(first: Timeline, second: Timeline) -> Difference:
+    """The same of two timelines."""
+    return difference(estimate(first), estimate(second))
