@@ -282,9 +282,10 @@ class _Bfloat16:
         return other in (torch.bfloat16, torch.float32)
 
 
-def _attention_of_fp32(changes: ProcessChanges) -> None:
-    """In fp32 there is no attention for context parallelism (dot_product_attention/utils.py:670,
-    backends.py:946, :2407 @v2.20).  Kernels of tier cpu take any type, and small jobs are fp32."""
+def _attention_of_all_kinds(changes: ProcessChanges) -> None:
+    """fp32 and heads of odd sizes have no attention for context parallelism
+    (dot_product_attention/utils.py:670, backends.py:946, :2407 @v2.20); kernels of tier cpu take
+    both, and small jobs are so."""
     folder = "attention.dot_product_attention"
     _replace_in(changes, f"{folder}.backends", bfloat16=_Bfloat16())
     utils = importlib.import_module(f"{_TE}.{folder}.utils")
@@ -292,9 +293,10 @@ def _attention_of_fp32(changes: ProcessChanges) -> None:
 
     def some(params: Any, *rest: object) -> Any:
         found = choose(params, *rest)
-        if any(found[-1]) or params.qkv_dtype != torch.float32:
+        if any(found[-1]):
             return found
-        return choose(dataclasses.replace(params, qkv_dtype=torch.bfloat16), *rest)
+        usual = {"qkv_dtype": torch.bfloat16, "head_dim_qk": 64, "head_dim_v": 64}
+        return choose(dataclasses.replace(params, **usual), *rest)
 
     changes.set(utils, "get_attention_backend", some)
 
@@ -303,7 +305,7 @@ def set_up(changes: ProcessChanges, live: LiveBytes | None) -> None:
     """What is changed in its modules once they are there; ``live``: of shapes."""
     _states_are_tensors(changes)
     if live is None:
-        _attention_of_fp32(changes)
+        _attention_of_all_kinds(changes)
         return
     _shapes_are_offloaded(changes)
     _workspaces_on_the_device(changes)
