@@ -119,7 +119,8 @@ class SliceStore:
     def differences(self, found: Programs | Origin) -> list[str]:
         """In which words ``found`` is of another job than this one."""
         there, differ = {**_DEFAULTS, **found.source}, list[str]()
-        for key, value in {**_DEFAULTS, **self.source}.items():
+        here = {**_DEFAULTS, **self.source} if self.source else {}  # empty: others compare it
+        for key, value in here.items():
             if key == HOST_INDEX:
                 continue
             if key in job_settings.KEYS:

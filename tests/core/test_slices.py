@@ -153,6 +153,12 @@ def test_slices_of_another_job_are_refused_by_what_differs(tmp_path, source, wor
     assert SliceStore(tmp_path, WORLD, SOURCE).ranks() == [0, 4]
 
 
+def test_who_knows_nothing_of_the_job_but_its_world_leaves_the_rest_to_others(tmp_path):
+    """The process that starts workers, which compare the job itself."""
+    store_in(tmp_path, source={**SOURCE, "transformer_engine": "2.20.2"})
+    SliceStore(tmp_path, WORLD, {}, parsed=False).prepare(False)
+
+
 def test_force_drops_the_old_slices_and_their_world(tmp_path):
     store_in(tmp_path)
     save(assemble(tmp_path), tmp_path / "world.prism")

@@ -134,3 +134,14 @@ def test_unknown_flags_are_named_in_a_line(words, says, fix, monkeypatch, capsys
 def test_a_fork_s_flags_are_left_out_where_that_is_asked_for(monkeypatch):
     words = "--trigger-path x --num-layers 4 --prism-ignore-unknown"
     assert parsed(words, monkeypatch).num_layers == 4
+
+
+def test_what_megatron_asserts_about_arguments_is_a_line():
+    from megatron_prism.emulate.patches import startup
+
+    def validate_args(args):
+        assert args.get("save_interval") is not None
+
+    with pytest.raises(UsageError, match="assert args.get") as caught:
+        startup._refusals(None, validate_args, {})
+    assert "test_stand_ins.py:" in caught.value.fix

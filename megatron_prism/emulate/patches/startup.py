@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_prism.core.errors import PrismError
+from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.world import orthogonal_rank_groups
 from megatron_prism.emulate import job_arguments, options, stand_ins, unknown_flags
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
@@ -295,6 +296,24 @@ def _without_files(
             context.monitor.note(said)
             print(f"prism: {said}", file=sys.stderr)
     return args
+
+
+@PATCHES.instead(
+    "megatron.training.arguments",
+    "validate_args",
+    reason="arguments that do not fit end in a traceback, often without a word",
+    source="training/arguments.py:293 @0.16.1; :388 @0.19.0",
+)
+def _refusals(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """What Megatron asserts about the arguments is said in a line."""
+    try:
+        return original(*args, **kwargs)
+    except AssertionError as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(
+            f"Megatron refuses the job's arguments: {str(error) or at.line}",
+            fix=f"correct them: {Path(at.filename).name}:{at.lineno} of this Megatron",
+        ) from error
 
 
 def megatron_args() -> Any:
