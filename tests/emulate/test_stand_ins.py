@@ -136,12 +136,13 @@ def test_a_fork_s_flags_are_left_out_where_that_is_asked_for(monkeypatch):
     assert parsed(words, monkeypatch).num_layers == 4
 
 
-def test_what_megatron_asserts_about_arguments_is_a_line():
+@pytest.mark.parametrize("words", ["", "tp must divide heads"])
+def test_what_megatron_asserts_about_arguments_is_a_line(words):
     from megatron_prism.emulate.patches import startup
 
     def validate_args(args):
-        assert args.get("save_interval") is not None
+        raise AssertionError(words)
 
-    with pytest.raises(UsageError, match="assert args.get") as caught:
+    with pytest.raises(UsageError, match=words or "raise AssertionError") as caught:
         startup._refusals(None, validate_args, {})
     assert "test_stand_ins.py:" in caught.value.fix
