@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy, layer_norm, linear, scaled_dot_product_attention
 
+from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patches.pipeline import _Zeroed
@@ -46,6 +47,12 @@ def same(ours, theirs, inputs, rtol=1e-4, atol=1e-5):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def test_a_kernel_of_shapes_alone_names_the_tier_that_has_it(te):
+    with pytest.raises(UnsupportedError, match="thd_read_half_tensor has shapes alone") as caught:
+        sys.modules["transformer_engine_torch"].thd_read_half_tensor(torch.ones(4, 1, 1), None, 0)
+    assert "--prism-tier meta" in caught.value.fix
 
 
 def test_linear(te):

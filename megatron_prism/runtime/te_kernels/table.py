@@ -64,10 +64,11 @@ def kernel(*names: str, values: bool = True) -> Callable[[Kernel], Kernel]:
 
 def refuse(name: str) -> NoReturn:
     """Raise UnsupportedError that names the kernel ``name``."""
-    raise UnsupportedError(
-        f"Transformer Engine's kernel {name} has no row in our table (runtime/te_kernels)",
-        fix="leave out the option that asks for it, or --prism-tier cuda",
-    )
+    if name in SHAPES_ONLY and _device.type != "meta":
+        what = f"Transformer Engine's kernel {name} has shapes alone, and tier cpu wants values"
+        raise UnsupportedError(what, fix="--prism-tier meta, or leave out the option that asks")
+    what = f"Transformer Engine's kernel {name} has no row in our table (runtime/te_kernels)"
+    raise UnsupportedError(what, fix="leave out the option that asks for it, or --prism-tier cuda")
 
 
 def new(shape: Sequence[int] | int, dtype: torch.dtype = torch.uint8) -> Tensor:
