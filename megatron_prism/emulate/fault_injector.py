@@ -421,7 +421,8 @@ def _op(fault: Fault, group: PrismGroup, op: str, args: Args, kwargs: Kwargs) ->
             raise UnsupportedError(what, fix=f"another group=, or prism hang DIR fault={fault}")
         rows = tuple(args[3]) or (len(args[1]) // size,) * size
         fields["splits"] = rows, tuple(args[2])
-    return Op(op, group.desc, **fields)
+    fields["group"] = group.desc
+    return Op(op, **fields)
 
 
 def _last(chunk: torch.nn.Module) -> bool:

@@ -108,10 +108,9 @@ def _run(graph: WorldGraph, faults: Mapping[int, RankFault]) -> StalledJob:
         flags[mine[holds]] = False
         done.append(flags.tobytes())
         ready.append(ended[dag.ready_of[index][0]].tobytes())
-    return StalledJob(
-        graph.programs, graph.groups, faults,
-        *([each[index] for index in of.tolist()] for each in (issued, done, ready)),
-    )  # fmt: skip
+    at = of.tolist()
+    return StalledJob(graph.programs, graph.groups, faults, [issued[c] for c in at],
+                      [done[c] for c in at], [ready[c] for c in at])  # fmt: skip
 
 
 def _first_of_batch(program: Program, op: int | None) -> int:

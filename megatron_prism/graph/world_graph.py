@@ -178,7 +178,7 @@ class WorldGraph:
     def calls_where(self, fits: Callable[[CallKind], bool]) -> np.ndarray:
         """bool [matched calls]: whose first member's kind ``fits``."""
         each = np.array([fits(kind) for kind in self.call_kinds.kinds], dtype=bool)
-        return each[self.call_kinds.of[self.matched_calls.start[:-1]]]
+        return np.asarray(each[self.call_kinds.of[self.matched_calls.start[:-1]]])
 
 
 def _both_ways(program: Program) -> np.ndarray:

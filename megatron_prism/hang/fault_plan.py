@@ -286,7 +286,7 @@ def changed_call(fault: Fault, call: Op, place: int, size: int) -> Op:
     if kind == "dtype":
         return replace(call, dtype=to or ("bf16" if call.dtype == "fp32" else "fp32"))
     if kind == "root":
-        return replace(call, root=fault.number("to", (call.root + 1) % max(1, size)))
+        return replace(call, root=fault.number("to", (call.root + 1) % max(1, size)) or 0)
     if kind == "reduce_op":
         return replace(call, reduce=to or ("sum" if call.reduce == "max" else "max"))
     if kind == "op":
