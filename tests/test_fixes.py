@@ -64,27 +64,30 @@ TINY = """
 --eval-iters 0 --eval-interval 1000 --num-workers 0
 --position-embedding-type rope
 """.split()
-# (file, the beginning of its fix) -> flags of a tiny GPT that tier cpu refuses and tier meta trains
+# (file, the beginning of its fix) -> a tier that refuses a tiny GPT, one that trains it, its flags
 JOBS = {
     ("emulate/patches/training.py", "leave it out, or --prism-tier meta"):
-        "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist",
+        ("cpu", "meta", "--use-torch-fsdp2 --untie-embeddings-and-output-weights "
+                        "--ckpt-format torch_dist"),
     ("emulate/patches/without_cuda.py", "leave it out, --prism-tier meta"):
-        "--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer",
+        ("cpu", "meta", "--optimizer-cpu-offload --use-precision-aware-optimizer "
+                        "--use-distributed-optimizer"),
     ("emulate/patches/without_cuda.py", "use --prism-tier meta; or leave out --fp8-format"):
-        "--fp8-format hybrid",
+        ("cpu", "meta", "--fp8-format hybrid"),
+    ("emulate/debugger.py", "--prism-tier cpu, with a smaller model"):
+        ("meta", "cpu", "--prism-watch nan"),
+    ("runtime/devices/__init__.py", "use --prism-tier cpu"): ("cuda", "cpu", ""),
 }  # fmt: skip
 # the same for what is no job of a tiny GPT -> why it is not run here
 NOT_RUN = {
-    ("emulate/debugger.py", "--prism-tier cpu, with a smaller model"): "every job of tier cpu",
     ("emulate/fault_injector.py", "--prism-tier meta"): "hang/test_fault_plan.py: out of memory",
-    ("emulate/fault_injector.py", "--prism-tier cpu"): "every job of tier cpu",
+    ("emulate/fault_injector.py", "--prism-tier cpu"): "the fault that happens then ends the job",
     ("emulate/payloads.py", "use --prism-tier cuda or cpu"): "every job of tier cpu",
     ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
     ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",
     ("memory/peaks.py", "capture on tier meta"): "every job of tier meta",
     ("runtime/answers.py", "--no-gradient-reduce-div-fusion"): "runtime/test_virtual_world.py",
-    ("runtime/devices/__init__.py", "use --prism-tier cpu"): "every job of both tiers",
     ("runtime/devices/state_space.py", "use --prism-tier meta"): "a hybrid's script",
     ("runtime/te_kernels/table.py", "--prism-tier meta"): "pretrain_gpt.py: --sft with cp",
 }  # fmt: skip
@@ -128,8 +131,8 @@ OTHERS = {  # of torchrun, pip, docker and every command
 @pytest.mark.megatron
 @pytest.mark.parametrize("entry", JOBS, ids=" ".join)
 def test_a_tier_that_a_fix_names_does_not_refuse_in_turn(entry):
-    flags = JOBS[entry].split()
-    (refused, why), (status, said) = (started(tier, flags) for tier in ("cpu", "meta"))
+    *tiers, flags = JOBS[entry]
+    (refused, why), (status, said) = (started(tier, flags.split()) for tier in tiers)
     assert refused != 0, why
     assert f"fix: {entry[1]}" in why
     assert status == 0, said
