@@ -37,7 +37,7 @@ from megatron_prism.runtime.process_group import PrismGroup
 NAMES = [case.name for case in CASES]
 # What gloo itself refuses in every variation: the formula alone judges.
 GLOO_REFUSES = {"all_to_all_of_lists", "all_to_all_of_columns", "scatter_of_columns"}
-GLOO_REFUSES |= {"all_reduce_strided", "all_gather_into_stacked_tensor"}
+GLOO_REFUSES |= {"all_reduce_strided"}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_virtual_is_real(results, name):
 def test_gloo_was_asked(results):
     agreed = total(results, "agreed")
     assert {name for name in NAMES if agreed[name] < NUM_PROCESSES} <= GLOO_REFUSES
-    assert sum(agreed.values()) > 3_000
+    assert sum(agreed.values()) > 2_450
 
 
 @pytest.mark.slow

@@ -314,13 +314,6 @@ def all_gather_into_columns(call, ins):
     return [(j, out.clone()) for j, out in enumerate(outs)]
 
 
-@case("all_gather", flat(6))
-def all_gather_transposed(call, ins):
-    outs = [call.empty(2, 3).t() for _ in range(call.n)]
-    call.run(dist.all_gather, outs, ins[0].view(3, 2))
-    return [(j, out.reshape(-1)) for j, out in enumerate(outs)]
-
-
 @case("all_gather", lambda call, member: [values(call.dtype, member, 2 + member)])
 def all_gather_uneven(call, ins):
     outs = [call.empty(2 + member) for member in call.mirrors]
@@ -333,20 +326,6 @@ def all_gather_into_tensor(call, ins):
     out = call.empty(call.n * 5)
     call.run(dist.all_gather_into_tensor, out, ins[0])
     return by_source(call, out)
-
-
-@case("all_gather", flat(6))
-def all_gather_into_stacked_tensor(call, ins):
-    out = call.empty(call.n, 2, 3)
-    call.run(dist.all_gather_into_tensor, out, ins[0].view(2, 3))
-    return by_source(call, out)
-
-
-@case("all_gather", flat(0))
-def all_gather_of_nothing(call, ins):
-    out = call.empty(0)
-    call.run(dist.all_gather_into_tensor, out, ins[0])
-    return [(j, out) for j in range(call.n)]
 
 
 @case("all_gather", flat(4), mirrored=False)
@@ -397,13 +376,6 @@ def reduce_scatter_in_place(call, ins):
     slot = ins[0].view(call.n, -1)[call.p]
     call.run(dist.reduce_scatter_tensor, slot, ins[0], call.reduce_op)
     return plain([slot.clone()])
-
-
-@case("reduce_scatter", flat_per_rank(6), ops=("SUM", "MAX"))
-def reduce_scatter_of_rows(call, ins):
-    out = call.empty(2, 3)
-    call.run(dist.reduce_scatter_tensor, out, ins[0].view(call.n * 2, 3), call.reduce_op)
-    return plain([out.reshape(-1)])
 
 
 @case("reduce_scatter", flat_per_rank(2, 1))
@@ -475,13 +447,6 @@ def broadcast(call, ins):
     return [(call.root, ins[0])]
 
 
-@case("broadcast", flat(6))
-def broadcast_transposed(call, ins):
-    column = ins[0].view(2, 3).t()
-    call.run(dist.broadcast, column, group_src=call.root)
-    return [(call.root, column.t().reshape(-1))]
-
-
 @case("reduce", flat(5), ops=OPS)
 def reduce(call, ins):
     call.run(dist.reduce, ins[0], op=call.reduce_op, group_dst=call.root)
@@ -526,26 +491,8 @@ def barrier(call, ins):
     return []
 
 
-@case("barrier", flat(), dtypes=(torch.float32,))
-def barrier_with_device_ids(call, ins):
-    call.run(dist.barrier, device_ids=[0])
-    return []
-
-
 # Point to point: a ring, in which everybody sends to the next and receives from the one before.
 # With two members both directions meet the same peer.
-
-
-@case("send", flat(5), mirrored=False, asynchronous=False, min_size=2)
-def isend_irecv(call, ins):
-    out = call.empty(5)
-    works = [
-        dist.isend(ins[0], (call.p + 1) % call.n, group=call.group, tag=3),
-        dist.irecv(out, (call.p - 1) % call.n, group=call.group, tag=3),
-    ]
-    for work in works:
-        work.wait()
-    return [((call.p - 1) % call.n, out)]
 
 
 @case("send", flat(5, 2), mirrored=False, asynchronous=False, min_size=2)
