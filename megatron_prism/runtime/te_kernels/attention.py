@@ -46,35 +46,20 @@ def _statistics(call: Attention) -> Tensor:
     return new([rows, q.shape[1], 1] if packed else [batch, q.shape[-2], rows, 1], torch.float32)
 
 
-def _announce(call: Attention, name: str, products: int, out: Tensor | None) -> None:
-    announce(name, products, call.tensors, out, call.size, "causal" in call.mask, call.window,
-             call.dropout)  # fmt: skip
-
-
-def announce(
-    name: str,
-    products: int,
-    qkv: Sequence[Tensor],
-    out: Tensor | None,
-    size: tuple[int, int, int],
-    causal: bool,
-    window: tuple[int, int],
-    dropout: float,
-) -> None:
+def announce(call: Attention, name: str, products: int, out: Tensor | None) -> None:
     """One kernel of ``products`` matrix products a head (2 forward, 5 backward).
-
-    size : sequences, rows of one's queries, of its keys
 
     A causal mask halves them; a window leaves as many keys a query as it is wide; packed sequences
     count as if they saw each other, an upper bound.  Dropout and a fixed order of sums are in the
     kernel's name.
     """
-    (q, k, v), (batch, rows, columns), (left, right) = qkv[:3], size, window
+    (q, k, v, *_), (batch, rows, columns), (left, right) = call.tensors, call.size, call.window
+    causal = "causal" in call.mask
     pairs = batch * rows * columns // (2 if causal else 1)
     if left >= 0:
         width = left + 1 + (0 if causal else columns if right < 0 else right)
         pairs = min(pairs, batch * rows * width)
-    name += "_dropout" * bool(dropout)
+    name += "_dropout" * bool(call.dropout)
     name += "_deterministic" * (products > 2 and is_deterministic())
     flops = products * q.shape[-2] * pairs * (q.shape[-1] + v.shape[-1])
     fused(name, flops, *parts(q), *parts(k), *parts(v), out)
@@ -101,7 +86,7 @@ def fused_attn_fwd(*args: Values) -> list[Values]:
     out = create(o_quantizer, [*q.shape[:-1], v.shape[-1]], dtype)
     state = new(2, torch.int64)
     kept = [_statistics(call) for _ in range(2 if largest else 1)]
-    _announce(call, "attention", 2, parts(out)[0])
+    announce(call, "attention", 2, parts(out)[0])
     more = [t if isinstance(t, Tensor) else None for t in (bias, offset)]
     if not q.is_meta:
         call.forward(out, kept, state, *more)
@@ -128,7 +113,7 @@ def fused_attn_bwd(*args: Values) -> list[Values]:
     offset = member("NVTE_Softmax_Type", args) != "vanilla_softmax"
     doffset = new([1, q.shape[-2], 1, 1], torch.float32) if offset else None
     scratch(_workspace(call))
-    _announce(call, "attention_backward", 5, parts(grad)[0])
+    announce(call, "attention_backward", 5, parts(grad)[0])
     if not q.is_meta:
         of_bias = kept[2] if call.biased else None, dbias
         of_sink = kept[-1] if offset else None, doffset

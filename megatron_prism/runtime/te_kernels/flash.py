@@ -47,8 +47,7 @@ def _forward(call: Attention) -> tuple[Tensor, Tensor, None, Tensor]:
     (batch, rows, _), heads, packed = call.size, q.shape[-2], call.form == "thd"
     statistics = new([heads, rows] if packed else [batch, heads, rows], torch.float32)
     state = new(2, torch.int64)
-    announce("attention", 2, (q, k, v), out, call.size, "causal" in call.mask, call.window,
-             call.dropout)  # fmt: skip
+    announce(call, "attention", 2, out)
     if not out.is_meta:
         call.forward(out, [_with_one(statistics, packed)], state)
     return out, statistics, None, state
@@ -68,8 +67,7 @@ def _backward(
     heads, width = q.shape[-2:]
     padded, broad = rounded(rows, 128), rounded(width, 32 if width <= 128 else 64)
     number = new([batch, heads, padded], torch.float32)
-    announce("attention_backward", 5, (q, k, v), grad, call.size, "causal" in call.mask,
-             call.window, call.dropout)  # fmt: skip
+    announce(call, "attention_backward", 5, grad)
     if not q.is_meta:
         call.backward(grads, _with_one(statistics, call.form == "thd"), state)
         return number
