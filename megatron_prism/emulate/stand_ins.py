@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.megatron_source import megatron_release
 
 _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
@@ -96,12 +96,14 @@ def _missing(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     for name in _CHECKPOINTS:
         value = getattr(args, name, None)
         if value and not _is_here(value):
-            if getattr(args, "use_checkpoint_args", False):
-                raise UsageError(
-                    f"--use-checkpoint-args: the sizes of the model are in {value}, which is not "
-                    "on this machine",
-                    fix="--num-layers, --hidden-size and their like in its place",
-                )
+            what = f"{value} is not on this machine"
+            sizes = "--num-layers, --hidden-size and their like in its place"
+            refuse(
+                (getattr(args, "use_checkpoint_args", False),
+                 f"--use-checkpoint-args reads the sizes of the model, and {what}", sizes),
+                (getattr(args, "prism_iteration", None),
+                 f"--prism-iteration goes on from a checkpoint, and {what}", "--load CKPT"),
+            )  # fmt: skip
             yield name, value
 
 

@@ -127,3 +127,28 @@ def test_a_world_that_nobody_says_is_asked_for(tmp_path, monkeypatch, capsys):
         assert main([*words, "--", "train.py", "--tensor-model-parallel-size", "8"]) == 2
         assert "nobody says how many ranks" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["replay", "machine=h200"], ["CAPTURED", "machine=h200"]),
+        (["memory", "explain", "top=3"], ["CAPTURED", "top=3"]),
+        (["hang", "--dumps=d"], ["a.py", "--lr", "1"]),
+        (["capture", "-o", "d"], ["a.py", "--lr", "1"]),
+    ],
+)
+def test_a_line_stands_in_place_of_programs(words, expected, monkeypatch, tmp_path):
+    from megatron_prism.cli import main as cli
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
+    monkeypatch.setattr(cli, "_captured", lambda job, ours: "CAPTURED")
+    name, *rest = words
+    rest, line = cli._split_at_line(
+        name, [*rest, *"torchrun --nproc-per-node 2 a.py --lr 1".split()]
+    )
+    args = cli._parse_job(name, rest, line)
+    programs = [word for word in (getattr(args, "programs", None), *args.settings) if word]
+    assert (programs or args.job) == expected
+    assert args.ours == ["--prism-world-size", "2"]

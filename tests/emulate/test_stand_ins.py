@@ -82,6 +82,8 @@ def test_a_checkpoint_that_is_not_here_is_none(put):
     assert "--load" in said
     with pytest.raises(UsageError, match="--use-checkpoint-args"):
         put(load="no/where", use_checkpoint_args=True)
+    with pytest.raises(UsageError, match="--prism-iteration"):
+        put(load="no/where", prism_iteration="7")
 
 
 def test_what_nobody_knows_is_asked_for_and_strict_names_all(put):
