@@ -107,6 +107,14 @@ def test_uploads_are_left_out_and_named(script, capsys):
 
 
 @CONFINED
+@pytest.mark.parametrize("version", [1, 3])
+def test_older_kernels_confine_what_they_can(script, version, monkeypatch):
+    monkeypatch.setattr(confine, "_version", lambda: version)
+    remove = "perl -e 'unlink \"save/weights\"'; find $PWD/save -delete; echo x > new"
+    assert script(f"{remove}\ntorchrun --nproc-per-node 2 {TRAIN}")[1] == TRAIN.split()
+
+
+@CONFINED
 def test_nothing_connects(script, capsys):
     code = "import socket; socket.create_connection(('127.0.0.1', 9))"
     with pytest.raises(UsageError, match="Permission denied"):
