@@ -93,7 +93,7 @@ def unless_running(
 
     What a rank issued it has issued; what it saw end is as old as its watchdog's last look, 100 ms,
     and dumps are of moments up to seconds apart.  So every call to which all have come may have
-    ended since, and those behind it, too (``_Queues``).  A job that stands still is not changed by
+    ended since (``_last_waits``).  A job that stands still is not changed by
     that: whoever waits does so in the end for the culprits.  And few stop by themselves at once.
 
     Args:
@@ -115,7 +115,7 @@ def unless_running(
     if 0 <= _SHARE * oldest < limit:
         text = (f"the oldest call waits {oldest / 1e9:.0f} s of its {limit / 1e9:.0f} s; less than "
                 f"a tenth is no hang: {again}")  # fmt: skip
-    elif free := _Queues(state, differ).free_of(suspects | excused):
+    elif free := _free_of(state, suspects | excused, differ):
         text = f"{ranks_text(free)} may wait for others than {late}: {again}"
     elif several or len(named) > 1 and (parted.stale or _by_chance(verdict, state)):
         text = f"nothing in common have {late}, or their dumps are of several moments: {again}"
@@ -161,98 +161,83 @@ def position(dump: Dump) -> tuple[object, ...]:
     return dict(dump.status), last, [e.launch for e in dump.entries if not e.done]
 
 
-class _Queues:
-    """What every rank has outstanding, launch by launch, when everything has ended that may.
+def _free_of(state: JobState, ranks: Collection[int], differ: Collection[Launch]) -> list[int]:
+    """Who waits, and in the end for none of ``ranks``, nor for somebody of whom dumps do not say
+    what it waits for."""
+    back = defaultdict[int, set[int]](set)
+    for rank, others in _last_waits(state, differ).items():
+        for other in others:
+            back[other].add(rank)
+    unknown = {*state.hidden, *state.mute(), *(back.keys() - state.dumps.keys())}
+    # messages have no number in common: which of its own answers this one nobody knows
+    asked = {r for r in state.outstanding if (e := state.head(r)) and e.pair
+             and state.other(r, e) in ranks}  # fmt: skip
+    reached = waits.reached_from({*ranks, *unknown, *asked}, back)
+    return [r for r, calls in state.outstanding.items() if calls and r not in reached]
 
-    A launch may end where all have come to it, have nothing else before it and, where devices were
-    timed, have started it.
-    """
 
-    def __init__(self, state: JobState, differ: Collection[Launch]) -> None:
-        self.state, self.differ = state, set(differ)
-        self.left: dict[int, deque[list[Entry]]] = {}
-        self.open: Counter[Launch] = Counter()  # collective -> on how many ranks it has not ended
-        self.first: Counter[Launch] = Counter()  # and how many of them have nothing before it
-        for rank, calls in state.outstanding.items():
-            launches: dict[Launch, list[Entry]] = {}
-            for entry in calls:
-                launches.setdefault(entry.launch, []).append(entry)
-            self.left[rank] = deque(launches.values())
-            self.open.update([*launches])
-            self.first.update(self._first(rank))
-        self.timed = any(e.state == "started" for c in state.outstanding.values() for e in c)
-        todo = deque(self.left)
-        while todo:
-            todo += self._ended(todo.popleft())
-
-    def free_of(self, ranks: Collection[int]) -> list[int]:
-        """Who waits, and then in the end for none of ``ranks``, nor for somebody of whom dumps do
-        not say what it waits for."""
-        state, back = self.state, defaultdict[int, list[int]](list)
-        for rank in self.left:
-            for other in self._waits(rank):
-                back[other].append(rank)
-        unknown = {*state.hidden, *state.mute(), *(back.keys() - state.dumps.keys())}
-        # messages have no number in common: which of its own answers this one nobody knows
-        asked = {r for r in self.left if (e := state.head(r)) and e.pair
-                 and state.other(r, e) in ranks}  # fmt: skip
-        reached = waits.reached_from({*ranks, *unknown, *asked}, back)
-        return [r for r, calls in state.outstanding.items() if calls and r not in reached]
-
-    def _ended(self, rank: int) -> list[int]:
-        """Take away the first launch of ``rank`` if it may end -> whose first launches may then."""
-        if not self.left.get(rank) or self._waits(rank):
-            return []
-        entry, again = self.left[rank][0][0], list[int]()
-        members = self._batches(rank) if entry.pair else self.state.groups[entry.group].ranks
-        for member in members:
-            if not self.left[member] or not entry.pair and self._first(member) != [entry.launch]:
-                continue  # it ended there
-            near = [e for calls in list(self.left[member])[:2] for e in calls]
-            again += [member, *(self.state.other(member, e) for e in near if e.pair)]
-            self.left[member].popleft()
-            self.first.update(self._first(member))
-        return again
-
-    def _first(self, rank: int) -> list[Launch]:
-        """Its first launch, if one is left."""
-        return [calls[0].launch for calls in list(self.left[rank])[:1]]
-
-    def _waits(self, rank: int) -> set[int]:
-        """For whom its first launch waits; empty if it may end."""
-        if not self.left.get(rank):
-            return set()
-        entry, state = self.left[rank][0][0], self.state
-        if entry.pair:
-            near = self._batches(rank)
-            return near[rank] or {other for other, others in near.items() if others}
-        members, launch = state.groups[entry.group].ranks, entry.launch
-        absent = {r for r in members if r not in state.dumps or not state.arrived(r, entry)}
-        if absent or launch in self.differ:
-            return absent or set(members)
-        if self.first[launch] == self.open[launch] and not self.timed:
-            return set()
-        mine = {r: one[0] for r in members for one in self.left[r] if one[0].launch == launch}
-        idle = {r for r, e in mine.items() if self.timed and e.state == "scheduled"}
-        return idle or {r for r in mine if self._first(r) != [launch]}
-
-    def _batches(self, rank: int) -> dict[int, set[int]]:
-        """Ranks that exchange messages with it, or with those, by what each has first -> for whom
-        each of them waits.  What is issued in one batch ends in one."""
+def _last_waits(state: JobState, differ: Collection[Launch]) -> dict[int, set[int]]:
+    """For whom each rank waits when every call has ended that may: to which all have come, with
+    nothing before it, in which they do not differ and, where devices were timed, which all have
+    started.  What is issued in one batch ends in one."""
+    queues: dict[int, deque[list[Entry]]] = {}
+    for rank, calls in state.outstanding.items():
+        launches: dict[Launch, list[Entry]] = {}
+        for entry in calls:
+            launches.setdefault(entry.launch, []).append(entry)
+        queues[rank] = deque(launches.values())
+    timed = any(e.state == "started" for calls in state.outstanding.values() for e in calls)
+    while True:
+        first = {rank: queue[0] for rank, queue in queues.items() if queue}
+        joint: dict[Launch, set[int]] = {}
         found: dict[int, set[int]] = {}
-        queue = [rank]
-        while queue:
-            one = queue.pop()
-            found[one] = set()
-            for e in self.left[one][0]:
-                other, mate = self.state.other(one, e), self.state.mate(one, e)
-                if mate is None or mate not in self.left[other][0]:
-                    found[one].add(other)
-                elif self.timed and "scheduled" in (e.state, mate.state):
-                    found[one].add(one if e.state == "scheduled" else other)
-                elif other not in found:
-                    queue.append(other)
-        return found
+        for rank, calls in first.items():
+            entry = calls[0]
+            if entry.pair:
+                found[rank] = _partners(state, rank, first, timed)
+            elif entry.launch not in joint:
+                joint[entry.launch] = _holders(state, entry, queues, timed, differ)
+            found.setdefault(rank, joint.get(entry.launch, set()))
+        held = {rank for rank, others in found.items() if others}
+        while more := {r for r in first.keys() - held if first[r][0].pair
+                       and any(state.other(r, e) in held for e in first[r])}:  # fmt: skip
+            held |= more
+            found |= {r: {state.other(r, e) for e in first[r]} & held for r in more}
+        if held == first.keys():
+            return found
+        for rank in first.keys() - held:
+            queues[rank].popleft()
+
+
+def _partners(
+    state: JobState, rank: int, first: Mapping[int, list[Entry]], timed: bool
+) -> set[int]:
+    """For whom messages that ``rank`` has first wait."""
+    found = set[int]()
+    for e in first[rank]:
+        other, mate = state.other(rank, e), state.mate(rank, e)
+        if mate is None or mate not in first.get(other, ()):
+            found.add(other)
+        elif timed and "scheduled" in (e.state, mate.state):
+            found.add(rank if e.state == "scheduled" else other)
+    return found
+
+
+def _holders(
+    state: JobState,
+    entry: Entry,
+    queues: Mapping[int, deque[list[Entry]]],
+    timed: bool,
+    differ: Collection[Launch],
+) -> set[int]:
+    """For whom a collective waits that somebody has first."""
+    members = state.groups[entry.group].ranks
+    absent = {r for r in members if r not in state.dumps or not state.arrived(r, entry)}
+    if absent or entry.launch in differ:
+        return absent or set(members)
+    mine = {r: calls[0] for r in members for calls in queues[r] if calls[0].launch == entry.launch}
+    idle = {r for r, e in mine.items() if timed and e.state == "scheduled"}
+    return idle or {r for r in mine if queues[r][0][0].launch != entry.launch}
 
 
 def _by_chance(verdict: Diagnosis, state: JobState) -> bool:
