@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.te_kernels.attention import announce, is_deterministic, rounded
 from megatron_prism.runtime.te_kernels.attention_values import Attention
-from megatron_prism.runtime.te_kernels.table import new
+from megatron_prism.runtime.te_kernels.table import Values, new
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
@@ -84,7 +84,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor,
-        lengths: Sequence[Tensor], options: tuple[Any, ...],
+        lengths: Sequence[Tensor], options: tuple[Values, ...],
     ) -> Tensor:  # fmt: skip
         out, statistics, _, state = _forward(_attention((q, k, v), lengths, *options))
         ctx.save_for_backward(q, k, v, out, statistics, *lengths, state)
@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
     return _Attention.apply(q, k, v, lengths, (softmax_scale, dropout_p, causal, window_size))
 
 
-def _raw(tensors: tuple[Tensor, ...], lengths: Sequence[object], options: dict[str, Any]
+def _raw(tensors: tuple[Tensor, ...], lengths: Sequence[object], options: dict[str, Values]
          ) -> Attention:  # fmt: skip
     left, right = options.get("window_size_left", -1), options.get("window_size_right", -1)
     packed = [t for t in lengths if isinstance(t, Tensor)][:2]
@@ -128,14 +128,14 @@ def _raw(tensors: tuple[Tensor, ...], lengths: Sequence[object], options: dict[s
                       options["causal"], options.get("window_size", (left, right)))  # fmt: skip
 
 
-def _raw_forward(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: Any
+def _raw_forward(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: Values
                  ) -> tuple[Tensor, Tensor, None, Tensor]:  # fmt: skip
     """_flash_attn_forward, _flash_attn_varlen_forward: what context parallelism calls."""
     return _forward(_raw((q, k, v), rest, options))
 
 
 def _raw_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor,
-                  *rest: Any, **options: Any) -> Tensor:  # fmt: skip
+                  *rest: Values, **options: Values) -> Tensor:  # fmt: skip
     """_flash_attn_backward, _flash_attn_varlen_backward: into the gradients that it is given."""
     call = _raw((q, k, v, out, grad), rest[3:], options)
     return _backward(call, rest[:3], statistics, options.get("rng_state"))
