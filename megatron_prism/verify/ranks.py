@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_prism.core.errors import PrismError
+from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.world import World
 from megatron_prism.emulate.workers import Json, die_with_parent
 
@@ -155,6 +156,11 @@ def _fork(run: SmallRun, rank: int, size: int, port: int) -> int:
         said: Json = {"message": first, "fix": None, "kind": type(error).__name__}
         if isinstance(error, PrismError):
             said |= {"message": error.message, "fix": error.fix, "exit_code": error.exit_code}
+        elif isinstance(error, SystemExit):
+            text = Path(f"{run.folder}/rank-{rank}.log").read_text(errors="replace")
+            reported = re.findall(r"^prism: error: (.+)\n(?:  fix: (.+)\n)?", text, re.MULTILINE)
+            message, fix = (reported or [(f"exit status {first}", None)])[-1]
+            said |= {"message": message, "fix": fix or None, "exit_code": error.code}
         Path(f"{run.folder}/rank-{rank}.error").write_text(json.dumps(said))
     finally:
         sys.stdout.flush()
@@ -193,6 +199,11 @@ def _rank(run: SmallRun, rank: int, size: int, port: int) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    except Exception as error:
+        if not recorder.iteration:  # Megatron refuses the job, or it ends for want of something
+            raise
+        said = f"in iteration {recorder.iteration}: {type(error).__name__}: {error}"
+        raise NotTrainedError(said.partition("\n")[0]) from error
     recorder.write()
 
 

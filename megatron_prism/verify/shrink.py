@@ -28,23 +28,17 @@ PARTS: dict[str, Off] = {
         "overlap_param_gather_with_optimizer_step": False},
     "--overlap-param-gather": {"overlap_param_gather": False,
                                "overlap_param_gather_with_optimizer_step": False},
-    "--delay-wgrad-compute": {"delay_wgrad_compute": False},
-    "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": False,
-                                           "delay_wgrad_compute": False},
     "--moe-shared-expert-overlap": {"moe_shared_expert_overlap": False},
     "--moe-permute-fusion": {"moe_permute_fusion": False},
     "--moe-router-fusion": {"moe_router_fusion": False},
     "--moe-token-dispatcher-type": {"moe_token_dispatcher_type": "allgather",
-                                    "moe_shared_expert_overlap": False,
-                                    "overlap_moe_expert_parallel_comm": False,
-                                    "delay_wgrad_compute": False},
+                                    "moe_shared_expert_overlap": False},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": False},
     "--cross-entropy-loss-fusion": {"cross_entropy_loss_fusion": False},
     "recomputation": {"recompute_granularity": None, "recompute_method": None,
                       "recompute_num_layers": None, "recompute_activations": False},
     "--overlap-grad-reduce": {"overlap_grad_reduce": False, "overlap_param_gather": False,
-                              "overlap_param_gather_with_optimizer_step": False,
-                              "delay_wgrad_compute": False},
+                              "overlap_param_gather_with_optimizer_step": False},
     "--ddp-average-in-collective": {"ddp_average_in_collective": False},
     "--num-distributed-optimizer-instances": {"num_distributed_optimizer_instances": 1},
     "--use-distributed-optimizer": {"use_distributed_optimizer": False,
@@ -54,9 +48,7 @@ PARTS: dict[str, Off] = {
     "interleaving": {"num_layers_per_virtual_pipeline_stage": None,
                      "num_virtual_stages_per_pipeline_rank": None,
                      "pipeline_model_parallel_layout": None,
-                     "overlap_moe_expert_parallel_comm": False,
-                     "overlap_param_gather_with_optimizer_step": False,
-                     "delay_wgrad_compute": False},
+                     "overlap_param_gather_with_optimizer_step": False},
     "--sequence-parallel": {"sequence_parallel": False},
 }  # fmt: skip
 _OF_PIPELINES: Off = {
@@ -79,6 +71,8 @@ _DROPPED: dict[str, Off] = {
         "grad_reduce_in_bf16": False, "reuse_grad_buf_for_mxfp8_param_ag": False,
         "moe_router_padding_for_fp8": False, "moe_router_padding_for_quantization": False,
         "loss_scale": None, "fp16_lm_cross_entropy": False,
+        # Megatron takes these with bf16 and fp16 alone
+        "overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False,
     },
     _KERNELS: {
         "use_flash_attn": False, "tp_comm_overlap": False, "cuda_graph_impl": "none",
@@ -211,7 +205,7 @@ class _Shrinking:
 
 
 def shrink(args: object, job: World, copy: World, iterations: int, layers: int) -> list[Shrunk]:
-    """Shrunk the parsed ``args`` of a job into those of its small copy; returns what was changed.
+    """Change the parsed ``args`` of a job into those of its small copy; returns what was changed.
 
     Args:
         job, copy: the job's world and the copy's, from which its sizes follow.

@@ -6,6 +6,7 @@ part of the composition, or the copy of another command line.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,7 +94,7 @@ def verify(line: Line, against: Line | None, folder: Path, say: Say, *, bisect: 
         say: tells the user how far it is.
         bisect: whether to look for the flag that makes a difference.
 
-    Raises UsageError, RankError for a job that cannot be shrunk or that Megatron refuses.
+    Raises UsageError for a job that cannot be shrunk or that Megatron refuses.
     """
     copy = _copy(line)
     verdict = Verdict(line.words, line.world, copy)
@@ -101,7 +102,8 @@ def verify(line: Line, against: Line | None, folder: Path, say: Say, *, bisect: 
     job = SmallRun(
         "", line.words, sizes_of(line.world), sizes_of(copy), sizes_of(copy), layers=layers
     )
-    with Server(line.python) as server:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Server(line.python))
 
         def kept(name: str, run: SmallRun, by: Server = server) -> Kept:
             world = World(**run.here)
@@ -109,24 +111,24 @@ def verify(line: Line, against: Line | None, folder: Path, say: Say, *, bisect: 
             place = by.run(replace(run, folder=str(folder / name.replace(" ", "-"))))
             return Kept(place, world)
 
-        if against is None:
-            alone = replace(job, here=sizes_of(shrink.one_rank(copy)), left_out=tuple(shrink.PARTS))
-            other = kept("reference", alone)
-            rounded = kept("reference rounded otherwise", replace(alone, rounded=True))
-        else:
-            its = sizes_of(_copy(against))
-            second = SmallRun("", against.words, sizes_of(against.world), its, its, layers=layers)
-            with Server(against.python) as another:
-                other = kept("other", second, another)
-                rounded = kept("other rounded otherwise", replace(second, rounded=True), another)
         try:
-            found = kept("copy", job)
+            if against is None:
+                one, parts = sizes_of(shrink.one_rank(copy)), tuple(shrink.PARTS)
+                second, by = replace(job, here=one, left_out=parts), server
+            else:
+                its = sizes_of(_copy(against))
+                second = replace(job, words=against.words, job=sizes_of(against.world), copy=its,
+                                 here=its)  # fmt: skip
+                by = stack.enter_context(Server(against.python))
+            name = "reference" if against is None else "other job"
+            other = kept(name, second, by)
+            rounded = kept(f"{name} rounded otherwise", replace(second, rounded=True), by)
+            name = "copy"
+            found = kept(name, job)
         except RankError as error:
-            if error.kind in _REFUSALS:
-                raise _refused(error) from None
-            if error.exit_code == 2:
-                raise
-            verdict.why = f"the copy failed where one rank alone trains: {error.message}"
+            if error.kind in _REFUSALS or error.exit_code == 2:
+                raise UsageError(f"the {name} is refused: {error.message}", error.fix) from None
+            verdict.why = f"the {name} failed: {error.message}"
             return verdict
         _judge(verdict, found, other, rounded)
         if verdict.difference is not None and bisect and against is None:
@@ -134,12 +136,7 @@ def verify(line: Line, against: Line | None, folder: Path, say: Say, *, bisect: 
     return verdict
 
 
-_REFUSALS = ("AssertionError", "ValueError", "NotImplementedError")  # of Megatron's validation
-
-
-def _refused(error: RankError) -> UsageError:
-    """Megatron does not take the composition, or ours does not know it."""
-    return UsageError(f"Megatron refuses the small copy: {error.message}", fix=error.fix)
+_REFUSALS = ("AssertionError", "ValueError", "NotImplementedError", "UnsupportedError")
 
 
 def _copy(line: Line) -> World:

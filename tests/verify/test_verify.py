@@ -58,5 +58,5 @@ def test_gradients_that_are_not_reduced_are_named_with_their_axis(tmp_path):
 
 
 def test_what_megatron_refuses_is_one_line(tmp_path):
-    with pytest.raises(UsageError, match="Megatron refuses the small copy: .*recompute"):
+    with pytest.raises(UsageError, match="the copy is refused: .*recompute"):
         verdict(tmp_path, stock_jobs.TINY, World(8, tp=8), "--recompute-granularity", "full")
