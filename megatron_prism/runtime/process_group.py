@@ -502,7 +502,7 @@ class PrismGroup(dist.ProcessGroup):
         if (mixed := self._mixed_for(tensors[0])) is not None:
             index = mixed.local_index(peer)
             if index is not None:
-                return _Message(mixed.real.send([t.detach() for t in tensors], index, tag))
+                return _message(mixed.real.send([t.detach() for t in tensors], index, tag), tensors)
         return done
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
@@ -512,7 +512,7 @@ class PrismGroup(dist.ProcessGroup):
         if ring is not None:
             ring.received(tensors[0], invented=index is None)
         if mixed is not None and index is not None:
-            return _Message(mixed.real.recv([t.detach() for t in tensors], index, tag))
+            return _message(mixed.real.recv([t.detach() for t in tensors], index, tag), tensors)
         for tensor in tensors if ring is None else ():
             self._values.receive(tensor)
         return CompletedWork(tensors, peer)
@@ -547,6 +547,11 @@ class _Message(dist.Work):
 
     def source_rank(self) -> int:
         return self._real.source_rank()
+
+
+def _message(work: dist.Work, tensors: Sequence[torch.Tensor]) -> dist.Work:
+    """NCCL's own handle, of which a batch has none, or gloo's."""
+    return work if tensors[0].device.type == "cuda" or work is None else _Message(work)
 
 
 def _real_barrier(real: dist.ProcessGroup, device: torch.device) -> None:
