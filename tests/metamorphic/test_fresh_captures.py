@@ -6,6 +6,7 @@ from helpers.needs import MEGATRON
 
 from megatron_prism.replay.replicas import with_data_parallel
 
+schedule = pytest.importorskip("megatron_prism.emulate.schedule")
 pytestmark = [MEGATRON, pytest.mark.slow]
 
 LAYOUTS = {
@@ -40,6 +41,19 @@ def test_other_microbatches_are_the_job_captured_with_them(layout):
     assert memory(answer(given, MACHINE, "microbatches=9").graph.programs) == [
         (pytest.approx(top, rel=0.001), pytest.approx(held, rel=0.03)) for top, held in memory(real)
     ]
+
+
+@about("microbatches")
+def test_a_steady_state_that_was_not_captured_is_the_job_captured_with_one():
+    """The README's: without a wait alone between two steps of the first stage."""
+    settings = "pp=4", "vpp=5", "num_layers=20", "hidden_size=64"
+    given, real = (fresh(*settings, microbatches=n) for n in (8, 16))
+    made = schedule.with_microbatches(given, 16)
+    for one, other in zip(made.programs, real.programs, strict=True):
+        assert [(op.name, op.label) for op in one] == [(op.name, op.label) for op in other]
+    assert ns(made, MACHINE) == pytest.approx(ns(real, MACHINE), rel=0.001)
+    for (top, _), (real_top, _) in zip(memory(made), memory(real), strict=True):
+        assert top == pytest.approx(real_top, rel=0.005)
 
 
 @pytest.mark.parametrize("layout", ["dense", "tp2", "pp2", "moe"])

@@ -10,12 +10,13 @@ from megatron_prism.sweep import space
 
 pytestmark = [MEGATRON, pytest.mark.slow]
 
-AXES = {"tp": [1, 2], "pp": [1, 2], "vpp": [1, 2], "dp": [2, 4], "global_batch_size": [16, 64]}
+SEGMENT = 20 << 20  # bytes of one of PyTorch's allocator: CUDACachingAllocator kLargeBuffer
+AXES = {"tp": [1, 2], "pp": [1, 2], "vpp": [1, 2], "dp": [2, 4], "global_batch_size": [32]}
 
 
 @pytest.fixture(scope="module")
 def recipe():
-    return recipes.load("tiny-gpt_1cpu", TINY)
+    return recipes.load("tiny-gpt_1cpu", [*TINY, "hidden_size=64"])
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +27,15 @@ def rows(recipe, tmp_path_factory):
 
 
 def test_every_layout_is_a_point(rows):
-    assert len(rows) == 2 * 3 * 2 * 2
+    assert len(rows) == 2 * 3 * 2
 
 
 def test_every_point_is_the_job_captured_with_its_sizes(recipe, rows):
     for row in rows:
         real = captured(space.point_of(recipe, row.result["axes"]).layout)
         assert row.result["iteration_ns"] == pytest.approx(ns(real, MACHINE), rel=0.01), row.name
-        stage = int(row.result["memory"]["stage"].removeprefix("stage "))
-        allocated, reserved = memory(real)[stage]
-        assert row.result["memory"]["allocated"] == pytest.approx(allocated, rel=0.003), row.name
-        assert row.result["memory"]["reserved"] == pytest.approx(reserved, rel=0.1), row.name
+        found = row.result["memory"]
+        allocated, reserved = memory(real)[int(found["stage"].removeprefix("stage "))]
+        assert found["allocated"] == pytest.approx(allocated, rel=0.003), row.name
+        segment = 0 if found["history"] == "as captured" else SEGMENT
+        assert abs(found["reserved"] - reserved) <= segment, row.name
