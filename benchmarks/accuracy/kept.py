@@ -30,7 +30,7 @@ import megatron_prism as prism
 from benchmarks.report import RESULTS
 from megatron_prism.core.program_text import dump, parse
 from megatron_prism.replay.costs.host import REFERENCE, HostIndex
-from megatron_prism.replay.differences import Estimate, of_sources
+from megatron_prism.replay.differences import UncertainTime, of_sources
 from megatron_prism.replay.interval import interval
 
 CAPTURED, WITHOUT_GPU = RESULTS / "captured.json.gz", RESULTS / "without_gpu.json.gz"
@@ -47,7 +47,7 @@ class Found:
     high: int
     real: float
     host: float  # part of the critical path
-    estimate: Estimate | None = None  # of slices that are kept
+    estimate: UncertainTime | None = None  # of slices that are kept
 
     @property
     def waits_for_python(self) -> bool:

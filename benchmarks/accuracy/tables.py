@@ -37,7 +37,7 @@ from megatron_prism.predict.distributions import fit
 from megatron_prism.replay.costs.collectives import Shape, modelled
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, read
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.replay.differences import Estimate, drawn
+from megatron_prism.replay.differences import UncertainTime, drawn
 
 
 def stored(name: str) -> Any:
@@ -195,7 +195,7 @@ def layouts() -> None:
 
 def pairs() -> None:
     """Of all pairs of jobs of one kind: which is faster, and by how much."""
-    rows: dict[str, list[tuple[float, Estimate]]] = defaultdict(list)
+    rows: dict[str, list[tuple[float, UncertainTime]]] = defaultdict(list)
     for one in (*kept.captured(), *kept.functional_tests()):
         assert one.estimate is not None, "their slices are kept"
         rows[one.where].append((one.real, one.estimate))

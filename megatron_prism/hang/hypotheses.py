@@ -324,6 +324,7 @@ def _as_in_dump(ops: list[Op], calls: list[int], entry: Entry) -> Iterator[_Edit
         yield next(kind for kind, a, b in fields if a != b), text, new
         yield from (_exchanged(ops, i, j) for j in mine[place + 1 :] if key(ops[j]) == seen(entry))
     if mine and not entry.pair and all(key(ops[i]) != seen(entry) for i in mine):
-        new = dataclasses.replace(as_dumped(ops[mine[0]], entry), handle=-1, batch=-1)
+        added = dataclasses.replace(as_dumped(ops[mine[0]], entry), handle=-1, batch=-1)
         text = f"calls {call_text(entry)}, which its program has nowhere"
-        yield from (("extra call", text, (*ops[:i], new, *ops[i:])) for i in calls)
+        for i in calls:
+            yield "extra call", text, (*ops[:i], added, *ops[i:])

@@ -84,12 +84,12 @@ def find_order_conflicts(
         heads, at_odds = list(alike)[:64], defaultdict[int, set[int]](set)
         for i, a in enumerate(heads):
             for b in heads[:i]:
-                one, other = issued[a], issued[b]
-                if _exchanged(one.ended, other.ended):
+                one, two = issued[a], issued[b]
+                if _exchanged(one.ended, two.ended):
                     continue  # all members agreed: siblings rightly differ, as with more modules
-                what = _conflict(one, other)
+                what = _conflict(one, two)
                 if what is None and queued:
-                    what = _early(one, other) or _early(other, one)
+                    what = _early(one, two) or _early(two, one)
                 if what:
                     at_odds[a].add(b)
                     at_odds[b].add(a)

@@ -27,16 +27,16 @@ _DEVIATIONS = 1.959964
 
 
 @dataclass(frozen=True)
-class Estimate:
+class UncertainTime:
     """An iteration in ns, and how much shorter and longer each source may make it."""
 
     ns: float
     sources: Mapping[str, tuple[float, float]]
 
-    def scaled(self, by: float) -> Estimate:
+    def scaled(self, by: float) -> UncertainTime:
         """Of what is proportional to the iteration: money, time a token."""
         ends = {what: (low * by, high * by) for what, (low, high) in self.sources.items()}
-        return Estimate(self.ns * by, ends)
+        return UncertainTime(self.ns * by, ends)
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,21 @@ class Standing:
     best: float
 
 
-def estimate(timeline: Timeline) -> Estimate:
+def estimate(timeline: Timeline) -> UncertainTime:
     """The iteration of a timeline with its sources."""
     from megatron_prism.replay.interval import interval
 
     return of_sources(timeline.iteration_ns, (vars(one) for one in interval(timeline).sources))
 
 
-def of_sources(ns: float, sources: Iterable[Mapping[str, object]]) -> Estimate:
+def of_sources(ns: float, sources: Iterable[Mapping[str, object]]) -> UncertainTime:
     """Of what ``prism replay --json`` says: ``what``, ``low_ns`` and ``high_ns`` of each source."""
-    return Estimate(ns, {str(one["what"]): (float(str(one["low_ns"])), float(str(one["high_ns"])))
-                         for one in sources})  # fmt: skip
+    ends = {str(one["what"]): (float(str(one["low_ns"])), float(str(one["high_ns"])))
+            for one in sources}  # fmt: skip
+    return UncertainTime(ns, ends)
 
 
-def drawn(estimates: Sequence[Estimate], draws: int = _DRAWS) -> np.ndarray:
+def drawn(estimates: Sequence[UncertainTime], draws: int = _DRAWS) -> np.ndarray:
     """float64 [draws, jobs] ns: in each draw the unknowns are the same for all jobs."""
     whats = sorted({what for one in estimates for what in one.sources})
     rng = np.random.default_rng(0)
@@ -85,7 +86,7 @@ def drawn(estimates: Sequence[Estimate], draws: int = _DRAWS) -> np.ndarray:
     return found
 
 
-def standings(estimates: Sequence[Estimate]) -> list[Standing]:
+def standings(estimates: Sequence[UncertainTime]) -> list[Standing]:
     """Each job's place, in the order given.
 
     A job belongs to a group unless it is slower than the fastest of it at both ends of the 95 %
@@ -112,7 +113,7 @@ def standings(estimates: Sequence[Estimate]) -> list[Standing]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TimeDifference:
     """A second iteration less a first: expected, and the ends of its 95 % interval; and the chance
     that the first is shorter."""
 
@@ -122,15 +123,15 @@ class Difference:
     first_faster: float
 
 
-def difference(first: Estimate, second: Estimate) -> Difference:
+def difference(first: UncertainTime, second: UncertainTime) -> TimeDifference:
     """What of the second's iteration is not the first's."""
     times = drawn([first, second])
     more = times[:, 1] - times[:, 0]
     low, high = np.quantile(more, _ENDS)
     chance = np.mean(more > 0) + np.mean(more == 0) / 2
-    return Difference(second.ns - first.ns, float(low), float(high), float(chance))
+    return TimeDifference(second.ns - first.ns, float(low), float(high), float(chance))
 
 
-def between(first: Timeline, second: Timeline) -> Difference:
+def between(first: Timeline, second: Timeline) -> TimeDifference:
     """The same of two timelines."""
     return difference(estimate(first), estimate(second))

@@ -20,7 +20,7 @@ import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -148,6 +148,9 @@ class _Cut:
     synced  : bool [messages and waits]: whether the host waits for the device behind each
     """
 
+    talked: list[list[int]]
+    synced: np.ndarray
+
     def __init__(self, program: Program, world: World, like: _Cut | None = None) -> None:
         """Steps have the messages that those of ``like`` have: a forward beside a backward reads
         its batch before the wait that the scheduler has ahead of both."""
@@ -184,12 +187,12 @@ class _Cut:
         self.synced = np.isin(self.talking + 1, waits) if like is None else like.synced
         bounds, self.places = [0], list[tuple[int, int]]()
         for step, (start, end) in enumerate([*spans, [len(ops), 0]]):
-            first, last = np.searchsorted(self.talking, [bounds[-1], start]).tolist()
+            begin, behind = np.searchsorted(self.talking, [bounds[-1], start]).tolist()
             between: list[int] = []
-            for number in range(first, last):
-                between.append(int(self.talking[number]) + 1)
-                if self.synced[number]:
-                    stop = start if number + 1 == last else int(self.talking[number + 1])
+            for each in range(begin, behind):
+                between.append(int(self.talking[each]) + 1)
+                if self.synced[each]:
+                    stop = start if each + 1 == behind else int(self.talking[each + 1])
                     wait = waits[(waits >= between[-1]) & (waits < stop)][:1] + 1
                     between += wait.tolist() or between[-1:]
             bounds += [*between, start]
@@ -465,13 +468,13 @@ class _Choice:
         step, number = cut.places[piece]
         if not cut.is_step(piece):
             phases = cut.program.ops["phase"][cut.talk[piece]].tolist()
-            found: list[object] = [(_BETWEEN, number), (_BETWEEN, tuple(phases))]
+            found: list[Any] = [(_BETWEEN, number), (_BETWEEN, tuple(phases))]
             found.append((_BETWEEN, cut.between[step]))
             for other in (step - 1, step):
-                shape = cut.beside(other)
-                found.append((_BETWEEN, tuple(phase for phase, _ in shape)))
-                found.append((_CHUNK, tuple(chunk for _, chunk in shape)))
-                ends = (_clipped(cut.members[other][one], count, 1, 1) for one in shape)
+                beside = cast("tuple[Member, ...]", cut.beside(other))
+                found.append((_BETWEEN, tuple(phase for phase, _ in beside)))
+                found.append((_CHUNK, tuple(chunk for _, chunk in beside)))
+                ends = (_clipped(cut.members[other][one], count, 1, 1) for one in beside)
                 found.append((_EDGE, tuple(ends)))
         else:
             members, shape, found = cut.members[step], cut.shape(piece), []

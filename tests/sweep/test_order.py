@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.accuracy.tables import kendall_tau
 from megatron_prism.replay.differences import (
-    Difference,
-    Estimate,
+    TimeDifference,
+    UncertainTime,
     difference,
     of_sources,
     standings,
@@ -43,17 +43,17 @@ def test_points_that_are_not_surely_slower_are_equal():
 def test_what_is_shared_decides_nothing():
     """Kernels may be off by half, and by as much in both: their own third still decides."""
     slow = {"what": "kernels", "low_ns": 50, "high_ns": 50}
-    one, other = (Estimate(ns, {"kernels": (50, 50)}) for ns in (100, 200))
+    one, other = (UncertainTime(ns, {"kernels": (50, 50)}) for ns in (100, 200))
     assert difference(one, other).first_faster == 1
     assert of_sources(100, [slow]) == one
-    unlike = Estimate(101, {"calls": (50, 50)})
+    unlike = UncertainTime(101, {"calls": (50, 50)})
     assert 0.4 < difference(one, unlike).first_faster < 0.6
-    assert difference(one, one) == Difference(0, 0, 0, 0.5)
+    assert difference(one, one) == TimeDifference(0, 0, 0, 0.5)
 
 
 def test_groups_are_neighbours_and_their_members_near_the_first():
     rng = np.random.default_rng(3)
-    jobs = [Estimate(ns, {"host": (0.1 * ns, 0.3 * ns), "calls": (5, rng.uniform(5, 40))})
+    jobs = [UncertainTime(ns, {"host": (0.1 * ns, 0.3 * ns), "calls": (5, rng.uniform(5, 40))})
             for ns in rng.uniform(90, 180, 30)]  # fmt: skip
     places = sorted(zip(standings(jobs), jobs, strict=True), key=lambda pair: pair[1].ns)
     groups = [place.group for place, _ in places]
