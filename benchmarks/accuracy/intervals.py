@@ -42,7 +42,7 @@ from megatron_prism.replay.interval import (
 
 CALLS = 1.16  # NCCL keeps the host for 15 to 18 % of the rest, which ``host_ms`` has not
 HOST_BOUND = 0.9  # of the prediction: from here on the host decides
-# host_ms that docs/accuracy.md tells of sittings whose files have none
+# host_ms that docs/measurements.md tells of sittings whose files have none
 TOLD = {("tp2pp2", "h200_x4_paced"): 1770.0, ("pp4 --global-batch-size 16", "h200_x4_turns"): 811.0}
 
 

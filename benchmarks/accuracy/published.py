@@ -10,7 +10,7 @@ job do; the rest is written down (``assumed``).  Model flops are counted as Mega
 (training.py num_floating_point_operations @core_r0.8.0: attention not halved), so that TFLOP/s/GPU
 compare.  ``predict`` is the same on GPUs, hosts and calls that vary as ``variability=public`` says:
 of thousands of GPUs that wait for each other the slowest counts.  Prints the table of
-docs/accuracy.md; writes results/published_h100.json.
+docs/measurements.md; writes results/published_h100.json.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def measure(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/accuracy.md."""
+    """The table of docs/measurements.md."""
     lines = ["| job | GPUs | split | published | replay | error | predict, median |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     worst = {key: max(abs(row[key]) for row in rows) for key in ("error", "median_error")}

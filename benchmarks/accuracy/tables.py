@@ -1,4 +1,4 @@
-"""Tables of docs/accuracy.md that are reckoned from ``benchmarks/results`` and shipped data alone.
+"""Tables of docs/measurements.md reckoned from ``benchmarks/results`` and shipped data alone.
 
 ``python -m benchmarks.accuracy.tables NAME``
 

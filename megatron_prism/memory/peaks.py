@@ -411,9 +411,9 @@ def _packs_unfused(settings: _Settings) -> bool:
 
 
 _RULES: tuple[tuple[Callable[[_Settings], bool], Estimate], ...] = (
-    # of NVIDIA's published peaks of MoE jobs (docs/accuracy.md)
+    # of NVIDIA's published peaks of MoE jobs (docs/measurements.md)
     (_routes, Estimate("routing: other ranks send experts as many tokens as this one", -15, 10)),
-    # one job is known: 2 % above the figure without graphs (docs/accuracy.md)
+    # one job is known: 2 % above the figure without graphs (docs/measurements.md)
     (_captures_graphs, Estimate("CUDA graphs: what they keep is not counted", 0, 10)),
     # by the sources; no GPU has run them beside this
     (

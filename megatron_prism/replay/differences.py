@@ -19,7 +19,7 @@ import numpy as np
 from megatron_prism.replay.timeline import Timeline
 
 # of a source's deviation: the part that two jobs do not share.  Errors of jobs of one sitting that
-# are predicted by one table of kernels differ by about a third of its range (docs/accuracy.md)
+# are predicted by one table of kernels differ by about a third of its range (docs/measurements.md)
 OWN = 1 / 3
 _DRAWS = 4000
 _ENDS = 0.025, 0.975  # of an interval of 95 %, which is this many deviations to each side

@@ -68,7 +68,7 @@ RANGES = (
         "modelled: NCCL", "calls", 0.9, 1.4, "NCCL's own estimate: 9 of 10 calls measured on 4 GPUs"
     ),
     # a call at the power limit takes 8 % longer than calibrated, one of zeros 7 % less than one of
-    # numbers (docs/accuracy.md)
+    # numbers (docs/measurements.md)
     Range(
         "measured: calls", "calls", 0.9, 1.1,
         "calibrated calls: clocks and data of the job differ by 8 %",

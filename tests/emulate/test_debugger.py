@@ -61,7 +61,7 @@ def test_a_wrong_word_is_answered_with_the_right_one(text, meant):
 @pytest.mark.slow
 def test_a_rank_alone_goes_on_from_the_checkpoint_as_it_did_in_the_job(tmp_path):
     """Two gloo processes are the oracle: losses, gradient norms, and what every module gives, and
-    its gradient, are equal to the bit.  Sixteen are tried by hand (docs/accuracy.md)."""
+    its gradient, are equal to the bit.  Sixteen are tried by hand (docs/measurements.md)."""
     at = JOB.index("--global-batch-size") + 1
     small = [*JOB[:at], "2", *JOB[at + 1 :], "--num-layers", "2", "--tensor-model-parallel-size",
              "1", "--pipeline-model-parallel-size", "2"]  # fmt: skip

@@ -1,6 +1,6 @@
 """Labelled hangs: what is done to a healthy world, and what a verdict must say.
 
-    PYTHONPATH=. python tests/helpers/hang_worlds.py   # docs/accuracy.md, with fr_trace
+    PYTHONPATH=. python tests/helpers/hang_worlds.py   # docs/measurements.md, with fr_trace
 
 Every case is a world (``worlds/*.txt``: what Megatron's own ranks call, captured on shapes; see
 ``make_worlds``) and faults.  The world runs until nobody can go on, every rank's Flight Recorder

@@ -33,7 +33,7 @@ CALL_NS = 20_000
 
 # Slices without a GPU know kernels, not what Python takes for them.  A kernel of a forward or
 # backward takes it KERNEL_NS, one that a module of Transformer Engine launches TE_NS: least squares
-# over NVIDIA's own tests on DGX H100 that wait for Python (docs/accuracy.md).  One of the
+# over NVIDIA's own tests on DGX H100 that wait for Python (docs/measurements.md).  One of the
 # optimizer, which launches them in loops of C++, takes LOOP_NS: assumed
 KERNEL_NS, TE_NS, LOOP_NS = 65_000, 160_000, 10_000
 # of that host, which nobody measured: from one dense job on an H200 whose host has a known index
