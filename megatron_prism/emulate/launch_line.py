@@ -161,7 +161,9 @@ def is_launcher(word: str) -> bool:
 
 
 def begins_line(word: str) -> bool:
-    """Whether a launch line may begin with ``word``: a launcher, or a script."""
+    """Whether a launch line may begin with ``word``: a launcher, or a script; no ``key=value``."""
+    if "=" in word.partition("/")[0]:
+        return False
     if word == "--" or word.endswith((".py", ".sh", ".sbatch", ".slurm", ".pbs")):
         return True
     return (is_launcher(word) or word in SUBMIT) and not Path(word).is_dir()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.replay.costs import kernels
 from megatron_prism.replay.costs.host import KERNEL_NS, with_modelled_host
@@ -168,6 +168,13 @@ def test_dropout_and_a_fixed_order_make_attention_longer(tmp_path, stored):
     names = "attention_backward", "attention_backward_dropout_deterministic"
     by_roof = [parts_of(f"{n}(8x8)bfloat16:{10**15}:128", 0, 0, 0, H200, None) for n in names]
     assert by_roof[0] == by_roof[1]
+
+
+def test_a_machine_without_fp8_refuses_its_products():
+    kernel = "gemm(64x64,64x64)float8_e4m3fn:524288:12288"
+    with pytest.raises(UnsupportedError, match="no rate of products in FP8"):
+        parts_of(kernel, 0, 0, 0, machine("a100"), None)
+    assert parts_of(kernel, 0, 0, 0, dataclasses.replace(machine("h100"), ops=""), None).roof
 
 
 @pytest.mark.parametrize("heads", [4, 64])

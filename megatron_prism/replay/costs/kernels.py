@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 
 from megatron_prism.core import foreign
+from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program
 from megatron_prism.replay.costs import machine
@@ -510,6 +511,9 @@ def _roofline(kernel: MeasuredKernel, machine: Machine) -> int:
     (NVIDIA's Matrix Multiplication Background, DU-09799) explain nothing that sizes do not.
     """
     dtype, name = _TORCH.get(kernel.dtype, "bf16"), _plain(kernel.name)
+    if dtype == "fp8" and dtype not in machine.flops:
+        fix = "a machine with fp8 in its flops, or a job without FP8"
+        raise UnsupportedError(f"{machine.name} has no rate of products in FP8", fix=fix)
     rate = machine.flops.get(dtype, machine.flops["bf16"])
     if dtype in ("bf16", "fp16"):
         rate = machine.flops.get(name, rate)  # attention, attention_backward
