@@ -103,6 +103,7 @@ def memory(args: argparse.Namespace) -> int:
     prism memory update DIR baseline=memory.json
     prism memory explain SNAPSHOT       a real process (torch.cuda.memory._snapshot, .gz, .xz)
     prism memory diff SNAPSHOT DIR      beside the slices of its job
+    prism memory diff EARLIER LATER     two snapshots of one process: what it holds more, by line
     prism memory explain DIR oom="Tried to allocate 17.58 GiB …"   which request of the job it was
 
     Exit status 1: a class grew beyond tol, appeared, vanished, exceeds limit - headroom,
@@ -295,6 +296,8 @@ def _advice(program: Program, now: Baseline, missing: int = 0) -> str:
 def _diff(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
     from megatron_prism.memory import baseline as memory_baseline
 
+    if all(map(snapshot.is_snapshot, places)):
+        return snapshot.growth(args, *places)
     if snapshot.is_snapshot(places[0]):
         return snapshot.diff(args, places[0], _open(places[1]))
     old, new = map(_either, places)

@@ -111,6 +111,21 @@ def _print_holdings(holdings: tuple[HeldMemory, ...]) -> None:
     print_table(("  bytes", "tensors", "kind", "site", "module"), rows)
 
 
+def growth(args: argparse.Namespace, earlier: str, later: str) -> int:
+    """Print what one process holds more in a later snapshot, by line.  Exit status 1: over 1 MiB
+    in all."""
+    from megatron_prism.memory import snapshot
+
+    found = snapshot.grown(snapshot.read(earlier), snapshot.read(later))
+    total, rows = sum(one.num_bytes for one in found), [asdict(one) for one in found]
+    status = int(total > 1 << 20)
+    if write_data(args, {"schema": "prism.memory_growth/1", "grown": total, "by": rows}, rows):
+        return status
+    print(f"{total:+,} B from {Path(earlier).name} to {Path(later).name}")
+    _print_holdings(tuple(found[:12]))
+    return status
+
+
 def diff(args: argparse.Namespace, path: str, programs: Programs) -> int:
     """Print a process beside the slices of its job.  Exit status 1: over 1 % of the peak is not
     in the slices."""

@@ -29,7 +29,7 @@ from megatron_prism.core import foreign
 from megatron_prism.core.ops import EMPTIED
 from megatron_prism.core.program import Builder, Program
 from megatron_prism.memory.allocator import ROUND, CachingAllocator, Settings, replay_requests
-from megatron_prism.memory.peaks import Peak, known_peak
+from megatron_prism.memory.peaks import HeldMemory, Peak, holdings_at, known_peak
 
 _MOST = 1 << 31  # bytes of a snapshot, unpacked
 _FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
@@ -351,6 +351,22 @@ def _place(frames: Any) -> AllocationSite:
     elif not phase and names & _BUILDERS and "get_cublas_workspace" not in names:
         kind = "param"
     return AllocationSite(site or other, phase, kind, bool(rows))
+
+
+def grown(earlier: Snapshot, later: Snapshot) -> list[HeldMemory]:
+    """What is alive at the end of ``later`` and was not at the end of ``earlier``, of one process:
+    by kind and line, largest first; negative where it has become less."""
+    ends = [{one.key: one for one in holdings_at(each.program, len(each.program.allocations) - 1)}
+            for each in (earlier, later)]  # fmt: skip
+    found = []
+    for key in {**ends[0], **ends[1]}:
+        sizes, counts = [], []
+        for end in ends:
+            sizes.append(end[key].num_bytes if key in end else 0)
+            counts.append(end[key].count if key in end else 0)
+        if sizes[0] != sizes[1]:
+            found.append(HeldMemory(*key, sizes[1] - sizes[0], counts[1] - counts[0]))
+    return sorted(found, key=lambda one: (-abs(one.num_bytes), one.key))
 
 
 # -- beside the slices of the same job -------------------------------------------------------------

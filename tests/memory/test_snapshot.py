@@ -151,3 +151,17 @@ def test_the_command_says_where_and_why(capsys):
     value = json.loads(capsys.readouterr().out)
     assert value["failed"]["fits_expandable"] is True
     assert value["peak_allocated"] == 74_406_678_016
+
+
+def test_what_a_process_holds_more_is_named_by_its_line(tmp_path, capsys):
+    kept = ("x/megatron/core/cache.py", "keep")
+    first = [event("alloc", 1, 2 * MIB, kept)]
+    freed = [event(what, 3, 512) for what in ("alloc", "free_requested", "free_completed")]
+    more = [*first, event("alloc", 2, 3 * MIB, kept), *freed]
+    names = [str(stored(tmp_path, events, name=name))
+             for events, name in ((first, "a.pickle"), (more, "b.pickle"))]  # fmt: skip
+    assert main(["memory", "diff", *names, "--json"]) == 1
+    value = json.loads(capsys.readouterr().out)
+    assert value["grown"] == 3 * MIB
+    assert [(one["site"], one["count"]) for one in value["by"]] == [("core/cache.py:1", 1)]
+    assert main(["memory", "diff", names[0], names[0]]) == 0
