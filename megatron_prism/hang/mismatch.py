@@ -183,10 +183,12 @@ def _beside_lost(table: CallTable, calls: Calls) -> Mismatch | None:
     """A call in which its members with a dump agree, and that siblings make otherwise there."""
     first = next(iter(calls.values()))[0]
     members = table.state.groups[first.group].ranks
+    if len(calls) == len(members):
+        return None
     votes = Counter(_elsewhere(table, first, set(calls), None))
     usual, count = votes.most_common(1)[0] if votes else ((), 0)
     mine = signature(next(iter(calls.values())))
-    if len(calls) == len(members) or usual == mine or count < 2:
+    if usual == mine or count < 2:
         return None
     if 2 * count <= len(members) + votes.total():
         return None
