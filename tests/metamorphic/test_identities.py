@@ -66,8 +66,12 @@ def test_hosts_and_settings_as_they_were(job):
 def test_against_itself_nothing_differs(capsys):
     path = str(STORED / "dense_pp2")
     assert cli.main(["replay", path, MACHINE, "--against", f"{path},{MACHINE}"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:] if " ms " in line]
+    *lines, last = capsys.readouterr().out.splitlines()[3:]
+    rows = [line.split() for line in lines if " ms " in line]
     assert len(rows) > 3
+    assert last.startswith(
+        "second - first: +0.0 ms (+0.0 to +0.0 ms, 95 %); the first is faster with 50"
+    )
     assert {row[-2] for row in rows} <= {"+0.0", "-0.0"}
 
 

@@ -91,8 +91,8 @@ def test_another_jobs_recording_is_refused(folder):
     replayer.is_of(ARGUMENTS)
     with pytest.raises(UsageError, match="of another job: --lr 1.0 there, 2.0 here"):
         replayer.is_of(job_settings.as_text({"--lr": "2.0"}))
-    ValueRecorder(folder, 2, {**HEADER, "arguments": "--lr 1"}).save()  # as releases of before did
-    with pytest.raises(UsageError, match="another release of ours"):
+    ValueRecorder(folder, 2, {**HEADER, "arguments": "--lr 1"}).save()  # no text of settings
+    with pytest.raises(UsageError, match="was recorded of another job"):
         ValueReplayer(folder, 2, HEADER).is_of(ARGUMENTS)
 
 
