@@ -268,6 +268,8 @@ class _Judge:
                 continue
             if not state.outstanding[rank]:
                 found[rank] = (entry, "it waits for nobody")
+            elif any(e.launch in self.differ for e in state.outstanding[rank]):
+                continue  # members differ in a call in which it waits
             elif not self.split and siblings.is_behind_replicas(state, rank):
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
         for rank, entry in waits.ranks_without_message(state):

@@ -109,7 +109,9 @@ def test_the_fused_weight_gradient_is_the_unfused_one(jobs):
         summary = json.loads((place / folder / "rank-000007.json").read_text())
         iterations.append([(i["losses"], i["grad_norm"]) for i in summary["iterations"]])
     assert len(iterations[0]) == 3
-    assert iterations[0] == iterations[1]
+    for (losses, norm), (other, other_norm) in zip(*iterations, strict=True):
+        assert losses == pytest.approx(other, rel=1e-5)  # one adds up in fp32, one rounds to bf16
+        assert norm == pytest.approx(other_norm, rel=1e-3)
 
 
 def test_what_cannot_be_is_refused_by_name(jobs):

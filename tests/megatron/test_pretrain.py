@@ -72,7 +72,7 @@ MLA = tuple("--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-he
         ),
         pytest.param(
             "17",
-            (*TE, "--context-parallel-size", "2"),
+            (*TE, "--context-parallel-size", "2", "--attention-backend", "auto"),
             id="context parallel, Transformer Engine",
             marks=pytest.mark.slow,
         ),
