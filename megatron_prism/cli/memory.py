@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments, snapshot
-from megatron_prism.cli.output import check_outputs, console, print_table, write_data
+from megatron_prism.cli.output import check_outputs, console, exact, print_table, write_data
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
 
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     )
 
 _SHOWN = 8  # origins of a growth
-
-
-def exact(num_bytes: int) -> str:
-    """``1.5 GiB (1,610,612,736 B)``."""
-    return f"{units.format_bytes(num_bytes)} ({num_bytes:,} B)"
 
 
 def describe(change: Change) -> str:

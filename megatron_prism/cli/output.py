@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from megatron_prism.core.errors import PrismError, UsageError, shown
 from megatron_prism.core.files import check_not_taken, check_writable, write_whole
 from megatron_prism.core.messages import Lines
-from megatron_prism.core.units import format_share
+from megatron_prism.core.units import format_bytes, format_share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -148,6 +148,11 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def print_json(value: object) -> None:
     """One JSON value on stdout."""
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def exact(num_bytes: int) -> str:
+    """``1.5 GiB (1,610,612,736 B)``."""
+    return f"{format_bytes(num_bytes)} ({num_bytes:,} B)"
 
 
 def write_data(

@@ -107,10 +107,14 @@ def replay(args: argparse.Namespace) -> int:
     metrics = timeline.to_json() if args.json or args.csv else {}
     value: dict[str, object] = dict(metrics)
     if other is not None:
-        from megatron_prism.replay.differences import between
+        from megatron_prism.replay.differences import difference, of_sources
 
-        value = {"first": metrics, "second": other.to_json() if metrics else {},
-                 "difference": vars(between(timeline, other)) if metrics else {}}  # fmt: skip
+        second: dict[str, Any] = other.to_json() if metrics else {}
+        value = {"first": metrics, "second": second}
+        if metrics:
+            pair = [of_sources(one["iteration_ns"], one["uncertainties"])
+                    for one in (cast("dict[str, Any]", metrics), second)]  # fmt: skip
+            value["difference"] = vars(difference(*pair))
     if write_data(args, value, cast("list[dict[str, object]]", metrics.get("classes"))):
         pass
     elif other is not None:
@@ -147,11 +151,12 @@ def _with(word: str) -> tuple[str, dict[str, Any]]:
 
 def _show_pair(one: tuple[str, Timeline], other: tuple[str, Timeline]) -> None:
     """Two iterations by what a mean rank does, the largest difference first."""
-    from megatron_prism.replay.differences import between
+    from megatron_prism.replay.differences import difference, of_sources
     from megatron_prism.replay.timeline import mean_parts
     from megatron_prism.report.metrics import timeline_metrics
 
-    a, b = (mean_parts(map(vars, timeline_metrics(t).classes)) for _, t in (one, other))
+    metrics = [timeline_metrics(timeline) for _, timeline in (one, other)]
+    a, b = (mean_parts(map(vars, each.classes)) for each in metrics)
     ns = [("iteration", float(one[1].iteration_ns), float(other[1].iteration_ns))]
     whats = sorted({**a, **b}, key=lambda what: -abs(a.get(what, 0) - b.get(what, 0)))
     ns += [(what, a.get(what, 0), b.get(what, 0)) for what in whats if a.get(what) or b.get(what)]
@@ -159,7 +164,8 @@ def _show_pair(one: tuple[str, Timeline], other: tuple[str, Timeline]) -> None:
     rows = [(what, *(f"{x / 1e6:,.1f} ms" for x in (p, q)), f"{(q - p) / 1e6:+,.1f} ms")
             for what, p, q in ns]  # fmt: skip
     print_table(("mean rank", "first", "second", "second - first"), rows)
-    found = between(one[1], other[1])
+    found = difference(*(of_sources(each.iteration_ns, map(vars, each.uncertainties))
+                         for each in metrics))  # fmt: skip
     ends = f"{found.low_ns / 1e6:+,.1f} to {found.high_ns / 1e6:+,.1f} ms"
     print(f"\nsecond - first: {found.ns / 1e6:+,.1f} ms ({ends}, 95 %); the first is faster with "
           f"{found.first_faster:.1%}, whatever is unknown of the machine")  # fmt: skip

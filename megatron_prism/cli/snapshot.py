@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli.output import print_table, write_data
+from megatron_prism.cli.output import exact, print_table, write_data
 from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 
@@ -54,14 +54,14 @@ def explain(args: argparse.Namespace, path: str, top: int) -> int:
     print(f"{Path(path).name}: iterations 1 to {taken.iterations[-1]}, history since {since}")
     if taken.failed is not None:
         _print_failed(taken)
-    print(f"peak {_exact(peak.num_bytes)} in {_when(taken, peak)}, {peak.site}")
+    print(f"peak {exact(peak.num_bytes)} in {_when(taken, peak)}, {peak.site}")
     print("  " + ", ".join(f"{k} {units.format_bytes(v)}" for k, v in peak.by_kind.items() if v))
     most = taken.peak_reserved
     if most is not None:
         same = "the allocator's rules say the same" if most == taken.modelled else (
-            f"the allocator's rules say {_exact(taken.modelled)} of these requests")  # fmt: skip
-        print(f"reserved {_exact(most)} at most: {same}")
-    print(f"  at the end {_exact(taken.reserved)}, {_free(taken)}")
+            f"the allocator's rules say {exact(taken.modelled)} of these requests")  # fmt: skip
+        print(f"reserved {exact(most)} at most: {same}")
+    print(f"  at the end {exact(taken.reserved)}, {_free(taken)}")
     _print_holdings(peak.holdings[:top])
     print(f"next: prism memory diff {path} SLICES  (prism capture -o SLICES -- the job's line)")
     return 0
@@ -75,10 +75,6 @@ def _figures(taken: Snapshot, peak: Peak) -> dict[str, object]:
             "peak_reserved": taken.peak_reserved, "modelled_reserved": taken.modelled,
             "reserved": taken.reserved, "free": taken.free[0], "largest_free": taken.free[1],
             "whole": taken.whole, "failed": failed}  # fmt: skip
-
-
-def _exact(num_bytes: int) -> str:
-    return f"{units.format_bytes(num_bytes)} ({num_bytes:,} B)"
 
 
 def _free(taken: Snapshot) -> str:
@@ -195,7 +191,7 @@ def explain_error(args: argparse.Namespace, program: Program, text: str, top: in
     when = "the first iteration: Adam's states do not exist yet" if best.first else "any iteration"
     print(f"{best.num_bytes:,} B in {best.op.label} {best.op.name} {best.site}")
     real = f", the error says {units.format_bytes(said.allocated)}" if said.allocated else ""
-    print(f"  {when}; {_exact(best.allocated)} allocated in the slices then{real}")
+    print(f"  {when}; {exact(best.allocated)} allocated in the slices then{real}")
     if said.unused is not None:
         enough = said.unused + (said.device_free or 0) >= said.asked
         kind = "fragmentation" if enough and said.unused >= said.asked // 4 else "size"

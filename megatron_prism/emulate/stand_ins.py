@@ -24,7 +24,7 @@ _TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file", "tokenizer_metadata
 _CHECKPOINTS = ("load", "pretrained_checkpoint")
 _HUB = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")  # name or folder
 _OF_TYPE = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
-_OF_MODEL = (  # pattern of a tokenizer's name -> entries, by its config.json on huggingface.co
+_OF_MODEL = (  # pattern of a tokenizer's name -> entries of its config.json, unchecked
     (r"llama-?3|llama-4-tokenizer", 128256), (r"llama-?4", 202048),
     (r"llama|vicuna|alpaca|mixtral|mistral-7b-v0\.[12]|mistral-7b-instruct-v0\.[12]|phi-?3", 32000),
     (r"mistral-nemo|mistral-small|nemotron-?[3h]|nemotron-nano", 131072), (r"mistral", 32768),

@@ -14,7 +14,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.memory import allocator
-from megatron_prism.memory.peaks import HeldMemory, holdings_at, site_of
+from megatron_prism.memory.peaks import HeldMemory, changes, holdings_at, site_of
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
@@ -102,7 +102,5 @@ def fits_expandable(program: Program, said: Said) -> bool | None:
     if said.allocated is None or said.unused is None or said.device_free is None:
         return None
     limit = said.allocated + said.unused + said.device_free
-    requests = program.history.tolist() or [
-        (s, b) for s, b in zip(program.allocations["storage"].tolist(),
-                               program.allocations["bytes"].tolist(), strict=True)]  # fmt: skip
+    requests = program.history.tolist() or changes(program)
     return allocator.replay_requests(requests, allocator.Settings(True), limit).full is None

@@ -28,7 +28,7 @@ import msgspec
 from megatron_prism.core import foreign
 from megatron_prism.core.ops import EMPTIED
 from megatron_prism.core.program import Builder, Program
-from megatron_prism.memory.allocator import ROUND, CachingAllocator, Settings, replay_requests
+from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
 from megatron_prism.memory.peaks import HeldMemory, Peak, holdings_at, known_peak
 
 _MOST = 1 << 31  # bytes of a snapshot, unpacked
@@ -38,6 +38,7 @@ _OURS = re.compile(r"(?:^|/)(?:megatron/((?:core|training|legacy)/.*)|(transform
 _LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages/torch|<frozen|<string>|<eval)")
 _LARGE = 1 << 20  # bytes from which requests are held against each other
 _BUILDERS = {"get_model", "setup_model_and_optimizer"}  # functions that make the parameters
+_rounded = Settings().rounded
 _BUFFER = "core/distributed/param_and_grad_buffer.py"
 
 
@@ -426,10 +427,6 @@ def compare(snapshot: Snapshot, program: Program) -> SnapshotComparison:
     asked = sum(one.num_bytes for step in there.values() for one in step)
     only_real, only_emulated = first or ((), ())
     return SnapshotComparison(real, emulated, common, asked, aligned, only_real, only_emulated)
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ROUND) * ROUND
 
 
 def _requests(

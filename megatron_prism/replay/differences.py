@@ -130,8 +130,3 @@ def difference(first: UncertainTime, second: UncertainTime) -> TimeDifference:
     low, high = np.quantile(more, _ENDS)
     chance = np.mean(more > 0) + np.mean(more == 0) / 2
     return TimeDifference(second.ns - first.ns, float(low), float(high), float(chance))
-
-
-def between(first: Timeline, second: Timeline) -> TimeDifference:
-    """The same of two timelines."""
-    return difference(estimate(first), estimate(second))
