@@ -53,6 +53,7 @@ setup(
         "msgspec>=0.19",  # checks foreign files against types; 0.4 MB, no dependencies
         "shtab>=1.7",  # prism completion; 14 kB, no dependencies
         "PyYAML>=6",
+        "nvidia-ml-py>=12",  # a GPU's clock and power; 0.05 MB, no dependencies
         # its Python alone, 1.2 MB: without an extra the wheel brings no library and needs nothing.
         # It imports pydantic (common/recipe/__init__.py) and does not ask for it.
         "transformer-engine>=2.9",

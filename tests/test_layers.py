@@ -60,6 +60,7 @@ PACKAGES = {
     "triton": ["runtime/devices/triton.py"],
     "transformer_engine_torch": ["runtime/te_kernels/*"],
     "debugpy": ["emulate/debugger.py"],
+    "pynvml": ["runtime/recorder/gpu_clock.py"],
     "ray": ["sweep/evaluate.py"],
     "optuna": ["sweep/sweep.py"],
     "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "predict/*", "hang/*", "report/*",

@@ -69,6 +69,31 @@ WIDE_MOE = """
 --num-layers 4 --num-experts 8 --moe-ffn-hidden-size 8192 --seq-length 4096
 --max-position-embeddings 4096 --micro-batch-size 4 --global-batch-size 32
 """
+_LONG = "--seq-length 16384 --max-position-embeddings 16384 --global-batch-size 4"
+HOT2 = {  # of two H100: six at their power limit, two that wait for Python
+    "hot_tp2sp": f"{TE} {TWO} {SP} --num-layers 6 --hidden-size 5120 --num-attention-heads 40"
+    " --ffn-hidden-size 13824 --seq-length 4096 --max-position-embeddings 4096"
+    " --micro-batch-size 2 --global-batch-size 16 --vocab-size 64000",
+    "hot_tp2sp_long": f"{TE} {TWO} {SP} --num-layers 7 --hidden-size 3584 {_LONG}"
+    " --num-attention-heads 28 --num-query-groups 4 --ffn-hidden-size 18944 --vocab-size 96000",
+    "hot_pp2": f"{TE} {PP2} --num-layers 12 --hidden-size 3072 --num-attention-heads 24"
+    " --ffn-hidden-size 9216 --seq-length 4096 --max-position-embeddings 4096"
+    " --num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 2 --global-batch-size 24",
+    "hot_dp2_fp8": f"{TE} {OVERLAP} --num-layers 4 --hidden-size 4608 --num-attention-heads 36"
+    " --num-query-groups 12 --ffn-hidden-size 12288 --seq-length 4096 --max-position-embeddings"
+    " 4096 --micro-batch-size 2 --global-batch-size 16 --fp8-format hybrid",
+    "hot_cp2": f"{TE} --context-parallel-size 2 --num-layers 6 --hidden-size 3072"
+    f" --num-attention-heads 24 --ffn-hidden-size 8192 {_LONG}",
+    "hot_cp2_a2a": f"{TE} --context-parallel-size 2 --cp-comm-type a2a --num-layers 6"
+    f" --hidden-size 3072 --num-attention-heads 24 --ffn-hidden-size 8192 {_LONG}",
+    "python_dp2_gelu": f"{TE} {OVERLAP} --num-layers 16 --hidden-size 1536"
+    " --num-attention-heads 16 --ffn-hidden-size 6144 --seq-length 1024"
+    " --max-position-embeddings 1024 --micro-batch-size 2 --global-batch-size 32"
+    " --attention-dropout 0.1 --hidden-dropout 0.1",
+    "python_moe": f"{TE} {MOE.replace('parallel-size 4', 'parallel-size 2')} --num-layers 6"
+    " --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 1408 --seq-length 2048"
+    " --global-batch-size 16",
+}
 MORE = {  # context parallelism and FP8: by name only, none of the nine jobs
     "te_cp2tp2": f"{TE} --context-parallel-size 2 {TWO} {SP}",
     "te_cp2tp2_fp8": f"{TE} --context-parallel-size 2 {TWO} {SP} --fp8-format hybrid",
@@ -78,6 +103,7 @@ MORE = {  # context parallelism and FP8: by name only, none of the nine jobs
     **{f"te_cp2_{kind}": f"{TE} {WIDE} --context-parallel-size 2 --cp-comm-type {kind}"
        for kind in ("p2p", "a2a", "all_gather")},
     "te_tp2sp_dropout": f"{TE} {WIDE} {TWO} {SP} --attention-dropout 0.1 --hidden-dropout 0.1",
+    **HOT2,
     "te_moe_ep2_wide": f"{TE} {MOE.replace('parallel-size 4', 'parallel-size 2')} {WIDE_MOE}",
 }  # fmt: skip
 JOBS2 = {  # what two GPUs can say about the same effects

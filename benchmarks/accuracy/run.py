@@ -54,8 +54,10 @@ import megatron_prism as prism
 from benchmarks.accuracy.jobs import COMMON, EVERY, MORE, NUM_RANKS
 from benchmarks.report import commit, machine
 from megatron_prism.core.errors import PrismError
+from megatron_prism.core.gpu_state import GPU_CLOCK
 from megatron_prism.core.slices import open_programs
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
+from megatron_prism.runtime.recorder.gpu_clock import sampler
 
 WARM_UP = 3  # iterations
 LR_STEPS = 1000  # of every job, however short: what has learned as much is as fast
@@ -132,6 +134,7 @@ class Turns:
     between = 0  # of turns in which captures and the real job alternate
     alone_steps = 11  # of a capture
     more: tuple[str, ...] = ()  # arguments of every job, behind its own
+    spans: tuple[tuple[int, int], ...] = ()  # of the real job's turns, ns of ``time.time_ns``
 
     def __init__(self, scripts: Path, work: Path, gpus: int) -> None:
         self.script, self.work, self.num_ranks = str(scripts / "pretrain_gpt.py"), work, gpus
@@ -237,7 +240,9 @@ def captured(turns: Turns, real: Runner, runners: Sequence[Runner]) -> bool:
         for runner in (real, *runners):
             runner.open(0)
         fine = everybody((real, *runners))  # booted, none has begun
+        begin = time.time_ns()
         fine = fine and together([real], WARM_UP + turns.beside, WARM_UP)
+        turns.spans = ((begin + (time.time_ns() - begin) // 2, time.time_ns()),)
         for _ in range((turns.alone_steps - 1) // turns.between if turns.between else 0):
             fine = fine and together(runners, turns.between)
             fine = fine and together([real], turns.between)
@@ -313,7 +318,11 @@ def beside(turns: Turns, config: str, factor: str) -> dict[str, list[Runner]]:
 def replayed(turns: Turns, config: str, real: Runner) -> dict[str, Any]:
     """Slices that are captured in turns with the real job, and their replay beside it."""
     folder = turns.work / f"{config}-slices"
+    samplers = [sampler(device) for device in range(turns.num_ranks)]
     row: dict[str, Any] = {"captured": captured(turns, real, turns.captures(config, folder))}
+    for one in filter(None, samplers):
+        one.stop()
+    row["clocks"] = [str(one.state(turns.spans)) for one in samplers if one is not None]
     row["real_ms"] = median(real.turns)
     row["spread_percent"] = spread(real.turns)
     row["iterations_ms"] = [ms for turn in real.turns for ms in turn]
@@ -323,6 +332,7 @@ def replayed(turns: Turns, config: str, real: Runner) -> dict[str, Any]:
     try:
         if row["captured"]:  # ranks without a slice would run somebody else's
             row["captures"] = of_captures(folder)
+            row["capture_clocks"] = open_programs(folder).source.get(GPU_CLOCK, "")
             row |= predict(folder, written)
     except (PrismError, OSError) as error:
         print(f"{config}: {error}", file=sys.stderr)

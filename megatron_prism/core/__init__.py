@@ -5,6 +5,7 @@ collectives.py  ops.py      what each collective means; the kinds of ops
 call_selector.py            which calls a fault, a breakpoint or a recording means
 program.py  program_text.py  what a rank does in an iteration, as arrays and as text
 slices.py                   folders of captured programs
+gpu_state.py                clock, power and heat of the GPU that captured
 shard.py                    what follows the part of the parameters that a rank updates
 recipe.py                   jobs in YAML, of Megatron's own flags
 job_settings.py             what tells one job from another

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_prism.core import job_settings, shard
 from megatron_prism.core.errors import MissingSlicesError, ProgramError, UsageError
 from megatron_prism.core.files import check_writable, claimed
+from megatron_prism.core.gpu_state import GPU_CLOCK
 from megatron_prism.core.ops import CODE, IS_PAIR, SHARED
 from megatron_prism.core.program import FIX, Program, Programs, load, save
 from megatron_prism.core.program_text import parse
@@ -36,6 +37,7 @@ _DEFAULTS = {
 _MOST_TEXT = 1 << 26  # bytes, a million lines
 # of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is
 HOST_INDEX = "host_index"
+_OF_RANKS = HOST_INDEX, GPU_CLOCK  # each slice has its own rank's, which no two have alike
 _SHOWN = 64  # ranks of a message
 _AGAIN = (
     "the same capture again, into the same folder (what is there is kept): prism capture RECIPE "
@@ -121,7 +123,7 @@ class SliceStore:
         there, differ = {**_DEFAULTS, **found.source}, list[str]()
         here = {**_DEFAULTS, **self.source} if self.source else {}  # empty: others compare it
         for key, value in here.items():
-            if key == HOST_INDEX:
+            if key in _OF_RANKS:
                 continue
             if key in job_settings.KEYS:
                 differ += job_settings.differences(key, there.get(key), value)
@@ -190,8 +192,9 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     if not partial:
         _check_gathers(first.world, captured, of, groups)
     source = dict(first.source)
-    if indices := [one.source[HOST_INDEX] for one in slices if HOST_INDEX in one.source]:
-        source[HOST_INDEX] = " ".join(indices)
+    for key in _OF_RANKS:
+        if each := [one.source[key] for one in slices if key in one.source]:
+            source[key] = " ".join(each)
     where = os.fspath(folder)
     one_of = _alike(first.world, captured)
     if said := _said(captured, one_of):

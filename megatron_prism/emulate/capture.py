@@ -25,6 +25,7 @@ import numpy as np
 from megatron_prism.core import program
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import check_writable
+from megatron_prism.core.gpu_state import GPU_CLOCK
 from megatron_prism.core.groups import subgroups
 from megatron_prism.core.megatron_source import versions
 from megatron_prism.core.process_changes import ProcessChanges
@@ -186,6 +187,7 @@ class StockCapture(TrainingListener):
         self.program: Program | None = None
         self.num_iterations = 0  # that the slice is the median of
         self.links: nvlink_keepalive.KeepAlive | None = None  # of a GPU
+        self._sampler: Any = None  # of its clock, where NVML answers
         self._recorder: Any = None
         self._monitor, self._pace = monitor, pace
         self.changes = ProcessChanges()  # while something is recorded
@@ -316,6 +318,10 @@ class StockCapture(TrainingListener):
             self.links = nvlink_keepalive.keep_awake(
                 torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
             )
+        if self.tier.name == "cuda":
+            from megatron_prism.runtime.recorder.gpu_clock import sampler
+
+            self._sampler = sampler(torch.cuda.current_device())
         report_to(self._recorder, self.changes)
         _running.append(self)
         self.changes.on_undo(_running.clear)
@@ -403,6 +409,11 @@ class StockCapture(TrainingListener):
             self._remove()
         if self.links is not None:
             self.links.stop()
+        if self._sampler is not None:
+            self._sampler.stop()
+            quick = [r.hosts for r in self.kept() if r.builder is None and r.busy is None]
+            state = self._sampler.state([(h[0][0], h[-1][1]) for h in quick if h])
+            self.store.source |= {GPU_CLOCK: f"{self.rank}={state}"} if state else {}
         steps = len(self._monitor.iterations)
         if not any(recording.builder is not None for recording in self.kept()):
             what = f"--prism-capture: nothing was recorded, the job ended after {steps} train steps"

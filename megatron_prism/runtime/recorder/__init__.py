@@ -6,5 +6,6 @@ repeats.py       microbatches and stages that are written down again instead of 
 shapes_meter.py  flops and bytes of what runs between calls
 owners.py        whose memory comes and goes
 kernel_times.py  device times without the host's delays; where the device runs through
+gpu_clock.py     the SM clock meanwhile
 measurements.py  one program of several iterations; iterations that are only timed
 """
