@@ -2,7 +2,7 @@
 
 Captures the main recipe, replays it, and takes the page's picture in light and in dark.  With pages
 (``python docs/screenshots.py replay.html hang.html``) their pictures are taken instead: every tab,
-1,400 and 800 pixels wide, in light and in dark, beside the page.  An error on a page's console, or
+1,400 and 390 pixels wide, in light and in dark, beside the page.  An error on a page's console, or
 text that overlaps, ends the command with status 1.
 """
 
@@ -21,7 +21,7 @@ from megatron_prism.report.page import allow_script
 RECIPE = "llama3-70b_1024gpu_tp8pp4vp5_h200"
 PICTURES = pathlib.Path(__file__).parent / "images"
 SCHEMES = {"dark": 0, "light": 1}  # Chromium's preferredColorScheme
-WIDTHS, HEIGHT = (1400, 800), 880  # pixels
+WIDTHS, HEIGHT = (1400, 390), 880  # pixels
 
 # In a page: visits every tab and says what is wrong there, text that is cut off or overlaps.
 INSPECTOR = """
@@ -36,11 +36,15 @@ addEventListener("load", () => {
       if (over(a, b)) wrong.push(`${name}: ${one} overlaps ${other}`);
     }));
   };
-  const seen = [...document.querySelectorAll("#tabs button")].map((button) => {
+  const seen = [...document.querySelectorAll("#tabs [role=tab]")].map((button) => {
     button.click();
     const name = button.textContent;
     const section = document.querySelector("main > section:not([hidden])");
-    if (document.documentElement.scrollWidth > innerWidth) wrong.push(`${name}: too wide`);
+    for (const node of document.body.querySelectorAll("*")) {
+      const box = node.getBoundingClientRect();
+      if (box.width && (box.left < -1 || box.right > innerWidth + 1))
+        wrong.push(`${name}: ${node.tagName} ${node.textContent.slice(0, 40)} is too wide`);
+    }
     for (const svg of section.querySelectorAll("svg")) boxes(name, svg.querySelectorAll("text"));
     boxes(name, section.children);
     for (const node of document.querySelectorAll(".card, .card div, .who"))
@@ -78,9 +82,14 @@ def browse(address: str, width: int, scheme: str, *words: str) -> tuple[str, lis
 
 
 def picture(page: pathlib.Path, to: pathlib.Path, scheme: str, width: int, tab: str = "") -> None:
-    """Write a PNG of a tab of ``page`` as a browser shows it."""
+    """Write a PNG of a tab of ``page`` as a browser shows it, in a frame: windows have a least
+    width."""
     address = page.resolve().as_uri() + (f"#/{tab}" if tab else "")
-    browse(address, width, scheme, f"--screenshot={to}")
+    with tempfile.NamedTemporaryFile("w", suffix=".html") as around:
+        around.write(f'<body style="margin:0"><iframe style="border:0" width="{width}" '
+                     f'height="{HEIGHT}" src="{address}"></iframe>')  # fmt: skip
+        around.flush()
+        browse(pathlib.Path(around.name).as_uri(), width, scheme, f"--screenshot={to}")
 
 
 def inspect(

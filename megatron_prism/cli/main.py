@@ -294,6 +294,7 @@ COMMANDS = {
             (("settings",), {"nargs": "*", "metavar": "PATH|key=value", "help": "see above"}),
             (("-o", "--out"), {"metavar": "FILE", "help": "baseline, or snapshot of explain"}),
             (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"}),
+            _file("--html", "page of explain to write, for any browser"),
         ),
         programs=1,
     ),

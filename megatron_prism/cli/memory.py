@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments, snapshot
-from megatron_prism.cli.output import check_outputs, console, exact, print_table, write_data
+from megatron_prism.cli.output import (
+    check_outputs,
+    console,
+    exact,
+    print_table,
+    write_data,
+    write_outputs,
+)
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
 
@@ -93,7 +100,8 @@ def memory(args: argparse.Namespace) -> int:
     prism memory record DIR -o memory.json [alloc=expandable_segments:True] [device=h200]
     prism memory check DIR baseline=memory.json [tol=0] [limit=80GiB] [headroom=4GiB] [leak=1MiB]
     prism memory diff OLD NEW           two baselines or programs; --force: of different jobs
-    prism memory explain DIR [class=pp=0] [top=12] [-o FILE.pickle: for pytorch.org/memory_viz]
+    prism memory explain DIR [class=pp=0] [top=12] [limit=80GiB] [--html FILE]
+                                        -o FILE.pickle: for pytorch.org/memory_viz
     prism memory record|explain DIR … draws=500 routing=zipf:1 [capacity=1.25] [limit=80GiB]
     prism memory update DIR baseline=memory.json
     prism memory explain SNAPSHOT       a real process (torch.cuda.memory._snapshot, .gz, .xz)
@@ -112,6 +120,8 @@ def memory(args: argparse.Namespace) -> int:
     places, settings = _words(args.action, args.settings)
     if args.out is not None and args.action not in ("record", "explain"):
         raise UsageError(f"-o has no effect on memory {args.action}", fix="prism memory explain")
+    if args.html is not None and args.action != "explain":
+        raise UsageError(f"--html has no effect on memory {args.action}", fix="memory explain")
     if args.github and args.action not in ("check", "diff"):
         raise UsageError(f"--github has no effect on memory {args.action}", fix="memory check")
     return _RUN[args.action](args, places, settings)
@@ -350,14 +360,19 @@ def _write_snapshot(
 
 
 def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism.report.memory import render_html
+
     top = settings.get("top", "12")
     if not re.fullmatch(r"[0-9]{1,9}", top):
         raise UsageError(f"top={top} is no number", fix="top=12")
+    check_outputs([args.html], args.force, places)
     if snapshot.is_snapshot(places[0]):
         return snapshot.explain(args, places[0], int(top))
     if "oom" in settings:
         return snapshot.explain_error(args, _open(places[0]).programs[0], settings["oom"], int(top))
-    made = _measure(places[0], settings, _draws(settings))
+    limit = limit_of(settings)
+    drawn = _draws(settings) if "draws" in settings or limit is None else None
+    made = _measure(places[0], settings, drawn)
     chosen = settings.get("class")
     if chosen is not None and chosen not in made.classes:
         raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
@@ -365,10 +380,15 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
     made = replace(made, classes={name: made.classes[name] for name in names})
     if args.out is not None:
         _write_snapshot(args, places[0], made.classes)
+    programs = _open(places[0])
+    write_outputs(args.force, (args.html, lambda: render_html(programs, made, limit)))
     if write_data(args, made.to_json(), _rows(made)):
         return 0
     _overview(made)
-    programs = _open(places[0])
+    if limit is not None:
+        most = max(one.get("peak_device") or one["peak_reserved"] for one in made.classes.values())
+        words = "left below" if most <= limit else "above"
+        print(f"{units.format_bytes(abs(limit - most))} {words} the limit of {exact(limit)}")
     for name in names:
         one, at = made.classes[name], made.classes[name]["at"]
         print(f"\n{name}: {exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli.output import exact, print_table, write_data
+from megatron_prism.cli.output import exact, print_table, write_data, write_outputs
 from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 
@@ -43,9 +43,11 @@ def program_of(programs: Programs, path: str) -> Program:
 def explain(args: argparse.Namespace, path: str, top: int) -> int:
     """Print where the memory of a process went, from its snapshot."""
     from megatron_prism.memory import peaks, snapshot
+    from megatron_prism.report.memory import render_snapshot
 
     taken = snapshot.read(path)
     peak = peaks.known_peak(taken.program)
+    write_outputs(args.force, (args.html, lambda: render_snapshot(Path(path).name, taken)))
     rows = [asdict(one) for one in peak.holdings[:top]]
     value = {"schema": "prism.memory_snapshot/1", **_figures(taken, peak), "top": rows}
     if write_data(args, value, rows):

@@ -26,7 +26,7 @@ _SHORT = {
     "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP",
     "etp": "EXPERT_TENSOR_PARALLEL_GROUP", "edp": "EXPERT_DATA_PARALLEL_GROUP",
     "dp": "DATA_PARALLEL_GROUP", "mp": "MODEL_PARALLEL_GROUP", "world": "default_pg",
-    "embd": "EMBEDDING_GROUP",
+    "embd": "EMBEDDING_GROUP", "optim": "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
 }  # fmt: skip
 
 
@@ -155,6 +155,22 @@ def named_group(text: str, desc: str) -> bool:
     if text == desc or _SHORT.get(text) == desc:
         return True
     return text == "dp" and desc.startswith("DATA_PARALLEL_GROUP")
+
+
+def short_name(desc: str) -> str:
+    """How people write the groups of a description: tp, dp, edp, else its own words."""
+    bare = desc.removesuffix("_WITH_CP")
+    known = (name for name, full in _SHORT.items() if bare == full)
+    return next(known, desc.removesuffix("_GROUP").replace("_", " ").lower())
+
+
+def kind(desc: str) -> str:
+    """What the communication of a group counts as: tp, dp, pp, cp, ep, or other."""
+    try:
+        axes = family(desc).axes
+    except WorldError:
+        return "other"
+    return next((axis for axis in ("dp", "ep", *axes) if axis in axes), "other")
 
 
 _LEVEL = re.compile(r"HIERARCHICAL_(\w+?)(?:_GLOO)?_L\d+")

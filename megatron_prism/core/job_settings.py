@@ -47,6 +47,23 @@ def plain(text: str) -> dict[str, str]:
     }
 
 
+def job_name(source: Mapping[str, str]) -> str:
+    """What a job trains: its recipe's model, else its layers; "" if its source does not say."""
+    if recipe := source.get("recipe"):
+        return recipe.partition("_")[0]
+    known = plain(next((source[key] for key in KEYS if key in source), ""))
+    if not {"num_layers", "hidden_size"} <= known.keys():
+        return ""
+    experts = known.get("num_experts", "None")
+    more = "" if experts == "None" else f", {experts} experts"
+    return f"{known['num_layers']} layers of {known['hidden_size']}{more}"
+
+
+def title(source: Mapping[str, str], world: object) -> str:
+    """``llama3-70b, 1,024 ranks = tp 8 x …``: a job in a line."""
+    return ", ".join(filter(None, (job_name(source), str(world))))
+
+
 def differences(key: str, there: str | None, here: str) -> list[str]:
     """In which words the job ``there`` is another one than that ``here``; empty: they are one.
 

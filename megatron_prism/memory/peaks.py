@@ -30,7 +30,7 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import BEGUN, Op
+from megatron_prism.core.ops import BEGUN, PHASE_NAMES, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import AXES, World, format_ranks
 from megatron_prism.graph.classes import equal_programs
@@ -184,30 +184,58 @@ def ends_of_steps(program: Program) -> np.ndarray:
     return found
 
 
+_Key = tuple[str, str, str]  # kind, module, site
+
+
+def _owners(program: Program) -> tuple[np.ndarray, np.ndarray, list[_Key]]:
+    """(the storage of every event, the origin of every storage, origins)."""
+    events = program.allocations
+    _, born, which = np.unique(events["storage"], return_index=True, return_inverse=True)
+    which = which.ravel()
+    left, last = np.zeros((2, born.size), dtype=np.int64)
+    np.add.at(left, which, events["bytes"])
+    np.maximum.at(last, which, np.arange(events.size))
+    first = events[born]
+    at = np.minimum(first["before"], len(program) - 1)
+    kept = left > 0
+    beyond = kept | (events["before"][last] > ends_of_steps(program)[at] + 1)
+    columns = (first["note"], first["before"] == 0, program.ops["phase"][at], beyond, kept)
+    rows, of = np.unique(np.stack(columns, axis=1).astype(np.int64), axis=0, return_inverse=True)
+    keys = [
+        _origin(program.strings[note], bool(stands), PHASE_NAMES[phase], bool(far), bool(stays))
+        for note, stands, phase, far, stays in rows.tolist()
+    ]
+    return which, of.ravel(), keys
+
+
 def holdings_at(program: Program, top: int) -> tuple[HeldMemory, ...]:
     """What is alive after event ``top``, by kind, module and site."""
-    events = program.allocations
-    ids, which = np.unique(events["storage"], return_inverse=True)
-    which = which.ravel()
-    held = np.zeros(ids.size, dtype=np.int64)
-    np.add.at(held, which[: top + 1], events["bytes"][: top + 1])
-    left = np.zeros(ids.size, dtype=np.int64)
-    np.add.at(left, which, events["bytes"])
-    born = np.full(ids.size, events.size, dtype=np.int64)
-    np.minimum.at(born, which, np.arange(events.size))
-    last = np.zeros(ids.size, dtype=np.int64)
-    np.maximum.at(last, which, np.arange(events.size))
-    ends = ends_of_steps(program)
-    total: dict[tuple[str, str, str], list[int]] = {}
-    for one in np.flatnonzero(held > 0):
-        first = int(born[one])
-        kept = left[one] > 0
-        key = _origin(program, first, None if kept else int(events["before"][last[one]]), ends)
-        entry = total.setdefault(key, [0, 0])
+    which, of, keys = _owners(program)
+    held = np.zeros(of.size, dtype=np.int64)
+    np.add.at(held, which[: top + 1], program.allocations["bytes"][: top + 1])
+    total: dict[_Key, list[int]] = {}
+    for one in np.flatnonzero(held > 0).tolist():
+        entry = total.setdefault(keys[of[one]], [0, 0])
         entry[0] += int(held[one])
         entry[1] += 1
     made = [HeldMemory(*key, num_bytes=size, count=n) for key, (size, n) in total.items()]
     return tuple(sorted(made, key=lambda h: (-h.num_bytes, h.key)))
+
+
+def live_by(
+    program: Program, name: Callable[[str, str, str], str], events: np.ndarray
+) -> dict[str, np.ndarray]:
+    """What is alive after each of ``events`` (int64 [n]), int64 [n] bytes by what ``name`` calls
+    an origin (its kind, module and site)."""
+    which, of, keys = _owners(program)
+    names = [name(*key) for key in keys]
+    known = list(dict.fromkeys(names))
+    mine = np.array([known.index(one) for one in names], dtype=np.int64)[of][which]
+    changes = program.allocations["bytes"]
+    return {
+        one: np.cumsum(np.where(mine == place, changes, 0))[events]
+        for place, one in enumerate(known)
+    }
 
 
 def growth(program: Program) -> Retained | None:
@@ -293,27 +321,27 @@ def viz_snapshot(program: Program) -> dict[str, object]:
             "external_annotations": []}  # fmt: skip
 
 
-def _origin(
-    program: Program, first: int, freed: int | None, ends: np.ndarray
-) -> tuple[str, str, str]:
-    """(kind, module, site) of a storage made by event ``first`` and freed before op ``freed``."""
-    row = program.allocations[first]
-    kind, module, site = _split(program.strings[row["note"]])
+def _origin(note: str, stands: bool, phase: str, beyond: bool, kept: bool) -> _Key:
+    """Whose a storage is.
+
+    Args:
+        note: of the event that made it.
+        stands: whether it was there before the iteration.
+        phase: of the step that made it.
+        beyond: whether it is alive when that step is over.
+        kept: whether it is never freed.
+    """
+    kind, module, site = _split(note)
     module = _NUMBER.sub("*", module)
-    if kind or not (site or module):
+    if kind or stands or not (site or module):
         return kind or "other", module, site
-    at = min(int(row["before"]), len(program) - 1)
-    if row["before"] == 0:  # left by what came before the iteration
-        return "other", module, site
-    phase = program[at].phase
-    beyond = freed is None or freed > int(ends[at]) + 1
     if _COMM.search(site):
         kind = "comm"
     elif not beyond:
         kind = "tmp"
     elif phase == "forward":
         kind = "act"
-    elif freed is None:
+    elif kept:
         kind = {"backward": "grad", "weight": "grad", "optimizer": "optim"}.get(phase, "other")
     else:
         kind = "tmp"

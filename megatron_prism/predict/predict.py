@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.program import Programs
@@ -77,8 +78,8 @@ class Prediction:
                 classes that compute longest; slow_from: p95 without, of the same draws
     source    : of the spreads; calls: how calls vary; durations: provenance of what varies
     study     : what-ifs, if they were asked for
-    world     : its sizes; graph: how many classes and ops it has; classes: names of those in
-                ``slow``; none is part of the JSON
+    world     : the job and its sizes; graph: how many classes and ops it has; classes: names of
+                those in ``slow``; none is part of the JSON
     draws     : float64 [samples], ns ascending; not part of the JSON
     """
 
@@ -271,7 +272,7 @@ def _distribution(
         source=f"{spread.name}: {spread.source}",
         calls=spreads.said,
         durations=priced.prices.used(),
-        world=str(priced.graph.programs.world),
+        world=job_settings.title(priced.programs.source, priced.graph.programs.world),
         graph=str(priced.graph),
         classes={index: priced.graph.class_name(index) for index in chosen},
         variability=spread,

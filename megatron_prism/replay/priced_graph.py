@@ -167,7 +167,7 @@ def price(
         settings = job_settings.values(programs.source.get("settings", ""))
         meant = settings.get("hardware.network") or NO_NETWORK
         what_if = dataclasses.replace(what_if, network=meant)
-    own = _machine_of(programs) if machine is None else machine
+    own = machine_of(programs) if machine is None else machine
     here = own if isinstance(own, Machine) else read_machine(own)
     moved = what_if.moved
     there = here if moved is None else moved if isinstance(moved, Machine) else read_machine(moved)
@@ -510,7 +510,7 @@ def _name(machine: MachineLike) -> str:
     return machine.name if isinstance(machine, Machine) else os.fspath(machine)
 
 
-def _machine_of(programs: Programs) -> str:
+def machine_of(programs: Programs) -> str:
     """The machine that the programs were measured on, or that their recipe names."""
     settings = job_settings.values(programs.source.get("settings", ""))
     hardware = settings.get("hardware.name", "")

@@ -1,15 +1,17 @@
 """Results as text, HTML pages and traces; no analysis, and nothing is measured or simulated here.
 
     metrics.py       the numbers that all renderers print, as one value
-    page.py          the shell of every page: page.html, page.css, page.js, charts.js
+    page.py          the shell of every page: page.html, page.css, page.js, terms.js, charts.js
+    words.py         ops, kernels and steps in words
     replay.py        a timeline as text; one, or two side by side, as a page
+    memory.py        memory of slices or of a real snapshot as a page
     predict.py       a prediction, or several layouts side by side, as a page
     hang.py          a verdict on a hang as Markdown and as a page
     sweep.py         the points of a sweep as text, CSV and page
     traces.py        real jobs' traces, and a prediction beside them, as text and page
     chrome_trace.py  a timeline or a verdict for ui.perfetto.dev
 
-A page NAME has its sections in NAME.html, and NAME.js fills them; diagram.js draws timelines.
+NAME.js fills the page NAME (explain.js memory's); diagram.js draws timelines, memory.js memory.
 What is in no program and no price is printed as unknown.
 """
 

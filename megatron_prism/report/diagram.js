@@ -1,8 +1,7 @@
 // Classes x time on a canvas.  Only what is in view is drawn, and of what shares a pixel only the
 // first, so a hundred thousand spans stay fluid.
 
-const FEW = Math.max(DATA.rows.length, DATA.other ? DATA.other.rows.length : 0) <= 8;
-const MARGIN = 118, AXIS = 24, GAP = FEW ? 18 : 12, MAIN = FEW ? 30 : 20, LANE = FEW ? 9 : 5;
+const AXIS = 24, GAP = 16, MAIN = 28, LANE = 11, NARROW = 600;
 
 // columns of differences -> absolute ns in typed arrays
 function decode(lane) {
@@ -29,22 +28,13 @@ function blocksOf(lane, kinds) {
   return found;
 }
 
-function firstAfter(values, value) {
-  let low = 0, high = values.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] < value) low = middle + 1; else high = middle;
-  }
-  return low;
-}
-
 class Diagram {
-  // data: of one replay; total: ns of the axis
-  constructor(canvas, overview, onView, data = DATA, total = data.figures.iteration_ns) {
+  // data: of one replay; total: ns of the axis; sought: whether each kind of span is searched for
+  constructor(canvas, overview, onView, data, total) {
     this.canvas = canvas; this.overview = overview; this.onView = onView; this.data = data;
     this.total = Math.max(1, total);
     this.view = [0, this.total];
-    this.lanesShown = true; this.pathShown = false; this.drag = null;
+    this.lanesShown = true; this.pathShown = false; this.drag = null; this.sought = null;
     this.rows = data.rows.map((row) => {
       const lanes = row.lanes.map(decode);
       const main = lanes.find((lane) => lane.lane === 0);
@@ -63,8 +53,8 @@ class Diagram {
     return y;
   }
 
-  x(ns) { return MARGIN + (ns - this.view[0]) / (this.view[1] - this.view[0]) * (this.width - MARGIN); }
-  ns(x) { return this.view[0] + (x - MARGIN) / (this.width - MARGIN) * (this.view[1] - this.view[0]); }
+  x(ns) { return this.margin + (ns - this.view[0]) / (this.view[1] - this.view[0]) * (this.width - this.margin); }
+  ns(x) { return this.view[0] + (x - this.margin) / (this.width - this.margin) * (this.view[1] - this.view[0]); }
 
   zoom(factor, at = (this.view[0] + this.view[1]) / 2) {
     this.show(at - (at - this.view[0]) / factor, at + (this.view[1] - at) / factor);
@@ -95,11 +85,13 @@ class Diagram {
     const height = this.layout();
     const [g, width] = this.sized(this.canvas, height);
     this.width = width;
-    this.colours = palette();
+    this.margin = width < NARROW ? 74 : 118;
+    this.colours = {};
+    for (const name of [...PHASES, "other", "ink", "quiet", "line", "accent", "bg"]) this.colours[name] = variable(name);
     this.axis(g, height);
     g.save();
     g.beginPath();
-    g.rect(MARGIN, 0, width - MARGIN, height);
+    g.rect(this.margin, 0, width - this.margin, height);
     g.clip();
     for (const row of this.rows) this.row(g, row);
     if (this.pathShown) this.path(g);
@@ -108,12 +100,19 @@ class Diagram {
     g.fillStyle = this.colours.ink;
     g.font = "600 12px system-ui, 'DejaVu Sans', sans-serif";
     g.textBaseline = "middle";
-    for (const row of this.rows) g.fillText(row.name, 0, row.y + MAIN / 2, MARGIN - 10);
+    for (const row of this.rows) {
+      g.font = "600 12px system-ui, 'DejaVu Sans', sans-serif"; g.fillStyle = this.colours.ink;
+      g.fillText(row.name, 0, row.y + MAIN / 2, this.margin - 10);
+      g.font = "10px system-ui, 'DejaVu Sans', sans-serif"; g.fillStyle = this.colours.quiet; g.textAlign = "right";
+      if (this.lanesShown) row.lanes.forEach((lane, i) =>
+        g.fillText(groupName(this.data.lanes[lane.lane]), this.margin - 8, row.y + MAIN + 3 + i * (LANE + 1) + LANE / 2, this.margin - 20));
+      g.textAlign = "left";
+    }
     if (this.overview) this.drawOverview();
   }
 
   axis(g, height) {
-    const step = niceStep((this.view[1] - this.view[0]) / Math.max(2, (this.width - MARGIN) / 110));
+    const step = niceStep((this.view[1] - this.view[0]) / Math.max(2, (this.width - this.margin) / 110));
     g.font = "11px system-ui, 'DejaVu Sans', sans-serif";
     g.textBaseline = "middle";
     for (let t = Math.ceil(this.view[0] / step) * step; t <= this.view[1]; t += step) {
@@ -130,7 +129,7 @@ class Diagram {
     for (const block of row.blocks) {
       if (block.end < this.view[0] || block.start > this.view[1]) continue;
       const x = this.x(block.start), w = Math.max(0.5, this.x(block.end) - x);
-      g.fillStyle = phaseColour(this.colours, block.phase);
+      g.fillStyle = this.phase(block.phase);
       g.fillRect(x, row.y, w, MAIN);
     }
     g.globalAlpha = 1;
@@ -140,11 +139,13 @@ class Diagram {
     row.lanes.forEach((lane, i) => {
       const y = row.y + MAIN + 3 + i * (LANE + 1);
       g.fillStyle = this.colours.line; g.globalAlpha = 0.4;
-      g.fillRect(MARGIN, y, this.width - MARGIN, LANE);
+      g.fillRect(this.margin, y, this.width - this.margin, LANE);
       g.globalAlpha = 1;
-      this.spans(g, lane, y, LANE, groupColour(this.data.lanes[lane.lane]));
+      this.spans(g, lane, y, LANE, paint(groupColour(this.data.lanes[lane.lane])));
     });
   }
+
+  phase(name) { return this.colours[PHASES.includes(name) ? name : "other"]; }
 
   spans(g, lane, y, height, colour) {
     const last = firstAfter(lane.ready, this.view[1]);
@@ -153,10 +154,13 @@ class Diagram {
       const end = this.x(lane.end[i]);
       if (end <= until && end - this.x(lane.ready[i]) < 0.5) continue;
       const ready = this.x(lane.ready[i]), start = this.x(lane.start[i]);
-      g.fillStyle = colour || phaseColour(this.colours, this.data.kinds[lane.kind[i]][1]);
-      if (start - ready > 0.3) { g.globalAlpha = 0.3; g.fillRect(ready, y, start - ready, height); g.globalAlpha = 1; }
+      g.fillStyle = colour || this.phase(this.data.kinds[lane.kind[i]][1]);
+      const alpha = this.sought && !this.sought[lane.kind[i]] ? 0.15 : 1;
+      if (start - ready > 0.3) { g.globalAlpha = 0.3 * alpha; g.fillRect(ready, y, start - ready, height); }
       const w = Math.max(0.35, end - start);
+      g.globalAlpha = alpha;
       g.fillRect(start, y, w > 3 ? w - 0.6 : w, height);
+      g.globalAlpha = 1;
       until = end;
     }
   }
@@ -166,8 +170,8 @@ class Diagram {
     g.textBaseline = "middle";
     for (const block of row.blocks) {
       if (block.end < this.view[0] || block.start > this.view[1]) continue;
-      const left = Math.max(MARGIN, this.x(block.start)), right = Math.min(this.width, this.x(block.end));
-      const text = block.phase === "optimizer" ? "optimizer" : this.data.steps[block.step];
+      const left = Math.max(this.margin, this.x(block.start)), right = Math.min(this.width, this.x(block.end));
+      const text = block.phase === "optimizer" ? "optimizer" : this.data.steps[block.step][0];
       if (text === "-" || right - left < 9 + 7 * text.length) continue;
       g.lineWidth = 3; g.strokeStyle = "rgb(0 0 0 / 45%)"; g.lineJoin = "round";
       g.strokeText(text, left + 4, row.y + MAIN / 2 + 0.5);
@@ -179,7 +183,7 @@ class Diagram {
 
   path(g) {
     const [rows, starts, runs] = this.data.path;
-    g.strokeStyle = this.colours.path; g.lineWidth = 2.5; g.lineJoin = "round";
+    g.lineJoin = "round";
     g.beginPath();
     rows.forEach((row, i) => {
       if (row < 0) return;
@@ -187,7 +191,10 @@ class Diagram {
       g.lineTo(this.x(starts[i]), y);
       g.lineTo(this.x(starts[i] + runs[i]), y);
     });
-    g.stroke();
+    for (const [colour, width] of [[this.colours.bg, 5], [this.colours.ink, 2.2]]) {
+      g.strokeStyle = colour; g.lineWidth = width;
+      g.stroke();
+    }
     g.lineWidth = 1;
   }
 
@@ -199,23 +206,23 @@ class Diagram {
   }
 
   drawOverview() {
-    const [g, width] = this.sized(this.overview, 22), scale = (width - MARGIN) / this.total;
+    const [g, width] = this.sized(this.overview, 22), scale = (width - this.margin) / this.total;
     const middle = this.rows[Math.floor((this.rows.length - 1) / 2)];
     for (const block of middle ? middle.blocks : []) {
-      g.fillStyle = phaseColour(this.colours, block.phase); g.globalAlpha = 0.55;
-      g.fillRect(MARGIN + block.start * scale, 5, Math.max(0.5, (block.end - block.start) * scale), 12);
+      g.fillStyle = this.phase(block.phase); g.globalAlpha = 0.55;
+      g.fillRect(this.margin + block.start * scale, 5, Math.max(0.5, (block.end - block.start) * scale), 12);
     }
     g.globalAlpha = 1;
     g.strokeStyle = this.colours.accent; g.lineWidth = 1.5;
-    g.strokeRect(MARGIN + this.view[0] * scale + 1, 1.5, Math.max(3, (this.view[1] - this.view[0]) * scale - 2), 19);
+    g.strokeRect(this.margin + this.view[0] * scale + 1, 1.5, Math.max(3, (this.view[1] - this.view[0]) * scale - 2), 19);
   }
 
   // ---- what lies under the pointer: {row, lane, i} or {row, block}
   hit(x, y) {
-    if (x < MARGIN) return null;
+    if (x < this.margin) return null;
     const row = this.rows.find((one) => y >= one.y && y < one.y + one.height), t = this.ns(x);
     if (!row) return null;
-    const near = 2 * (this.view[1] - this.view[0]) / (this.width - MARGIN);
+    const near = 2 * (this.view[1] - this.view[0]) / (this.width - this.margin);
     const within = (lane) => {
       let best = -1;
       for (let i = firstAfter(lane.ready, t - lane.longest - near); i < lane.ready.length && lane.ready[i] <= t + near; i++)
@@ -231,17 +238,35 @@ class Diagram {
   }
 
   describe(found) {
-    if (found.block) return [`${this.data.steps[found.block.step]} ${found.block.phase}`, `${found.row.name}: the main stream waits`];
-    const { lane, i } = found, [name, phase, group, bytes, site, note, source] = this.data.kinds[lane.kind[i]];
-    const wait = lane.start[i] - lane.ready[i], count = lane.count.length ? lane.count[i] : 1;
-    const [title, basis] = [`${name} ${this.data.steps[lane.step[i]]}`, (this.data.sources[source] || "").split(" (")[0]];
+    if (found.block) return [`${this.data.steps[found.block.step][1]}: the main stream waits`, found.row.name];
+    const { lane, i } = found, [what, , where, site, source] = this.data.kinds[lane.kind[i]];
+    const wait = lane.start[i] - lane.ready[i], number = lane.count.length ? lane.count[i] : 1;
+    const basis = (this.data.sources[source] || "").split(" (")[0];
     return [
-      count > 1 ? `${count} spans, ${title} …` : title,
-      `${found.row.name} · ${phase || "outside of steps"}${group ? ` · ${group}` : ""}`,
-      `at ${formatNs(lane.start[i])}, takes ${formatNs(lane.end[i] - lane.start[i])}`,
-      wait > 0 ? `others came ${formatNs(wait)} after this rank was ready` : "",
-      bytes ? formatBytes(bytes) : "", site, note, basis,
+      number > 1 ? `${count(number)} spans, the first: ${what}` : what, where ? `of ${where}` : "",
+      `${found.row.name}, ${this.data.steps[lane.step[i]][1]}`,
+      `${formatNs(lane.end[i] - lane.start[i])} at ${formatNs(lane.start[i])}${basis ? `, ${basis}` : ""}`,
+      wait > 0 ? `others came ${formatNs(wait)} after this rank was ready` : "", site,
     ];
+  }
+
+  // spans whose words have ``words`` in them stand out; next: show the first one behind the last
+  search(words, next = false) {
+    const matches = (kind) => [kind[0], kind[1], kind[2], kind[3]].some((text) => String(text).toLowerCase().includes(words));
+    this.sought = words ? this.data.kinds.map(matches) : null;
+    if (next && this.sought) {
+      const all = this.rows.flatMap((row) => [row.main, ...row.lanes].filter(Boolean).flatMap((lane) =>
+        Array.from(lane.start.keys()).filter((i) => this.sought[lane.kind[i]]).map((i) => ({ row, lane, i }))))
+        .sort((a, b) => a.lane.start[a.i] - b.lane.start[b.i]);
+      const one = all[this.nth = ((this.nth ?? -1) + 1) % (all.length || 1)];
+      if (one) {
+        const middle = (one.lane.start[one.i] + one.lane.end[one.i]) / 2, half = Math.max(20 * (one.lane.end[one.i] - one.lane.start[one.i]), this.total / 200);
+        this.show(middle - half, middle + half);
+        pinDetails(...this.describe(one));
+      }
+    }
+    if (!next) this.nth = -1;
+    if (this.canvas.clientWidth) this.draw();
   }
 
   listen() {
@@ -251,27 +276,26 @@ class Diagram {
       const [x] = at(event);
       this.drag = { x, now: x, select: !event.shiftKey, view: [...this.view] };
       canvas.setPointerCapture(event.pointerId);
-      hideTip();
     });
     canvas.addEventListener("pointermove", (event) => {
       const [x, y] = at(event);
       if (!this.drag) {
         const found = this.hit(x, y);
-        if (found) showTip(event, ...this.describe(found)); else hideTip();
-      } else if (this.drag.select) { this.drag.now = Math.max(MARGIN, x); this.draw(); } else {
-        const by = (this.drag.x - x) / (this.width - MARGIN) * (this.drag.view[1] - this.drag.view[0]);
+        if (found) showDetails(...this.describe(found)); else hideDetails();
+      } else if (this.drag.select) { this.drag.now = Math.max(this.margin, x); this.draw(); } else {
+        const by = (this.drag.x - x) / (this.width - this.margin) * (this.drag.view[1] - this.drag.view[0]);
         this.show(this.drag.view[0] + by, this.drag.view[1] + by);
       }
     });
-    canvas.addEventListener("pointerup", () => {
-      const drag = this.drag;
+    canvas.addEventListener("pointerup", (event) => {
+      const drag = this.drag, found = this.hit(...at(event));
       this.drag = null;
       if (drag && drag.select && Math.abs(drag.now - drag.x) > 5)
         this.show(...[this.ns(drag.x), this.ns(drag.now)].sort((a, b) => a - b));
-      else this.draw();
+      else { this.draw(); pinDetails(...(found ? this.describe(found) : [])); }
     });
     canvas.addEventListener("pointercancel", () => { this.drag = null; this.draw(); });
-    canvas.addEventListener("pointerleave", hideTip);
+    canvas.addEventListener("pointerleave", hideDetails);
     canvas.addEventListener("dblclick", () => this.show(0, this.total));
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return;
@@ -286,11 +310,40 @@ class Diagram {
     const jump = (event) => {
       if (!(event.buttons & 1)) return;
       const box = this.overview.getBoundingClientRect(), half = (this.view[1] - this.view[0]) / 2;
-      const t = (event.clientX - box.left - MARGIN) / (box.width - MARGIN) * this.total;
+      const t = (event.clientX - box.left - this.margin) / (box.width - this.margin) * this.total;
       this.show(t - half, t + half);
     };
     if (!this.overview) return;
     this.overview.addEventListener("pointerdown", jump);
     this.overview.addEventListener("pointermove", jump);
   }
+}
+
+// Diagrams above each other on one time axis, with what steers them: [[name, data]]
+function diagrams(section, all, total) {
+  const range = element("span", "quiet"), overview = all.length > 1 ? null : element("canvas", "overview"), made = [];
+  const tick = (text, checked, act) => {
+    const box = element("input", "");
+    Object.assign(box, { type: "checkbox", checked });
+    box.addEventListener("change", () => made.forEach((one) => { act(one, box.checked); one.draw(); }));
+    return element("label", "", box, text);
+  };
+  section.append(element("div", "bar",
+    element("div", "buttons", button("+", () => made[0].zoom(1.6), "zoom in (+)"), button("−", () => made[0].zoom(1 / 1.6), "zoom out (−)"),
+      button("whole", () => made[0].show(0, made[0].total), "the whole iteration (0)")),
+    tick("communication", true, (one, on) => { one.lanesShown = on; }), tick("critical path", false, (one, on) => { one.pathShown = on; }), range,
+    element("span", "hint quiet", "drag: zoom in · ctrl + wheel: zoom · shift + drag, ← →: move · double-click: whole")), ...(overview ? [overview] : []));
+  for (const [name, data] of all) {
+    const canvas = element("canvas", "diagram");
+    Object.assign(canvas, { tabIndex: 0, ariaLabel: "what every class does over time" });
+    section.append(...(name ? [element("h3", "", name)] : []), canvas);
+    made.push(new Diagram(canvas, overview, (view) => {
+      range.textContent = `${formatNs(view[0])} – ${formatNs(view[1])}`;
+      for (const one of made) if (one.view[0] !== view[0] || one.view[1] !== view[1]) one.show(...view);
+    }, data, total));
+  }
+  section.append(kindsLegend([...PHASES.map((phase) => [phase, phaseColour(phase)]), ["outside of steps", "var(--other)"]]));
+  for (const one of made) one.show(...one.view);
+  SEARCHED.push((...words) => made.forEach((one) => one.search(...words)));
+  return made;
 }

@@ -85,7 +85,7 @@ _SAID = {  # kind of culprit -> what happened, in words; the others are a field 
 
 def page(found: Diagnosis) -> str:
     """One self-contained page: who waits for whom, the evidence, all victims."""
-    return render_page("prism hang", found.headline(), "hang", page_data(found), str(found))
+    return render_page("prism hang", found.headline(), "", "hang", page_data(found), str(found))
 
 
 def page_data(found: Diagnosis) -> dict[str, object]:
@@ -103,7 +103,6 @@ def page_data(found: Diagnosis) -> dict[str, object]:
         alike.setdefault((one.kind, one.why), []).append(one.rank)
     site = re.search(r" at (\S+:\d+)", " ".join(found.evidence))
     return {
-        "lanes": [],
         "verdict": found.verdict,
         "confidence": found.confidence,
         "confirmed": found.confirmed,

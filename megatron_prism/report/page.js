@@ -1,6 +1,6 @@
 "use strict";
-// The shell of every page: numbers, elements, colours, tips, cards and tabs.  Labels are hostile: they
-// only ever become text nodes.
+// The shell of every page: numbers, elements, colours, details, cards, tabs and search.  Labels are
+// hostile: they only ever become text nodes.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
@@ -21,10 +21,9 @@ function formatBytes(bytes) {
   return `${round(bytes / 1024 ** place)} ${names[place]}`;
 }
 
-// the next of 1, 2, 5, 10, 20, …
-function niceStep(rough) {
-  const power = 10 ** Math.floor(Math.log10(rough));
-  return [1, 2, 5, 10].map((m) => m * power).find((step) => step >= rough);
+function signed(value, write) {  // what is written as zero has no sign
+  const text = write(Math.abs(value));
+  return `${/[1-9]/.test(text) ? value > 0 ? "+" : "−" : ""}${text}`;
 }
 
 const count = (number) => number.toLocaleString("en-US");
@@ -41,48 +40,58 @@ function element(tag, className, ...children) {
 
 const at = (id) => document.getElementById(id);
 const quiet = (text) => element("p", "quiet", text);
-const kindOf = (source) => source.split(":")[0];
+const heading = (text) => element("h2", "", text);
+function button(text, act, title = "") {
+  const made = element("button", "", text);
+  made.title = title;
+  made.addEventListener("click", act);
+  return made;
+}
 
 // where a figure is from: measured, modelled, …
+const kindOf = (source) => source.split(":")[0];
 function badge(source) {
   return element("span", `badge ${["measured", "modelled"].find((k) => k === kindOf(source)) || ""}`, kindOf(source));
 }
 
-const GROUP_COLOURS = ["#cf4f68", "#dd8452", "#b65fa8", "#7d9440", "#4f9fb0", "#9a7355", "#c9a227",
-  "#8476c4", "#d98aa0", "#5f7fa8", "#a3502f", "#5fa777", "#9aa04a", "#7a5c99"];
+// ---- colours: one of each kind on all pages (page.css); DATA.groups: Megatron's name -> [short name, kind]
 const PHASES = ["forward", "backward", "weight", "optimizer"];
-
-function variable(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const group = (name) => (DATA.groups || {})[name] || [name, "other"];
+const groupName = (name) => group(name)[0];
+const groupColour = (name) => `var(--${group(name)[1]})`;
+const phaseColour = (phase) => `var(--${PHASES.includes(phase) ? phase : "other"})`;
+const paint = (colour) => variable(colour.slice(6, -1));  // of var(--name), for a canvas
+// "waiting TENSOR_MODEL_PARALLEL_GROUP" -> ["waiting tp", its colour, "waits"]
+function partStyle(what) {
+  const [kind, ...name] = what.split(" ");
+  if (!name.length) return [what, `var(--${kind === "compute" ? "forward" : kind === "idle" ? "waiting" : "other"})`, ""];
+  return [`${kind} ${groupName(name.join(" "))}`, groupColour(name.join(" ")), kind === "waiting" ? "waits" : ""];
 }
 
-function palette() {
-  const found = {};
-  for (const name of [...PHASES, "outside", "ink", "quiet", "line", "card", "bg", "accent", "path"])
-    found[name] = variable(name);
-  return found;
+// ---- details of what is pointed at, in a strip that covers nothing; a click pins them
+const DETAILS = at("details");
+let pinned = false;
+function showDetails(title, ...lines) {
+  if (pinned) return;
+  const words = lines.filter(Boolean).map((line) => element("span", "", line));
+  DETAILS.replaceChildren(element("b", "", title), ...words, element("i", "", "click: pin"));
+  DETAILS.hidden = false;
 }
-
-const phaseColour = (colours, phase) => colours[PHASES.includes(phase) ? phase : "outside"];
-function groupColour(group) {
-  const place = (DATA.groups || DATA.lanes).indexOf(group);
-  return GROUP_COLOURS[Math.max(0, place) % GROUP_COLOURS.length];
+function hideDetails() { if (!pinned) DETAILS.hidden = true; }
+function pinDetails(...found) {
+  pinned = false;
+  hideDetails();
+  if (!found.length) return;
+  showDetails(...found);
+  DETAILS.lastChild.replaceWith(button("×", () => pinDetails(), "let go (Esc)"));
+  pinned = true;
 }
-
-// ---- the tip that follows the pointer
-const TIP = document.getElementById("tip");
-function showTip(event, title, ...lines) {
-  TIP.replaceChildren(element("b", "", title), ...lines.filter(Boolean).map((l) => element("div", "", l)));
-  TIP.hidden = false;
-  const box = TIP.getBoundingClientRect();
-  TIP.style.left = `${Math.max(8, Math.min(event.clientX + 14, innerWidth - box.width - 8))}px`;
-  const below = event.clientY + 18;
-  TIP.style.top = `${below + box.height > innerHeight ? event.clientY - box.height - 12 : below}px`;
-}
-function hideTip() { TIP.hidden = true; }
-function tipOn(target, title, ...lines) {
-  target.addEventListener("pointermove", (event) => showTip(event, title, ...lines));
-  target.addEventListener("pointerleave", hideTip);
+addEventListener("keydown", (event) => { if (event.key === "Escape") pinDetails(); });
+function tipOn(target, ...found) {
+  target.addEventListener("pointerenter", () => showDetails(...found));
+  target.addEventListener("pointerleave", hideDetails);
+  target.addEventListener("click", () => pinDetails(...found));
   return target;
 }
 
@@ -98,39 +107,60 @@ function cards(all) {
   }
 }
 
-// ---- tabs: [[key, title, draw, …]]; draw(section) whenever it is shown or its width or colours change.
-// #/key in the address shows a tab.
+// ---- tabs: [[key, title, draw]]; draw(section) whenever it is shown, or its width or colours change.
+// #/key in the address shows a tab.  SEARCHED hear what is typed into the search field.
+const SEARCHED = [];
 function tabs(entries, shown = () => null) {
+  let current = "";
+  const search = element("input", "");
+  Object.assign(search, { type: "search", placeholder: "search", ariaLabel: "search" });
+  const filter = () => {
+    const words = search.value.trim().toLowerCase();
+    for (const row of at(current).querySelectorAll("tbody tr")) row.hidden = !row.textContent.toLowerCase().includes(words);
+    for (const hear of SEARCHED) hear(words);
+  };
+  search.addEventListener("input", filter);
+  search.addEventListener("keydown", (event) => { if (event.key === "Enter") for (const hear of SEARCHED) hear(search.value.trim().toLowerCase(), true); });
   const choose = (name) => {
-    const known = entries.some(([key]) => key === name) ? name : entries[0][0];
-    for (const [key, , draw] of entries) {
-      at(key).hidden = key !== known;
-      at(`tab-${key}`).setAttribute("aria-selected", String(key === known));
-      if (key === known && draw) draw(at(key));
+    current = entries.some(([key]) => key === name) ? name : entries[0][0];
+    for (const [key] of entries) {
+      at(key).hidden = key !== current;
+      at(`tab-${key}`).setAttribute("aria-selected", String(key === current));
     }
-    hideTip();
+    entries.find(([key]) => key === current)[2](at(current));
+    for (const one of at(current).querySelectorAll("table")) {  // a table that is too wide is a list
+      one.className = "";
+      const box = one.parentNode, room = box.clientWidth - 2 * parseFloat(getComputedStyle(box).paddingLeft);
+      if (one.offsetWidth > room + 1) one.className = "listed";
+    }
+    filter();
+    pinDetails();
   };
   const fromAddress = () => { choose((/^#\/(\w+)/.exec(location.hash) || [])[1]); shown(); };
-  const redraw = () => choose(entries.find(([key]) => !at(key).hidden)[0]);
   for (const [key, title] of entries) {
-    if (!at(key)) {
-      const made = element("section", "panel");
-      made.id = key;
-      at("sections").append(made);
-    }
-    at(key).setAttribute("role", "tabpanel");
-    const button = element("button", "", title);
-    button.id = `tab-${key}`;
-    button.setAttribute("role", "tab");
-    button.setAttribute("aria-controls", key);
-    button.addEventListener("click", () => { history.replaceState(null, "", `#/${key}`); choose(key); });
-    at("tabs").append(button);
+    const section = element("section", "panel");
+    section.id = key;
+    section.setAttribute("role", "tabpanel");
+    at("sections").append(section);
+    const tab = button(title, () => { history.replaceState(null, "", `#/${key}`); choose(key); });
+    tab.id = `tab-${key}`;
+    tab.setAttribute("role", "tab");
+    tab.setAttribute("aria-controls", key);
+    at("tabs").append(tab);
   }
+  at("tabs").append(search);
   fromAddress();
   addEventListener("hashchange", fromAddress);
-  addEventListener("resize", redraw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  addEventListener("resize", () => choose(current));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => choose(current));
 }
 // a section that is made anew when it is drawn, and one that is made once
 const anew = (make) => (section) => { section.replaceChildren(); make(section); };
 const once = (make) => (section) => { if (!section.children.length) make(section); };
+// the last two tabs: what figures rest on ([[what, where from]]), and what words mean
+const provenance = (...tables) => ["provenance", "Provenance", once((section) => {
+  for (const [title, head, rows] of tables) section.append(heading(title), table(head, rows, head.map((_, i) => i)));
+})];
+const reading = (...terms) => ["reading", "How to read this", once((section) => {
+  section.append(element("dl", "prose", ...[...terms, "unknown"].flatMap((term) => [element("dt", "", term), element("dd", "", TERMS[term])])));
+})];

@@ -15,6 +15,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from megatron_prism.core import groups
 
 FOLDER = Path(__file__).parent
 # what could end a script element, or a line of JavaScript
@@ -24,8 +27,9 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 def render_page(
     command: str,
     title: str,
+    subtitle: str,
     own: str,
-    data: Mapping[str, object],
+    data: Mapping[str, Any],
     text: str,
     more: Sequence[str] = (),
 ) -> str:
@@ -33,24 +37,28 @@ def render_page(
 
     Args:
         command: that writes such pages (``prism replay``).
-        own: name of its sections (``own.html``) and of the script that fills them (``own.js``).
-        data: what scripts find as ``DATA``.
+        title: what it is about, the model's name first.
+        subtitle: what else one must know of it.
+        own: name of the script that fills it (``own.js``).
+        data: what scripts find as ``DATA``; ``groups``: descriptions of groups that it names.
         text: for browsers without scripts.
-        more: scripts that its own one needs, beside page.js and charts.js.
+        more: scripts that its own one needs, beside those of all pages.
     """
     style = _read("page.css")
-    script = "".join(_read(name) for name in ("page.js", "charts.js", *more, f"{own}.js"))
+    names = ("page.js", "terms.js", "charts.js", *more, f"{own}.js")
+    script = "".join(_read(name) for name in names)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    content = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    kinds = {one: (groups.short_name(one), groups.kind(one)) for one in data.get("groups", ())}
+    content = json.dumps({**data, "groups": kinds}, separators=(",", ":"), allow_nan=False)
     parts = {
         "policy": html.escape(policy),
         "command": html.escape(command),
         "title": html.escape(title),
+        "subtitle": html.escape(subtitle),
         "style": style,
-        "body": _read(f"{own}.html"),
         "text": html.escape(text),
         "data": re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], content),
         "script": script,

@@ -6,7 +6,7 @@ const quantile = (level) => `p${round(100 * level)}`;
 const between = (q) => q.ns === null ? `needs ${count(q.needed)} samples` : `${ms(q.low)} to ${ms(q.high)}`;
 // predictions differ in the fourth digit
 const ms = (ns) => `${(ns / 1e6).toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 })} ms`;
-const CURVES = ["accent", "path", "backward", "optimizer", "weight", "outside"];
+const CURVES = ["backward", "dp", "tp", "pp", "cp", "ep"].map((name) => `var(--${name})`);
 const sourceRows = (all) => all.map((text) => [badge(text), text.replace(/^\w+: /, "")]);
 
 // ---- one distribution
@@ -24,7 +24,7 @@ function figures() {
 
 function distribution(section) {
   const times = DATA.times, low = times[0], high = times[times.length - 1];
-  section.append(element("h2", "", "How long iterations take"));
+  section.append(heading("How long iterations take"));
   if (low === high) { section.append(element("p", "", "Every iteration takes the same time.")); return; }
   const edges = Array.from({ length: 41 }, (_, i) => low + (high - low) * i / 40);
   const below = (time) => {
@@ -34,16 +34,16 @@ function distribution(section) {
   };
   const bars = edges.slice(1).map((edge, i) => below(edge) - below(edges[i]));
   const x = { from: Math.min(DATA.steady, low), to: high + (high - low) * 0.08, write: formatNs, title: "iteration time" };
-  const marks = (plot) => plot.marks([[DATA.steady, `without variation: ${ms(DATA.steady)}`, plot.colours.outside],
-    ...DATA.quantiles.filter((q) => q.level >= 0.5 && q.ns !== null).map((q) => [q.ns, `${quantile(q.level)}: ${ms(q.ns)}`, plot.colours.path])]);
+  const marks = (plot) => plot.marks([[DATA.steady, `without variation: ${ms(DATA.steady)}`, "var(--other)"],
+    ...DATA.quantiles.filter((q) => q.level >= 0.5 && q.ns !== null).map((q) => [q.ns, `${quantile(q.level)}: ${ms(q.ns)}`, "var(--path)"])]);
   section.append(quiet("Share of the iterations in each fortieth of the range."));
   const top = Math.max(...bars) * 1.5;  // room for the names of the marks
   const plot = new Plot(section, "distribution of the iteration time", { x, y: { from: 0, to: top, write: (part) => `${round(100 * part, 2)} %` } });
-  bars.forEach((part, i) => tipOn(plot.bar(edges[i], edges[i + 1], part, plot.colours.accent), `${round(100 * part, 2)} % of iterations`, `${ms(edges[i])} to ${ms(edges[i + 1])}`));
+  bars.forEach((part, i) => tipOn(plot.bar(edges[i], edges[i + 1], part, "var(--accent)"), `${round(100 * part, 2)} % of iterations`, `${ms(edges[i])} to ${ms(edges[i + 1])}`));
   marks(plot);
-  section.append(element("h2", "", "Share of iterations that take at most this long"));
+  section.append(heading("Share of iterations that take at most this long"));
   const curve = new Plot(section, "cumulative distribution of the iteration time", { x, y: shares });
-  curve.line(times.map((time, i) => [time, LEVELS[i]]), curve.colours.accent);
+  curve.line(times.map((time, i) => [time, LEVELS[i]]), "var(--accent)");
   marks(curve);
   section.append(table(["", "iteration", "over the time without variation", "95 % interval of the draws"], [
     ["without variation", ms(DATA.steady), "", ""],
@@ -55,7 +55,7 @@ function halved(section) {
     .map(([part, ns]) => [`${part} spread halved`, ms(ns), signed(ns - DATA.halved_from, ms)]);
   const slow = Object.entries(DATA.slow).map(([index, ns]) =>
     [`one GPU of ${DATA.classes[index]} takes ${round(DATA.slow_by)} x as long`, ms(ns), signed(ns - DATA.slow_from, ms)]);
-  section.append(element("h2", "", "What moves p95"), table(["if", "p95", "change"], [...rows, ...slow]));
+  section.append(heading("What moves p95"), table(["if", "p95", "change"], [...rows, ...slow]));
 }
 
 // ---- a slow GPU by stage, a hot node by kind
@@ -69,75 +69,65 @@ function slow(section) {
   };
   const classes = placed.classes.map((index) => DATA.classes[index] || `class ${index}`);
   const several = classes.length > 1 ? ["worst / best"] : [];
-  section.append(element("h2", "", "p95 with one slow GPU, by where it is"), quiet(`Over ${ms(base)}, p95 without it.`),
+  section.append(heading("p95 with one slow GPU, by where it is"), quiet(`Over ${ms(base)}, p95 without it.`),
     table(["it takes", ...classes, ...several], placed.factors.map((factor, i) =>
       [`x ${factor}`, ...placed.p95[i].map(cell), ...several.map(() => round(placed.gain[i]))])),
     ...(several.length ? [] : [quiet("There is one class.")]),
-    element("h2", "", `p95 with a hot node (${count(hot[0].ranks)} GPUs), one of each kind`),
+    heading(`p95 with a hot node (${count(hot[0].ranks)} GPUs), one of each kind`),
     table(["they take", ...hot.map((node) => `node ${node.node}`)], placed.factors.map((factor, i) => [`x ${factor}`, ...hot.map((node) => cell(node.p95[i][1]))])));
 }
 
 // ---- other world sizes
 function scale(section) {
   const points = DATA.study.scale;
-  section.append(element("h2", "", "Other world sizes"));
+  section.append(heading("Other world sizes"));
   if (points.length) {
-    const curves = [["without variation", "steady", "outside"], ["p50", "p50", "accent"], ["p95", "p95", "path"]];
+    const curves = [["without variation", "steady", "other"], ["p50", "p50", "accent"], ["p95", "p95", "path"]];
     const plot = new Plot(section, "iteration time over ranks", { right: 130, height: 380,
       x: { from: Math.log2(points[0].ranks), to: Math.log2(points[points.length - 1].ranks), ticks: points.map((p) => Math.log2(p.ranks)),
         write: (power) => count(Math.round(2 ** power)), title: "ranks" },
       y: { ...extent(points.flatMap((p) => [p.steady, p.p50, p.p95])), write: formatNs } });
-    for (const [, key, colour] of curves) plot.line(points.map((p) => [Math.log2(p.ranks), p[key]]), plot.colours[colour]);
-    plot.names(curves.map(([text, key, colour]) => [points[points.length - 1][key], text, plot.colours[colour]]));
+    for (const [, key, colour] of curves) plot.line(points.map((p) => [Math.log2(p.ranks), p[key]]), `var(--${colour})`);
+    plot.names(curves.map(([text, key, colour]) => [points[points.length - 1][key], text, `var(--${colour})`]));
     section.append(table(["ranks", "without variation", "p50", "p95"], points.map((p) => [count(p.ranks), ms(p.steady), ms(p.p50), ms(p.p95)])));
   }
   section.append(quiet(`${DATA.study.note}.`));
 }
 
-function provenance(section) {
-  section.append(element("h2", "", "Spreads"), element("p", "", DATA.source), element("h2", "", "Calls"), element("p", "", DATA.calls),
-    element("h2", "", "Durations"), table(["", "source"], sourceRows(DATA.durations), [1]));
-}
-
 // ---- layouts side by side
 function layouts(section) {
   const all = DATA.layouts;
-  section.append(element("h2", "", "Share of iterations that take at most this long"));
+  section.append(heading("Share of iterations that take at most this long"));
   const plot = new Plot(section, "cumulative distribution of the iteration time, by layout", { height: 380, y: shares,
     x: { ...extent(all.flatMap((one) => [one.times[0], one.times[198]]), 0.02), write: formatNs, title: "iteration time" } });
-  const colour = (i) => plot.colours[CURVES[i % CURVES.length]];
+  const colour = (i) => CURVES[i % CURVES.length];
   all.forEach((one, i) => plot.line(one.times.map((time, k) => [time, LEVELS[k]]), colour(i)));
   const quantiles = all[0].quantiles.map((q) => quantile(q.level));
   section.append(legend(all.map((one, i) => [one.name, colour(i)])),
-    element("h2", "", "Quantiles"), quiet("Below each: the 95 % interval of the draws."),
+    heading("Quantiles"), quiet("Below each: the 95 % interval of the draws."),
     table(["layout", "ranks", "microbatches", "without variation", ...quantiles], all.map((one) => [one.name, count(one.ranks), count(one.microbatches),
       ms(one.steady), ...one.quantiles.map((q) => q.ns === null ? between(q) : element("div", "", ms(q.ns), element("div", "quiet", between(q))))])));
 }
 
 function faster(section) {
   const said = (one) => one === null ? "" : `${percent(one.share)} (${percent(one.low)} to ${percent(one.high)})`;
-  section.append(element("h2", "", "Who is faster"), quiet("How often, of iterations under the same network. In brackets: the 95 % interval."),
+  section.append(heading("Who is faster"), quiet("How often, of iterations under the same network. In brackets: the 95 % interval."),
     table(["layout", `${DATA.layouts[0].name} is faster than it`, "fastest of all"], DATA.layouts.map((one) => [one.name, said(one.slower), said(one.fastest)])));
   if (DATA.note) section.append(element("p", "", `Beware: ${DATA.note}.`));
 }
 
-function rests(section) {
-  for (const [layout, one] of Object.entries(DATA.rests_on)) {
-    section.append(element("h2", "", layout), element("p", "", one.spreads), element("p", "", `Calls: ${one.calls}`),
-      table(["", "source"], sourceRows(one.durations), [1]));
-  }
-}
+// what a prediction rests on, as tables of Provenance
+const rests = (name, one) => [`${name}: spreads and calls`, ["", ""], [["spreads", one.spreads], ["calls", one.calls], ...sourceRows(one.durations)]];
 
-const READING = ["reading", "How to read this", null];
 if (DATA.layouts) {
-  at("slices").textContent = `${count(DATA.samples)} iterations of each, one network for all, seed ${DATA.seed}`;
   const p95 = (one) => one.quantiles.find((q) => q.level === 0.95) || one.quantiles[0];
   cards(DATA.layouts.map((one) => [`${quantile(p95(one).level)} of ${one.name}`, p95(one).ns === null ? null : ms(p95(one).ns), `without variation ${ms(one.steady)}`]));
-  tabs([["layouts", "Iteration time", anew(layouts)], ["faster", "Who is faster", once(faster)], ["provenance", "Provenance", once(rests)], READING]);
+  tabs([["layouts", "Iteration time", anew(layouts)], ["faster", "Who is faster", once(faster)],
+    provenance(...Object.entries(DATA.rests_on).map(([name, one]) => rests(name, one))), reading("without variation", "p50, p95, p99", "assumed spreads")]);
 } else {
-  at("slices").textContent = `${DATA.graph} · spreads: ${DATA.source.split(":")[0]}`;
   figures();
-  tabs([["distribution", "Distribution", anew(distribution)], ["moves", "What moves p95", anew(halved)],
-    ...(DATA.study ? [["slow", "Slow GPUs", anew(slow)], ["scale", "Scale", anew(scale)]] : []),
-    ["provenance", "Provenance", once(provenance)], READING]);
+  tabs([["distribution", "Distribution", anew(distribution)], ["moves", "What moves p95", once(halved)],
+    ...(DATA.study ? [["slow", "Slow GPUs", once(slow)], ["scale", "Scale", anew(scale)]] : []),
+    provenance(rests("iterations", { spreads: DATA.source, calls: DATA.calls, durations: DATA.durations })),
+    reading("without variation", "p50, p95, p99", "what moves p95", "slow GPU, hot node", "scale", "assumed spreads")]);
 }

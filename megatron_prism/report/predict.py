@@ -1,6 +1,6 @@
 """Pages of predictions: one distribution, or several layouts side by side; predict.js draws them.
 
-In : a Prediction, or a Comparison.  Out: HTML (page.py is its frame, predict.html its sections).
+In : a Prediction, or a Comparison.  Out: HTML (page.py is its frame, predict.js fills it).
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from megatron_prism.report.page import render_page
 def render_distribution(prediction: Prediction) -> str:
     """The page; with a study and a whole run if the prediction has them."""
     classes = {str(index): name for index, name in prediction.classes.items()}
-    data = {**prediction.to_json(), "lanes": [], "graph": prediction.graph, "classes": classes}
+    data = {**prediction.to_json(), "classes": classes}
     text = _lines("without variation", prediction.steady, prediction.quantiles)
-    return render_page("prism predict", prediction.world, "predict", data, text)
+    spreads = f"{prediction.graph}; spreads: {prediction.source.partition(':')[0]}"
+    return render_page("prism predict", prediction.world, spreads, "predict", data, text)
 
 
 def render_comparison(found: Comparison) -> str:
     """The page."""
     title = " or ".join(one.name for one in found.layouts)
     text = "\n".join(_lines(one.name, one.steady, one.quantiles) for one in found.layouts)
-    data = {**found.to_json(), "lanes": []}
-    return render_page("prism predict --against", title, "predict", data, text)
+    drawn = f"{found.samples:,} iterations of each, one network for all, seed {found.seed}"
+    return render_page("prism predict --against", title, drawn, "predict", found.to_json(), text)
 
 
 def _lines(name: str, steady: float, quantiles: Sequence[Quantile]) -> str:

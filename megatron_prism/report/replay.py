@@ -1,7 +1,6 @@
 """A timeline as text of one page of a terminal, and as a page: what replay.js draws.
 
-In : Timeline, or two of them.  Out: plain text, columns aligned; HTML (page.py is its frame,
-replay.html its sections).
+In : Timeline, or two of them.  Out: plain text, columns aligned; HTML.
 """
 
 from __future__ import annotations
@@ -13,11 +12,15 @@ from typing import Any
 import numpy as np
 
 from megatron_prism.core import job_settings
-from megatron_prism.core.ops import CODE, PHASE_NAMES, label
+from megatron_prism.core.ops import PHASE_NAMES, label
+from megatron_prism.core.program import Program
 from megatron_prism.core.units import format_bytes, format_ns, format_share
+from megatron_prism.memory.peaks import module_of
 from megatron_prism.replay.costs.host import MODELLED
 from megatron_prism.replay.interval import Uncertainty
 from megatron_prism.replay.timeline import Timeline, mean_parts
+from megatron_prism.report import words
+from megatron_prism.report.memory import largest, timeline_memory
 from megatron_prism.report.metrics import ClassMetrics, Metrics, Value, timeline_metrics
 from megatron_prism.report.page import render_page
 
@@ -30,6 +33,7 @@ _LINKS = 2  # of a kind
 # of where the programs are from, what only scripts compare
 _DETAILS = (*job_settings.KEYS, "tokens_per_iteration", "model_flops_per_iteration",
             "host_index")  # fmt: skip
+_ABOUT = ("recipe", "megatron_core", "torch", "tier", "device")  # below the title of a page
 _SHORT = 100  # characters of a provenance that fits in a line
 
 
@@ -261,33 +265,6 @@ MERGED = np.dtype(
 )
 
 
-def live_memory(timeline: Timeline, index: int, buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ns int64 [n], live bytes int64 [n]) of class ``index``; empty if it recorded none.
-
-    An allocation takes place when the op after it starts (a call: when the rank is ready for it).
-    Thinned to the lowest and the highest of each of ``buckets`` slices of time.
-    """
-    program = timeline.graph.program_list[index]
-    live = program.live_bytes()
-    if not live.size:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    total, spans = timeline.iteration_ns, timeline.spans(index)
-    when = np.full(len(program) + 1, -1, dtype=np.int64)
-    compute = program.ops["name"][spans["op"]] == CODE["compute"]
-    when[spans["op"]] = np.where(compute, spans["start"], spans["ready"])
-    when[-1] = total
-    at = np.maximum.accumulate(when.clip(0, total))[program.allocations["before"]]
-    keep = np.zeros(live.size, dtype=bool)
-    slot = at * buckets // max(total, 1)
-    for order in (np.lexsort((live, slot)), np.lexsort((-live, slot))):
-        first = np.append(True, np.diff(slot[order]) != 0)
-        keep[order[first]] = True
-    there = int(np.count_nonzero(program.allocations["before"] == 0))
-    keep[: max(there - 1, 0)] = False  # what was there before the iteration is one number
-    keep[max(there - 1, 0)] = keep[-1] = True
-    return at[keep], live[keep]
-
-
 def step_codes(timeline: Timeline, index: int, spans: np.ndarray) -> np.ndarray:
     """A number for every span that is equal for spans of one phase, microbatch and chunk."""
     rows = timeline.graph.program_list[index].ops[spans["op"]]
@@ -344,13 +321,12 @@ def path_rows(timeline: Timeline) -> np.ndarray:
 ROWS = 64  # classes that are drawn
 TABLE = 256  # classes in tables
 SPANS = 90_000  # spans of a page, about 2 MB
-POINTS = 600  # of a memory curve
-_NOTE = 160
 
 
 def page_data(timeline: Timeline) -> dict[str, Any]:
     """The whole page as one value."""
-    found = timeline_metrics(timeline)
+    found, programs = timeline_metrics(timeline), timeline.graph.programs
+    memory = timeline_memory(programs)
     drawn = _drawn(found)
     names = _Names(timeline)
     spans = {index: timeline.spans(index) for index in drawn}
@@ -362,13 +338,13 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
     rows = [
         {
             "name": found.classes[index].name,
-            "memory": [c.tolist() for c in live_memory(timeline, index, POINTS)],
             "lanes": names.lanes(index, spans[index], merged[index]),
         }
         for index in drawn
     ]
     return {
-        "figures": _figures(found),
+        "figures": {**_figures(found), "memory_bytes": largest(memory)},
+        "title": job_settings.title(programs.source, programs.world),
         "lanes": list(timeline.lanes),
         "rows": rows,
         "kinds": list(names.kinds),
@@ -378,6 +354,7 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
         "merged": epsilon,
         "missing": len(found.classes) - len(drawn),
         "parts": list(mean_parts(map(vars, found.classes)).items()),
+        "memory": memory,
     }
 
 
@@ -409,7 +386,7 @@ class _Names:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.kinds: dict[tuple[Any, ...], int] = {}
-        self.steps: dict[str, int] = {}
+        self.steps: dict[tuple[str, str], int] = {}
 
     def lanes(self, index: int, spans: np.ndarray, merged: np.ndarray) -> list[dict[str, Any]]:
         """The columns of every lane of class ``index``."""
@@ -442,31 +419,36 @@ class _Names:
         called = prices.collective_source[meeting] if len(prices.collective_source) else 0
         source = np.where(meeting >= 0, called, prices.compute_source[index][spans["op"]])
         columns = [rows[c].tolist() for c in ("name", "phase", "group", "site", "note")]
-        known: dict[tuple[int, ...], int] = {}
+        owners = _notes(program)
+        known: dict[tuple[Any, ...], int] = {}
         kinds, steps = [], []
         keys = zip(*columns, size.tolist(), source.tolist(), strict=True)
-        for op, key in zip(spans["op"].tolist(), keys, strict=True):
+        for op, fields in zip(spans["op"].tolist(), keys, strict=True):
+            key = (*fields, owners.get(op, ()))
             if key not in known:
                 one = program[op]
-                kind = (
-                    one.name,
-                    one.phase,
-                    one.group,
-                    key[-2],
-                    one.site,
-                    one.note[:_NOTE],
-                    key[-1],
-                )
+                where = words.modules([module_of(program.strings[note]) for note in key[-1]])
+                kind = words.op(one, fields[-2]), one.phase, where, one.site, fields[-1]
                 known[key] = self.kinds.setdefault(kind, len(self.kinds))
             kinds.append(known[key])
         parts = zip(columns[1], rows["microbatch"].tolist(), rows["chunk"].tolist(), strict=True)
-        words: dict[tuple[int, int, int], int] = {}
+        labels: dict[tuple[int, int, int], int] = {}
         for part in parts:
-            if part not in words:
-                text = label(PHASE_NAMES[part[0]], part[1], part[2])
-                words[part] = self.steps.setdefault(text, len(self.steps))
-            steps.append(words[part])
+            if part not in labels:
+                phase = PHASE_NAMES[part[0]]
+                both = label(phase, *part[1:]), words.step(phase, *part[1:])
+                labels[part] = self.steps.setdefault(both, len(self.steps))
+            steps.append(labels[part])
         return np.array(kinds, dtype=np.int64), np.array(steps, dtype=np.int64)
+
+
+def _notes(program: Program) -> dict[int, tuple[int, ...]]:
+    """Op -> notes of what it allocates, as numbers, each once."""
+    events = program.allocations[program.allocations["bytes"] > 0]
+    found: dict[int, dict[int, None]] = {}
+    for op, note in zip(events["before"].tolist(), events["note"].tolist(), strict=True):
+        found.setdefault(op, {})[note] = None
+    return {op: tuple(notes) for op, notes in found.items()}
 
 
 def render_html(
@@ -474,10 +456,17 @@ def render_html(
 ) -> str:
     """The page; ``other``: what the timeline is compared with, and its name."""
     data, said = page_data(timeline), render_text(timeline)
-    data |= {"name": name, "groups": data["lanes"], "other": None}
+    title, lanes = data["title"], data["lanes"]
+    data |= {"name": name, "other": None}
     if other is not None:
         data["other"] = {**page_data(other[1]), "name": other[0]}
-        data["groups"] = list(dict.fromkeys([*data["lanes"], *data["other"]["lanes"]]))
+        data["other"].pop("memory")
+        title, lanes = f"{title}, against {other[0]}", [*lanes, *data["other"]["lanes"]]
+        if data["other"]["title"] != data["title"]:
+            title += f": {data['other']['title']}"
         said += f"\n{other[0]}\n\n{render_text(other[1])}"
-    world = str(timeline.graph.programs.world)
-    return render_page("prism replay", world, "replay", data, said, ("diagram.js",))
+    data["groups"] = [lane for lane in dict.fromkeys(lanes) if lane != "main"]
+    source = timeline.graph.programs.source
+    shown = [str(timeline.graph), *(f"{key} {source[key]}" for key in _ABOUT if key in source)]
+    scripts = ("memory.js", "diagram.js")
+    return render_page("prism replay", title, " · ".join(shown), "replay", data, said, scripts)

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_prism.core.units import format_bytes, format_share
+from megatron_prism.core import job_settings
+from megatron_prism.core.units import counted, format_bytes, format_share
 from megatron_prism.replay.differences import difference, of_sources
 from megatron_prism.replay.timeline import mean_parts
 from megatron_prism.report.page import render_page
@@ -165,12 +166,22 @@ def render_pair(both: tuple[Row, Row]) -> str:
 
 
 def render_html(sweep: Sweep, links: Mapping[str, str]) -> str:
-    """The page: time against memory, axes, the table, and the first two points side by side.
+    """The page: the answer, time against memory, the table, and the first two points side by side.
 
     links : key of a point -> the page of its timeline
     """
-    title = f"{sweep.recipe}: layouts by {sweep.objective}"
-    return render_page("prism sweep", title, "sweep", _page(sweep, links), render_text(sweep))
+    ran = counted(len(sweep.rows), "layout")
+    first = _words(sweep.rows[0]) if sweep.rows else "no layout runs"
+    title = f"{job_settings.job_name({'recipe': sweep.recipe})}: {first}"
+    about = f"the first of {ran} by {sweep.objective}; {sweep.recipe} on {sweep.machine}"
+    data, text = _page(sweep, links), render_text(sweep)
+    return render_page("prism sweep", title, about, "sweep", data, text)
+
+
+def _words(row: Row) -> str:
+    """``tp 4 · micro batch size 1``."""
+    axes = row.result["axes"].items()
+    return " · ".join(f"{axis} {axis_text(value)}".replace("_", " ") for axis, value in axes)
 
 
 def _page(sweep: Sweep, links: Mapping[str, str]) -> dict[str, Any]:
@@ -181,18 +192,17 @@ def _page(sweep: Sweep, links: Mapping[str, str]) -> dict[str, Any]:
          "parts": list(mean_parts(row.result["stages"]).items())}
         for row in (sweep.rows[:2] if len(sweep.rows) > 1 else ())
     ]  # fmt: skip
-    groups = {what.partition(" ")[2] for one in pair for what, _ in one["parts"]} - {""}
+    groups = {what.partition(" ")[2] for one in pair for what, _ in one["parts"]}
     return {
-        "machine": sweep.machine,
         "objective": sweep.objective,
         "limit": sweep.limit,
         "axes": list(sweep.axes),
-        "lanes": sorted(groups),
+        "groups": sorted(groups - {""}),
         "rows": [
-            {"rank": row.rank, "equal": row.equal, "name": row.name, "cost": row.cost,
+            {"rank": row.rank, "equal": row.equal, "name": _words(row), "cost": row.cost,
              "axes": [axis_text(row.result["axes"][axis]) for axis in sweep.axes],
              "ns": row.result["iteration_ns"], "low": row.result["low_ns"],
-             "high": row.result["high_ns"], "slower": _slower(row), "best": row.best,
+             "high": row.result["high_ns"], "slower": list(row.slower), "best": row.best,
              "tokens": row.result["tokens_per_gpu"],
              "p95": row.result["p95_ns"], "memory": row.result["memory"]["bytes"],
              "front": row.result["key"] in best, "link": links.get(row.result["key"]),
@@ -201,5 +211,6 @@ def _page(sweep: Sweep, links: Mapping[str, str]) -> dict[str, Any]:
             for row in sweep.rows
         ],
         "pair": pair,
-        "dropped": [{"name": p.name, "by": p.by, "reason": p.reason} for p in sweep.dropped],
+        "dropped": [[p.name, p.by, p.reason] for p in sweep.dropped],
+        "memory_from": sweep.memory_provenance,
     }  # fmt: skip

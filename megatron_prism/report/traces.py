@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_prism.core import units
+from megatron_prism.core import job_settings, units
 from megatron_prism.core.ops import NAMES
 from megatron_prism.report.page import render_page as page
 
@@ -172,7 +172,6 @@ def render_page(found: TraceComparison) -> str:
     """The same as a page; timelines as bars, predicted above real."""
     times = found.compared
     data = {
-        "lanes": [],
         "predicted": times.predicted_ns,
         "real": times.real_ns,
         "replayed": times.replayed_ns,
@@ -185,7 +184,9 @@ def render_page(found: TraceComparison) -> str:
         "tables": [_pairings(found), *_tables(times)],
         "notes": list(found.notes),
     }  # fmt: skip
-    return page("prism compare", "predicted and real", "compare", data, render_comparison(found))
+    graph = times.predicted.graph.programs
+    title = f"{job_settings.title(graph.source, graph.world)}: predicted and real"
+    return page("prism compare", title, "", "compare", data, render_comparison(found))
 
 
 def _spans(timeline: Timeline, rank: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections import defaultdict
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +18,16 @@ from helpers.timelines import hostile, replayed, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megatron_prism as prism
+from megatron_prism.core import groups, job_settings
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.report import chrome_trace, metrics, replay
+from megatron_prism.report import chrome_trace, memory, metrics, replay, words
 from megatron_prism.report import page as frame
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "slices"
 
 
 def empty():
@@ -139,15 +144,88 @@ def test_calls_are_means_over_the_ranks_that_make_them():
 
 
 # -- curves ----------------------------------------------------------------------------------------
-def test_memory_keeps_its_peak_and_its_last_value():
-    made = replayed(tiny())
-    at, live = replay.live_memory(made, 0, buckets=1)
-    assert live.max() == made.graph.program_list[0].live_bytes().max() == 2048
-    assert live[-1] == 1536
-    assert live[0] == 1536  # what was there, and the first activation: before the first op
-    assert (np.diff(at) >= 0).all()
-    assert at[0] == 0
-    assert [len(c) for c in replay.live_memory(replayed(empty()), 0, 5)] == [0, 0]
+@pytest.mark.parametrize("name", ["dense_pp2", "moe_ep2", "interleaved", "cp2"])
+def test_memory_over_time_adds_up_and_says_what_memory_check_says(name):
+    programs = prism.load(GOLDEN / name)
+    figures = prism.peak_memory(programs)
+    found = memory.page_data(programs, figures, 80 << 30)
+    assert [one["device"] for one in found["classes"]] == [
+        one["peak_device"] for one in figures.classes.values()
+    ]
+    for one, peaked in zip(found["classes"], figures.classes.values(), strict=True):
+        live = programs.of(int(re.match(r"\d+", peaked["ranks"])[0])).live_bytes()
+        for rows in (one["by_kind"], one["by_module"]):
+            assert np.array_equal(np.sum(rows, axis=0), live[one["events"]])
+        assert live[one["event"]] == live.max() == peaked["peak_allocated"]
+        assert one["event"] in one["events"]
+        assert one["events"][-1] == live.size - 1
+        parts = sum(size for _, size in one["parts"])
+        assert parts + one["cached"] + one["nccl"] + one["context"] == one["device"]
+        assert len(one["steps"]) >= 3
+
+
+def test_a_replay_without_allocations_says_why_its_memory_is_unknown():
+    assert memory.timeline_memory(healthy(WORLDS[2])).startswith("unknown: ")
+
+
+# -- words -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("note", "says"),
+    [
+        ("gemm(8192x8192,7168x8192,8192x7168)bfloat16:962072674304:369098752",
+         "matrix product 8,192 x 8,192 by 7,168 x 8,192"),
+        ("add(4x2)float32:0:8; mm(4x2,2x3t)bfloat16:48:9*2; add_()int32:0:8*4",
+         "matrix product 4 x 2 by 2 x 3, and 6 kernels more"),
+        ("zero_(560005120)float32:0:4480040960", "zeroing 560,005,120"),
+        ("cold_start()int32:0:0", "cold start"),
+        ("anything", "anything"),
+    ],
+)  # fmt: skip
+def test_kernels_in_words(note, says):
+    assert words.kernels(note) == says
+
+
+def test_modules_in_words():
+    names = [
+        "chunk3.decoder.layers.1.mlp.linear_fc1",
+        "chunk3.decoder.layers.1.mlp",
+        "",
+        "embedding",
+    ]
+    assert words.modules(names) == ("layer 1's mlp.linear_fc1, mlp (counted in chunk 3); embedding")
+    assert words.modules(["", ""]) == ""
+    assert words.step("forward", 2, 0) == "forward of microbatch 2, chunk 0"
+    assert words.step("", -1, -1) == "outside of steps"
+
+
+def test_spans_are_described_by_what_they_compute_and_whose_it_is():
+    data = replay.page_data(prism.replay(prism.load(GOLDEN / "dense_pp2")))
+    said = [f"{what} of {where}" for what, phase, where, *_ in data["kinds"] if phase == "forward"]
+    assert any(re.search(r"matrix product [\d, x]+ by .* of layer 0's .*mlp", one) for one in said)
+    assert any(what.startswith("all-reduce of ") for what, *_ in data["kinds"])
+
+
+def test_the_title_begins_with_the_model():
+    source = (
+        '{"given":{"--num-layers":"48","--hidden-size":"4096","--num-experts":"8"},"others":{}}'
+    )
+    assert (
+        job_settings.title({"recipe": "llama3-70b_1024gpu_x"}, "8 ranks") == "llama3-70b, 8 ranks"
+    )
+    assert job_settings.title({"arguments": source}, "8 ranks") == (
+        "48 layers of 4096, 8 experts, 8 ranks"
+    )
+    assert job_settings.title({}, "8 ranks") == "8 ranks"
+
+
+@pytest.mark.parametrize(("group", "says"), [
+    (TP, ("tp", "tp")), (PP, ("pp", "pp")), ("DATA_PARALLEL_GROUP_WITH_CP", ("dp", "dp")),
+    ("EXPERT_DATA_PARALLEL_GROUP", ("edp", "dp")), ("EXPERT_MODEL_PARALLEL_GROUP", ("ep", "ep")),
+    ("EXPERT_TENSOR_PARALLEL_GROUP", ("etp", "tp")), ("MODEL_PARALLEL_GROUP", ("mp", "tp")),
+    ("default_pg", ("world", "other")), ("my own", ("my own", "other")),
+])  # fmt: skip
+def test_groups_have_short_names_and_kinds(group, says):
+    assert (groups.short_name(group), groups.kind(group)) == says
 
 
 @pytest.mark.parametrize("epsilon", [0, 1, 1000, 40_000, 10**9])

@@ -266,14 +266,16 @@ def in_browser(tmp_path, source, driver=DRIVER):
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
-@pytest.mark.parametrize("make", [tiny, hostile])
-def test_tabs_zoom_and_tips_work_and_labels_stay_text(make, tmp_path):
+@pytest.mark.parametrize(("make", "sought"), [(tiny, 2), (hostile, 1)])
+def test_tabs_zoom_details_and_search_work_and_labels_stay_text(make, sought, tmp_path):
     said, errors = in_browser(tmp_path, render_html(replayed(make())))
     assert errors == []
     tabs = ["pipeline", "breakdown", "critical", "collectives", "memory", "provenance", "reading"]
     assert said[1].split() == [
         *(f"1:{tab}:true" for tab in tabs),
-        "drawn:true", "views:5", "whole:true", "tips:true", "path:true", "strange:0", "scripts:2",
+        "drawn:true", "views:5", "whole:true", "details:true", "pinned:true", "released:true",
+        f"sought:{sought}", f"next:{str(sought > 0).lower()}",
+        "path:true", "strange:0", "scripts:2",
     ]  # fmt: skip
 
 
@@ -317,7 +319,7 @@ def a_sweep():
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 def test_every_page_looks_right_in_a_browser():
-    """1,400 and 800 pixels wide, light and dark: nothing overlaps, is cut off or an error."""
+    """1,400 and 390 pixels wide, light and dark: nothing overlaps, is cut off or an error."""
     priced = price(healthy(World(64, tp=4, pp=4)), machine="h200")
     timeline, slow = priced.timeline, priced.again(slow={5: 1.5}).timeline
     forecast = prism.predict(priced, samples=200, what_ifs=True)
@@ -338,9 +340,9 @@ def test_every_page_looks_right_in_a_browser():
         tabs, wrong = browser["inspect"](pages, scheme)
         assert wrong == []
         assert len(tabs) == 2 * len(pages)
-        assert tabs["predict", 800] == [
+        assert tabs["predict", 390] == [
             "distribution", "moves", "slow", "scale", "provenance", "reading"
         ]  # fmt: skip
         assert tabs["two replays", 1400][0] == "compare"
         assert tabs["hang", 1400][0] == "waits"
-        assert tabs["sweep", 800] == ["points", "pair", "dropped", "reading"]
+        assert tabs["sweep", 390] == ["answer", "all", "pair", "dropped", "provenance", "reading"]

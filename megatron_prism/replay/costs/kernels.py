@@ -357,7 +357,7 @@ OPS, MIXED = 5, 6  # an op table; one and rooflines
 UNKNOWN = 8  # a segment that says neither how long it takes nor what it computes
 SLIGHT = 0.05
 _MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
-_KERNEL = re.compile(
+KERNEL = re.compile(
     r"(?P<name>[^(;]+)\((?P<shapes>[^)]*)\)(?P<dtype>\w*):(?P<flops>\d+):(?P<bytes>\d+)(?:\*(?P<count>\d+))?"
 )
 _TORCH = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8",
@@ -382,7 +382,7 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     known, unknown = [], []
     for note, flops, traffic, kernels in numbers:
         known.append(parts_of(program.strings[note], flops, traffic, kernels, machine, table))
-        unknown.append(max(flops, traffic) < 0 and not _KERNEL.search(program.strings[note]))
+        unknown.append(max(flops, traffic) < 0 and not KERNEL.search(program.strings[note]))
     slower = _slowdown([known[number] for number in which.tolist()], table)
     priced = [_priced(one, slower) for one in known]
     codes = [UNKNOWN if no else code for (_, code), no in zip(priced, unknown, strict=True)]
@@ -437,7 +437,7 @@ def parts_of(
     """One segment by its kernels; what they leave of its flops and bytes is one more."""
     flops, traffic = max(0, flops), max(0, traffic)
     products, others, roof, kernels = 0.0, 0.0, 0, max(1, kernels)
-    for match in _KERNEL.finditer(note):
+    for match in KERNEL.finditer(note):
         count, name = int(match["count"] or 1), match["name"].strip()
         own = int(match["flops"]), int(match["bytes"])
         kernel = MeasuredKernel.parse(name, match["shapes"], match["dtype"], *own)
@@ -489,7 +489,7 @@ def scaled_kernels(note: str, factor: Fraction, most: int = 0) -> tuple[str, int
         text = f"{match['name']}({shapes}){match['dtype']}:{flops}:{size}"
         return f"{text}*{now}" if now > 1 else text
 
-    return _KERNEL.sub(scaled, note), more[0], more[1]
+    return KERNEL.sub(scaled, note), more[0], more[1]
 
 
 def _scaled_shape(text: str, factor: float) -> str:

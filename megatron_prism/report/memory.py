@@ -1,0 +1,169 @@
+"""The page of ``prism memory``: slices of a job, or the snapshot of a real process.
+
+In : programs and their figures, or a Snapshot.  Out: HTML, and what memory.js draws, which the page
+of a replay draws as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.core import job_settings
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.units import format_bytes
+from megatron_prism.memory import baseline, peaks, snapshot
+from megatron_prism.replay.costs.machine import machine
+from megatron_prism.replay.priced_graph import machine_of
+from megatron_prism.report import words
+from megatron_prism.report.page import render_page
+
+_POINTS = 600  # of a curve
+_MODULES = 11  # of a curve, all others being one more
+_TOP = 40  # origins of the table
+
+
+def page_data(
+    programs: Programs, made: baseline.Baseline, limit: int | None = None
+) -> dict[str, Any]:
+    """Every class of ``made``; ``limit``: bytes of the device, None: those of the job's GPU, if
+    it is known."""
+    if limit is None:
+        with contextlib.suppress(UsageError):
+            limit = machine(machine_of(programs)).device_memory or None
+    found = []
+    for name, one in made.classes.items():
+        program = programs.of(int(re.split(r"\D", one["ranks"], maxsplit=1)[0]))
+        device, nccl = one.get("peak_device"), one.get("nccl") or 0
+        context = 0 if device is None else device - one["peak_reserved"] - nccl
+        levels = (one["peak_reserved"], device, nccl, context)
+        label = words.step(one["at"]["phase"], one["at"]["microbatch"], one["at"]["chunk"])
+        found.append(_class(f"{name}: {one['count']:,} ranks", program, levels, label))
+    return {"limit": limit, "failed": [], "classes": found}
+
+
+def timeline_memory(programs: Programs) -> dict[str, Any] | str:
+    """The same of a job that is replayed, or why there is none."""
+    try:
+        return page_data(programs, baseline.peak_memory(programs))
+    except UsageError as error:
+        return f"unknown: {error.message}"
+
+
+def largest(memory: dict[str, Any] | str) -> int | None:
+    """The most bytes of a rank, of the device if they are known."""
+    ends = [] if isinstance(memory, str) else memory["classes"]
+    return max((one["device"] or one["reserved"] for one in ends), default=None)
+
+
+def render_html(programs: Programs, made: baseline.Baseline, limit: int | None = None) -> str:
+    """The page of a job."""
+    data = page_data(programs, made, limit)
+    rows = [[level, text] for level, text in made.provenance.items()]
+    title = job_settings.title(programs.source, programs.world)
+    return _render(title, "from slices, without a GPU", data, rows)
+
+
+def render_snapshot(name: str, taken: snapshot.Snapshot) -> str:
+    """The page of a real process; ``name``: of its file."""
+    top, most = peaks.known_peak(taken.program), taken.peak_reserved or taken.reserved
+    iteration = taken.iterations[top.index]
+    label = words.step(top.op.phase, top.op.microbatch, top.op.chunk)
+    levels = (most, None, 0, 0)
+    one = _class(name, taken.program, levels, f"iteration {iteration}, {label}", taken.iterations)
+    failed, limit = [], None
+    if taken.failed is not None:
+        limit = taken.reserved + taken.failed.device_free
+        free, largest = map(format_bytes, taken.free)
+        fits = "fit" if taken.fits_expandable() else "do not fit either"
+        failed = [f"{taken.failed.size:,} B do not fit in iteration {taken.failed.iteration}, "
+                  f"{taken.failed.label} {taken.failed.site}.",
+                  f"{format_bytes(taken.reserved)} are reserved; {free} of them are free blocks, "
+                  f"the largest {largest}. With expandable segments the same requests "
+                  f"{fits}."]  # fmt: skip
+    data = {"limit": limit, "failed": failed, "classes": [one]}
+    rows = [["allocated", "measured: blocks that the allocator gave, by the lines that asked"],
+            ["reserved", "measured: segments of the allocator; by its rules "
+             f"{format_bytes(taken.modelled)} of these requests"]]  # fmt: skip
+    return _render(name, f"a real process, iterations 1 to {taken.iterations[-1]}", data, rows)
+
+
+def _render(title: str, subtitle: str, memory: Mapping[str, Any], rows: Sequence[Any]) -> str:
+    data = {"memory": memory, "provenance": [["What the figures are made of", ["", ""], rows]]}
+    text = "\n".join(f"{one['name']}: {format_bytes(one['allocated'])} allocated, "
+                     f"{one['when']}" for one in memory["classes"])  # fmt: skip
+    return render_page("prism memory", title, subtitle, "explain", data, text, ("memory.js",))
+
+
+def _class(
+    name: str,
+    program: Program,
+    levels: tuple[int, int | None, int, int],
+    when: str,
+    iterations: Sequence[int] = (),
+) -> dict[str, Any]:
+    """One class; ``levels``: reserved, device, NCCL's and other bytes at the peak."""
+    reserved, device, nccl, context = levels
+    live, top = program.live_bytes(), peaks.known_peak(program)
+    most = int(live.argmax())
+    chosen = _thinned(live, most)
+    by_kind = peaks.live_by(program, lambda kind, module, site: kind, chosen)
+    by_module = peaks.live_by(program, lambda kind, module, site: _part(module), chosen)
+    at = int(np.flatnonzero(chosen == most)[0])
+    largest = sorted(by_module, key=lambda part: -int(by_module[part][at]))
+    rest = [by_module[part] for part in largest[_MODULES:]]
+    kinds = [kind for kind in peaks.KINDS if kind in by_kind and by_kind[kind].any()]
+    return {
+        "name": name,
+        "when": when,
+        "where": f"{top.op.name} {top.site}".removeprefix("mark ").rstrip(),
+        "allocated": top.num_bytes,
+        "reserved": reserved,
+        "device": device,
+        "cached": max(0, reserved - top.num_bytes),
+        "nccl": nccl,
+        "context": context,
+        "parts": [[kind, size] for kind, size in top.by_kind.items() if size],
+        "event": most,
+        "events": chosen.tolist(),
+        "kinds": kinds,
+        "by_kind": [by_kind[kind].tolist() for kind in kinds],
+        "modules": [*largest[:_MODULES], *(["all others"] if rest else [])],
+        "by_module": [*(by_module[part].tolist() for part in largest[:_MODULES]),
+                      *([np.sum(rest, axis=0).tolist()] if rest else [])],
+        "steps": _steps(program, iterations),
+        "top": [[h.kind, h.module, h.site, h.count, h.num_bytes] for h in top.holdings[:_TOP]],
+    }  # fmt: skip
+
+
+def _thinned(live: np.ndarray, most: int) -> np.ndarray:
+    """Events: the lowest and the highest of each part of the history, and its peak and end."""
+    parts = np.array_split(np.arange(live.size), min(_POINTS // 2, live.size))
+    ends = [part[[live[part].argmin(), live[part].argmax()]] for part in parts]
+    return np.unique(np.concatenate([*ends, [most, live.size - 1]]))
+
+
+def _part(module: str) -> str:
+    """A module without its chunk and its layer."""
+    return re.sub(r"^chunk\d+(\.|$)|\[\d+\]$", "", module)
+
+
+def _steps(program: Program, iterations: Sequence[int]) -> list[tuple[int, str, str]]:
+    """(first event, label, words) of every step."""
+    ends = peaks.ends_of_steps(program)
+    firsts = np.unique(np.concatenate([[0], ends[:-1] + 1])) if len(ends) else np.empty(0, int)
+    events = np.searchsorted(program.allocations["before"], firsts, side="left")
+    found: dict[int, tuple[int, str, str]] = {}
+    for event, first in zip(events.tolist(), firsts[firsts < len(program)].tolist(), strict=False):
+        one = program[first]
+        text = words.step(one.phase, one.microbatch, one.chunk)
+        if iterations:
+            text = f"iteration {iterations[first]}, {text}"
+        if one.phase:
+            found[event] = (event, one.label, text)
+    return list(found.values())
