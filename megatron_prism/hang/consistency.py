@@ -93,7 +93,7 @@ def unless_running(
 
     What a rank issued it has issued; what it saw end is as old as its watchdog's last look, 100 ms,
     and dumps are of moments up to seconds apart.  So every call to which all have come may have
-    ended since (``_last_waits``).  A job that stands still is not changed by
+    ended since (``waits.whom_calls_need``).  A job that stands still is not changed by
     that: whoever waits does so in the end for the culprits.  And few stop by themselves at once.
 
     Args:
@@ -165,7 +165,7 @@ def _free_of(state: JobState, ranks: Collection[int], differ: Collection[Launch]
     """Who waits, and in the end for none of ``ranks``, nor for somebody of whom dumps do not say
     what it waits for."""
     back = defaultdict[int, set[int]](set)
-    for rank, others in _last_waits(state, differ).items():
+    for rank, others in waits.whom_calls_need(state, differ=differ).items():
         for other in others:
             back[other].add(rank)
     unknown = {*state.hidden, *state.mute(), *(back.keys() - state.dumps.keys())}
@@ -174,70 +174,6 @@ def _free_of(state: JobState, ranks: Collection[int], differ: Collection[Launch]
              and state.other(r, e) in ranks}  # fmt: skip
     reached = waits.reached_from({*ranks, *unknown, *asked}, back)
     return [r for r, calls in state.outstanding.items() if calls and r not in reached]
-
-
-def _last_waits(state: JobState, differ: Collection[Launch]) -> dict[int, set[int]]:
-    """For whom each rank waits when every call has ended that may: to which all have come, with
-    nothing before it, in which they do not differ and, where devices were timed, which all have
-    started.  What is issued in one batch ends in one."""
-    queues: dict[int, deque[list[Entry]]] = {}
-    for rank, calls in state.outstanding.items():
-        launches: dict[Launch, list[Entry]] = {}
-        for entry in calls:
-            launches.setdefault(entry.launch, []).append(entry)
-        queues[rank] = deque(launches.values())
-    timed = any(e.state == "started" for calls in state.outstanding.values() for e in calls)
-    while True:
-        first = {rank: queue[0] for rank, queue in queues.items() if queue}
-        joint: dict[Launch, set[int]] = {}
-        found: dict[int, set[int]] = {}
-        for rank, calls in first.items():
-            entry = calls[0]
-            if entry.pair:
-                found[rank] = _partners(state, rank, first, timed)
-            elif entry.launch not in joint:
-                joint[entry.launch] = _holders(state, entry, queues, timed, differ)
-            found.setdefault(rank, joint.get(entry.launch, set()))
-        held = {rank for rank, others in found.items() if others}
-        while more := {r for r in first.keys() - held if first[r][0].pair
-                       and any(state.other(r, e) in held for e in first[r])}:  # fmt: skip
-            held |= more
-            found |= {r: {state.other(r, e) for e in first[r]} & held for r in more}
-        if held == first.keys():
-            return found
-        for rank in first.keys() - held:
-            queues[rank].popleft()
-
-
-def _partners(
-    state: JobState, rank: int, first: Mapping[int, list[Entry]], timed: bool
-) -> set[int]:
-    """For whom messages that ``rank`` has first wait."""
-    found = set[int]()
-    for e in first[rank]:
-        other, mate = state.other(rank, e), state.mate(rank, e)
-        if mate is None or mate not in first.get(other, ()):
-            found.add(other)
-        elif timed and "scheduled" in (e.state, mate.state):
-            found.add(rank if e.state == "scheduled" else other)
-    return found
-
-
-def _holders(
-    state: JobState,
-    entry: Entry,
-    queues: Mapping[int, deque[list[Entry]]],
-    timed: bool,
-    differ: Collection[Launch],
-) -> set[int]:
-    """For whom a collective waits that somebody has first."""
-    members = state.groups[entry.group].ranks
-    absent = {r for r in members if r not in state.dumps or not state.arrived(r, entry)}
-    if absent or entry.launch in differ:
-        return absent or set(members)
-    mine = {r: calls[0] for r in members for calls in queues[r] if calls[0].launch == entry.launch}
-    idle = {r for r, e in mine.items() if timed and e.state == "scheduled"}
-    return idle or {r for r in mine if queues[r][0][0].launch != entry.launch}
 
 
 def _by_chance(verdict: Diagnosis, state: JobState) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from megatron_prism.core.world import ranks_text
-from megatron_prism.hang.dumps import DumpSet, Entry, Group, Status
+from megatron_prism.hang.dumps import DumpSet, Entry, Group, Launch, Status
 
 _MEGATRON = "PIPELINE_MODEL_PARALLEL_GROUP"
 _WORDS = re.compile(r"(?:^|mesh[_-])pp$|pipeline", re.IGNORECASE)
@@ -83,7 +83,7 @@ class JobState:
         self.enqueued: dict[tuple[str, int], int] = {}
         self.completed: dict[tuple[str, int], int] = {}
         self.outstanding: dict[int, list[Entry]] = {}
-        self._waited: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+        self._waited: dict[Launch, Mapping[str, Sequence[int]]] = {}
         self._opened: dict[int, frozenset[Key]] = {}
         self._collect_groups(found.listed)
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
@@ -283,47 +283,54 @@ class JobState:
                 votes[not mine.isdisjoint(keys[keys.index(wanted) :])] += 1
         return votes
 
+    @cached_property
+    def heads(self) -> Mapping[int, Launch]:
+        """rank -> the launch of its oldest outstanding call."""
+        return {rank: calls[0].launch for rank, calls in self.outstanding.items() if calls}
+
     def waits(self, rank: int) -> tuple[str, Sequence[int]]:
         """(why, for whom) the oldest outstanding call of ``rank`` waits."""
         head = self.head(rank)
-        if head is None:
-            return "", []
-        if head.pair:
-            return self.unanswered(rank, head)
-        key = (head.group, head.seq)  # all who stand there wait for the same ranks
-        if key not in self._waited:
-            self._waited[key] = self._absent(head)
-        return self._waited[key]
+        found = self.blockers(rank, head) if head is not None else {}
+        return next(((why, ranks) for why, ranks in found.items() if ranks), ("", []))
 
-    def unanswered(self, rank: int, head: Entry) -> tuple[str, Sequence[int]]:
+    def blockers(
+        self, rank: int, entry: Entry, first: Mapping[int, Launch] | None = None
+    ) -> Mapping[str, Sequence[int]]:
+        """Why, and for whom, an outstanding call waits where ranks stand at ``first``, by default
+        their oldest calls; what says most comes first."""
+        if entry.pair:
+            return self._unanswered(rank, entry, self.heads if first is None else first)
+        if first is None and entry.launch in self._waited:
+            return self._waited[entry.launch]  # all who stand there wait for the same ranks
+        at, ranks = self.heads if first is None else first, self.groups[entry.group].ranks
+        found = {
+            "has not come": [r for r in ranks if r in self.dumps and not self.arrived(r, entry)],
+            "left no dump": [r for r in ranks if r not in self.dumps],
+            "has it queued behind another call": [
+                r for r in ranks
+                if at.get(r, entry.launch) != entry.launch and not self.is_over(r, entry)
+            ],
+        }  # fmt: skip
+        if first is None:
+            self._waited[entry.launch] = found
+        return found
+
+    def _unanswered(
+        self, rank: int, head: Entry, first: Mapping[int, Launch]
+    ) -> Mapping[str, Sequence[int]]:
         """Who keeps a message waiting, or one of those issued with it: they end together."""
         lacking, behind = dict[int, None](), dict[int, None]()
         for entry in self.outstanding[rank]:
             if entry.launch == head.launch:
                 peer = self.other(rank, entry)
-                mate, first = self.mate(rank, entry), self.head(peer)
-                never = self.never_posted(rank, entry)
+                mate, never = self.mate(rank, entry), self.never_posted(rank, entry)
                 if mate is None if never is None else never:
                     lacking[peer] = None
-                elif mate is None:
-                    continue  # it ended there, or waits for the rest of its batch
-                elif first and first.record < mate.record and first.launch != mate.launch:
-                    behind[peer] = None
-        if lacking:
-            return "has not posted its side", list(lacking)
-        return ("has it queued behind another call" if behind else ""), list(behind)
-
-    def _absent(self, head: Entry) -> tuple[str, tuple[int, ...]]:
-        ranks = self.groups[head.group].ranks
-        absent = [r for r in ranks if r in self.dumps and not self.arrived(r, head)]
-        if absent:
-            return "has not come", tuple(absent)
-        lost = [r for r in ranks if r not in self.dumps]
-        if lost:
-            return "left no dump", tuple(lost)
-        behind = [r for r in ranks if (h := self.head(r)) and (h.group, h.seq, h.pair) !=
-                  (head.group, head.seq, False) and not self.is_over(r, head)]  # fmt: skip
-        return ("has it queued behind another call", tuple(behind)) if behind else ("", ())
+                elif mate is not None and first.get(peer, mate.launch) != mate.launch:
+                    behind[peer] = None  # without a mate it ended, or waits for its batch's rest
+        return {"has not posted its side": [*lacking], "has it queued behind another call": [
+            *behind] * (not lacking)}  # fmt: skip
 
     @cached_property
     def hidden(self) -> set[int]:

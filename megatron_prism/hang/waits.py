@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import siblings
-from megatron_prism.hang.dumps import Entry
+from megatron_prism.hang.dumps import Entry, Launch
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Waiting
 
@@ -49,9 +49,9 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
     Ranks that wait for each other only and make the calls of their programs do not stand still: so
     where no device does, each such circle holds somebody who errs, and who is in none is a victim.
     """
-    known: dict[object, set[int]] = {}  # a host may stand at another call than the oldest
-    ahead = {r: set[int]().union(*(blockers(state, r, e, known) for e in calls)) - {r}
-             for r, calls in state.outstanding.items()}  # fmt: skip
+    ahead = {r: set[int]().union(*(b for e in {e.launch: e for e in calls}.values()
+                                   for b in state.blockers(r, e).values())) - {r}
+             for r, calls in state.outstanding.items()}  # a host may stand at another than the first
     back: dict[int, set[int]] = defaultdict(set)
     for rank, others in ahead.items():
         for other in others:
@@ -63,11 +63,6 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
         if unknown or reached <= reached_from([rank], back):
             found.append(rank)
     return found
-
-
-def _queued_before(state: JobState, ranks: Iterable[int], entry: Entry) -> set[int]:
-    """Who has a call queued before this one."""
-    return {r for r in ranks if (head := state.head(r)) and head.launch != entry.launch}
 
 
 def reached_from(start: Iterable[int], edges: Mapping[int, Collection[int]]) -> set[int]:
@@ -214,52 +209,72 @@ def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
 def held(state: JobState, culprits: Collection[int]) -> set[int]:
     """Ranks that wait on even if ``culprits`` made their calls: something else holds them.
 
-    Who waits goes on when all for whom its oldest call waits do; where that is nobody and the call
-    does not end, when a culprit is among its members.  A rank without a dump goes on with anybody
-    for whom it may wait.
+    Who waits goes on when all for whom its oldest call waits do.  A rank without a dump goes on
+    with anybody for whom it may wait.
     """
-    heads = {r: head for r in state.outstanding if (head := state.head(r)) is not None}
-    needs: dict[object, set[int]] = {}
-    known: dict[object, set[int]] = {}
-    waits: dict[object, list[int]] = defaultdict(list)
-    for rank, head in heads.items():
-        key = (rank, head.launch) if head.pair else head.launch
-        waits[key].append(rank)
-        if key not in needs:
-            needs[key] = blockers(state, rank, head, known) or (
-                _who_errs(state, rank, head, culprits)
-            )
-    goes = set(culprits)
+    needs, goes = whom_calls_need(state, culprits), set(culprits)
     lost = {rank: set(_may_wait_for(state, rank)) for rank in state.missing}
     while True:
-        more = {r for key, need in needs.items() if need <= goes for r in waits[key]}
+        more = {rank for rank, need in needs.items() if need <= goes}
         more |= {rank for rank, others in lost.items() if not goes.isdisjoint(others)}
         if more <= goes:
-            return heads.keys() - goes
+            return needs.keys() - goes
         goes |= more
 
 
-def _who_errs(state: JobState, rank: int, head: Entry, culprits: Collection[int]) -> set[int]:
-    """The culprits among those who stand in a call that does not end; if there is none, the other
-    side of a message, whose number is its own, or a rank that never goes on."""
-    other = state.other(rank, head) if head.pair else -1
-    members = (rank, other) if head.pair else state.groups[head.group].ranks
-    return set(culprits).intersection(members) or {other}
+_NOBODY = -1  # never goes on
 
 
-def blockers(state: JobState, rank: int, entry: Entry, known: dict[object, set[int]]) -> set[int]:
-    """Everybody who keeps an outstanding call of ``rank`` waiting.
+def whom_calls_need(
+    state: JobState, culprits: Collection[int] | None = None, differ: Collection[Launch] = ()
+) -> dict[int, set[int]]:
+    """For whom the oldest call of each rank waits.
 
-    known : of collectives, by their launches; they are added to it
+    Args:
+        culprits: in a job that stands still, a call that has everybody ends when one of them goes
+            on, if one takes part; a message else with its other side.  None: the job may run, and every call has ended that may: to which all have come,
+            with nothing before it and, where devices were timed, which all have started.  What is
+            issued in one batch ends in one.
+        differ: calls that members make differently: these do not end.
     """
-    if entry.pair:
-        return set(state.unanswered(rank, entry)[1])
-    if entry.launch not in known:
-        members = state.groups[entry.group].ranks
-        absent = {r for r in members if r not in state.dumps or not state.arrived(r, entry)}
-        behind = _queued_before(state, members, entry)
-        known[entry.launch] = absent | {r for r in behind if not state.is_over(r, entry)}
-    return known[entry.launch]
+    queues = {rank: deque({e.launch: e for e in calls[::-1]}.values())
+              for rank, calls in state.outstanding.items()}  # fmt: skip
+    timed = any(e.state == "started" for calls in state.outstanding.values() for e in calls)
+    while True:
+        first = {rank: queue[-1] for rank, queue in queues.items() if queue}
+        at = {rank: entry.launch for rank, entry in first.items()}
+        needs: dict[object, set[int]] = {}
+        found: dict[int, set[int]] = {}
+        for rank, entry in first.items():
+            key = (rank, entry.launch) if entry.pair else entry.launch
+            if key not in needs:
+                needs[key] = set().union(*state.blockers(rank, entry, at).values())
+                sides = _sides(state, rank, entry)
+                if culprits is not None:
+                    other = {state.other(rank, entry) if entry.pair else _NOBODY}
+                    needs[key] = needs[key] or sides.intersection(culprits) or other
+                elif entry.launch in differ and sides.isdisjoint(needs[key]):
+                    needs[key] = sides
+                elif timed and not needs[key]:
+                    needs[key] = {r for r in sides & first.keys() if first[r].state == "scheduled"}
+            found[rank] = needs[key]
+        waits = {rank for rank, others in found.items() if others}
+        while more := {r for r in first.keys() - waits if first[r].pair
+                       and not waits.isdisjoint(_sides(state, r, first[r]))}:  # fmt: skip
+            waits |= more
+            found |= {r: _sides(state, r, first[r]) & waits - {r} for r in more}
+        if culprits is not None or waits == first.keys():
+            return found
+        for rank in first.keys() - waits:
+            queues[rank].pop()
+
+
+def _sides(state: JobState, rank: int, entry: Entry) -> set[int]:
+    """Who takes part in an outstanding call of ``rank``, or in the messages issued with it."""
+    if not entry.pair:
+        return set(state.groups[entry.group].ranks)
+    batch = (e for e in state.outstanding[rank] if e.launch == entry.launch)
+    return {rank, *(state.other(rank, e) for e in batch)}
 
 
 def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
