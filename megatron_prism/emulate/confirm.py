@@ -1,7 +1,7 @@
 """Confirm a verdict by running the suspects' real code into the state of the dumps.
 
 In : a recipe or a stock script's job, the programs of its world, the dumps, and
-``hang.alignment.Confirmation``.  Every culprit is trained for a few iterations by Megatron's own
+``hang.hypotheses.Confirmation``.  Every culprit is trained for a few iterations by Megatron's own
 code, alone, its peers virtual and held against the programs.  Out: lines for people and whether the
 verdict is confirmed: the code makes the calls of its dump up to the place, the call there is the
 one that its peers wait in, and without the fault it goes on and takes its optimizer steps (the
@@ -37,8 +37,8 @@ from megatron_prism.runtime.recorder.recorder import details
 if TYPE_CHECKING:
     from megatron_prism.core.world import World
     from megatron_prism.emulate.recipe_job import Summary
-    from megatron_prism.hang.alignment import Confirmation
     from megatron_prism.hang.dumps import DumpSet, Entry
+    from megatron_prism.hang.hypotheses import Confirmation
     from megatron_prism.hang.verdict import Diagnosis
     from megatron_prism.runtime.devices import Tier
     from megatron_prism.runtime.listeners import Args, Kwargs

@@ -11,7 +11,7 @@ waits.py         who waits for whom, and where that ends
 analyze.py       from all of these to culprits and victims
 verdict.py       the verdict
 alignment.py     where every rank stood in its program
-hypotheses.py    single faults that leave exactly these dumps
+hypotheses.py    single faults that leave exactly these dumps, and the verdict on the programs
 export.py        dumps that a stalled job would leave
 live.py          a job that still runs on this host
 fault_plan.py    faults, by name and parameters

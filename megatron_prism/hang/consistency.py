@@ -17,14 +17,14 @@ its calls for completed), and a dump that an earlier attempt, which got further,
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import waits
-from megatron_prism.hang.dumps import Dump, DumpSet, Entry, Group, Launch
+from megatron_prism.hang.dumps import Dump, DumpSet, Group, Launch
 from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Diagnosis
 

@@ -28,11 +28,11 @@ from megatron_prism.graph import stall, world_graph
 from megatron_prism.graph.matching import Finding
 from megatron_prism.graph.stall import StalledJob
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.hang import alignment, analyze, export, fault_planting, hypotheses
-from megatron_prism.hang.alignment import Confirmation
+from megatron_prism.hang import analyze, export, fault_planting, hypotheses
 from megatron_prism.hang.dumps import DumpSet, of_value, read
 from megatron_prism.hang.fault_plan import Fault
 from megatron_prism.hang.fault_planting import PlantedFaults
+from megatron_prism.hang.hypotheses import Confirmation
 from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
 from megatron_prism.replay.priced_graph import WhatIf, price
@@ -90,7 +90,7 @@ def judged(
 ) -> tuple[Diagnosis, Confirmation]:
     """(the verdict held against the job's programs, where every rank stood in them)."""
     verdict = hypotheses.explain(dumps, verdict, programs)
-    placed = alignment.confirm_verdict(dumps, verdict, programs)
+    placed = hypotheses.confirm_verdict(dumps, verdict, programs)
     named = {culprit.rank for culprit in verdict.culprits}
     shown = [place for place in placed.places if place.rank in named]
     others = [place for place in placed.places if place.rank not in named]
@@ -219,13 +219,10 @@ class _Jury:
         return self._said[key]
 
     def odd(self, ranks: set[int], group: str) -> list[int]:
-        """Those of ``ranks`` whom a majority contradicts."""
+        """Those of ``ranks`` with whom no more siblings agree than with another call, where that
+        is not all of them; else members whom a strict majority of the group contradicts."""
         found = [r for r in sorted(ranks) if self._outvoted(r, self._siblings(r), group)]
         if found and (len(found) < len(ranks) or len(ranks) == 1):
-            return found
-        # a tie among siblings, but what they say fits what all the others here say: it would heal
-        found = [r for r in sorted(ranks) if self._outvoted(r, self._siblings(r), group, tie=True)]
-        if found and len(found) < len(ranks):
             return found
         members = self.members(group, min(ranks))
         return [r for r in members if self._outvoted(r, members, group, together=True)]
@@ -242,13 +239,11 @@ class _Jury:
         ranks = np.flatnonzero(same)[first]
         return np.repeat(ranks, counts).tolist() if len(kinds) > 1 else []
 
-    def _outvoted(
-        self, rank: int, others: list[int], group: str, tie: bool = False, together: bool = False
-    ) -> bool:
+    def _outvoted(self, rank: int, others: list[int], group: str, together: bool = False) -> bool:
         votes = Counter(self.says(r, group, together) for r in others)
         mine = votes.pop(self.says(rank, group, together), 0)
         most = max(votes.values(), default=0)
-        return most >= max(1, mine) if tie else 2 * most > len(others)
+        return 2 * most > len(others) if together else most >= max(1, mine)
 
 
 def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:

@@ -1,12 +1,15 @@
-"""Find the single faults that leave exactly these dumps, each driven through the programs.
+"""Hold dumps and their verdict against the job's programs: every hypothesis is simulated.
 
-In : a DumpSet on which the verdict names nobody, that verdict, and the job's Programs.  Out: the
-Diagnosis, with a culprit where all hypotheses that fit are one rank's.  A hypothesis is one rank
-and one thing that went wrong with it (a call that differs, was left out, made twice or changed
-places; a device that stands still).  It fits if afterwards every rank has the outstanding calls of
-its dump, and the counters inside every group differ by as much.  Absolute counters say nothing
-(start-up calls are in no program), but ranks of one program made as many.  Several ranks fit, or
-none: the verdict stays as it was, with them in its evidence.
+In : a DumpSet, the verdict on it, and the job's Programs.  Out: the Diagnosis, with a culprit where
+nobody was named and all hypotheses that fit are one rank's, and ``Confirmation``: where every rank
+stood, and whether what the verdict says leads to these dumps.
+
+A hypothesis is one rank and one thing that went wrong with it: a host or a device that stands
+still, a call that differs, was left out, made twice or changed places.  It fits if afterwards every
+rank has the outstanding calls of its dump, and the counters inside every group differ by as much.
+Absolute counters say nothing where captures do not say how many calls came before their iteration,
+but ranks of one program made as many.  Several ranks fit, or none: the verdict stays as it was,
+with them in its evidence.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from megatron_prism.core.ops import IS_COLLECTIVE, Op
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import IS_CALL, IS_COLLECTIVE, Op
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
-from megatron_prism.hang.alignment import Alignment, as_dumped, key, seen
+from megatron_prism.hang.alignment import Alignment, Place, as_dumped, key, seen
 from megatron_prism.hang.dumps import DumpSet, Entry
 from megatron_prism.hang.mismatch import find_mismatches
 from megatron_prism.hang.siblings import Way, batches_of, kind_of_change, way_text
@@ -32,18 +38,45 @@ _MOST = 12_000_000  # ops that are run for all hypotheses: about a minute
 _RANKS = 32  # suspects
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Hypothesis:
-    """kind as in Blamed; ops: the rank's calls then, or fault: where its device stands."""
+    """What went wrong with ``rank`` at op ``index`` of its program: ``fault`` stops it there, or
+    ``ops`` are its calls then; kind as in Culprit."""
 
     rank: int
     kind: str
     text: str
+    index: int = -1
     ops: tuple[Op, ...] | None = None
     fault: stall.RankFault | None = None
 
 
-_Edit = tuple[str, str, tuple[Op, ...]]  # kind, what its rank does, its calls then
+@dataclass(frozen=True)
+class _Outcome:
+    """What hypotheses lead to: ``same`` are the ranks that then have the outstanding calls of their
+    dumps, ``issued`` all ranks' calls, ``counts`` their collectives by (group, rank); complete:
+    whether all ranks are the same and the counters of groups differ by as much."""
+
+    same: frozenset[int]
+    issued: dict[int, int]
+    counts: dict[tuple[str, int], int]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """places: per rank; confirmed: None where nothing could be driven, else whether it fits.
+
+    stops : culprit -> the op of its program at which it went wrong, where that is known
+    """
+
+    places: tuple[Place, ...]
+    confirmed: bool | None
+    lines: tuple[str, ...]
+    stops: dict[int, int] = field(default_factory=dict)
+
+
+_Edit = tuple[str, str, int, tuple[Op, ...]]  # kind, what its rank does, at which op, its calls
 
 
 def explain(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Diagnosis:
@@ -63,6 +96,18 @@ def explain(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Diagnosis
     return explainer.verdict(verdict)
 
 
+def confirm_verdict(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Confirmation:
+    """Lay the dumps over the programs, and try the verdict on them.
+
+    UsageError if the dumps are of a larger world.
+    """
+    last = max(found.dumps)
+    if last >= programs.world.size:
+        raise UsageError(f"rank {last} left a dump, and the programs are of {programs.world}",
+                         fix="name the programs of the same job")  # fmt: skip
+    return _Explainer(JobState(found), programs).confirmation(verdict)
+
+
 class _Explainer:
     def __init__(self, state: JobState, programs: Programs) -> None:
         self.state, self.programs = state, programs
@@ -72,18 +117,23 @@ class _Explainer:
         self.counts = self._relative(state.enqueued)
         self.healthy = stall.run_until_stalled(programs).finished
         self.calls = [self._calls_of(p) for p in programs.programs]
+        self.ops = sum(len(self.calls[i]) for i in programs.program_of.tolist())
+        self.tried = 0
+
+    @property
+    def spent(self) -> bool:
+        """Whether enough was run."""
+        return self.tried * self.ops > _MOST
 
     def verdict(self, verdict: Diagnosis) -> Diagnosis:
-        tried, fits = 0, list[tuple[int, _Hypothesis]]()
-        ops = sum(len(self.calls[i]) for i in self.programs.program_of.tolist())
+        fits = list[tuple[int, _Hypothesis]]()
         for hypothesis in self._hypotheses():
-            if tried * ops > _MOST:
-                text = f"{tried} hypotheses were tried on the programs, and there are more"
+            if self.spent:
+                text = f"{self.tried} hypotheses were tried on the programs, and there are more"
                 return dataclasses.replace(verdict, evidence=(*verdict.evidence, text))
-            tried += 1
-            if (counts := self._leaves_these_dumps(hypothesis)) is not None:
-                fits.append((self._disagreement(counts), hypothesis))
-        text = f"of {tried} single faults tried on the programs {len(fits)} leave these dumps"
+            if (after := self._outcome([hypothesis])).complete:
+                fits.append((self._disagreement(after.counts), hypothesis))
+        text = f"of {self.tried} single faults tried on the programs {len(fits)} leave these dumps"
         least = min((wrong for wrong, _ in fits), default=0)
         if any(wrong > least for wrong, _ in fits):
             fits = [(wrong, h) for wrong, h in fits if wrong == least]
@@ -106,6 +156,78 @@ class _Explainer:
             culprits=(Culprit(why.rank, why.kind, why.text),),
             evidence=(*verdict.evidence, f"rank {why.rank} {why.text}", text),
         )  # fmt: skip
+
+    # -- a verdict on the programs ----------------------------------------------------------------
+    def confirmation(self, verdict: Diagnosis) -> Confirmation:
+        """Run the world with the culprits as the verdict has them, and without."""
+        places = self.overlay.places()
+        one = sum(place.index >= 0 for place in places.values())
+        lines = [f"{one} of {counted(len(places), 'rank')} have one place in their programs",
+                 "without a fault the programs come to their end" if self.healthy
+                 else "the programs hang by themselves: see prism check"]  # fmt: skip
+        others = set(places) - {culprit.rank for culprit in verdict.culprits}
+        whys = [list(self._of_culprit(culprit, verdict)) for culprit in verdict.culprits]
+        tried = list[tuple[_Outcome, tuple[_Hypothesis, ...]]]()
+        for why in itertools.product(*whys) if whys else ():
+            tried.append((self._outcome(why), why))
+            if self.spent or sum(after.complete for after, _ in tried) > 1:
+                break
+        if not tried:
+            lines.append("the verdict was not tried on the programs")
+            return Confirmation(tuple(places.values()), None, tuple(lines))
+        after, why = max(tried, key=lambda one: (one[0].complete, len(one[0].same & others)))
+        how = "calling what its dump says" if any(w.ops for w in why) else "stopped there"
+        lines.append(f"with rank {format_ranks(w.rank for w in why)} {how}, "
+                     f"{len(after.same & others)} of {len(others)} other ranks stand where their "
+                     "dumps say")  # fmt: skip
+        if sum(one.complete for one, _ in tried) == 1 and not self.spent:
+            places = {rank: self.overlay.place(rank, [after.issued[rank] - 1])
+                      if after.issued[rank] else place
+                      for rank, place in places.items()}  # fmt: skip
+        stops = {w.rank: w.index for w in why}
+        return Confirmation(tuple(places.values()), after.complete, tuple(lines), stops)
+
+    def _of_culprit(self, culprit: Culprit, verdict: Diagnosis) -> Iterator[_Hypothesis]:
+        """What the verdict may mean by what it says of one rank."""
+        rank, kind, overlay = culprit.rank, culprit.kind, self.overlay
+        if kind == "host stuck":
+            for step in overlay.fits(rank):
+                at = overlay.steps[int(self.programs.program_of[rank])][step][0] + 1
+                yield _Hypothesis(rank, kind, "", at, fault=stall.RankFault(host=at))
+        elif kind == "device stuck":
+            yield from self._devices(rank)
+        elif kind == "missing dump":
+            for at in self._awaited(rank, verdict):
+                yield _Hypothesis(rank, kind, "", at, fault=stall.RankFault(host=at, silent=True))
+        else:
+            call = verdict.group, verdict.seq, False
+            entries = [e for e in self.state.outstanding.get(rank, ())
+                       if (e.desc, e.seq, e.pair) == call]  # fmt: skip
+            places = self._awaited(rank, verdict)
+            for what, text, at, ops in self._edits(rank, list(self.programs.of(rank)), entries):
+                if what == kind and (not places or at in places):
+                    yield _Hypothesis(rank, kind, text, at, ops)
+
+    def _awaited(self, rank: int, verdict: Diagnosis) -> set[int]:
+        """The ops of ``rank`` that may be the verdict's call: counted by the member of its group
+        with fewest places."""
+        best: set[int] = set()
+        members = self.groups[verdict.group].group(rank).tolist() if verdict.group in (
+            self.groups) else []  # fmt: skip
+        mine = self.programs.of(rank).collectives(verdict.group).tolist()
+        for other in set(members) & self.state.dumps.keys() - {rank}:
+            name = next(n for n, g in self.state.groups.items()
+                        if g.desc == verdict.group and other in g.ranks)  # fmt: skip
+            later = self.state.enqueued.get((name, other), verdict.seq) - verdict.seq
+            steps = self.overlay.steps[int(self.programs.program_of[other])]
+            counts = {steps[step][1].get((verdict.group, False), 0) - later
+                      for step in self.overlay.fits(other)}  # fmt: skip
+            found = {mine[count - 1] for count in counts if 0 < count <= len(mine)}
+            if found and (not best or len(found) < len(best)):
+                best = found
+            if len(best) == 1:
+                break
+        return best
 
     def messages_otherwise(self) -> Iterator[_Hypothesis]:
         """Ranks of whom all messages are recorded, where they are not those of their program."""
@@ -154,37 +276,35 @@ class _Explainer:
                 found[self.state.groups[name].desc, program][rank] = count
         return {n: {r: max(c.values()) - k for r, k in c.items()} for n, c in found.items()}
 
-    # -- what a hypothesis leads to ---------------------------------------------------------------
-    def _leaves_these_dumps(self, why: _Hypothesis) -> dict[tuple[str, int], int] | None:
-        """The collectives by (group, rank) that are then issued in this iteration; None if other
-        dumps would be left."""
-        programs = self.programs
-        if why.ops is not None:
-            of = programs.program_of.copy()
-            of[why.rank] = len(programs.programs)
-            changed = Program.from_ops(why.rank, why.ops)
-            programs = dataclasses.replace(
-                programs, programs=(*programs.programs, changed), program_of=of
-            )
-        faults = {} if why.fault is None else {why.rank: why.fault}
+    # -- what hypotheses lead to ------------------------------------------------------------------
+    def _outcome(self, whys: Sequence[_Hypothesis]) -> _Outcome:
+        """Run all ranks until nobody can go on."""
+        of, made = self.programs.program_of.copy(), list(self.programs.programs)
+        calls, faults = list(self.calls), dict[int, stall.RankFault]()
+        for why in whys:
+            if why.ops is not None:
+                of[why.rank] = len(made)
+                made.append(Program.from_ops(why.rank, why.ops))
+                calls.append(self._calls_of(why.ops))
+            elif why.fault is not None:
+                faults[why.rank] = why.fault
+        programs = dataclasses.replace(self.programs, programs=tuple(made), program_of=of)
         after = stall.run_until_stalled(programs, faults)
-        calls = self.calls
-        if why.ops is not None:
-            calls = [*self.calls, self._calls_of(why.ops)]
-        issued = list(after.issued)
+        self.tried += 1
+        ends, same, issued = list(after.issued), set[int](), dict[int, int]()
         for rank, wanted in self.wanted.items():
-            mine, done = calls[int(programs.program_of[rank])], after.done[rank]
+            mine, done = calls[int(of[rank])], after.done[rank]
             waits = {b for i, b, _ in mine if i < after.issued[rank] and not done[i]}
             left = [(i, k) for i, b, k in mine if i < after.issued[rank] and b in waits
                     and len(self.groups[str(k[0])].group(rank)) > 1]  # fmt: skip
-            if [k for _, k in left[: len(wanted)]] != wanted:
-                return None
-            if len(left) > len(wanted):  # its host may wait for a copy, which no program shows
-                if not wanted:
-                    return None
-                issued[rank] = left[len(wanted)][0]
-        counts = self._issued(after, issued)
-        return counts if self._relative(counts) == self.counts else None
+            if [k for _, k in left[: len(wanted)]] == wanted and (wanted or not left):
+                same.add(rank)
+                if len(left) > len(wanted):  # its host may wait for a copy, which no program shows
+                    ends[rank] = left[len(wanted)][0]
+            issued[rank] = int(IS_CALL[programs.of(rank).ops["name"][: ends[rank]]].sum())
+        counts = self._issued(after, ends)
+        complete = len(same) == len(self.wanted) and self._relative(counts) == self.counts
+        return _Outcome(frozenset(same), issued, counts, complete)
 
     def _disagreement(self, counts: dict[tuple[str, int], int]) -> int:
         """In how many counters the number of iterations is not that of most, where captures say
@@ -234,12 +354,12 @@ class _Explainer:
     def _hypotheses(self) -> Iterator[_Hypothesis]:
         for rank in self._suspects():
             yield from self._devices(rank)
-            known: set[tuple[object, ...]] = set()
-            for kind, text, ops in self._edits(rank, list(self.programs.of(rank))):
+            entries, known = self.state.outstanding[rank][:2], set[tuple[object, ...]]()
+            for kind, text, at, ops in self._edits(rank, list(self.programs.of(rank)), entries):
                 said = tuple(self._key(op) for op in ops if op.group)
                 if said not in known and self._may_stand(rank, said):
                     known.add(said)
-                    yield _Hypothesis(rank, kind, text, ops)
+                    yield _Hypothesis(rank, kind, text, at, ops)
 
     def _may_stand(self, rank: int, said: tuple[tuple[object, ...], ...]) -> bool:
         """Whether its outstanding calls come in that order in what it would then call."""
@@ -274,31 +394,32 @@ class _Explainer:
         firsts = {self.overlay.first_open(rank, step) for step in self.overlay.fits(rank)}
         for first in sorted(firsts) if self.state.outstanding[rank] else ():
             text = f"device never came to op {first}"
-            yield _Hypothesis(rank, "device stuck", text, None, stall.RankFault(device=first))
+            fault = stall.RankFault(device=first)
+            yield _Hypothesis(rank, "device stuck", text, first, fault=fault)
 
-    def _edits(self, rank: int, ops: list[Op]) -> Iterator[_Edit]:
-        """One call as the dump has it, left out, made twice, with the other neighbour, or exchanged
-        with the next."""
+    def _edits(self, rank: int, ops: list[Op], entries: Iterable[Entry]) -> Iterator[_Edit]:
+        """One call as the dump has it (of ``entries``), left out, made twice, with the other
+        neighbour, or exchanged with the next."""
         calls = [i for i, op in enumerate(ops)
                  if op.group and len(self.groups[op.group].group(rank)) > 1]  # fmt: skip
-        for entry in self.state.outstanding[rank][:2]:
+        for entry in entries:
             yield from _as_in_dump(ops, calls, entry)
         for i in calls:
             op = ops[i]
             rest = (*ops[:i], *ops[i + 1 :])
             left = (o for o in rest if not (o.name == "wait" and o.handle == op.handle >= 0))
             text = f"left out op {i} of its program, {op.name} of {op.group}"
-            yield "skipped call", text, tuple(left)
+            yield "skipped call", text, i, tuple(left)
         for i in calls:
             op = ops[i]
             text = f"makes op {i} of its program twice, {op.name} of {op.group}"
-            yield "extra call", text, (*ops[:i], dataclasses.replace(op, handle=-1), *ops[i:])
+            yield "extra call", text, i, (*ops[:i], dataclasses.replace(op, handle=-1), *ops[i:])
             start = self.groups[op.group].start
             if op.name in ("send", "recv") and 2 * op.peer % int(start[1] - start[0]):
                 text = f"makes op {i} of its program, {op.name}, with the other neighbour"
-                yield "order", text, (*ops[:i], dataclasses.replace(op, peer=-op.peer),
-                                      *ops[i + 1 :])  # fmt: skip
-        for i, j in zip(calls, calls[1:], strict=False):
+                turned = dataclasses.replace(op, peer=-op.peer)
+                yield "order", text, i, (*ops[:i], turned, *ops[i + 1 :])
+        for i, j in itertools.pairwise(calls):
             if self._key(ops[i]) != self._key(ops[j]):
                 yield _exchanged(ops, i, j)
 
@@ -306,7 +427,7 @@ class _Explainer:
 def _exchanged(ops: list[Op], i: int, j: int) -> _Edit:
     new = list(ops)
     new[i], new[j] = ops[j], ops[i]
-    return "order", f"makes ops {i} and {j} of its program the other way round", tuple(new)
+    return "order", f"makes ops {i} and {j} of its program the other way round", i, tuple(new)
 
 
 def _as_in_dump(ops: list[Op], calls: list[int], entry: Entry) -> Iterator[_Edit]:
@@ -321,10 +442,10 @@ def _as_in_dump(ops: list[Op], calls: list[int], entry: Entry) -> Iterator[_Edit
         fields = zip(("operation", "dtype", "shape"), key(op), seen(entry), strict=True)
         text = f"calls {call_text(entry)} where its program has {op.name} (op {i})"
         new = (*ops[:i], as_dumped(op, entry), *ops[i + 1 :])
-        yield next(kind for kind, a, b in fields if a != b), text, new
+        yield next(kind for kind, a, b in fields if a != b), text, i, new
         yield from (_exchanged(ops, i, j) for j in mine[place + 1 :] if key(ops[j]) == seen(entry))
     if mine and not entry.pair and all(key(ops[i]) != seen(entry) for i in mine):
         added = dataclasses.replace(as_dumped(ops[mine[0]], entry), handle=-1, batch=-1)
         text = f"calls {call_text(entry)}, which its program has nowhere"
         for i in calls:
-            yield "extra call", text, (*ops[:i], added, *ops[i:])
+            yield "extra call", text, i, (*ops[:i], added, *ops[i:])

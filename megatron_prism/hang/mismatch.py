@@ -110,14 +110,16 @@ class CallTable:
 def _compare(table: CallTable, calls: Calls) -> Mismatch | None:
     """How the members who made one call differ in it, and who of them is wrong."""
     signatures = {rank: signature(entries) for rank, entries in calls.items()}
-    if len(set(signatures.values())) == 1:
-        return _totals(table.state, calls) or _beside_lost(table, calls)
-    texts = {rank: _text(entries) for rank, entries in calls.items()}
+    one, *others = dict.fromkeys(signatures.values())
+    first = next(iter(calls.values()))[0]
+    if not others and len(calls) == len(table.state.groups[first.group].ranks):
+        return _totals(table.state, calls)
     usual, why = _right_call(table, calls, signatures)
+    if not others and usual in (None, one):
+        return None
+    texts = {rank: _text(entries) for rank, entries in calls.items()}
     if usual is None:
-        one, other, *_ = dict.fromkeys(signatures.values())
-        first = next(iter(calls.values()))[0]
-        return Mismatch(_kind(one, other), first, (), tuple(calls), _differ(texts))
+        return Mismatch(_kind(one, others[0]), first, (), tuple(calls), _differ(texts))
     odd = tuple(r for r, s in signatures.items() if s != usual)
     model = next((calls[r] for r, s in signatures.items() if s == usual), calls[odd[0]])
     kind = _skipped_or_extra(table, calls[odd[0]][0], odd[0], usual, calls.keys())
@@ -135,16 +137,19 @@ def _right_call(
     first = next(iter(calls.values()))[0]
     votes = Counter(signatures.values())
     unseen = len(table.state.groups[first.group].ranks) - len(calls)
-    for more in ((), _elsewhere(table, first, set(calls), set(votes))):
+    known = set(votes) if len(votes) > 1 else None
+    for more in ((), _elsewhere(table, first, set(calls), known)):
         votes.update(more)
         usual, count = votes.most_common(1)[0]
         if 2 * count > votes.total() + unseen:
             return usual, f"{count} others"
+    if known is None:
+        return None, ""
     right = {s for r, s in signatures.items() if _is_numbered_as_siblings(table, r, first, calls)}
     if len(right) == 1 and 2 * sum(s in right for s in signatures.values()) >= len(calls):
         return right.pop(), "the others, who make the next calls as siblings do,"
-    known = _replaced(table, calls)
-    return (None if known is None else signatures[known]), "as nobody else, the other"
+    rank = _replaced(table, calls)
+    return (None if rank is None else signatures[rank]), "as nobody else, the other"
 
 
 def _is_numbered_as_siblings(table: CallTable, rank: int, call: Entry, members: Calls) -> bool:
@@ -177,23 +182,6 @@ def _replaced(table: CallTable, calls: Calls) -> int | None:
         return None
     odd = _unlike_the_job(table, (a, b), (sum(a.numbers, ()), sum(b.numbers, ())))
     return None if odd is None else (other, one)[odd]
-
-
-def _beside_lost(table: CallTable, calls: Calls) -> Mismatch | None:
-    """A call in which its members with a dump agree, and that siblings make otherwise there."""
-    first = next(iter(calls.values()))[0]
-    members = table.state.groups[first.group].ranks
-    if len(calls) == len(members):
-        return None
-    votes = Counter(_elsewhere(table, first, set(calls), None))
-    usual, count = votes.most_common(1)[0] if votes else ((), 0)
-    mine = signature(next(iter(calls.values())))
-    if usual == mine or count < 2:
-        return None
-    if 2 * count <= len(members) + votes.total():
-        return None
-    text = f"{_differ({r: _text(e) for r, e in calls.items()})}, {count} siblings otherwise"
-    return Mismatch(_kind(mine, usual), first, tuple(calls), tuple(calls), text, voted=False)
 
 
 def _skipped_or_extra(

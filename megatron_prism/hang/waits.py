@@ -49,9 +49,17 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
     Ranks that wait for each other only and make the calls of their programs do not stand still: so
     where no device does, each such circle holds somebody who errs, and who is in none is a victim.
     """
-    ahead = {r: set[int]().union(*(b for e in {e.launch: e for e in calls}.values()
-                                   for b in state.blockers(r, e).values())) - {r}
-             for r, calls in state.outstanding.items()}  # a host may stand at another than the first
+    ahead = {
+        r: set[int]().union(
+            *(
+                b
+                for e in {e.launch: e for e in calls}.values()
+                for b in state.blockers(r, e).values()
+            )
+        )
+        - {r}
+        for r, calls in state.outstanding.items()
+    }  # a host may stand at another than the first
     back: dict[int, set[int]] = defaultdict(set)
     for rank, others in ahead.items():
         for other in others:
@@ -232,9 +240,9 @@ def whom_calls_need(
 
     Args:
         culprits: in a job that stands still, a call that has everybody ends when one of them goes
-            on, if one takes part; a message else with its other side.  None: the job may run, and every call has ended that may: to which all have come,
-            with nothing before it and, where devices were timed, which all have started.  What is
-            issued in one batch ends in one.
+            on, if one takes part; a message else with its other side.  None: the job may run, and
+            every call has ended that may: to which all have come, with nothing before it and, where
+            devices were timed, which all have started.  What is issued in one batch ends in one.
         differ: calls that members make differently: these do not end.
     """
     queues = {rank: deque({e.launch: e for e in calls[::-1]}.values())

@@ -17,8 +17,8 @@ from megatron_prism.core.call_selector import NthCall
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, CallLabel
 from megatron_prism.emulate.debugger import Breakpoint
 from megatron_prism.graph import stall
-from megatron_prism.hang import alignment, diagnose, export
 from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import diagnose, export, hypotheses
 from megatron_prism.hang.dumps import DumpSet, of_value
 from megatron_prism.hang.fault_plan import parse
 from megatron_prism.hang.fault_planting import plant
@@ -34,13 +34,13 @@ def placed(name, fault, start=0, **how):
     for value in values.values():
         for status in value["pg_status"].values():
             for key in status:
-                status[key] += start if status[key] >= 0 else 0
+                status[key] = max(status[key], 0) + start if start else status[key]
         for entry in value["entries"]:
             entry["collective_seq_id"] += start
             entry["p2p_seq_id"] += start
             entry["record_id"] += 10 * start
     dumps = DumpSet({r: of_value(v, r) for r, v in values.items()})
-    return state, alignment.confirm_verdict(
+    return state, hypotheses.confirm_verdict(
         dumps, hang.diagnose_dumps(dumps), hang_worlds.world(name)
     )
 
@@ -88,8 +88,8 @@ def test_a_wrong_verdict_is_not_confirmed():
     wrong = dataclasses.replace(
         verdict, culprits=(dataclasses.replace(verdict.culprits[0], rank=2),)
     )
-    assert alignment.confirm_verdict(dumps, verdict, hang_worlds.world("moe")).confirmed
-    assert not alignment.confirm_verdict(dumps, wrong, hang_worlds.world("moe")).confirmed
+    assert hypotheses.confirm_verdict(dumps, verdict, hang_worlds.world("moe")).confirmed
+    assert not hypotheses.confirm_verdict(dumps, wrong, hang_worlds.world("moe")).confirmed
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
             entry["collective_seq_id"] += more[entry["pg_id"]]
         dumps[rank] = of_value(value, rank)
     dumps = DumpSet(dumps)
-    places = alignment.confirm_verdict(dumps, hang.diagnose_dumps(dumps), world).places
+    places = hypotheses.confirm_verdict(dumps, hang.diagnose_dumps(dumps), world).places
     assert {p.iteration for p in places} == {iterations + 1}
 
 
@@ -136,7 +136,7 @@ def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
     state = stall.run_until_stalled(found.programs, found.faults)
     dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
     verdict = hang.diagnose_dumps(dumps)
-    where = alignment.confirm_verdict(dumps, verdict, world)
+    where = hypotheses.confirm_verdict(dumps, verdict, world)
 
     def answer(change, differs=(), steps=3):
         ops = [op for op in world.of(10) if op.group]
