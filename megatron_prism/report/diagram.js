@@ -30,8 +30,8 @@ function blocksOf(lane, kinds) {
 
 class Diagram {
   // data: of one replay; total: ns of the axis; sought: whether each kind of span is searched for
-  constructor(canvas, overview, onView, data, total) {
-    this.canvas = canvas; this.overview = overview; this.onView = onView; this.data = data;
+  constructor(canvas, onView, data, total) {
+    this.canvas = canvas; this.onView = onView; this.data = data;
     this.total = Math.max(1, total);
     this.view = [0, this.total];
     this.lanesShown = true; this.pathShown = false; this.drag = null; this.sought = null;
@@ -108,10 +108,12 @@ class Diagram {
         g.fillText(groupName(this.data.lanes[lane.lane]), this.margin - 8, row.y + MAIN + 3 + i * (LANE + 1) + LANE / 2, this.margin - 20));
       g.textAlign = "left";
     }
-    if (this.overview) this.drawOverview();
   }
 
   axis(g, height) {
+    const wide = (this.width - this.margin) / this.total;  // above: where the view is in the whole
+    g.fillStyle = this.colours.accent;
+    g.fillRect(this.margin + this.view[0] * wide, 0, Math.max(3, (this.view[1] - this.view[0]) * wide), 3);
     const step = niceStep((this.view[1] - this.view[0]) / Math.max(2, (this.width - this.margin) / 110));
     g.font = "11px system-ui, 'DejaVu Sans', sans-serif";
     g.textBaseline = "middle";
@@ -120,7 +122,7 @@ class Diagram {
       g.strokeStyle = this.colours.line;
       g.beginPath(); g.moveTo(x, AXIS - 6); g.lineTo(x, height); g.stroke();
       g.fillStyle = this.colours.quiet;
-      if (x + 60 < this.width) g.fillText(t ? formatNs(t) : "0", x + 4, AXIS / 2 - 2);
+      if (x + 60 < this.width) g.fillText(t ? formatNs(t) : "0", x + 4, AXIS / 2 + 1);
     }
   }
 
@@ -203,18 +205,6 @@ class Diagram {
     g.fillStyle = this.colours.accent; g.globalAlpha = 0.16;
     g.fillRect(a, AXIS - 6, b - a, height);
     g.globalAlpha = 1;
-  }
-
-  drawOverview() {
-    const [g, width] = this.sized(this.overview, 22), scale = (width - this.margin) / this.total;
-    const middle = this.rows[Math.floor((this.rows.length - 1) / 2)];
-    for (const block of middle ? middle.blocks : []) {
-      g.fillStyle = this.phase(block.phase); g.globalAlpha = 0.55;
-      g.fillRect(this.margin + block.start * scale, 5, Math.max(0.5, (block.end - block.start) * scale), 12);
-    }
-    g.globalAlpha = 1;
-    g.strokeStyle = this.colours.accent; g.lineWidth = 1.5;
-    g.strokeRect(this.margin + this.view[0] * scale + 1, 1.5, Math.max(3, (this.view[1] - this.view[0]) * scale - 2), 19);
   }
 
   // ---- what lies under the pointer: {row, lane, i} or {row, block}
@@ -307,21 +297,12 @@ class Diagram {
         "0": () => this.show(0, this.total), ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2) }[event.key];
       if (act) { event.preventDefault(); act(); }
     });
-    const jump = (event) => {
-      if (!(event.buttons & 1)) return;
-      const box = this.overview.getBoundingClientRect(), half = (this.view[1] - this.view[0]) / 2;
-      const t = (event.clientX - box.left - this.margin) / (box.width - this.margin) * this.total;
-      this.show(t - half, t + half);
-    };
-    if (!this.overview) return;
-    this.overview.addEventListener("pointerdown", jump);
-    this.overview.addEventListener("pointermove", jump);
   }
 }
 
 // Diagrams above each other on one time axis, with what steers them: [[name, data]]
 function diagrams(section, all, total) {
-  const range = element("span", "quiet"), overview = all.length > 1 ? null : element("canvas", "overview"), made = [];
+  const range = element("span", "quiet"), made = [];
   const tick = (text, checked, act) => {
     const box = element("input", "");
     Object.assign(box, { type: "checkbox", checked });
@@ -332,12 +313,12 @@ function diagrams(section, all, total) {
     element("div", "buttons", button("+", () => made[0].zoom(1.6), "zoom in (+)"), button("−", () => made[0].zoom(1 / 1.6), "zoom out (−)"),
       button("whole", () => made[0].show(0, made[0].total), "the whole iteration (0)")),
     tick("communication", true, (one, on) => { one.lanesShown = on; }), tick("critical path", false, (one, on) => { one.pathShown = on; }), range,
-    element("span", "hint quiet", "drag: zoom in · ctrl + wheel: zoom · shift + drag, ← →: move · double-click: whole")), ...(overview ? [overview] : []));
+    element("span", "hint quiet", "drag: zoom in · ctrl + wheel: zoom · shift + drag, ← →: move · double-click: whole")));
   for (const [name, data] of all) {
     const canvas = element("canvas", "diagram");
     Object.assign(canvas, { tabIndex: 0, ariaLabel: "what every class does over time" });
     section.append(...(name ? [element("h3", "", name)] : []), canvas);
-    made.push(new Diagram(canvas, overview, (view) => {
+    made.push(new Diagram(canvas, (view) => {
       range.textContent = `${formatNs(view[0])} – ${formatNs(view[1])}`;
       for (const one of made) if (one.view[0] !== view[0] || one.view[1] !== view[1]) one.show(...view);
     }, data, total));

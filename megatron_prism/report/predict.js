@@ -34,17 +34,13 @@ function distribution(section) {
   };
   const bars = edges.slice(1).map((edge, i) => below(edge) - below(edges[i]));
   const x = { from: Math.min(DATA.steady, low), to: high + (high - low) * 0.08, write: formatNs, title: "iteration time" };
-  const marks = (plot) => plot.marks([[DATA.steady, `without variation: ${ms(DATA.steady)}`, "var(--other)"],
-    ...DATA.quantiles.filter((q) => q.level >= 0.5 && q.ns !== null).map((q) => [q.ns, `${quantile(q.level)}: ${ms(q.ns)}`, "var(--path)"])]);
+  const marks = [[DATA.steady, `without variation: ${ms(DATA.steady)}`, "var(--other)"],
+    ...DATA.quantiles.filter((q) => q.level >= 0.5 && q.ns !== null).map((q) => [q.ns, `${quantile(q.level)}: ${ms(q.ns)}`, "var(--path)"])];
   section.append(quiet("Share of the iterations in each fortieth of the range."));
   const top = Math.max(...bars) * 1.5;  // room for the names of the marks
   const plot = new Plot(section, "distribution of the iteration time", { x, y: { from: 0, to: top, write: (part) => `${round(100 * part, 2)} %` } });
   bars.forEach((part, i) => tipOn(plot.bar(edges[i], edges[i + 1], part, "var(--accent)"), `${round(100 * part, 2)} % of iterations`, `${ms(edges[i])} to ${ms(edges[i + 1])}`));
-  marks(plot);
-  section.append(heading("Share of iterations that take at most this long"));
-  const curve = new Plot(section, "cumulative distribution of the iteration time", { x, y: shares });
-  curve.line(times.map((time, i) => [time, LEVELS[i]]), "var(--accent)");
-  marks(curve);
+  plot.marks(marks);
   section.append(table(["", "iteration", "over the time without variation", "95 % interval of the draws"], [
     ["without variation", ms(DATA.steady), "", ""],
     ...DATA.quantiles.map((q) => [quantile(q.level), or(q.ns, ms), q.ns === null ? "" : signed(q.ns / DATA.steady - 1, percent), between(q)])]));

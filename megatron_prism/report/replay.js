@@ -102,10 +102,11 @@ function comparison(section) {
     return [what, or(a, write), or(b, write), a === null || b === null || !a ? "" : write === percent ? signed(100 * (b - a), (v) => `${v.toFixed(1)} points`) : signed(b / a - 1, percent)];
   });
   section.append(heading("Both jobs"), table(["", ...two.map((one) => one.name), "difference"], [["job", ...two.map((one) => one.title), ""], ...rows], [1, 2]),
-    heading("The same time axis"));
+    ...DATA.notes.map((note) => element("p", "", note)), heading("The same time axis"));
   diagrams(section, two.map((one) => [`${one.name}: ${formatNs(one.figures.iteration_ns)}`, one]), Math.max(...two.map((one) => one.figures.iteration_ns)));
   section.append(heading("Where the difference is"));
   pair(section, two.map((one) => ({ name: one.name, ns: one.figures.iteration_ns, parts: one.parts })));
+  for (const [title, head, cells] of DATA.tables) section.append(heading(title), table(head, cells));
 }
 
 figures();

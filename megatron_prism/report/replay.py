@@ -254,15 +254,9 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-MERGED = np.dtype(
-    [
-        ("first", "i4"),  # index of the first span that it stands for
-        ("count", "i4"),
-        ("ready", "i8"),
-        ("start", "i8"),
-        ("end", "i8"),
-    ]
-)
+# first: index of the first span that it stands for
+MERGED = np.dtype([("first", "i4"), ("count", "i4"),
+                   *((name, "i8") for name in ("ready", "start", "end"))])  # fmt: skip
 
 
 def step_codes(timeline: Timeline, index: int, spans: np.ndarray) -> np.ndarray:
@@ -396,17 +390,13 @@ class _Names:
         for lane in np.unique(lanes).tolist():
             mine = np.flatnonzero(lanes == lane)
             one = merged[mine]
-            found.append(
-                {
-                    "lane": lane,
-                    "kind": kinds[mine].tolist(),
-                    "step": steps[mine].tolist(),
-                    "count": one["count"].tolist() if (one["count"] > 1).any() else [],
-                    "ready": np.diff(one["ready"], prepend=0).tolist(),
-                    "wait": (one["start"] - one["ready"]).tolist(),
-                    "run": (one["end"] - one["start"]).tolist(),
-                }
-            )
+            count = one["count"].tolist() if (one["count"] > 1).any() else []
+            columns = {"kind": kinds[mine], "step": steps[mine],
+                       "ready": np.diff(one["ready"], prepend=0),
+                       "wait": one["start"] - one["ready"],
+                       "run": one["end"] - one["start"]}  # fmt: skip
+            lists = {name: column.tolist() for name, column in columns.items()}
+            found.append({"lane": lane, "count": count, **lists})
         return found
 
     def _names(self, index: int, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -452,12 +442,24 @@ def _notes(program: Program) -> dict[int, tuple[int, ...]]:
 
 
 def render_html(
-    timeline: Timeline, name: str = "", other: tuple[str, Timeline] | None = None
+    timeline: Timeline,
+    name: str = "",
+    other: tuple[str, Timeline] | None = None,
+    tables: Sequence[object] = (),
+    notes: Sequence[str] = (),
 ) -> str:
-    """The page; ``other``: what the timeline is compared with, and its name."""
+    """The page.
+
+    Args:
+        timeline: what it is of.
+        name: of it, where there is another.
+        other: what it is compared with, and its name.
+        tables: (title, head, rows) of what the two differ in, beside that.
+        notes: on the comparison.
+    """
     data, said = page_data(timeline), render_text(timeline)
     title, lanes = data["title"], data["lanes"]
-    data |= {"name": name, "other": None}
+    data |= {"name": name, "other": None, "tables": tables, "notes": notes}
     if other is not None:
         data["other"] = {**page_data(other[1]), "name": other[0]}
         data["other"].pop("memory")
@@ -469,4 +471,5 @@ def render_html(
     source = timeline.graph.programs.source
     shown = [str(timeline.graph), *(f"{key} {source[key]}" for key in _ABOUT if key in source)]
     scripts = ("memory.js", "diagram.js")
-    return render_page("prism replay", title, " · ".join(shown), "replay", data, said, scripts)
+    command = "prism compare" if tables else "prism replay"
+    return render_page(command, title, " · ".join(shown), "replay", data, said, scripts)

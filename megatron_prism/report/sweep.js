@@ -68,14 +68,9 @@ function values(section) {
 }
 
 function ranked(section) {
-  const head = ["rank", ...DATA.axes, "iteration", "to the first", "best", "tokens/s/GPU", "MFU", "bubble", "exposed", "memory", "left", "p95", "cost", "front"];
-  const place = (row) => `${row.rank}${row.equal ? "=" : ""}`;
-  const linked = (row) => row.link ? Object.assign(element("a", "", place(row)), { href: row.link }) : place(row);
-  const optional = (value, write) => value === null ? "" : write(value);
-  const rows = ROWS.map((row) => [linked(row), ...row.axes, formatNs(row.ns), slower(row), percent(row.best),
-    or(row.tokens, round), or(row.mfu, percent), or(row.bubble, percent), or(row.exposed, percent), formatBytes(row.memory),
-    DATA.limit === null ? "unknown" : formatBytes(DATA.limit - row.memory), optional(row.p95, formatNs), optional(row.cost, (value) => round(value, 5)), row.front ? "●" : ""]);
-  section.append(heading(`Layouts, by ${DATA.objective}`), quiet("A rank with a link leads to its timeline. Front: no other layout is better in both time and memory."), ...foldedTable(head, rows));
+  const linked = (row) => row.link ? Object.assign(element("a", "", row.cells[0]), { href: row.link }) : row.cells[0];
+  section.append(heading(`Layouts, by ${DATA.objective}`), quiet("A rank with a link leads to its timeline. Front: no other layout is better in both time and memory."),
+    ...foldedTable([...DATA.head, "front"], ROWS.map((row) => [linked(row), ...row.cells.slice(1), row.front ? "●" : ""])));
 }
 
 figures();

@@ -197,17 +197,16 @@ def _page(sweep: Sweep, links: Mapping[str, str]) -> dict[str, Any]:
         "objective": sweep.objective,
         "limit": sweep.limit,
         "axes": list(sweep.axes),
+        "head": _head(sweep),
         "groups": sorted(groups - {""}),
         "rows": [
-            {"rank": row.rank, "equal": row.equal, "name": _words(row), "cost": row.cost,
+            {"rank": row.rank, "name": _words(row), "cells": _cells(sweep, row),
              "axes": [axis_text(row.result["axes"][axis]) for axis in sweep.axes],
              "ns": row.result["iteration_ns"], "low": row.result["low_ns"],
              "high": row.result["high_ns"], "slower": list(row.slower), "best": row.best,
-             "tokens": row.result["tokens_per_gpu"],
-             "p95": row.result["p95_ns"], "memory": row.result["memory"]["bytes"],
-             "front": row.result["key"] in best, "link": links.get(row.result["key"]),
-             "command": command(sweep, row),
-             **{key: row.result[key] for key in ("mfu", "bubble", "exposed")}}
+             "tokens": row.result["tokens_per_gpu"], "mfu": row.result["mfu"],
+             "memory": row.result["memory"]["bytes"], "front": row.result["key"] in best,
+             "link": links.get(row.result["key"]), "command": command(sweep, row)}
             for row in sweep.rows
         ],
         "pair": pair,

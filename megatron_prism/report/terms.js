@@ -10,8 +10,6 @@ const TERMS = {
   "allocated, reserved, device": "Allocated: bytes of live tensors. Reserved: segments of the caching allocator, modelled by its rules. Device: reserved, context, libraries and NCCL, which is what nvidia-smi shows and what a limit is held against.",
   "categories of memory": "Weights, gradients and optimizer stand before the iteration. Activations are made in a forward and alive when it is over. Communication: made where Megatron communicates. Temporaries are made and gone within a step, or made by a backward.",
   "measured, modelled": "Measured times come from a device, modelled ones from rates and latencies of a machine file. Where the slices say how long the host takes to issue work, GPUs wait for it. Calls share links only where a network is given (network=rails).",
-  "predicted and real": "An iteration of the programs, and the one in the traces. The calls of both are aligned, one to one. The upper band of each is computing, the lower one calls.",
-  "variation": "What the traces say beyond the mean of every time: the slowest of several ranks counts.",
   "without variation": "The iteration of prism replay, in which every op takes the time that was measured or modelled.",
   "p50, p95, p99": "Half, 95 % and 99 % of the iterations are shorter. Iterations of the whole world are drawn: GPUs, steps, calls, network and hosts vary by their spreads, and the slowest replica of the model counts. The interval beside a quantile is of the draws alone; that of the time without variation comes on top.",
   "what moves p95": "p95 if one thing varied half, or twice as much, and everything else as it does. Every bar was simulated again with the same random numbers: variances do not add up along a graph of maxima.",

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_prism.core import job_settings, units
-from megatron_prism.core.ops import NAMES
-from megatron_prism.report.page import render_page as page
+from megatron_prism.core import units
+from megatron_prism.report.replay import render_html
 
 if TYPE_CHECKING:
-    from megatron_prism.replay.timeline import Timeline
     from megatron_prism.traces.compare import Difference, Times, TraceComparison
     from megatron_prism.traces.variance import Variation
 
@@ -169,31 +167,8 @@ def render_comparison(found: TraceComparison) -> str:
 
 
 def render_page(found: TraceComparison) -> str:
-    """The same as a page; timelines as bars, predicted above real."""
+    """The same as a page: of the prediction and of the traces, replayed with every time at its
+    mean."""
     times = found.compared
-    data = {
-        "predicted": times.predicted_ns,
-        "real": times.real_ns,
-        "replayed": times.replayed_ns,
-        "error": times.predicted_ns / times.real_ns - 1,
-        "ranks": [
-            {"rank": one.rank, "predicted": _spans(times.predicted, one.rank),
-             "real": _spans(times.real, one.rank)}
-            for one in times.ranks
-        ],
-        "tables": [_pairings(found), *_tables(times)],
-        "notes": list(found.notes),
-    }  # fmt: skip
-    graph = times.predicted.graph.programs
-    title = f"{job_settings.title(graph.source, graph.world)}: predicted and real"
-    return page("prism compare", title, "", "compare", data, render_comparison(found))
-
-
-def _spans(timeline: Timeline, rank: int) -> list[list[int]]:
-    """[whether it computes, ready, start, end] of what a rank does."""
-    index = int(timeline.graph.classes.of[rank])
-    names = timeline.graph.program_list[index].ops["name"]
-    return [
-        [int(NAMES[names[op]] == "compute"), ready, start, end]
-        for op, _, ready, start, end in timeline.spans(index).tolist()
-    ]
+    tables, notes = [_pairings(found), *_tables(times)], (*_headline(times), *found.notes)
+    return render_html(times.predicted, "predicted", ("real", times.real), tables, notes)
