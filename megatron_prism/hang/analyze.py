@@ -144,6 +144,8 @@ class _Judge:
             self.evidence.append(self.parted.strangers)
             return Diagnosis("undetermined", confidence="possible", evidence=tuple(self.evidence),
                              missing=("the dumps of one hang alone", *state.lacks()))  # fmt: skip
+        if self.parted.otherwise:
+            return self._result("mismatch", self._grouped())
         self.evidence += state.said
         if not any(state.outstanding.values()) and not state.lates and not state.events:
             return self._idle()
@@ -231,6 +233,17 @@ class _Judge:
         return [Culprit(r, "skipped call", f"did not come to {where}) outside NCCL")
                 for r in sorted(blamed)]  # fmt: skip
 
+    def _grouped(self) -> list[Culprit]:
+        """Who was started with other parallel sizes than most."""
+        why = (
+            "has other members in {} than the rest list: compare its parallel sizes and world size"
+        )
+        found = [Culprit(rank, "groups", why.format(group.desc))
+                 for rank, group in self.parted.otherwise.items()]  # fmt: skip
+        self.evidence += [f"rank {c.rank} {c.why}" for c in found[:4]]
+        self.doubt = True  # or dumps of another job
+        return found
+
     # -- 1: signatures ----------------------------------------------------------------------------
     def _all_came(self, entry: Entry) -> bool:
         state = self.state
@@ -253,7 +266,16 @@ class _Judge:
 
     def _devices(self) -> Iterable[Culprit]:
         """Complete-late: the others saw the end of a call that needs everybody."""
-        for rank, entry, last in waits.incomplete_calls(self.state):
+        late = list(waits.incomplete_calls(self.state))
+        unpaired = {e.launch: {r for r, other, _ in late if other.launch == e.launch}
+                    for _, e, _ in late if e.op == "all_to_all"}  # fmt: skip
+        for rank, entry, last in late:
+            if len(ranks := unpaired.get(entry.launch, ())) > 1:  # each waits for its pairs only
+                self.among = tuple(sorted({*self.among, *ranks}))
+                self._note(entry, f"{call_text(entry)} ended on all members but {ranks_text(ranks)}"
+                           ": what one of them sends another does not expect (splits), or their "
+                           "link stands still")  # fmt: skip
+                continue
             why = (f"{call_text(entry)} ended on the others (up to #{last}), not on it: its device,"
                    " its watchdog or the link to it")  # fmt: skip
             self._note(entry, f"rank {rank}: {why}")
@@ -295,6 +317,12 @@ class _Judge:
         if idle and (text := waits.why_hosts_wait(state, idle, ahead)):
             self.doubt = True
             self.evidence.append(text)
+        if one := waits.lacking_member(state, idle):
+            text = f"ranks {format_ranks(sorted(idle))} wait for nobody, and rank {one[0]} went on"
+            self.evidence.append(f"{text}: they may wait for it in {one[1]}, outside NCCL")
+            self.among = (*self.among, one[0], *idle)
+            self.excused |= idle
+            ahead = ahead | idle
         blamed = []
         for rank, (entry, why) in found.items():
             if rank in ahead:
@@ -315,7 +343,8 @@ class _Judge:
         calls = {(e.group, e.seq): e for (_, r), e in state.lates.items() if r in idle}
         came = {r: e for e in calls.values() for r in state.groups[e.group].ranks
                 if r in state.dumps and state.arrived(r, e)}  # fmt: skip
-        if not came or len(idle) <= 2 * len(came) or 2 * len(idle) <= len(state.dumps):
+        free = {r for r, calls in state.outstanding.items() if not calls}
+        if not came or len(idle) <= 2 * len(came) or 2 * len(free) <= len(state.dumps):
             return []
         for rank, entry in came.items():
             self._note(entry, f"rank {rank} waits in {call_text(entry)}, which nobody else makes")
@@ -383,7 +412,8 @@ class _Judge:
                                  "judged says where that is")  # fmt: skip
         elif (calls := waits.complete_calls(state)) or not ends:
             self.evidence.append(waits.complete_call_lines(state))
-            self.among = tuple(state.groups[calls[0].group].ranks) if len(calls) == 1 else ()
+            whose = state.groups[calls[0].group].ranks if len(calls) == 1 else ()
+            self.among = self.among or tuple(whose)
         else:
             self.among = self.among or tuple(ends)
             self.evidence.append(f"waited for: {format_ranks(ends)}, and these wait for nobody")
@@ -445,7 +475,7 @@ class _Judge:
             tuple(self.evidence[:20]),
             chain,
             self.state.lacks(),
-            candidates=tuple(sorted(self.among)),
+            candidates=tuple(sorted({*self.among})),
             stop=self._stop(first, min(blamed)) if first and blamed else "",
         )
 

@@ -54,20 +54,29 @@ class ConsistentDumps:
     """state : of what can be judged;  stale: rank -> why its dump is of another moment;
     new   : rank -> that its dump has no call yet, though others went on: who was started again
             leaves such a dump, and so does who was written down before its first call
-    strangers : why there is nothing to judge; "" if there is"""
+    strangers : why there is nothing to judge; "" if there is
+    otherwise : ranks that have other groups than the rest, which never met in them -> one of these
+    """
 
     state: JobState
     stale: Mapping[int, str] = field(default_factory=dict)
     new: Mapping[int, str] = field(default_factory=dict)
     strangers: str = ""
+    otherwise: Mapping[int, Group] = field(default_factory=dict)
 
 
 def consistent_dumps(found: DumpSet) -> ConsistentDumps:
     """The dumps that belong together."""
     found = _told_apart(_named(found))
-    state, strangers = JobState(found), _strangers(found)
-    if strangers:
-        return ConsistentDumps(state, strangers=strangers)
+    state, others = JobState(found), _other_groups(found)
+    if others and 2 * len(others) < len(found.dumps) and _never_met(found, others):
+        return ConsistentDumps(state, otherwise=others)
+    if len(others) > 1:
+        rank = min(others)
+        text = (f"{ranks_text(others)} describe other groups than the rest (group "
+                f"{others[rank].name} on rank {rank}): dumps of two jobs, or of ranks that were "
+                "started with other parallel sizes")  # fmt: skip
+        return ConsistentDumps(state, strangers=text)
     apart = _aborted(state)
     state = _without(found, apart) if apart else state
     stale, new, ahead = _stale(state)
@@ -278,21 +287,48 @@ def _aborted(state: JobState) -> dict[int, str]:
     return found
 
 
-def _strangers(found: DumpSet) -> str:
-    """Several ranks whose own groups are not those that most others list under that name."""
-    where: dict[int, Group] = {}
-    for versions in found.listed.values():
-        usual = versions.most_common(1)[0][0]
-        for rank, dump in found.dumps.items() if len(versions) > 1 else ():
-            mine = dump.groups.get(usual.name, usual)
-            other = len(mine.ranks) > 1 and mine.ranks != usual.ranks
-            if other and not set(usual.ranks).isdisjoint(mine.ranks):
-                where[rank] = mine
-    if len(where) < 2:
-        return ""
-    rank = min(where)
-    return (f"ranks {format_ranks(sorted(where))} describe other groups than the rest (group "
-            f"{where[rank].name} on rank {rank}): dumps of two jobs")  # fmt: skip
+def _other_groups(found: DumpSet) -> dict[int, Group]:
+    """Fewest ranks without whom all agree who is in whose group of a description -> one such group;
+    both sides where there are several choices."""
+    own: dict[str, dict[int, Group]] = defaultdict(dict)
+    for rank, dump in found.dumps.items():
+        mine = [group for group in dump.groups.values() if rank in group.ranks]
+        several = Counter(group.desc for group in mine)
+        for group in mine:
+            if several[group.desc] == 1:
+                own[group.desc][rank] = group
+    at_odds, where = defaultdict[int, set[int]](set), dict[int, Group]()
+    for groups in own.values():
+        listed: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for rank, group in groups.items():
+            listed[group.ranks].append(rank)
+        for ranks, listers in listed.items():
+            others = {r for r in ranks if r in groups and groups[r].ranks != ranks}
+            for rank in listers if others else ():
+                where.setdefault(rank, groups[rank])
+                at_odds[rank] |= others
+                for other in others:
+                    at_odds[other].add(rank)
+                    where.setdefault(other, groups[other])
+    odd = set[int]()
+    while most := max(map(len, at_odds.values()), default=0):
+        worst = [rank for rank, others in at_odds.items() if len(others) == most]
+        if len(worst) > 1 and not all(at_odds[worst[0]] == at_odds[rank] for rank in worst):
+            return {r: where[r] for r, others in at_odds.items() if others or r in odd}
+        odd |= set(worst)
+        for rank in worst:
+            for other in at_odds.pop(rank):
+                at_odds[other].discard(rank)
+    return {rank: where[rank] for rank in sorted(odd)}
+
+
+def _never_met(found: DumpSet, where: Mapping[int, Group]) -> bool:
+    """Whether no member of the groups about which dumps disagree saw a call of them end: no
+    communicator comes of ranks that were started with other parallel sizes."""
+    names = {group.name for group in where.values()}
+    rows = (d.status[n] for d in found.dumps.values() for n in names & d.status.keys())
+    done = (e.done for d in found.dumps.values() for e in d.entries if e.group in names)
+    return max((row.completed for row in rows), default=0) < 1 and not any(done)
 
 
 def _stale(state: JobState) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:

@@ -18,7 +18,7 @@ SCHEMA = "prism.diagnosis/1"
 @dataclass(frozen=True)
 class Culprit:
     """A culprit: ``kind`` is host stuck, device stuck, missing dump, order, extra call, skipped
-    call or the field in which its call differs."""
+    call, groups (it has others than the rest) or the field in which its call differs."""
 
     rank: int
     kind: str

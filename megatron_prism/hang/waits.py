@@ -108,6 +108,16 @@ def why_hosts_wait(state: JobState, idle: Collection[int], ahead: Collection[int
             "communicator is created, which is not recorded")  # fmt: skip
 
 
+def lacking_member(state: JobState, idle: Collection[int]) -> tuple[int, str] | None:
+    """(the rank, the group) where several hosts that wait for nobody are, but for one rank that
+    waits further on, all members of a group: in a barrier of gloo for it, or on their way."""
+    for group in state.groups.values() if len(idle) > 1 else ():
+        others = set(group.ranks) - set(idle)
+        if len(others) == 1 == len(group.ranks) - len(idle) and state.outstanding.get(min(others)):
+            return others.pop(), group.desc
+    return None
+
+
 def waiting_for_dead(state: JobState, idle: Collection[int], dead: Collection[int]) -> set[int]:
     """Those of ``idle`` who may wait outside NCCL for a rank without a dump: members of groups of
     which nobody else is.  One death explains them, and they need no fault of their own."""
@@ -337,7 +347,9 @@ def complete_call_lines(state: JobState) -> str:
     whose = f" (of ranks {'; '.join(ranks[:4])}{more})" if ranks else ""
     over = sorted({r for e in calls for r in state.groups[e.group].ranks if state.is_over(r, e)})
     left = f"only {ranks_text(over)} left it" if over else "none left it"
-    return f"every member{whose} entered the call and {left}: a device, the network or NCCL"
+    splits = ", or splits that do not fit, which dumps do not hold" * any(
+        e.op == "all_to_all" for e in calls)  # fmt: skip
+    return f"every member{whose} entered the call and {left}: a device, the network or NCCL{splits}"
 
 
 def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:

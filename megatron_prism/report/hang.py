@@ -77,6 +77,7 @@ _SAID = {  # kind of culprit -> what happened, in words; the others are a field 
     "device stuck": "{ranks} issued this call, and the device never started it",
     "missing dump": "{ranks} left no dump: the process died, or could not write one",
     "order": "{ranks} made these calls in another order than the other ranks",
+    "groups": "{ranks} list other members of their groups than the rest: other parallel sizes",
     "extra call": "{ranks} made a call that nobody else makes",
     "skipped call": "{ranks} skipped this call",
     "operation": "{ranks} made another call in place of this one",

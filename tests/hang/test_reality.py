@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 from helpers import production
 from helpers.flight_dumps import FULL, GIL, judged, said, values
-from helpers.production import ACTIVE, DP, EP, stands
+from helpers.production import ACTIVE, DP, EP, another, stands
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.ops import Op
@@ -179,7 +179,10 @@ def test_a_whole_group_that_stands_still_may_wait_for_one_of_its_ranks():
     assert found.confidence == "possible"
     assert len(said(found, "ranks 1-7:2 are all members of ")) == 1
     named, found = judged(values(stands(1, 3, 5, part="3", at=0), ACTIVE))
-    assert (named, found.candidates) == (set(), (1, 3, 5))  # as three that are on their way
+    assert (named, found.candidates) == (set(), (1, 3, 5, 7))  # three on their way, or 7 went on
+    assert (
+        len(said(found, "they may wait for it in DATA_PARALLEL_GROUP_WITH_CP, outside NCCL")) == 1
+    )
 
 
 def test_one_rank_in_a_barrier_and_all_others_outside_can_be_two_things():
@@ -283,3 +286,60 @@ def test_a_batch_waits_for_all_that_is_in_it():
     assert (named, found.verdict) == ({2}, "host stuck")
     waits = {row.rank: row.waits_for for row in found.victims}
     assert waits[3] == (2,)
+
+
+# -- started with other sizes; calls outside NCCL; splits that do not fit --------------------------
+def regrouped(value, **groups):
+    for config in value["pg_config"].values():
+        config["ranks"] = groups.get(config["desc"], config["ranks"])
+
+
+def test_ranks_that_were_started_with_other_parallel_sizes_are_named():
+    """Rank 5 with tp 4: members of its tensor group have another one.  Nobody met there."""
+    made = values(lambda it: {r: stall.RankFault(host=1 + (r != 5)) for r in range(16)}, ACTIVE)
+    regrouped(made[5], TENSOR_MODEL_PARALLEL_GROUP="[4, 5, 6, 7]")
+    named, found = judged(made)
+    assert (named, found.verdict, found.confidence) == ({5}, "mismatch", "possible")
+    assert {c.kind for c in found.culprits} == {"groups"}
+
+
+@pytest.mark.parametrize("ranks", [(5,), (4, 5, 6, 7), (8, 9, 10, 11, 12, 13, 14)])
+def test_a_node_that_counts_other_ranks_is_named(ranks):
+    made = values(lambda it: {r: stall.RankFault(host=0) for r in range(16)}, ACTIVE)
+    for rank in ranks:
+        regrouped(made[rank], default_pg=str(list(range(15))))
+    named, found = judged(made)
+    assert (named, found.exit_code) == (set(ranks), 1)
+    assert "compare its parallel sizes and world size" in found.evidence[0]
+
+
+def test_half_of_the_ranks_against_the_other_half_names_nobody():
+    made = values(lambda it: {r: stall.RankFault(host=0) for r in range(16)}, ACTIVE)
+    for rank in range(8):
+        regrouped(made[rank], default_pg=str(list(range(15))))
+    named, found = judged(made)
+    assert (named, found.exit_code) == (set(), 3)
+
+
+def test_a_barrier_of_gloo_that_one_rank_leaves_out():
+    """15 hosts wait for nobody, and rank 5 makes its next call: they looked late, 5 did not."""
+    others = [rank for rank in range(16) if rank != 5]
+    named, found = judged(values(stands(*others, part="3", at=0), ACTIVE))
+    assert (named, found.confidence) == ({5}, "possible")
+
+
+@pytest.mark.parametrize("pair", [(5, 3), (1, 5)])
+def test_an_all_to_all_that_ends_on_all_members_but_two(pair):
+    """Each member waits for its own pairs: of two whose splits do not fit either may err."""
+    fault = another(5, "3", "all_to_all", EP, 4, splits=((7, 9, 8, 8), (8, 8, 8, 8)))
+    made = values(fault, FULL)
+    ends = {1, 3, 5, 7} - set(pair)
+    for rank in ends:
+        row = next(e for e in made[rank]["entries"] if e["process_group"][1] == EP
+                   and not e["retired"])  # fmt: skip
+        row["retired"], row["state"] = True, "completed"
+        status = made[rank]["pg_status"][str(row["pg_id"])]
+        status["last_completed_collective"] = row["collective_seq_id"]
+    named, found = judged(made)
+    assert (named, found.candidates, found.exit_code) == (set(), tuple(sorted(pair)), 3)
+    assert len(said(found, "what one of them sends another does not expect (splits)")) == 1
