@@ -1,6 +1,6 @@
 """Run any rank of a large Megatron-LM job on one machine, and see what the job does.
 
-Thirteen packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
+Fourteen packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
 
     core/      world, groups, collectives, programs and their text form, slices, recipes, errors
     graph/     equivalent ranks, matching calls, the world graph, stalled jobs
@@ -10,6 +10,7 @@ Thirteen packages; each imports only those above it (``tests/test_layers.py`` is
     traces/    real jobs' traces: import, what varies, predicted against real, graphs for others
     hang/      from dumps or programs to a verdict; fault_plan names and parses faults,
                fault_planting puts them into programs
+    ask/       questions of several analyses: does it fit, what differs
     report/    a result as text, HTML page or trace; no analysis
     runtime/   torch without Megatron: process group, virtual ranks' answers and their values,
                recorder/, pacing/, devices/ (tiers), te/ (Transformer Engine)
@@ -43,10 +44,11 @@ _HOMES = {  # public name -> module:attribute
     "World": "core.world:World",
     "attach": "_attach:attach",
     "capture": "emulate.recipe_job:capture",
-    "compare": "predict.predict:compare",
+    "compare": "ask.compare:compare",
     "diagnose": "hang.diagnose:diagnose",
     "diagnose_faults": "hang.diagnose:diagnose_faults",
     "emulate": "emulate.recipe_job:emulate",
+    "fit": "ask.fit:fit",
     "import_traces": "traces.programs:import_traces",
     "load": "core.slices:open_programs",
     "load_recipe": "core.recipe:load",

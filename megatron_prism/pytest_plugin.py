@@ -102,7 +102,8 @@ class MemoryGuard:
 
     def _problem(self, job: object, more: Mapping[str, object]) -> str:
         """What fails, or nothing; the baseline is written where there is none yet."""
-        from megatron_prism.cli.memory import describe, limit_of, size
+        from megatron_prism.cli import arguments
+        from megatron_prism.cli.memory import describe, limit_of
         from megatron_prism.memory import baseline
 
         wanted = {**self.given, **more, **({} if job is None else {"job": job})}
@@ -110,7 +111,8 @@ class MemoryGuard:
         if unknown or "job" not in wanted:
             return f"prism_memory.check takes {', '.join(_KEYS)}; job is needed"
         path = self.root / (wanted.get("baseline") or self.place)
-        limit, tol = limit_of(wanted), size(wanted, "tol_bytes")
+        headroom, tol = (arguments.size(wanted.get(key) or 0) for key in ("headroom", "tol_bytes"))
+        limit = limit_of(wanted.get("limit"), headroom)
         device = wanted.get("device") or "h200"
         there = path.exists()
         if not there and os.environ.get("CI", "").lower() in ("1", "true") and not self.update:

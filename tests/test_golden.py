@@ -16,18 +16,28 @@ from megatron_prism.cli import main as cli
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 JOBS = sorted(path.name for path in (GOLDEN / "slices").iterdir())
 SHAPES = [job for job in JOBS if not job.startswith("gpu_")]  # these recorded memory
-CALIBRATED = "calibration=calibration.json"
+CALIBRATED = ["--calibration", "calibration.json"]
 TIMES = {
     "replay": ["replay", "JOB"],
-    "replay-iterations": ["replay", "JOB", "iterations=3"],
-    "replay-calibrated": ["replay", "JOB", CALIBRATED],
+    "replay-iterations": ["replay", "JOB", "--iterations", "3"],
+    "replay-calibrated": ["replay", "JOB", *CALIBRATED],
     "replay-what-if": ["replay", "JOB", "slow=0:1.5", "faster=all_reduce:2"],
     "replay-moved": ["replay", "JOB", "moved=b200"],
     "replay-dp": ["replay", "JOB", "dp=8"],
     "replay-microbatches": ["replay", "JOB", "microbatches=6"],
-    "predict": ["predict", "JOB", "samples=200"],
-    "predict-calibrated": ["predict", "JOB", "samples=200", "seed=3", "slow=2", CALIBRATED],
-    "predict-public": ["predict", "JOB", "samples=100", "variability=public"],
+    "predict": ["predict", "JOB", "--samples", "200"],
+    "predict-calibrated": [
+        "predict",
+        "JOB",
+        "--samples",
+        "200",
+        "--seed",
+        "3",
+        "--slow",
+        "2",
+        *CALIBRATED,
+    ],
+    "predict-public": ["predict", "JOB", "--samples", "100", "--variability", "public"],
     "classes": ["classes", "JOB"],
     "check": ["check", "JOB"],
     "hang": ["hang", "JOB"],
@@ -35,15 +45,16 @@ TIMES = {
     "hang-slow": ["hang", "JOB", "fault=slow@rank=1:factor=1.5"],
 }
 MEMORY = {
-    "memory-explain": ["memory", "explain", "JOB"],
+    "fit": ["fit", "JOB", "--limit", "80GB"],
+    "fit-not": ["fit", "JOB", "--limit", "8MiB", "--device", "none"],
     "memory-record": ["memory", "record", "JOB", "-o", "OUT/made.json"],
-    "memory-check": ["memory", "check", "JOB", "baseline=OUT/made.json", "limit=8MiB"],
+    "memory-check": ["memory", "check", "JOB", "--baseline", "OUT/made.json", "--limit", "8MiB"],
 }
 OTHERS = {
-    "compare": ["predict", "slices/dense_pp2", "--against", "slices/interleaved", "samples=200"],
-    "world": ["world", "size=64", "tp=4", "pp=2", "rank=13"],
+    "compare": ["compare", "slices/dense_pp2", "slices/interleaved"],
+    "compare-what-if": ["compare", "slices/dense_pp2", "slow=0:1.5"],
+    "world": ["world", "size=64", "tp=4", "pp=2", "--rank", "13"],
     "recipes": ["recipes"],
-    "memory-diff": ["memory", "diff", "slices/dense_pp2", "slices/interleaved", "--force"],
     "hang-dumps": ["hang", "--dumps", "OUT/dumps"],
     "hang-dumps-programs": ["hang", "--dumps", "OUT/dumps", "--programs", "slices/dense_pp2"],
     "check-mismatch": ["check", "OUT/odd.txt"],
@@ -124,5 +135,5 @@ def test_the_other_commands(run, request, tmp_path, capsys):
 
 
 def test_programs_as_text(run, request, capsys):
-    cli.main(["show", "slices/dense_pp2", "rank=0", "around=1B0"])
+    cli.main(["show", "slices/dense_pp2", "--rank", "0", "--around", "1B0"])
     hold(request, "others/show", {"text": capsys.readouterr().out.splitlines()})

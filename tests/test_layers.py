@@ -24,12 +24,13 @@ MAY_IMPORT = {
     "predict": "replay graph core",
     "hang": "replay graph core",
     "traces": "hang predict replay graph core",
-    "report": "traces sweep predict replay memory hang graph core",
+    "ask": "traces predict replay memory graph core",
+    "report": "ask traces sweep predict replay memory hang graph core",
     "runtime": "core",
     "emulate": "runtime hang replay predict memory graph core",
     "sweep": "emulate predict memory replay graph core",
     "verify": "emulate runtime core",
-    "cli": "verify sweep emulate report traces predict hang memory replay graph runtime core",
+    "cli": "verify sweep emulate report ask traces predict hang memory replay graph runtime core",
 }
 # The command line, and whoever is loaded into programs of others, start without torch: what needs
 # it is imported where it is used.
@@ -42,7 +43,7 @@ TOP = {  # modules beside the packages
     "__init__": {"_attach"},
     "__main__": {"cli"},
     "_attach": {"core", "emulate"},
-    "pytest_plugin": {"cli", "core", "emulate", "memory"},
+    "pytest_plugin": {"ask", "cli", "core", "emulate", "memory"},
 }
 # Third-party package -> who may import it ("a/*" is at any depth below a/).
 PACKAGES = {
@@ -63,8 +64,8 @@ PACKAGES = {
     "pynvml": ["runtime/recorder/gpu_clock.py"],
     "ray": ["sweep/evaluate.py"],
     "optuna": ["sweep/sweep.py"],
-    "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "predict/*", "hang/*", "report/*",
-              "traces/*", "runtime/*", "emulate/*", "sweep/*", "verify/*", "cli/*"],
+    "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "ask/*", "predict/*", "hang/*",
+              "report/*", "traces/*", "runtime/*", "emulate/*", "sweep/*", "verify/*", "cli/*"],
 }  # fmt: skip
 WITHOUT_NUMPY = {"core/errors.py", "core/units.py", "cli/main.py"}
 

@@ -353,7 +353,7 @@ class Trial:
             if (status := prism(words, self.tree, env, log, self.limit)) != 0:
                 result.why = "capture: " + ": ".join(said(status, log))
                 return
-        words = ["replay", slices, f"machine={self.machine}"]
+        words = ["replay", slices, "--machine", self.machine]
         status = prism(words, self.tree, env, log, self.limit)
         found = re.search(r"iteration +([\d.,]+) (ms|s)\b", log.read_text())
         if status == 0 and found:

@@ -164,7 +164,7 @@ class Turns:
         if file.exists():
             return read_calibration(file)
         words = ["-m", "megatron_prism", "calibrate", "-o", str(file)]
-        words += [f"processes={min(self.num_ranks, NUM_RANKS)}"]
+        words += ["--processes", str(min(self.num_ranks, NUM_RANKS))]
         self._start("calibrate", words).wait()
         return read_calibration(file)
 

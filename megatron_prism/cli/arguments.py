@@ -91,3 +91,18 @@ def name(text: str) -> str:
     if not text:
         raise UnitError("nothing is named", fix="leave it out")
     return text
+
+
+def size(text: str) -> int:
+    """Reads bytes, not below 0."""
+    found = units.parse_bytes(text)
+    if found < 0:
+        raise UnitError(f"{text} is below 0", fix="64MiB")
+    return found
+
+
+def limit(text: str) -> str:
+    """Checks a size of device memory, which stays text: ``80GB`` is the size of a card."""
+    if units.parse_limit(text) < 0:
+        raise UnitError(f"{text} is below 0", fix="--limit 80GB")
+    return text

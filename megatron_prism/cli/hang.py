@@ -59,9 +59,9 @@ def hang(args: argparse.Namespace) -> int:
     prism hang --live --watch 60s [--json --prometheus FILE]
                                 every 60 s, until nothing moved in between or the job ends
     prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
-    prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=2 [plan=FILE seed=0 truth=FILE]
+    prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=2 [--plan FILE --seed 0]
                                 plants faults, runs all ranks until nobody can go on, and judges
-                                the dumps that they would leave; -o DIR keeps these, truth=FILE what
+                                the dumps that they would leave; -o DIR keeps these, --truth what
                                 was planted.  Faults that only cost time are replayed
 
     Exit status: 0 nobody waits, 1 a culprit is named, 3 nobody is, or only a rank whose dump is
@@ -273,41 +273,32 @@ def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, PlantedFaults | N
     from megatron_prism.core.slices import open_programs
     from megatron_prism.hang.diagnose import diagnose, diagnose_faults
 
-    faults, seed, truth = _faults(args.settings)
-    if args.programs.startswith(("fault=", "plan=")):
+    faults = _faults(args.settings, args.plan)
+    if args.programs.startswith("fault="):
         raise UsageError("faults in which programs?", fix=f"prism hang DIR {args.programs}")
     programs = open_programs(args.programs)
     if not faults:
         if args.out is not None:
             raise UsageError("without a fault there are no dumps to write", fix="fault=KIND@…")
-        if args.settings:
+        if args.seed is not None or args.truth is not None:
             raise UsageError("a seed draws the ranks of faults, truth names them: there are none",
-                             fix="fault=KIND@rank=any:1 seed=N")  # fmt: skip
+                             fix="fault=KIND@rank=any:1 --seed N")  # fmt: skip
         return diagnose(programs=programs), None
-    if truth is not None:
-        check_outputs([truth], args.force)
+    check_outputs([args.truth], args.force)
     with steps() as told:
         found = diagnose_faults(
-            programs, faults, seed=seed, out=args.out, force=args.force, progress=told
+            programs, faults, seed=args.seed or 0, out=args.out, force=args.force, progress=told
         )
     if args.out is not None:
         console(stderr=True).print(f"wrote {args.out}")
-    if truth is not None:
+    if args.truth is not None:
         lines = [hit.truth("programs") + "\n" for hit in found.planted.hits]
-        write_whole(truth, "".join(lines), force=args.force)
+        write_whole(args.truth, "".join(lines), force=args.force)
     return found.verdict, found.planted
 
 
-def _faults(words: list[str]) -> tuple[list[Fault], int, Path | None]:
+def _faults(words: list[str], plans: list[str]) -> list[Fault]:
     from megatron_prism.hang.fault_plan import load_plan, parse
 
-    keys = {
-        "fault": parse,
-        "plan": load_plan,
-        "seed": arguments.count(0, 10**18, "seed=0"),
-        "truth": arguments.name,
-    }
-    given = arguments.read(words, keys, "hang", several=("fault", "plan"))
-    found = [*given.get("fault", ()), *itertools.chain.from_iterable(given.get("plan", ()))]
-    truth = given.get("truth")
-    return found, given.get("seed", 0), None if truth is None else Path(truth)
+    given = arguments.read(words, {"fault": parse}, "hang", several=("fault",))
+    return [*given.get("fault", ()), *itertools.chain.from_iterable(map(load_plan, plans))]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import megatron_prism
+from megatron_prism.cli import arguments
+from megatron_prism.cli.compare import compare
+from megatron_prism.cli.fit import fit
 from megatron_prism.cli.hang import hang, has_observation
 from megatron_prism.cli.memory import ACTIONS, memory
 from megatron_prism.cli.output import (
@@ -33,13 +37,13 @@ from megatron_prism.cli.output import (
 )
 from megatron_prism.cli.patches import patches
 from megatron_prism.cli.predict import predict
-from megatron_prism.cli.programs import calibrate, capture, check, classes, diff, show
+from megatron_prism.cli.programs import calibrate, capture, check, classes, show
 from megatron_prism.cli.replay import replay
 from megatron_prism.cli.sweep import sweep
-from megatron_prism.cli.traces import compare, import_
+from megatron_prism.cli.traces import import_
 from megatron_prism.cli.verify import verify
-from megatron_prism.cli.world import world
-from megatron_prism.core.errors import PrismError, UsageError, did_you_mean
+from megatron_prism.cli.world import release, world
+from megatron_prism.core.errors import PrismError, UnitError, UsageError, did_you_mean
 from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
@@ -56,6 +60,32 @@ def _file(flag: str, text: str) -> tuple[tuple[str], dict[str, Any]]:
     return (flag,), {"metavar": "FILE", "type": Path, "help": text}
 
 
+def _option(
+    name: str, reader: arguments.Reader, metavar: str, text: str, **more: Any
+) -> tuple[tuple[str], dict[str, Any]]:
+    """An option whose value ``reader`` reads."""
+
+    def read(word: str) -> object:
+        try:
+            return reader(word)
+        except UnitError as error:
+            raise UsageError(f"--{name} {word}: {error.message}", fix=error.fix) from error
+
+    return (f"--{name}",), {"type": read, "metavar": metavar, "help": text, **more}
+
+
+MACHINE = _option("machine", arguments.name, "NAME", "a shipped machine, or a JSON file like it")
+CALIBRATION = _option("calibration", arguments.name, "FILE", "what prism calibrate wrote")
+LIMIT = _option("limit", arguments.limit, "80GB", "of a GPU's memory; default: the machine's")
+HEADROOM = _option("headroom", arguments.size, "4GiB", "of the limit that stays free")
+DEVICE = _option("device", arguments.name, "NAME", "of context, libraries and NCCL, or none",
+                 default="h200")  # fmt: skip
+ALLOC = _option("alloc", arguments.name, "OPTIONS", "the job's PYTORCH_CUDA_ALLOC_CONF")
+DRAWS = (
+    _option("draws", arguments.count(1, 100_000, "--draws 500"), "N", "iterations of an MoE job"),
+    _option("routing", arguments.name, "LAW", "uniform, zipf:A, or a folder of --prism-record"),
+    _option("capacity", arguments.number("--capacity 1.25"), "1.25", "of experts, then dropped"),
+)
 VERBOSE = (("-v", "--verbose"), {"action": "store_true", "help": "also what the result rests on"})
 
 
@@ -64,6 +94,7 @@ def _settings(text: str) -> tuple[tuple[str], dict[str, Any]]:
 
 
 SETTINGS = _settings("see above")
+WHAT_IFS = _settings("what if: slow=517:1.2, dp=64, microbatches=32")
 OVERRIDES = _settings("change a flag of the recipe: tp=4, seq_length=4096")
 
 
@@ -181,18 +212,12 @@ COMMANDS = {
         show,
         (
             PROGRAMS,
-            _settings("rank, around, group"),
+            _option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
+            _option("around", arguments.name, "2F0", "near this step: microbatch, letter, chunk"),
+            _option("group", arguments.name, "GROUP", "calls in it: tp, pp, dp, or its whole name"),
             (("--text",), {"action": "store_true", "help": "print the whole text form"}),
         ),
         programs=0,
-    ),
-    "diff": Command(
-        diff,
-        (
-            (("a",), {"metavar": "A", "help": "slices, programs or a recording of one run"}),
-            (("b",), {"metavar": "B", "help": "of the other"}),
-            SETTINGS,
-        ),
     ),
     "verify": Command(
         verify,
@@ -209,7 +234,16 @@ COMMANDS = {
         hang,
         (
             (("programs",), {**PROGRAMS[1], "nargs": "?"}),
-            SETTINGS,
+            _settings("fault=KIND@…, or changes of --recipe"),
+            _option("plan", arguments.name, "FILE", "of faults", action="append", default=[]),
+            _option(
+                "seed",
+                arguments.count(0, 10**18, "--seed 0"),
+                "N",
+                "of ranks that are drawn",
+                default=None,
+            ),
+            _file("--truth", "what was planted, to write"),
             (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
             (("--logs",), {"metavar": "FILE", "nargs": "+", "help": "what the job printed"}),
             (("--then",), {"metavar": "DIR2", "help": "dumps of the same job some seconds later"}),
@@ -228,13 +262,55 @@ COMMANDS = {
         job=True,
         programs=0,
     ),
+    "fit": Command(
+        fit,
+        (
+            PROGRAMS,
+            LIMIT,
+            HEADROOM,
+            MACHINE,
+            CALIBRATION,
+            ALLOC,
+            DEVICE,
+            _option("class", arguments.name, "CLASS", "whose peak to show", dest="of_class"),
+            _option(
+                "top", arguments.count(0, 10**9, "--top 12"), "N", "origins of the peak", default=8
+            ),
+            *DRAWS,
+            _option("oom", str, "TEXT", "of an out-of-memory error: which request it was"),
+            _file("--html", "page to write, for any browser"),
+            (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "snapshot to write"}),
+        ),
+        programs=0,
+    ),
+    "compare": Command(
+        compare,
+        (
+            (("paths",), {"metavar": "PATH|key=value", "nargs": "+", "help": "A, then B"}),
+            MACHINE,
+            CALIBRATION,
+            _option("norm", arguments.number("--norm 1e-3"), "1e-3", "of recordings", default=0.0),
+            (("--exit-code",), {"action": "store_true", "help": "status 1 if anything differs"}),
+            _file("--html", "page to write, for any browser"),
+            _file("--trace", "trace with both, for ui.perfetto.dev"),
+        ),
+        programs=1,
+    ),
     "replay": Command(
         replay,
         (
             PROGRAMS,
-            _settings("machine, calibration"),
+            WHAT_IFS,
+            MACHINE,
+            CALIBRATION,
+            _option(
+                "iterations",
+                arguments.count(1, 100, "--iterations 2 is settled"),
+                "N",
+                "in a row, of which the last is shown",
+                default=2,
+            ),
             _file("--html", "page to write, for any browser"),
-            (("--against",), {"metavar": "OTHER", "help": "another replay, to compare with"}),
             _file("--trace", "trace to write, for ui.perfetto.dev"),
             VERBOSE,
         ),
@@ -244,8 +320,22 @@ COMMANDS = {
         predict,
         (
             PROGRAMS,
-            SETTINGS,
-            (("--against",), {"metavar": "DIR", "action": "append", "help": "another layout"}),
+            WHAT_IFS,
+            MACHINE,
+            CALIBRATION,
+            _option("variability", arguments.name, "NAME", "fitted, public, or a file"),
+            _option(
+                "samples",
+                arguments.count(1, 5_000_000, "--samples 100K; more take hours"),
+                "N",
+                "iterations to draw",
+            ),
+            _option(
+                "seed", arguments.count(0, 1 << 62, "--seed 2"), "N", "of the draws", default=0
+            ),
+            _option(
+                "slow", arguments.number("--slow 1.2"), "1.2", "of the one slow GPU", default=1.2
+            ),
             _file("--html", "page to write, with all what-ifs"),
             VERBOSE,
         ),
@@ -259,28 +349,20 @@ COMMANDS = {
             OUT,
         ),
     ),
-    "compare": Command(
-        compare,
-        (
-            (("paths",), {"metavar": "PATH", "nargs": "+", "help": "traces, then the prediction"}),
-            _file("--html", "page to write, for any browser"),
-            _file("--trace", "trace with both, for ui.perfetto.dev"),
-        ),
-    ),
     "sweep": Command(
         sweep,
         (
             (("recipe",), {"metavar": "RECIPE", "nargs": "?"}),
-            SETTINGS,
+            _settings("axes: tp=1,2,4 pp=auto"),
             OUT,
-            (
-                ("--explain",),
-                {
-                    "nargs": 2,
-                    "metavar": ("A", "B"),
-                    "help": "why A beats B: places in the table, or axes",
-                },
-            ),
+            MACHINE,
+            LIMIT,
+            _option("objective", arguments.name, "NAME", "time, tokens_per_gpu, p95 or cost"),
+            _option("price", arguments.number("--price 2.5"), "2.5", "of a GPU for an hour"),
+            _option("workers", arguments.count(1, 1 << 10, "--workers 2"), "N", "processes here"),
+            _option("address", arguments.name, "ADDRESS", "of a Ray cluster; local: Ray here"),
+            _option("trials", arguments.count(1, 100_000, "--trials 200"), "N", "Optuna picks"),
+            _option("part", arguments.name, "I/N", "of the points, for --join"),
             _file("--html", "page: time against memory"),
             (("--slurm",), {"metavar": "N", "type": int, "help": "write an array job of N parts"}),
             (("--join",), {"action": "store_true", "help": "rank what the parts have found"}),
@@ -291,10 +373,17 @@ COMMANDS = {
         memory,
         (
             (("action",), {"choices": ACTIONS}),
-            (("settings",), {"nargs": "*", "metavar": "PATH|key=value", "help": "see above"}),
-            (("-o", "--out"), {"metavar": "FILE", "help": "baseline, or snapshot of explain"}),
+            PROGRAMS,
+            _file("--baseline", "what to check against, or to update"),
+            _option("tol", arguments.size, "1MiB", "growth that is still none", default=0),
+            LIMIT,
+            HEADROOM,
+            _option("leak", arguments.size, "1MiB", "what an iteration may leave behind"),
+            ALLOC,
+            DEVICE,
+            *DRAWS,
+            (("-o", "--out"), {"metavar": "FILE", "help": "baseline to record"}),
             (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"}),
-            _file("--html", "page of explain to write, for any browser"),
         ),
         programs=1,
     ),
@@ -304,10 +393,26 @@ COMMANDS = {
             (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
             (("--host",), {"action": "store_true", "help": "this host alone, without a GPU"}),
             (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
-            SETTINGS,
+            _option("processes", arguments.count(0, 9999, "--processes 4"), "N", "one a GPU"),
+            _option(
+                "seconds", arguments.count(1, 3600, "--seconds 10"), "N", "of --host", default=10
+            ),
+            _option(
+                "node-gpus",
+                arguments.count(1, 9999, "--node-gpus 72"),
+                "N",
+                "that NVLink joins, with --from-nccl-tests",
+            ),
         ),
     ),
-    "world": Command(world, (SETTINGS,)),
+    "world": Command(
+        world,
+        (
+            _settings("sizes, or a recipe"),
+            _option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
+            _option("megatron", release, "0.19", "whose groups", default=(0, 16)),
+        ),
+    ),
     "recipes": Command(recipes),
     "patches": Command(
         patches, ((("--megatron",), {"metavar": "DIR", "help": "a checkout of Megatron-LM"}),)
@@ -357,6 +462,9 @@ def _ended_by(error: BaseException | None) -> int | None:
     return None
 
 
+# what a command was called -> what it is called now, with the words behind it
+_RENAMED = {("memory", "explain"): "fit", ("memory", "diff"): "compare", ("diff",): "compare"}
+_NOW_COMPARE = ("--against", "--explain")  # options of replay, predict and sweep
 _FORMER = {
     "schedule": "prism capture tiny-gpt_1cpu num_layers=4 world_size=4 pp=4 prism.tier=meta "
     "-o DIR, then prism replay DIR --html page.html draws the pipeline"
@@ -371,6 +479,11 @@ def _dispatch(words: list[str]) -> int:
         print(_version())
         return 0
     name, rest = words[0], words[1:]
+    for old, new in _RENAMED.items():
+        if tuple(words[: len(old)]) == old:
+            now = [_as_option(word) for word in words[len(old) :]]
+            fix = " ".join(["prism", new, *now])
+            raise UsageError(f"prism {' '.join(old)} is now prism {new}", fix=fix)
     if name not in COMMANDS:
         fix = _FORMER.get(name) or did_you_mean(name, COMMANDS, f"use one of {', '.join(COMMANDS)}")
         raise UsageError(f"there is no command {name}", fix=fix)
@@ -388,6 +501,14 @@ def _dispatch(words: list[str]) -> int:
         if hasattr(args, "csv"):
             check_outputs([args.csv], args.force)  # before the work, not after
         return command.function(args)
+
+
+def _as_option(word: str) -> str:
+    """``limit=80GB`` as ``--limit 80GB``; other words as the shell takes them."""
+    key, equals, value = word.partition("=")
+    if equals and key.replace("_", "").isalpha():
+        return f"--{key.replace('_', '-')} {shlex.quote(value)}"
+    return shlex.quote(word)
 
 
 def _split_at_line(name: str, words: list[str]) -> tuple[list[str], list[str]]:
@@ -418,7 +539,7 @@ def _parse_job(name: str, rest: list[str], line: list[str]) -> argparse.Namespac
         rest = [*rest[:place], str(_captured(job, ours)), *rest[place:]]
         job = []
     args = _parse(name, rest)
-    args.job, args.ours = job, ours
+    args.job, args.ours, args.line = job, ours, line
     return args
 
 
@@ -463,14 +584,24 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 def _parse(name: str, words: list[str]) -> argparse.Namespace:
     """Options and key=value words may come in any order."""
     parser = _parser(name)
+    options = [flag for action in parser._actions for flag in action.option_strings]
+    for word in words:
+        if (now := _as_option(word)) != shlex.quote(word) and now.partition(" ")[0] in options:
+            raise UsageError(f"{word} is an option of prism {name}", fix=now)
     args, rest = parser.parse_known_intermixed_args(words)
-    for word in rest:
+    for at, word in enumerate(rest):
         if "=" in word and hasattr(args, "settings"):
             args.settings.append(word)  # --seq-length=4096, as Megatron has it
             continue
-        options = [flag for action in parser._actions for flag in action.option_strings]
-        fix = did_you_mean(word, options, f"see prism {name} --help")
-        raise UsageError(f"prism {name} has no option {word}", fix=fix)
+        if word in _NOW_COMPARE:
+            raise UsageError(f"prism {name} {word} is now prism compare", fix="prism compare A B")
+        fix = f"see prism {name} --help"
+        if hasattr(args, "settings") and word.startswith("--"):
+            value = next(iter(rest[at + 1 :]), "…")
+            fix = f"of the job itself: {word[2:].replace('-', '_')}={value}"
+        raise UsageError(
+            f"prism {name} has no option {word}", fix=did_you_mean(word, options, fix, cutoff=0.7)
+        )
     return args
 
 

@@ -1,51 +1,28 @@
 """``prism predict``: how long iterations take when durations vary.
 
 Prints quantiles of the iteration time with their intervals, what moves them, and where a slow GPU
-hurts, as text, JSON or a page; or compares layouts.  Without torch.
+hurts, as text, JSON or a page.  Without torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_prism.cli import arguments
+from megatron_prism.cli import what_ifs
 from megatron_prism.cli.output import (
     check_outputs,
     console,
     print_table,
-    progress,
     steps,
-    warn_without_times,
     write_data,
     write_outputs,
 )
 from megatron_prism.core import units
-from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Programs
-    from megatron_prism.predict import Comparison, Prediction, Study
-    from megatron_prism.predict.predict import Chance
-
-_MOST_SAMPLES = 5_000_000
-_DEFAULTS = {"machine": None, "calibration": None, "variability": None, "host": None}
-
-
-def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """What each key was given, and defaults; ``samples`` and ``slow`` have none."""
-    keys = {
-        **dict.fromkeys(_DEFAULTS, arguments.name),
-        "samples": arguments.count(1, _MOST_SAMPLES, "samples=100K; more take hours"),
-        "seed": arguments.count(0, 1 << 62, "seed=2"),
-        "slow": arguments.number("slow=1.2"),
-    }
-    return {**_DEFAULTS, "seed": 0, **arguments.read(words, keys, "predict")}
+    from megatron_prism.predict import Prediction, Study
 
 
 def ms(ns: float | None) -> str:
@@ -139,81 +116,35 @@ def show_study(study: Study) -> None:
     out.print(study.note)
 
 
-def _percent(one: Chance) -> str:
-    return f"{100 * one.share:.1f} % ({100 * one.low:.1f} to {100 * one.high:.1f} %)"
-
-
-def show_comparison(found: Comparison, verbose: bool) -> None:
-    """Layouts side by side; ``verbose``: also what each rests on."""
-    out = console()
-    first = found.layouts[0].name
-    out.print(f"{found.samples:,} iterations each, one network for all, seed {found.seed}\n")
-    head = ["layout", "ranks", "microbatches", "no variation"]
-    head += [f"p{100 * one.level:g}" for one in found.layouts[0].quantiles]
-    rows = [
-        (
-            one.name,
-            f"{one.ranks:,}",
-            f"{one.microbatches:,}",
-            ms(one.steady),
-            *(ms(q.ns) for q in one.quantiles),
-        )
-        for one in found.layouts
-    ]
-    print_table(head, rows)
-    out.print("\n95 % intervals")
-    rows = [
-        (one.name, *("unknown" if q.ns is None else f"{ms(q.low)} to {ms(q.high)}"
-                     for q in one.quantiles))
-        for one in found.layouts
-    ]  # fmt: skip
-    print_table([head[0], *head[4:]], rows)
-    out.print()
-    rows = [
-        (one.name, "" if one.slower is None else _percent(one.slower), _percent(one.fastest))
-        for one in found.layouts
-    ]
-    print_table(("layout", f"{first} is faster", "fastest of all"), rows)
-    if found.note:
-        out.print(f"\nbeware: {found.note}")
-    said: dict[str, list[str]] = {}
-    for name, one in found.rests_on.items():
-        said.setdefault(f"  spreads: {one.spreads}\n  calls: {one.calls}", []).append(name)
-    for text, names in said.items():
-        out.print(f"\n{', '.join(names)}\n{text}")
-
-
 def predict(args: argparse.Namespace) -> int:
     """The distribution of the iteration time over clusters and iterations, after PRISM.
 
     prism predict DIR
-    prism predict DIR machine=h200 calibration=h200x4.json variability=mine.json seed=1 slow=1.2
+    prism predict DIR --machine h200 --calibration h200x4.json --variability mine.json --seed 1
+    prism predict DIR dp=64 host=1.4        what-ifs, as prism replay has them
 
-    variability=fitted      how much times vary: as in the timed iterations of DIR.  The default if
-                            it has five of them
-    variability=public      as in published measurements.  The default else, and with --against
-    variability=mine.json   a file like predict/variability/public.json
-    samples=2000            how many iterations of the whole world are drawn
-    slow=1.2                how many times as long the one slow GPU computes (0.5: half as long)
-    host=1.4                the index of the hosts, as in prism replay
-
-    Calls that calibration= has samples of vary as those do.
-
-    prism predict A --against B --against C
-
-    Layouts side by side under one network: quantiles of each, and how often A is faster.
-    A, B and C are slices, or names of shipped recipes, which are captured now; A,machine=b200 is
-    A on another machine.
+    --variability is how much times vary: fitted, as in the timed iterations of DIR (the default if
+    it has five of them); public, as in published measurements (the default else); or a file like
+    predict/variability/public.json.  --samples says how many iterations of the whole world are
+    drawn, --slow how many times as long the one slow GPU computes (0.5: half as long).  Calls that
+    --calibration has samples of vary as those do.  DIR may be the name of a shipped recipe, which
+    is captured now.
     """
-    settings = settings_of(args.settings)
-    check_outputs([args.html], args.force, [args.programs, *(args.against or ())])
-    if not args.programs:
-        raise UsageError("predict what?", fix="prism predict DIR")
-    if args.against:
-        if settings.get("slow") is not None:
-            raise UsageError("slow with --against", fix="predict each layout alone for that")
-        return _against(args, settings)
-    found = _predict(args, settings)
+    from megatron_prism.predict import predict
+
+    check_outputs([args.html], args.force, [args.programs])
+    how = {"machine": args.machine, "calibration": args.calibration}
+    priced = what_ifs.priced(what_ifs.open_job(args.programs), args.settings, "predict", **how)
+    with steps() as told:
+        found = predict(
+            priced,
+            variability=args.variability,
+            samples=args.samples,
+            seed=args.seed,
+            slow_by=args.slow,
+            what_ifs=args.html is not None,  # a page shows them
+            progress=told,
+        )
     write_outputs(args.force, (args.html, found.to_html))
     if write_data(args, found.to_json(), [dataclasses.asdict(one) for one in found.quantiles]):
         return 0
@@ -221,83 +152,3 @@ def predict(args: argparse.Namespace) -> int:
     if found.study is not None:
         show_study(found.study)
     return 0
-
-
-def _programs(path: str) -> Programs:
-    """What is in ``path``; a shipped recipe of that name is captured now, for this once."""
-    from megatron_prism.core import recipe
-    from megatron_prism.core.slices import open_programs
-
-    if os.path.exists(path) or path not in recipe.shipped():
-        programs = open_programs(path)
-        warn_without_times(programs)
-        return programs
-    from megatron_prism.emulate import recipe_job
-
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "slices"
-        return recipe_job.capture(recipe.load(path, []), folder, console=console(stderr=True))
-
-
-def _predict(args: argparse.Namespace, settings: dict[str, Any]) -> Prediction:
-    """The distribution; what-ifs too if there is a page."""
-    from megatron_prism.predict import predict
-    from megatron_prism.replay.priced_graph import WhatIf
-
-    programs = _programs(args.programs)
-    with steps() as told:
-        return predict(
-            programs,
-            machine=settings["machine"],
-            calibration=settings["calibration"],
-            what_if=WhatIf(host=settings["host"]),
-            variability=settings["variability"],
-            samples=settings.get("samples"),
-            seed=settings["seed"],
-            slow_by=settings.get("slow", 1.2),
-            what_ifs=args.html is not None,
-            progress=told,
-        )
-
-
-def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
-    """Layouts side by side."""
-    from megatron_prism.predict import compare
-    from megatron_prism.replay.priced_graph import WhatIf, price
-
-    names = [args.programs, *args.against]
-    asked = {name: _with(name, settings) for name in names}
-    same = {(os.path.realpath(path), *map(str, own.items())) for path, own in asked.values()}
-    if len(same) < len(names):
-        raise UsageError("a layout is compared with itself", fix="name each once")
-    layouts = {
-        name: price(
-            _programs(path),
-            machine=own["machine"],
-            calibration=own["calibration"],
-            what_if=WhatIf(host=own["host"]),
-        )  # fmt: skip
-        for name, (path, own) in asked.items()
-    }
-    with progress("drawing iterations") as told:
-        found = compare(
-            layouts,
-            variability={name: own["variability"] or "public" for name, (_, own) in asked.items()},
-            samples=settings.get("samples"),
-            seed=settings["seed"],
-            progress=told,
-        )
-    write_outputs(args.force, (args.html, found.to_html))
-    if write_data(args, found.to_json(), [dataclasses.asdict(one) for one in found.layouts]):
-        return 0
-    show_comparison(found, args.verbose)
-    return 0
-
-
-def _with(name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(path, settings) of ``DIR`` or ``DIR,machine=b200``: what differs for this layout alone."""
-    path, *words = [name] if os.path.exists(name) else name.split(",")
-    if not path or "" in words:
-        raise UsageError(f"--against {name!r} names no layout", fix="--against DIR,machine=b200")
-    keys = dict.fromkeys(_DEFAULTS, arguments.name)
-    return path, {**settings, **arguments.read(words, keys, "predict --against")}

@@ -9,12 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_table, write_data
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
@@ -23,9 +20,7 @@ from megatron_prism.core.units import counted, format_share
 if TYPE_CHECKING:
     from megatron_prism.core.ops import Op
     from megatron_prism.core.program import Program, Programs
-    from megatron_prism.graph.difference import ComparedOp
 
-_PAYLOADS = "payload-*.bin"  # of a recording
 _AROUND = 6  # ops before and after what ``around=`` names
 
 
@@ -81,32 +76,33 @@ def show(args: argparse.Namespace) -> int:
     """Show programs: how many ops of which kind, or the ops of some ranks.
 
     prism show DIR
-    prism show DIR rank=0 around=2F0        ops of rank 0 near microbatch 2's forward of chunk 0
-    prism show DIR rank=pp=1,tp=0 group=PIPELINE_MODEL_PARALLEL_GROUP
+    prism show DIR --rank 0 --around 2F0    ops of rank 0 near microbatch 2's forward of chunk 0
+    prism show DIR --rank pp=1,tp=0 --group pp
     prism show DIR --text > world.txt       everything in the text form, which all commands read
+
+    A step is written as microbatch, letter and chunk: 2F0 is microbatch 2's forward of chunk 0 (F
+    forward, B backward, W weight gradients, O optimizer, G synchronisation, - between them).
     """
     from megatron_prism.core.program_text import dump
     from megatron_prism.core.slices import open_programs
 
-    settings = arguments.read(
-        args.settings, dict.fromkeys(("rank", "around", "group"), str), "show"
-    )
-    if args.text and (settings or args.json):
-        other = "--json" if args.json else f"{next(iter(settings))}="
+    given = [key for key in ("rank", "around", "group") if getattr(args, key) is not None]
+    if args.text and (given or args.json):
+        other = "--json" if args.json else f"--{given[0]}"
         raise UsageError(f"--text is all of them, and {other} not", fix="leave one out")
     programs = open_programs(args.programs)
     if args.text:
         print(dump(programs), end="")
         return 0
-    if "rank" not in settings:
-        for key, value in settings.items():
-            raise UsageError(f"{key}= shows ops of a rank", fix=f"rank=0 {key}={value}")
+    if args.rank is None:
+        if given:
+            raise UsageError(f"--{given[0]} shows ops of a rank", fix=f"--rank 0 --{given[0]} …")
         if not _given_programs(args, programs):
             _overview(programs)
         return 0
     found = {
-        rank: _ops(programs, rank, settings.get("around"), settings.get("group"))
-        for rank in programs.world.select(settings["rank"])
+        rank: _ops(programs, rank, args.around, args.group)
+        for rank in programs.world.select(args.rank)
     }
     rows = [
         {"rank": rank, "index": index, "step": op.label, **dataclasses.asdict(op)}
@@ -199,68 +195,6 @@ def _print_ops(programs: Programs, rank: int, ops: dict[int, Op]) -> None:
         print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")
 
 
-def diff(args: argparse.Namespace) -> int:
-    """Compare two runs of a rank op by op, and name the first difference; exit status 1 if any.
-
-    prism diff before/ after/               slices: of two releases of Megatron, or without a flag
-    prism diff before/ after/ rank=pp=1     of these ranks; else of all that were captured in both
-    prism diff job/ alone/ norm=1e-3        recordings (--prism-payload): what calls delivered, by
-                                            norm; without norm= by every bit
-
-    Every call is compared: step, group, type, elements, root, peer, splits.  So is the arithmetic
-    between calls.  Lines of code are shown only; events, times and memory are left out.
-    """
-    from megatron_prism.core.world import format_ranks
-    from megatron_prism.graph.difference import difference
-
-    keys: dict[str, arguments.Reader] = {"rank": str, "norm": arguments.number("norm=1e-3")}
-    settings = arguments.read(args.settings, keys, "diff")
-    recorded = [path for path in (args.a, args.b) if any(Path(path).glob(_PAYLOADS))]
-    if len(recorded) == 1:
-        raise UsageError(f"{recorded[0]} has what calls delivered, the other has programs",
-                         fix="two recordings, or slices of both runs")  # fmt: skip
-    (ranks, a), (others, b) = (_runs(path, settings.get("rank")) for path in (args.a, args.b))
-    both = [rank for rank in ranks if rank in others]
-    if not both:
-        raise UsageError(
-            f"{args.a} has {format_ranks(ranks)}, {args.b} {format_ranks(others)}: no rank of both",
-            fix="rank=0, where both are whole worlds",
-        )
-    made = [difference(rank, a(rank), b(rank), settings.get("norm", 0.0)) for rank in both]
-    found = [one for one in made if one is not None]
-    value = {"ranks": both, "differences": [one.to_json() for one in found]}
-    if not write_data(args, value, [one.to_json() for one in found]):
-        print("\n".join(one.to_text() for one in found), end="")
-        alike = [rank for rank in both if all(one.rank != rank for one in found)]
-        if alike:
-            print(f"alike: rank{'s' * (len(alike) > 1)} {format_ranks(alike)}")
-    return 1 if found else 0
-
-
-def _runs(path: str, selected: str | None) -> tuple[list[int], Callable[[int], list[ComparedOp]]]:
-    """(ranks that were recorded, or of them those that are ``selected``; the rows of a rank)."""
-    from megatron_prism.core import program
-    from megatron_prism.core.slices import WORLD, open_programs
-    from megatron_prism.core.world import World
-    from megatron_prism.graph.difference import rows_of
-
-    folder = Path(path)
-    if recorded := sorted(folder.glob(_PAYLOADS)):
-        from megatron_prism.emulate import payloads
-
-        ranks = [int(one.stem.rpartition("-")[2]) for one in recorded]
-        chosen = ranks if selected is None else World(max(ranks) + 1).select(selected)
-        return [rank for rank in ranks if rank in chosen], partial(payloads.rows_of, folder)
-    slices = sorted(folder.glob("slice-*.prism")) if not (folder / WORLD).exists() else []
-    if slices and selected is None:  # perhaps of one rank alone
-        of = {one.programs[0].rank: one.programs[0] for one in map(program.load, slices)}
-        return list(of), lambda rank: rows_of(of[rank])
-    programs = open_programs(path)
-    every = [one.rank for one in programs.programs]
-    chosen = every if selected is None else list(programs.world.select(selected))
-    return list(chosen), lambda rank: rows_of(programs.of(rank))
-
-
 def classes(args: argparse.Namespace) -> int:
     """Show which ranks are equivalent, and why each class is one.
 
@@ -338,15 +272,15 @@ def check(args: argparse.Namespace) -> int:
 def calibrate(args: argparse.Namespace) -> int:
     """Measure how long calls take among this host's devices, for prism replay, predict and pacing.
 
-    prism calibrate -o h200x4.json [processes=4]
-    prism calibrate --host [-o HOST.json] [seconds=10]
+    prism calibrate -o h200x4.json [--processes 4]
+    prism calibrate --host [-o HOST.json] [--seconds 10]
     prism calibrate --from-nccl-tests all_reduce_perf.txt all_gather_perf.json -o dgx.json
 
     --host measures this host alone, without a GPU: how fast it issues work, for host= of prism
     replay and predict.  The first line does so too; on GPUs also how long NCCL keeps the host for a
     call, and how much calls and computing slow each other down.  The last line takes what
-    nccl-tests measured, on any number of hosts; node_gpus=72 says how many GPUs NVLink joins where
-    that is more than a host has.
+    nccl-tests measured, on any number of hosts; --node-gpus 72 says how many GPUs NVLink joins
+    where that is more than a host has.
     """
     if args.host:
         return _host(args)
@@ -356,10 +290,8 @@ def calibrate(args: argparse.Namespace) -> int:
         return _from_nccl_tests(args)
     from megatron_prism.emulate import calibrate as calibrating
 
-    keys = {"processes": arguments.count(0, 9999, "processes=4")}
-    settings = arguments.read(args.settings, keys, "calibrate")
     talk = console(stderr=args.json)
-    calibrating.calibrate(args.out, settings.get("processes"), force=args.force, console=talk)
+    calibrating.calibrate(args.out, args.processes, force=args.force, console=talk)
     write_data(args, json.loads(args.out.read_text(encoding="utf-8")))
     return 0
 
@@ -369,12 +301,10 @@ def _host(args: argparse.Namespace) -> int:
     from megatron_prism.core.files import write_whole
     from megatron_prism.emulate import host_benchmark
 
-    keys = {"seconds": arguments.count(1, 3600, "seconds=10")}
-    seconds = arguments.read(args.settings, keys, "calibrate --host").get("seconds", 10)
     check_outputs([args.out], args.force)
     out = console(stderr=args.json)
-    out.print(f"measuring this host for {seconds} s")
-    found = host_benchmark.measure(seconds)
+    out.print(f"measuring this host for {args.seconds} s")
+    found = host_benchmark.measure(args.seconds)
     out.print(
         f"host index {found.index:.3f}, spread {format_share(found.spread, 0)}: {found.source}"
     )
@@ -391,13 +321,9 @@ def _from_nccl_tests(args: argparse.Namespace) -> int:
     from megatron_prism.core.files import write_whole
     from megatron_prism.replay.costs import nccl_tests
 
-    files = [word for word in args.from_nccl_tests if "=" not in word or Path(word).exists()]
-    words = [*args.settings, *(word for word in args.from_nccl_tests if word not in files)]
-    keys = {"node_gpus": arguments.count(1, 9999, "node_gpus=72")}
-    settings = arguments.read(words, keys, "calibrate --from-nccl-tests")
-    check_outputs([args.out], args.force, files)
-    runs = [nccl_tests.read(file) for file in files]
-    stored = nccl_tests.calibration(runs, settings.get("node_gpus"))
+    check_outputs([args.out], args.force, args.from_nccl_tests)
+    runs = [nccl_tests.read(file) for file in args.from_nccl_tests]
+    stored = nccl_tests.calibration(runs, args.node_gpus)
     write_whole(args.out, json.dumps(stored, indent=1) + "\n", force=args.force)
     out = console(stderr=args.json)
     for run in runs:

@@ -1,4 +1,4 @@
-"""``prism memory explain|diff`` of a real process: its memory snapshot, or the text of its error.
+"""``prism fit`` of a real process: its memory snapshot, or the text of its error.
 
 In : what ``memory.snapshot`` and ``memory.oom`` answer.  Out: text or JSON.
 """
@@ -18,7 +18,7 @@ from megatron_prism.core.errors import UsageError
 if TYPE_CHECKING:
     from megatron_prism.core.program import Program, Programs
     from megatron_prism.memory.peaks import HeldMemory, Peak
-    from megatron_prism.memory.snapshot import Snapshot, SnapshotComparison
+    from megatron_prism.memory.snapshot import Snapshot
 
 
 _NAME = re.compile(r"\.(?:pickle|pkl)(?:\.gz|\.xz)?$", re.IGNORECASE)
@@ -50,8 +50,9 @@ def explain(args: argparse.Namespace, path: str, top: int) -> int:
     write_outputs(args.force, (args.html, lambda: render_snapshot(Path(path).name, taken)))
     rows = [asdict(one) for one in peak.holdings[:top]]
     value = {"schema": "prism.memory_snapshot/1", **_figures(taken, peak), "top": rows}
+    status = int(taken.failed is not None)
     if write_data(args, value, rows):
-        return 0
+        return status
     since = "its first request" if taken.whole else "later: blocks from before have no line"
     print(f"{Path(path).name}: iterations 1 to {taken.iterations[-1]}, history since {since}")
     if taken.failed is not None:
@@ -65,8 +66,8 @@ def explain(args: argparse.Namespace, path: str, top: int) -> int:
         print(f"reserved {exact(most)} at most: {same}")
     print(f"  at the end {exact(taken.reserved)}, {_free(taken)}")
     _print_holdings(peak.holdings[:top])
-    print(f"next: prism memory diff {path} SLICES  (prism capture -o SLICES -- the job's line)")
-    return 0
+    print(f"next: prism compare {path} SLICES  (prism capture -o SLICES -- the job's line)")
+    return status
 
 
 def _figures(taken: Snapshot, peak: Peak) -> dict[str, object]:
@@ -107,68 +108,6 @@ def _print_failed(taken: Snapshot) -> None:
 def _print_holdings(holdings: tuple[HeldMemory, ...]) -> None:
     rows = [(f"{h.num_bytes:,}", str(h.count), h.kind, h.site, h.module) for h in holdings]
     print_table(("  bytes", "tensors", "kind", "site", "module"), rows)
-
-
-def growth(args: argparse.Namespace, earlier: str, later: str) -> int:
-    """Print what one process holds more in a later snapshot, by line.  Exit status 1: over 1 MiB
-    in all."""
-    from megatron_prism.memory import snapshot
-
-    found = snapshot.grown(snapshot.read(earlier), snapshot.read(later))
-    total, rows = sum(one.num_bytes for one in found), [asdict(one) for one in found]
-    status = int(total > 1 << 20)
-    if write_data(args, {"schema": "prism.memory_growth/1", "grown": total, "by": rows}, rows):
-        return status
-    print(f"{total:+,} B from {Path(earlier).name} to {Path(later).name}")
-    _print_holdings(tuple(found[:12]))
-    return status
-
-
-def diff(args: argparse.Namespace, path: str, programs: Programs) -> int:
-    """Print a process beside the slices of its job.  Exit status 1: over 1 % of the peak is not
-    in the slices."""
-    from megatron_prism.memory import snapshot
-
-    found = snapshot.compare(snapshot.read(path), program_of(programs, path))
-    real, emulated = found.real.by_kind, found.emulated.by_kind
-    value = {"schema": "prism.memory_alignment/1", "real": found.real.num_bytes,
-             "emulated": found.emulated.num_bytes, "common": found.common,
-             "asked": found.asked, "aligned": found.aligned,
-             "by_category": {kind: [real[kind], emulated[kind]] for kind in real},
-             "only_real": [asdict(one) for one in found.only_real],
-             "only_emulated": [asdict(one) for one in found.only_emulated]}  # fmt: skip
-    status = int(found.common < 0.99 * found.real.num_bytes)
-    if write_data(
-        args, value, [{"kind": k, "real": real[k], "emulated": emulated[k]} for k in real]
-    ):
-        return status
-    rows = [(kind, f"{real[kind]:,}", f"{emulated[kind]:,}", f"{emulated[kind] - real[kind]:+,}")
-            for kind in real if real[kind] or emulated[kind]]  # fmt: skip
-    total = found.real.num_bytes, found.emulated.num_bytes
-    rows.append(("peak", f"{total[0]:,}", f"{total[1]:,}", f"{total[1] - total[0]:+,}"))
-    print_table(("  bytes", "real", "slices", "difference"), rows)
-    print(f"{_percent(found.common, total[0])} of the bytes at the real peak are blocks of the "
-          f"slices, too; {_percent(found.aligned, found.asked)} of what the iteration asks for "
-          "comes in the same order")  # fmt: skip
-    _print_first(found)
-    return status
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / max(whole, 1):.2f} %"
-
-
-def _print_first(found: SnapshotComparison) -> None:
-    if not found.only_real and not found.only_emulated:
-        return
-    step = (*found.only_real, *found.only_emulated)[0].step
-    print(f"first difference, in {step}:")
-    for what, requests in (("real  ", found.only_real), ("slices", found.only_emulated)):
-        shown: dict[tuple[int, str], int] = {}
-        for one in requests:
-            shown[one.num_bytes, one.site] = shown.get((one.num_bytes, one.site), 0) + 1
-        for (size, site), count in list(shown.items())[:4]:
-            print(f"  only {what} {size:,} B x {count}  {site or 'no Python frame'}")
 
 
 def explain_error(args: argparse.Namespace, program: Program, text: str, top: int) -> int:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
-from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_json, write_outputs
-from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import rendered, write_whole
+from megatron_prism.core.files import write_whole
 
 if TYPE_CHECKING:
     from megatron_prism.sweep.space import Script
@@ -33,18 +28,17 @@ def sweep(args: argparse.Namespace) -> int:
     tries all that divide.  Points fall by Megatron's own checks, by a lower bound of their memory,
     and by the memory of their stages; each is listed with its reason.
 
-    machine=h200            the machine, as prism replay takes it; default: the recipe's
-    limit=80GiB             device memory; default: the machine's
-    objective=time          or tokens_per_gpu, p95, cost (with price=, of a GPU for an hour)
-    workers=2               local processes
-    address=auto            a Ray cluster instead (auto, ray://HOST:10001), or local: Ray here
-    trials=200              of a space too large for that, only points that Optuna picks
+    --machine is as prism replay takes it; default: the recipe's.  --limit is the device's memory;
+    default: the machine's.  --objective is time, tokens_per_gpu, p95 or cost (with --price, of a
+    GPU for an hour).  --workers are local processes; --address a Ray cluster instead (auto,
+    ray://HOST:10001), or local: Ray here.  Of a space too large for that, Optuna picks --trials.
 
     --slurm N writes an array job of N parts, which evaluate; --join ranks what they have found.
 
     The same command goes on after an interruption; another sweep into DIR uses its slices.  Exit
     status 1: no point can run.
     """
+    from megatron_prism.replay.costs.machine import device_limit
     from megatron_prism.sweep.sweep import sweep as run
 
     given, job = list(args.settings), args.recipe
@@ -53,7 +47,9 @@ def sweep(args: argparse.Namespace) -> int:
     elif job is None:
         fix = "prism sweep RECIPE tp=1,2 -o DIR, or tp=1,2 -o DIR -- pretrain_gpt.py …"
         raise UsageError("a sweep of what?", fix=fix)
-    how, axes = _words(given)
+    how = _own(args)
+    if args.limit is not None:
+        how["limit"] = device_limit(args.limit)[0]
     if args.out is None:
         raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
     check_outputs([args.csv, args.html], args.force)
@@ -63,7 +59,7 @@ def sweep(args: argparse.Namespace) -> int:
         return 0
     if args.join:
         how["part"] = "join"
-    made = run(job, axes, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
+    made = run(job, given, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
     _print(made, args)
     write_outputs(args.force, (args.csv, made.to_csv))
     if args.html is not None:
@@ -73,7 +69,13 @@ def sweep(args: argparse.Namespace) -> int:
     return 0 if made.rows else 1
 
 
+_OWN = ("machine", "limit", "objective", "price", "part", "address", "trials", "workers")
 _TIMELINES = 10  # of the first points, beside those that nothing beats in time and memory
+
+
+def _own(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given."""
+    return {key: value for key in _OWN if (value := getattr(args, key)) is not None}
 
 
 def _write_timelines(made: Sweep, page: Path, force: bool) -> dict[str, str]:
@@ -111,7 +113,7 @@ _ARRAY_JOB = """#!/bin/bash
 #SBATCH --cpus-per-task={workers}
 #SBATCH --mem=4G
 #SBATCH --output={log}
-exec {command} part=$SLURM_ARRAY_TASK_ID/{parts}{job}
+exec {command} --part $SLURM_ARRAY_TASK_ID/{parts}{job}
 """
 
 
@@ -123,10 +125,10 @@ def _array_job(args: argparse.Namespace) -> str:
     given = [args.recipe, *args.settings] if args.recipe else list(args.settings)
     words = ["prism", "sweep", *given, "-o", str(out), *args.ours]
     job = shlex.join(["--", *args.job]) if args.job else ""
-    threads = next((w.partition("=")[2] for w in given if w.startswith("workers=")), "2")
+    given += [word for key, value in _own(args).items() for word in (f"--{key}", str(value))]
     path = out / "sweep.sbatch"
     text = _ARRAY_JOB.format(
-        last=args.slurm - 1, workers=threads, log=shlex.quote(str(out / "slurm-%a.log")),
+        last=args.slurm - 1, workers=args.workers or 2, log=shlex.quote(str(out / "slurm-%a.log")),
         command=shlex.join([sys.executable, "-m", "megatron_prism", *words[1:]]),
         parts=args.slurm, job=f" {job}" if job else "",
     )  # fmt: skip
@@ -137,30 +139,10 @@ def _array_job(args: argparse.Namespace) -> str:
 
 
 def _print(made: Sweep, args: argparse.Namespace) -> None:
-    if args.explain:
-        both = (made.find(args.explain[0]), made.find(args.explain[1]))
-        print(rendered("report.sweep:render_pair", both, str), end="")
-    elif args.json:
+    if args.json:
         print_json(made.to_json())
-    else:
-        print(made.to_text(), end="")
-
-
-def _words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """(arguments of ``sweep``, axes)."""
-    keys: dict[str, arguments.Reader] = {
-        "machine": arguments.name,
-        "limit": units.parse_limit,
-        "objective": arguments.name,
-        "price": arguments.number("price=2.5"),
-        "part": arguments.name,
-        "address": arguments.name,
-        "trials": arguments.count(1, 100_000, "trials=200"),
-        "workers": arguments.count(1, os.cpu_count() or 1 << 10, "workers=2"),
-    }
-    names = [word.partition("=")[0].lstrip("-") for word in words]
-    # also a typo of one, for which ``read`` says what is meant
-    mine = [
-        w for w, name in zip(words, names, strict=True) if get_close_matches(name, keys, 1, 0.9)
-    ]
-    return arguments.read(mine, keys, "sweep"), [word for word in words if word not in mine]
+        return
+    print(made.to_text(), end="")
+    places = [str(args.out / row.result["slices"]) for row in made.rows[:2]]
+    if places:
+        print("next:", shlex.join(["prism", "compare" if len(places) > 1 else "fit", *places]))

@@ -6,8 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, write_data, write_outputs
+from megatron_prism.cli.output import console, write_data
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 
@@ -46,37 +45,4 @@ def import_(args: argparse.Namespace) -> int:
     ):
         print(varies.to_text(), end="")
     console(stderr=True).print(f"wrote {args.out}")
-    return 0
-
-
-def compare(args: argparse.Namespace) -> int:
-    """Compare the timeline of a real job with the predicted one: where the error comes from.
-
-    prism compare rank*.json.gz llama
-    prism compare traces llama machine=h200 calibration=calibration.json
-    prism compare traces llama --html page.html --trace both.json
-
-    The last of the paths is the prediction: programs, as prism replay takes them.  Prints how many
-    calls have kernels and how many are paired.  From 95 % on it prints the parts of every traced
-    rank's iteration, predicted and real (computing: kernels ran; exposed calls, waiting; host: what
-    is left), and the segments and calls that differ most.  --trace has both tracks for
-    ui.perfetto.dev.
-    """
-    from megatron_prism.core.slices import open_programs
-    from megatron_prism.replay.priced_graph import replay
-    from megatron_prism.traces.compare import compare_traces
-
-    paths: list[str] = []
-    keys = {"machine": arguments.name, "calibration": arguments.name}
-    how = arguments.read(args.paths, keys, "compare", names=paths)
-    if len(paths) < 2:
-        raise UsageError(
-            "a comparison needs traces and a prediction", fix="prism compare TRACES DIR"
-        )
-    check_outputs([args.html, args.trace], args.force, paths)
-    made = compare_traces(paths[:-1], replay(open_programs(paths[-1]), **how))
-    if not write_data(args, made.to_json(), made.rows()):
-        print(made.to_text(), end="")
-    if made.compared:
-        write_outputs(args.force, (args.html, made.to_html), (args.trace, made.to_chrome_trace))
     return 0

@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 def world(args: argparse.Namespace) -> int:
     """Show a world: its sizes, its stages, and one rank's coordinates and Megatron groups.
 
-    prism world size=8192 tp=8 pp=16 rank=1000
-    prism world llama3-70b_1024gpu_tp8pp4vp5_h200 rank=pp=3,tp=0
+    prism world size=8192 tp=8 pp=16 --rank 1000
+    prism world llama3-70b_1024gpu_tp8pp4vp5_h200 --rank pp=3,tp=0
 
-    Sizes are size, tp, cp, pp, ep, etp, vpp, gpus_per_node and order; size may be left out.  rank
-    is a rank or a selector; megatron=0.19 lists the groups of that release (0.16 by default).
+    Sizes are size, tp, cp, pp, ep, etp, vpp, gpus_per_node and order; size may be left out.
+    --rank is a rank or a selector; --megatron 0.19 lists the groups of that release (0.16 by
+    default).
     """
     names: list[str] = []
     sizes = arguments.read(args.settings, _KEYS, "world", names=names)
-    rank, release = sizes.pop("rank", None), sizes.pop("megatron", (0, 16))
+    rank, release = args.rank, args.megatron
     the_world = _world(names, sizes)
     ranks = the_world.select(rank) if rank is not None else ()
     found = {
@@ -62,10 +63,10 @@ def _size(text: str) -> int:
     return found
 
 
-def _release(text: str) -> tuple[int, int]:
+def release(text: str) -> tuple[int, int]:
     parts = text.split(".")
     if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
-        raise UnitError("it is no release", fix="megatron=0.19")
+        raise UnitError("it is no release", fix="--megatron 0.19")
     return int(parts[0]), int(parts[1])
 
 
@@ -73,8 +74,6 @@ _SIZES = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "gpus_per_node")
 _KEYS: dict[str, arguments.Reader] = {
     **dict.fromkeys(_SIZES, _size),
     "order": str,
-    "rank": str,
-    "megatron": _release,
 }
 
 

@@ -27,6 +27,9 @@ _SHORT = {
     "etp": "EXPERT_TENSOR_PARALLEL_GROUP", "edp": "EXPERT_DATA_PARALLEL_GROUP",
     "dp": "DATA_PARALLEL_GROUP", "mp": "MODEL_PARALLEL_GROUP", "world": "default_pg",
     "embd": "EMBEDDING_GROUP", "optim": "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+    "tp-cp": "TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp-dp": "TENSOR_AND_DATA_PARALLEL_GROUP",
+    "tp-ep": "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+    "tp-ep-pp": "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
 }  # fmt: skip
 
 
@@ -160,8 +163,16 @@ def named_group(text: str, desc: str) -> bool:
 def short_name(desc: str) -> str:
     """How people write the groups of a description: tp, dp, edp, else its own words."""
     bare = desc.removesuffix("_WITH_CP")
-    known = (name for name, full in _SHORT.items() if bare == full)
-    return next(known, desc.removesuffix("_GROUP").replace("_", " ").lower())
+    for name, full in _SHORT.items():
+        if bare == full:
+            return name
+    of_megatron = re.fullmatch(r"[A-Z0-9_]+_GROUP", bare)
+    return bare.removesuffix("_GROUP").replace("_", " ").lower() if of_megatron else desc
+
+
+def with_short_names(text: str) -> str:
+    """``text`` with the short names of the groups that it names, if they have one."""
+    return re.sub(r"\b[A-Z]\w+_GROUP(?:_WITH_CP)?\b", lambda found: short_name(found[0]), text)
 
 
 def kind(desc: str) -> str:

@@ -50,7 +50,7 @@ def parse_limit(text: str | int) -> int:
     num_bytes = parse_bytes(text)
     if isinstance(text, str) and text.strip().isdecimal() and num_bytes < 1 << 20:
         said = f"{text.strip()} is {num_bytes:,} bytes, which no device has"
-        raise UnitError(said, fix=f"limit={text.strip()}GiB")
+        raise UnitError(said, fix=f"--limit {text.strip()}GB")
     return num_bytes
 
 

@@ -1,4 +1,4 @@
-"""``prism calibrate``: measure this host's calls, for ``prism replay … calibration=FILE``.
+"""``prism calibrate``: measure this host's calls, for ``prism replay … --calibration FILE``.
 
 ``calibrate`` starts one process per device through torch.distributed.run; ``main`` is one of them.
 Every group size from 2 to the number of devices that divides it is measured on ranks 0 … n-1, as
@@ -30,7 +30,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import check_writable, write_whole
-from megatron_prism.core.units import counted
 from megatron_prism.emulate import host_benchmark
 from megatron_prism.replay.costs.collectives import KINDS
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
@@ -59,10 +58,10 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = (devices or 2) if num_processes is None else num_processes
     if count < 1 + (not devices):
-        message = f"calls among {counted(count, 'process')} without a GPU take no time"
-        raise UsageError(message, fix="processes=2, or prism calibrate --host for this host alone")
+        message = f"calls among {count} process{'es' * (count != 1)} without a GPU take no time"
+        raise UsageError(message, fix="--processes 2, or --host for this host alone")
     if devices and count > devices:
-        raise UsageError(f"{count} processes for {devices} devices", fix=f"processes={devices}")
+        raise UsageError(f"{count} processes for {devices} devices", fix=f"--processes {devices}")
     where = f"{count} GPUs through NCCL" if devices else f"{count} CPU processes through gloo"
     what = f"calls among {where}; this takes about a minute"
     if count == 1:

@@ -206,7 +206,7 @@ def watch_from_options(options: Options) -> MemoryWatch | None:
         return None
     if options.tier != "cuda":
         what = f"--prism-memory-snapshot is of a real allocator, and tier {options.tier} has none"
-        fix = "--prism-capture DIR and prism memory explain DIR, or --prism-tier cuda"
+        fix = "--prism-capture DIR and prism fit DIR, or --prism-tier cuda"
         raise UsageError(what, fix=fix)
     path = options.memory / f"rank-{options.rank:06d}.pickle"
     if path.exists() and not options.force:
@@ -230,7 +230,7 @@ def explain(
         lines.append(f"  {held:,} B of it are held for the large job's communicators")
     return NotTrainedError(
         "\n".join(lines),
-        fix="prism memory explain DIR of a capture shows what is alive there; recompute, a smaller "
+        fix="prism fit DIR of a capture shows what is alive there; recompute, a smaller "
         "micro batch or another layout of layers make room",
     )
 

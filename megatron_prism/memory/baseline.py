@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
@@ -21,7 +21,7 @@ import msgspec
 
 from megatron_prism.core import foreign, job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import write_whole
+from megatron_prism.core.files import rendered, write_whole
 from megatron_prism.core.ops import CODED
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import counted
@@ -111,12 +111,17 @@ class ClassMemoryFigures(OptionalFigures):
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """job: what decides the numbers (arguments, versions, tier); classes: name -> its figures."""
+class MemoryReport:
+    """The peak memory of a job.
+
+    job     : what decides the numbers: arguments, versions, tier
+    classes : name -> figures of that class of ranks, bytes
+    device  : what ``peak_device`` is made of
+    """
 
     job: Mapping[str, str]
     classes: Mapping[str, ClassMemoryFigures]
-    device: str = _UNKNOWN  # what peak_device is made of
+    device: str = _UNKNOWN
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -126,8 +131,21 @@ class Baseline:
         allocated = described(PROVENANCE["peak_allocated"], unknown)
         return {**PROVENANCE, "peak_allocated": allocated, "peak_device": self.device}
 
+    def to_rows(self) -> list[dict[str, object]]:
+        """A row for every class, without the lists of its tensors; bytes."""
+        keys = ["ranks", "count", "peak_allocated", "peak_reserved", "nccl", "peak_device", "at",
+                "by_category"]  # fmt: skip
+        if any("drawn" in one for one in self.classes.values()):
+            keys.append("drawn")
+        return [{"class": name, **{key: one.get(key) for key in keys}}
+                for name, one in self.classes.items()]  # fmt: skip
+
+    def to_text(self) -> str:
+        """A line for every class, and where the figures are from."""
+        return rendered("report.fit:render_memory", self, str)
+
     def to_json(self) -> dict[str, object]:
-        """What ``prism memory explain --json`` prints: whole bytes, by class."""
+        """The peaks as plain values: whole bytes, by class."""
         return {
             "schema": "prism.memory_peaks/1",
             "classes": dict(self.classes),
@@ -141,7 +159,7 @@ def peak_memory(
     alloc_conf: str = "",
     device: str | os.PathLike[str] | nccl_buffers.BufferCalibration | None = nccl_buffers.DEFAULT,
     draws: Draws | None = None,
-) -> Baseline:
+) -> MemoryReport:
     """Find the peak memory of every class of ranks, and what is alive then.
 
     Args:
@@ -214,7 +232,7 @@ def measure(
     alloc_conf: str = "",
     device: nccl_buffers.BufferCalibration | None = None,
     draws: Draws | None = None,
-) -> Baseline:
+) -> MemoryReport:
     """The figures of ``programs``; ``device`` says what processes and communicators take.
 
     UsageError if they recorded no memory or did not train, or where there is nothing to draw.
@@ -245,7 +263,7 @@ def measure(
         what = "the slices do not say which allocations depend on routing"
         fix = "an MoE job on tier meta with an alltoall or allgather dispatcher, --train-iters 4"
         raise UsageError(what, fix=fix)
-    return Baseline(job, classes, device.provenance())
+    return MemoryReport(job, classes, device.provenance())
 
 
 def _capacity(job: Mapping[str, str], draws: Draws) -> float | None:
@@ -315,7 +333,7 @@ def _figures(one: ClassMemory) -> ClassMemoryFigures:
     }
 
 
-def save(baseline: Baseline, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+def save(baseline: MemoryReport, path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write it, whole or not at all; UsageError if the place is taken."""
     value = {"schema": SCHEMA, **asdict(baseline)}
     del value["device"]
@@ -324,7 +342,7 @@ def save(baseline: Baseline, path: str | os.PathLike[str], *, force: bool = Fals
 
 
 # -- reading --------------------------------------------------------------------------------------
-def load(path: str | os.PathLike[str]) -> Baseline:
+def load(path: str | os.PathLike[str]) -> MemoryReport:
     """What ``save`` wrote.  UsageError for anything else."""
     fix = f"write it again: prism memory record PROGRAMS -o {path} --force"
     absent = f"prism memory record PROGRAMS -o {path}"
@@ -332,7 +350,7 @@ def load(path: str | os.PathLike[str]) -> Baseline:
         found = foreign.read_json(path, _Stored)
         for name, one in found.classes.items():
             _check(name, one)
-    return Baseline(found.job, found.classes, found.provenance.get("peak_device", _UNKNOWN))
+    return MemoryReport(found.job, found.classes, found.provenance.get("peak_device", _UNKNOWN))
 
 
 class _Stored(msgspec.Struct):
@@ -354,8 +372,8 @@ def _check(name: str, one: ClassMemoryFigures) -> None:
 
 # -- comparing ------------------------------------------------------------------------------------
 def compare(
-    before: Baseline,
-    after: Baseline,
+    before: MemoryReport,
+    after: MemoryReport,
     *,
     tol_bytes: int = 0,
     limit: int | None = None,
@@ -399,7 +417,7 @@ def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
     ]
     if differ:
         what = f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}"
-        fix = "prism memory update takes the new one, prism memory diff A B --force shows both"
+        fix = "prism memory update takes the new one, prism compare A B shows both"
         raise UsageError(what, fix=fix)
 
 
@@ -443,9 +461,3 @@ def _origins(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, 
     found = [Growth(k, m, shown, size) for (k, m, _), (size, _, shown) in total.items() if size]
     found += [Growth("other", "smaller ones", "", rest)] if rest else []
     return tuple(sorted(found, key=lambda g: (-g.num_bytes, g.kind, g.module, g.site)))
-
-
-def summary(changes: Sequence[Change]) -> dict[str, int]:
-    """How many classes of each kind of change."""
-    return {what: sum(c.what == what for c in changes) for what in dict.fromkeys(
-        c.what for c in changes)}  # fmt: skip

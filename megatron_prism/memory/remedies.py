@@ -15,13 +15,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_prism.core import job_settings
-from megatron_prism.core.ops import ALLOCATION, PHASE_NAMES
+from megatron_prism.core.ops import ALLOCATION, IS_CALL, PHASE_NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.memory import allocator, peaks
 
@@ -36,6 +37,7 @@ class Recomputation:
     part        : of a module's name: the part that runs again
     inside      : of the names of its modules, one at least is there
     keeps_output: a normal checkpoint; else the output goes, too (output-discarding)
+    kernels     : in notes of segments that the part shares with others, those that are its own
     Source: core/transformer/transformer_config.py:411 @0.16.1
     """
 
@@ -43,20 +45,25 @@ class Recomputation:
     part: re.Pattern[str]
     inside: re.Pattern[str] = re.compile("")
     keeps_output: bool = True
+    kernels: str = ""
 
 
+_MATMUL, _ACTIVATION = r"(?:gemm|mm|addmm)\([^;]*", r"\w*(?:glu|gelu|silu|relu|mul)\w*\([^;]*"
+_GATED = rf"{_MATMUL}(?:; {_ACTIVATION})+; {_MATMUL}"  # products around activations
+_SCORES = r"(?:\w*attention\w*|b?addbmm|bmm|\w*softmax\w*)\([^;]*"
 _LAYER = re.compile(r".*\blayers\.\d+\b")
 _NORM, _MLP = re.compile(r".*\.(input|pre_mlp)_layernorm\b"), re.compile(r".*\.mlp\b")
 _EXPERTS = re.compile(r"\.mlp\.(experts|router|token_dispatcher)\b")
 _KNOWN = (
-    Recomputation("core_attn", re.compile(r".*\.core_attention\b")),
-    Recomputation("mlp", _MLP, re.compile(r"\.mlp\.linear_fc")),
-    Recomputation("moe", _MLP, _EXPERTS),
-    Recomputation("shared_experts", re.compile(r".*\.mlp\.shared_experts\b")),
-    Recomputation("layernorm", _NORM, keeps_output=False),
-    Recomputation("mla_up_proj", re.compile(r".*\.linear_(q|kv)_up_proj\b"), keeps_output=False),
-    Recomputation("", _LAYER),
-)
+    Recomputation("core_attn", re.compile(r".*\.core_attention\b"), kernels=_SCORES),
+    Recomputation("mlp", _MLP, re.compile(r"\.mlp\.linear_fc"), kernels=_GATED),
+    Recomputation("moe", _MLP, _EXPERTS, kernels=rf"(?!{_MATMUL}|\w*attention|\w*norm|rope)[^;]+"),
+    Recomputation("shared_experts", re.compile(r".*\.mlp\.shared_experts\b"), kernels=_GATED),
+    Recomputation("layernorm", _NORM, keeps_output=False, kernels=r"\w*norm\w*\([^;]*"),
+    Recomputation("mla_up_proj", re.compile(r".*\.linear_(q|kv)_up_proj\b"), keeps_output=False,
+                  kernels=rf"\w*norm\w*\([^;]*; {_MATMUL}"),
+    Recomputation("", _LAYER, kernels=".+"),
+)  # fmt: skip
 
 
 _FORWARD = PHASE_NAMES.index("forward")
@@ -72,12 +79,14 @@ class Remedy:
     freed    : bytes of tensors that the peak is lower
     reserved : bytes of segments that an iteration holds less
     peak     : the next one
+    how      : what runs again
     """
 
     words: str
     freed: int
     reserved: int
     peak: peaks.Peak
+    how: Recomputation
 
 
 def remedies(
@@ -102,7 +111,7 @@ def remedies(
         freed = before.num_bytes - after.num_bytes
         if freed * _LEAST >= before.num_bytes and less > 0:
             words = _words([*modules, one.module] if one.module else [], "settings" in job)
-            found.append(Remedy(words, freed, less, after))
+            found.append(Remedy(words, freed, less, after, one))
     return tuple(sorted(found, key=lambda remedy: -remedy.freed))
 
 
@@ -125,7 +134,8 @@ def _words(modules: Sequence[str], recipe: bool) -> str:
         given |= {"method": "uniform", "num-layers": "1"}
     if recipe:
         words = [f"recompute_{key.replace('-', '_')}={text}" for key, text in given.items()]
-        return " ".join(words + [f"'recompute_modules={' '.join(modules)}'"] * bool(modules))
+        named = shlex.quote(f"recompute_modules={' '.join(modules)}")
+        return " ".join([*words, named] if modules else words)
     words = [f"--recompute-{key} {text}" for key, text in given.items()]
     return " ".join(words + [f"--recompute-modules {' '.join(modules)}"] * bool(modules))
 
@@ -221,18 +231,38 @@ def _begin(program: Program, ends: np.ndarray, event: int) -> int:
     return int(np.searchsorted(before, np.searchsorted(ends, ends[op])))
 
 
-def _recomputed(program: Program, how: Recomputation) -> Program | None:
-    """The program with what ``how`` frees and makes anew; None where it keeps nothing."""
-    lives, events = _Lives.of(program), program.allocations
+@dataclass(frozen=True)
+class _Rerun:
+    """One forward of a part that its backward runs again.
+
+    first, last : events of the forward;  begin, end: of its layer
+    mine        : storage -> the row with which it came
+    kept, frees : storages that it no longer keeps, and the events that free them, ascending
+    start       : the event before which it runs again
+    """
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    mine: Mapping[int, Row]
+    kept: Sequence[int]
+    frees: Sequence[int]
+    start: int
+
+
+def _rows(program: Program) -> list[Row]:
+    events = program.allocations
     streams = program.streams.tolist() or [0] * len(events)
-    rows: list[Row] = list(zip(*(events[key].tolist() for key in ALLOCATION.names or ()), streams,
-                               strict=True))  # fmt: skip
+    columns = (events[key].tolist() for key in ALLOCATION.names or ())
+    return list(zip(*columns, streams, strict=True))
+
+
+def _reruns(
+    program: Program, how: Recomputation, rows: Sequence[Row], lives: _Lives
+) -> Iterator[_Rerun]:
     ends = peaks.ends_of_steps(program)
     releases = sorted(lives.gone[one] for one in lives.kept)
-    added: dict[int, list[Row]] = {}  # event -> rows before it
-    renamed: dict[int, int] = {}  # event -> the storage that goes instead
-    number = max(lives.born, default=-1) + 1
-    dropped: set[int] = set()  # events that come later
     for region in _regions(program, how):
         first, last = region.first, region.last
         mine = {row[1]: row for row in rows[first : last + 1] if row[2] > 0}
@@ -250,23 +280,49 @@ def _recomputed(program: Program, how: Recomputation) -> Program | None:
         # its backward begins behind what the part after it lets go, in its own step at the earliest
         behind = bisect.bisect_left(releases, frees[0])
         start = max(releases[behind - 1] + 1 if behind else 0, _begin(program, ends, frees[0]))
-        copies = {one: number + at for at, one in enumerate(mine)}
+        yield _Rerun(first, last, region.begin, region.end, mine, kept, frees, start)
+
+
+def reruns(program: Program, how: Recomputation) -> Iterator[tuple[int, list[tuple[int, bool]]]]:
+    """(the op before which a backward runs the part again; its forward's ops, each with whether all
+    of its kernels are the part's), for every forward of the part."""
+    rows, last = _rows(program), len(program) - 1
+    for one in _reruns(program, how, rows, _Lives.of(program)):
+        begin, end = rows[one.first][0], min(rows[one.last][0], last)
+        made = list(one.mine.values())[-1][2]
+        if end < last and program.bytes_out[end + 1] == made:
+            end += 1  # the call that fills what came last
+        again = [(op, begin < op < end or bool(IS_CALL[program.ops["name"][op]]))
+                 for op in range(begin, end + 1)]  # fmt: skip
+        yield rows[one.start][0], again
+
+
+def _recomputed(program: Program, how: Recomputation) -> Program | None:
+    """The program with what ``how`` frees and makes anew; None where it keeps nothing."""
+    lives, rows = _Lives.of(program), _rows(program)
+    added: dict[int, list[Row]] = {}  # event -> rows before it
+    renamed: dict[int, int] = {}  # event -> the storage that goes instead
+    number = max(lives.born, default=-1) + 1
+    dropped: set[int] = set()  # events that come later
+    for one in _reruns(program, how, rows, lives):
+        first, last, mine, frees, start = one.first, one.last, one.mine, one.frees, one.start
+        copies = {storage: number + at for at, storage in enumerate(mine)}
         number += len(copies)
         forward = [row for row in rows[first : last + 1] if row[1] in copies]
         gone = {row[1] for row in forward if row[2] < 0}
         again = added.setdefault(start, [])
         again += [(rows[start][0], copies[row[1]], *row[2:]) for row in forward]
-        left = [row for one, row in mine.items() if one not in gone and one not in kept]
+        left = [row for key, row in mine.items() if key not in gone and key not in one.kept]
         added.setdefault(last + 1, [])[:0] = [
-            (rows[last][0], one, -mine[one][2], 0, 0) for one in kept
+            (rows[last][0], key, -mine[key][2], 0, 0) for key in one.kept
         ]
         added.setdefault(frees[-1] + 1, [])[:0] = [
             (rows[frees[-1]][0], copies[row[1]], -row[2], 0, 0) for row in left
         ]
-        renamed |= {lives.gone[one]: copies[one] for one in kept}
-        for row in rows[region.begin : first]:  # what it may be given, of the same layer
+        renamed |= {lives.gone[key]: copies[key] for key in one.kept}
+        for row in rows[one.begin : first]:  # what it may be given, of the same layer
             free = lives.gone.get(row[1], -1) if row[2] > 0 else -1
-            if row[1] not in lives.kept and first < free <= region.end and free not in dropped:
+            if row[1] not in lives.kept and first < free <= one.end and free not in dropped:
                 dropped.add(free)
                 added[frees[-1] + 1].append((rows[frees[-1]][0], row[1], -row[2], 0, 0))
     if not renamed:

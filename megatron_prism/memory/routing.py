@@ -127,8 +127,8 @@ def law(text: str) -> Law:
 
         return Law(text, shares)
     if not Path(text).is_dir():
-        what = f"routing={text} is no law"
-        raise UsageError(what, fix="routing=uniform, zipf:1.2, or a --prism-record folder")
+        what = f"--routing {text} is no law"
+        raise UsageError(what, fix="--routing uniform, zipf:1.2, or a --prism-record folder")
     return Law(f"recorded in {text}", _recorded(Path(text)))
 
 

@@ -18,7 +18,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from os import PathLike
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from megatron_prism.core import foreign
+from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import EMPTIED
 from megatron_prism.core.program import Builder, Program
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
@@ -354,9 +355,38 @@ def _place(frames: Any) -> AllocationSite:
     return AllocationSite(site or other, phase, kind, bool(rows))
 
 
-def grown(earlier: Snapshot, later: Snapshot) -> list[HeldMemory]:
-    """What is alive at the end of ``later`` and was not at the end of ``earlier``, of one process:
-    by kind and line, largest first; negative where it has become less."""
+@dataclass(frozen=True)
+class SnapshotGrowth:
+    """What one process holds more at the end of a later snapshot: by kind and line, largest first;
+    negative where it has become less."""
+
+    grown: tuple[HeldMemory, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all together."""
+        return sum(one.num_bytes for one in self.grown)
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing has grown by more than 1 MiB."""
+        return self.num_bytes <= 1 << 20
+
+    def to_rows(self) -> list[dict[str, object]]:
+        """A row for every line."""
+        return [asdict(one) for one in self.grown]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``prism compare EARLIER LATER --json`` prints; bytes."""
+        return {"schema": "prism.memory_growth/1", "grown": self.num_bytes, "by": self.to_rows()}
+
+    def to_text(self) -> str:
+        """The same as text."""
+        return rendered("report.snapshot:render_growth", self, str)
+
+
+def grown(earlier: Snapshot, later: Snapshot) -> SnapshotGrowth:
+    """What is alive at the end of ``later`` and was not at the end of ``earlier``."""
     ends = [{one.key: one for one in holdings_at(each.program, len(each.program.allocations) - 1)}
             for each in (earlier, later)]  # fmt: skip
     found = []
@@ -367,7 +397,7 @@ def grown(earlier: Snapshot, later: Snapshot) -> list[HeldMemory]:
             counts.append(end[key].count if key in end else 0)
         if sizes[0] != sizes[1]:
             found.append(HeldMemory(*key, sizes[1] - sizes[0], counts[1] - counts[0]))
-    return sorted(found, key=lambda one: (-abs(one.num_bytes), one.key))
+    return SnapshotGrowth(tuple(sorted(found, key=lambda one: (-abs(one.num_bytes), one.key))))
 
 
 # -- beside the slices of the same job -------------------------------------------------------------
@@ -398,6 +428,30 @@ class SnapshotComparison:
     aligned: int
     only_real: tuple[Request, ...]
     only_emulated: tuple[Request, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether 99 % of the bytes at the real peak are blocks of the slices, too."""
+        return self.common >= 0.99 * self.real.num_bytes
+
+    def to_rows(self) -> list[dict[str, object]]:
+        """A row for every category; bytes."""
+        real, emulated = self.real.by_kind, self.emulated.by_kind
+        return [{"kind": kind, "real": real[kind], "emulated": emulated[kind]} for kind in real]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``prism compare SNAPSHOT SLICES --json`` prints; bytes."""
+        real, emulated = self.real.by_kind, self.emulated.by_kind
+        return {"schema": "prism.memory_alignment/1", "real": self.real.num_bytes,
+                "emulated": self.emulated.num_bytes, "common": self.common,
+                "asked": self.asked, "aligned": self.aligned,
+                "by_category": {kind: [real[kind], emulated[kind]] for kind in real},
+                "only_real": [asdict(one) for one in self.only_real],
+                "only_emulated": [asdict(one) for one in self.only_emulated]}  # fmt: skip
+
+    def to_text(self) -> str:
+        """The same as text."""
+        return rendered("report.snapshot:render_alignment", self, str)
 
 
 def compare(snapshot: Snapshot, program: Program) -> SnapshotComparison:

@@ -5,25 +5,23 @@ regime per iteration.
     distributions.py  quantiles with intervals that cover, fitted distributions
     variability.py    how much calls, computing and hosts vary: published, or measured here
     sampler.py        draws of iterations of the whole world
-    predict.py        quantiles, what moves them, where a slow GPU hurts; several layouts
+    predict.py        quantiles, what moves them, where a slow GPU hurts
     whatifs.py        single kinds of calls, placements, hot nodes, scale
 """
 
 from megatron_prism.predict.distributions import Quantile, needed, quantile
-from megatron_prism.predict.predict import Comparison, Prediction, compare, predict
+from megatron_prism.predict.predict import Prediction, predict
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.predict.variability import CallSpread, call_spread
 from megatron_prism.predict.whatifs import Study, study
 
 __all__ = [
     "CallSpread",
-    "Comparison",
     "Prediction",
     "Quantile",
     "Sampler",
     "Study",
     "call_spread",
-    "compare",
     "needed",
     "predict",
     "quantile",

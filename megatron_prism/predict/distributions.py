@@ -68,14 +68,6 @@ def _binomial(n: int, p: float) -> np.ndarray:
     return np.cumsum(np.exp(choose + k * math.log(p) + (n - k) * math.log1p(-p)))
 
 
-def proportion(hits: float, of: int) -> tuple[float, float]:
-    """95 % interval of a chance, seen ``hits`` times in ``of`` (Wilson 1927)."""
-    share, spare = hits / of, _Z_95 * _Z_95 / of
-    middle = (share + spare / 2) / (1 + spare)
-    half = _Z_95 * math.sqrt(share * (1 - share) / of + spare / of / 4) / (1 + spare)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 KINDS = ("normal", "gamma", "lognormal", "empirical")
 FEWEST = 5  # samples below which nothing is fitted
 ENOUGH = 100  # samples from which on they may stand for themselves
@@ -152,7 +144,7 @@ def fit(samples: Iterable[float], what: str = "the duration", enough: int = ENOU
     n = len(values)
     if n < FEWEST:
         message = f"{what} has {n} samples; a distribution needs {FEWEST} at least"
-        raise PrismError(message, fix="time more iterations, or name a spread: variability=public")
+        raise PrismError(message, fix="time more iterations, or --variability public")
     if not np.isfinite(values).all() or values[0] <= 0:
         wrong = values[~(np.isfinite(values) & (values > 0))][0]
         message = f"{what} has a sample of {wrong:g}, and durations are above 0"

@@ -330,7 +330,6 @@ class Sampler:
     replicas : independent copies of the model
     members  : ranks of each class in one of them
     calls    : distributions of calls that were sampled; the others have the Variability's
-    regime   : seed of the network's regimes, if another than ``seed``
     """
 
     def __init__(
@@ -338,10 +337,9 @@ class Sampler:
         timeline: Timeline,
         seed: int = 0,
         calls: CallSpread | None = None,
-        regime: int | None = None,
     ) -> None:
         self.timeline, self.graph, self.seed = timeline, timeline.graph, seed
-        self.calls, self.regime = calls, seed if regime is None else regime
+        self.calls = calls
         self.replicas, self.members = replicas(self.graph)
         self.op = timeline.dag.op
         self._table: tuple[Any, np.ndarray] = (None, np.zeros((ROWS, LANES), np.float32))
@@ -390,7 +388,7 @@ class Sampler:
         return found
 
     def _network(self, shapes: _Factors, count: int) -> np.ndarray:
-        rng = np.random.default_rng([self.regime, _NETWORK])
+        rng = np.random.default_rng([self.seed, _NETWORK])
         return np.asarray(np.interp(rng.standard_normal(count), *shapes.network))
 
     def _computing(

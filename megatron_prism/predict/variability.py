@@ -289,7 +289,7 @@ def fitted(programs: Programs, other: Variability) -> Variability:
     timed = [one for one in programs.programs if len(one.samples) > 1]
     if not timed:
         what = "the slices hold no repeated times (iterations on a GPU or the cpu tier are timed)"
-        fix = "variability=public, or capture more iterations: --train-iters 14"
+        fix = "--variability public, or capture more iterations: --train-iters 14"
         raise PrismError(what, fix=fix)
     for one in timed:
         if (one.samples < 0).any() or not one.samples.sum(axis=1).all():

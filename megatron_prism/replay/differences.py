@@ -69,8 +69,9 @@ def of_sources(ns: float, sources: Iterable[Mapping[str, object]]) -> UncertainT
     return UncertainTime(ns, ends)
 
 
-def drawn(estimates: Sequence[UncertainTime], draws: int = _DRAWS) -> np.ndarray:
-    """float64 [draws, jobs] ns: in each draw the unknowns are the same for all jobs."""
+def drawn(estimates: Sequence[UncertainTime], draws: int = _DRAWS, own: float = OWN) -> np.ndarray:
+    """float64 [draws, jobs] ns: in each draw the unknowns are the same for all jobs, but for the
+    part ``own`` of each."""
     whats = sorted({what for one in estimates for what in one.sources})
     rng = np.random.default_rng(0)
     shared = {what: rng.standard_normal(draws) for what in whats}
@@ -80,7 +81,7 @@ def drawn(estimates: Sequence[UncertainTime], draws: int = _DRAWS) -> np.ndarray
         if key not in known:
             known[key] = total = np.full(draws, float(one.ns))
             for what, (low, high) in sorted(one.sources.items()):
-                z = np.sqrt(1 - OWN**2) * shared[what] + OWN * rng.standard_normal(draws)
+                z = np.sqrt(1 - own**2) * shared[what] + own * rng.standard_normal(draws)
                 total += np.where(z > 0, z * high, z * low) / _DEVIATIONS
         found[:, at] = known[key]
     return found
@@ -123,9 +124,10 @@ class TimeDifference:
     first_faster: float
 
 
-def difference(first: UncertainTime, second: UncertainTime) -> TimeDifference:
-    """What of the second's iteration is not the first's."""
-    times = drawn([first, second])
+def difference(first: UncertainTime, second: UncertainTime, own: float = OWN) -> TimeDifference:
+    """What of the second's iteration is not the first's; ``own``: the part of each source that they
+    do not share, 0 of jobs that run the same kernels and calls."""
+    times = drawn([first, second], own=own)
     more = times[:, 1] - times[:, 0]
     low, high = np.quantile(more, _ENDS)
     chance = np.mean(more > 0) + np.mean(more == 0) / 2

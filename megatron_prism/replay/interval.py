@@ -173,7 +173,7 @@ class _Variations:
                 chosen.setdefault(one.what, []).append((one, mine))
         for what, parts in chosen.items():
             why = "; ".join(dict.fromkeys(one.why for one, _ in parts))
-            fix = "prism calibrate on the machine, then calibration=FILE" if what == "calls" else ""
+            fix = "prism calibrate there, then --calibration FILE" if what == "calls" else ""
             found.append(self._scaled(what, parts, why, fix))
         return [one for one in found if one is not None]
 
@@ -197,7 +197,7 @@ class _Variations:
         here, alike = indices_of(programs.source), [1.0] * len(programs.programs)
         # at both ends: times as long as here, of each program, and how far off that may be
         ends, off = (alike, alike), (HOST_FACTOR, HOST_FACTOR)
-        why = f"GPUs wait for Python, and hosts differ by up to {HOST_FACTOR} times"
+        why = f"GPUs wait for their host, and hosts differ by up to {HOST_FACTOR} times"
         fix = "prism calibrate --host -o HOST.json on the target, then host=HOST.json"
         if self.named_host:
             moment = max(HOST_KNOWN, 1 + (host_spread(programs.programs) or 0.0))
@@ -210,7 +210,7 @@ class _Variations:
             fastest, slowest = (host_factors(programs, index) for index in HOSTS)
             ends, off = (list(map(float, fastest)), list(map(float, slowest))), (HOST_KNOWN,) * 2
             index = statistics.median(here.values())
-            why = f"GPUs wait for Python, here of a host of index {index:.2g}; {_USUAL}"
+            why = f"GPUs wait for their host, here of a host of index {index:.2g}; {_USUAL}"
         if any(MODELLED in text for text in self.prices.sources):
             low, high = HOST_MODEL_KNOWN if self.named_host else HOST_MODEL
             if self.named_host:
@@ -247,7 +247,7 @@ class _Variations:
         slower = corrected_once(self.timeline, factors, "assumed")
         high = self.timeline.iteration_with(durations_of(self.dag, slower)) - self.base
         why = "nobody measured how much calls and computing slow each other down"
-        fix = "prism calibrate on two or more GPUs, then calibration=FILE"
+        fix = "prism calibrate on two or more GPUs, then --calibration FILE"
         return Uncertainty("overlap", 0, max(0, high), why, fix)
 
     def untimed(self) -> Uncertainty | None:

@@ -80,7 +80,7 @@ def read_topology(text: str, machine: Machine) -> Topology:
     fix += "network=none"
     if not machine.network_rate:
         what = f"{machine.name} has no network between nodes: none can be reached over {text}"
-        raise UsageError(what, fix="a machine with one: machine=h200")
+        raise UsageError(what, fix="a machine with one: --machine h200")
     if kind == "rails" and not more:
         return Topology()
     try:

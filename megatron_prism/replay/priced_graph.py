@@ -523,9 +523,9 @@ def _check_machine(programs: Programs, machine: MachineLike | None) -> None:
     measured = any((program.ops["ns"] >= 0).any() for program in programs.programs)
     if machine is not None and measured and there and _is_another(_name(machine), there):
         raise UsageError(
-            f"the segments were measured on {programs.source['device']}; machine={_name(machine)} "
-            "would price only the calls as that machine's",
-            fix=f"machine={there} moved={_name(machine)} scales the segments too",
+            f"the segments were measured on {programs.source['device']}; --machine "
+            f"{_name(machine)} would price only the calls as that machine's",
+            fix=f"--machine {there} moved={_name(machine)} scales the segments too",
         )
 
 
@@ -535,13 +535,13 @@ def _check_calibration(source: str, machine: str, tier: str) -> None:
     if " x CPU, " in source and tier in ("cuda", "meta"):
         raise UsageError(
             f"the calibration is of processes without GPUs, the slices are of {machine}: {source}",
-            fix=f"leave calibration= out, or prism calibrate on {machine}",
+            fix=f"leave --calibration out, or prism calibrate on {machine}",
         )
     there = named_in(source)
     if there and _is_another(machine, there):
         raise UsageError(
             f"the calibration is of another machine than {machine}: {source}",
-            fix=f"machine={there}, or leave calibration= out, or prism calibrate on {machine}",
+            fix=f"--machine {there}, or leave --calibration out, or prism calibrate on {machine}",
         )
 
 

@@ -3,9 +3,13 @@
     metrics.py       the numbers that all renderers print, as one value
     page.py          the shell of every page: page.html, page.css, page.js, terms.js, charts.js
     words.py         ops, kernels and steps in words
+    columns.py       lines and tables of 80 columns
     replay.py        a timeline as text; one, or two side by side, as a page
+    fit.py           whether a job fits, and peaks of memory, as text
     memory.py        memory of slices or of a real snapshot as a page
-    predict.py       a prediction, or several layouts side by side, as a page
+    compare.py       two jobs as text
+    snapshot.py      memory snapshots beside slices, or an earlier one, as text
+    predict.py       a prediction as a page
     hang.py          a verdict on a hang as Markdown and as a page
     sweep.py         the points of a sweep as text, CSV and page
     traces.py        real jobs' traces, and a prediction beside them, as text and page

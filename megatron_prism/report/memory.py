@@ -1,4 +1,4 @@
-"""The page of ``prism memory``: slices of a job, or the snapshot of a real process.
+"""The page of ``prism fit``: slices of a job, or the snapshot of a real process.
 
 In : programs and their figures, or a Snapshot.  Out: HTML, and what memory.js draws, which the page
 of a replay draws as well.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,13 +23,16 @@ from megatron_prism.replay.priced_graph import machine_of
 from megatron_prism.report import words
 from megatron_prism.report.page import render_page
 
+if TYPE_CHECKING:
+    from megatron_prism.ask.fit import Fit
+
 _POINTS = 600  # of a curve
 _MODULES = 11  # of a curve, all others being one more
 _TOP = 40  # origins of the table
 
 
 def page_data(
-    programs: Programs, made: baseline.Baseline, limit: int | None = None
+    programs: Programs, made: baseline.MemoryReport, limit: int | None = None
 ) -> dict[str, Any]:
     """Every class of ``made``; ``limit``: bytes of the device, None: those of the job's GPU, if
     it is known."""
@@ -61,11 +64,11 @@ def largest(memory: dict[str, Any] | str) -> int | None:
     return max((one["device"] or one["reserved"] for one in ends), default=None)
 
 
-def render_html(programs: Programs, made: baseline.Baseline, limit: int | None = None) -> str:
+def render_fit(found: Fit) -> str:
     """The page of a job."""
-    data = page_data(programs, made, limit)
-    rows = [[level, text] for level, text in made.provenance.items()]
-    title = job_settings.title(programs.source, programs.world)
+    data = page_data(found.programs, found.memory, found.limit)
+    rows = [[level, text] for level, text in found.memory.provenance.items()]
+    title = job_settings.title(found.programs.source, found.programs.world)
     return _render(title, "from slices, without a GPU", data, rows)
 
 
@@ -97,7 +100,7 @@ def _render(title: str, subtitle: str, memory: Mapping[str, Any], rows: Sequence
     data = {"memory": memory, "provenance": [["What the figures are made of", ["", ""], rows]]}
     text = "\n".join(f"{one['name']}: {format_bytes(one['allocated'])} allocated, "
                      f"{one['when']}" for one in memory["classes"])  # fmt: skip
-    return render_page("prism memory", title, subtitle, "explain", data, text, ("memory.js",))
+    return render_page("prism fit", title, subtitle, "explain", data, text, ("memory.js",))
 
 
 def _class(

@@ -1,6 +1,6 @@
-"""Pages of predictions: one distribution, or several layouts side by side; predict.js draws them.
+"""The page of a prediction, which predict.js draws.
 
-In : a Prediction, or a Comparison.  Out: HTML (page.py is its frame, predict.js fills it).
+In : a Prediction.  Out: HTML (page.py is its frame, predict.js fills it).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from megatron_prism.predict import Prediction
 from megatron_prism.predict.distributions import Quantile
-from megatron_prism.predict.predict import Comparison
 from megatron_prism.report.page import render_page
 
 
@@ -20,14 +19,6 @@ def render_distribution(prediction: Prediction) -> str:
     text = _lines("without variation", prediction.steady, prediction.quantiles)
     spreads = f"{prediction.graph}; spreads: {prediction.source.partition(':')[0]}"
     return render_page("prism predict", prediction.world, spreads, "predict", data, text)
-
-
-def render_comparison(found: Comparison) -> str:
-    """The page."""
-    title = " or ".join(one.name for one in found.layouts)
-    text = "\n".join(_lines(one.name, one.steady, one.quantiles) for one in found.layouts)
-    drawn = f"{found.samples:,} iterations of each, one network for all, seed {found.seed}"
-    return render_page("prism predict --against", title, drawn, "predict", found.to_json(), text)
 
 
 def _lines(name: str, steady: float, quantiles: Sequence[Quantile]) -> str:

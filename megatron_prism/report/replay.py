@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_prism.core import job_settings
+from megatron_prism.core.groups import short_name
 from megatron_prism.core.ops import PHASE_NAMES, label
 from megatron_prism.core.program import Program
 from megatron_prism.core.units import format_bytes, format_ns, format_share
@@ -20,11 +21,11 @@ from megatron_prism.replay.costs.host import MODELLED
 from megatron_prism.replay.interval import Uncertainty
 from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.report import words
+from megatron_prism.report.columns import columns, folded
 from megatron_prism.report.memory import largest, timeline_memory
-from megatron_prism.report.metrics import ClassMetrics, Metrics, Value, timeline_metrics
+from megatron_prism.report.metrics import Metrics, Value, timeline_metrics
 from megatron_prism.report.page import render_page
 
-_BLOCK = 8  # classes side by side
 _CLASSES = 24  # classes at all
 _PARTS = 14  # rows of the critical path
 _SHOWN = 5e-4  # of an iteration: less is 0.0 %
@@ -51,7 +52,7 @@ def format_flops(flops: float) -> str:
 
 
 def _head(found: Metrics, verbose: bool) -> str:
-    lines = [found.sizes, found.world]
+    lines = [found.sizes, *folded(found.world)]
     source = {**found.source}
     what_if = source.pop("what-if", None)
     keys = [key for key in source if verbose or key not in _DETAILS]
@@ -61,7 +62,7 @@ def _head(found: Metrics, verbose: bool) -> str:
         rows.append(("what if", what_if))
     rows.append(("iteration", f"{format_ns(found.iteration_ns)}  ({_basis(found)})"))
     if found.high_ns > found.low_ns:
-        between = f"{format_ns(found.low_ns)} to {format_ns(found.high_ns)}"
+        between = f"{format_ns(found.low_ns)} and {format_ns(found.high_ns)}"
         what = "; what is not measured:" if found.uncertainties else ""
         rows.append(("between", f"{between}, nine times in ten{what}"))
         for one in found.uncertainties:
@@ -72,9 +73,10 @@ def _head(found: Metrics, verbose: bool) -> str:
         rows.append(("bubble", f"{format_share(found.bubble)} waiting for other ranks, or idle"))
         rows += [("links" if not i else "", text) for i, text in enumerate(_links(found))]
         if found.host is not None and found.host >= _SHOWN:
-            rows.append(
-                ("host", f"{format_share(found.host)} of the critical path: GPUs wait for Python")
+            late = (
+                f"{format_share(found.host)} of the critical path: the host launches kernels late"
             )
+            rows.append(("host", late))
         if found.hosts and found.hosts[-1][1] > (1 + _SHOWN) * found.hosts[0][1]:
             each = ", ".join(f"{index}: {format_ns(ns)}" for index, ns in found.hosts)
             rows.append(("", f"by the host's index {each}"))
@@ -90,7 +92,9 @@ def _head(found: Metrics, verbose: bool) -> str:
     rows.append(("tokens/s", _value(found.tokens_per_s, lambda v: f"{v:,.0f}")))
     rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
     rows.append(("MFU", _value(found.mfu, format_share)))
-    return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows)])
+    for name, text in rows:
+        lines += folded(f"  {name:<12} {text}", 15 + 10 * (not name))
+    return "\n".join(lines)
 
 
 def _links(found: Metrics) -> list[str]:
@@ -143,34 +147,26 @@ def _accounts(found: Metrics) -> str:
         return ""
     shown = found.classes[:_CLASSES]
     unit, scale = _unit(found.iteration_ns)
-    blocks = [shown[i : i + _BLOCK] for i in range(0, len(shown), _BLOCK)]
-    lines = [f"where each rank's iteration went, {unit}"]
-    for block in blocks:
-        lines += _account_block(found, block, scale)
-        lines.append("")
-    if len(shown) < len(found.classes):
-        lines += [f"… and {len(found.classes) - len(shown)} classes more: --json has all", ""]
-    return "\n".join(lines[:-1])
-
-
-def _account_block(found: Metrics, block: Sequence[ClassMetrics], scale: int) -> list[str]:
     rows: list[list[str]] = [
-        ["", *(one.name for one in block)],
-        ["ranks", *(f"{one.count:,}" for one in block)],
-        ["compute", *(_scaled(one.compute, scale) for one in block)],
+        ["", *(one.name for one in shown)],
+        ["ranks", *(f"{one.count:,}" for one in shown)],
+        ["compute", *(_scaled(one.compute, scale) for one in shown)],
     ]
     for what in ("exposed", "waiting"):
         for group in found.mean(what):
-            values = [getattr(one, what).get(group, 0) for one in block]
+            values = [getattr(one, what).get(group, 0) for one in shown]
             if any(values):
-                rows.append([f"{what} {group}", *(_scaled(v, scale) for v in values)])
-    rows.append(["idle", *(_scaled(one.idle, scale) for one in block)])
-    rows.append(["= total", *(_scaled(one.total, scale) for one in block)])
-    rows.append(["compute on critical path", *(_scaled(one.critical, scale) for one in block)])
-    rows.append(["least slack", *(_scaled(one.slack, scale) for one in block)])
-    peaks = [one.peak_bytes for one in block]
+                rows.append([f"{what} {short_name(group)}", *(_scaled(v, scale) for v in values)])
+    rows.append(["idle", *(_scaled(one.idle, scale) for one in shown)])
+    rows.append(["= total", *(_scaled(one.total, scale) for one in shown)])
+    rows.append(["compute on critical path", *(_scaled(one.critical, scale) for one in shown)])
+    rows.append(["least slack", *(_scaled(one.slack, scale) for one in shown)])
+    peaks = [one.peak_bytes for one in shown]
     rows.append(["peak live memory", *("unknown" if p is None else format_bytes(p) for p in peaks)])
-    return _columns(rows)
+    lines = [f"where each rank's iteration went, {unit}", *columns(rows)]
+    if len(shown) < len(found.classes):
+        lines += ["", f"… and {len(found.classes) - len(shown)} classes more: --json has all"]
+    return "\n".join(lines)
 
 
 def _critical_path(found: Metrics) -> str:
@@ -179,26 +175,26 @@ def _critical_path(found: Metrics) -> str:
     total = sum(part.ns for part in found.path)
     sums: dict[str, list[int]] = {}  # of all provenances together, which the next table tells apart
     for part in found.path:
-        one = sums.setdefault(f"{part.phase} {part.what} {part.group}".rstrip(), [0, 0])
+        one = sums.setdefault(f"{part.phase} {part.what} {short_name(part.group)}".rstrip(), [0, 0])
         one[0] += part.ns
         one[1] += part.count
     parts = sorted(sums.items(), key=lambda item: -item[1][0])
-    rows = [["what the critical path is made of", "share", "steps", ""]]
+    rows = [["the critical path", "share", "steps", ""]]
     for name, (ns, count) in parts[:_PARTS]:
         rows.append([name, format_share(ns / total), f"{count:,}", format_ns(ns)])
     rest = sum(ns for _, (ns, _) in parts[_PARTS:])
     if rest:
         rows.append(["other", format_share(rest / total), "", format_ns(rest)])
-    return "\n".join(_columns(rows))
+    return "\n".join(columns(rows))
 
 
 def _calls(found: Metrics) -> str:
     if not found.calls:
         return ""
-    head = ["communication of a rank that does it", "ranks", "calls", "bytes", "moves", "waits"]
+    head = ["calls of a rank that does them", "ranks", "calls", "bytes", "moves", "waits"]
     rows = [
         [
-            f"{call.name} {call.group}",
+            f"{call.name} {short_name(call.group)}",
             f"{call.ranks:,}",
             f"{call.calls:,.1f}".removesuffix(".0"),
             format_bytes(round(call.bytes)),
@@ -208,7 +204,7 @@ def _calls(found: Metrics) -> str:
         for call in found.calls
     ]
     rows.insert(0, head)
-    return "\n".join(_columns(rows))
+    return "\n".join(columns(rows))
 
 
 def _sources(found: Metrics, verbose: bool) -> str:
@@ -222,9 +218,9 @@ def _sources(found: Metrics, verbose: bool) -> str:
         what, _, detail = source.text.partition(" (")
         if len(source.text) < _SHORT:
             what, detail = source.text, ""
-        lines.append(f"  {format_share(source.path_ns / total):>7}  {what}")
+        lines += folded(f"  {format_share(source.path_ns / total):>7}  {what}", 11)
         details.setdefault(detail.removesuffix(")"))
-    said = [f"  {detail}" for detail in details if detail]
+    said = [line for detail in details if detail for line in folded(f"  {detail}", 4)]
     return "\n".join([*lines, *(said if verbose or not said else ["  -v says what these are"])])
 
 
@@ -240,18 +236,6 @@ def _scaled(ns: int, scale: int) -> str:
     if not ns:
         return "0"
     return f"{ns / scale:,.2f}" if scale > 1 else f"{ns:,}"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            text.ljust(width) if place == 0 else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 # first: index of the first span that it stands for

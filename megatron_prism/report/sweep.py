@@ -12,11 +12,10 @@ from typing import Any
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.units import counted, format_bytes, format_share
-from megatron_prism.replay.differences import difference, of_sources
 from megatron_prism.replay.timeline import mean_parts
 from megatron_prism.report.page import render_page
 from megatron_prism.sweep.space import text as axis_text
-from megatron_prism.sweep.sweep import Row, Sweep, explain, front
+from megatron_prism.sweep.sweep import Row, Sweep, front
 
 _SHOWN = 25  # rows of the table on a terminal
 _REASONS = 20
@@ -141,28 +140,6 @@ def render_csv(sweep: Sweep) -> str:
         empty = [""] * (len(_NUMBERS) + 5)
         writer.writerow(["", "", "", "", *axes, *empty, point.by, point.reason])
     return out.getvalue()
-
-
-def render_pair(both: tuple[Row, Row]) -> str:
-    """Two points side by side: where the time of a mean rank goes."""
-    one, other = both
-    a, b = one.result, other.result
-    total = (sum(mean_parts(a["stages"]).values()), sum(mean_parts(b["stages"]).values()))
-    rows: list[Sequence[str]] = [("mean rank, s", "A", "B", "A - B")]
-    rows += [
-        (what, _seconds(x), _seconds(y), f"{(x - y) / 1e9:+.3f}") for what, x, y in explain(a, b)
-    ]
-    rows.append(("iteration", *map(_seconds, total), f"{(total[0] - total[1]) / 1e9:+.3f}"))
-    width = max(len(row[0]) for row in rows)
-    lines = [f"A: {one.name}", f"B: {other.name}", ""]
-    lines += [f"{row[0]:<{width}}  {row[1]:>9}  {row[2]:>9}  {row[3]:>9}" for row in rows]
-    sizes = [f"{format_bytes(x['memory']['bytes'])} on {x['memory']['stage']}" for x in (a, b)]
-    lines += ["", f"memory  A {sizes[0]}, B {sizes[1]}"]
-    sure = difference(*(of_sources(x["iteration_ns"], x["sources"]) for x in (a, b))).first_faster
-    lines.append(
-        f"A is faster with {sure:.1%}: what is unknown of the machine is the same for both"
-    )
-    return "\n".join(lines) + "\n"
 
 
 def render_html(sweep: Sweep, links: Mapping[str, str]) -> str:

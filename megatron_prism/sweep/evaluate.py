@@ -135,13 +135,13 @@ def _on_ray(left: dict[int, Family], given: Given, workers: int, address: str) -
     try:
         ray: Any = import_module("ray")
     except ImportError:
-        fix = "pip install megatron_prism[sweep], or leave address= out"
-        raise UsageError(f"address={address} needs Ray", fix=fix) from None
+        fix = "pip install megatron_prism[sweep], or leave --address out"
+        raise UsageError(f"--address {address} needs Ray", fix=fix) from None
     sizes = {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", **sizes)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        fix = "address=auto on a machine of the cluster, ray://HOST:10001, or address=local"
+        fix = "--address auto on a machine of the cluster, ray://HOST:10001, or --address local"
         raise UsageError(f"there is no Ray at {address}: {error}", fix=fix) from error
     task = ray.remote(num_cpus=1, memory=_MEMORY, max_retries=_TRIES - 1)(_work)
     with contextlib.ExitStack() as undo:
@@ -192,7 +192,8 @@ def evaluate(point: SweepPoint, settings: SweepSettings) -> Figures:
         if over:
             raise _OutOfMemory(_too_much(memory["bytes"], settings.limit or 0, memory["stage"]))
         timeline = _timeline(programs, base, point.layout, settings)
-        return {**head, **_times(timeline, settings), "memory": memory}
+        slices = _slices(point.layout, base)
+        return {**head, **_times(timeline, settings), "memory": memory, "slices": slices}
     except _OutOfMemory as error:
         return {**head, "by": FITS_NOT, "reason": str(error)}
     except PrismError as error:
@@ -234,6 +235,17 @@ def _programs(layout: JobLayout, settings: SweepSettings) -> tuple[Programs, Job
         if exact == base:
             raise
         return _captured(exact, family, settings.limit), exact
+
+
+def _slices(layout: JobLayout, base: JobLayout) -> str:
+    """Where the slices are in the sweep's folder, with the what-ifs that make them the point's, as
+    prism compare reads both."""
+    what = [f"slices/{layout.family()}/dp{base.world.dp}-m{base.num_microbatches}"]
+    if base.world.dp != layout.world.dp:
+        what.append(f"dp={layout.world.dp}")
+    if base.num_microbatches != layout.num_microbatches:
+        what.append(f"microbatches={layout.num_microbatches}")
+    return ",".join(what)
 
 
 def _base(layout: JobLayout, family: Path) -> JobLayout:

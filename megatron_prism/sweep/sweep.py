@@ -36,7 +36,7 @@ from megatron_prism.memory.peaks import memory_bound
 from megatron_prism.replay.costs.machine import default_machine, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.differences import of_sources, standings
-from megatron_prism.replay.timeline import Timeline, mean_parts
+from megatron_prism.replay.timeline import Timeline
 from megatron_prism.sweep import space
 from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings, run, timeline_of
 from megatron_prism.sweep.layout import RecipeLayout
@@ -204,7 +204,7 @@ def sweep(
     if (size := space.sizes(values)) > space.MOST and not trials:
         raise UsageError(
             f"{size:,} combinations are more than {space.MOST:,}",
-            fix="fewer values, or trials=200: Optuna picks as many",
+            fix="fewer values, or --trials 200: Optuna picks as many",
         )
     if trials and part:
         raise UsageError(
@@ -214,7 +214,7 @@ def sweep(
     if objective not in OBJECTIVES:
         raise UsageError(f"no objective {objective}", fix=f"one of {', '.join(OBJECTIVES)}")
     if objective == "cost" and price is None:
-        raise UsageError("objective=cost needs a price", fix="price=2.5, of a GPU for an hour")
+        raise UsageError("--objective cost needs a price", fix="--price 2.5, of a GPU for an hour")
     machine = machine or default_machine("", "" if isinstance(job, Script) else job.hardware.name)
     nodes = read_machine(machine)
     limit = limit if limit is not None else nodes.device_memory or None
@@ -247,7 +247,7 @@ def _searched(
         optuna: Any = import_module("optuna")
     except ImportError:
         fix = "pip install megatron_prism[sweep], or a smaller space without trials="
-        raise UsageError(f"trials={trials} needs Optuna", fix=fix) from None
+        raise UsageError(f"--trials {trials} needs Optuna", fix=fix) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
     points: dict[str, SweepPoint] = {}
@@ -277,7 +277,7 @@ def _shares(part: str) -> tuple[int, int]:
         return (0, 1) if not part else (1, 1)
     which, _, of = part.partition("/")
     if not (which.isdecimal() and of.isdecimal() and int(which) < int(of)):
-        raise UsageError(f"part={part} is no part", fix="part=0/8 to part=7/8, or part=join")
+        raise UsageError(f"--part {part} is no part", fix="--part 0/8 to --part 7/8, or --join")
     return int(which), int(of)
 
 
@@ -473,10 +473,3 @@ def front(results: Sequence[Result]) -> list[Result]:
         if not found or one["memory"]["bytes"] < found[-1]["memory"]["bytes"]:
             found.append(one)
     return found
-
-
-def explain(one: Result, other: Result) -> list[tuple[str, float, float]]:
-    """(what, ns in ``one``, ns in ``other``) per token of the same batch, largest change first."""
-    a, b = mean_parts(one["stages"]), mean_parts(other["stages"])
-    rows = [(what, a.get(what, 0.0), b.get(what, 0.0)) for what in {**a, **b}]
-    return sorted((row for row in rows if row[1] or row[2]), key=lambda r: (-abs(r[1] - r[2]), r))

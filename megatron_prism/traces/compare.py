@@ -93,10 +93,10 @@ class TraceComparison:
         """Everything but the timelines; times in ns."""
         names = ("predicted_ns", "replayed_ns", "real_ns")
         times = {name: getattr(self.times, name) for name in names} if self.times else {}
-        rows, notes = self.rows(), list(self.notes)
+        rows, notes = self.to_rows(), list(self.notes)
         return {"schema": "prism.compare/2", **times, "ranks": rows, "notes": notes}
 
-    def rows(self) -> list[dict[str, object]]:
+    def to_rows(self) -> list[dict[str, object]]:
         """Of every traced rank its calls and, where they are compared, its times."""
         calls = [
             {"rank": one.rank, "captured": one.captured, "traced": one.traced,

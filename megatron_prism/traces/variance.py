@@ -98,7 +98,7 @@ class Variation:
     notes: tuple[str, ...]
 
     def variability(self) -> dict[str, object]:
-        """As ``predict variability=FILE`` reads it."""
+        """As ``predict --variability FILE`` reads it."""
         by = {one.name: one for one in self.components}
 
         def of(*names: str) -> float:

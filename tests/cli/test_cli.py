@@ -34,7 +34,7 @@ def test_world_shows_stages(capsys):
 
 
 def test_world_shows_a_rank(capsys):
-    _, out, _ = run("world", "size=8192", "tp=8", "pp=16", "rank=1000", capsys=capsys)
+    _, out, _ = run("world", "size=8192", "tp=8", "pp=16", "--rank", "1000", capsys=capsys)
     assert "rank 1000: tp 0 cp 0 dp 61 pp 1" in out
     assert "PIPELINE_MODEL_PARALLEL_GROUP                16     488-8168:512" in out
     assert "_GLOO" not in out
@@ -43,7 +43,7 @@ def test_world_shows_a_rank(capsys):
 def test_world_as_json_of_a_recipe(capsys):
     name = "mixtral-8x7b_256gpu_pp4vp8ep8_h200"
     status, out, _ = run(
-        "world", name, "--json", "rank=pp=3,dp=5;0", "megatron=0.19", capsys=capsys
+        "world", name, "--json", "--rank", "pp=3,dp=5;0", "--megatron", "0.19", capsys=capsys
     )
     value = json.loads(out)
     assert status == 0
@@ -62,7 +62,7 @@ def test_world_without_a_size_is_the_smallest_one(capsys):
     [
         (["recipes"], "recipe,shows", "guard-gpt_16gpu_tp2pp2vp2_h200,"),
         (["world", "size=16", "pp=2"], "stage,size,ranks", "0,8,"),
-        (["world", "size=16", "tp=2", "rank=3"], "rank,group,size,ranks", "3,"),
+        (["world", "size=16", "tp=2", "--rank", "3"], "rank,group,size,ranks", "3,"),
     ],
 )
 def test_tables_as_csv(words, head, first, tmp_path, capsys):
@@ -80,11 +80,11 @@ def test_completion_knows_commands_and_options(capsys):
     pytest.importorskip("shtab")
     status, out, _ = run("completion", "bash", capsys=capsys)
     assert status == 0
-    script = f"{out}\nCOMP_WORDS=(prism predict --ag); COMP_CWORD=2; _shtab_prism"
+    script = f"{out}\nCOMP_WORDS=(prism predict --sam); COMP_CWORD=2; _shtab_prism"
     script += '\necho "${COMPREPLY[@]}"; COMP_WORDS=(prism capture --prism-tier m);'
     script += 'COMP_CWORD=3; _shtab_prism; echo "${COMPREPLY[@]}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["--against", "meta"]
+    assert done.stdout.split() == ["--samples", "meta"]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_completion_knows_commands_and_options(capsys):
         (["wrld"], "did you mean world?"),
         (["world", "size=64", "tp=8", "pp=3"], "tp 8 x cp 1 x pp 3 = 24 does not divide 64 ranks"),
         (["world", "size=1e9"], "1,000,000,000 ranks are too many to list"),
-        (["world", "size=8", "rank=8"], "choose ranks from 0 to 7"),
+        (["world", "size=8", "--rank", "8"], "choose ranks from 0 to 7"),
         (["world", "tp=0"], "tp=0: sizes are positive numbers"),
-        (["world", "megatron=new"], "fix: megatron=0.19"),
+        (["world", "--megatron", "new"], "fix: --megatron 0.19"),
         (["emulate"], "required: RECIPE\n"),
         (["emulate", "llama3-70b"], "did you mean llama3-70b_1024gpu"),
         (["emulate", "tiny-gpt_1cpu", "--frce"], "did you mean --force?"),
@@ -169,7 +169,7 @@ def fresh(code):
         ("import megatron_prism", "torch numpy rich yaml megatron"),
         ("import megatron_prism.cli.main", "torch numpy yaml megatron"),
         (
-            "import megatron_prism.cli.main as c; c.main(['world', 'rank=0']); c.main(['recipes'])",
+            "import megatron_prism.cli.main as c; [c.main(w) for w in (['world'], ['recipes'])]",
             "torch megatron",
         ),
     ],
@@ -252,7 +252,7 @@ def test_nobody_reads(command):
 
 def test_a_reader_that_leaves_is_no_error():
     done = subprocess.run(
-        f"{sys.executable} -m megatron_prism world size=4096 tp=2 rank=0-99 | head -1",
+        f"{sys.executable} -m megatron_prism world size=4096 tp=2 --rank 0-99 | head -1",
         shell=True,
         capture_output=True,
         text=True,
@@ -294,10 +294,10 @@ def test_labels_are_seen_and_not_obeyed(tmp_path, capsys):
         f"prism-program 1\nworld size=2\ngroup {name} 0,1\nprogram ranks=0-1\n"
         f"- all_reduce {name} bf16 n=64 reduce=sum\n"
     )
-    status, out, _ = run("replay", str(path), "machine=h100", capsys=capsys)
+    status, out, _ = run("replay", str(path), "--machine", "h100", capsys=capsys)
     assert status == 0
     assert "G\\x1b]0;mine\\x07\\x1b[2J\\x9b2J" in out
-    status, _, err = run("replay", str(path), "machine=h100", "dp=4", capsys=capsys)
+    status, _, err = run("replay", str(path), "--machine", "h100", "dp=4", capsys=capsys)
     assert status != 0
     assert "G\\x1b]0;mine" in err
     with output.visible():

@@ -84,7 +84,7 @@ def test_the_file_is_reviewable(baseline):
 
 
 def test_nothing_changed(baseline, job, capsys):
-    code, out = run(capsys, "check", job(), f"baseline={baseline}")
+    code, out = run(capsys, "check", job(), "--baseline", baseline)
     assert (code, out) == (0, "no class grew\n")
 
 
@@ -92,30 +92,30 @@ def test_nothing_changed(baseline, job, capsys):
     (0, "0", 0), (1, "0", 1), (1, "1", 0), (1024, "1KiB", 0), (1025, "1 KiB", 1), (1024, "1023", 1),
 ])  # fmt: skip
 def test_the_tolerance_is_exact(baseline, job, capsys, grown, tol, code):
-    words = ("check", job(first=1000 + grown), f"baseline={baseline}", f"tol={tol}")
+    words = ("check", job(first=1000 + grown), "--baseline", baseline, "--tol", f"{tol}")
     assert run(capsys, *words)[0] == code
 
 
 def test_the_limit_is_exact_and_takes_the_units_it_prints(job, tmp_path, capsys):
     path, baseline = job(), str(tmp_path / "memory.json")
-    assert run(capsys, "record", path, "-o", baseline, "device=none")[0] == 0
-    check = ("check", path, f"baseline={baseline}", "device=none")
+    assert run(capsys, "record", path, "-o", baseline, "--device", "none")[0] == 0
+    check = ("check", path, "--baseline", baseline, "--device", "none")
     reserved = json.loads(Path(baseline).read_text())["classes"]["pp=0"]["peak_reserved"]
     assert reserved == 2 << 20
     for limit, code in ((str(reserved), 0), (str(reserved - 1), 1), ("2 MiB", 0), ("1.999MiB", 1)):
-        assert run(capsys, *check, f"limit={limit}")[0] == code
+        assert run(capsys, *check, "--limit", f"{limit}")[0] == code
     for headroom, code in (("1 MiB", 0), ("1048577", 1)):
-        assert run(capsys, *check, "limit=3MiB", f"headroom={headroom}")[0] == code
+        assert run(capsys, *check, "--limit", "3MiB", "--headroom", f"{headroom}")[0] == code
     said = "every class fits into 2 MiB (2,097,152 B) (reserved bytes only, device is unknown"
-    assert said in run(capsys, *check, "limit=3MiB", "headroom=1MiB")[1]
-    code, out = run(capsys, *check, "limit=1MiB")
+    assert said in run(capsys, *check, "--limit", "3MiB", "--headroom", "1MiB")[1]
+    code, out = run(capsys, *check, "--limit", "1MiB")
     assert "fits into" not in out
     size = re.search(r"reserved ([\d.]+ \w+) \(", out)[1]
-    assert run(capsys, *check, f"limit={size}")[0] == 0
+    assert run(capsys, *check, "--limit", f"{size}")[0] == 0
 
 
 def test_growth_is_attributed(baseline, job, capsys):
-    code, out = run(capsys, "check", job(first=5096), f"baseline={baseline}", "--github")
+    code, out = run(capsys, "check", job(first=5096), "--baseline", baseline, "--github")
     assert code == 1
     assert "pp=0 (ranks 0,1): grown +4,096 B" in out
     assert "act +4,096 B" in out
@@ -128,21 +128,21 @@ def test_growth_is_attributed(baseline, job, capsys):
 
 
 def test_a_line_that_moved_is_no_growth_of_its_own(baseline, job, capsys):
-    code, out = run(capsys, "check", job(first=1001, line=17), f"baseline={baseline}")
+    code, out = run(capsys, "check", job(first=1001, line=17), "--baseline", baseline)
     assert code == 1
     assert re.search(r"\+1 B  act +core/transformer/mlp.py:17 ", out)
     assert "mlp.py:5 " not in out
 
 
 def test_shrinking_is_a_notice(baseline, job, capsys):
-    code, out = run(capsys, "check", job(second=1), f"baseline={baseline}")
+    code, out = run(capsys, "check", job(second=1), "--baseline", baseline)
     assert code == 0
     assert "pp=1 (ranks 2,3): shrunk -1,999 B" in out
     assert "prism memory update" in out
 
 
 def test_classes_that_appear_and_vanish_fail(baseline, job, capsys):
-    code, out = run(capsys, "check", job(first=7, second=7), f"baseline={baseline}")
+    code, out = run(capsys, "check", job(first=7, second=7), "--baseline", baseline)
     assert code == 1
     assert "all (ranks 0-3): appeared" in out
     assert "pp=0 (ranks 0,1): vanished" in out
@@ -162,51 +162,90 @@ def test_classes_that_appear_and_vanish_fail(baseline, job, capsys):
 )
 def test_another_job_is_not_compared(baseline, job, capsys, old, new, says):
     path = job(head=HEAD.replace(old, new))
-    for words in (("check", path, f"baseline={baseline}"), ("diff", baseline, path)):
-        code, out = run(capsys, *words)
-        assert code == 2
-        assert says in out
-        assert "fix: prism memory update" in out
-    code, out = run(capsys, "diff", baseline, path, "--force")
-    assert code == 0
-    assert says.split()[0] + ": " in out
+    code, out = run(capsys, "check", path, "--baseline", baseline)
+    assert code == 2
+    assert says in out
+    assert "fix: prism memory update" in out
+    assert cli.main(["compare", baseline, path]) == 0
+    assert says.split()[0] + ": " in capsys.readouterr().out
 
 
-def test_diff_and_update(baseline, job, capsys):
+def test_a_change_that_is_meant_is_taken_over(baseline, job, capsys):
     path = job(first=3000)
-    code, out = run(capsys, "diff", baseline, path)
-    assert code == 1
+    assert cli.main(["compare", baseline, path, "--exit-code"]) == 1
+    out = capsys.readouterr().out
     assert "+2,000 B" in out
-    assert run(capsys, "update", path, f"baseline={baseline}")[0] == 0
-    assert run(capsys, "check", path, f"baseline={baseline}")[0] == 0
-    assert run(capsys, "diff", baseline, path)[0] == 0
+    assert "times are not compared: a report of memory has no times" in out
+    assert run(capsys, "update", path, "--baseline", baseline)[0] == 0
+    assert run(capsys, "check", path, "--baseline", baseline)[0] == 0
+    assert cli.main(["compare", baseline, path, "--exit-code"]) == 0
 
 
-def test_explain(job, capsys):
-    code, out = run(capsys, "explain", job(), "class=pp=1", "top=2")
+def fit(capsys, *words):
+    code = cli.main(["fit", *words])
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def test_fit_says_what_the_peak_is_made_of(job, capsys):
+    code, out = fit(capsys, job(), "--class", "pp=1", "--top", "2", "--limit", "80GB")
     assert code == 0
-    assert "pp=1: 1.002 MiB (1,051,088 B) in 0B0 compute core/schedules.py:7" in out
-    assert "param 1 MiB, act 1.953 KiB, tmp 512 B" in out
-    assert "recompute" not in out  # which frees less than a percent
-    assert cli.main(["memory", "explain", job(), "--json"]) == 0
+    assert "the peak of pp=1: backward of microbatch 0, chunk 0 (0B0), compute" in out
+    for what, size in (
+        ("weights", "1 MiB"),
+        ("activations", "1.953 KiB"),
+        ("temporaries", "512 B"),
+    ):
+        assert re.search(rf"  {what} +{size}\n", out)
+    assert re.search(r"\n    512 B  temporaries, 1 tensor:", out) is None  # the third
+    assert cli.main(["fit", job(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sorted(found["classes"]) == ["pp=0", "pp=1"]
     assert found["provenance"]["peak_allocated"].startswith("modelled")
+    assert found["limit"] == 150109880320  # of the machine that is assumed
+
+
+def test_a_card_of_80_gb_has_what_its_driver_says(job, capsys):
+    """Exact sizes stay exact, and a number without a unit is asked about."""
+    for text, limit in (("80GB", 85017493504), ("80 GB", 85017493504), ("40G", 42298834944),
+                        ("80GiB", 80 << 30), ("79GB", 79 * 10**9)):  # fmt: skip
+        assert cli.main(["fit", job(), "--limit", text, "--machine", "h100", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["limit"] == limit
+    code, out = fit(capsys, job(), "--limit", "80")
+    assert (code, "fix: --limit 80GB" in out) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        ("memory explain DIR limit=80GiB top=3", "prism fit DIR --limit 80GiB --top 3"),
+        ("memory diff a b", "prism compare a b"),
+        ("diff a b", "prism compare a b"),
+        ("fit DIR limit=80", "--limit 80"),
+        ("replay DIR machine=h200", "--machine h200"),
+        ("replay DIR --against B", "prism compare A B"),
+        ("predict DIR --against B", "prism compare A B"),
+        ("replay DIR --dp 64", "of the job itself: dp=64"),
+    ],
+)
+def test_old_spellings_are_refused_with_the_new_one(words, now, capsys):
+    assert cli.main(words.split()) == 2
+    assert f"fix: {now}" in capsys.readouterr().err
 
 
 def test_one_captured_rank_is_enough(job, tmp_path, capsys):
     programs = parse(Path(job()).read_text())
     SliceStore(tmp_path / "slices", programs.world, programs.source).put(programs.programs[1])
-    code, text = run(capsys, "explain", str(tmp_path / "slices"))
+    code, text = fit(capsys, str(tmp_path / "slices"), "--limit", "80GB")
     assert code == 0
-    assert "pp=1: " in text
+    assert "the peak of pp=1: " in text
     assert "pp=0" not in text
     assert "ranks 0,1 are left out" in text
 
 
 def test_a_snapshot_is_what_memory_viz_reads(job, tmp_path, capsys):
     path = tmp_path / "one.pickle"
-    assert run(capsys, "explain", job(), "class=pp=1", "-o", str(path))[0] == 0
+    assert fit(capsys, job(), "--class", "pp=1", "-o", str(path))[0] == 0
     (events,) = pickle.loads(path.read_bytes())["device_traces"]
     assert [(e["action"], e["size"]) for e in events[:3]] == [
         ("alloc", 1048576), ("alloc", 2000), ("alloc", 512)
@@ -225,18 +264,14 @@ def test_json_is_one_object(job, tmp_path, capsys):
     assert cli.main(["memory", "record", job(), "-o", base, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(Path(base).read_text())
     for words, code in (
-        (["check", job(first=3000), f"baseline={base}"], 1),
-        (["diff", base, job(first=3000)], 1),
-        (["check", job(), f"baseline={base}", "limit=1MiB"], 1),
-        (["update", job(first=3000), f"baseline={base}"], 0),
+        (["check", job(first=3000), "--baseline", base], 1),
+        (["check", job(), "--baseline", base, "--limit", "1MiB"], 1),
+        (["update", job(first=3000), "--baseline", base], 0),
     ):
         assert cli.main(["memory", *words, "--json"]) == code
         found = json.loads(capsys.readouterr().out)
         assert found["schema"] == "prism.memory_changes/1"
         assert found["failures"] == sum(change["fails"] for change in found["changes"])
-        assert any("runs out" in text for text in found["runs_out"].values()) == (
-            "limit=1MiB" in words
-        )
 
 
 def test_a_run_that_did_not_train_is_no_baseline(job, tmp_path, baseline, capsys):
@@ -245,7 +280,7 @@ def test_a_run_that_did_not_train_is_no_baseline(job, tmp_path, baseline, capsys
     kept = Path(baseline).read_text()
     for words in (
         ("record", str(path), "-o", str(tmp_path / "no.json")),
-        ("update", str(path), f"baseline={baseline}"),
+        ("update", str(path), "--baseline", baseline),
     ):
         code, out = run(capsys, *words)
         assert code == 2
@@ -276,7 +311,7 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
     Path(baseline).write_text(text)
     path = job()
     for words in (("check", path), ("update", path)):
-        code, out = run(capsys, *words, f"baseline={baseline}")
+        code, out = run(capsys, *words, "--baseline", baseline)
         assert code == 2
         assert says in out
         assert "fix: " in out
@@ -287,26 +322,44 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
     ("words", "says"),
     [
         (("check", "{job}"), "needs a baseline"),
-        (("check", "{job}", "baseline=none.json"), "cannot read a baseline of memory, none.json"),
-        (("check", "{job}", "baseline={base}", "tol=-1"), "below 0"),
-        (("check", "{job}", "baseline={base}", "headroom=1"), "taken from a limit"),
-        (("check", "{job}", "baseline={base}", "limit=1GiB", "headroom=4GiB"), "leaves nothing"),
-        (("check", "{job}", "baseline={base}", "limit=80"), "fix: limit=80GiB"),
+        (
+            ("check", "{job}", "--baseline", "none.json"),
+            "cannot read a baseline of memory, none.json",
+        ),
+        (("check", "{job}", "--baseline", "{base}", "--tol", "-1"), "below 0"),
+        (("check", "{job}", "--baseline", "{base}", "--headroom", "1"), "taken from a limit"),
+        (
+            ("check", "{job}", "--baseline", "{base}", "--limit", "1GiB", "--headroom", "4GiB"),
+            "leaves nothing",
+        ),
+        (("check", "{job}", "--baseline", "{base}", "--limit", "80"), "fix: --limit 80GB"),
         (("record", "{job}", "-o", "x.json", "--github"), "--github has no effect"),
         (("record", "{job}"), "needs a file to write"),
-        (("record", "{job}", "-o", "x.json", "alloc=backend:x"), "not modelled"),
-        (("explain", "{job}", "class=pp=7"), "there is no class pp=7"),
-        (("explain", "{job}", "top=x"), "top=x is no number"),
-        (("explain", "{job}", "-o", "x.pickle"), "a snapshot is of one class"),
-        (("explain", "{job}", "draws=5"), "which allocations depend on routing"),
-        (("explain", "{job}", "routing=uniform"), "routing belongs to draws"),
-        (("explain", "{job}", "draws=5", "capacity=0"), "leaves no token"),
+        (("record", "{job}", "-o", "x.json", "--alloc", "backend:x"), "not modelled"),
     ],
 )
 def test_bad_words(baseline, job, capsys, words, says):
     words = [w.format(job=job(), base=baseline) for w in words]
     code, out = run(capsys, *words)
     assert code in (1, 2)
+    assert says in out
+    assert "fix: " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--class", "pp=7"), "there is no class pp=7"),
+        (("--top", "x"), "--top x: "),
+        (("--draws", "5"), "which allocations depend on routing"),
+        (("--routing", "uniform"), "--routing belongs to --draws"),
+        (("--draws", "5", "--capacity", "0"), "leaves no token"),
+        (("--limit", "1GiB", "--headroom", "4GiB"), "leaves nothing"),
+    ],
+)
+def test_bad_words_of_fit(job, capsys, words, says):
+    code, out = fit(capsys, job(), *words)
+    assert code == 2
     assert says in out
     assert "fix: " in out
 
@@ -349,15 +402,15 @@ def test_what_an_iteration_leaves_behind_is_a_leak(tmp_path, capsys):
     """Also when the baseline leaks as much: its peak has not grown, and the job will still fail."""
     path, base = leaking(tmp_path / "a.prism"), str(tmp_path / "m.json")
     assert run(capsys, "record", path, "-o", base)[0] == 0
-    code, out = run(capsys, "check", path, f"baseline={base}")
+    code, out = run(capsys, "check", path, "--baseline", base)
     assert code == 1
     assert "all (ranks 0-3): leaks 3,145,728 B an iteration" in out
     assert "core/transformer/mlp.py:5  decoder.layers.*.mlp" in out
     assert "schedules.py:256" not in out  # replaced what it left the last time
-    assert run(capsys, "check", path, f"baseline={base}", "leak=3145728")[0] == 0
-    assert run(capsys, "check", path, f"baseline={base}", "leak=3145727")[0] == 1
+    assert run(capsys, "check", path, "--baseline", base, "--leak", "3145728")[0] == 0
+    assert run(capsys, "check", path, "--baseline", base, "--leak", "3145727")[0] == 1
     clean = leaking(tmp_path / "b.prism", FREED)
-    assert run(capsys, "check", clean, f"baseline={base}")[0] == 0
+    assert run(capsys, "check", clean, "--baseline", base)[0] == 0
     assert json.loads(Path(base).read_text())["classes"]["all"]["growth"] == 3145728
 
 
@@ -365,7 +418,7 @@ def test_the_first_iteration_of_a_job_is_no_leak(tmp_path, capsys):
     path, base = leaking(tmp_path / "a.prism", iterations=1), tmp_path / "m.json"
     assert run(capsys, "record", path, "-o", str(base))[0] == 0
     assert json.loads(base.read_text())["classes"]["all"]["growth"] is None
-    assert run(capsys, "check", path, f"baseline={base}")[0] == 0
+    assert run(capsys, "check", path, "--baseline", str(base))[0] == 0
 
 
 def test_over_the_limit_names_the_op_that_does_not_fit(tmp_path, capsys):
@@ -374,11 +427,18 @@ def test_over_the_limit_names_the_op_that_does_not_fit(tmp_path, capsys):
     path, base = tmp_path / "a.txt", str(tmp_path / "m.json")
     path.write_text(HEAD.replace(" pp=2", "") + big.format(free=""))
     assert run(capsys, "record", str(path), "-o", base)[0] == 0
-    words = ("check", str(path), f"baseline={base}", "leak=1GiB", "device=none")
-    code, out = run(capsys, *words, "limit=40MiB")
+    words = ("check", str(path), "--baseline", base, "--leak", "1GiB", "--device", "none")
+    code, out = run(capsys, *words, "--limit", "40MiB")
     assert code == 1
     assert "all (ranks 0-3): over the limit: reserved 48 MiB" in out
-    assert "runs out in 0B0 compute core/transformer/mlp.py:5: 26,214,400 B do not fit" in out
+    assert f"next: prism fit {path} --limit 40MiB" in out
     missing = int(re.search(r"([\d,]+) B\) above", out)[1].replace(",", ""))
-    assert run(capsys, *words, f"limit={40 * 1024 * 1024 + missing}")[0] == 0
-    assert run(capsys, *words, f"limit={40 * 1024 * 1024 + missing - 1}")[0] == 1
+    limits = [("40MiB", 1), (str(40 * 1024 * 1024 + missing), 0)]
+    limits.append((str(40 * 1024 * 1024 + missing - 1), 1))
+    for limit, status in limits:
+        assert run(capsys, *words, "--limit", limit)[0] == status
+        code, out = fit(capsys, str(path), "--device", "none", "--limit", limit)
+        assert code == status
+    assert "runs out in 0B0 compute core/transformer/mlp.py:5: 26,214,400 B do not fit" in (
+        " ".join(out.split())
+    )

@@ -199,10 +199,10 @@ def test_refusing_a_recipe_needs_no_torch():
 def test_plans_of_another_type(plan, tmp_path, capsys):
     (tmp_path / "plan.yaml").write_text(plan)
     (tmp_path / "one.txt").write_text(ONE)
-    refused(capsys, "hang", tmp_path / "one.txt", f"plan={tmp_path / 'plan.yaml'}")
+    refused(capsys, "hang", tmp_path / "one.txt", "--plan", tmp_path / "plan.yaml")
 
 
-@pytest.mark.parametrize("word", ["samples=1e400", "slow=1e400", "seed=1e30"])
+@pytest.mark.parametrize("word", ["--samples=1e400", "--slow=1e400", "--seed=1e30"])
 def test_numbers_without_end(word, tmp_path, capsys):
     (tmp_path / "one.txt").write_text(ONE)
     assert len(refused(capsys, "predict", tmp_path / "one.txt", word)) < 500
@@ -221,7 +221,8 @@ def test_infinities_and_text_for_numbers_of_nccl_tests(tmp_path, capsys):
      ["predict", "ONE", "--html", LONG], ["hang", "ONE", "--markdown", LONG],
      ["emulate", "tiny-gpt_1cpu", "-o", LONG], ["capture", "tiny-gpt_1cpu", "-o", LONG],
      ["patches", "--megatron", LONG],
-     ["memory", "check", "ONE", f"baseline={LONG}"], ["replay", "ONE", f"calibration={LONG}"]],
+     ["memory", "check", "ONE", "--baseline", LONG],
+     ["replay", "ONE", "--calibration", LONG]],
     ids=lambda words: " ".join(words).replace(LONG, "LONG"),
 )  # fmt: skip
 def test_names_too_long(words, tmp_path, capsys):

@@ -324,12 +324,14 @@ def prism(*words, capsys):
 
 
 def test_show_ops_of_ranks(folder, capsys):
-    status, out, _ = prism("show", folder, "rank=5", f"group={TP}", capsys=capsys)
+    status, out, _ = prism("show", folder, "--rank", "5", "--group", TP, capsys=capsys)
     assert status == 0
     assert out.startswith("rank 5 (captured as rank 4)\n")
     assert len(out.splitlines()) == 2
-    assert prism("show", folder, "rank=5", "group=tp", capsys=capsys)[1] == out  # as in faults
-    status, out, _ = prism("show", folder, "rank=0", "around=0F", capsys=capsys)
+    assert (
+        prism("show", folder, "--rank", "5", "--group", "tp", capsys=capsys)[1] == out
+    )  # as in faults
+    status, out, _ = prism("show", folder, "--rank", "0", "--around", "0F", capsys=capsys)
     assert out.startswith("rank 0\n")
     assert len(out.splitlines()) == 4
 
@@ -345,11 +347,11 @@ def test_show_as_text_is_what_all_commands_read(folder, tmp_path, capsys):
     ("words", "says"),
     [
         (["show", "nowhere"], "cannot read nowhere"),
-        (["show", "FOLDER", "rank=9"], "0 to 7"),
-        (["show", "FOLDER", "rank=0", "--text"], "--text is all of them"),
-        (["show", "FOLDER", "rank=0", "group=NO_SUCH"], TP),
-        (["show", "FOLDER", "group=NO_SUCH"], "rank=0 group=NO_SUCH"),
-        (["show", "FOLDER", "rank=0", "around=7F"], "rank 0 has no step 7F"),
+        (["show", "FOLDER", "--rank", "9"], "0 to 7"),
+        (["show", "FOLDER", "--rank", "0", "--text"], "--text is all of them"),
+        (["show", "FOLDER", "--rank", "0", "--group", "NO_SUCH"], TP),
+        (["show", "FOLDER", "--group", "NO_SUCH"], "--rank 0 --group"),
+        (["show", "FOLDER", "--rank", "0", "--around", "7F"], "rank 0 has no step 7F"),
         (["capture", "tiny-gpt_1cpu"], "fix: -o DIR"),
         (["capture", "tiny-gpt_1cpu", "-o", "FOLDER"], "is a slice of another job"),
     ],

@@ -123,7 +123,7 @@ def test_a_world_that_nobody_says_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "train.py").touch()
-    for words in (["capture", "-o", "d"], ["replay"], ["memory", "explain"]):
+    for words in (["capture", "-o", "d"], ["replay"], ["fit"]):
         assert main([*words, "--", "train.py", "--tensor-model-parallel-size", "8"]) == 2
         assert "nobody says how many ranks" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
@@ -132,8 +132,9 @@ def test_a_world_that_nobody_says_is_asked_for(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["replay", "machine=h200"], ["CAPTURED", "machine=h200"]),
-        (["memory", "explain", "top=3"], ["CAPTURED", "top=3"]),
+        (["replay", "slow=1:2"], ["CAPTURED", "slow=1:2"]),
+        (["fit", "--top", "3"], ["CAPTURED"]),
+        (["compare", "A"], ["A", "CAPTURED"]),
         (["hang", "--dumps=d"], ["a.py", "--lr", "1"]),
         (["capture", "-o", "d"], ["a.py", "--lr", "1"]),
     ],
@@ -149,6 +150,7 @@ def test_a_line_stands_in_place_of_programs(words, expected, monkeypatch, tmp_pa
         name, [*rest, *"torchrun --nproc-per-node 2 a.py --lr 1".split()]
     )
     args = cli._parse_job(name, rest, line)
-    programs = [word for word in (getattr(args, "programs", None), *args.settings) if word]
+    words = (getattr(args, "programs", None), *getattr(args, "settings", ()))
+    programs = getattr(args, "paths", None) or [word for word in words if word]
     assert (programs or args.job) == expected
     assert args.ours == ["--prism-world-size", "2"]

@@ -95,5 +95,5 @@ def test_slices_of_a_stock_job_say_its_flops(tmp_path, capsys):
     per_token = 2 * (64 * 4 * 64 + 32 * 64 + 2 * 64 * 256) + 64 * 1024
     assert source["tokens_per_iteration"] == str(8 * 32)
     assert source["model_flops_per_iteration"] == str(6 * 8 * 32 * per_token)
-    assert cli.main(["replay", str(folder), "machine=h100"]) == 0
+    assert cli.main(["replay", str(folder), "--machine", "h100"]) == 0
     assert "of 989 TFLOP/s dense bf16" in capsys.readouterr().out

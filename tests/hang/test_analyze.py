@@ -253,7 +253,7 @@ def test_the_command_prints_one_json_object(tmp_path, capsys):
         (["--dumps", "/nonexistent"], "there is no folder"),
         (["{ring}", "--recipe", "tiny-gpt_1cpu"], "whose job dumps are of"),
         (["{ring}", "--programs", "{ring}"], "whose job dumps are of"),
-        (["{ring}", "seed=3"], "draws the ranks of faults"),
+        (["{ring}", "--seed", "3"], "draws the ranks of faults"),
         (["{ring}", "--confirm"], "--confirm runs real code"),
         (["--dumps", ""], "name dumps or programs"),
         (["--dumps", "x", "--programs", "y", "--recipe", "z"], "or add --confirm"),

@@ -188,7 +188,7 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=drop@rank=1:n=4"], "has no parameter"),
         (["fault=dtype@rank=1:to=bf61"], "cannot be bf61"),
         (["fault=swap@rank=1"], "swap with what"),
-        (["fault=nan@rank=1", "seed=x"], "seed=x: "),
+        (["fault=nan@rank=1", "--seed", "x"], "--seed x: "),
         (
             ["fault=nan@rank=1,group=EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP,nth=0"],
             "which cannot be NaN",
@@ -210,14 +210,14 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=sigkill@node=x"], "node=x is not understood"),
         (["fault=sigkill@node=1/0"], "node=1/0 is not understood"),
         (["fault=sigkill@rank=1,node=1"], "is not understood"),
-        (["truth=x"], "truth names them"),
-        (["plan=/nonexistent"], "cannot read a plan of faults"),
-        (["plan=/bin/sh"], "/bin/sh is not a plan of faults: 'utf-8' codec"),
+        (["--truth", "x"], "truth names them"),
+        (["--plan", "/nonexistent"], "cannot read a plan of faults"),
+        (["--plan", "/bin/sh"], "/bin/sh is not a plan of faults: 'utf-8' codec"),
         (["fault=drop@rank=any:0"], "any:0 of 16 ranks"),
         (["fault=drop@rank=any:17"], "any:17 of 16 ranks"),
         (["fault=drop@rank=any:x"], "any:x of 16 ranks"),
         (["fault=drop@rank=1,nth=²"], "nth=² is no number"),
-        (["fault=nan@rank=1", "seed=²"], "seed=²: "),
+        (["fault=nan@rank=1", "--seed", "²"], "--seed ²: "),
         (["-o", "x"], "without a fault"),
     ],
 )
@@ -257,7 +257,7 @@ def test_faults_that_only_cost_time_are_replayed(tmp_path, capsys):
         assert len(found["planted"]) == hits
         return [float(x) for x in re.findall(r"([\d.]+) ms", line)]
 
-    truth = ["truth=" + str(tmp_path / "t")]
+    truth = ["--truth", str(tmp_path / "t")]
     after, before = cost("slow@rank=5:factor=1.5", *truth)
     assert after - before == pytest.approx(4.0, abs=0.001)
     (row,) = map(json.loads, (tmp_path / "t").read_text().splitlines())

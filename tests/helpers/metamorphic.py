@@ -8,14 +8,12 @@ import functools
 import tempfile
 from pathlib import Path
 
-from megatron_prism.cli import replay as cli_replay
+from megatron_prism.cli import what_ifs
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.slices import SliceStore, open_programs
 from megatron_prism.emulate.recipe_job import source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.memory import peaks
-from megatron_prism.replay import whatif
-from megatron_prism.replay.priced_graph import replay
 from megatron_prism.sweep.layout import RecipeLayout
 
 STORED = Path(__file__).parents[1] / "golden" / "slices"
@@ -47,16 +45,13 @@ def stored(job):
 
 def answer(programs, *words):
     """The timeline of ``prism replay`` with these words."""
-    given = cli_replay._settings([word for word in words if word])
-    how = {key: given.pop(key) for key in cli_replay._HOW if key in given}
-    sizes = {key: given.pop(key) for key in cli_replay._SIZES if key in given}
-    microbatches = given.pop("microbatches", None)
-    whatif.check_sizes(programs, sizes, given.get("dp"), microbatches)
-    if microbatches is not None:
-        from megatron_prism.emulate import schedule
-
-        programs = schedule.with_microbatches(programs, microbatches)
-    return replay(programs, what_if=cli_replay._what_if(**given), **how)
+    how = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in ("machine", "calibration", "iterations"):
+            how[key] = int(value) if value.isdigit() else value
+    rest = [word for word in words if word and word.partition("=")[0] not in how]
+    return what_ifs.priced(programs, rest, "replay", **how).timeline
 
 
 def ns(programs, *words):

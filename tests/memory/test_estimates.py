@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_prism.core import job_settings
-from megatron_prism.memory.baseline import Baseline
+from megatron_prism.memory.baseline import MemoryReport
 from megatron_prism.memory.peaks import described, estimates
 
 DENSE = {"--num-layers": "4", "--attention-backend": "unfused"}
@@ -38,8 +38,8 @@ def test_what_is_estimated_of_a_job(settings, words):
 
 
 def test_a_baseline_says_what_of_it_is_estimated():
-    made = Baseline({"arguments": job_settings.as_text(ROUTED)}, {})
+    made = MemoryReport({"arguments": job_settings.as_text(ROUTED)}, {})
     assert made.provenance["peak_allocated"].startswith("estimated, -15 to +10 % (routing")
-    exact = Baseline({"arguments": job_settings.as_text(DENSE)}, {})
+    exact = MemoryReport({"arguments": job_settings.as_text(DENSE)}, {})
     assert exact.provenance["peak_allocated"].startswith("modelled")
     assert described("as it is", estimates(None)) == "as it is"

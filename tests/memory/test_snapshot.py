@@ -147,7 +147,7 @@ def test_an_error_is_a_request_in_the_first_iteration_or_later():
 
 
 def test_the_command_says_where_and_why(capsys):
-    assert main(["memory", "explain", str(FULL), "--json"]) == 0
+    assert main(["fit", str(FULL), "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
     assert value["failed"]["fits_expandable"] is True
     assert value["peak_allocated"] == 74_406_678_016
@@ -160,8 +160,8 @@ def test_what_a_process_holds_more_is_named_by_its_line(tmp_path, capsys):
     more = [*first, event("alloc", 2, 3 * MIB, kept), *freed]
     names = [str(stored(tmp_path, events, name=name))
              for events, name in ((first, "a.pickle"), (more, "b.pickle"))]  # fmt: skip
-    assert main(["memory", "diff", *names, "--json"]) == 1
+    assert main(["compare", *names, "--json", "--exit-code"]) == 1
     value = json.loads(capsys.readouterr().out)
     assert value["grown"] == 3 * MIB
     assert [(one["site"], one["count"]) for one in value["by"]] == [("core/cache.py:1", 1)]
-    assert main(["memory", "diff", names[0], names[0]]) == 0
+    assert main(["compare", names[0], names[0], "--exit-code"]) == 0

@@ -1,6 +1,7 @@
 """What changes nothing has the answer of nothing, and the same question the same answer."""
 
 import dataclasses
+import json
 
 import pytest
 from helpers.metamorphic import JOBS, MACHINE, STORED, about, answer, ns, stored
@@ -62,17 +63,14 @@ def test_hosts_and_settings_as_they_were(job):
     assert ns(dataclasses.replace(programs, source=env), MACHINE) == once
 
 
-@about("--against")
-def test_against_itself_nothing_differs(capsys):
+def test_beside_itself_nothing_differs(capsys):
     path = str(STORED / "dense_pp2")
-    assert cli.main(["replay", path, MACHINE, "--against", f"{path},{MACHINE}"]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()[3:]
-    rows = [line.split() for line in lines if " ms " in line]
-    assert len(rows) > 3
-    assert last.startswith(
-        "second - first: +0.0 ms (+0.0 to +0.0 ms, 95 %); the first is faster with 50"
-    )
-    assert {row[-2] for row in rows} <= {"+0.0", "-0.0"}
+    assert cli.main(["compare", path, path, "--machine", "h100", "--exit-code", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["parts"]) > 6
+    assert {one["difference"] for one in found["parts"]} == {0}
+    assert found["difference"] == {"ns": 0, "low_ns": 0, "high_ns": 0, "first_faster": 0.5}
+    assert found["first"] == found["settings"] == []
 
 
 @pytest.mark.parametrize("job", JOBS)

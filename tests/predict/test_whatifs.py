@@ -89,7 +89,7 @@ program ranks=4-7
 def test_the_page_is_whole_and_harmless(tmp_path, capsys):
     source, page = tmp_path / "w.txt", tmp_path / "page.html"
     source.write_text(TEXT)
-    words = ["predict", str(source), "samples=200", "--html", str(page)]
+    words = ["predict", str(source), "--samples", "200", "--html", str(page)]
     status = cli.main(words)
     said = capsys.readouterr()
     assert status == 0, said.err

@@ -239,7 +239,7 @@ def test_what_the_table_lacks_is_flagged_and_widens_the_range(tmp_path, stored, 
     widths, said = [], []
     for note, work in ((KNOWN, f"flops={FLOPS} kernels=2"), (UNKNOWN, "flops=51904512 kernels=1")):
         world.write_text(f"{HEAD}- compute {work} note={json.dumps(note)}\n")
-        assert cli.main(["replay", str(world), f"machine={hardware}", "--json"]) == 0
+        assert cli.main(["replay", str(world), "--machine", str(hardware), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["iteration_ns"] > 0
         widths.append((found["high_ns"] - found["low_ns"]) / found["iteration_ns"])

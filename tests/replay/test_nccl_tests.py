@@ -127,7 +127,15 @@ def test_a_calibration_from_files(tmp_path, capsys):
     assert found.look_up("all_reduce", 4, 1 << 20) == 30_000
     assert found.look_up("all_reduce", 16, 1 << 27, 8) == 1_500_000
     assert found.look_up("all_reduce", 16, 1 << 27) is None
-    again = ["calibrate", "--from-nccl-tests", words[1], "node_gpus=72", "-o", str(out), "--force"]
+    again = [
+        "calibrate",
+        "--from-nccl-tests",
+        words[1],
+        "--node-gpus=72",
+        "-o",
+        str(out),
+        "--force",
+    ]
     assert cli.main(again) == 0
     assert read_calibration(out).look_up("all_reduce", 16, 1 << 27) == 1_500_000
 
@@ -141,7 +149,10 @@ def test_measured_calls_between_nodes_are_used(tmp_path, capsys):
         "- all_reduce default_pg int8 n=134217728 reduce=sum\n"
     )
     capsys.readouterr()
-    assert cli.main(["replay", str(world), f"calibration={out}", "iterations=1", "--json"]) == 0
+    assert (
+        cli.main(["replay", str(world), "--calibration", str(out), "--iterations", "1", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["iteration_ns"] == 1_500_000
 
 

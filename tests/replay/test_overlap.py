@@ -235,7 +235,16 @@ def told(tmp_path, capsys):
         file.write_text(
             json.dumps({**stored, "overlap": [msgspec.structs.asdict(row(compute=factor))]})
         )
-        words = [command, str(programs), "machine=h200", f"calibration={file}", *more, "--json"]
+        words = [
+            command,
+            str(programs),
+            "--machine",
+            "h200",
+            "--calibration",
+            str(file),
+            *more,
+            "--json",
+        ]
         assert cli.main(words) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -250,7 +259,7 @@ def test_replay_applies_what_a_calibration_says(told):
 def test_pacing_and_predict_rest_on_the_prices_of_that_replay(told, tmp_path):
     middles = []
     for factor in (1.0, 2.0):
-        quantiles = told(factor, "predict", "samples=200")["quantiles"]
+        quantiles = told(factor, "predict", "--samples", "200")["quantiles"]
         middles += [one["ns"] for one in quantiles if one["level"] == 0.5]
     assert middles[1] / middles[0] == pytest.approx(1.25, rel=0.05)
     made = price(parse(BESIDE), machine="h200", calibration=tmp_path / "c.json", iterations=1)

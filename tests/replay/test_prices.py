@@ -60,7 +60,7 @@ def test_a_machine_without_a_network_holds_one_node(tmp_path, capsys):
         world.write_text(
             f"prism-program 1\nworld size={size}\nprogram ranks=0-{size - 1}\n{call}\n"
         )
-        assert cli.main(["replay", str(world), f"machine={path}"]) == status
+        assert cli.main(["replay", str(world), "--machine", str(path)]) == status
     said = capsys.readouterr().err
     assert "16 ranks need 2 nodes" in said
     assert "it holds 8 ranks" in said
@@ -126,13 +126,13 @@ def test_calibrations_that_cannot_be(tmp_path, key, rows, says):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("words", ["machine=", "calibration="])
-def test_files_that_nest_without_end_are_refused(tmp_path, words, capsys):
+@pytest.mark.parametrize("option", ["--machine", "--calibration"])
+def test_files_that_nest_without_end_are_refused(tmp_path, option, capsys):
     """Python's parser gives up with a RecursionError, which is no error of the user's."""
     path, world = tmp_path / "deep.json", tmp_path / "w.txt"
     path.write_text("[" * 100_000)
     world.write_text("prism-program 1\nworld size=1\nprogram ranks=0\n0F compute ns=1ms\n")
-    assert cli.main(["replay", str(world), f"{words}{path}"]) == 2
+    assert cli.main(["replay", str(world), option, str(path)]) == 2
     assert "nested too deeply" in capsys.readouterr().err
 
 
@@ -150,9 +150,9 @@ def test_the_same_measurement_twice_is_one(tmp_path):
 @pytest.mark.parametrize(
     ("out", "words", "says"),
     [
-        ("c.json", ["processes=\u00b2"], "is no number"),
-        ("c.json", ["processes=99999"], "fix: processes=4"),
-        ("c.json", ["processes=0"], "calibrate --host"),
+        ("c.json", ["--processes", "\u00b2"], "is no number"),
+        ("c.json", ["--processes", "99999"], "fix: --processes 4"),
+        ("c.json", ["--processes", "0"], "or --host for this host alone"),
         ("no/c.json", [], "cannot write a file"),
         ("/proc/c.json", [], "/proc takes no files"),
         ("there.json", [], "not overwritten"),

@@ -74,12 +74,6 @@ def test_the_front_holds_what_nothing_beats_in_both():
     assert [one["key"] for one in rank.front([*POINTS, worse])] == ["a", "b", "c"]
 
 
-def test_a_pair_differs_where_its_time_goes():
-    rows = rank.explain(POINTS[1], POINTS[2])
-    assert rows == [("idle", 0.0, 30.0), ("compute", 100.0, 85.0)]
-    assert sum(row[2] for row in rows) == 115
-
-
 @pytest.mark.parametrize(
     ("one", "other", "tau"),
     [((1, 2, 3), (10, 20, 30), 1), ((1, 2, 3), (3, 2, 1), -1), ((1, 2, 3), (1, 3, 2), 1 / 3),

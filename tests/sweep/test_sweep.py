@@ -251,7 +251,7 @@ def test_parts_of_an_array_job_find_together_what_one_process_finds(recipe, fold
         yaml.safe_dump({**recipe.flags, "prism": dataclasses.asdict(recipe.prism)}, sort_keys=False)
     )  # fmt: skip
     words = ["sweep", str(tmp_path / "tiny.yaml"), "tp=1,3", "global_batch_size=192,384",
-             "limit=8GiB", "machine=h200", "-o", str(out)]  # fmt: skip
+             "--limit", "8GiB", "--machine", "h200", "-o", str(out)]  # fmt: skip
     assert cli.main([*words, "--join", "--json"]) == 1
     nothing = json.loads(capsys.readouterr().out)
     assert [one["by"] for one in nothing["dropped"]].count("not evaluated") == 2

@@ -228,5 +228,8 @@ def test_a_real_job_with_a_slow_rank_and_a_slow_iteration(tmp_path, capsys):
     assert spreads.source.startswith("measured: 4 ranks x 8 iterations")
     assert spreads.slow_gpu[0] == 0.25
     assert json.loads((out / "import.json").read_text())["schema"] == "prism.import/1"
-    assert main(["predict", str(out), f"variability={out}/variability.json", "samples=200"]) == 0
+    assert (
+        main(["predict", str(out), "--variability", f"{out}/variability.json", "--samples", "200"])
+        == 0
+    )
     assert main(["import", str(traces), "-o", str(out)]) == 2  # it is there already

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -15,6 +16,7 @@ import msgspec
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.units import BINARY, parse_limit
 from megatron_prism.core.world import World
 
 T = TypeVar("T")
@@ -38,6 +40,7 @@ def read(name: str | os.PathLike[str], folder: Path, what: str, kind: type[T]) -
 
 
 FOLDER = Path(__file__).with_name("machines")
+_OF_CARD = 0.97  # of the GiB that a card is sold with, at least
 Rate = foreign.Positive
 RateOrNone = Annotated[float, msgspec.Meta(ge=0, lt=1e30)]  # 0: there is none
 
@@ -105,6 +108,22 @@ def machine(name: str | os.PathLike[str]) -> Machine:
     return found
 
 
+def device_limit(text: str, own: Machine | None = None) -> tuple[int, str]:
+    """(bytes of device memory, what they are).
+
+    ``80GB`` is what the driver says that a card sold as 80 GB has, a percent less than 80 GiB: that
+    of ``own``, else of a shipped machine.  Other sizes are exact and nobody's ("").  UnitError for
+    what is no size.
+    """
+    num_bytes = parse_limit(text)
+    if sold := re.fullmatch(r"\s*(\d+)\s*GB?\s*", text):
+        most = int(sold[1]) * BINARY["GiB"]
+        for one in (*filter(None, (own,)), *map(machine, machines())):
+            if _OF_CARD * most < one.device_memory <= most:
+                return one.device_memory, f"what a card sold as {sold[1]} GB has"
+    return num_bytes, ""
+
+
 def with_nodes_of(found: Machine, world: World) -> Machine:
     """The machine with nodes of as many ranks as the launcher of ``world`` starts on each; NVLink
     joins as many hosts as before, and none of these gets more ranks than it has GPUs."""
@@ -136,10 +155,10 @@ def default_machine(device: str, hardware: str) -> str:
     there, meant = named_in(device), named_in(hardware)
     if there and meant and there != meant:
         what = f"the segments were measured on {device}, and the job is meant for {hardware}"
-        fix = f"machine={there} for the former, and moved={meant} with it for the latter"
+        fix = f"--machine {there} for the former, and moved={meant} with it for the latter"
         raise UsageError(what, fix=fix)
     if not there and not meant and hardware.upper() not in ("", "CPU"):
         what = f"the job is meant for {hardware} (hardware.name), whose rates are not known"
-        fix = f"machine={_DEFAULT} as if it were that ({', '.join(machines())}), or machine=FILE"
+        fix = f"--machine {_DEFAULT} as if it were that ({', '.join(machines())}), or a FILE"
         raise UsageError(what, fix=fix)
     return there or meant or _DEFAULT

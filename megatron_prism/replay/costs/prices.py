@@ -134,7 +134,7 @@ def _check_fits(graph: WorldGraph, machine: Machine) -> None:
     if size > per_node and not machine.network_rate:
         nodes, one = -(-size // per_node), counted(per_node, "rank")
         what = f"{size:,} ranks need {nodes:,} nodes, and {machine.name} has no network between "
-        fix = "a world that fits, or a machine with a network: machine=h200"
+        fix = "a world that fits, or a machine with a network: --machine h200"
         raise UsageError(f"{what}nodes: it holds {one}", fix=fix)
 
 

@@ -1,0 +1,260 @@
+"""What differs between two jobs, or two versions of one: time, memory by part, sizes, ops.
+
+In : two jobs as programs, priced graphs or reports of memory; traces or a memory snapshot of a
+real process beside one.  Out: ``Comparison``, or what ``traces`` and ``memory.snapshot`` answer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+
+from megatron_prism.ask.fit import needed
+from megatron_prism.core import job_settings
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.files import rendered
+from megatron_prism.core.program import Programs
+from megatron_prism.graph.difference import FirstDifference, difference, rows_of
+from megatron_prism.memory import baseline, snapshot
+from megatron_prism.memory.baseline import Change, MemoryReport, peak_memory
+from megatron_prism.memory.snapshot import SnapshotComparison, SnapshotGrowth
+from megatron_prism.replay import differences
+from megatron_prism.replay.differences import TimeDifference
+from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
+from megatron_prism.replay.timeline import Timeline, mean_parts
+from megatron_prism.traces.compare import TraceComparison, compare_traces
+
+Traces = Sequence[str | os.PathLike[str]]
+Job = Programs | PricedGraph | MemoryReport
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is said of both jobs, and differs; None: not said."""
+
+    name: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """ns or bytes of one part of both."""
+
+    what: str
+    a: float
+    b: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two jobs.
+
+    names      : of A and of B
+    settings   : sizes, versions and flags in which they differ
+    iterations : ns of each; None where one of them has no times (``untimed`` says why)
+    difference : B's iteration less A's, with its interval
+    times      : ns by what a mean rank does
+    memory     : peaks of each; None where one of them recorded none
+    kinds      : bytes of the device by category, of the class that needs most
+    changes    : B's peaks against A's, by class
+    first      : of the ranks that both have: the ops in which they differ first; None if they are
+                 of other sizes
+    """
+
+    names: tuple[str, str]
+    settings: tuple[Setting, ...]
+    iterations: tuple[int, int] | None
+    untimed: str
+    difference: TimeDifference | None
+    times: tuple[Part, ...]
+    memory: tuple[MemoryReport, MemoryReport] | None
+    kinds: tuple[Part, ...]
+    changes: tuple[Change, ...]
+    first: tuple[FirstDifference, ...] | None
+    timelines: tuple[Timeline, Timeline] | None = field(repr=False, default=None)
+
+    @cached_property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        parts = (*self.times, *self.kinds)
+        return not (self.settings or self.first or any(one.a != one.b for one in parts))
+
+    def to_rows(self) -> list[dict[str, object]]:
+        """A row for every part of time (ns) and memory (bytes)."""
+        whole = [Part("iteration", *self.iterations)] if self.iterations else []
+        return [
+            {"of": of, "what": one.what, "a": one.a, "b": one.b, "difference": one.b - one.a}
+            for of, parts in (("time", [*whole, *self.times]), ("memory", self.kinds))
+            for one in parts
+        ]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``prism compare --json`` prints."""
+        return {
+            "schema": "prism.comparison/2",
+            "names": list(self.names),
+            "settings": [vars(one) for one in self.settings],
+            "iterations": None if self.iterations is None else list(self.iterations),
+            "untimed": self.untimed,
+            "difference": None if self.difference is None else vars(self.difference),
+            "parts": self.to_rows(),
+            "changes": [asdict(one) for one in self.changes],
+            "first": None if self.first is None else [one.to_json() for one in self.first],
+        }
+
+    def to_text(self) -> str:
+        """The page that ``prism compare`` prints."""
+        return rendered("report.compare:render_text", self, str)
+
+    def to_html(self) -> str:
+        """Both timelines as one page.  UsageError where one has no times."""
+        if self.timelines is None:
+            raise UsageError(f"a page draws times: {self.untimed}", fix="leave --html out")
+        return rendered("report.compare:render_html", self, str)
+
+
+def compare(
+    a: Job | snapshot.Snapshot | Traces,
+    b: Job | snapshot.Snapshot,
+    *,
+    names: tuple[str, str] = ("A", "B"),
+    machine: MachineLike | None = None,
+    calibration: CalibrationLike | None = None,
+) -> Comparison | TraceComparison | SnapshotComparison | SnapshotGrowth:
+    """Say what differs between two jobs.
+
+    Args:
+        a: programs, what ``price`` made of them (with what-ifs), a report of memory; of a real job:
+            a memory snapshot (``memory.snapshot.read``) or the paths of its traces.
+        b: the other one; of traces and snapshots the programs of the same job, or a later snapshot.
+        names: of both, for people.
+        machine, calibration: as of ``price``, for programs.
+
+    Raises:
+        UsageError: traces or a snapshot beside something else.
+    """
+
+    def priced(job: object) -> PricedGraph | None:
+        if isinstance(job, Programs):
+            return price(job, machine=machine, calibration=calibration)
+        return job if isinstance(job, PricedGraph) else None
+
+    if isinstance(a, snapshot.Snapshot):
+        if isinstance(b, snapshot.Snapshot):
+            return snapshot.grown(a, b)
+        programs = b.programs if isinstance(b, PricedGraph) else b
+        if isinstance(programs, Programs):
+            return snapshot.compare(a, programs.programs[0])
+    elif isinstance(b, snapshot.Snapshot):
+        raise UsageError("the snapshot comes first", fix="prism compare SNAPSHOT SLICES")
+    if not isinstance(a, (Programs, PricedGraph, MemoryReport)):
+        predicted = priced(b)
+        if predicted is None or isinstance(a, snapshot.Snapshot):
+            raise UsageError("a real job needs slices beside it", fix="prism compare A SLICES")
+        return compare_traces(a, predicted.timeline)
+    assert not isinstance(b, snapshot.Snapshot)
+    return _jobs((a, b), names, priced)
+
+
+def _jobs(jobs: tuple[Job, Job], names: tuple[str, str], priced: object) -> Comparison:
+    graphs, why = list[PricedGraph](), ""
+    try:
+        assert callable(priced)
+        graphs = [one for one in map(priced, jobs) if one is not None]
+    except PrismError as error:
+        why = error.message
+    timed = (graphs[0], graphs[1]) if len(graphs) == 2 else None
+    if not why and timed is None:
+        why = "a report of memory has no times"
+    programs = [one.programs if isinstance(one, PricedGraph) else one for one in jobs]
+    memory = _memory(programs)
+    iterations = found = timelines = None
+    times: list[Part] = []
+    if timed is not None:
+        programs = [one.graph.programs for one in timed]
+    first = _first(programs)
+    if timed is not None:
+        timelines = (timed[0].timeline, timed[1].timeline)
+        iterations = (timelines[0].iteration_ns, timelines[1].iteration_ns)
+        alike = first == () and timed[0].machine == timed[1].machine
+        own = 0.0 if alike else differences.OWN  # the same kernels and calls have the same errors
+        found = differences.difference(*map(differences.estimate, timelines), own)
+        parts = [mean_parts({**vars(each.account(index)), "count": count}
+                            for index, count in enumerate(each.graph.classes.counts))
+                 for each in timelines]  # fmt: skip
+        times = _parts(*parts)
+    return Comparison(
+        names, tuple(_settings(programs)), iterations, why, found, tuple(times), memory,
+        tuple(_kinds(*memory)) if memory else (),
+        tuple(_changes(*memory)) if memory else (), first, timelines,
+    )  # fmt: skip
+
+
+def _parts(a: dict[str, float], b: dict[str, float]) -> list[Part]:
+    """The largest difference first."""
+    found = [Part(what, a.get(what, 0), b.get(what, 0)) for what in {**a, **b}]
+    found = [one for one in found if one.a or one.b]
+    return sorted(found, key=lambda one: (-abs(one.b - one.a), one.what))
+
+
+def _memory(jobs: Sequence[object]) -> tuple[MemoryReport, MemoryReport] | None:
+    found = []
+    for one in jobs:
+        if isinstance(one, Programs):
+            if not all(len(program.allocations) for program in one.programs):
+                return None
+            try:
+                one = peak_memory(one)
+            except UsageError:  # no whole iteration
+                return None
+        assert isinstance(one, MemoryReport)
+        found.append(one)
+    return found[0], found[1]
+
+
+def _kinds(a: MemoryReport, b: MemoryReport) -> list[Part]:
+    """Of the class of each that needs most."""
+    both = []
+    for report in (a, b):
+        one = max(report.classes.values(), key=needed)
+        reserved, nccl = one["peak_reserved"], one.get("nccl") or 0
+        beside = {"cache": reserved - one["peak_allocated"], "nccl": nccl,
+                  "context": needed(one) - reserved - nccl}  # fmt: skip
+        both.append({**one["by_category"], **beside, "device": needed(one)})
+    return [Part(kind, both[0][kind], both[1][kind]) for kind in both[0]
+            if both[0][kind] or both[1][kind]]  # fmt: skip
+
+
+def _changes(a: MemoryReport, b: MemoryReport) -> list[Change]:
+    found = baseline.compare(a, b, any_job=True)
+    return [one for one in found if one.what not in ("same", "leaks")]
+
+
+def _settings(jobs: Sequence[object]) -> list[Setting]:
+    """Sizes first, then versions, then the flags by Megatron's names."""
+    said: list[dict[str, str]] = []
+    for one in jobs:
+        source = one.source if isinstance(one, Programs) else one.job  # type: ignore[attr-defined]
+        values = {key: value for key, value in source.items() if key not in job_settings.KEYS}
+        if isinstance(one, Programs):
+            values = {"world": str(one.world), **values}
+        text = next((source[key] for key in job_settings.KEYS if key in source), "")
+        said.append({**values, **job_settings.plain(text)})
+    return [
+        Setting(name, said[0].get(name), said[1].get(name))
+        for name in {**said[0], **said[1]}
+        if said[0].get(name) != said[1].get(name) and name != "alloc_conf"
+    ]
+
+
+def _first(jobs: Sequence[object]) -> tuple[FirstDifference, ...] | None:
+    """Of every rank that was captured in both, where they are as large."""
+    a, b = jobs
+    if not isinstance(a, Programs) or not isinstance(b, Programs) or a.world != b.world:
+        return None
+    both = [one.rank for one in a.programs if b.program_of[one.rank] >= 0]
+    found = (difference(rank, rows_of(a.of(rank)), rows_of(b.of(rank))) for rank in both)
+    return tuple(one for one in found if one is not None)

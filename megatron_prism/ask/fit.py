@@ -1,0 +1,268 @@
+"""Whether a job fits into its GPUs, what its peak is made of, and which change makes it fit.
+
+In : programs that recorded memory, and a limit.  Out: ``Fit``.  Changes are tried on the programs:
+the allocator runs again without what recomputation does not keep (``memory.remedies``), or with
+other options; the iteration is replayed with the forwards that run again, priced as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.files import rendered
+from megatron_prism.core.ops import CODE
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.memory import allocator, peaks, remedies
+from megatron_prism.memory.baseline import ClassMemoryFigures, Draws, MemoryReport, peak_memory
+from megatron_prism.memory.nccl_buffers import DEFAULT
+from megatron_prism.replay.costs.kernels import OpTable, parts_of, table_of
+from megatron_prism.replay.costs.machine import Machine, device_limit
+from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
+from megatron_prism.replay.timeline import durations_of
+
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+@dataclass(frozen=True)
+class TriedChange:
+    """A change of the job, as it was tried on the programs.
+
+    words     : to type: Megatron's options, keys of a recipe, or a variable of the environment
+    num_bytes : what the class that needs most then needs
+    fits      : whether that is within the limit
+    slower_ns : ns that an iteration takes longer; None where nobody can say
+    """
+
+    words: str
+    num_bytes: int
+    fits: bool
+    slower_ns: int | None
+
+
+@dataclass(frozen=True)
+class Overrun:
+    """Where a class runs out of memory: what it asks for there beside what is reserved (bytes);
+    None of ``where``: nowhere if the allocator gives its cache back in time."""
+
+    where: str | None
+    size: int = 0
+    reserved: int = 0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a job fits.
+
+    limit        : bytes of device memory that a process may take
+    limit_source : whose they are, "" if they were given
+    memory       : the figures of every class of ranks
+    worst        : the class that needs most
+    overruns     : class -> where it runs out, of those beyond the limit
+    changes      : that were tried, those that fit first, then by what they cost
+    iteration_ns : without a change; None where the iteration cannot be priced
+    """
+
+    limit: int
+    limit_source: str
+    memory: MemoryReport
+    worst: str
+    overruns: Mapping[str, Overrun]
+    changes: tuple[TriedChange, ...]
+    iteration_ns: int | None
+    programs: Programs = dataclasses.field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every class does."""
+        return not self.overruns
+
+    @property
+    def over(self) -> int:
+        """Bytes by which the worst class exceeds the limit; negative: what is left."""
+        return needed(self.memory.classes[self.worst]) - self.limit
+
+    def to_rows(self) -> list[dict[str, object]]:
+        """A row for every class; bytes."""
+        return [
+            {**row, "needs": needed(one), "limit": self.limit, "fits": name not in self.overruns}
+            for row, (name, one) in zip(self.memory.to_rows(), self.memory.classes.items(),
+                                        strict=True)
+        ]  # fmt: skip
+
+    def to_json(self) -> dict[str, object]:
+        """What ``prism fit --json`` prints; bytes and ns."""
+        return {
+            "schema": "prism.fit/1",
+            "fits": self.fits,
+            "limit": self.limit,
+            "limit_source": self.limit_source,
+            "worst": self.worst,
+            "over": self.over,
+            "iteration_ns": self.iteration_ns,
+            "classes": dict(self.memory.classes),
+            "overruns": {name: vars(one) for name, one in self.overruns.items()},
+            "changes": [vars(one) for one in self.changes],
+            "provenance": self.memory.provenance,
+        }
+
+    def to_text(self, shown: str = "", top: int = 8) -> str:
+        """The page that ``prism fit`` prints.
+
+        Args:
+            shown: the class whose peak it shows; the worst by default.
+            top: how many of the peak's origins.
+        """
+        return rendered("report.fit:render_text", self, str, shown=shown, top=top)
+
+    def to_html(self) -> str:
+        """The page: every class's memory over the iteration, its parts, the limit."""
+        return rendered("report.memory:render_fit", self, str)
+
+
+def needed(one: ClassMemoryFigures) -> int:
+    """Bytes of the device that a class takes, of its allocator where those are not known."""
+    device = one.get("peak_device")
+    return one["peak_reserved"] if device is None else device
+
+
+def fit(
+    programs: Programs,
+    *,
+    limit: int | str | None = None,
+    headroom: int = 0,
+    machine: MachineLike | None = None,
+    calibration: CalibrationLike | None = None,
+    alloc_conf: str = "",
+    device: str | None = DEFAULT,
+    draws: Draws | None = None,
+) -> Fit:
+    """Say whether a job fits, what its peak is made of and which change makes it fit.
+
+    Args:
+        programs: what ``load`` or ``capture`` returned.
+        limit: bytes of device memory, or text: "80GB" is what a card sold as such has; default:
+            that of ``machine``.
+        headroom: bytes of the limit that stay free.
+        machine, calibration: as of ``price``, for what changes cost in time.
+        alloc_conf, device, draws: as of ``peak_memory``.
+
+    Raises:
+        UsageError: the programs recorded no memory, or nobody knows the limit.
+    """
+    memory = peak_memory(programs, alloc_conf=alloc_conf, device=device, draws=draws)
+    priced: PricedGraph | None = None
+    try:
+        priced = price(programs, machine=machine, calibration=calibration)
+    except PrismError:
+        if limit is None or machine is not None:
+            raise
+    most, source = _limit(limit, None if priced is None else priced.machine)
+    if headroom >= max(most, 1):
+        raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
+    most -= headroom
+    needs = {name: needed(one) for name, one in memory.classes.items()}
+    settings = allocator.Settings.parse(alloc_conf)
+    of = {name: first_program(programs, one) for name, one in memory.classes.items()}
+    overruns = {
+        name: _overrun(of[name], most - need + memory.classes[name]["peak_reserved"], settings)
+        for name, need in needs.items()
+        if need > most
+    }
+    changes = _tried(memory, of, needs, most, settings, priced) if overruns else ()
+    ns = None if priced is None else priced.timeline.iteration_ns
+    worst = max(needs, key=needs.__getitem__)
+    return Fit(most, source, memory, worst, overruns, changes, ns, programs)
+
+
+def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
+    """(bytes, whose they are)."""
+    if isinstance(asked, int):
+        return asked, ""
+    if asked is not None:
+        return device_limit(asked, machine)
+    if machine is None or not machine.device_memory:
+        name = "the job's machine" if machine is None else machine.name
+        raise UsageError(f"nobody says how much memory {name} has", fix="--limit 80GB")
+    return machine.device_memory, machine.name
+
+
+def first_program(programs: Programs, one: ClassMemoryFigures) -> Program:
+    """The program of a class."""
+    return programs.of(int(re.split(r"\D", one["ranks"], maxsplit=1)[0]))
+
+
+def _overrun(program: Program, segments: int, settings: allocator.Settings) -> Overrun:
+    """``segments``: bytes that the allocator may reserve."""
+    place = peaks.overflow(program, max(segments, 0), settings)
+    return Overrun(None) if place is None else Overrun(place.where, place.size, place.reserved)
+
+
+def _tried(
+    memory: MemoryReport,
+    of: Mapping[str, Program],
+    needs: Mapping[str, int],
+    limit: int,
+    settings: allocator.Settings,
+    priced: PricedGraph | None,
+) -> tuple[TriedChange, ...]:
+    """Every change that frees memory of the class that needs most."""
+    again: dict[str, remedies.Recomputation | None] = {}
+    most: dict[str, int] = {}  # after each change, of the classes so far
+    for name, need in sorted(needs.items(), key=lambda item: -item[1]):
+        if most and need <= min(most.values()):
+            break
+        freed = {}
+        for one in remedies.remedies(of[name], memory.job, settings):
+            freed[one.words], again[one.words] = one.reserved, one.how
+        if not settings.expandable:
+            expandable = dataclasses.replace(settings, expandable=True)
+            held = sum(peaks.reserved(of[name], expandable)) // 2
+            freed[EXPANDABLE] = memory.classes[name]["peak_reserved"] - held
+            again[EXPANDABLE] = None
+        for words in again:
+            most[words] = max(most.get(words, 0), need - freed.get(words, 0))
+    found = []
+    for words, num_bytes in most.items():
+        if num_bytes < max(needs.values()):
+            how = again[words]
+            slower = 0 if how is None else None if priced is None else _slower(priced, how)
+            found.append(TriedChange(words, num_bytes, num_bytes <= limit, slower))
+    return tuple(sorted(found, key=lambda one: (not one.fits, one.slower_ns or 0, one.num_bytes)))
+
+
+def _slower(priced: PricedGraph, how: remedies.Recomputation) -> int:
+    """ns that an iteration takes longer if backwards run the part's forward again first."""
+    found, table = priced.timeline, table_of(priced.machine)
+    prices = found.prices
+    columns = [[ns.copy() for ns in each] for each in (prices.compute, prices.host)]
+    for index, program in enumerate(found.graph.program_list):
+        spans, took = found.spans(index), np.zeros(len(program))
+        took[spans["op"]] = spans["end"] - spans["start"]
+        segments = np.flatnonzero(program.ops["name"] == CODE["compute"])
+        known = set[int]()  # layers of one segment share it
+        for at, again in remedies.reruns(program, how):
+            to = segments[min(int(np.searchsorted(segments, at)), len(segments) - 1)]
+            for op, whole in again:
+                if op in known:
+                    continue
+                known.add(op)
+                note = program.strings[program.ops["note"][op]]
+                part = 1.0 if whole else _part(note, how.kernels, priced.machine, table)
+                columns[0][index][to] += round(took[op] * part)
+                columns[1][index][to] += round(int(prices.host[index][op]) * part)
+    compute, host = map(tuple, columns)
+    changed = dataclasses.replace(prices, compute=compute, host=host)
+    return found.iteration_with(durations_of(found.dag, changed)) - found.iteration_ns
+
+
+def _part(note: str, kernels: str, machine: Machine, table: OpTable | None) -> float:
+    """The part of a segment's time that these of its kernels take; 0 where it names none."""
+    own = "; ".join(one[0] for one in re.finditer(rf"(?:^|(?<=; ))(?:{kernels})", note))
+    mine, whole = (sum(parts_of(text, 0, 0, 0, machine, table)) for text in (own, note))
+    return mine / whole if own else 0.0

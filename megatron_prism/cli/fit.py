@@ -1,0 +1,128 @@
+"""``prism fit``: does it fit, what is the peak made of, and which flag makes it fit."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_prism.cli import snapshot
+from megatron_prism.cli.output import check_outputs, write_data, write_outputs
+from megatron_prism.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.ask.fit import Fit
+    from megatron_prism.core.program import Programs
+    from megatron_prism.memory.baseline import Draws
+
+
+def fit(args: argparse.Namespace) -> int:
+    """Does the job fit into its GPUs, what is the peak made of, and which flag makes it fit?
+
+    prism fit DIR --limit 80GB
+    prism fit --limit 80GB torchrun --nnodes 128 --nproc-per-node 8 pretrain_gpt.py <its arguments>
+    prism fit DIR --class pp=3 --top 20 -o peak.pickle      for pytorch.org/memory_viz
+    prism fit DIR --draws 500 --routing zipf:1 [--capacity 1.25]      an MoE job's routing
+    prism fit DIR --oom "Tried to allocate 17.58 GiB …"     which request of the job it was
+    prism fit SNAPSHOT          a real process (torch.cuda.memory._snapshot, .gz, .xz)
+
+    Exit status 1: it does not fit.  Without --limit it is the memory of the machine.  80GB is what
+    a card sold as 80 GB has.  Each change of flags was tried on the slices: its memory by the
+    allocator's rules, its time by replaying the forwards that run again.  --device is a shipped
+    calibration of context, libraries and NCCL (default h200), a file of
+    benchmarks/tools/device_memory.py, or none: the limit is then held against reserved bytes.
+    --draws takes slices of tier meta; --routing uniform, zipf:A, or a folder of --prism-record.
+    """
+    from megatron_prism.ask.fit import first_program
+    from megatron_prism.ask.fit import fit as fit_programs
+    from megatron_prism.core.slices import open_programs
+
+    path = args.programs
+    check_outputs([args.out, args.html], args.force, [path])
+    if snapshot.is_snapshot(path):
+        return snapshot.explain(args, path, args.top)
+    programs = open_programs(path, partial=True)
+    if args.oom is not None:
+        return snapshot.explain_error(args, programs.programs[0], args.oom, args.top)
+    warn_absent(programs)
+    found = fit_programs(
+        programs,
+        limit=args.limit,
+        headroom=args.headroom or 0,
+        machine=args.machine,
+        calibration=args.calibration,
+        alloc_conf=args.alloc or "",
+        device=None if args.device == "none" else args.device,
+        draws=draws_of(args),
+    )
+    name = args.of_class or found.worst
+    if name not in found.memory.classes:
+        raise UsageError(f"there is no class {name}", fix=f"use {', '.join(found.memory.classes)}")
+    if args.out is not None:
+        _write_snapshot(args, first_program(programs, found.memory.classes[name]))
+    write_outputs(args.force, (args.html, found.to_html))
+    if not write_data(args, found.to_json(), found.to_rows()):
+        print(found.to_text(name, args.top), end="")
+        print(f"next: {_next(args, found, programs)}")
+    return 0 if found.fits else 1
+
+
+def warn_absent(programs: Programs) -> None:
+    """Say which ranks have no slice."""
+    from megatron_prism.core.world import format_ranks
+
+    if programs.absent:
+        ranks = format_ranks(programs.absent)
+        print(f"prism: ranks {ranks} are left out: their stages have no slice", file=sys.stderr)
+
+
+def draws_of(args: argparse.Namespace) -> Draws | None:
+    """What is to be drawn; UsageError for words that need ``--draws`` without it."""
+    from megatron_prism.memory import routing
+    from megatron_prism.memory.baseline import Draws
+    from megatron_prism.replay.costs.machine import device_limit
+
+    if args.draws is None:
+        for key in ("routing", "capacity"):
+            if getattr(args, key) is not None:
+                raise UsageError(f"--{key} belongs to --draws", fix="--draws 500 --routing zipf:1")
+        return None
+    if args.capacity is not None and args.capacity <= 0:
+        raise UsageError(f"--capacity {args.capacity:g} leaves no token", fix="--capacity 1.25")
+    limit = None if args.limit is None else device_limit(args.limit)[0] - (args.headroom or 0)
+    return Draws(routing.law(args.routing or "uniform"), args.draws, args.capacity, limit)
+
+
+def _write_snapshot(args: argparse.Namespace, program: object) -> None:
+    """What pytorch.org/memory_viz shows of one class."""
+    from megatron_prism.core.files import whole_file
+    from megatron_prism.core.program import Program
+    from megatron_prism.memory import peaks
+
+    assert isinstance(program, Program)
+    with whole_file(args.out, force=args.force) as file:
+        pickle.dump(peaks.viz_snapshot(program), file)
+    print(f"wrote {args.out}: open it at https://pytorch.org/memory_viz", file=sys.stderr)
+
+
+def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
+    """What to type next: how long it takes, or the change that fits, captured for certain."""
+    machine = ["--machine", args.machine] if args.machine else []
+    best = next((one for one in found.changes if one.fits), None)
+    if found.fits or best is None:
+        return shlex.join(["prism", "replay", str(args.programs), *machine])
+    limit = ["--limit", args.limit] if args.limit else []
+    words = shlex.split(best.words)
+    if words[0].startswith("PYTORCH_CUDA_ALLOC_CONF="):
+        alloc = ["--alloc", words[0].partition("=")[2]]
+        return shlex.join(["prism", "fit", str(args.programs), *limit, *machine, *alloc])
+    if args.line:
+        return shlex.join(["prism", "fit", *limit, *machine, *args.ours_given, *args.line, *words])
+    recipe, out = programs.source.get("recipe"), Path(f"{args.programs}-changed")
+    if recipe is not None:
+        return f"{shlex.join(['prism', 'capture', recipe, *words, '-o', str(out)])} && " + (
+            shlex.join(["prism", "fit", str(out), *limit, *machine]))  # fmt: skip
+    return shlex.join(["prism", "compare", str(args.programs), str(out)])

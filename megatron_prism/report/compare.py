@@ -1,0 +1,105 @@
+"""Two jobs side by side, as text of a terminal's width and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_prism.core import job_settings
+from megatron_prism.core.groups import with_short_names
+from megatron_prism.core.units import format_bytes, format_ns, format_share
+from megatron_prism.report import replay
+from megatron_prism.report.columns import columns, folded
+from megatron_prism.report.fit import KINDS, module_of
+
+if TYPE_CHECKING:
+    from megatron_prism.ask.compare import Comparison
+    from megatron_prism.memory.baseline import Change
+
+_NAMES = {**KINDS, "cache": "allocator's rounding and cache", "nccl": "NCCL",
+          "context": "context and libraries", "device": "= device"}  # fmt: skip
+_SETTINGS, _CLASSES, _ORIGINS = 12, 8, 6  # shown of each
+
+
+def render_text(found: Comparison) -> str:
+    """Ends in a newline."""
+    parts = [_settings(found), _times(found), _memory(found), _ops(found)]
+    head = [line for name, text in zip("AB", found.names, strict=True)
+            for line in folded(f"{name}  {text}", 3)]  # fmt: skip
+    return "\n\n".join("\n".join(lines) for lines in (head, *map(list, parts)) if lines) + "\n"
+
+
+def render_html(found: Comparison) -> str:
+    """Both timelines, one above the other."""
+    assert found.timelines is not None
+    a, b = found.timelines
+    return replay.render_html(a, found.names[0], (found.names[1], b))
+
+
+def _settings(found: Comparison) -> Iterator[str]:
+    if found.settings:
+        yield "what differs between the jobs"
+    for one in found.settings[:_SETTINGS]:
+        a, b = (job_settings.short(text) if text is not None else "not given"
+                for text in (one.a, one.b))  # fmt: skip
+        yield from folded(f"  {one.name}: {a} -> {b}", 4)
+    if len(found.settings) > _SETTINGS:
+        yield f"  and {len(found.settings) - _SETTINGS} more: --json has all"
+
+
+def _signed(ns: float) -> str:
+    return f"{'+' if ns > 0 else ''}{format_ns(round(ns))}"
+
+
+def _times(found: Comparison) -> Iterator[str]:
+    if found.iterations is None or found.difference is None:
+        yield from folded(f"times are not compared: {found.untimed}")
+        return
+    rows = [["time of a mean rank", "A", "B", "B - A"]]
+    for one in found.times:
+        times = (format_ns(round(one.a)), format_ns(round(one.b)), _signed(one.b - one.a))
+        rows += [[with_short_names(one.what), *times]]
+    a, b = found.iterations
+    yield from columns([*rows, ["= iteration", format_ns(a), format_ns(b), _signed(b - a)]])
+    sure = found.difference
+    yield from folded(
+        f"B - A: {_signed(sure.ns)}, from {_signed(sure.low_ns)} to {_signed(sure.high_ns)} with "
+        f"95 %; A is faster with {format_share(sure.first_faster)}: what is unknown of the machine "
+        "is the same for both", 2,
+    )  # fmt: skip
+
+
+def _memory(found: Comparison) -> Iterator[str]:
+    if found.memory is None:
+        yield "memory is not compared: one of them recorded none"
+        return
+    rows = [["memory of a rank that needs most", "A", "B", "B - A"]]
+    for one in found.kinds:
+        a, b = int(one.a), int(one.b)
+        more = f"{'+' if b > a else ''}{format_bytes(b - a)}"
+        rows.append([_NAMES[one.what], format_bytes(a), format_bytes(b), more])
+    yield from columns(rows)
+    for change in found.changes[:_CLASSES]:
+        yield from _change(change)
+
+
+def _change(change: Change) -> Iterator[str]:
+    a, b = (None if size is None else format_bytes(size) for size in (change.before, change.after))
+    more = (change.after or 0) - (change.before or 0)
+    moved = f"; peak moved {change.moved}" if change.moved else ""
+    yield from folded(f"{change.name}: {a or 'absent'} -> {b or 'absent'} allocated "
+                      f"({more:+,} B){moved}", 2)  # fmt: skip
+    for one in sorted(change.origins, key=lambda one: -abs(one.num_bytes))[:_ORIGINS]:
+        text = f"{one.num_bytes:+,} B  {KINDS[one.kind]}: {module_of(one.module)} {one.site}"
+        yield from folded(f"  {text}".rstrip(), 6)
+
+
+def _ops(found: Comparison) -> Iterator[str]:
+    if found.first is None:
+        return
+    if not found.first:
+        yield "every op of the ranks that both have is alike"
+    for one in found.first[:1]:
+        yield from one.to_text().splitlines()
+    if len(found.first) > 1:
+        yield f"and {len(found.first) - 1} more captured ranks differ: --json has all"

@@ -1,0 +1,170 @@
+"""Whether a job fits, as text of a terminal's width."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
+from megatron_prism.report import words
+from megatron_prism.report.columns import columns, folded
+
+if TYPE_CHECKING:
+    from megatron_prism.ask.fit import Fit, TriedChange
+    from megatron_prism.memory.baseline import (
+        ClassMemoryFigures,
+        DrawnFigures,
+        MemoryReport,
+    )
+
+KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
+         "comm": "communication", "tmp": "temporaries", "other": "other"}  # fmt: skip
+
+
+def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
+    """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
+    parts = [
+        _verdict(found),
+        _classes(found.memory, found.overruns),
+        _peak(found, shown or found.worst, top),
+    ]
+    parts += [_changes(found), _sources(found.memory)]
+    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines) + "\n"
+
+
+def module_of(name: str) -> str:
+    """A module without the chunk that it is in."""
+    return re.sub(r"^chunk\d+(\.|(?=\[))", "", name) or "model"
+
+
+def _verdict(found: Fit) -> Iterator[str]:
+    limit = format_bytes(found.limit)
+    source = f" ({found.limit_source})" if found.limit_source else ""
+    yield from folded(f"{'fits' if found.fits else 'does not fit'}: the limit is {limit}{source}")
+    left = f"{format_bytes(abs(found.over))} {'too much' if found.over > 0 else 'to spare'}"
+    one = found.memory.classes[found.worst]
+    level = "device" if one.get("peak_device") is not None else "reserved"
+    size = format_bytes(found.limit + found.over)
+    yield f"  {found.worst} needs most: {size} of {level} memory, {left}"
+    for name, place in found.overruns.items():
+        if place.where is None:
+            text = "fits if the allocator gives its cache back in time"
+        else:
+            beside = f"{place.size:,} B do not fit beside {format_bytes(place.reserved)} reserved"
+            text = f"runs out {place.where}: {beside}"
+        yield from folded(f"  {name} {text}", 4)
+
+
+def render_memory(found: MemoryReport) -> str:
+    """A line for every class, and where the figures are from."""
+    lines = [found.job["world"], *_classes(found), "", *_sources(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _classes(memory: MemoryReport, overruns: Collection[str] | None = None) -> Iterator[str]:
+    """``overruns``: the classes that do not fit; None: nobody asks."""
+    head = ["class", "ranks", "device", "allocated", "reserved", "NCCL"]
+    rows = [head if overruns is None else [*head, "fits"]]
+    for name, one in memory.classes.items():
+        sizes = (one.get("peak_device"), one["peak_allocated"], one["peak_reserved"],
+                 one.get("nccl"))  # fmt: skip
+        cells = ["unknown" if size is None else format_bytes(size) for size in sizes]
+        if overruns is not None:
+            cells.append("no" if name in overruns else "yes")
+        rows.append([name, f"{one['count']:,}", *cells])
+    yield from columns(rows)
+    alike: dict[str, list[str]] = {}
+    for name, one in memory.classes.items():
+        least, most = one.get("nccl_between") or (0, 0)
+        if least < most:
+            between = f"NCCL {format_bytes(least)} to {format_bytes(most)}, estimated"
+            alike.setdefault(f"{between}: connections between hosts", []).append(name)
+        if drawn := one.get("drawn"):
+            yield from _drawn(name, drawn)
+    for text, names in alike.items():
+        yield from folded(f"{', '.join(names)}: {text}", 2)
+
+
+def _drawn(name: str, drawn: DrawnFigures) -> Iterator[str]:
+    """About the peaks of drawn iterations."""
+    capacity = "" if drawn["capacity"] is None else f", capacity {drawn['capacity']:g}"
+    levels = (f"{word} {format_bytes(size)}" for word, size in (
+        ("p50", drawn["p50"]), ("p95", drawn["p95"]), ("at most", drawn["most"])))  # fmt: skip
+    yield from folded(f"{name}: routing {drawn['law']}{capacity}, {drawn['draws']:,} iterations: "
+                      f"allocated {', '.join(levels)}", 2)  # fmt: skip
+    if drawn["over"] is not None and drawn["group"] is not None:
+        ranks, groups = 100 * drawn["over"], 100 * drawn["group"]
+        yield from folded(f"  over the limit in an iteration: {ranks:.1f} % of the ranks, "
+                          f"{groups:.1f} % of the groups that share the experts", 4)  # fmt: skip
+
+
+def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
+    one = found.memory.classes[name]
+    at = one["at"]
+    step = words.step(at["phase"], at["microbatch"], at["chunk"])
+    place = f"{step} ({at['step']}), {at['op']} {at['site']}"
+    yield from folded(f"the peak of {name}: {place}".rstrip(), 2)
+    yield from columns([["  of the device", ""], *_parts(one)])
+    least, most = one.get("reserved_between") or (0, 0)
+    if least < most:
+        between = f"{format_bytes(least)} if the device keeps up with the host, up to "
+        yield from folded(f"  reserved: {between}{format_bytes(most)} else", 4)
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for held in one["top"]:
+        key = KINDS.get(held["kind"], held["kind"]), module_of(held["module"]), held["site"]
+        entry = sums.setdefault(key, [0, 0])
+        entry[0] += held["num_bytes"]
+        entry[1] += held["count"]
+    largest = sorted(sums.items(), key=lambda item: -item[1][0])[:top]
+    if not largest:
+        return
+    yield ""
+    yield f"  the largest of {format_bytes(one['peak_allocated'])} allocated"
+    for (kind, module, site), (size, count) in largest:
+        text = f"{format_bytes(size):>10}  {kind}, {counted(count, 'tensor')}: {module} {site}"
+        yield from folded(f"  {text.rstrip(': ')}", 14)
+
+
+def _parts(one: ClassMemoryFigures) -> list[list[str]]:
+    """What adds up to the device's bytes, or to what is reserved where those are unknown."""
+    parts = {KINDS[kind]: size for kind, size in one["by_category"].items()}
+    parts["allocator's rounding and cache"] = one["peak_reserved"] - one["peak_allocated"]
+    device, nccl = one.get("peak_device"), one.get("nccl") or 0
+    if device is not None:
+        parts |= {"NCCL": nccl, "context and libraries": device - one["peak_reserved"] - nccl}
+    rows = [[f"  {what}", format_bytes(size)] for what, size in parts.items() if size]
+    total = one["peak_reserved"] if device is None else device
+    return [*rows, ["  = reserved" if device is None else "  = device", format_bytes(total)]]
+
+
+def _changes(found: Fit) -> Iterator[str]:
+    if found.fits:
+        return
+    enough = any(one.fits for one in found.changes)
+    yield "what frees memory, tried on the slices" if found.changes else (
+        "nothing that can be tried on the slices frees memory of the peak")  # fmt: skip
+    for one in found.changes:
+        yield from folded(f"  {one.words}", 4)
+        yield from folded(f"    {_outcome(one, found.limit, found.iteration_ns)}", 6)
+    if not enough:
+        yield from folded("  none of these is enough: weights, gradients and optimizer shrink with "
+                          "more pipeline, tensor or expert ranks, activations with context "
+                          "parallelism: prism sweep tries them", 2)  # fmt: skip
+
+
+def _outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
+    left = format_bytes(abs(limit - one.num_bytes))
+    outcome = f"fits, {left} to spare" if one.fits else f"{left} too much"
+    text = f"{format_bytes(one.num_bytes)}: {outcome}"
+    if one.slower_ns is None or iteration_ns is None:
+        return f"{text}; its time is not known"
+    if one.slower_ns == 0:
+        return f"{text}; an iteration takes as long"
+    slower = format_change(one.slower_ns / iteration_ns)
+    return f"{text}; an iteration takes {format_ns(one.slower_ns)} longer ({slower})"
+
+
+def _sources(memory: MemoryReport) -> Iterator[str]:
+    for level, source in memory.provenance.items():
+        yield from folded(f"{level.removeprefix('peak_'):<10} {source}", 11)
