@@ -63,6 +63,11 @@ RANGES = (
         "modelled: NCCL's alpha-beta between nodes", "calls", 0.95, 2.2,
         "NCCL's own estimate between nodes: published all-reduces of 32 MiB and more",
     ),
+    # a pair of H100 beside a pair of H200, calls of 1 MiB and more: 0.93 to 1.07 times as long
+    Range(
+        "modelled: calls of other GPUs", "calls", 0.9, 1.15,
+        "calls were measured on other GPUs of this kind",
+    ),
     # 9 of 10 of the 64 calls of benchmarks/results/h200_x4_rates.json
     Range(
         "modelled: NCCL", "calls", 0.9, 1.4, "NCCL's own estimate: 9 of 10 calls measured on 4 GPUs"

@@ -154,7 +154,8 @@ def price(
             the programs were measured on, or that their recipe names (hardware.name), else h200.
         calibration: what ``prism calibrate`` wrote, a path or read; its measured calls come before
             the machine's model, and computing and calls that overlap slow each other down as it
-            measured.  None: calls are modelled.
+            measured.  None: calls inside a node are as other GPUs of the machine's kind measured
+            them, where it has such a table, else modelled; overlap costs nothing.
         what_if: what differs from what was captured.
         iterations: in a row, of which the last one is looked at.
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_prism.replay.costs import collectives
-from megatron_prism.replay.costs.collectives import Shape, modelled
+from megatron_prism.replay.costs.collectives import Shape, calls_of, measured_elsewhere, modelled
 from megatron_prism.replay.costs.machine import machine
+from megatron_prism.replay.costs.nccl_settings import parse
 
 H200 = dataclasses.replace(machine("h200"), nvls_rate=0)  # measured with NVLS off
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "h200_x4_rates.json"
@@ -118,3 +119,24 @@ def test_it_is_near_calls_that_were_measured():
     assert statistics.mean(map(abs, errors.values())) < 0.13
     assert statistics.mean(four) < 0.11
     assert max(map(abs, errors.values())) < 0.42
+
+
+def test_calls_inside_a_node_take_what_other_gpus_of_the_kind_took():
+    """The table's own sizes to the ns; between two and four by ratio; never where NCCL sums in the
+    switch, between nodes, or without a table."""
+    off, h100 = parse("NCCL_NVLS_ENABLE=0"), machine("h100")
+    table = calls_of("hopper")
+    for name, size, num_bytes in (("all_gather", 2, 1 << 26), ("reduce_scatter", 4, 1 << 24)):
+        found = measured_elsewhere(name, Shape(size, size), num_bytes, h100, off)
+        assert found == pytest.approx(table.look_up(name, size, num_bytes), abs=2)
+    ratio = {
+        n: measured_elsewhere("all_gather", Shape(n, n), 1 << 26, h100, off)
+        / modelled("all_gather", Shape(n, n), 1 << 26, h100, off)
+        for n in (2, 3, 4, 8)
+    }
+    assert ratio[2] > ratio[3] > ratio[4] == pytest.approx(ratio[8], rel=1e-4)
+    large = ("all_reduce", Shape(8, 8), 1 << 28)
+    assert measured_elsewhere(*large, h100) is None
+    assert measured_elsewhere(*large, h100, off) is not None
+    assert measured_elsewhere("all_gather", Shape(16, 8), 1 << 26, h100, off) is None
+    assert measured_elsewhere("all_gather", Shape(2, 2), 1 << 26, machine("a100"), off) is None

@@ -91,10 +91,11 @@ def test_slices_keep_what_may_change_times():
 def test_a_replay_follows_the_slices_and_then_what_is_typed():
     programs = parse_program(TP8)
     ring = dataclasses.replace(programs, source={NCCL_ENV: "NCCL_ALGO=Ring"})
-    slow, quick = (prism.replay(one, machine="h100") for one in (ring, programs))
+    h100 = dataclasses.replace(machine("h100"), calls="")  # the model alone
+    slow, quick = (prism.replay(one, machine=h100) for one in (ring, programs))
     assert slow.iteration_ns == ns("NCCL_ALGO=Ring") > quick.iteration_ns == ns("")
     typed = prism.WhatIf(nccl=("NCCL_ALGO=NVLS,Ring", "TORCH_NCCL_HIGH_PRIORITY=1"))
-    again = prism.replay(ring, machine="h100", what_if=typed)
+    again = prism.replay(ring, machine=h100, what_if=typed)
     assert again.iteration_ns == quick.iteration_ns
     (source,) = again.prices.used()
     assert "the model ignores TORCH_NCCL_HIGH_PRIORITY" in source

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -396,12 +398,52 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
         return Calibration(table, source, host, again, overlap, nccl, held, os.fspath(path))
 
 
+FOLDER = Path(__file__).with_name("calls")
+
+
+@functools.cache
+def calls_of(name: str) -> Calibration | None:
+    """The table of calls of a machine that names it (``Machine.calls``); None for ""."""
+    return read_calibration(FOLDER / f"{name}.json" if "." not in name else name) if name else None
+
+
+def measured_elsewhere(
+    name: str, shape: Shape, num_bytes: int, machine: Machine, settings: NcclSettings | None = None
+) -> int | None:
+    """ns of a call inside a node: the model, times what calls of other GPUs of this kind took of
+    it, between the two measured sizes of groups by ratio; None if the machine has no such table,
+    or NCCL takes the switch for this call, which the table's calls had not."""
+    table = calls_of(machine.calls) if shape.nodes == 1 else None
+    if table is None or fastest(name, shape, num_bytes, machine, settings)[0].startswith("NVLS"):
+        return None
+    ratios = []
+    for size in (2, 4):
+        group = Shape(size, size)
+        took = table.look_up(name, size, num_bytes)
+        if took is not None:
+            then = modelled(name, group, num_bytes, machine, table.nccl)
+            ratios.append((math.log(size), math.log(took / max(1, then))))
+    if not ratios:
+        return None
+    (low, first), (high, last) = ratios[0], ratios[-1]
+    part = min(1.0, (math.log(shape.size) - low) / (high - low)) if high > low else 0.0
+    ratio = math.exp(first + part * (last - first))
+    return round(ratio * modelled(name, shape, num_bytes, machine, settings))
+
+
 def modelled(
     name: str, shape: Shape, num_bytes: int, machine: Machine, settings: NcclSettings | None = None
 ) -> int:
     """ns of one call of ``num_bytes`` (message size as nccl-tests counts it), the fastest way."""
     if shape.size == 1:
         return 0
+    return round(machine.call_ns + fastest(name, shape, num_bytes, machine, settings)[1])
+
+
+def fastest(
+    name: str, shape: Shape, num_bytes: int, machine: Machine, settings: NcclSettings | None = None
+) -> tuple[str, float]:
+    """(algorithm, ns) of the way that NCCL takes."""
     per_node = min(shape.per_node, shape.size)
     ways = times(name, shape.size, per_node, num_bytes, machine, settings)
-    return round(machine.call_ns + min(ways.values()))
+    return min(((way, ns) for (way, _), ns in ways.items()), key=lambda one: one[1])

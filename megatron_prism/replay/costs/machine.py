@@ -72,6 +72,7 @@ class Machine:
                       nobody said
     gpus_per_host   : where NVLink joins several hosts: GPUs of one; 0: a node is one host
     ops             : its table of measured kernels (``kernels``), a name or a file; "" if none
+    calls           : likewise its table of calls inside a node, as ``prism calibrate`` writes one
     """
 
     name: str
@@ -87,6 +88,7 @@ class Machine:
     call_ns: foreign.PositiveInt
     source: str
     ops: str = ""
+    calls: str = ""
     peak: RateOrNone = 0.0
     host_index: RateOrNone = 0.0
     oversubscription: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0

@@ -10,7 +10,13 @@ import numpy as np
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
 from megatron_prism.graph.world_graph import CallKind, WorldGraph
-from megatron_prism.replay.costs.collectives import Calibration, Shape, modelled
+from megatron_prism.replay.costs.collectives import (
+    Calibration,
+    Shape,
+    calls_of,
+    measured_elsewhere,
+    modelled,
+)
 from megatron_prism.replay.costs.host import host_ns, host_sources
 from megatron_prism.replay.costs.kernels import (
     MEASURED,
@@ -29,7 +35,7 @@ NO_TIME = "unknown: segments that say neither how long they take nor what they c
 
 
 # sources of calls: whose times the programs know, and modelled ones between nodes
-_OWN, _BETWEEN = 11, 12
+_OWN, _BETWEEN, _ELSEWHERE = 11, 12, 13
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ def price_ops(
         else GIVEN.replace("segments", "calls"),
         f"modelled: NCCL's alpha-beta between nodes on {machine.name}{with_nccl}"
         f" ({machine.source})",
+        f"modelled: calls of other GPUs of this kind{with_nccl} ({_calls_source(machine)})",
     )
     _check_fits(graph, machine)
     once = {p: compute_ns(graph.programs.programs[p], machine) for p in set(graph.classes.programs)}
@@ -109,7 +116,7 @@ def price_ops(
     issued = [hosts[program] for program in graph.classes.programs]
     meetings, collective_source = _meetings(graph, machine, calibration, nccl)
     assert (MEASURED, ROOFLINE, OPS, MIXED, UNKNOWN) == (0, 1, 5, 6, 8)  # the order of ``sources``
-    assert len(sources) - 1 == _BETWEEN
+    assert len(sources) - 1 == _ELSEWHERE
     return Prices(
         compute=tuple(ns for ns, _ in pairs),
         compute_source=tuple(source for _, source in pairs),
@@ -121,6 +128,11 @@ def price_ops(
         host_source=tuple(source for _, _, source in issued),
         peak=machine.peak,
     )
+
+
+def _calls_source(machine: Machine) -> str:
+    table = calls_of(machine.calls)
+    return table.source if table is not None else "it has none"
 
 
 def _table_source(machine: Machine) -> str:
@@ -174,6 +186,10 @@ def _call(
                 return measured, 3
             then = modelled(kind.name, shape, num_bytes, machine, calibration.nccl)
             return round(measured * ns / max(1, then)), 7
+    for row in ("exchange" if kind.exchange else kind.name, kind.name):
+        elsewhere = measured_elsewhere(row, shape, num_bytes, machine, nccl)
+        if elsewhere is not None:
+            return elsewhere, _ELSEWHERE
     return ns, _BETWEEN if shape.nodes > 1 else 4
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import NamedTuple
 
@@ -41,13 +42,18 @@ class ClockSampler:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD_S):
-            self.samples.append(self._ask())
+        with suppress(Exception):  # a device that stops answering; what is there counts
+            while not self._stop.wait(PERIOD_S):
+                self.samples.append(self._ask())
+
+    def join(self, seconds: float) -> None:
+        """Wait until no sample is taken any more."""
+        self._thread.join(seconds)
 
     def stop(self) -> None:
         """No sample is taken any more when this returns."""
         self._stop.set()
-        self._thread.join(10)
+        self.join(10)
 
     def state(self, spans: Sequence[tuple[int, int]]) -> GpuState | None:
         """What the samples inside of ``spans`` (ns of ``time.time_ns``) have on average; None
