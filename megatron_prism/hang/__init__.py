@@ -3,6 +3,7 @@
 diagnose.py      all ways to a verdict: ``prism.diagnose``
 dumps.py         Flight Recorder dumps as entries, groups and status
 logs.py          what the job printed, as dumps and events
+ras.py           what NCCL's RAS reports
 consistency.py   dumps of another job or of another moment
 state.py         outstanding calls of every rank
 mismatch.py      ranks whose call differs from that of the members of its group

@@ -86,7 +86,7 @@ def message(rank: int, entry: Entry, batched: bool = False) -> str:
 _CALLED_OTHERWISE = {
     "operation", "dtype", "shape", "splits", "coalescing", "extra call", "skipped call"
 }  # fmt: skip
-_LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
+_WHERE = ("outside", "in a call", "at work")  # events that say where a rank stands
 
 
 def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
@@ -208,7 +208,7 @@ class _Judge:
     def _ended(self) -> list[Culprit]:
         """Whose process failed by itself; where half of them did, that is the job's error."""
         found = {r: e for r, events in self.state.events.items() for e in events[::-1]
-                 if e.kind != "outside"}  # fmt: skip
+                 if e.kind not in _WHERE}  # fmt: skip
         self.evidence += [f"rank {r}: {e.kind}: {e.text}" for r, e in sorted(found.items())[:4]]
         if 2 * len(found) > len(self.state.dumps):
             return []
@@ -217,8 +217,10 @@ class _Judge:
     def _outside(self) -> list[Culprit]:
         """Who did not come to a call outside NCCL, in which others time out by their logs."""
         state = self.state
+        kinds = {r: ("outside", "in a call")[: 1 + (not calls)]  # a call may be that of its dump
+                 for r, calls in state.outstanding.items()}  # fmt: skip
         texts = {rank: e.text for rank, events in state.events.items() for e in events
-                 if e.kind == "outside"}  # fmt: skip
+                 if e.kind in kinds.get(rank, ("outside",))}  # fmt: skip
         self.excused |= texts.keys()
         blamed: set[int] = set()
         for rank, text in texts.items():
@@ -296,7 +298,7 @@ class _Judge:
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
         for rank, entry in waits.ranks_without_message(state):
             found.setdefault(rank, (entry, "it waits for nobody"))
-        for rank in (*state.mute(), *state.hidden):
+        for rank in (*state.mute(), *state.hidden, *away):
             found.pop(rank, None)
         idle = {r for r, (_, why) in found.items() if why == "it waits for nobody"}
         extra = self._extra(idle)
@@ -308,7 +310,10 @@ class _Judge:
             text = f"ranks {format_ranks(sorted(beyond))} may wait outside NCCL (gloo, the store)"
             self.evidence.append(f"{text} for {format_ranks(state.missing)}")
             ahead, idle = ahead | beyond, idle - beyond
-        for rank in sorted(r for r in idle - ahead if siblings.is_between_iterations(state, r)):
+        work = {rank: e.text for rank, events in state.events.items() for e in events
+                if e.kind == "at work"}  # fmt: skip
+        free = sorted(idle - ahead - work.keys())
+        for rank in (r for r in free if siblings.is_between_iterations(state, r)):
             self.evidence.append(f"rank {rank} waits outside NCCL (gloo, the store, files, data), "
                                  "or is stuck: it stands between two iterations")  # fmt: skip
             self.among = (*self.among, rank)
@@ -333,8 +338,10 @@ class _Judge:
             if rank not in idle and len(state.siblings_of(rank)) == 2:
                 self.doubt = True
                 self.evidence.append(f"rank {rank} has one sibling: either of them may err")
-            self._note(entry, f"rank {rank} {what} {call_text(entry)}; {why}")
-            blamed.append(Culprit(rank, kind, f"{what} {call_text(entry)}; {why}"))
+            text = f"{what} {call_text(entry)}; {why}"
+            text += f"; its stack: {work[rank]}" if rank in work else ""
+            self._note(entry, f"rank {rank} {text}")
+            blamed.append(Culprit(rank, kind, text))
         return [b for b in blamed if b.rank not in self.parted.new] or blamed
 
     def _extra(self, idle: set[int]) -> list[Culprit]:

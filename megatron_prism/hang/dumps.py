@@ -117,8 +117,9 @@ class Dump:
 
 @dataclass(frozen=True)
 class RankEvent:
-    """What a log says of a rank.  kind: exception, out of memory, killed; or outside: it waited for
-    others in a call outside NCCL."""
+    """What a log says of a rank.  kind: exception, out of memory, killed; outside: it waited for
+    others in a call outside NCCL; or where its stack is: in a call of torch.distributed, at work.
+    """
 
     kind: str
     text: str

@@ -34,6 +34,7 @@ from megatron_prism.hang.dumps import (
     rank_of_name,
     read,
 )
+from megatron_prism.hang.ras import parse_ras
 
 _MOST = 1 << 31  # bytes of one log
 FIX = "name what the job printed: prism hang --logs job.log, or one file per rank"
@@ -70,6 +71,9 @@ _AFTER = re.compile(
     r"Connection (?:closed|reset)|Broken pipe|Socket|NCCL|DistBackend|ChildFailed|SignalException|"
     r"SystemExit|KeyboardInterrupt|collective operation timeout|recvValue failed", re.IGNORECASE
 )  # fmt: skip
+_THREAD = re.compile(r'Thread (?:0x)?\w+ \([\w+]+\): ?"?(\w*)')  # what py-spy dump prints
+_PLACE = re.compile(r"^\s+([\w<>.]+) \((\S+?):(\d+)\)$")
+_HEARTBEAT = re.compile(r"\[RankMonitorServer:(\d+)\] (Did not get \w+ heartbeat\. Waited [\d.]+)")
 _KILLED = re.compile(r"oom[-_ ]kill|Out of memory: Killed process", re.IGNORECASE)
 _TABLE = re.compile(r"\s*(rank|exitcode)\s*: (-?\d+)")
 _SIGNALS = {-9: "killed (SIGKILL)", -11: "crashed (SIGSEGV)", -7: "crashed (SIGBUS)",
@@ -105,7 +109,21 @@ class _Speaker:
     calls: list[_Call] = field(default_factory=list)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     frames: list[str] | None = None  # of a traceback that has not ended
+    stack: list[str] = field(default_factory=list)  # of its main thread, innermost first
+    in_main: bool = False  # whether the lines are that stack's
     events: list[RankEvent] = field(default_factory=list)
+
+
+def _standing(stack: list[str]) -> Iterator[RankEvent]:
+    """Where a stack of py-spy says that a host stands: in a call of torch.distributed or of its
+    store, or at work of its own."""
+    calls = [frame for frame in stack if "torch/distributed" in frame]
+    own = [frame for frame in stack if "torch/distributed" not in frame]
+    if calls:
+        site = next(iter(stack[stack.index(calls[-1]) + 1 :]), "its script")
+        yield RankEvent("in a call", f"{calls[-1].partition(' ')[0]} of {site}: its stack")
+    elif own:
+        yield RankEvent("at work", " < ".join(own[:4]))
 
 
 def read_folder(folder: Path) -> DumpSet:
@@ -155,7 +173,7 @@ def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
             data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else (
                 foreign.read_bytes(path, _MOST))  # fmt: skip
         reader.read(data.decode(errors="replace"), rank_of_name(path.name))
-    if not reader.ranks:
+    if not reader.ranks and not reader.evidence:
         raise DumpError("no line of these logs is of a rank: [rank12]: …, or a rank in its name",
                         fix=FIX)  # fmt: skip
     return reader.dumps()
@@ -172,6 +190,10 @@ class _Reader:
     # -- lines ------------------------------------------------------------------------------------
     def read(self, text: str, owner: int | None) -> None:
         table: dict[str, int] = {}
+        if "launched up to operation" in text or '"collective_counts"' in text:
+            with contextlib.suppress(ValueError):
+                report = parse_ras(text)
+                self.evidence += [f"RAS: {line}" for line in (*report.lost, *report.behind)]
         for line in text.splitlines():
             if line.startswith("using world size"):
                 found = re.findall(r"([a-z-]+(?: size)?(?:-\w+ size)?): (\d+)", line)
@@ -186,6 +208,8 @@ class _Reader:
                     self._ended(table.pop("rank"), table.pop("exitcode"))
             elif (late := _DESYNC.search(line)) is not None:
                 self.evidence.append(f"desync report: {late[0].strip()}")
+            elif (beat := _HEARTBEAT.search(line)) is not None:
+                self.evidence.append(f"rank monitor of rank {beat[1]}: {beat[2]}")
             rank, rest = self._whose(line, owner)
             if rank is None and _NATIVE.match(line):  # only its first line says whose it is
                 rank = self.stack_of
@@ -229,6 +253,10 @@ class _Reader:
             me.calls[-1].stack.append(frame[1])
         if _KILLED.search(line):
             me.events.append(RankEvent("killed", line.strip()[-200:]))
+        if (thread := _THREAD.search(line)) is not None:
+            me.in_main = thread[1] == "MainThread"
+        elif me.in_main and (place := _PLACE.match(line)) is not None:
+            me.stack.append(f"{place[1]} ({place[2].rpartition('site-packages/')[2]}:{place[3]})")
         self._traceback(me, line)
 
     def _traceback(self, me: _Speaker, line: str) -> None:
@@ -274,10 +302,11 @@ class _Reader:
                 unknown = mine.keys() - status.keys()
                 status |= {n: Status(last, -1, ended[n]) for n, last in spoken.items()
                            if n in unknown}  # fmt: skip
-            elif world is not None and not me.counts and not me.events:
+            elif (world is not None or me.stack) and not me.counts and not me.events:
                 continue  # it says nothing of its calls: as if it had left no dump
             made[rank] = Dump(rank, "log", mine, status, entries, ("a log, no dump",))
-        events = {r: tuple(me.events) for r, me in self.ranks.items() if me.events}
+        events = {r: (*me.events, *_standing(me.stack)) for r, me in self.ranks.items()
+                  if me.events or me.stack}  # fmt: skip
         return DumpSet(made, events=events, evidence=tuple(dict.fromkeys(self.evidence))[:4])
 
     def _world(self) -> World | None:

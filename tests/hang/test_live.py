@@ -13,6 +13,7 @@ from helpers.dump_values import Dump
 
 from megatron_prism.cli import main as cli
 from megatron_prism.hang import live
+from megatron_prism.hang.ras import parse_ras
 
 RANK = """
 import sys, time
@@ -70,7 +71,7 @@ def of_json(counts, dead=()):
 
 
 def test_ras_as_text():
-    found = live.parse_ras(TEXT)
+    found = parse_ras(TEXT)
     assert found.lost == ("process 3487984 on 172.16.64.213 does not answer",)
     assert [line[:32] for line in found.behind] == [f"rank {r} of communicator 27a079b828f"[:32]
                                                      for r in (0, 2)]  # fmt: skip
@@ -79,11 +80,11 @@ def test_ras_as_text():
 
 
 def test_ras_as_json():
-    found = live.parse_ras(of_json([7, 7, 6], dead=[3]))
+    found = parse_ras(of_json([7, 7, 6], dead=[3]))
     assert found.behind == ("rank 2 of communicator 0xabc launched 7 operations, others 8 "
                             "(process 102 on 10.0.0.1)",)  # fmt: skip
     assert found.lost == ("rank 3 of communicator 0xabc is dead (process 203 on 10.0.0.2)",)
-    assert live.parse_ras(of_json([7, 7])).counts != found.counts
+    assert parse_ras(of_json([7, 7])).counts != found.counts
 
 
 def test_something_else_than_ras_is_refused(tmp_path, capsys):

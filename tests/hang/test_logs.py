@@ -5,7 +5,8 @@ import pickle
 import random
 
 import pytest
-from helpers import random_hangs, rendered_logs
+from helpers import flight_dumps, random_hangs, rendered_logs
+from helpers.production import ACTIVE, stands
 from helpers.programs import healthy
 from helpers.random_hangs import WORLDS, named
 
@@ -150,3 +151,70 @@ def test_a_verdict_that_names_nobody_ends_with_what_would_decide_it(tmp_path):
     assert str(found).splitlines()[-1].startswith("next: the log of ranks 1-3, or its stack")
     named = judged(tmp_path, CAUGHT + GLOO)
     assert "next:" not in str(named)
+
+
+# -- stacks, RAS and rank monitors ----------------------------------------------------------------
+RAS = """Communicators... (0.00s)
+#0-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different collective operation counts
+  30 ranks have launched up to operation 6650
+  2 ranks have launched up to operation 6649
+  Rank 3 -- GPU 2 managed by process 483074 on node 172.16.64.210
+"""
+SPY = """Process 4711: /usr/bin/python -u pretrain_gpt.py --tensor-model-parallel-size 2
+Python v3.12.3 (/usr/bin/python3.12)
+
+Thread 4711 (idle): "MainThread"
+{}Thread 4801 (idle): "Thread-1 (watch)"
+    wait (threading.py:355)
+"""
+LOADER = """    _try_get_data (torch/utils/data/dataloader.py:1251)
+    __next__ (torch/utils/data/dataloader.py:701)
+    get_batch (pretrain_gpt.py:61)
+"""
+BARRIER = """    wait (torch/distributed/distributed_c10d.py:4408)
+    barrier (/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py:4890)
+    save_checkpoint (megatron/training/checkpointing.py:520)
+"""
+
+
+def with_stacks(folder, values, **stacks):
+    for rank, value in values.items():
+        (folder / f"_dump_{rank}").write_bytes(pickle.dumps(value))
+    for name, stack in stacks.items():
+        (folder / f"{name}.txt").write_text(SPY.format(stack))
+    return analyze.diagnose_dumps(read_folder(folder))
+
+
+def test_the_stack_of_a_rank_says_where_its_host_stands(tmp_path):
+    """Between two iterations a host may wait outside NCCL: py-spy shows that it waits for data."""
+    found = with_stacks(
+        tmp_path, flight_dumps.values(stands(3, part="3", at=0), ACTIVE), rank3=LOADER
+    )
+    assert named(found) == {3}
+    assert found.culprits[0].why.endswith(
+        "its stack: _try_get_data (torch/utils/data/dataloader.py:1251) < __next__ "
+        "(torch/utils/data/dataloader.py:701) < get_batch (pretrain_gpt.py:61)"
+    )
+
+
+def test_a_rank_whose_stack_is_in_a_barrier_is_not_late(tmp_path):
+    """It waits in gloo for its group, whose other members are further on: they left it out."""
+    found = with_stacks(
+        tmp_path, flight_dumps.values(stands(3, part="3", at=0), ACTIVE), rank_3=BARRIER
+    )
+    assert (named(found), found.exit_code) == (set(), 3)
+    assert 3 not in found.candidates
+    assert any("barrier of save_checkpoint (megatron/training/checkpointing.py:520)" in line
+               for line in found.evidence)  # fmt: skip
+
+
+def test_reports_beside_dumps_are_evidence(tmp_path):
+    (tmp_path / "ras.txt").write_text(RAS)
+    (tmp_path / "nvrx.log").write_text("[WARNING] [RankMonitorServer:10] Did not get subsequent "
+                                       "heartbeat. Waited 171.92 seconds.\n")  # fmt: skip
+    found = with_stacks(tmp_path, flight_dumps.values(flight_dumps.GIL, ACTIVE))
+    assert named(found) == {10}
+    text = str(found)
+    assert "RAS: rank 3 of communicator 27a079b828ff1a75 launched fewer operations" in text
+    assert "rank monitor of rank 10: Did not get subsequent heartbeat. Waited 171.92" in text
