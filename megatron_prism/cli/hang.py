@@ -25,7 +25,7 @@ from megatron_prism.core.files import write_whole
 if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
     from megatron_prism.core.recipe import Recipe
-    from megatron_prism.emulate.script_job import ScriptJob
+    from megatron_prism.emulate.script_job import Job
     from megatron_prism.hang.dumps import DumpSet
     from megatron_prism.hang.fault_plan import Fault
     from megatron_prism.hang.fault_planting import PlantedFaults
@@ -232,7 +232,7 @@ def _of_script(
 def _on_programs(
     dumps: DumpSet,
     found: Diagnosis,
-    job: Recipe | ScriptJob | None,
+    job: Recipe | Job | None,
     programs: Programs,
     path: Path,
     confirm: bool,

@@ -7,7 +7,7 @@ program.py  program_text.py  what a rank does in an iteration, as arrays and as 
 slices.py                   folders of captured programs
 gpu_state.py                clock, power and heat of the GPU that captured
 shard.py                    what follows the part of the parameters that a rank updates
-recipe.py                   jobs in YAML, of Megatron's own flags
+recipe.py  model_flops.py   jobs in YAML, of Megatron's own flags; what their models compute
 job_settings.py             what tells one job from another
 megatron_source.py          releases of megatron-core: tested, installed, what its source defines
 foreign.py                  every file that somebody else may have written is read here

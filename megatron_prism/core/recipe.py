@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -60,6 +61,7 @@ SHORT = {
     "world_size": "prism.world_size",
 }
 _AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+_SIZES = {SHORT[axis] for axis in _AXES if axis != "vpp"}
 OTHER_NAMES = {**SHORT, **{name: flag for flag, name in FIELD.items()}}
 _BEYOND = re.compile(  # fields that need more than the model and the loop that a recipe stands for
     "cuda_graph|fine_grained|heterogeneous|hybrid_context|fsdp|optimizer_instances|sharding_strategy"
@@ -262,7 +264,32 @@ class Recipe:
         rows["tokens per iteration"] = f"{tokens:,} = {self.global_batch_size} x {self.seq_length}"
         return rows
 
+    def settings(self, text: Callable[[Any], str]) -> dict[str, str]:
+        """Every flag that is not the default, but which ranks to run and where to, as ``text``."""
+        known = known_flags()
+        found = {k: text(v) for k, v in self.flags.items() if v != known[k].default}
+        for section in _SECTIONS:
+            for one in dataclasses.fields(part := getattr(self, section)):
+                value = getattr(part, one.name)
+                if value != one.default and one.name not in ("ranks", "out"):
+                    found[f"{section}.{one.name}"] = text(value)
+        return found
+
     def words(self) -> list[str]:
+        """The command line of the recipe's script: the name and ``flag=value`` words, those that
+        decide which ranks there are as Megatron's options."""
+        given = self.settings(json.dumps)
+        mapping = given.pop("use_tp_pp_dp_mapping", None)
+        words = [f"{option_of(k) if k in _SIZES else k}={text}" for k, text in given.items()]
+        return [self.name, *words, *(["--use-tp-pp-dp-mapping"] if mapping else [])]
+
+    @staticmethod
+    def of_words(words: Sequence[str]) -> Recipe:
+        """The recipe whose ``words`` they are."""
+        given = (_override(word if "=" in word else f"{word}=true") for word in words[1:])
+        return Recipe(dict.fromkeys(_REQUIRED, 1), name=words[0]).changed(dict(given))
+
+    def megatron_words(self) -> list[str]:
         """Megatron's command line of this job."""
         values = {name: flag.default for name, flag in _TRAINING.items() if name in _COUNTS}
         values |= {"lr": self.lr, "max_position_embeddings": self.seq_length, **self.flags}

@@ -13,8 +13,8 @@ pace.py  nvlink_keepalive.py       virtual ranks that take their time
 fault_injector.py  call_guard.py  confirm.py  faults in real ranks; calls that peers would not make
 debugger.py  payloads.py           stop at a call or a value; keep what calls deliver
 device_memory.py                   memory by phase, NCCL's memory held in reserve
-recipe_job.py  recipe_rank.py      a recipe's job without a script: all of it, one rank of it
-script_job.py                      a script's job, every rank that its world needs
+recipe_job.py  recipe_script.py    a recipe as a job; the script that it starts
+script_job.py                      a job, every rank that its world needs
 workers.py  recipe_server.py       processes of ranks; many recipes from one process
 schedule.py  schedule_tape.py      schedules from Megatron's scheduler, without a model
 calibrate.py  host_benchmark.py   what calls and the host cost on this machine

@@ -15,6 +15,7 @@ quicker behind them: the iteration that follows is left out.
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_prism.core import program
+from megatron_prism.core import job_settings, model_flops, program
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.gpu_state import GPU_CLOCK
@@ -30,6 +31,7 @@ from megatron_prism.core.groups import subgroups
 from megatron_prism.core.megatron_source import versions
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
+from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS, Origin, SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate import exit_status, job_arguments, nvlink_keepalive, workers
@@ -53,14 +55,18 @@ def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -
         "tier": tier,
         "device": device,
     }
-    if settings := recorded():
+    queues = "CUDA_DEVICE_MAX_CONNECTIONS"  # of a device, which only tier cuda has
+    variables = {k: v for k, v in os.environ.items() if tier == "cuda" or k != queues}
+    if settings := recorded(variables):
         found[NCCL_ENV] = settings
     return found if pace is None else {**found, PEERS: PACED}
 
 
 def of_running_job() -> dict[str, str]:
-    """``tokens_per_iteration`` and ``model_flops_per_iteration`` of the stock job in this process,
-    as Megatron itself counts them; empty if none trains."""
+    """``tokens_per_iteration`` and ``model_flops_per_iteration`` of the job in this process, as
+    Megatron itself counts them; empty if none trains."""
+    if job_arguments.recipe is not None:
+        return model_flops.of_recipe(job_arguments.recipe)
     training = sys.modules.get("megatron.training.training")
     if job_arguments.parsed() is None:
         return {}
@@ -73,6 +79,12 @@ def of_running_job() -> dict[str, str]:
         "tokens_per_iteration": str(batch * args.seq_length),
         "model_flops_per_iteration": str(flops),
     }
+
+
+def source_of_recipe(source: dict[str, str], recipe: Recipe) -> dict[str, str]:
+    """The same of a recipe's slices."""
+    settings = job_settings.as_text(recipe.settings(job_arguments.text_of))
+    return {**source, "recipe": recipe.name, "settings": settings, **model_flops.of_recipe(recipe)}
 
 
 HOST_S = 0.5  # for the index of the host
@@ -189,6 +201,7 @@ class StockCapture(TrainingListener):
         self.links: nvlink_keepalive.KeepAlive | None = None  # of a GPU
         self._sampler: Any = None  # of its clock, where NVML answers
         self._recorder: Any = None
+        self._owner: Any = self  # the optimizer of whoever owns what is recorded
         self._monitor, self._pace = monitor, pace
         self.changes = ProcessChanges()  # while something is recorded
         self._recordings: list[Any] = []
@@ -216,7 +229,10 @@ class StockCapture(TrainingListener):
 
     def is_of(self, arguments: str) -> None:
         """The job's arguments are known now: UsageError if the folder has slices of others."""
-        self.store.source["arguments"] = arguments
+        if (recipe := job_arguments.recipe) is not None:
+            self.store.source = source_of_recipe(self.store.source, recipe)
+        else:
+            self.store.source["arguments"] = arguments
         self._compare()
 
     def _compare(self) -> None:
@@ -244,10 +260,14 @@ class StockCapture(TrainingListener):
                 self._recorder.start()
             elif self._recorder is not None:
                 self._remove()
-        elif number >= first_recorded(wanted):
-            if self._recorder is None:
-                self._install()
+            return
+        first = first_recorded(wanted)
+        if self._recorder is None and (meta or number >= first):  # what is kept has its owners
+            self._install()
+        if self._recorder is not None and self._owner is not optimizer:
+            self._owner = optimizer
             self._recorder.owned_by(model, optimizer)
+        if number >= first:
             left = wanted - 1 - number  # where some are evaluated, the last may be
             self._start(number, left - (2 if self._evaluates else 0), left)
 

@@ -11,11 +11,11 @@ counterfactual).
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
@@ -26,21 +26,20 @@ from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.units import counted
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate import recipe_job, workers
+from megatron_prism.emulate import recipe_script, workers
 from megatron_prism.emulate.call_guard import CallGuard
 from megatron_prism.emulate.options import HangOptions
-from megatron_prism.emulate.recipe_job import Watch
-from megatron_prism.emulate.script_job import ScriptJob
+from megatron_prism.emulate.script_job import Job
+from megatron_prism.emulate.session import Session
 from megatron_prism.runtime.call_check import frames
 from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
-    from megatron_prism.core.world import World
     from megatron_prism.emulate.recipe_job import Summary
+    from megatron_prism.emulate.session import Run
     from megatron_prism.hang.dumps import DumpSet, Entry
     from megatron_prism.hang.hypotheses import Confirmation
     from megatron_prism.hang.verdict import Diagnosis
-    from megatron_prism.runtime.devices import Tier
     from megatron_prism.runtime.listeners import Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
 
@@ -50,17 +49,16 @@ _ITERATION = 2  # the first steady one
 class Witness(CallGuard):
     """Follows calls as a CallGuard does; ``said`` is what it has seen."""
 
-    def __init__(self, world: World, rank: int, tier: Tier, watch: Watch) -> None:
-        options = SimpleNamespace(world=world, rank=rank, ranks=(rank,))
-        super().__init__(options, HangOptions((), 0, False, watch.programs, True), tier, None)
-        self.watch = watch
+    def __init__(self, run: Run, programs: Path, call: int) -> None:
+        super().__init__(run.options, HangOptions((), 0, False, programs, True), run.tier, None)
+        self.call = call  # how many calls of the iteration come before the one in question
         self.calls: list[dict[str, object]] = []
         self.frames: list[str] = []
         self.differs: list[str] = []
 
     def _check(self, group: PrismGroup, op: str, args: Args, kwargs: Kwargs, site: str) -> None:
         if self.iteration == _ITERATION:
-            if len(self.calls) == self.watch.call:
+            if len(self.calls) == self.call:
                 self.frames = frames()
             fields = details(group, op, args, kwargs)
             kept = {k: v for k, v in fields.items() if k in ("dtype", "num_in", "num_out")}
@@ -90,7 +88,7 @@ class Trial:
 
 
 def confirm(
-    job: Recipe | ScriptJob,
+    job: Recipe | Job,
     programs: Programs,
     path: Path,
     dumps: DumpSet,
@@ -104,7 +102,7 @@ def confirm(
     lines: list[str] = []
     good = []
     for rank, index in list(placed.stops.items())[:_MOST]:
-        if isinstance(job, ScriptJob):
+        if isinstance(job, Job):
             said = _run_script(job, path, rank, console)
         else:
             said = _run(job, programs, path, rank, index, console)
@@ -119,7 +117,7 @@ def confirm(
     return Trial(tuple(lines), whole if placed.confirmed is not None or not whole else None)
 
 
-def script_job(words: Sequence[str], ours: Sequence[str], dumps: DumpSet) -> ScriptJob:
+def script_job(words: Sequence[str], ours: Sequence[str], dumps: DumpSet) -> Job:
     """The job of a script's command line; without --prism-world-size it is as large as the largest
     group in the dumps.  UsageError as of ``prism run``."""
     size = 1 + max(max(g.ranks) for d in dumps.dumps.values() for g in d.groups.values() if g.ranks)
@@ -127,10 +125,10 @@ def script_job(words: Sequence[str], ours: Sequence[str], dumps: DumpSet) -> Scr
     options = flags.from_command_line(["--prism-emulate", *given])
     assert options is not None, "--prism-emulate is among them"
     tier = "" if options.tier == "auto" else options.tier
-    return ScriptJob.of(words[0], [*ours, *words[1:]], options.world, tier)
+    return Job.of(words[0], [*ours, *words[1:]], options.world, tier)
 
 
-def _run_script(job: ScriptJob, path: Path, rank: int, console: Console) -> Summary:
+def _run_script(job: Job, path: Path, rank: int, console: Console) -> Summary:
     """The same of a script: what the rank's own slice holds, and what its peers would call
     otherwise."""
     calls, differs, steps, release = list[dict[str, object]](), list[str](), 0, "unknown"
@@ -162,8 +160,23 @@ def _run(
     """The summary of the rank's worker, with what its witness saw."""
     recipe = recipe.changed(train_iters=_STEPS)
     before = sum(bool(op.group) for op in list(programs.of(rank))[:index])
-    (summary,) = recipe_job.run_ranks(recipe, (rank,), console, watch=Watch(path, before))
-    return summary
+    words = ["-m", "megatron_prism.emulate.confirm", str(path), str(before), str(rank)]
+    task = workers.RankTask(rank, f"rank {rank:,}", [*words, *recipe.words()])
+    (summary,) = workers.run([task], console)
+    return cast("Summary", summary)
+
+
+def main() -> None:
+    """Be that worker: train the recipe as the rank, and say what its witness saw."""
+    path, call, rank, *words = sys.argv[1:]
+    recipe, emit = Recipe.of_words(words), workers.emitter()
+    run = recipe_script.attached(Session(), recipe, int(rank))
+    witness = Witness(run, Path(path), int(call))
+    run.calls = (witness,)
+    run.monitor.listen(witness, *run.monitor.listeners)
+    summary = recipe_script.train(recipe, run)
+    assert emit is not None, "a worker of emulate.workers"
+    emit("result", result={**summary, "witness": witness.summary()})
 
 
 def _judge(
@@ -227,3 +240,7 @@ def _place(entries: list[Entry], verdict: Diagnosis, rank: int) -> int:
         if here:
             return i
     return len(entries)
+
+
+if __name__ == "__main__":
+    main()

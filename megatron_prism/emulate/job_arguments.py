@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.world import MOST_EXPERTS, MOST_LAYERS, MOST_MICROBATCHES
 
 # What does not matter, by name; whatever is not here does.
@@ -65,6 +66,7 @@ _ENDS = (
     "_port", "_dir",  # of this machine
     "_api_key", "_password", "_secret", "_access_token",  # nobody's business
 )  # fmt: skip
+recipe: Recipe | None = None  # that is trained in this process
 left_out: dict[str, object] = {}  # what the job asked for and does without here
 _LARGEST = 1 << 24  # bytes of a file that is read for its content
 _DEPTH = 4
@@ -104,7 +106,9 @@ def check_sizes() -> None:
 
 def of_running_job() -> str:
     """The settings of the stock job in this process, whose arguments Megatron has validated; of a
-    program that does not use Megatron's the words of its command line."""
+    recipe its flags; of a program that does not use Megatron's the words of its command line."""
+    if recipe is not None:
+        return job_settings.as_text(recipe.settings(text_of))
     if (args := parsed()) is None:
         return job_settings.as_text(program_settings())
     from megatron.training.arguments import add_megatron_arguments

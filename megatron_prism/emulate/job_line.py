@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
@@ -97,4 +98,8 @@ def _module_exists(name: str) -> bool:
     """Whether there is such a file; nothing of it is imported."""
     place = Path(*name.split("."))
     ends = (place.with_suffix(".py"), place / "__main__.py")
-    return any((Path(folder) / end).is_file() for folder in (".", *sys.path) for end in ends)
+    package = find_spec(place.parts[0])  # an editable install is in no folder of the path
+    places = package.submodule_search_locations if package is not None else None
+    parents = [Path(one).parent for one in places or ()]
+    folders = (".", *sys.path, *parents)
+    return any((Path(folder) / end).is_file() for folder in folders for end in ends)

@@ -8,6 +8,7 @@ virtual RANK and WORLD_SIZE, prepare the tier, register the patches and arrange 
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import runpy
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.virtual_world import VirtualWorld
 
 _attached = False
+running: Run | None = None  # of this process, once it is attached
 
 
 def run_script(argv: Sequence[str]) -> int:
@@ -61,7 +63,10 @@ def run_script(argv: Sequence[str]) -> int:
     session.changes.set(sys, "argv", [script, *emulate, *ours, *rest])
     sys.path.insert(0, place)
     session.changes.on_undo(lambda: sys.path.remove(place))
+    gc.disable()  # what is imported stays: looking through it takes a second of five
     attach_from_command_line(session)
+    gc.freeze()
+    gc.enable()
     try:
         if module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -176,6 +181,7 @@ def attach(options: flags.Options, session: Session) -> Any:
         _quieten(session)
     run = build_run(options, session)
     monitor.host(lambda: start_world(run, session), run.options, run.monitor, session.changes)
+    session.changes.set(sys.modules[__name__], "running", run)
     context = patched(run, session)
     report = summary.Reporter(run)
     run.monitor.listen(*run.training, report)
@@ -186,7 +192,7 @@ def attach(options: flags.Options, session: Session) -> Any:
     return context
 
 
-def patched(run: Run, session: Session, local_flash: bool = False) -> PatchContext:
+def patched(run: Run, session: Session) -> PatchContext:
     """Register the patches of ``run``'s tier, before Megatron is imported."""
     from megatron_prism.emulate import patch
     from megatron_prism.emulate.patches import patches_for
@@ -201,7 +207,6 @@ def patched(run: Run, session: Session, local_flash: bool = False) -> PatchConte
         iterations=run.options.iterations,
         recording=run.recording,
         profiles=run.options.out and run.options.out.with_name(run.options.out.name + ".profile"),
-        local_flash=local_flash,
     )
     patch.apply(patches_for(run.tier.name), context)
     return context

@@ -27,7 +27,7 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import format_ranks
 from megatron_prism.emulate import nvlink_keepalive, script_job
 from megatron_prism.emulate.capture import source_of
-from megatron_prism.emulate.script_job import ScriptJob
+from megatron_prism.emulate.script_job import Job
 from megatron_prism.replay import whatif
 from megatron_prism.replay.answer_times import AnswerTimes, kept
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
@@ -146,7 +146,7 @@ def _capture_all(options: Options, job: Sequence[str]) -> None:
         fix = f"--prism-ranks {missing[0]} --prism-capture {folder} --prism-pace FIRST, the slices "
         raise UsageError(what, fix=f"{fix}that these were paced by")
     if missing:
-        script = ScriptJob.of(job[0], job[1:], options.world, options.tier)
+        script = Job.of(job[0], job[1:], options.world, options.tier)
         healthy = ("--prism-values", options.values)
         script = dataclasses.replace(script, ours=healthy)
         script_job.capture(script, folder, missing, Console(stderr=True, highlight=False))

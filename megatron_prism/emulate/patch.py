@@ -153,7 +153,6 @@ class PatchContext:
     changes    : what was replaced, so that it can be undone
     iterations : the first and the last that are wanted of a job with a checkpoint, or None
     recording  : keeps values that steer the program, or gives them back
-    local_flash : Megatron's local attention takes memory as a fused one would (of recipes)
     profiles   : where traces of a profiler go, or None
     """
 
@@ -165,7 +164,6 @@ class PatchContext:
     changes: ProcessChanges = field(default_factory=ProcessChanges)
     iterations: tuple[int, int] | None = None
     recording: ValueRecorder | ValueReplayer | None = None
-    local_flash: bool = False
     profiles: Path | None = None
     _applying: Patch | None = None
 

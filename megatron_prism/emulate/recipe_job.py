@@ -1,16 +1,14 @@
-"""Run a recipe's job: one representative rank per pipeline stage, each in a worker process.
+"""A recipe as a job: ``recipe_script`` with the recipe's flags, one rank per pipeline stage.
 
-``emulate(recipe, out, ...)`` needs no Megatron checkout and no GPU.  It starts ``recipe_rank`` for
-every rank (two at a time on two cores), shows a bar per stage, prints what each did and writes the
-artefact folder when all have trained.  It imports neither torch nor Megatron: the workers do.
+``emulate(recipe, out, ...)`` needs no Megatron checkout and no GPU.  It starts the script for every
+rank (two at a time on two cores), prints what each did and writes the artefact folder when all have
+trained; ``capture`` records them.  It imports neither torch nor Megatron: the workers do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,18 +18,16 @@ from typing import Any, TypedDict, cast
 from rich.console import Console
 from rich.table import Table
 
-from megatron_prism.core import job_settings
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core.errors import NotTrainedError, UsageError
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import ArtefactFolder
-from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
-from megatron_prism.core.recipe import Recipe, known_flags
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.slices import assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES
-from megatron_prism.emulate import job_arguments, workers
-from megatron_prism.emulate.workers import RankTask
+from megatron_prism.emulate import script_job, workers
+from megatron_prism.emulate.script_job import Job
 from megatron_prism.memory.peaks import memory_bound
 
 Json = dict[str, Any]  # what becomes JSON, or was: whoever reads a key knows what it wrote there
@@ -74,7 +70,6 @@ class Summary(TypedDict, total=False):
     iteration_s: list[float]
     host_peak_rss: int
     witness: Json
-    recording: Json
 
 
 def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
@@ -173,19 +168,8 @@ def _print(table: Table, console: Console) -> None:
     console.print(table)
 
 
+SCRIPT = "megatron_prism.emulate.recipe_script"
 FORMAT = 1  # version of summary.json
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Where a suspect of a hang stands.
-
-    programs : folder or file of its world
-    call     : how many calls of the iteration come before the one in question
-    """
-
-    programs: Path
-    call: int
 
 
 @dataclass(frozen=True)
@@ -245,7 +229,9 @@ def emulate(
     with folder:
         head(recipe, ranks, console)
         start = time.perf_counter()
-        summaries = run_ranks(recipe, ranks, console, num_workers=num_workers)
+        job = job_of(recipe)
+        tasks = [workers.RankTask(rank, job.title(rank), job.command(rank)) for rank in ranks]
+        summaries = cast("list[Summary]", workers.run(tasks, console, num_workers))
         result = EmulationResult(recipe, summaries, time.perf_counter() - start)
         body(recipe, summaries, result.wall_s, console, verbose)
         if isinstance(folder, ArtefactFolder):
@@ -256,31 +242,6 @@ def emulate(
     if out is not None:
         console.print(f"wrote {out}")
     return result
-
-
-def run_ranks(
-    recipe: Recipe,
-    ranks: tuple[int, ...],
-    console: Console,
-    *,
-    num_workers: int | None = None,
-    slices: SliceStore | None = None,
-    watch: Watch | None = None,
-) -> list[Summary]:
-    """Run every rank, at most ``num_workers`` at once (default: one per core); stop all when one
-    fails.  ``slices`` is a SliceStore into which each puts what it did; ``watch``
-    says where a suspect stands (``emulate.confirm``).
-
-    Raises NotTrainedError and whatever PrismError a worker ended with.
-    """
-    if recipe.prism.tier == "cpu":
-        _check_memory(recipe)
-    tasks = [_task(recipe, rank, (slices, watch)) for rank in ranks]
-    summaries = cast("list[Summary]", workers.run(tasks, console, num_workers))
-    for summary in summaries:
-        if summary["steps"] < recipe.train_iters:
-            raise NotTrainedError(f"rank {summary['rank']} made {summary['steps']} optimizer steps")
-    return summaries
 
 
 def _check_memory(recipe: Recipe) -> None:
@@ -297,73 +258,18 @@ def _check_memory(recipe: Recipe) -> None:
             )
 
 
-def _task(recipe: Recipe, rank: int, more: tuple[SliceStore | None, Watch | None]) -> RankTask:
-    title = f"stage {recipe.world.coordinates(rank).pp}  rank {rank:,}"
-    words = ("-m", "megatron_prism.emulate.recipe_rank")
-    return RankTask(rank, title, words, pickle.dumps((recipe, rank, *more)))
-
-
-def source_of(recipe: Recipe) -> dict[str, str]:
-    """What decides a slice's content: versions, tier and every setting but which ranks to run."""
-    tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
-    return {
-        "recipe": recipe.name,
-        "settings": job_settings.as_text(settings(recipe)),
-        "megatron_core": megatron_release(),
-        **versions(),
-        "tier": tier,
-        **of_recipe(recipe),
-    }
-
-
-def settings(recipe: Recipe) -> dict[str, str]:
-    """Every flag but which ranks to run and where to, as text, that is not the default."""
-    known, found = known_flags(), dict[str, str]()
-    for name, value in recipe.flags.items():
-        if value != known[name].default:
-            found[name] = job_arguments.text_of(value)
-    for section in ("prism", "hardware"):
-        for one in dataclasses.fields(part := getattr(recipe, section)):
-            value = getattr(part, one.name)
-            if value != one.default and one.name not in ("ranks", "out"):
-                found[f"{section}.{one.name}"] = job_arguments.text_of(value)
-    return found
-
-
-# layers that this module does not know
-_OTHER = ("experimental_attention_variant", "attention_output_gate", "moe_latent_size")
-
-
-def of_recipe(recipe: Recipe) -> dict[str, str]:
-    """``tokens_per_iteration`` and, of the models that recipes name, ``model_flops_per_iteration``:
-    what a slice says of its job."""
-    m, tokens = recipe, recipe.global_batch_size * recipe.seq_length
-    found = {"tokens_per_iteration": str(tokens)}
-    other = m.multi_latent_attention or m.mtp_num_layers or m.hybrid_override_pattern
-    if other or any(m.flags.get(key) for key in _OTHER):
-        return found
-    query, keys = m.head_size * m.num_attention_heads, m.head_size * m.groups
-    # projections; scores and their product with the values, half of which a causal mask leaves
-    attention = m.hidden_size * (2 * query + 2 * keys) + m.seq_length * query
-    logits = m.hidden_size * recipe.padded_vocab_size
-    flops = 6 * tokens * (m.num_layers * attention + _mlp(m) + logits)
-    return {**found, "model_flops_per_iteration": str(flops)}
-
-
-def _mlp(m: Recipe) -> int:
-    """Multiplications per token in all MLPs and experts."""
-    ffn, products = m.ffn_size, 3 if m.swiglu else 2
-    every = range(m.num_layers)
-    if not m.num_experts:
-        experts = [False for _ in every]
-    elif isinstance(m.moe_layer_freq, int):
-        experts = [i % m.moe_layer_freq == 0 for i in every]
-    else:
-        experts = [bool(m.moe_layer_freq[i]) for i in every]
-    routed = (m.moe_ffn_hidden_size or ffn) * m.moe_router_topk
-    shared = m.moe_shared_expert_intermediate_size or 0
-    width = sum(routed + shared if moe else ffn for moe in experts)
-    return int(m.hidden_size * products * width)
+def job_of(recipe: Recipe) -> Job:
+    """The recipe's script and our flags for every rank."""
+    prism = recipe.prism
+    if prism.tier == "cpu":
+        _check_memory(recipe)
+    ours = ["--prism-values", prism.values]
+    if prism.gpus_per_node is not None:
+        ours += ["--prism-gpus-per-node", str(prism.gpus_per_node)]
+    if prism.te_version is not None:
+        ours += ["--prism-te-version", prism.te_version]
+    tier = "meta" if prism.tier == "auto" else prism.tier
+    return Job(("-m", SCRIPT, *recipe.words()), tuple(ours), recipe.world, tier, recipe.name)
 
 
 def capture(
@@ -385,22 +291,8 @@ def capture(
 
     Raises what ``emulate`` raises; the slices finished until then are kept.
     """
-    console, folder, recipe = console or Console(), Path(folder), recipes.given(recipe)
+    console, recipe = console or Console(), recipes.given(recipe)
     ranks = ranks_of(recipe)
-    store = SliceStore(folder, recipe.world, source_of(recipe))
-    with store.writing(force):
-        head(recipe, ranks, console)
-        start = time.perf_counter()
-        made, summaries = workers.capture_world(
-            store, ranks, lambda more: run_ranks(recipe, more, console, slices=store), console
-        )
-    for summary in summaries:
-        cost = summary["recording"]
-        console.print(
-            f"stage {summary['stage']}: {cost['ops']:,} ops, an iteration takes "
-            f"{cost['recorded_s']:.2f} s here while it is recorded, {cost['plain_s']:.2f} s else"
-        )
-    took = f"in {time.perf_counter() - start:.1f} s"
-    console.print(f"wrote {folder} {took}" if keep else
-                  f"captured {took}, for this once; to keep it: prism capture")  # fmt: skip
-    return made
+    head(recipe, ranks, console)
+    script_job.capture(job_of(recipe), Path(folder), ranks, console, force=force, keep=keep)
+    return assemble(folder)

@@ -1,10 +1,10 @@
 """Capture many ranks of many recipes from one process that has imported torch once.
 
 ``CaptureServer`` starts ``python -m megatron_prism.emulate.recipe_server``.  That process prepares
-tier meta, then forks for every request; the child runs ``recipe_rank`` as a worker of
-``prism capture`` does, so slices are the same, without two seconds of imports for each.  Megatron
-itself is imported in the child: its patches are of one rank.  This module imports torch only in the
-server.
+tier meta, then forks for every request; the child runs ``recipe_script`` as a worker of
+``prism capture`` does, so slices are the same, without two seconds of imports for each; what
+repeats itself runs once.  Megatron itself is imported in the child: its patches are of one rank.
+This module imports torch only in the server.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.emulate.recipe_job import Json as Answer
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.emulate import exit_status
+from megatron_prism.emulate.workers import Json as Answer
 from megatron_prism.emulate.workers import die_with_parent
 
 if TYPE_CHECKING:
-    from megatron_prism.core.slices import SliceStore
+    from megatron_prism.emulate.recipe_script import RankJob
+    from megatron_prism.runtime.recorder.repeats import Sections
 
 # what Megatron imports besides its own modules: most of the time that its import takes
 _SHARED = (
@@ -76,23 +80,23 @@ class CaptureServer:
         self,
         recipe: Recipe,
         rank: int,
-        slices: SliceStore,
+        folder: Path,
         alike: Sequence[int] = (),
-        more: tuple[int, SliceStore] | None = None,
+        more: tuple[Recipe, Path] | None = None,
     ) -> None:
-        """Put the slice of ``rank`` into ``slices``.
-
-        What repeats itself runs once (``runtime.recorder.repeats``).
+        """Put the slice of ``rank`` into ``folder``.
 
         alike : other stages in the middle of the pipeline with the same layers: their slices, which
                 say nothing of memory, come along, unless one of them does anything of its own
-        more  : another number of microbatches, and where the slices of an iteration of those go
+        more  : the same with another number of microbatches, and where its slices go
 
         Raises the PrismError that the rank ended with, NotTrainedError for a crash.
         """
-        answer = self._ask("capture", (recipe, rank, slices, alike, more, True))
+        answer = self._ask("capture", (recipe, rank, folder, alike, more, True))
         if answer["kind"] == "unlike":
-            answer = self._ask("capture", (recipe, rank, slices, (), more, False))
+            answer = self._ask("capture", (recipe, rank, folder, (), None, False))
+            if more is not None and answer["kind"] == "captured":
+                answer = self._ask("capture", (*more[:1], rank, more[1], (), None, False))
         if answer["kind"] == "error":
             error = PrismError(answer["message"], fix=answer["fix"])
             error.exit_code = answer["exit_code"]
@@ -135,7 +139,7 @@ class CaptureServer:
 # -- in the server --------------------------------------------------------------------------------
 def _serve(requests: IO[bytes], answers: int) -> None:
     """Answer every request with one line of JSON, until there are no more."""
-    from megatron_prism.emulate import recipe_rank  # noqa: F401 - what children share
+    from megatron_prism.emulate import recipe_script  # noqa: F401 - what children share
     from megatron_prism.emulate.session import Session
     from megatron_prism.runtime import devices
     from megatron_prism.runtime.recorder import recorder  # noqa: F401
@@ -167,7 +171,7 @@ def _in_child(what: str, content: Any) -> Answer:
                 out.write(json.dumps(_ANSWERS[what](*content)))
             status = 0
         finally:
-            os._exit(status)
+            exit_status.leave(status)
     os.close(write)
     with os.fdopen(read, encoding="utf-8") as file:
         text = file.read()
@@ -181,48 +185,120 @@ def _in_child(what: str, content: Any) -> Answer:
 def _capture(
     recipe: Recipe,
     rank: int,
-    slices: SliceStore,
+    folder: Path,
     alike: Sequence[int],
-    more: tuple[int, SliceStore] | None,
+    more: tuple[Recipe, Path] | None,
     repeat: bool,
 ) -> Answer:
-    from megatron_prism.emulate import recipe_rank
+    from megatron_prism.emulate import recipe_script
+    from megatron_prism.emulate.session import Session
     from megatron_prism.runtime.recorder.repeats import NotRepeatedError
 
-    events: list[Answer] = []
-
-    def emit(kind: str, **fields: object) -> None:
-        if kind not in ("step", "phase"):
-            events.append({"kind": kind, **fields})
-
     try:
-        how = recipe_rank.Shortcuts(repeat=repeat, alike=alike, more=more)
-        recipe_rank.attempt(emit, recipe, rank, slices, **how)
+        if repeat:
+            _repeat(recipe, rank, folder, alike, more)
+        else:
+            recipe_script.run(Session(), recipe, rank, folder)
     except NotRepeatedError:
         return {"kind": "unlike"}
-    last = events[-1]
-    return last if last["kind"] != "result" else {"kind": "captured"}
+    except PrismError as error:
+        return {"kind": "error", "message": error.message, "fix": error.fix,
+                "exit_code": error.exit_code}  # fmt: skip
+    except Exception as error:  # a bug, ours or Megatron's
+        return {"kind": "crash", "message": f"{type(error).__name__}: {error}"}
+    return {"kind": "captured"}
+
+
+def _repeat(
+    recipe: Recipe,
+    rank: int,
+    folder: Path,
+    alike: Sequence[int],
+    more: tuple[Recipe, Path] | None,
+) -> None:
+    """Record iterations of which what repeats itself is written down again.  NotRepeatedError."""
+    from megatron_prism.emulate import capture, recipe_script
+    from megatron_prism.emulate.session import Session
+    from megatron_prism.runtime.recorder.recorder import Recorder, report_to
+    from megatron_prism.runtime.recorder.repeats import Repeats
+    from megatron_prism.runtime.virtual_world import current
+
+    session = Session()
+    run = recipe_script.attached(session, recipe, rank)
+    monitor, live = run.monitor, run.tier.live
+    monitor.started = True  # it has no loop that would have to be followed
+    job = recipe_script.build(recipe, run)
+    recorder = Recorder(rank, "meta", live)
+    recorder.owned_by(job.model, job.optimizer)
+    report_to(recorder, session.changes)
+    world = current()
+    assert world is not None
+    assert live is not None
+    from megatron.core import parallel_state  # with its patches
+
+    world.listen(*world.listeners, recorder)
+    monitor.listen(recorder, *monitor.listeners)
+    monitor.repeats = Repeats(live, recorder)
+    _note_sections(job, monitor.repeats.sections)
+    first = capture.first_recorded(recipe.train_iters)
+    while len(monitor.iterations) < first - 1:
+        job.iterate(len(monitor.iterations))
+    for one, place in [(recipe, folder), *([more] if more else [])]:
+        job.num_microbatches = one.num_microbatches
+        recorder.start()
+        job.iterate(len(monitor.iterations))
+        recording = recorder.stop()
+        assert recording.builder is not None
+        source = capture.source_of(run.version, "meta", "meta")
+        store = SliceStore(place, one.world, capture.source_of_recipe(source, one))
+        store.put(recording.program())
+        for stage in alike:
+            with parallel_state.get_pipeline_model_parallel_group().in_place_of(stage):
+                other, sections = one.world.rank_at(pp=stage), monitor.repeats.sections
+                store.put(sections.record_as(recording.builder, other, job.schedule))
+
+
+def _note_sections(job: RankJob, sections: Sections) -> None:
+    """The schedule's hooks are sections of the iterations that follow."""
+    config = job.config
+
+    def hook(name: str, chunk: int, run: Callable[..., object]) -> Callable[..., object]:
+        return lambda *args: sections.call(name, chunk, partial(run, *args))
+
+    for name in ("param_sync_func", "grad_sync_func"):
+        given = getattr(config, name)
+        if isinstance(given, list):
+            setattr(config, name, [hook(name, chunk, run) for chunk, run in enumerate(given)])
+        elif given is not None:
+            setattr(config, name, hook(name, 0, given))
+    job.param_sync = config.param_sync_func
+    finalize = config.finalize_model_grads_func
+
+    def rest(*args: object, **kwargs: object) -> None:
+        if not sections.rest():
+            finalize(*args, **kwargs)
+
+    config.finalize_model_grads_func = rest
 
 
 def _check(recipes: list[Recipe], command_lines: list[list[str]], sizes: list[int]) -> Answer:
     from importlib.util import find_spec
 
-    from megatron_prism.emulate import recipe_rank
+    from megatron_prism.emulate import recipe_script
     from megatron_prism.emulate.session import Session
-    from megatron_prism.runtime import devices
 
-    tier = devices.prepare("meta", Session().changes)
     if not recipes:
         sys.path.insert(0, os.path.dirname(os.path.abspath(command_lines[0][0])))
-    if recipes:
-        recipe_rank.start_world(recipe_rank.run_of(recipes[0], 0, tier), recipes[0], Session())
+    else:
+        recipe_script.attached(Session(), recipes[0], 0)
+        import_module("torch.distributed").init_process_group()
     training = find_spec("megatron") is not None and find_spec("megatron.training") is not None
     refusals = []
     every: list[Recipe | None] = [*recipes] or [None] * len(sizes)
     for recipe, words, size in zip(every, command_lines, sizes, strict=True):
         said = ""
         if recipe is not None:
-            said = _refusal(partial(recipe_rank.check_layers, recipe))
+            said = _refusal(partial(recipe_script.check_layers, recipe))
         if not said and training:
             said = _refusal(partial(_validate, words, size))
         refusals.append(said)
@@ -240,7 +316,7 @@ def _validate(words: list[str], world_size: int) -> None:
 
 def _refusal(run: Callable[[], object]) -> str:
     """What ``run()`` refuses, "" if nothing."""
-    from megatron_prism.emulate.recipe_rank import refusals
+    from megatron_prism.emulate.recipe_script import refusals
 
     said = io.StringIO()
     try:

@@ -30,28 +30,30 @@ if TYPE_CHECKING:
 
 STEPS = 12  # of a capture with times: two warm up, nine count, the last ends them
 STEPS_OF_SHAPES = 3  # tier meta: one warms up, one counts, the last ends it
-_SETTLED = (  # by ``ScriptJob.words`` for every rank
+_SETTLED = (  # by ``Job.words`` for every rank
     "--prism-emulate", "--prism-world-size", "--prism-ranks", "--prism-capture", "--prism-tier",
     "--prism-force", "--prism-pace", "--prism-slow",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class ScriptJob:
-    """A script, its own arguments and ours, and what they amount to.
+class Job:
+    """What a user starts: a script with its own arguments and ours, and what they amount to.
 
     words : the script and its arguments
     ours  : ``--prism-…`` flags for every rank
     tier  : cuda, cpu or meta
+    recipe : whose it is; it ends by itself
     """
 
     words: tuple[str, ...]
     ours: tuple[str, ...]
     world: World
     tier: str
+    recipe: str = ""
 
     @classmethod
-    def of(cls, script: str, argv: Sequence[str], world: World, tier: str) -> ScriptJob:
+    def of(cls, script: str, argv: Sequence[str], world: World, tier: str) -> Job:
         """The job whose command line ``argv`` may hold flags of ours; PRISM_ARGS come before."""
         given = [*flags.words_of(os.environ), *argv]
         ours, rest = flags.split(given)
@@ -63,15 +65,20 @@ class ScriptJob:
             )
         return cls((script, *rest), tuple(kept), world, tier or _best())
 
-    def command(self, rank: int, folder: Path) -> list[str]:
-        """Of Python, to capture ``rank`` into ``folder``."""
+    def command(self, rank: int, folder: Path | None = None) -> list[str]:
+        """Of Python, to run ``rank``, captured into ``folder``."""
         steps = STEPS_OF_SHAPES if self.tier == "meta" else STEPS
         return [
             "-m", "megatron_prism", "run", *self.ours,
             "--prism-world-size", str(self.world.size), "--prism-ranks", str(rank),
-            "--prism-capture", str(folder), "--prism-tier", self.tier,
-            "--", *self.words, *_shortened(self.words[1:], steps),
+            *([] if folder is None else ["--prism-capture", str(folder)]),
+            "--prism-tier", self.tier, "--", *self.words,
+            *([] if self.recipe else _shortened(self.words[1:], steps)),
         ]  # fmt: skip
+
+    def title(self, rank: int) -> str:
+        """Of a rank, for a bar."""
+        return f"stage {self.world.coordinates(rank).pp}  rank {rank:,}"
 
 
 def capture_command_line(
@@ -83,7 +90,7 @@ def capture_command_line(
     before = ["--prism-emulate", "--prism-capture", str(folder), "--prism-ranks", STAGES]
     given = flags.from_command_line([*before, *argv])
     assert given is not None, "--prism-emulate is among them"
-    job = ScriptJob.of(script, argv, given.world, "" if given.tier == "auto" else given.tier)
+    job = Job.of(script, argv, given.world, "" if given.tier == "auto" else given.tier)
     capture(job, folder, given.ranks, console, whole=given.stages, force=force or given.force)
 
 
@@ -132,7 +139,7 @@ def _values(words: Sequence[str]) -> Mapping[str, str]:
     return found
 
 
-def record(job: ScriptJob, folder: Path, ranks: Sequence[int]) -> None:
+def record(job: Job, folder: Path, ranks: Sequence[int]) -> None:
     """``capture`` of ``ranks`` alone, which says nothing."""
     from rich.console import Console
 
@@ -140,13 +147,14 @@ def record(job: ScriptJob, folder: Path, ranks: Sequence[int]) -> None:
 
 
 def capture(
-    job: ScriptJob,
+    job: Job,
     folder: Path,
     ranks: Sequence[int],
     console: Console,
     *,
     whole: bool = True,
     force: bool = False,
+    keep: bool = True,
 ) -> None:
     """Record an iteration of ``ranks`` of ``job`` into ``folder``; what is there is kept.
 
@@ -154,6 +162,7 @@ def capture(
         ranks: of its world.
         whole: whether to capture as well whom the world turns out to need, and to join the slices.
         force: whether to drop what is in the folder first.
+        keep: whether to say where the slices are.
 
     Raises:
         UsageError: the folder holds slices of another job, or things that are no slices.
@@ -162,16 +171,19 @@ def capture(
     store = SliceStore(folder, job.world, {}, parsed=False)  # workers compare the rest
     with store.writing(force):
         at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
-        name = job.words[1] if job.words[0] == "-m" else Path(job.words[0]).name
-        console.print(f"{name}: {job.world}, tier {job.tier}")
-        said = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
-        console.print(f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual")
+        if not job.recipe:
+            name = job.words[1] if job.words[0] == "-m" else Path(job.words[0]).name
+            console.print(f"{name}: {job.world}, tier {job.tier}")
+            said = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
+            console.print(
+                f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual"
+            )
 
         def record(missing: Sequence[int]) -> list[workers.Json]:
             tasks = [
                 workers.RankTask(
                     rank,
-                    f"stage {job.world.coordinates(rank).pp}  rank {rank:,}",
+                    job.title(rank),
                     job.command(rank, folder),
                     log=folder.with_name(f"{folder.name}-rank-{rank}.log"),
                 )
@@ -192,4 +204,6 @@ def capture(
     for one in found:
         peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
         console.print(f"rank {one['rank']:,}: {one['said']}{peak}")
-    console.print(f"wrote {folder} in {time.perf_counter() - start:.1f} s")
+    took = f"in {time.perf_counter() - start:.1f} s"
+    console.print(f"wrote {folder} {took}" if keep else
+                  f"captured {took}, for this once; to keep it: prism capture")  # fmt: skip

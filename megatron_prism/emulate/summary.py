@@ -19,15 +19,15 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World
-from megatron_prism.emulate import exit_status, job_arguments
+from megatron_prism.emulate import exit_status, job_arguments, workers
 from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options
 from megatron_prism.emulate.session import Run, Session
+from megatron_prism.emulate.workers import Json
 from megatron_prism.memory import allocator, nccl_buffers, peaks
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.recipe_job import Json
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
 FORMAT = 1  # version of the JSON below
@@ -236,10 +236,11 @@ class Reporter(TrainingListener):
 
     def finished(self) -> None:
         """Print the summary; write the artefact folder once all local ranks have finished."""
-        summary = self.summary()
-        self._print(summary)
-        if self.options.out is not None:
-            self._write(summary)
+        if workers.EVENTS not in os.environ:  # whose output nobody reads
+            summary = self.summary()
+            self._print(summary)
+            if self.options.out is not None:
+                self._write(summary)
         exit_status.trained()
 
     def interrupted(self) -> None:

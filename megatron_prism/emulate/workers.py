@@ -49,14 +49,12 @@ class RankTask:
     """What runs one rank.
 
     words : of Python's command line
-    stdin : what the worker reads
     log   : file that keeps what it printed if it fails; None: the error quotes the end
     """
 
     rank: int
     title: str
     words: Sequence[str]
-    stdin: bytes = b""
     log: Path | None = None
 
 
@@ -149,7 +147,7 @@ def _start(task: RankTask, bars: dict[int, TaskID], noted: set[str]) -> _Worker:
     environment.setdefault("OMP_NUM_THREADS", "1")
     process = subprocess.Popen(
         [sys.executable, *task.words],
-        stdin=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         stdout=printed,
         stderr=printed,
         pass_fds=(write,),
@@ -157,10 +155,6 @@ def _start(task: RankTask, bars: dict[int, TaskID], noted: set[str]) -> _Worker:
         preexec_fn=die_with_parent,
     )
     os.close(write)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # its status says what happened
-        process.stdin.write(task.stdin)
-        process.stdin.close()
     return _Worker(task, process, read, printed, bars[task.rank], noted)
 
 

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_prism.core.errors import MissingSlicesError, PrismError, UsageError
+from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore, assemble
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options, script_job
-from megatron_prism.emulate.recipe_job import of_recipe, settings, source_of
+from megatron_prism.emulate.job_arguments import text_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.replay.microbatches import fewest_microbatches
 
@@ -125,26 +126,26 @@ class RecipeLayout(JobLayout):
 
     def family(self) -> str:
         sizes = {"global_batch_size", "prism.world_size"}
-        kept = {k: v for k, v in settings(self.recipe).items() if k not in sizes}
-        source = {**source_of(self.recipe), "settings": kept}
-        return _digest({k: v for k, v in source.items() if k not in of_recipe(self.recipe)})
+        kept = {k: v for k, v in self.recipe.settings(text_of).items() if k not in sizes}
+        tier = "meta" if self.recipe.prism.tier == "auto" else self.recipe.prism.tier
+        source = {"recipe": self.recipe.name, "megatron_core": megatron_release(), **versions()}
+        return _digest({**source, "settings": kept, "tier": tier})
 
     def command(self) -> list[str]:
         script = "hybrid" if self.recipe.hybrid_override_pattern else "gpt"
-        return [f"pretrain_{script}.py", *self.recipe.words()]
+        return [f"pretrain_{script}.py", *self.recipe.megatron_words()]
 
     def capture(
         self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
     ) -> Path:
-        store = SliceStore(folder, self.world, source_of(self.recipe))
         rank = self.world.rank_at(pp=stage)
-        if not store.path(rank).exists():
+        path = SliceStore(folder, self.world, {}).path(rank)
+        if not path.exists():
             also = None
             if more is not None:
-                long = self.resized(self.world.dp, self.fewest).recipe
-                also = self.fewest, SliceStore(more, self.world, source_of(long))
-            server().capture(self.recipe, rank, store, self._alike() if stage == 1 else (), also)
-        return store.path(rank)
+                also = self.resized(self.world.dp, self.fewest).recipe, more
+            server().capture(self.recipe, rank, folder, self._alike() if stage == 1 else (), also)
+        return path
 
     def _alike(self) -> tuple[int, ...]:
         """The stages between the second and the last, if all of them have the second's layers:
@@ -215,9 +216,9 @@ class ScriptLayout(JobLayout):
     def command(self) -> list[str]:
         return [self.script, *self.words]
 
-    def _job(self) -> script_job.ScriptJob:
+    def _job(self) -> script_job.Job:
         argv = [*with_option(self.ours, "--prism-world-size", self.world.size), *self.words]
-        return script_job.ScriptJob.of(self.script, argv, self.world, "meta")
+        return script_job.Job.of(self.script, argv, self.world, "meta")
 
     def capture(
         self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.mutations import DUMPS
+from rich.console import Console
 
 import megatron_prism
 import megatron_prism.__main__ as start
@@ -184,7 +185,7 @@ def test_nesting_is_bounded(tmp_path, capsys):
 def test_a_job_larger_than_this_host_is_not_started():
     recipe = load("tiny-gpt_1cpu", ["num_layers=4096", "hidden_size=8192"])
     with pytest.raises(UsageError, match="of host memory"):
-        recipe_job.run_ranks(recipe, (0,), None)
+        recipe_job.emulate(recipe, console=Console(file=io.StringIO()))
 
 
 def test_refusing_a_recipe_needs_no_torch():

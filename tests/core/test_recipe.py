@@ -87,7 +87,7 @@ def test_short_names_and_fields_are_the_flags_that_they_become():
 
 
 def test_a_recipe_is_a_command_line_of_megatron():
-    words = " ".join(load("fp8=hybrid", "recompute_modules=mlp core_attn").words())
+    words = " ".join(load("fp8=hybrid", "recompute_modules=mlp core_attn").megatron_words())
     assert "--num-layers 80 " in words
     assert "--tensor-model-parallel-size 8 " in words
     assert "--num-virtual-stages-per-pipeline-rank 5 " in words

@@ -14,7 +14,7 @@ from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.slices import open_programs
 from megatron_prism.emulate import exit_status, options, script_job, workers
 from megatron_prism.emulate.patches import startup
-from megatron_prism.emulate.script_job import ScriptJob
+from megatron_prism.emulate.script_job import Job
 
 
 def given(*words):
@@ -58,13 +58,13 @@ def test_a_job_is_shortened_and_keeps_its_learning_rate(words, expected):
 def test_every_rank_gets_the_job_s_words_and_not_ours_twice(monkeypatch):
     monkeypatch.setenv("PRISM_ARGS", "--prism-values noise")
     words = ("--lr", "1", "--prism-ranks", "stages", "--prism-emulate", "--train-samples", "9")
-    job = ScriptJob.of("x.py", words, given(*PP4).world, "meta")
+    job = Job.of("x.py", words, given(*PP4).world, "meta")
     assert job.command(8, "d") == (
         "-m megatron_prism run --prism-values noise --prism-world-size 16 --prism-ranks 8 "
         "--prism-capture d --prism-tier meta -- x.py --lr 1 --train-samples 9 --exit-interval 3"
     ).split()  # fmt: skip
     with pytest.raises(UsageError, match="--prism-out"):
-        ScriptJob.of("x.py", ["--prism-out", "d"], given(*PP4).world, "meta")
+        Job.of("x.py", ["--prism-out", "d"], given(*PP4).world, "meta")
 
 
 def task(code, rank=0, **more):

@@ -144,7 +144,7 @@ def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
         change(calls)
         said = {"calls": calls, "frames": ["a.py:1 f"], "differs": list(differs), "compared": 9}
         summary = {"tier": "cpu", "megatron_core": "0", "steps": steps, "witness": said}
-        monkeypatch.setattr(confirm.recipe_job, "run_ranks", lambda *a, **k: [summary])
+        monkeypatch.setattr(confirm.workers, "run", lambda *a, **k: [summary])
         recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", [])
         return confirm.confirm(recipe, world, tmp_path, dumps, verdict, where, None)
 

@@ -1,7 +1,7 @@
 """Captures many small jobs in one go: torch and Megatron are imported once, every rank is a fork.
 
-A script: the tier is its argument, stdin is a pickled list of (recipe, rank, SliceStore), stdout a
-JSON line per rank.  What a fork runs is ``rank_job.run``, as in a worker of ``prism capture``.
+A script: the tier is its argument, stdin is a pickled list of (recipe, rank, folder), stdout a
+JSON line per rank.  What a fork runs is ``recipe_script.run``, as in a worker of ``prism capture``.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ MODULES = """
     megatron.core.pipeline_parallel megatron.core.models.gpt megatron.core.tensor_parallel
     megatron.core.models.gpt.gpt_layer_specs megatron.core.num_microbatches_calculator
     megatron.core.transformer.moe.moe_layer megatron.core.transformer.dot_product_attention
-    megatron_prism.emulate.recipe_rank megatron_prism.emulate.launch
+    megatron_prism.emulate.recipe_script megatron_prism.emulate.launch
     megatron_prism.runtime.recorder.recorder
     megatron_prism.runtime.virtual_world
 """.split()
 
 
 def capture(jobs, tier="meta"):
-    """Run every (recipe, rank, store); returns {index: answer} with ``error`` or ``summary``."""
+    """Run every (recipe, rank, folder); returns {index: answer} with ``error`` or ``summary``."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, tier],
         input=pickle.dumps(jobs),
@@ -39,7 +39,7 @@ def capture(jobs, tier="meta"):
     return {line["job"]: line for line in lines}
 
 
-def prepare(tier, local_flash=True):
+def prepare(tier):
     """Import everything with the patches in place; return what a fork calls with a PatchContext."""
     import importlib
 
@@ -51,7 +51,7 @@ def prepare(tier, local_flash=True):
     installed = tiers.prepare(tier, ProcessChanges())
     shape = tier == "meta"
     one = monitor.TrainingMonitor(installed.live, shapes_only=shape)
-    shared = patch.PatchContext(None, one, shape, (0,), rank=0, local_flash=local_flash)
+    shared = patch.PatchContext(None, one, shape, (0,), rank=0)
     # fast-groups remembers which ranks are local; these worlds are small enough without
     chosen = [one for one in patches_for(tier) if one.name != "fast-groups"]
     patch.apply(chosen, shared)
@@ -100,7 +100,7 @@ def main(tier):
     warnings.simplefilter("ignore")
     jobs = pickle.load(sys.stdin.buffer)
     prepare(tier)
-    from megatron_prism.emulate import recipe_rank
+    from megatron_prism.emulate import recipe_script
     from megatron_prism.emulate.session import Session
 
     running = {}
@@ -110,12 +110,12 @@ def main(tier):
         del running[index]
         print(json.dumps({"job": index, **wait(pid, pipe)}), flush=True)
 
-    for index, (recipe, rank, store) in enumerate(jobs):
+    for index, (recipe, rank, folder) in enumerate(jobs):
         if len(running) >= min(os.cpu_count() or 1, 8):
             next_done()
 
-        def work(recipe=recipe, rank=rank, store=store):
-            return recipe_rank.run(Session(), recipe, rank, lambda kind, **fields: None, store)
+        def work(recipe=recipe, rank=rank, folder=folder):
+            return recipe_script.run(Session(), recipe, rank, folder)
 
         running[index] = fork(work)
     while running:

@@ -211,7 +211,7 @@ def run(recipe, rank, store_file):
     """The calls of ``rank`` in the last iteration of ``recipe``."""
     from megatron_prism.core.process_changes import ProcessChanges
     from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.recipe_rank import RankJob
+    from megatron_prism.emulate.recipe_script import RankJob
     from megatron_prism.runtime import devices as tiers
 
     size = recipe.world.size
@@ -220,7 +220,7 @@ def run(recipe, rank, store_file):
     )
     monitor = TrainingMonitor()
     tier = tiers.prepare("cpu", ProcessChanges())
-    job = RankJob(recipe, monitor, tier, lambda kind, **fields: None)
+    job = RankJob(recipe, monitor, tier)
     for iteration in range(recipe.train_iters):
         if iteration == recipe.train_iters - 1:
             LIST["on"] = True

@@ -6,6 +6,7 @@ PYTHONPATH=. python tests/helpers/make_worlds.py NAME DIR   # a folder that --pr
 
 import dataclasses
 import pathlib
+import shutil
 import sys
 import tempfile
 
@@ -46,18 +47,17 @@ def captured(lines, folder):
     from helpers import forks
     from helpers.healthy_jobs import LOADED, recipe_of
 
-    from megatron_prism.core.slices import SliceStore
     from megatron_prism.emulate import recipe_job
 
-    jobs, stores = [], {}
+    jobs, folders = [], {}
     for line in filter(None, lines.splitlines()):
         name, recipe = recipe_of(line, LOADED)
-        stores[name] = SliceStore(folder / name, recipe.world, recipe_job.source_of(recipe))
-        stores[name].prepare(True)
-        jobs += [(recipe, rank, stores[name]) for rank in recipe_job.ranks_of(recipe)]
+        folders[name] = folder / name
+        shutil.rmtree(folders[name], ignore_errors=True)
+        jobs += [(recipe, rank, folders[name]) for rank in recipe_job.ranks_of(recipe)]
     wrong = [answer["error"] for answer in forks.capture(jobs).values() if "error" in answer]
     assert not wrong, wrong[0]
-    return {name: store.folder for name, store in stores.items()}
+    return folders
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megatron_prism.cli import what_ifs
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core.slices import SliceStore, open_programs
-from megatron_prism.emulate.recipe_job import source_of
+from megatron_prism.core.slices import open_programs
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.memory import peaks
 from megatron_prism.sweep.layout import RecipeLayout
@@ -91,8 +90,7 @@ def captured(layout, rank=None):
             for stage in layout.world.stages:
                 layout.capture(folder, stage, _server, None)
         else:
-            store = SliceStore(folder, layout.world, source_of(layout.recipe))
             for stage in layout.world.stages:
                 chosen = int(layout.world.matching(pp=stage)[rank])
-                _server().capture(layout.recipe, chosen, store)
+                _server().capture(layout.recipe, chosen, folder)
         return layout.assembled(folder)

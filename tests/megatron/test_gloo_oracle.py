@@ -15,8 +15,6 @@ from megatron_prism.core import recipe as recipes
 from megatron_prism.core import slices
 from megatron_prism.core.collectives import BY_NAME as TALK
 from megatron_prism.core.groups import of_family
-from megatron_prism.core.slices import SliceStore
-from megatron_prism.emulate import recipe_job
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -70,8 +68,7 @@ def virtual(tmp_path_factory):
     jobs, folders = [], {}
     for name, recipe in RECIPES.items():
         folders[name] = tmp_path_factory.mktemp("slices")
-        store = SliceStore(folders[name], recipe.world, recipe_job.source_of(recipe))
-        jobs += [(recipe, rank, store) for rank in range(recipe.world.size)]
+        jobs += [(recipe, rank, folders[name]) for rank in range(recipe.world.size)]
     for answer in forks.capture(jobs, "cpu").values():
         assert "error" not in answer, answer["error"]
     return {name: slices.assemble(folder) for name, folder in folders.items()}

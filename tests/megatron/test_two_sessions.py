@@ -18,7 +18,7 @@ import torch._dynamo
 import torch.utils.data
 from torch import distributed as dist
 from megatron_prism.core import recipe
-from megatron_prism.emulate import recipe_rank as rank_job
+from megatron_prism.emulate import recipe_script
 from megatron_prism.emulate.session import Session
 
 OWNERS = {
@@ -76,7 +76,7 @@ def ours():
 def emulate(tier, rank, *settings):
     made = recipe.load("tiny-gpt_1cpu", [f"prism.tier={tier}", "train_iters=2", *settings])
     with Session() as session:
-        summary = rank_job.run(session, made, rank, lambda *_, **__: None)
+        summary = recipe_script.run(session, made, rank)
         inside = found()
     return summary, inside
 
@@ -101,7 +101,7 @@ print(json.dumps({{
 """
 FAILS = """
 before = found()
-from megatron_prism.emulate.recipe_rank import RankJob
+from megatron_prism.emulate.recipe_script import RankJob
 
 def broken(job, number):
     with job.monitor.phase("forward"):

@@ -307,7 +307,7 @@ def captured(server, folder, *settings):
 
     recipe = recipes.load("tiny-gpt_1cpu", [*SMALL, *settings])
     store = SliceStore(folder, recipe.world, {})
-    server.capture(recipe, 0, store)
+    server.capture(recipe, 0, folder)
     return load(store.path(0)).programs[0]
 
 

@@ -176,15 +176,14 @@ def test_a_boththat_takes_the_advice_peaks_where_it_was_promised(tmp_path, kind)
     from megatron_prism.core import recipe as recipes
     from megatron_prism.core.program import load
     from megatron_prism.core.slices import SliceStore
-    from megatron_prism.emulate.recipe_job import source_of
     from megatron_prism.emulate.recipe_server import CaptureServer
 
     with contextlib.closing(CaptureServer()) as server:
 
         def run(name, *words):
             recipe = recipes.load("tiny-gpt_1cpu", [*SMALL, *KINDS[kind], *words])
-            store = SliceStore(tmp_path / name, recipe.world, source_of(recipe))
-            server.capture(recipe, 0, store)
+            store = SliceStore(tmp_path / name, recipe.world, {})
+            server.capture(recipe, 0, store.folder)
             made = load(store.path(0))
             return made.programs[0], made.source
 

@@ -110,8 +110,7 @@ RUN = """
 import sys
 from pathlib import Path
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core.slices import SliceStore
-from megatron_prism.emulate import recipe_rank
+from megatron_prism.emulate import capture, recipe_script
 from megatron_prism.emulate.session import Session
 from megatron_prism.runtime.devices.moe_dispatch import loads
 
@@ -119,9 +118,8 @@ folder, seed, *settings = sys.argv[1:]
 recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", settings)
 if int(seed):
     loads.more = lambda layer, turn: hash((layer, turn, int(seed))) % 193 - 96
-    recipe_rank._routed = lambda job: job.program
-store = SliceStore(Path(folder), recipe.world, {})
-recipe_rank.run(Session(), recipe, 0, lambda *a, **k: None, store)
+    capture.StockCapture._starts_probe = lambda self: False
+recipe_script.run(Session(), recipe, 0, Path(folder))
 """
 MOE = """
 num_experts=8 moe_router_topk=2 moe_ffn_hidden_size=512 seq_length=512

@@ -400,28 +400,6 @@ def _other_draws(
         return original(*args, **kwargs)
 
 
-@PATCHES.patch(
-    "megatron.core.transformer.dot_product_attention",
-    "DotProductAttention.forward",
-    reason="without a GPU there is no fused attention to run, and its memory is another class",
-    source="core/transformer/dot_product_attention.py:100 @0.16.1",
-    tiers=META,
-)
-def _flash_attention(module: ModuleType, context: PatchContext) -> None:
-    """Megatron's local attention holds the s x s scores; production kernels never do."""
-    if not context.local_flash:
-        return
-
-    def call(
-        original: Original, self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if query.is_meta and self.config.context_parallel_size == 1:
-            return local_layers.FlashAttention.apply(query, key, value)
-        return original(self, query, key, value, *args, **kwargs)
-
-    context.replace(module, call)
-
-
 @PATCHES.instead(
     "megatron.core.transformer.attention",
     "SelfAttention.run_realtime_tests",

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
-_OURS = ("/torch/", "/megatron_prism/runtime/", "/megatron_prism/emulate/")
+_OURS = ("/torch/", "/megatron_prism/runtime/", "/megatron_prism/emulate/",
+         "/megatron_prism/cli/", "/megatron_prism/__main__")  # fmt: skip
 
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]

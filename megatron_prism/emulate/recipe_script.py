@@ -1,10 +1,9 @@
-"""Run one rank of a recipe through megatron-core: the worker process of the main job.
+"""The script of a recipe: the smallest training loop over megatron-core.
 
-In : a Recipe and a rank, pickled on stdin.  Out: JSON lines on a file descriptor of its own
-(progress, then one result or one error).  The smallest loop over megatron-core that trains: model,
-DDP and optimizer are built of the recipe's flags that are fields of their configurations, and
-Megatron's scheduler drives them.  What ``megatron.training``, which the wheel of 0.16.1 lacks, does
-around them is here with its place there.
+``prism run -- -m megatron_prism.emulate.recipe_script NAME flag=value …`` starts it like a user's
+script.  Model, DDP and optimizer are built of the recipe's flags that are fields of their
+configurations, and Megatron's scheduler drives them.  What ``megatron.training``, which the wheel
+of 0.16.1 lacks, does around them is here with its place there.
 """
 
 from __future__ import annotations
@@ -15,69 +14,114 @@ import enum
 import gc
 import inspect
 import math
-import os
-import pickle
 import re
+import resource
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from torch import distributed as dist
 
 from megatron_prism.core import job_settings
-from megatron_prism.core.errors import NotTrainedError, PrismError, RecipeError, UnsupportedError
+from megatron_prism.core.errors import NotTrainedError, RecipeError, UnsupportedError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.recipe import FIELD, Recipe
-from megatron_prism.emulate import workers
+from megatron_prism.emulate import job_arguments, launch, options, workers
 from megatron_prism.emulate.session import Session
-from megatron_prism.emulate.workers import Emit
-from megatron_prism.runtime.recorder.repeats import NotRepeatedError
+from megatron_prism.memory import peaks
 
 if TYPE_CHECKING:
-    import torch
-    from typing_extensions import Unpack
-
-    from megatron_prism.core.program import Program
-    from megatron_prism.core.slices import SliceStore
-    from megatron_prism.emulate.confirm import Watch
     from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.recipe_job import Memory, PeakSummary, Summary
     from megatron_prism.emulate.session import Run
     from megatron_prism.runtime.devices import Tier
-    from megatron_prism.runtime.recorder.measurements import Recording
-    from megatron_prism.runtime.recorder.recorder import Recorder
-    from megatron_prism.runtime.recorder.repeats import Sections
-    from megatron_prism.runtime.virtual_world import TrafficCounter, VirtualWorld
+    from megatron_prism.runtime.virtual_world import TrafficCounter
+
+T = TypeVar("T")
+Foreign = Any  # of Megatron: a configuration, a model chunk, an optimizer
+Report = dict[str, torch.Tensor]  # what a loss function logs
+Batch = dict[str, torch.Tensor]  # tokens, labels, positions, mask
+Loss = tuple[torch.Tensor, torch.Tensor, Report]  # sum, number of tokens, both for the log
 
 
-class Shortcuts(TypedDict, total=False):
-    """How a slice is captured sooner than by running all of two iterations.
+def main() -> None:
+    """Train the recipe of the command line as the rank of this process."""
+    _, words = options.split(sys.argv[1:])
+    assert launch.running is not None, "prism run starts it"
+    summary = train(Recipe.of_words(words), launch.running)
+    if launch.running.options.capture is None and (emit := workers.emitter()) is not None:
+        emit("result", result=summary)
 
-    repeat : microbatches that repeat others do not run (``runtime.recorder.repeats``)
-    alike  : other stages, with layers like these; their slices say nothing of memory
-    more   : (number of microbatches, where the slices of such an iteration go), which follows
-    """
 
-    repeat: bool
-    alike: Sequence[int]
-    more: tuple[int, SliceStore] | None
+def run(session: Session, recipe: Recipe, rank: int, slices: Path | None = None) -> Summary:
+    """``main`` in this process, which stays changed until ``session`` is closed."""
+    return train(recipe, attached(session, recipe, rank, slices))
+
+
+def attached(session: Session, recipe: Recipe, rank: int, slices: Path | None = None) -> Run:
+    """The run of a process that is attached for a rank of ``recipe``."""
+    tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
+    given = options.Options(
+        recipe.world, 0, 1, (rank,), tier, recipe.prism.values, capture=slices,
+        engine_release=recipe.prism.te_version,
+    )  # fmt: skip
+    session.changes.on_undo(gc.unfreeze)  # or the model would stay in memory for good
+    launch.attach(given, session)
+    assert launch.running is not None
+    return launch.running
+
+
+def train(recipe: Recipe, run: Run) -> Summary:
+    """Train all iterations of ``recipe`` as the rank of ``run``."""
+    start = time.perf_counter()
+    with run.monitor.training(lambda: recipe):
+        job = build(recipe, run)
+        built = time.perf_counter()
+        probed = run.options.capture is not None and recipe.num_experts
+        if probed:  # with other loads of the experts, in an iteration more
+            job.wanted = max(4, recipe.train_iters)
+        for number in range(max(3 * bool(probed), recipe.train_iters)):
+            job.iterate(number)
+    return job.summary(built - start, time.perf_counter() - built)
+
+
+def build(recipe: Recipe, run: Run) -> RankJob:
+    """Bring the world of ``recipe`` up, and build what is trained."""
+    if recipe.transformer_impl == "transformer_engine" and not _has_te():
+        raise UnsupportedError(
+            "transformer_impl=transformer_engine needs Transformer Engine, absent here",
+            fix="install it, or use transformer_impl=local_flash",
+        )
+    job_arguments.recipe = recipe
+    run.claims.callback(setattr, job_arguments, "recipe", None)
+    dist.init_process_group()
+    run.monitor.world_known(recipe.world)
+    gc.disable()  # what is built stays: looking through it takes a second of five
+    try:
+        job = RankJob(recipe, run.monitor, run.tier)
+        gc.collect()
+        gc.freeze()
+    finally:
+        gc.enable()
+    return job
 
 
 class RankJob:
     """Model, optimizer and data of one rank, and its iterations."""
 
-    def __init__(self, recipe: Recipe, monitor: TrainingMonitor, tier: Tier, emit: Emit) -> None:
-        self.recipe, self.monitor, self.tier, self.emit = recipe, monitor, tier, emit
+    def __init__(self, recipe: Recipe, monitor: TrainingMonitor, tier: Tier) -> None:
+        self.recipe, self.monitor, self.tier = recipe, monitor, tier
         initialize(recipe)
-        emit("phase", text="building the model")
+        if recipe.transformer_impl == "local_flash" and tier.name == "meta":
+            _attend_as_flash()
         with tier.live.scope(phase="build") if tier.live else nullcontext(), refusals():
             self.config = transformer_config(recipe)
             self.model = chunks(recipe, self.config)
@@ -85,15 +129,12 @@ class RankJob:
         self._hook_up()
         self.batches = self._batches()
         self.num_microbatches = recipe.num_microbatches  # of the next iteration
+        self.before: TrafficCounter | None = None  # of the calls before the last iteration
+        self.wanted = recipe.train_iters  # iterations, for whoever follows them
         self.peaks: list[PeakSummary] = []
-        self.losses: list[float] = []
-        self.iteration_s: list[float] = []
-        self.recorder: Recorder | None = None  # of the iterations that are recorded
-        self.program: Program | None = None  # what the last iteration did, if it was recorded
-        self.recording: Recording | None = None  # of it
-        total = self.recipe.num_microbatches * len(self.model) * 2 * recipe.train_iters
-        monitor.on_step = lambda done: emit("step", done=done, total=total)
-        emit("step", done=0, total=total)
+        if (emit := workers.emitter()) is not None and monitor.on_step is None:
+            total = self.num_microbatches * len(self.model) * 2 * recipe.train_iters
+            monitor.on_step = lambda done: emit("step", done=done, total=total)
 
     def _hook_up(self) -> None:
         """The hooks that megatron.training sets on the config (training.py:2547 @0.16.1)."""
@@ -101,7 +142,7 @@ class RankJob:
 
         t, config = self.recipe, self.config
 
-        def per_chunk(name: str) -> Sync | list[Sync]:
+        def per_chunk(name: str) -> object:
             functions = [getattr(chunk, name) for chunk in self.model]
             return functions if len(functions) > 1 else functions[0]
 
@@ -125,7 +166,7 @@ class RankJob:
         )
 
     def _forward_step(
-        self, data: Iterator[Batch], model: ModelChunk
+        self, data: Iterator[Batch], model: Foreign
     ) -> tuple[torch.Tensor, Callable[..., Loss]]:
         batch = next(data)
         output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
@@ -134,7 +175,9 @@ class RankJob:
     # -- iterations -------------------------------------------------------------------------------
     def iterate(self, number: int) -> None:
         """One iteration: schedule, gradient finalisation, optimizer step."""
-        t, chunks, live = self.recipe, self.model, self.tier.live
+        from megatron_prism.runtime.virtual_world import current
+
+        t, chunks, live, monitor = self.recipe, self.model, self.tier.live, self.monitor
         first_with_gather = number == 0 and t.overlap_param_gather
         if first_with_gather:  # training.py:2657 @0.16.1: iteration 1 has nothing to gather yet
             for chunk in chunks:
@@ -142,20 +185,15 @@ class RankJob:
             self.config.param_sync_func = None
         if live is not None:
             live.reset_peak()
-        recorder = self.recorder
-        start = time.perf_counter()
-        if recorder is not None:
-            recorder.start()
-        with self.monitor.iteration(self.optimizer, chunks, t.train_iters):
-            losses = self._schedule()
-            with self.monitor.phase("optimizer"):
+        if (world := current()) is not None:
+            self.before = world.tally.copy()
+        part = "steady iteration" if number else "first iteration"
+        with monitor.iteration(self.optimizer, chunks, self.wanted), monitor.part(part):
+            losses = self.schedule()
+            with monitor.phase("optimizer"), monitor.part("optimizer step"):
                 updated, grad_norm, _ = self.optimizer.step()
             updated = True if self.tier.name == "meta" else bool(updated)
-            self.monitor.stepped(_mean_loss(losses), skipped=not updated, grad_norm=grad_norm)
-        if recorder is not None:
-            self.recording = recorder.stop()
-            self.program = self.recording.program()
-        self.iteration_s.append(time.perf_counter() - start)
+            monitor.stepped(_mean_loss(losses), skipped=not updated, grad_norm=grad_norm)
         if any(not math.isfinite(x) for x in self.monitor.iterations[-1].losses.values()):
             raise NotTrainedError(  # pretrain checks this too (--check-for-nan-in-loss-and-grad)
                 f"the loss of iteration {number + 1} is not finite", fix="a smaller lr"
@@ -168,7 +206,7 @@ class RankJob:
             self.peaks.append({"bytes": live.high.bytes, "at": live.high.labels})
         gc.collect()
 
-    def _schedule(self) -> list[Report]:
+    def schedule(self) -> list[Report]:
         """Forwards and backwards of an iteration; the reported losses."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -188,44 +226,6 @@ class RankJob:
         )
         return losses
 
-    def note_sections(self, sections: Sections) -> None:
-        """The schedule's hooks are sections of the iterations that follow."""
-        config = self.config
-
-        def hook(name: str, chunk: int, run: Callable[..., object]) -> Callable[..., object]:
-            def call(*args: object) -> object:
-                return sections.call(name, chunk, partial(run, *args))
-
-            return call
-
-        for name in ("param_sync_func", "grad_sync_func"):
-            given = getattr(config, name)
-            if isinstance(given, list):
-                hooked = [hook(name, chunk, run) for chunk, run in enumerate(given)]
-                setattr(config, name, hooked)
-            elif given is not None:
-                setattr(config, name, hook(name, 0, given))
-        self.param_sync = config.param_sync_func
-        finalize = config.finalize_model_grads_func
-        assert finalize is not None
-
-        def rest(*args: object, **kwargs: object) -> None:
-            if not sections.rest():
-                finalize(*args, **kwargs)
-
-        config.finalize_model_grads_func = rest
-
-    def as_stage(self, stage: int, sections: Sections) -> Program:
-        """The program of another stage in the middle of the pipeline, whose layers are alike."""
-        from megatron.core import parallel_state
-
-        recorded = self.recording.builder if self.recording is not None else None
-        assert recorded is not None
-        group = parallel_state.get_pipeline_model_parallel_group()
-        with group.in_place_of(stage):
-            rank = self.recipe.world.rank_at(pp=stage)
-            return sections.record_as(recorded, rank, self._schedule)
-
     def _stand_ins(self) -> list[str]:
         """What this module put in the place of production kernels."""
         found = []
@@ -235,52 +235,48 @@ class RankJob:
             found.append("grouped GEMM: one expert after the other")
         return found
 
-    def summary(
-        self, world: VirtualWorld, before: TrafficCounter | None, build_s: float, run_s: float
-    ) -> Summary:
+    def summary(self, build_s: float, run_s: float) -> Summary:
         """What the parent prints and writes, plain numbers with their provenance."""
-        rank, recipe = world.rank, self.recipe
-        rows = world.tally.since(before).rows() if before is not None else []
-        place = recipe.world.coordinates(rank)
-        memory: Memory = {"peaks": self.peaks, "provenance": "unknown on this tier"}
-        if self.tier.live is not None:
-            from megatron_prism.emulate.recipe_job import settings
-            from megatron_prism.memory import peaks
+        from megatron_prism.runtime.virtual_world import current
 
-            text = job_settings.as_text(settings(recipe))
+        recipe, monitor, tier, world = self.recipe, self.monitor, self.tier, current()
+        assert world is not None
+        assert self.before is not None
+        place = recipe.world.coordinates(world.rank)
+        memory: Memory = {"peaks": self.peaks, "provenance": "unknown on this tier"}
+        if tier.live is not None:
+            text = job_settings.as_text(recipe.settings(job_arguments.text_of))
             modelled = "modelled: live bytes of shapes, before the allocator's rounding"
             memory["provenance"] = peaks.described(modelled, peaks.estimates(text))
-            memory["after"] = self.tier.live.now
-        if self.tier.name == "cuda":
-            import torch
-
+            memory["after"] = tier.live.now
+        if tier.name == "cuda":
             memory["peaks"] = [{"bytes": torch.cuda.max_memory_allocated(), "at": {}}]
             memory["provenance"] = "measured here: the caching allocator"
         return {
-            "rank": rank,
+            "rank": world.rank,
             "stage": place.pp,
             "coordinates": place._asdict(),
-            "tier": self.tier.name,
-            "stand_ins": [*self.tier.stand_in, *self._stand_ins()],
+            "tier": tier.name,
+            "stand_ins": [*tier.stand_in, *self._stand_ins()],
             "megatron_core": megatron_release(),
             "layers": [_layers(chunk) for chunk in self.model],
-            "parameters": self.monitor.num_parameters,
-            "steps": self.monitor.steps,
-            "master_parameter_moved": self.monitor.has_moved(),
-            "losses": [entry.losses.get("lm loss") for entry in self.monitor.iterations],
-            "communication": [dataclasses.asdict(row) for row in rows],
+            "parameters": monitor.num_parameters,
+            "steps": monitor.steps,
+            "master_parameter_moved": monitor.has_moved(),
+            "losses": [entry.losses.get("lm loss") for entry in monitor.iterations],
+            "communication": list(map(dataclasses.asdict, world.tally.since(self.before).rows())),
             "communication_of": "the last iteration",
             "memory": memory,
             "build_s": round(build_s, 3),
             "run_s": round(run_s, 3),
-            "iteration_s": [round(s, 3) for s in self.iteration_s],
-            "host_peak_rss": _peak_rss(),
+            "iteration_s": [round(one.wall_ns / 1e9, 3) for one in monitor.iterations],
+            "host_peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
 
 def _layers(chunk: torch.nn.Module) -> int:
     """How many layers are in a chunk, whatever wraps it."""
-    inner: Any = chunk
+    inner: Foreign = chunk
     while not hasattr(inner, "decoder"):
         inner = inner.module
     return len(inner.decoder.layers)
@@ -288,8 +284,6 @@ def _layers(chunk: torch.nn.Module) -> int:
 
 def _loss(mask: torch.Tensor, output: torch.Tensor) -> Loss:
     """Sum of token losses, number of tokens, and both for the log, as pretrain_gpt's loss_func."""
-    import torch
-
     total = torch.sum(output.view(-1).float() * mask.view(-1))
     tokens = mask.sum().to(torch.int)
     report = torch.cat([total.detach().view(1), tokens.view(1).to(total.dtype)])
@@ -302,12 +296,6 @@ def _mean_loss(losses: list[Report]) -> Report:
     # as training/training.py:1748 @0.16.1, where the number of kernels does not grow with them
     total = torch.vstack([entry["lm loss"].view(-1) for entry in losses]).sum(dim=0)
     return {"lm loss": total[0] / total[1]}
-
-
-def _peak_rss() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def batches(
@@ -374,204 +362,6 @@ def _samples(recipe: Recipe) -> Callable[[int], np.ndarray]:
     return read
 
 
-def main() -> int:
-    """Entry of the worker: ``python -m megatron_prism.emulate.recipe_rank``."""
-    recipe, rank, slices, watch = pickle.load(sys.stdin.buffer)
-    emit = workers.emitter()
-    assert emit is not None, "a worker of emulate.workers"
-    return attempt(emit, recipe, rank, slices, watch)
-
-
-def attempt(
-    emit: Emit,
-    recipe: Recipe,
-    rank: int,
-    slices: SliceStore | None,
-    watch: Watch | None = None,
-    **how: Unpack[Shortcuts],
-) -> int:
-    """``run``, of which the last event is the result, an error or a crash; the exit status."""
-    try:
-        # never closed: the process ends behind this, and all that it changed with it
-        summary = run(Session(), recipe, rank, emit, slices, watch, **how)
-        emit("result", result=summary)
-    except PrismError as error:
-        emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
-        return error.exit_code
-    except NotRepeatedError:  # the caller asked for repeats
-        raise
-    except Exception as error:  # a bug, ours or Megatron's: its traceback goes to the parent
-        emit("crash", message=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
-        return 1
-    return 0
-
-
-def run(
-    session: Session,
-    recipe: Recipe,
-    rank: int,
-    emit: Emit,
-    slices: SliceStore | None = None,
-    watch: Watch | None = None,
-    **how: Unpack[Shortcuts],
-) -> Summary:
-    """Train ``recipe.train_iters`` iterations as ``rank``; returns the plain summary.
-
-    What that changes in the process stays until ``session`` is closed.  With ``slices`` (a
-    SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
-    ``recipe_job.Watch``) every call is held against the programs of the world.
-    """
-    start = time.perf_counter()
-    _collect_no_garbage(session)
-    _no_warnings(session)
-    from megatron_prism.runtime import devices as tiers
-    from megatron_prism.runtime.recorder.repeats import Repeats
-
-    name = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
-    tier = tiers.prepare(
-        name,
-        session.changes,
-        history=slices is not None,
-        engine_release=recipe.prism.te_version,
-    )
-    if recipe.transformer_impl == "transformer_engine" and not _has_te():
-        raise UnsupportedError(
-            "transformer_impl=transformer_engine needs Transformer Engine, absent here",
-            fix="install it, or use transformer_impl=local_flash",
-        )
-    made = run_of(recipe, rank, tier)
-    witness = None
-    if watch is not None:
-        from megatron_prism.emulate.confirm import Witness
-
-        witness = Witness(recipe.world, rank, tier, watch)
-        made.calls = made.training = (witness,)
-    monitor = made.monitor
-    monitor.listen(*made.training)
-    session.changes.set_item(os.environ, "RANK", str(rank))
-    session.changes.set_item(os.environ, "WORLD_SIZE", str(recipe.world.size))
-    world = start_world(made, recipe, session)
-    emit("phase", text="importing megatron-core")
-    with monitor.device_memory():
-        job = RankJob(recipe, monitor, tier, emit)
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    built = time.perf_counter()
-    recorder = _recorder(rank, tier, job, session) if slices is not None else None
-    if how.get("repeat") and recorder is not None and tier.live is not None:
-        monitor.repeats = Repeats(tier.live, recorder)
-        job.note_sections(monitor.repeats.sections)
-    before = _train(job, world, recorder)
-    summary = job.summary(world, before, built - start, time.perf_counter() - built)
-    if witness is not None:
-        summary["witness"] = witness.summary()
-    if slices is not None and job.program is not None:
-        summary["recording"] = {
-            "ops": len(job.program),
-            "recorded_s": job.iteration_s[-1],
-            "plain_s": min(job.iteration_s[1:-1] or job.iteration_s[:1]),
-        }
-        _keep(job, slices, how.get("alike", ()))
-        if more := how.get("more"):
-            job.num_microbatches, other = more
-            job.iterate(recipe.train_iters)
-            _keep(job, other, how.get("alike", ()))
-    return summary
-
-
-def _train(job: RankJob, world: VirtualWorld, recorder: Recorder | None) -> TrafficCounter | None:
-    """All iterations, the last of which is recorded; the traffic before the last."""
-    recipe, monitor, before = job.recipe, job.monitor, None
-    for iteration in range(recipe.train_iters):
-        last = iteration == recipe.train_iters - 1
-        before = world.tally.copy()
-        if recorder is not None and last:
-            world.listen(*world.listeners, recorder)
-            monitor.listen(recorder, *monitor.listeners)
-            job.recorder = recorder
-        job.iterate(iteration)
-    monitor.check(recipe.train_iters)
-    return before
-
-
-def _keep(job: RankJob, slices: SliceStore, alike: Sequence[int]) -> None:
-    """Put what was recorded of the last iteration into ``slices``."""
-    assert job.program is not None
-    if job.monitor.repeats is None:
-        slices.put(_routed(job))
-        return
-    slices.put(job.program)
-    for stage in alike:
-        slices.put(job.as_stage(stage, job.monitor.repeats.sections))
-
-
-def _routed(job: RankJob) -> Program:
-    """The program, which knows what depends on the router's choices if another iteration, with
-    other loads of the experts, can tell."""
-    from megatron_prism.memory import routing
-    from megatron_prism.runtime.devices.moe_dispatch import loads
-
-    program, recorder = job.program, job.recorder
-    assert program is not None
-    if recorder is None or not len(program.routes):
-        return program
-    job.monitor.on_step = None
-    recorder.owned_by(job.model, job.optimizer)
-    loads.more = routing.more_tokens(program.routes)
-    try:
-        job.iterate(job.recipe.train_iters)
-    finally:
-        loads.more = None
-    job.peaks.pop()  # nobody asked for this iteration
-    assert job.recording is not None
-    return routing.learned(program, job.recording.program())
-
-
-def _collect_no_garbage(session: Session) -> None:
-    """What is imported and built stays: looking through it takes a second of five."""
-    if gc.isenabled():
-        session.changes.on_undo(gc.enable)
-    session.changes.on_undo(gc.unfreeze)  # all of it, or the model would stay in memory for good
-    gc.disable()
-
-
-def _no_warnings(session: Session) -> None:
-    before = warnings.catch_warnings()
-    before.__enter__()
-    session.changes.on_undo(lambda: before.__exit__(None, None, None))
-    warnings.filterwarnings("ignore")
-
-
-def _recorder(rank: int, tier: Tier, job: RankJob, session: Session) -> Recorder:
-    from megatron_prism.runtime.recorder.recorder import Recorder, report_to
-
-    recorder = Recorder(rank, tier.name, tier.live)
-    recorder.owned_by(job.model, job.optimizer)
-    report_to(recorder, session.changes)
-    session.changes.on_undo(lambda: recorder.owners.remove())
-    return recorder
-
-
-def run_of(recipe: Recipe, rank: int, tier: Tier) -> Run:
-    """The Run of ``rank`` alone in the recipe's world; nobody listens yet."""
-    from megatron_prism.emulate import monitor
-    from megatron_prism.emulate import options as flags
-    from megatron_prism.emulate.session import Run
-
-    options = flags.Options(recipe.world, 0, 1, (rank,), tier.name, recipe.prism.values)
-    follows = monitor.TrainingMonitor(tier.live, shapes_only=tier.name == "meta")
-    follows.who = "it"  # the parent names the rank
-    return Run(options, tier, follows)
-
-
-def start_world(run: Run, recipe: Recipe, session: Session) -> VirtualWorld:
-    """Apply the patches and bring the virtual world up, before Megatron is imported."""
-    from megatron_prism.emulate import launch
-
-    return launch.patched(run, session, recipe.transformer_impl == "local_flash").start()
-
-
 def _has_te() -> bool:
     there = sys.modules.get("transformer_engine") is not None
     return there or bool(find_spec("transformer_engine"))
@@ -580,42 +370,6 @@ def _has_te() -> bool:
 # -- the model -------------------------------------------------------------------------------------
 # Groups, configuration, chunks, DDP and optimizer are megatron-core's own; what is here passes the
 # recipe's numbers where ``megatron.training`` would pass the command line's.
-
-
-T = TypeVar("T")
-Report = dict[str, torch.Tensor]  # what a loss function logs
-Batch = dict[str, torch.Tensor]  # tokens, labels, positions, mask
-Loss = tuple[torch.Tensor, torch.Tensor, Report]  # sum, number of tokens, both for the log
-Sync = Callable[..., object]
-
-
-class ModelChunk(torch.nn.Module):
-    """A model chunk, with what Megatron's DDP adds to it (core/distributed @0.16.1)."""
-
-    no_sync: Callable[[], AbstractContextManager[None]]
-    zero_grad_buffer: Callable[[], None]
-    enable_forward_pre_hook: Callable[[], None]
-    disable_forward_pre_hook: Callable[..., None]
-
-
-class Optimizer(Protocol):
-    """Megatron's (core/optimizer @0.16.1)."""
-
-    def zero_grad(self) -> None: ...
-    def step(self) -> tuple[bool, float | None, int | None]: ...
-    def scale_loss(self, loss: torch.Tensor, /) -> torch.Tensor: ...
-
-
-class MegatronConfig(Protocol):
-    """Of a TransformerConfig what the loop sets and reads (training.py:2547 @0.16.1)."""
-
-    params_dtype: torch.dtype
-    moe_grouped_gemm: bool
-    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None
-    no_sync_func: Sync | list[Sync] | None
-    grad_sync_func: Sync | list[Sync] | None
-    param_sync_func: Sync | list[Sync] | None
-    finalize_model_grads_func: Callable[..., None] | None
 
 
 def initialize(recipe: Recipe) -> None:
@@ -668,7 +422,7 @@ def configured(kind: type[T], recipe: Recipe, **more: object) -> T:
     return kind(**fields)
 
 
-def transformer_config(recipe: Recipe) -> MegatronConfig:
+def transformer_config(recipe: Recipe) -> Foreign:
     """The TransformerConfig that training/arguments.py:1306 @0.16.1 would make of these flags."""
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
@@ -700,10 +454,23 @@ def transformer_config(recipe: Recipe) -> MegatronConfig:
         fields |= {"q_lora_rank": r.q_lora_rank, "kv_lora_rank": r.kv_lora_rank}
     if not te:  # grouped products need Transformer Engine: one expert after the other
         r = r.changed(transformer_impl="local", moe_grouped_gemm=False)
-    made: MegatronConfig = configured(
-        MLATransformerConfig if latent else TransformerConfig, r, **fields
-    )
-    return made
+    return configured(MLATransformerConfig if latent else TransformerConfig, r, **fields)
+
+
+def _attend_as_flash() -> None:
+    """Megatron's local attention holds the s x s scores; production kernels never do."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from megatron_prism.runtime.devices.local_layers import FlashAttention
+
+    original = DotProductAttention.forward
+
+    def forward(self: Foreign, *given: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        if self.config.context_parallel_size == 1:
+            return FlashAttention.apply(*given[:3])
+        return original(self, *given, **kwargs)
+
+    DotProductAttention.forward = forward
 
 
 def check_layers(recipe: Recipe) -> None:
@@ -720,7 +487,7 @@ def _dtype(recipe: Recipe) -> torch.dtype:
     return torch.bfloat16 if recipe.bf16 else torch.half if recipe.fp16 else torch.float32
 
 
-def chunks(recipe: Recipe, config: MegatronConfig) -> list[ModelChunk]:
+def chunks(recipe: Recipe, config: Foreign) -> list[Foreign]:
     """This rank's model chunks, wrapped as get_model does (training/training.py:1195 @0.16.1)."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import (
@@ -749,7 +516,7 @@ def chunks(recipe: Recipe, config: MegatronConfig) -> list[ModelChunk]:
     return wrapped
 
 
-def _model(recipe: Recipe, config: MegatronConfig, chunk: int) -> torch.nn.Module:
+def _model(recipe: Recipe, config: Foreign, chunk: int) -> torch.nn.Module:
     """One model chunk; embedding and loss where Megatron's pipeline puts them."""
     from megatron.core import parallel_state
 
@@ -774,7 +541,7 @@ def _model(recipe: Recipe, config: MegatronConfig, chunk: int) -> torch.nn.Modul
     return _hybrid(m, both) if m.hybrid_override_pattern else _gpt(recipe, both, stage)
 
 
-def _gpt(recipe: Recipe, both: Mapping[str, Any], stage: int | None) -> torch.nn.Module:
+def _gpt(recipe: Recipe, both: dict[str, Foreign], stage: int | None) -> torch.nn.Module:
     """A GPTModel (gpt_builders.py @0.16.1)."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -799,7 +566,7 @@ def _gpt(recipe: Recipe, both: Mapping[str, Any], stage: int | None) -> torch.nn
     )
 
 
-def _hybrid(m: Recipe, both: Mapping[str, Any]) -> torch.nn.Module:
+def _hybrid(m: Recipe, both: dict[str, Foreign]) -> torch.nn.Module:
     """A MambaModel, which is a HybridModel from 0.19 on (mamba_builders.py @0.16.1)."""
     pattern = {"hybrid_override_pattern": m.hybrid_override_pattern}
     if find_spec("megatron.core.models.hybrid") is None:
@@ -813,7 +580,7 @@ def _hybrid(m: Recipe, both: Mapping[str, Any]) -> torch.nn.Module:
     return HybridModel(**both, hybrid_stack_spec=hybrid_stack_spec, **pattern)
 
 
-def optimizer(recipe: Recipe, config: MegatronConfig, model: list[ModelChunk]) -> Optimizer:
+def optimizer(recipe: Recipe, config: Foreign, model: list[Foreign]) -> Foreign:
     """Megatron's optimizer over all chunks."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -823,4 +590,4 @@ def optimizer(recipe: Recipe, config: MegatronConfig, model: list[ModelChunk]) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
