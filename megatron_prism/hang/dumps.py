@@ -100,6 +100,7 @@ class Dump:
     unnamed : numbers of which it does not say whose they are -> their counters
     messages : all sends and receives since the job began, where these are left of a dump of
                outstanding calls: torch never ends the records inside a batch
+    assumed : groups whose counters it does not have: it is taken to have come to all calls
     written_ns : when its file was written, by the clock of its calls; 0 if that is not known
     """
 
@@ -113,6 +114,7 @@ class Dump:
     unnamed: Mapping[str, Status] = field(default_factory=dict)
     written_ns: int = 0
     messages: tuple[Entry, ...] = ()
+    assumed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -297,14 +297,14 @@ class _Reader:
         for rank, me in sorted(self.ranks.items()):
             mine = {n: g for n, g in groups.items() if rank in g.ranks}
             status = {n: Status(e, -1, c) for n, (e, c) in me.counts.items()}
-            entries = tuple(self._entries(rank, me, mine))
+            entries, unknown = tuple(self._entries(rank, me, mine)), mine.keys() - status.keys()
             if any(s.enqueued > s.completed for s in status.values()):
-                unknown = mine.keys() - status.keys()
                 status |= {n: Status(last, -1, ended[n]) for n, last in spoken.items()
                            if n in unknown}  # fmt: skip
             elif (world is not None or me.stack) and not me.counts and not me.events:
                 continue  # it says nothing of its calls: as if it had left no dump
-            made[rank] = Dump(rank, "log", mine, status, entries, ("a log, no dump",))
+            made[rank] = Dump(rank, "log", mine, status, entries, ("a log, no dump",),
+                              assumed=frozenset(unknown))  # fmt: skip
         events = {r: (*me.events, *_standing(me.stack)) for r, me in self.ranks.items()
                   if me.events or me.stack}  # fmt: skip
         return DumpSet(made, events=events, evidence=tuple(dict.fromkeys(self.evidence))[:4])

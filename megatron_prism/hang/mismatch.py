@@ -237,7 +237,7 @@ def _unlike_the_job(
         known = [bool(look(e)) and look(e) in heard for e in pair]
         if all(map(look, pair)) and known[0] != known[1]:
             return known.index(False)
-    moved = Counter(n for e in others for n in set(sum(e.numbers, ())))
+    moved = Counter(n for e in others for n in set(sum(e.numbers, ())) if n > 1)  # not scalars
     known = [max((moved[n] for n in set(mine)), default=0) > 1 for mine in sizes]
     if known[0] != known[1] and pair[0].dtypes == pair[1].dtypes:
         return known.index(False)

@@ -164,7 +164,7 @@ class JobState:
     def _counts(self) -> dict[int, dict[str, int]]:
         found: dict[int, dict[str, int]] = {rank: {} for rank in self.dumps}
         for (name, rank), count in self.enqueued.items():
-            if name in self.groups:
+            if name in self.groups and name not in self.dumps[rank].assumed:
                 found[rank][self.groups[name].desc] = count
         return found
 
@@ -191,11 +191,12 @@ class JobState:
         """Description -> calls or messages issued, also in groups of one."""
         dump = self.dumps[rank]
         return {dump.groups[name].desc: status.enqueued for name, status in dump.status.items()
-                if name in dump.groups}  # fmt: skip
+                if name in dump.groups and name not in dump.assumed}  # fmt: skip
 
     def _of_messages(self, rank: int, desc: str) -> Iterator[Status]:
-        return (status for name, status in self.dumps[rank].status.items() if name in self.pairs
-                and name in self.groups and self.groups[name].desc == desc)  # fmt: skip
+        dump, pairs = self.dumps[rank], self.pairs & self.groups.keys() - self.dumps[rank].assumed
+        return (status for name, status in dump.status.items() if name in pairs
+                and self.groups[name].desc == desc)  # fmt: skip
 
     def messages_issued(self, rank: int, desc: str) -> int:
         """Messages of its group of that description, by its counter; -1: not known."""

@@ -369,6 +369,8 @@ def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], s
         if all((h := state.head(r)) is not None and h.launch == head.launch for r in came):
             absent = [r for r in members if r in state.dumps and r not in came]
             few, alone = (came, True) if len(came) < len(absent) else (absent, False)
+            if not alone and len(absent) > 1:
+                continue  # several who did not come wait for others
             shares[len(few) / len(members)].append((head, few, alone))
     share = min(shares, default=1.0)
     if share == 0.5 or len(shares.get(share, ())) != 1:
