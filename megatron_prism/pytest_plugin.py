@@ -4,10 +4,10 @@
     def test_memory(prism_memory):
         prism_memory.check()
 
-The job is a shipped recipe, a recipe's file, or programs that were captured.  Its baseline lies
-beside the test (``prism_memory/<file>-<test>.json``).  ``--prism-mem-update`` writes it anew; a
-missing one is written too, except under CI, where it fails.  A job that fails never becomes the
-baseline.
+The job is a shipped recipe, a recipe's file, a launch line (``torchrun … pretrain_gpt.py …``), or
+programs that were captured.  Its baseline lies beside the test
+(``prism_memory/<file>-<test>.json``).  ``--prism-mem-update`` writes it anew; a missing one is
+written too, except under CI, where it fails.  A job that fails never becomes the baseline.
 Loaded by every pytest run of the environment, so the package is imported only when it is used.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -154,8 +155,17 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
 @functools.lru_cache(maxsize=4)
 def _captured(job: str, settings: tuple[str, ...], stamp: int) -> Programs:
     """Captured from a recipe; tests of the same job share it.  ``stamp``: when its file changed."""
+    from megatron_prism.cli.output import console
     from megatron_prism.core import recipe
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.emulate import script_job
+    from megatron_prism.emulate.job_line import job_of
     from megatron_prism.emulate.recipe_job import capture
 
     with tempfile.TemporaryDirectory() as folder:
+        if len(line := shlex.split(job)) > 1:  # a launch line
+            ours, words = job_of(line, [])
+            slices = Path(folder) / "slices"
+            script_job.capture_command_line(words[0], [*ours, *words[1:]], slices, console(True))
+            return open_programs(slices)
         return capture(recipe.load(job, settings), Path(folder) / "slices")

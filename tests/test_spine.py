@@ -111,9 +111,9 @@ def test_every_answer_in_python(tmp_path):
     forecast = prism.predict(programs, samples=200, seed=3)
     assert forecast.to_json()["seed"] == 3
     assert "prism predict" in forecast.to_html()
-    verdict = prism.diagnose(programs=programs)
+    verdict = prism.hang(programs=programs)
     assert verdict.to_json()["verdict"] == "healthy"
     with pytest.raises(prism.PrismError, match="recorded no memory|optimizer step"):
         prism.peak_memory(programs)
     two = {"a": prism.price(programs), "b": prism.price(programs, machine="b200")}
-    assert [one.name for one in prism.compare(two, samples=200).layouts] == ["a", "b"]
+    assert prism.compare(two["a"], two["b"], names=("a", "b")).names == ("a", "b")

@@ -74,7 +74,7 @@ def large(size: int) -> None:
         )
         state = stall.run_until_stalled(programs, faults)
         dumps, begin = dumps_of(state, **ACTIVE), time.perf_counter()
-        found = prism.diagnose(dumps)
+        found = prism.hang(dumps)
         took = time.perf_counter() - begin
         print(f"{kind:14} {scored(found, culprits, state.finished):8} {took:.1f} s", flush=True)
 
@@ -92,7 +92,7 @@ def history(first: int, last: int) -> None:
         programs, faults, culprits = random_hangs.draw(kind, world, seed)
         state = stall.run_until_stalled(programs, faults)
         dumps, begin = dumps_of(state, timing=True), time.perf_counter()
-        verdict = scored(prism.diagnose(dumps), culprits, state.finished)
+        verdict = scored(prism.hang(dumps), culprits, state.finished)
         slowest = max(slowest, time.perf_counter() - begin)
         total[world.size >= 1024][verdict] += 1
         if verdict != "exact":
@@ -118,7 +118,7 @@ def running(sets: int) -> None:
             run = running_jobs.TimedRun(running_jobs.repeated(programs, 3), 5, straggles)
             for seed in range(sets):
                 held, dumps = running_jobs.any_dumps(run, seed)
-                found = prism.diagnose(dumps)
+                found = prism.hang(dumps)
                 named[held] += 1
                 named[f"{held}, somebody named"] += bool(found.culprits)
         print("with stragglers" if straggles else "no stragglers", dict(named), flush=True)
@@ -148,7 +148,7 @@ def lost(first: int, last: int) -> None:
             gone = set(rng.sample(innocent, number))
             for name, how in (("history", {"timing": True}), ("active only", ACTIVE)):
                 kept = {r: d for r, d in dumps_of(state, **how).dumps.items() if r not in gone}
-                found = prism.diagnose(DumpSet(kept)) if kind != "killed" else None
+                found = prism.hang(DumpSet(kept)) if kind != "killed" else None
                 if found is not None:  # exit status 3: a dump is missing, perhaps its rank
                     says = scored(found, culprits, False) if found.exit_code == 1 else "open"
                     table[f"{share} lost, {name}"][says] += 1
@@ -165,7 +165,7 @@ def logs(first: int, last: int) -> None:
             values = dict(export.dumps_of(state, **ACTIVE))
             killed = culprits if kind == "killed" else ()
             path.write_text(rendered_logs.text(values, world, killed))
-            found = prism.diagnose(read_logs([path]))
+            found = prism.hang(read_logs([path]))
             table[kind][scored(found, culprits, False)] += 1
     print(f"logs alone: {dict(sum(table.values(), Counter()))}")
     for kind, counts in sorted(table.items()):
@@ -184,7 +184,7 @@ def two(first: int, last: int) -> None:
             faults |= more
         state = stall.run_until_stalled(programs, faults)
         for name, how in (("history", {"timing": True}), ("active only", ACTIVE)):
-            named = random_hangs.named(prism.diagnose(dumps_of(state, **how)))
+            named = random_hangs.named(prism.hang(dumps_of(state, **how)))
             innocent = named - set(ranks)
             table[name]["innocent" if innocent else f"{len(named)} named"] += 1
     for name, counts in table.items():
@@ -216,12 +216,12 @@ def main() -> None:
             continue
         programs, faults, culprits = random_hangs.draw(kind, world, seed)
         state = stall.run_until_stalled(programs, faults)
-        full = prism.diagnose(dumps_of(state, timing=True))
+        full = prism.hang(dumps_of(state, timing=True))
         dumps = dumps_of(state, **ACTIVE)
-        found = prism.diagnose(dumps)
+        found = prism.hang(dumps)
         verdicts = {"history": full, "active only": found}
         if explained:
-            more = found if state.finished else prism.diagnose(dumps, programs=healthy(world))
+            more = found if state.finished else prism.hang(dumps, programs=healthy(world))
             verdicts["and programs"] = more
         for name, verdict in verdicts.items():
             table[name][kind][scored(verdict, culprits, state.finished)] += 1

@@ -116,6 +116,9 @@ class Comparison:
         return rendered("report.compare:render_html", self, str)
 
 
+Answer = Comparison | TraceComparison | SnapshotComparison | SnapshotGrowth
+
+
 def compare(
     a: Job | snapshot.Snapshot | Traces,
     b: Job | snapshot.Snapshot,
@@ -123,7 +126,7 @@ def compare(
     names: tuple[str, str] = ("A", "B"),
     machine: MachineLike | None = None,
     calibration: CalibrationLike | None = None,
-) -> Comparison | TraceComparison | SnapshotComparison | SnapshotGrowth:
+) -> Answer:
     """Say what differs between two jobs.
 
     Args:
@@ -234,15 +237,14 @@ def _changes(a: MemoryReport, b: MemoryReport) -> list[Change]:
 
 
 def _settings(jobs: Sequence[object]) -> list[Setting]:
-    """Sizes first, then versions, then the flags by Megatron's names."""
+    """Sizes first, then the flags by Megatron's names, then versions and what follows from them."""
     said: list[dict[str, str]] = []
     for one in jobs:
         source = one.source if isinstance(one, Programs) else one.job  # type: ignore[attr-defined]
-        values = {key: value for key, value in source.items() if key not in job_settings.KEYS}
-        if isinstance(one, Programs):
-            values = {"world": str(one.world), **values}
         text = next((source[key] for key in job_settings.KEYS if key in source), "")
-        said.append({**values, **job_settings.plain(text)})
+        sizes = {"world": str(one.world)} if isinstance(one, Programs) else {}
+        rest = {key: value for key, value in source.items() if key not in job_settings.KEYS}
+        said.append({**sizes, **job_settings.plain(text), **rest})
     return [
         Setting(name, said[0].get(name), said[1].get(name))
         for name in {**said[0], **said[1]}

@@ -6,14 +6,16 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.cli import snapshot, what_ifs
 from megatron_prism.cli.output import check_outputs, write_data, write_outputs
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from megatron_prism.ask.compare import Answer, Job
     from megatron_prism.graph.difference import ComparedOp
+    from megatron_prism.memory.snapshot import Snapshot
 
 _PAYLOADS = "payload-*.bin"  # of a recording
 
@@ -59,6 +61,8 @@ def compare(args: argparse.Namespace) -> int:
     found = _compared(args, paths, words)
     if not write_data(args, found.to_json(), found.to_rows()):
         print(found.to_text(), end="")
+        if not any(map(snapshot.is_snapshot, paths)) and not paths[-1].endswith(".json"):
+            print(what_ifs.machine_note(what_ifs.open_job(paths[-1], True), args.machine), end="")
         print(f"next: prism fit {paths[-1]}")
     if isinstance(found, TraceComparison):
         found.compared  # noqa: B018 # a PrismError where calls are not paired
@@ -71,7 +75,7 @@ def compare(args: argparse.Namespace) -> int:
     return int(args.exit_code and not getattr(found, "same", False))
 
 
-def _compared(args: argparse.Namespace, paths: list[str], words: list[list[str]]) -> Any:
+def _compared(args: argparse.Namespace, paths: list[str], words: list[list[str]]) -> Answer:
     from megatron_prism.ask.compare import compare as compare_jobs
     from megatron_prism.memory import baseline
     from megatron_prism.memory.snapshot import compare as compare_snapshot
@@ -79,7 +83,7 @@ def _compared(args: argparse.Namespace, paths: list[str], words: list[list[str]]
 
     how = {"machine": args.machine, "calibration": args.calibration}
 
-    def job(path: str, own: Sequence[str]) -> Any:
+    def job(path: str, own: Sequence[str]) -> Job | Snapshot:
         if snapshot.is_snapshot(path):
             return read(path)
         if path.endswith(".json") and not own:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.cli import snapshot
 from megatron_prism.cli.output import check_outputs, write_data, write_outputs
+from megatron_prism.cli.what_ifs import machine_note
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def fit(args: argparse.Namespace) -> int:
     write_outputs(args.force, (args.html, found.to_html))
     if not write_data(args, found.to_json(), found.to_rows()):
         print(found.to_text(name, args.top), end="")
+        print(machine_note(programs, args.machine), end="")
         print(f"next: {_next(args, found, programs)}")
     return 0 if found.fits else 1
 

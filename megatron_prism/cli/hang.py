@@ -103,12 +103,9 @@ def hang(args: argparse.Namespace) -> int:
     write_outputs(args.force, (args.markdown, found.to_markdown), (args.html, found.to_html),
                   (args.trace, found.to_chrome_trace))  # fmt: skip
     more = {} if planted is None else {"planted": [str(hit) for hit in planted.hits]}
-    rows = [{"role": "candidate" if one in found.possibly else "culprit", **dataclasses.asdict(one)}
-            for one in found.culprits]  # fmt: skip
-    rows += [{"role": "victim", **dataclasses.asdict(one)} for one in found.victims]
     if args.watch and args.json:  # a line, for what reads logs
         print(json.dumps(found.to_json()))
-    elif not write_data(args, found.to_json() | more, rows):
+    elif not write_data(args, found.to_json() | more, found.to_rows()):
         for hit in planted.hits if planted is not None else ():
             print(f"planted: {hit}")
         print(found)

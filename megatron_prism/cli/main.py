@@ -47,6 +47,7 @@ from megatron_prism.core.errors import PrismError, UnitError, UsageError, did_yo
 from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
+from megatron_prism.report.columns import folded
 
 OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
 FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
@@ -55,14 +56,15 @@ JSON = ("--json",), {"action": "store_true", "help": "print the result as JSON"}
 CSV = ("--csv",), {"metavar": "FILE", "type": Path, "help": "its table to write, one row a line"}
 
 
-def _file(flag: str, text: str) -> tuple[tuple[str], dict[str, Any]]:
+Argument = tuple[tuple[str, ...], dict[str, Any]]  # as add_argument takes it
+
+
+def _file(flag: str, text: str) -> Argument:
     """An option that names a file."""
     return (flag,), {"metavar": "FILE", "type": Path, "help": text}
 
 
-def _option(
-    name: str, reader: arguments.Reader, metavar: str, text: str, **more: Any
-) -> tuple[tuple[str], dict[str, Any]]:
+def _option(name: str, reader: arguments.Reader, metavar: str, text: str, **more: Any) -> Argument:
     """An option whose value ``reader`` reads."""
 
     def read(word: str) -> object:
@@ -89,7 +91,7 @@ DRAWS = (
 VERBOSE = (("-v", "--verbose"), {"action": "store_true", "help": "also what the result rests on"})
 
 
-def _settings(text: str) -> tuple[tuple[str], dict[str, Any]]:
+def _settings(text: str) -> Argument:
     return ("settings",), {"nargs": "*", "metavar": "key=value", "help": text}
 
 
@@ -191,7 +193,7 @@ class Command:
     whose stead a launch line may stand, whose job is then captured."""
 
     function: Callable[..., int]
-    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
+    arguments: tuple[Argument, ...] = ()
     raw: bool = False
     job: bool = False
     programs: int | None = None
@@ -605,12 +607,22 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
     return args
 
 
+GROUPS = {
+    "run a rank of the job": ("run", "emulate", "capture", "import", "recipes"),
+    "ask": ("fit", "replay", "compare", "sweep", "predict", "verify", "world"),
+    "debug": ("hang", "check", "show", "classes"),
+    "maintain": ("memory", "calibrate", "patches", "completion"),
+}
+
+
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    lines = ["usage: prism COMMAND …", ""]
-    for name, command in COMMANDS.items():
-        first = (command.function.__doc__ or "").partition("\n")[0]
-        lines.append(f"  {name:{width}}  {first}")
+    lines = ["usage: prism COMMAND …"]
+    for group, names in GROUPS.items():
+        lines += ["", group]
+        for name in names:
+            first = (COMMANDS[name].function.__doc__ or "").partition("\n")[0]
+            lines += folded(f"  {name:{width}}  {first}", width + 4)
     return "\n".join([*lines, "", "prism COMMAND --help says more; prism --version says which."])
 
 

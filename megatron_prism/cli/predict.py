@@ -134,7 +134,8 @@ def predict(args: argparse.Namespace) -> int:
 
     check_outputs([args.html], args.force, [args.programs])
     how = {"machine": args.machine, "calibration": args.calibration}
-    priced = what_ifs.priced(what_ifs.open_job(args.programs), args.settings, "predict", **how)
+    programs = what_ifs.open_job(args.programs)
+    priced = what_ifs.priced(programs, args.settings, "predict", **how)
     with steps() as told:
         found = predict(
             priced,
@@ -149,6 +150,7 @@ def predict(args: argparse.Namespace) -> int:
     if write_data(args, found.to_json(), [dataclasses.asdict(one) for one in found.quantiles]):
         return 0
     show(found, args.verbose)
+    print(what_ifs.machine_note(programs, args.machine), end="")
     if found.study is not None:
         show_study(found.study)
     return 0

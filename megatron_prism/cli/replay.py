@@ -52,5 +52,6 @@ def replay(args: argparse.Namespace) -> int:
     metrics = timeline.to_json() if args.json or args.csv else {}
     if not write_data(args, metrics, cast("list[dict[str, object]]", metrics.get("classes"))):
         print(timeline.to_text(verbose=args.verbose), end="")
+        print(what_ifs.machine_note(programs, args.machine), end="")
         print(f"next: prism fit {args.programs}")
     return 0

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -57,6 +57,16 @@ def open_job(path: str, partial: bool = False) -> Programs:
         return recipe_job.capture(recipe.load(path, []), folder, console=console(stderr=True))
 
 
+def machine_note(programs: Programs, machine: str | None) -> str:
+    """A line that names the machine where nobody did; else nothing."""
+    from megatron_prism.replay.priced_graph import machine_is_assumed, machine_of
+
+    if machine is not None or not machine_is_assumed(programs):
+        return ""
+    name = machine_of(programs).upper()
+    return f"machine: {name} is assumed, since nobody names one: --machine h100\n"
+
+
 def priced(programs: Programs, words: Sequence[str], command: str, **how: Any) -> PricedGraph:
     """The programs with the what-ifs; ``how``: other arguments of ``price``."""
     from megatron_prism.replay import whatif
@@ -91,7 +101,7 @@ def _with_microbatches(programs: Programs, wanted: int) -> Programs:
 
 def _read(words: Sequence[str], command: str) -> dict[str, Any]:
     """Fields of a what-if, sizes and microbatches."""
-    keys: dict[str, Callable[[str], Any]] = {
+    keys: dict[str, arguments.Reader] = {
         "dp": arguments.count(1, 1 << 24, "dp=64"),
         "slow": _slow,
         "faster": _faster,

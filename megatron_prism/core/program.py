@@ -397,6 +397,10 @@ class Programs:
     path: str = ""
     partial: bool = False
 
+    def __repr__(self) -> str:
+        ops = sum(map(len, self.programs))
+        return f"<{len(self.programs)} programs of {self.world}: {ops:,} ops>"
+
     def __post_init__(self) -> None:
         of = np.ascontiguousarray(self.program_of, dtype=np.int32)
         object.__setattr__(self, "program_of", of)

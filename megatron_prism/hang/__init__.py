@@ -1,6 +1,6 @@
 """Who made a job hang: dumps or programs in, a verdict out; faults to plant.
 
-diagnose.py      all ways to a verdict: ``prism.diagnose``
+diagnose.py      all ways to a verdict: ``prism.hang``
 dumps.py         Flight Recorder dumps as entries, groups and status
 logs.py          what the job printed, as dumps and events
 ras.py           what NCCL's RAS reports

@@ -84,6 +84,12 @@ class Diagnosis:
             value |= {"culprits": named, "candidates": [c.rank for c in self.possibly]}
         return value
 
+    def to_rows(self) -> list[dict[str, object]]:
+        """A row for every culprit, candidate and victim."""
+        roles = {id(one): "candidate" for one in self.possibly}
+        rows = [{"role": roles.get(id(one), "culprit"), **asdict(one)} for one in self.culprits]
+        return [*rows, *({"role": "victim", **asdict(one)} for one in self.victims)]
+
     def to_html(self) -> str:
         """One self-contained page."""
         return rendered("report.hang:page", self, str)

@@ -123,6 +123,10 @@ class MemoryReport:
     classes: Mapping[str, ClassMemoryFigures]
     device: str = _UNKNOWN
 
+    def __repr__(self) -> str:
+        peaks = (f"{name} {one['peak_allocated']:,} B" for name, one in self.classes.items())
+        return f"<MemoryReport of {self.job.get('world', 'a job')}: {', '.join(peaks)}>"
+
     @property
     def provenance(self) -> dict[str, str]:
         """Level -> what its bytes are made of, and what of it is estimated."""
@@ -410,11 +414,12 @@ def compare(
 
 
 def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    differ = [
-        f"{key} {before.get(key, 'unknown')}, now {after.get(key, 'unknown')}"
-        for key in sorted({*before, *after})
-        if before.get(key) != after.get(key)
-    ]
+    differ = []
+    for key in sorted({*before, *after}):
+        if key in job_settings.KEYS:
+            differ += job_settings.differences(key, before.get(key), after.get(key, ""))
+        elif before.get(key) != after.get(key):
+            differ.append(f"{key} {before.get(key, 'unknown')}, now {after.get(key, 'unknown')}")
     if differ:
         what = f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}"
         fix = "prism memory update takes the new one, prism compare A B shows both"

@@ -518,6 +518,13 @@ def machine_of(programs: Programs) -> str:
     return default_machine(programs.source.get("device", ""), hardware)
 
 
+def machine_is_assumed(programs: Programs) -> bool:
+    """Whether neither the programs nor their recipe name the machine of ``machine_of``."""
+    settings = job_settings.values(programs.source.get("settings", ""))
+    said = (programs.source.get("device", ""), settings.get("hardware.name", ""))
+    return not any(map(named_in, said))
+
+
 def _check_machine(programs: Programs, machine: MachineLike | None) -> None:
     """UsageError if ``machine`` is another one than the programs were measured on."""
     there = named_in(programs.source.get("device", ""))

@@ -137,7 +137,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The replayed world.
+    """The replayed world: ``prism.replay(programs)``.
 
     iterations : how many, of which figures are of the last
     links      : that calls shared (``Links``); None: nobody held anybody up
@@ -150,6 +150,34 @@ class Timeline:
     node_end: np.ndarray
     iterations: int
     links: Links | None = None
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {self.graph.programs.world}: {self.iteration_ns:,} ns>"
+
+    def ops(self, rank: int) -> list[dict[str, object]]:
+        """Every op of a rank in the last iteration, in order of issue, as rows; ns since it began.
+
+        ``ready`` is when the rank was ready for a call, ``start`` when everybody was, ``ns`` what
+        lies between start and end.  The ten that take longest:
+        ``sorted(timeline.ops(0), key=lambda row: -row["ns"])[:10]``.
+        """
+        index = int(self.graph.classes.of[rank])
+        program = self.graph.program_list[index]
+        found = []
+        for at, _, ready, start, end in self.spans(index).tolist():
+            op = program[at]
+            found.append({"index": at, "step": op.label, "op": op.name, "group": op.group,
+                          "ready": ready, "start": start, "end": end, "ns": end - start,
+                          "bytes": int(program.num_bytes[at]), "site": op.site,
+                          "note": op.note})  # fmt: skip
+        return found
+
+    def to_rows(self) -> list[dict[str, object]]:
+        """A row for every class of ranks: where its iteration went, ns."""
+        classes = self.graph.classes
+        return [{"class": self.graph.class_name(index), "count": count,
+                 **vars(self.account(index))}
+                for index, count in enumerate(classes.counts)]  # fmt: skip
 
     @property
     def begin(self) -> int:
@@ -249,7 +277,11 @@ class Timeline:
         return Account(total, int(rest[1]), moved, waited, int(rest[0]))
 
     def critical_path(self) -> list[Step]:
-        """What decides the last iteration."""
+        """What decides the last iteration: steps that follow each other without a gap.
+
+        ``owner`` is a class of ranks (``graph.class_name``) and ``op`` an index into its program
+        (``graph.program_list[owner][op]``); -1 and the number of a call that several ranks make.
+        """
         return self._path
 
     @cached_property

@@ -43,7 +43,10 @@ def run(*words, capsys):
 def test_it_prints_the_page_of_text(world, capsys):
     status, out, err = run(world, capsys=capsys)
     assert (status, err) == (0, "")
-    assert out == render_text(replayed(tiny())) + f"next: prism fit {world}\n"
+    *lines, note, following = out.splitlines(keepends=True)
+    assert "".join(lines) == render_text(replayed(tiny()))
+    assert note == "machine: H200 is assumed, since nobody names one: --machine h100\n"
+    assert following == f"next: prism fit {world}\n"
 
 
 def test_a_schedule_has_an_order_and_no_times(tmp_path, capsys):
@@ -330,7 +333,7 @@ def test_every_page_looks_right_in_a_browser():
         "predict": forecast.to_html(),
         "compare": compared.to_html(),
         "hang": verdict.to_html(),
-        "healthy": prism.diagnose(programs=tiny()).to_html(),
+        "healthy": prism.hang(programs=tiny()).to_html(),
         "sweep": a_sweep().to_html(),
     }
     browser = runpy.run_path(str(Path(__file__).parents[2] / "docs/screenshots.py"))
