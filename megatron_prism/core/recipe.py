@@ -439,21 +439,12 @@ def full_name(name: str) -> str:
     """
     key = name.lstrip("-").replace("-", "_")
     key = OTHER_NAMES.get(key, key)
-    section, dot, leaf = key.partition(".")
     if kind_of(key) is not None:
         return key
-    if dot and section in _EARLIER_SECTIONS:
-        leaf = _EARLIER.get(leaf, leaf.removeprefix("extra."))
-        raise RecipeError(f"{name}: a recipe has Megatron's own flags, without sections",
-                          fix=f"write {leaf}=VALUE")  # fmt: skip
     every = [*known_flags(), *SHORT, *(f"{s}.{one}" for s in _SECTIONS for one in _hints(s))]
     fix = "for more than a plain GPT, run the job's own script: prism run -- pretrain_gpt.py …"
     fix = fix if _BEYOND.search(key) else did_you_mean(key, every, fix, most=2)
     raise RecipeError(f"a recipe has no flag {name}", fix=fix)
-
-
-_EARLIER_SECTIONS = ("model", "parallel", "train")  # of earlier releases, and keys in them
-_EARLIER = {"iterations": "train_iters", "data": "data_path", "fp8": "fp8=hybrid fp8_recipe"}
 
 
 def kind_of(key: str) -> object:
@@ -490,7 +481,7 @@ def _read(file: Path) -> dict[str, object]:
         given = _mapping(foreign.read_yaml(file))
     found = dict[str, object]()
     for key, value in given.items():
-        if isinstance(value, dict) and key in (*_SECTIONS, *_EARLIER_SECTIONS):
+        if isinstance(value, dict) and key in _SECTIONS:
             found |= {f"{key}.{leaf}": one for leaf, one in value.items()}
         else:
             found[key] = value

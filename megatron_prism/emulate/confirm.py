@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -31,11 +31,11 @@ from megatron_prism.emulate.call_guard import CallGuard
 from megatron_prism.emulate.options import HangOptions
 from megatron_prism.emulate.script_job import Job
 from megatron_prism.emulate.session import Session
+from megatron_prism.emulate.workers import Json
 from megatron_prism.runtime.call_check import frames
 from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.recipe_job import Summary
     from megatron_prism.emulate.session import Run
     from megatron_prism.hang.dumps import DumpSet, Entry
     from megatron_prism.hang.hypotheses import Confirmation
@@ -128,7 +128,7 @@ def script_job(words: Sequence[str], ours: Sequence[str], dumps: DumpSet) -> Job
     return Job.of(words[0], [*ours, *words[1:]], options.world, tier)
 
 
-def _run_script(job: Job, path: Path, rank: int, console: Console) -> Summary:
+def _run_script(job: Job, path: Path, rank: int, console: Console) -> Json:
     """The same of a script: what the rank's own slice holds, and what its peers would call
     otherwise."""
     calls, differs, steps, release = list[dict[str, object]](), list[str](), 0, "unknown"
@@ -156,14 +156,14 @@ def _run_script(job: Job, path: Path, rank: int, console: Console) -> Summary:
 
 def _run(
     recipe: Recipe, programs: Programs, path: Path, rank: int, index: int, console: Console
-) -> Summary:
+) -> Json:
     """The summary of the rank's worker, with what its witness saw."""
     recipe = recipe.changed(train_iters=_STEPS)
     before = sum(bool(op.group) for op in list(programs.of(rank))[:index])
     words = ["-m", "megatron_prism.emulate.confirm", str(path), str(before), str(rank)]
     task = workers.RankTask(rank, f"rank {rank:,}", [*words, *recipe.words()])
     (summary,) = workers.run([task], console)
-    return cast("Summary", summary)
+    return summary
 
 
 def main() -> None:
@@ -181,7 +181,7 @@ def main() -> None:
 
 def _judge(
     programs: Programs, dumps: DumpSet, verdict: Diagnosis, rank: int, index: int,
-    summary: Summary,
+    summary: Json,
 ) -> tuple[list[str], bool]:  # fmt: skip
     said = summary["witness"]
     calls = [Op(**call) for call in said["calls"]]

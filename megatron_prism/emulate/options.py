@@ -535,13 +535,6 @@ def _recipe_defaults(path: str) -> dict[str, object]:
     return {f"prism_{key}": value for key, value in section.items() if value is not None}
 
 
-_RENAMED = {
-    "--prism-ballast": "--prism-reserve-nccl",
-    "--prism-rendezvous": "--prism-mismatch",
-    "--prism-sanitize": "--prism-check-order",
-}
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="prism", allow_abbrev=False, add_help=False)
     add_flags(parser)
@@ -554,8 +547,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     unknown = [a for a in rest if a.startswith("--prism-")]
     if unknown:
         word = unknown[0].partition("=")[0]
-        if word in _RENAMED:
-            raise UsageError(f"{word} has another name now", fix=_RENAMED[word])
         meant = did_you_mean(word, FLAGS, "see prism run --help;")
         raise UsageError(
             f"unknown option {word}", fix=f"{meant} the options are {', '.join(FLAGS)}"

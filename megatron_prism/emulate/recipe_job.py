@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -28,48 +27,8 @@ from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES
 from megatron_prism.emulate import script_job, workers
 from megatron_prism.emulate.script_job import Job
+from megatron_prism.emulate.workers import Json
 from megatron_prism.memory.peaks import memory_bound
-
-Json = dict[str, Any]  # what becomes JSON, or was: whoever reads a key knows what it wrote there
-
-
-class PeakSummary(TypedDict):
-    """The most bytes of an iteration, and the labels that held then."""
-
-    bytes: int
-    at: dict[str, object]
-
-
-class Memory(TypedDict, total=False):
-    """after : live bytes behind the last iteration, where they are tracked"""
-
-    peaks: list[PeakSummary]
-    provenance: str
-    after: int
-
-
-class Summary(TypedDict, total=False):
-    """What a rank of a recipe says of itself; it is JSON between two processes."""
-
-    rank: int
-    stage: int
-    coordinates: dict[str, int]
-    tier: str
-    stand_ins: list[str]
-    megatron_core: str
-    layers: list[int]
-    parameters: int
-    steps: int
-    master_parameter_moved: bool | None
-    losses: list[float | None]
-    communication: list[Json]  # of ``virtual_world.TrafficRow``
-    communication_of: str
-    memory: Memory
-    build_s: float
-    run_s: float
-    iteration_s: list[float]
-    host_peak_rss: int
-    witness: Json
 
 
 def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
@@ -84,7 +43,7 @@ def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
 
 def body(
     recipe: Recipe,
-    summaries: Sequence[Summary],
+    summaries: Sequence[Json],
     wall_s: float,
     console: Console,
     verbose: bool = False,
@@ -107,11 +66,11 @@ def body(
     console.print(f"{wall_s:.1f} s, at most {format_bytes(rss)} of host memory per worker")
 
 
-def _calls(summary: Summary, op: str) -> int:
+def _calls(summary: Json, op: str) -> int:
     return sum(row["calls"] for row in summary["communication"] if row["op"] == op)
 
 
-def _stages(recipe: Recipe, summaries: Sequence[Summary], console: Console) -> None:
+def _stages(recipe: Recipe, summaries: Sequence[Json], console: Console) -> None:
     table = Table(title="Per stage, one iteration")
     table.add_column("stage")
     table.add_column("layers by chunk")
@@ -138,7 +97,7 @@ def _stages(recipe: Recipe, summaries: Sequence[Summary], console: Console) -> N
     _print(table, console)
 
 
-def _communication(summaries: Sequence[Summary], console: Console) -> None:
+def _communication(summaries: Sequence[Json], console: Console) -> None:
     """Calls and bytes by group; stages that communicate alike share a row."""
     rows: dict[tuple[str, int, str, int, int], list[str]] = {}
     for summary in summaries:
@@ -177,7 +136,7 @@ class EmulationResult:
     """What the job did: one summary per rank, in stage order."""
 
     recipe: Recipe
-    ranks: list[Summary]
+    ranks: list[Json]
     wall_s: float
 
     def to_json(self) -> dict[str, object]:
@@ -231,7 +190,7 @@ def emulate(
         start = time.perf_counter()
         job = job_of(recipe)
         tasks = [workers.RankTask(rank, job.title(rank), job.command(rank)) for rank in ranks]
-        summaries = cast("list[Summary]", workers.run(tasks, console, num_workers))
+        summaries = workers.run(tasks, console, num_workers)
         result = EmulationResult(recipe, summaries, time.perf_counter() - start)
         body(recipe, summaries, result.wall_s, console, verbose)
         if isinstance(folder, ArtefactFolder):

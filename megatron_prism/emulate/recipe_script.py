@@ -36,11 +36,11 @@ from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.recipe import FIELD, Recipe
 from megatron_prism.emulate import job_arguments, launch, options, workers
 from megatron_prism.emulate.session import Session
+from megatron_prism.emulate.workers import Json
 from megatron_prism.memory import peaks
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.recipe_job import Memory, PeakSummary, Summary
     from megatron_prism.emulate.session import Run
     from megatron_prism.runtime.devices import Tier
     from megatron_prism.runtime.virtual_world import TrafficCounter
@@ -61,7 +61,7 @@ def main() -> None:
         emit("result", result=summary)
 
 
-def run(session: Session, recipe: Recipe, rank: int, slices: Path | None = None) -> Summary:
+def run(session: Session, recipe: Recipe, rank: int, slices: Path | None = None) -> Json:
     """``main`` in this process, which stays changed until ``session`` is closed."""
     return train(recipe, attached(session, recipe, rank, slices))
 
@@ -79,7 +79,7 @@ def attached(session: Session, recipe: Recipe, rank: int, slices: Path | None = 
     return launch.running
 
 
-def train(recipe: Recipe, run: Run) -> Summary:
+def train(recipe: Recipe, run: Run) -> Json:
     """Train all iterations of ``recipe`` as the rank of ``run``."""
     start = time.perf_counter()
     with run.monitor.training(lambda: recipe):
@@ -131,7 +131,7 @@ class RankJob:
         self.num_microbatches = recipe.num_microbatches  # of the next iteration
         self.before: TrafficCounter | None = None  # of the calls before the last iteration
         self.wanted = recipe.train_iters  # iterations, for whoever follows them
-        self.peaks: list[PeakSummary] = []
+        self.peaks: list[Json] = []
         if (emit := workers.emitter()) is not None and monitor.on_step is None:
             total = self.num_microbatches * len(self.model) * 2 * recipe.train_iters
             monitor.on_step = lambda done: emit("step", done=done, total=total)
@@ -235,7 +235,7 @@ class RankJob:
             found.append("grouped GEMM: one expert after the other")
         return found
 
-    def summary(self, build_s: float, run_s: float) -> Summary:
+    def summary(self, build_s: float, run_s: float) -> Json:
         """What the parent prints and writes, plain numbers with their provenance."""
         from megatron_prism.runtime.virtual_world import current
 
@@ -243,7 +243,7 @@ class RankJob:
         assert world is not None
         assert self.before is not None
         place = recipe.world.coordinates(world.rank)
-        memory: Memory = {"peaks": self.peaks, "provenance": "unknown on this tier"}
+        memory: Json = {"peaks": self.peaks, "provenance": "unknown on this tier"}
         if tier.live is not None:
             text = job_settings.as_text(recipe.settings(job_arguments.text_of))
             modelled = "modelled: live bytes of shapes, before the allocator's rounding"
