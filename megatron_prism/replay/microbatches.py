@@ -88,7 +88,7 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
             for one, stage in zip(pieces, stages, strict=True)
         )
     except _MissingKind as error:
-        fewest = order.fewest(wanted, there)
+        fewest = order.fewest(wanted)
         raise ProgramError(
             f"{there} microbatches have no {error}, which {wanted} microbatches need",
             fix=f"prism capture it with {fewest} microbatches: --global-batch-size, or "
@@ -181,7 +181,7 @@ class _Cut:
                 for side, before in enumerate(like.talked[step]):
                     span[side] = min(max(span[side], messages[before]), messages[before + 1] - 1)
         self.talked = np.searchsorted(self.talking, np.array(spans).reshape(-1, 2)).tolist()
-        self.shapes: list[Kind] = [tuple(sorted(one)) for one in self.members]
+        self.shapes = [tuple(sorted(one)) for one in self.members]
         # behind a batch of messages the scheduler waits for the device
         waits = np.flatnonzero(ops["name"] == CODE["host_wait"])
         self.synced = np.isin(self.talking + 1, waits) if like is None else like.synced
@@ -217,7 +217,7 @@ class _Cut:
             return self.shapes[step]
         return self.beside(step - 1), self.beside(step)
 
-    def beside(self, step: int) -> Kind:
+    def beside(self, step: int) -> tuple[Member, ...]:
         """Phases and chunks of a step; nothing if there is none."""
         return self.shapes[step] if 0 <= step < len(self.shapes) else ()
 
@@ -290,12 +290,23 @@ class _Cut:
         return most
 
     def asked(self, piece: int) -> Kind:
-        """All that the scheduler does in a piece; shapes are other messages than tensors."""
+        """All that the scheduler does in a piece; shapes are other messages than tensors, and so
+        are those that a batch has beside others."""
         ops, strings = self.program.ops, self.program.strings
         syncs = ((int(ops["name"][i]), int(ops["chunk"][i]), strings[ops["note"][i]])
                  for i in self.syncs[piece])  # fmt: skip
-        shapes = (bool(ops["dtype"][i] == _SHAPE) for i in self.talk[piece])
-        return (self.messages(self.talk[piece]), *shapes, *syncs)
+        talk = self.talk[piece]
+        shapes = (bool(ops["dtype"][i] == _SHAPE) for i in talk)
+        batches = (self.batches.get(int(ops["batch"][i]), ()) for i in talk)
+        return (self.messages(talk), *shapes, *batches, *syncs)
+
+    @cached_property
+    def batches(self) -> Mapping[int, Kind]:
+        """The messages of every batch, by its number."""
+        found = defaultdict[int, Kind](tuple)
+        for i in np.flatnonzero(self.program.ops["batch"] >= 0).tolist():
+            found[int(self.program.ops["batch"][i])] += self.messages([i])
+        return found
 
     def same_order(self, other: _Cut) -> bool:
         """Whether both have the same steps, sends, receives and waits in the same order; what a
@@ -375,15 +386,15 @@ class _Order:
         recorded = self.scheduler(self.pp, self.vpp, count, **self.settings)
         return [_Cut(program, recorded.world) for program in recorded.programs]
 
-    def fewest(self, wanted: int, more_than: int, unlike: int = _OTHER) -> int:
-        """The smallest number above ``more_than`` whose schedule has every kind of ``wanted``, each
-        less than ``unlike`` what stands for it."""
+    def fewest(self, wanted: int) -> int:
+        """The smallest number whose schedule has every kind of ``wanted`` in the surroundings of a
+        steady state."""
         after = self.run(wanted)
-        for count in range(more_than + 1, wanted):
+        for count in range(1, wanted):
             try:
                 before = self.run(count)
                 for one, other in zip(before, after, strict=True):
-                    _Choice(one, count, other, {}, unlike).pieces()
+                    _Choice(one, count, other, {}, _EDGE).pieces()
                 return count
             except (UsageError, _MissingKind):
                 continue
@@ -407,11 +418,14 @@ def _group_size(cuts: Sequence[_Cut]) -> int:
     return len(list(itertools.takewhile(lambda chunk: chunk == forwards[0], forwards)))
 
 
-def fewest_microbatches(pp: int, vpp: int | None, scheduler: Scheduler) -> int:
-    """The smallest number that any other follows from with every piece in the surroundings of a
-    steady state."""
+def fewest_microbatches(
+    pp: int, vpp: int | None, wanted: int, scheduler: Scheduler, **settings: object
+) -> int:
+    """The smallest number that ``wanted`` microbatches follow from with every piece in the
+    surroundings of a steady state; ``settings`` of the scheduler.  UsageError: Megatron refuses
+    them."""
     vpp = vpp if pp > 1 and vpp != 1 else None
-    return _Order(scheduler, pp, vpp, {}).fewest(max(8, 4 * pp), 0, _EDGE)
+    return _Order(scheduler, pp, vpp, settings).fewest(wanted)
 
 
 # -- which piece stands for which ------------------------------------------------------------------
@@ -471,8 +485,7 @@ class _Choice:
             found: list[Any] = [(_BETWEEN, number), (_BETWEEN, tuple(phases))]
             found.append((_BETWEEN, cut.between[step]))
             for other in (step - 1, step):
-                beside = cast("tuple[Member, ...]", cut.beside(other))
-                found.append((_BETWEEN, tuple(phase for phase, _ in beside)))
+                beside = cut.beside(other)
                 found.append((_CHUNK, tuple(chunk for _, chunk in beside)))
                 ends = (_clipped(cut.members[other][one], count, 1, 1) for one in beside)
                 found.append((_EDGE, tuple(ends)))
@@ -507,8 +520,13 @@ def _spread(there: int, wanted: int) -> Iterator[int]:
 
 def _kind(cut: _Cut, piece: int) -> Kind:
     """What a piece must have in common with one that stands for it: what the scheduler does in it,
-    and a step's phases and chunks."""
-    return cut.shape(piece) if cut.is_step(piece) else (), cut.asked(piece)
+    a step's phases and chunks, and the phases of the steps beside what lies between: the iteration
+    begins and ends with work of its own, which no two steps have between them."""
+    if cut.is_step(piece):
+        return cut.shape(piece), cut.asked(piece)
+    step, _ = cut.places[piece]
+    sides = (tuple(phase for phase, _ in cut.beside(at)) for at in (step - 1, step))
+    return *sides, cut.asked(piece)
 
 
 def _clipped(number: int, count: int, first: int, last: int) -> tuple[int, int]:

@@ -88,7 +88,7 @@ class JobLayout(ABC):
 def _fewest(pp: int, vpp: int | None) -> int:
     from megatron_prism.emulate.schedule import schedules  # Megatron, seconds to import
 
-    return fewest_microbatches(pp, vpp, schedules)
+    return fewest_microbatches(pp, vpp, 8 * pp, schedules)
 
 
 def _digest(content: object) -> str:

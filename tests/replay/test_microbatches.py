@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import megatron_prism as prism
-from megatron_prism.core import program
+from megatron_prism.core import job_settings, program
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program_text import dump, parse
@@ -47,14 +47,7 @@ def ops_of(programs):
         ({"pp": 2, "vpp": 4, "overlap_p2p": True}, 24, 12),
         ({"pp": 4, "vpp": 2, "ep_overlap": True}, 12, 20),
         ({"pp": 1, "ep_overlap": True}, 3, 8),
-        # steady states that were not captured, of single messages
-        ({"pp": 4}, 2, 16),
-        ({"pp": 2, "variable_lengths": True}, 2, 16),
-        ({"pp": 2, "vpp": 2}, 2, 12),
-        ({"pp": 4, "vpp": 5}, 8, 24),
-        ({"pp": 8, "vpp": 5}, 8, 24),
-        ({"pp": 4, "vpp": 2, "overlap_p2p": False}, 4, 24),
-        ({"pp": 4, "vpp": 2, "variable_lengths": True}, 4, 16),
+        ({"pp": 4, "vpp": 5}, 8, 24),  # a steady state that was not captured, of single messages
     ],
 )
 def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
@@ -66,17 +59,49 @@ def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
     assert made.source["microbatches"] == str(wanted)
 
 
+@pytest.mark.parametrize(("limit", "refused"), [("0", True), ("8", True), ("7", False)])
+def test_gradients_that_every_microbatch_leaves_to_the_end_are_refused(limit, refused):
+    given = {"--defer-embedding-wgrad-compute": "", "--wgrad-deferral-limit": limit}
+    programs = schedule.schedules(pp=2, microbatches=8)
+    source = {**programs.source, "arguments": job_settings.as_text(given)}
+    programs = dataclasses.replace(programs, source=source)
+    expected = pytest.raises(ProgramError, match=f"--wgrad-deferral-limit {limit} each of 8")
+    with expected if refused else contextlib.nullcontext():
+        schedule.with_microbatches(programs, 12)
+
+
 def test_programs_that_name_no_microbatch_are_refused():
     text = "prism-program 1\nworld size=1\nprogram ranks=0\n- compute ns=5\n"
     with pytest.raises(ProgramError, match="no op of the programs names a microbatch"):
         schedule.with_microbatches(parse(text), 8)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "given", "wanted", "fewest"),
+    [
+        ({"pp": 4}, 2, 16, 7),
+        ({"pp": 4}, 4, 10, 7),
+        ({"pp": 4}, 10, 2, 2),
+        ({"pp": 2, "variable_lengths": True}, 2, 16, 5),
+        ({"pp": 2, "vpp": 2}, 2, 12, 8),
+        ({"pp": 8, "vpp": 5}, 8, 24, 24),
+        ({"pp": 4, "vpp": 2, "overlap_p2p": False}, 4, 24, 16),
+        ({"pp": 4, "vpp": 2, "variable_lengths": True}, 4, 16, 16),
+    ],
+)
+def test_too_few_say_how_many_it_takes(sizes, given, wanted, fewest):
+    """What a stage does between a backward and the forward behind it is not what it does between
+    its last backward and the end of the iteration, nor is a send alone one beside a receive."""
+    with pytest.raises(ProgramError, match=r"microbatches have no \w+ .*behind") as caught:
+        schedule.with_microbatches(schedule.schedules(microbatches=given, **sizes), wanted)
+    assert f"with {fewest} microbatches" in caught.value.fix
+
+
 def test_a_kind_of_step_that_was_not_captured_is_named():
     sizes = {"pp": 4, "vpp": 2, "ep_overlap": True}
     with pytest.raises(ProgramError, match="no forward of chunk 0 with backward of") as caught:
         schedule.with_microbatches(schedule.schedules(microbatches=8, **sizes), 20)
-    assert "with 12 microbatches" in caught.value.fix
+    assert "with 16 microbatches" in caught.value.fix
     with pytest.raises(ProgramError, match="1 microbatches have no backward, which 3"):
         schedule.with_microbatches(schedule.schedules(pp=1, microbatches=1), 3)
     with pytest.raises(ProgramError, match="ops, too many"):
@@ -106,7 +131,7 @@ def test_an_order_that_is_not_megatrons_is_refused():
     ("pp", "vpp", "fewest"), [(1, None, 4), (2, None, 5), (4, None, 7), (2, 2, 8), (4, 3, 16)]
 )
 def test_a_sweep_captures_as_few_as_have_every_kind_of_step(pp, vpp, fewest):
-    assert fewest_microbatches(pp, vpp, schedule.schedules) == fewest
+    assert fewest_microbatches(pp, vpp, 3 * fewest, schedule.schedules) == fewest
     given, real = (schedule.schedules(pp=pp, vpp=vpp, microbatches=n) for n in (fewest, 3 * fewest))
     assert ops_of(schedule.with_microbatches(given, 3 * fewest)) == ops_of(real)
 
