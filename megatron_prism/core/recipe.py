@@ -154,6 +154,7 @@ class Prism:
     values: str = "mirror"
     out: str | None = None  # artefact folder
     te_version: str | None = None  # the Transformer Engine that must be installed; None: any
+    all_microbatches: bool = False  # of a capture: none follows from others
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class Recipe:
         for section in _SECTIONS:
             for one in dataclasses.fields(part := getattr(self, section)):
                 value = getattr(part, one.name)
-                if value != one.default and one.name not in ("ranks", "out"):
+                if value != one.default and one.name not in ("ranks", "out", "all_microbatches"):
                     found[f"{section}.{one.name}"] = text(value)
         return found
 

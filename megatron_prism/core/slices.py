@@ -38,6 +38,7 @@ _MOST_TEXT = 1 << 26  # bytes, a million lines
 # of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is
 HOST_INDEX = "host_index"
 _OF_RANKS = HOST_INDEX, GPU_CLOCK  # each slice has its own rank's, which no two have alike
+WHAT_IF = "what-if"  # of a source: what is not as it ran; of a slice, no part of what the job is
 _SHOWN = 64  # ranks of a message
 _AGAIN = (
     "the same capture again, into the same folder (what is there is kept): prism capture RECIPE "
@@ -123,7 +124,7 @@ class SliceStore:
         there, differ = {**_DEFAULTS, **found.source}, list[str]()
         here = {**_DEFAULTS, **self.source} if self.source else {}  # empty: others compare it
         for key, value in here.items():
-            if key in _OF_RANKS:
+            if key in (*_OF_RANKS, WHAT_IF):
                 continue
             if key in job_settings.KEYS:
                 differ += job_settings.differences(key, there.get(key), value)
@@ -191,7 +192,7 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
                 raise ProgramError(what, fix="delete it, and capture it again as the others")
     if not partial:
         _check_gathers(first.world, captured, of, groups)
-    source = dict(first.source)
+    source = {key: text for one in slices for key, text in one.source.items()}
     for key in _OF_RANKS:
         if each := [one.source[key] for one in slices if key in one.source]:
             source[key] = " ".join(each)

@@ -15,6 +15,7 @@ debugger.py  payloads.py           stop at a call or a value; keep what calls de
 device_memory.py                   memory by phase, NCCL's memory held in reserve
 recipe_job.py  recipe_script.py    a recipe as a job; the script that it starts
 script_job.py                      a job, every rank that its world needs
+few_microbatches.py                how many microbatches a capture runs, and the others
 workers.py  recipe_server.py       processes of ranks; many recipes from one process
 schedule.py  schedule_tape.py      schedules from Megatron's scheduler, without a model
 calibrate.py  host_benchmark.py   what calls and the host cost on this machine

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_prism.core import job_settings, model_flops, program
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.gpu_state import GPU_CLOCK
 from megatron_prism.core.groups import subgroups
@@ -34,7 +34,13 @@ from megatron_prism.core.program import Program
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS, Origin, SliceStore
 from megatron_prism.core.world import World
-from megatron_prism.emulate import exit_status, job_arguments, nvlink_keepalive, workers
+from megatron_prism.emulate import (
+    exit_status,
+    few_microbatches,
+    job_arguments,
+    nvlink_keepalive,
+    workers,
+)
 from megatron_prism.memory import routing
 from megatron_prism.replay.costs.host import HostIndex
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
@@ -121,6 +127,8 @@ def add_to(run: Run, session: Session) -> None:
     if emit is not None:
         reported = _Reported(run, capture, emit)
         run.on_arguments.append(reported.exit_if_captured)
+        if tier.name == "meta" and not options.all_microbatches:
+            run.on_arguments.append(reported.run_few)
         run.training += (reported,)
 
 
@@ -140,8 +148,24 @@ class _Reported(TrainingListener):
         total = self.of * self.run.monitor.microbatches()
         self.emit("step", done=min(done, total), total=total)
 
+    def run_few(self, _: str) -> None:
+        """Of the job's microbatches only those run that the others follow from."""
+        if (job := job_arguments.microbatches()) is None:
+            return
+        wanted, settings = job
+        world, rank = self.capture.store.world, self.run.options.rank
+        world = job_arguments.recipe.world if job_arguments.recipe is not None else world
+        few = few_microbatches.few_of(world, rank, wanted, settings)
+        if few < wanted:
+            job_arguments.run_microbatches(few)
+            self.capture.wanted = wanted
+            self.emit("note", text=few_microbatches.note(few, wanted))
+
     def finished(self) -> None:
-        self.report(self.capture.recorded() + self.capture.remarks())
+        if self.capture.refused:
+            self.emit("result", result={few_microbatches.AGAIN: self.capture.refused})
+        else:
+            self.report(self.capture.recorded() + self.capture.remarks())
 
     def report(self, text: str) -> None:
         """Give the result: that the slice is there, and ``text`` about it."""
@@ -198,6 +222,8 @@ class StockCapture(TrainingListener):
         self._check_others(options.force)
         self.program: Program | None = None
         self.num_iterations = 0  # that the slice is the median of
+        self.wanted = 0  # microbatches that follow from those that run; 0: none
+        self.refused = ""  # why they do not
         self.links: nvlink_keepalive.KeepAlive | None = None  # of a GPU
         self._sampler: Any = None  # of its clock, where NVML answers
         self._recorder: Any = None
@@ -411,6 +437,8 @@ class StockCapture(TrainingListener):
     def finished(self) -> None:
         """Write the slice, and say so."""
         path = self.finish()
+        if self.refused:
+            return
         host = f" on {socket.gethostname()}" if self._num_processes > 1 else ""
         print(f"prism: {self.recorded()} in {path}{host}{self.remarks()}", file=sys.stderr)
 
@@ -442,6 +470,14 @@ class StockCapture(TrainingListener):
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         if self._probe is not None:
             self.program = routing.learned(self.program, self._probe)
+        if self.wanted:
+            try:
+                self.program, self._flops = few_microbatches.of_all(
+                    self.program, self.store.world, self.wanted, self._flops
+                )
+            except ProgramError as error:
+                self.refused = error.message
+                return self.store.path(self.rank)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.source.update(self._flops)
         if self.tier.name == "cuda":  # the others' hosts are not in their slices

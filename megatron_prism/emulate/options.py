@@ -364,6 +364,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "folder of slices: record what each local rank does in an iteration (prism show)",
     },
+    "--prism-all-microbatches": {
+        "action": "store_true",
+        "help": "prism capture on tier meta: run every microbatch, also those that follow from few",
+    },
     "--prism-pace": {
         "metavar": "DIR",
         "help": "virtual ranks answer when they would, by the slices in DIR (captured if missing)",
@@ -463,6 +467,7 @@ class Options:
     iterations: tuple[int, int] | None = None
     verbose: bool = False
     engine_release: str | None = None
+    all_microbatches: bool = False
 
     @property
     def rank(self) -> int:
@@ -612,6 +617,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         iterations=_iterations(args.prism_iteration, argv),
         verbose=args.prism_verbose,
         engine_release=args.prism_te_version,
+        all_microbatches=args.prism_all_microbatches,
     )
 
 

@@ -227,6 +227,7 @@ def job_of(recipe: Recipe) -> Job:
         ours += ["--prism-gpus-per-node", str(prism.gpus_per_node)]
     if prism.te_version is not None:
         ours += ["--prism-te-version", prism.te_version]
+    ours += ["--prism-all-microbatches"] if prism.all_microbatches else []
     tier = "meta" if prism.tier == "auto" else prism.tier
     return Job(("-m", SCRIPT, *recipe.words()), tuple(ours), recipe.world, tier, recipe.name)
 

@@ -103,6 +103,7 @@ def build(recipe: Recipe, run: Run) -> RankJob:
     job_arguments.recipe = recipe
     run.claims.callback(setattr, job_arguments, "recipe", None)
     dist.init_process_group()
+    recipe = job_arguments.recipe  # a capture may have made its batch smaller
     run.monitor.world_known(recipe.world)
     gc.disable()  # what is built stays: looking through it takes a second of five
     try:

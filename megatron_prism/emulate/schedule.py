@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
@@ -24,7 +25,7 @@ from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program, Programs
@@ -39,7 +40,6 @@ from megatron_prism.emulate.schedule_tape import (
     replace_combined,
 )
 from megatron_prism.replay import microbatches as other
-from megatron_prism.runtime import virtual_world
 
 _lock = threading.Lock()  # what is replaced are module globals
 
@@ -54,6 +54,7 @@ def schedules(
     warmup_flush: bool = False,
     variable_lengths: bool = False,
     ep_overlap: bool = False,
+    stages: Collection[int] | None = None,
 ) -> Programs:
     """Run Megatron's schedule for every stage.
 
@@ -64,14 +65,11 @@ def schedules(
         warmup_flush: overlap_p2p_comm_warmup_flush.
         variable_lengths: variable_seq_lengths: shapes are sent before tensors.
         ep_overlap: overlap_moe_expert_parallel_comm.
+        stages: those to run, None: all; the others have no program then.
 
     Raises:
         UsageError: Megatron refuses the settings, in its words.
-        UnsupportedError: inside a virtual world, whose own process group would answer the tokens.
     """
-    if virtual_world.current() is not None:
-        what = "a schedule without a model cannot be recorded inside an emulated job"
-        raise UnsupportedError(what, fix="use a process of its own")
     vpp = None if vpp == 1 else vpp  # Megatron's arguments take one chunk for not interleaved
     if ep_overlap and pp > 1 and vpp is None:
         raise UsageError("ep_overlap on a pipeline needs chunks", fix="vpp=2 or more")
@@ -92,7 +90,8 @@ def schedules(
             **(_EP_OVERLAP if ep_overlap else {}),
         )
         with _lock:
-            programs = [_stage(config, stage, microbatches) for stage in range(pp)]
+            kept = range(pp) if stages is None else sorted(stages)
+            programs = tuple(_stage(config, stage, microbatches) for stage in kept)
     except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
         words = " ".join(str(error).split())
         fix = _accepted(group_size or pp, pp, microbatches) if interleaved else ""
@@ -102,7 +101,9 @@ def schedules(
         "made_by": "Megatron's scheduler without a model: order only, no times, no memory",
         "microbatches": str(microbatches),
     }
-    return Programs.one_per_rank(programs, World(pp, pp=pp, vpp=vpp), source=source)
+    of = np.full(pp, -1)
+    of[kept] = range(len(programs))
+    return Programs(World(pp, pp=pp, vpp=vpp), programs, of, source=source, partial=len(kept) < pp)
 
 
 def _accepted(group: int, pp: int, microbatches: int) -> str:

@@ -101,7 +101,7 @@ class Token:
         "row",
         "schedule_plan",
     )
-    device = "cuda"
+    device, shape = "cuda", ()  # which nobody needs
 
     def __init__(self, label: Label = ("", -1, -1), is_shape: bool = False) -> None:
         self.row: TapeRow | None = None

@@ -13,7 +13,7 @@ import io
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES, World, format_ranks
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate import workers
+from megatron_prism.emulate.few_microbatches import AGAIN
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -179,7 +180,7 @@ def capture(
                 f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual"
             )
 
-        def record(missing: Sequence[int]) -> list[workers.Json]:
+        def record(missing: Sequence[int], job: Job = job) -> list[workers.Json]:
             tasks = [
                 workers.RankTask(
                     rank,
@@ -189,7 +190,14 @@ def capture(
                 )
                 for rank in missing
             ]
-            return workers.run(tasks, console, at_once)
+            found = workers.run(tasks, console, at_once)
+            again = {rank: one[AGAIN] for rank, one in zip(missing, found, strict=True)
+                     if AGAIN in one}  # fmt: skip
+            if not again:
+                return found
+            console.print(f"  {'all microbatches':<20} run: {next(iter(again.values()))}")
+            whole = replace(job, ours=(*job.ours, "--prism-all-microbatches"))
+            return [one for one in found if AGAIN not in one] + record([*again], whole)
 
         start = time.perf_counter()
         there = set(store.ranks())

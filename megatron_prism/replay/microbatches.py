@@ -31,7 +31,7 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.whatif import with_assumption
 
-Scheduler = Callable[..., Programs]  # (pp, vpp, microbatches, **settings) -> one program a stage
+Scheduler = Callable[..., Programs]  # (pp, vpp, microbatches, stages=, **settings)
 Member = tuple[int, int]  # phase, chunk
 Kind = tuple[object, ...]
 
@@ -349,12 +349,17 @@ def _stages(program: Program, world: World) -> np.ndarray:
 # -- the order -------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """Megatron's scheduler with the settings under which it gives the captured order."""
+    """Megatron's scheduler with the settings under which it gives the captured order.
+
+    stages : those whose order is asked for
+    """
 
     scheduler: Scheduler
     pp: int
     vpp: int | None
+    stages: tuple[int, ...]
     settings: Mapping[str, object]
+    _cuts: dict[int, dict[int, _Cut]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, programs: Programs, count: int, scheduler: Scheduler) -> _Order:
@@ -366,7 +371,9 @@ class _Order:
         vpp = chunks if chunks and programs.world.pp > 1 else None
         group_size = _group_size(cuts) if vpp else None
         for settings in _settings(vpp is not None):
-            order = cls(scheduler, programs.world.pp, vpp, {"group_size": group_size, **settings})
+            of = tuple(sorted({*stages}))
+            settings = {"group_size": group_size, **settings}
+            order = cls(scheduler, programs.world.pp, vpp, of, settings)
             try:
                 recorded = order.run(count)
             except UsageError:  # Megatron has no such schedule
@@ -381,10 +388,12 @@ class _Order:
             fix="capture the job with that many",
         )
 
-    def run(self, count: int) -> list[_Cut]:
+    def run(self, count: int) -> dict[int, _Cut]:
         """Every stage's schedule of ``count`` microbatches."""
-        recorded = self.scheduler(self.pp, self.vpp, count, **self.settings)
-        return [_Cut(program, recorded.world) for program in recorded.programs]
+        if count not in self._cuts:
+            made = self.scheduler(self.pp, self.vpp, count, stages=self.stages, **self.settings)
+            self._cuts[count] = {one.rank: _Cut(one, made.world) for one in made.programs}
+        return self._cuts[count]
 
     def fewest(self, wanted: int) -> int:
         """The smallest number whose schedule has every kind of ``wanted`` in the surroundings of a
@@ -392,9 +401,8 @@ class _Order:
         after = self.run(wanted)
         for count in range(1, wanted):
             try:
-                before = self.run(count)
-                for one, other in zip(before, after, strict=True):
-                    _Choice(one, count, other, {}, _EDGE).pieces()
+                for stage, cut in self.run(count).items():
+                    _Choice(cut, count, after[stage], {}, _EDGE).pieces()
                 return count
             except (UsageError, _MissingKind):
                 continue
@@ -419,13 +427,19 @@ def _group_size(cuts: Sequence[_Cut]) -> int:
 
 
 def fewest_microbatches(
-    pp: int, vpp: int | None, wanted: int, scheduler: Scheduler, **settings: object
+    pp: int,
+    vpp: int | None,
+    wanted: int,
+    scheduler: Scheduler,
+    stages: Iterable[int] | None = None,
+    **settings: object,
 ) -> int:
     """The smallest number that ``wanted`` microbatches follow from with every piece in the
-    surroundings of a steady state; ``settings`` of the scheduler.  UsageError: Megatron refuses
-    them."""
+    surroundings of a steady state; ``stages``: there, None: on all; ``settings`` of the scheduler.
+    UsageError: Megatron refuses them."""
     vpp = vpp if pp > 1 and vpp != 1 else None
-    return _Order(scheduler, pp, vpp, settings).fewest(wanted)
+    of = range(pp) if stages is None else stages
+    return _Order(scheduler, pp, vpp, tuple({*of}), settings).fewest(wanted)
 
 
 # -- which piece stands for which ------------------------------------------------------------------
@@ -601,6 +615,14 @@ class _Pieces(_Cut):
         return found
 
 
+def _equal_ends(one: np.ndarray, other: np.ndarray) -> int:
+    """How many last rows of two columns are equal."""
+    count = min(len(one), len(other))
+    pairs = np.stack([other[name] for name in other.dtype.names or ()], axis=1)[::-1][:count]
+    unlike = np.flatnonzero((one[::-1][:count] != pairs).any(axis=1))
+    return int(unlike[0]) if len(unlike) else count
+
+
 def _longest_run(bodies: Sequence[bytes]) -> tuple[int, int]:
     """[start, end) of the longest run of equal entries, the last of several."""
     best, start = (0, 0), 0
@@ -633,7 +655,7 @@ class _Extension:
         ops["microbatch"] = self._microbatches(ops)
         ops["handle"] = self._handles(ops)
         ops["batch"] = self._batches(ops["batch"])
-        allocations, memory = self._memory()
+        allocations, memory, early = self._memory()
         compute = program.ops["name"] == CODE["compute"]
         samples = program.samples
         if samples.size:
@@ -643,6 +665,7 @@ class _Extension:
             ops=ops,
             allocations=allocations,
             samples=samples,
+            history=self._history(allocations, memory, early),
             streams=program.streams[memory] if len(program.streams) else program.streams,
             routed=program.routed[memory] if len(program.routed) else program.routed,
         )
@@ -735,9 +758,9 @@ class _Extension:
         start, end = np.searchsorted(before, [bounds[piece], bounds[piece + 1]])
         return np.arange(start, len(before) if last else end)
 
-    def _memory(self) -> tuple[np.ndarray, np.ndarray]:
-        """Changes of memory with storages of their own for every piece, and which captured change
-        each is.
+    def _memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Changes of memory with storages of their own for every piece, which captured change each
+        is, and bool [changes]: whether it comes with that one, earlier than captured.
 
         What is freed in another piece than it came to be in is the oldest that came to be in such a
         step, as what it says of itself, of that size: microbatches go through a chunk in order.
@@ -760,6 +783,7 @@ class _Extension:
         live: list[int] = []  # bytes of every new storage
         rows: list[tuple[int, int, int, int]] = []
         changes: list[int] = []
+        early: list[bool] = []
 
         def change_to(number: int, size: int, before: int, note: int, change: int) -> None:
             live[number] += size
@@ -767,8 +791,10 @@ class _Extension:
                 waiting[origins[births[int(old["storage"][change])]]].remove(number)
             rows.append((before, number, size, note))
             changes.append(change)
+            early.append(number in gone)
 
         events = [self._events(piece).tolist() for piece in range(len(given))]
+        gone: list[int] = []
         for piece, chosen in enumerate(self.chosen):
             mine: dict[int, int] = {}  # captured storage -> new one
             moved = int(self.base[piece] - given.bounds[chosen])
@@ -787,14 +813,58 @@ class _Extension:
                 if size < 0 and live[new] <= 0:
                     continue
                 change_to(new, size, before + moved, note, change)
-                gone: list[int] = []
-                if ends.get(origin) == change and origin not in stays:
-                    gone = list(queue)
-                elif origin not in ends and origin not in stays and len(queue) > most[origin]:
+                if ends.get(origin) == change:
+                    gone = [*queue][: max(0, len(queue) - stays[origin])]
+                elif origin not in ends and len(queue) > most[origin]:
                     gone = [queue[0]]
                 for number in gone:
                     change_to(number, -live[number], before + moved, 0, change)
-        return np.array(rows, dtype=old.dtype), np.array(changes, dtype=np.int64)
+                gone = []
+        births_of = {origin: change for change, origin in origins.items()}
+        for origin, queue in waiting.items():  # the iteration keeps as many as the captured one
+            gone = [*queue][: max(0, len(queue) - stays[origin])]
+            for number in gone:
+                change_to(number, -live[number], len(self.source), 0, births_of[origin])
+        return np.array(rows, dtype=old.dtype), np.array(changes), np.array(early, dtype=bool)
+
+    def _history(self, new: np.ndarray, changes: np.ndarray, early: np.ndarray) -> np.ndarray:
+        """All requests since the process began: those before the iteration as captured, then those
+        of ``new``, whose storages get numbers that no earlier one has.
+
+        What a history has between two requests (the host waits, a stream uses a storage) comes with
+        the one before it, and so do launches.
+        """
+        given, old = self.given.program.history, self.given.program.allocations
+        at = np.flatnonzero(given[:, 1])
+        start = len(old) - _equal_ends(given[at, :2], old[["storage", "bytes"]])
+        if start == len(old):
+            return given
+        place = np.append(at[start - len(old) :], len(given))
+        ends = np.append(given[place[:-1], 3], given[-1, 3])
+        lives_on = np.full(1 + int(new["storage"].max()), -1)
+        for storage, change in zip(new["storage"][::-1], changes[::-1], strict=True):
+            lives_on[storage] = old["storage"][change] if change < start else -1
+        fresh = 1 + max(int(given[:, 0].max()), int(old["storage"].max()))
+        numbers = np.where(lives_on < 0, fresh + np.arange(len(lives_on)), lives_on)
+        new["storage"] = numbers[new["storage"]]
+        mine = changes >= start
+        new, change, early = new[mine], changes[mine] - start, early[mine]
+        lengths = np.where(early, 1, place[change + 1] - place[change])
+        first = np.cumsum(lengths) - lengths
+        source = np.repeat(place[change] - first, lengths) + np.arange(lengths.sum())
+        found = given[source]
+        launched = np.cumsum(took := np.where(early, 0, ends[change + 1] - ends[change])) - took
+        found[:, 3] += np.repeat(launched + ends[0] - ends[change], lengths)
+        found[first, 0], found[first, 1] = new["storage"], new["bytes"]
+        last: dict[int, int] = {}  # captured storage -> the new one that stands for it now
+        between = np.ones(len(found), dtype=bool)
+        between[first] = False
+        for i, storage in zip(range(len(found)), given[source, 0].tolist(), strict=True):
+            if not between[i]:
+                last[storage] = found[i, 0]
+            elif storage in last:
+                found[i, 0] = last[storage]
+        return np.concatenate([given[: place[0]], found])
 
     def _origin(self, birth: int, piece: int) -> Kind:
         """What storages are told apart by: phases and chunks of the step in which they came to be,
@@ -805,8 +875,9 @@ class _Extension:
 
     def _most(
         self, births: Mapping[int, int], origins: Mapping[int, Kind]
-    ) -> tuple[Counter[Kind], set[Kind]]:
-        """How many storages of each origin there may be at once, and origins of which some stay.
+    ) -> tuple[Counter[Kind], Counter[Kind]]:
+        """How many storages of each origin there may be at once, and how many stay; where all of
+        them stayed, any number.
 
         What microbatches have of other sizes (tokens of experts) is counted together.
         """
@@ -824,4 +895,7 @@ class _Extension:
             step = cast("tuple[Member, ...]", origin[0])
             most[origin] = most[origin[:2] if step else origin]
             most[origin] += max((more[chunk] for _, chunk in step), default=more.get(None, 0))
-        return most, {origin for origin, count in now.items() if count > 0}
+        for origin, born in Counter(origins.values()).items():
+            if now[origin] == born:
+                most[origin] = now[origin] = len(self.source)
+        return most, now

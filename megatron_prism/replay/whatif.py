@@ -23,6 +23,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import CODE, IS_CALL, NAMES
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.slices import WHAT_IF
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay.costs import Prices, price_ops, relabelled
@@ -258,9 +259,9 @@ def moved(here: Machine, calibration: Calibration | None, there: Machine) -> Edi
 
 def with_assumption(programs: Programs, what: str) -> Programs:
     """The programs, with one more thing that is not as captured in their source."""
-    said = programs.source.get("what-if")
+    said = programs.source.get(WHAT_IF)
     text = what if said is None else f"{said}; {what}"
-    return dataclasses.replace(programs, source={**programs.source, "what-if": text})
+    return dataclasses.replace(programs, source={**programs.source, WHAT_IF: text})
 
 
 def _unmeasured(program: Program) -> Program:

@@ -30,7 +30,7 @@ from megatron_prism import __version__
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.program import Program, Programs, load
-from megatron_prism.core.slices import assemble
+from megatron_prism.core.slices import WHAT_IF, assemble
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.emulate.workers import die_with_parent
@@ -272,8 +272,8 @@ def _captured(base: JobLayout, family: Path, limit: int | None) -> Programs:
     ``.whole`` file says that no stage is missing.  Of a base that has fewer microbatches than
     others could follow from, slices of as many are captured beside it.
     """
-    folder = family / f"dp{base.world.dp}-m{base.num_microbatches}"
-    whole = family / f"{folder.name}.whole"
+    whole = _whole(family, base)
+    folder = whole.with_suffix("")
     if whole.exists():
         return assemble(folder)
     more = family / f"dp{base.world.dp}-m{base.fewest}"
@@ -292,6 +292,12 @@ def _captured(base: JobLayout, family: Path, limit: int | None) -> Programs:
     if beside and names <= {path.name for path in more.glob("slice-*")}:
         more.with_name(f"{more.name}.whole").write_text(_BESIDE)
     return made
+
+
+def _whole(family: Path, base: JobLayout) -> Path:
+    """The file that says that the folder beside it has every slice of ``base``, and how many
+    microbatches the iterations before had."""
+    return family / f"dp{base.world.dp}-m{base.num_microbatches}.whole"
 
 
 def _check_fits(path: Path, stage: int, limit: int) -> None:
@@ -324,6 +330,7 @@ def _memory(
             beside[index] = nccl_buffers.beyond_reserved(programs, index, device).num_bytes
             needs[index] = tensors + (beside[index] or 0)
     family, found = settings.folder / "slices" / layout.family(), []
+    before = _whole(family, base).read_text().strip() or "as captured"
     for index in [i for i, need in needs.items() if need >= _CLOSE * max(needs.values())]:
         program, beyond = programs.programs[index], beside[index]
         top, held = known_peak(program), _reserved(program, family)
@@ -333,20 +340,11 @@ def _memory(
             "level": "reserved" if beyond is None else "device",
             "allocated": top.num_bytes,
             "reserved": held,
-            "history": _history(layout, base, family),
+            "history": programs.source.get(WHAT_IF, before),
             "at": top.op.label,
             "by_kind": {kind: size for kind, size in top.by_kind.items() if size},
         })  # fmt: skip
     return max(found, key=lambda one: one["bytes"])
-
-
-def _history(layout: JobLayout, base: JobLayout, family: Path) -> str:
-    """Whose requests ``reserved`` is of: those of the point's own job, or of another one."""
-    dp, microbatches = base.world.dp, base.num_microbatches
-    whole = family / f"dp{dp}-m{microbatches}.whole"
-    if (dp, microbatches) != (layout.world.dp, layout.num_microbatches):
-        return f"of {microbatches} microbatches and a data-parallel size of {dp}"
-    return whole.read_text().strip() or "as captured"
 
 
 def _reserved(program: Program, family: Path) -> int:
@@ -385,7 +383,7 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
         ],
         "path": [{key: part[key] for key in ("phase", "what", "group", "ns")}
                  for part in every["path"][:12]],
-        "provenance": programs.source.get("what-if", "as captured"),
+        "provenance": programs.source.get(WHAT_IF, "as captured"),
     }  # fmt: skip
     if settings.tail:
         drawn = predict(programs, machine=settings.machine, samples=_SAMPLES, seed=0)

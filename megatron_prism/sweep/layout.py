@@ -7,7 +7,6 @@ the slice of a stage, and for the command line that trains it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import re
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_prism import __version__
 from megatron_prism.core.errors import MissingSlicesError, PrismError, UsageError
 from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
@@ -23,9 +23,11 @@ from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore, assemble
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options, script_job
+from megatron_prism.emulate.few_microbatches import fewest
 from megatron_prism.emulate.job_arguments import text_of
 from megatron_prism.emulate.recipe_server import CaptureServer
-from megatron_prism.replay.microbatches import fewest_microbatches
+
+_MANY = 8  # times as many microbatches as stages: the schedule has shown its period twice
 
 
 class JobLayout(ABC):
@@ -45,9 +47,9 @@ class JobLayout(ABC):
         return self.global_batch_size // (self.micro_batch_size * self.world.dp)
 
     @property
+    @abstractmethod
     def fewest(self) -> int:
         """Microbatches of which any other number follows, as Megatron's scheduler has them."""
-        return _fewest(self.world.pp, self.world.vpp)
 
     @property
     def key(self) -> str:
@@ -64,7 +66,7 @@ class JobLayout(ABC):
 
     @abstractmethod
     def family(self) -> str:
-        """The same for layouts that differ in replicas and batch alone."""
+        """The same for layouts that differ in replicas and batch alone, of one release of ours."""
 
     @abstractmethod
     def command(self) -> list[str]:
@@ -82,13 +84,6 @@ class JobLayout(ABC):
     @abstractmethod
     def assembled(self, folder: Path) -> Programs:
         """The world, of the slices of all stages."""
-
-
-@functools.cache
-def _fewest(pp: int, vpp: int | None) -> int:
-    from megatron_prism.emulate.schedule import schedules  # Megatron, seconds to import
-
-    return fewest_microbatches(pp, vpp, 8 * pp, schedules)
 
 
 def _digest(content: object) -> str:
@@ -116,6 +111,10 @@ class RecipeLayout(JobLayout):
     def global_batch_size(self) -> int:  # type: ignore[override]
         return int(self.recipe.global_batch_size)
 
+    @property
+    def fewest(self) -> int:
+        return fewest(self.world, _MANY * self.world.pp, self.recipe.flags)
+
     def content(self) -> object:
         return dataclasses.asdict(self.recipe)
 
@@ -129,7 +128,7 @@ class RecipeLayout(JobLayout):
         kept = {k: v for k, v in self.recipe.settings(text_of).items() if k not in sizes}
         tier = "meta" if self.recipe.prism.tier == "auto" else self.recipe.prism.tier
         source = {"recipe": self.recipe.name, "megatron_core": megatron_release(), **versions()}
-        return _digest({**source, "settings": kept, "tier": tier})
+        return _digest({**source, "settings": kept, "tier": tier, "prism": __version__})
 
     def command(self) -> list[str]:
         script = "hybrid" if self.recipe.hybrid_override_pattern else "gpt"
@@ -193,7 +192,7 @@ class ScriptLayout(JobLayout):
     def fewest(self) -> int:
         """As if chunks were interleaved, which only the job's parsed arguments say: two of them
         take the most microbatches to warm up."""
-        return _fewest(self.world.pp, 2)
+        return fewest(dataclasses.replace(self.world, vpp=2), _MANY * self.world.pp, {})
 
     def content(self) -> object:
         return [self.script, self.words, self.ours, self.world.size]
@@ -211,7 +210,7 @@ class ScriptLayout(JobLayout):
     def family(self) -> str:
         words = with_option(self.words, "--global-batch-size", None)
         ours = with_option(self.ours, "--prism-world-size", None)
-        return _digest([str(Path(self.script).resolve()), words, ours])
+        return _digest([__version__, str(Path(self.script).resolve()), words, ours])
 
     def command(self) -> list[str]:
         return [self.script, *self.words]

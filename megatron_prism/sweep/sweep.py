@@ -24,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_prism import __version__
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import claimed, rendered
@@ -427,7 +428,10 @@ def _is_there(path: Path) -> bool:
 def _run_name(settings: SweepSettings) -> str:
     """Of results that may be compared: everything beside the points that decides them."""
     content = dataclasses.asdict(settings) | {"folder": "", "megatron": megatron_release()}
-    content |= versions() | {"costs": dataclasses.asdict(read_machine(settings.machine))}
+    content |= versions() | {
+        "prism": __version__,
+        "costs": dataclasses.asdict(read_machine(settings.machine)),
+    }
     digest = hashlib.sha1(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
     return digest[:12]
 

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from megatron_prism.emulate import schedule
     from megatron_prism.emulate.schedule import schedules
 
-from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.slices import open_programs
 from megatron_prism.graph import world_graph
 
@@ -121,12 +121,6 @@ def test_a_process_with_torch_distributed_is_left_as_it_is():
         assert value.item() == 1
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_not_inside_an_emulated_job(monkeypatch):
-    monkeypatch.setattr(schedule.virtual_world, "current", lambda: object())
-    with pytest.raises(UnsupportedError, match="process of its own"):
-        schedules(4, 2, 8)
 
 
 @pytest.mark.parametrize(

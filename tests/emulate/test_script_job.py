@@ -122,3 +122,22 @@ def test_mock_data_last_until_the_job_ends(exit_interval, sizes, monkeypatch):
     module = types.SimpleNamespace(_GLOBAL_ARGS=settings)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     assert startup._until_exit([10**9, 10**6, None]) == sizes
+
+
+def test_ranks_whose_microbatches_do_not_follow_run_all_of_them(tmp_path, monkeypatch):
+    asked = []
+
+    def run(tasks, console, at_once):
+        asked.append([("--prism-all-microbatches" in task.words, task.rank) for task in tasks])
+        return [{"again": "its steps differ"} if task.rank and len(asked) == 1
+                else {"rank": task.rank, "said": "", "peak": None} for task in tasks]  # fmt: skip
+
+    monkeypatch.setattr(workers, "run", run)
+    job = ScriptJob.of("pretrain_gpt.py", ["--lr", "1"], given(*PP4).world, "meta")
+    out = io.StringIO()
+    monkeypatch.setattr(script_job, "assemble", lambda folder: None)
+    monkeypatch.setattr(script_job, "save", lambda *args, **kwargs: None)
+    script_job.capture(job, tmp_path / "d", [0, 4], Console(file=out), whole=False)
+    assert asked == [[(False, 0), (False, 4)], [(True, 4)]]
+    assert "all microbatches" in out.getvalue()
+    assert "its steps differ" in out.getvalue()

@@ -18,8 +18,8 @@ import yaml
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core.errors import UsageError
-from megatron_prism.sweep import evaluate
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.sweep import evaluate, layout
 from megatron_prism.sweep.space import SweepPoint
 
 TINY = ["num_layers=4", "hidden_size=64", "num_attention_heads=4",
@@ -186,8 +186,12 @@ def test_what_follows_from_a_shorter_capture_is_what_a_capture_says(recipe, fold
     assert "microbatches instead of" in found.rows[0].result["provenance"]
 
 
+def refused(*args):
+    raise PrismError("nothing is captured any more")
+
+
 @pytest.mark.slow
-def test_memory_of_a_point_is_that_of_its_capture_on_every_machine(recipe, tmp_path):
+def test_memory_of_a_point_is_that_of_its_capture_on_every_machine(recipe, tmp_path, monkeypatch):
     axes, out = ["pp=2", "global_batch_size=32"], tmp_path / "sweep"
     settings = [*TINY, "pp=2", "global_batch_size=32", "prism.tier=meta",
                 "train_iters=2"]  # fmt: skip
@@ -209,8 +213,12 @@ def test_memory_of_a_point_is_that_of_its_capture_on_every_machine(recipe, tmp_p
         assert np.array_equal(mine.history, program.history)
     (beside,) = prism.sweep(recipe, ["pp=2", "global_batch_size=80"], out, workers=1).rows
     assert beside.result["memory"]["history"] == "behind iterations of fewer microbatches"
-    (other,) = prism.sweep(recipe, ["pp=2", "global_batch_size=192"], out, workers=1).rows
-    assert other.result["memory"]["history"].startswith("of 5 microbatches")
+    monkeypatch.setattr(layout.RecipeLayout, "capture", refused)
+    others = prism.sweep(recipe, ["pp=2", "global_batch_size=192,384", "dp=2,4"], out, workers=1)
+    assert [one.result["memory"]["history"].count("instead of 5") for one in others.rows] == [1] * 4
+    monkeypatch.setattr(layout, "__version__", "0.0.1")  # of which no slice is used
+    (failed,) = prism.sweep(recipe, ["pp=2", "global_batch_size=768"], out, workers=1).dropped
+    assert failed.by == "failed"
 
 
 def test_a_sweep_over_other_axes_uses_the_results_under_its_own_names(recipe, folder, first):

@@ -1,0 +1,90 @@
+"""A capture of shapes runs the few microbatches of an iteration that all others follow from.
+
+In : the job's sizes and settings, then the program of the few.  Out: how many run, then the program
+of all.  Megatron's scheduler says both (``replay.microbatches``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.world import World
+
+_SCHEDULE = {  # Megatron's settings that change the order, and what ``schedules`` calls them
+    "microbatch_group_size_per_vp_stage": "group_size",
+    "overlap_p2p_comm": "overlap_p2p",
+    "overlap_p2p_comm_warmup_flush": "warmup_flush",
+    "overlap_moe_expert_parallel_comm": "ep_overlap",
+}
+_VARIES = ("rampup_batch_size", "step_batch_size_schedule")  # the number of microbatches
+AGAIN = "again"  # in what a worker says: why all microbatches have to run
+_WORTH = 2  # times as many microbatches: fewer take hardly less time
+
+
+def few_of(world: World, rank: int, wanted: int, settings: Mapping[str, Any]) -> int:
+    """How many of ``wanted`` microbatches a capture of ``rank`` runs: all where few would save
+    little.  The first stage warms up longest: what is enough for it keeps messages' buffers exact.
+
+    Args:
+        settings: of the job, by Megatron's names.
+    """
+    few = fewest(world, wanted, settings, (0, world.coordinates(rank).pp))
+    return few if few * _WORTH <= wanted else wanted
+
+
+def fewest(
+    world: World, wanted: int, settings: Mapping[str, Any], stages: tuple[int, ...] | None = None
+) -> int:
+    """The smallest number of microbatches that ``wanted`` follow from, on ``stages`` or on all;
+    ``wanted`` if none do."""
+    from megatron_prism.core.errors import UsageError
+
+    given = {ours: settings.get(name) for name, ours in _SCHEDULE.items()}
+    known = tuple((name, value) for name, value in given.items() if value is not None)
+    if any(settings.get(name) for name in _VARIES):
+        return wanted
+    try:
+        few = _fewest(world.pp, world.vpp, wanted, stages, known)
+    except UsageError:  # Megatron refuses the job itself, in its words
+        return wanted
+    defers = settings.get("defer_embedding_wgrad_compute")
+    return few if not defers or 0 < settings.get("wgrad_deferral_limit", 0) < few else wanted
+
+
+@functools.cache
+def _fewest(
+    pp: int,
+    vpp: int | None,
+    wanted: int,
+    stages: tuple[int, ...] | None,
+    known: tuple[tuple[str, Any], ...],
+) -> int:
+    from megatron_prism.emulate.schedule import schedules  # Megatron, seconds to import
+    from megatron_prism.replay.microbatches import fewest_microbatches
+
+    return fewest_microbatches(pp, vpp, wanted, schedules, stages, **dict(known))
+
+
+def of_all(
+    program: Program, world: World, wanted: int, source: Mapping[str, str]
+) -> tuple[Program, dict[str, str]]:
+    """(the program of ``wanted`` microbatches, ``source`` as it is of them and says so);
+    ProgramError if it does not follow from ``program``, which has few."""
+    from megatron_prism.emulate.schedule import with_microbatches
+
+    everyone = np.zeros(world.size, dtype=np.int32)
+    made = with_microbatches(Programs(world, (program,), everyone, source=source), wanted)
+    return made.programs[0], dict(made.source)
+
+
+def note(few: int, wanted: int) -> str:
+    """What to say of a capture that runs few."""
+    return (
+        f"{few} of {wanted} microbatches run, from which Megatron's scheduler makes the others; "
+        "--prism-all-microbatches (prism.all_microbatches of a recipe) runs all"
+    )
