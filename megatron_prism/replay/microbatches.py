@@ -813,9 +813,9 @@ class _Extension:
                 if size < 0 and live[new] <= 0:
                     continue
                 change_to(new, size, before + moved, note, change)
-                if ends.get(origin) == change:
-                    gone = [*queue][: max(0, len(queue) - stays[origin])]
-                elif origin not in ends and len(queue) > most[origin]:
+                if ends.get(origin) == change and not stays[origin]:
+                    gone = [*queue]
+                elif origin not in ends and not stays[origin] and len(queue) > most[origin]:
                     gone = [queue[0]]
                 for number in gone:
                     change_to(number, -live[number], before + moved, 0, change)
@@ -897,5 +897,5 @@ class _Extension:
             most[origin] += max((more[chunk] for _, chunk in step), default=more.get(None, 0))
         for origin, born in Counter(origins.values()).items():
             if now[origin] == born:
-                most[origin] = now[origin] = len(self.source)
+                now[origin] = len(self.source)
         return most, now
