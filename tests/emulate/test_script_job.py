@@ -133,7 +133,7 @@ def test_ranks_whose_microbatches_do_not_follow_run_all_of_them(tmp_path, monkey
                 else {"rank": task.rank, "said": "", "peak": None} for task in tasks]  # fmt: skip
 
     monkeypatch.setattr(workers, "run", run)
-    job = ScriptJob.of("pretrain_gpt.py", ["--lr", "1"], given(*PP4).world, "meta")
+    job = Job.of("pretrain_gpt.py", ["--lr", "1"], given(*PP4).world, "meta")
     out = io.StringIO()
     monkeypatch.setattr(script_job, "assemble", lambda folder: None)
     monkeypatch.setattr(script_job, "save", lambda *args, **kwargs: None)
