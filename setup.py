@@ -16,7 +16,8 @@ TRAINING = [
     "psutil",  # without it a job that saves waits for ever (0.16.1, torch_dist)
     'megatron-core[training]; python_version >= "3.12"',
 ]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRAINING]
+MCP = ["mcp>=2"]  # prism mcp
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRAINING, *MCP]
 
 setup(
     name="megatron_prism",
@@ -65,6 +66,7 @@ setup(
         "docs": ["mkdocs-material>=9.5"],
         "sweep": ["ray[client]>=2.9", "optuna>=3"],  # prism sweep address=, trials=
         "debug": ["debugpy>=1.8"],
+        "mcp": MCP,
         "training": TRAINING,
         "te": ["transformer-engine[pytorch]>=2.9"],  # with its library, for a GPU
     },

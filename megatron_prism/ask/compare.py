@@ -103,6 +103,7 @@ class Comparison:
             "parts": self.to_rows(),
             "changes": [asdict(one) for one in self.changes],
             "first": None if self.first is None else [one.to_json() for one in self.first],
+            "sources": [list(one.prices.used()) for one in self.timelines or ()],
         }
 
     def to_text(self) -> str:

@@ -24,6 +24,7 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.compare import compare
 from megatron_prism.cli.fit import fit
 from megatron_prism.cli.hang import hang, has_observation
+from megatron_prism.cli.mcp import mcp
 from megatron_prism.cli.memory import ACTIONS, memory
 from megatron_prism.cli.output import (
     check_outputs,
@@ -416,6 +417,10 @@ COMMANDS = {
         ),
     ),
     "recipes": Command(recipes),
+    "mcp": Command(
+        mcp,
+        ((("--run",), {"action": "store_true", "help": "also capture jobs and evaluate layouts"}),),
+    ),
     "patches": Command(
         patches, ((("--megatron",), {"metavar": "DIR", "help": "a checkout of Megatron-LM"}),)
     ),

@@ -144,6 +144,12 @@ class Op:
         """``2F0``: microbatch 2, forward, chunk 0; ``O`` optimizer; ``-`` outside."""
         return label(self.phase, self.microbatch, self.chunk)
 
+    @property
+    def call_label(self) -> CallLabel:
+        """What selectors look at."""
+        place = self.microbatch, self.chunk, self.phase, self.site
+        return CallLabel(self.name, self.group, -1, *place)
+
     def __post_init__(self) -> None:
         for name, known in CODED.items():
             if getattr(self, name) not in known:

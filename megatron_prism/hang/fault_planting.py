@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import Membership, named_group, short_names
-from megatron_prism.core.ops import CODE, IS_CALL, CallLabel, Op
+from megatron_prism.core.ops import CODE, IS_CALL, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
@@ -97,14 +97,12 @@ _ELSEWHERE = {  # what programs know nothing of
 }  # fmt: skip
 
 
-def _label(op: Op) -> CallLabel:
-    return CallLabel(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
-
-
 def _segments(fault: Fault, program: Program) -> np.ndarray:
     """bool [ops]: the segments that the selector means."""
     finder = FaultMatcher(fault)
-    return np.array([op.name == "compute" and finder.matches(_label(op)) for op in program], bool)
+    return np.array(
+        [op.name == "compute" and finder.matches(op.call_label) for op in program], bool
+    )
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ class _Planter:
             talks = bool(IS_CALL[CODE[op.name]])
             if not talks and (op.name != fault.select.op and anything):
                 continue
-            if finder.hit(_label(op)):
+            if finder.hit(op.call_label):
                 return index
         return None
 

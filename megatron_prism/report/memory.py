@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from megatron_prism.memory import baseline, peaks, snapshot
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.priced_graph import machine_of
 from megatron_prism.report import words
-from megatron_prism.report.page import render_page
+from megatron_prism.report.page import Data, render_page
 
 if TYPE_CHECKING:
     from megatron_prism.ask.fit import Fit
@@ -31,9 +31,7 @@ _MODULES = 11  # of a curve, all others being one more
 _TOP = 40  # origins of the table
 
 
-def page_data(
-    programs: Programs, made: baseline.MemoryReport, limit: int | None = None
-) -> dict[str, Any]:
+def page_data(programs: Programs, made: baseline.MemoryReport, limit: int | None = None) -> Data:
     """Every class of ``made``; ``limit``: bytes of the device, None: those of the job's GPU, if
     it is known."""
     if limit is None:
@@ -50,7 +48,7 @@ def page_data(
     return {"limit": limit, "failed": [], "classes": found}
 
 
-def timeline_memory(programs: Programs) -> dict[str, Any] | str:
+def timeline_memory(programs: Programs) -> Data | str:
     """The same of a job that is replayed, or why there is none."""
     try:
         return page_data(programs, baseline.peak_memory(programs))
@@ -58,7 +56,7 @@ def timeline_memory(programs: Programs) -> dict[str, Any] | str:
         return f"unknown: {error.message}"
 
 
-def largest(memory: dict[str, Any] | str) -> int | None:
+def largest(memory: Data | str) -> int | None:
     """The most bytes of a rank, of the device if they are known."""
     ends = [] if isinstance(memory, str) else memory["classes"]
     return max((one["device"] or one["reserved"] for one in ends), default=None)
@@ -96,7 +94,7 @@ def render_snapshot(name: str, taken: snapshot.Snapshot) -> str:
     return _render(name, f"a real process, iterations 1 to {taken.iterations[-1]}", data, rows)
 
 
-def _render(title: str, subtitle: str, memory: Mapping[str, Any], rows: Sequence[Any]) -> str:
+def _render(title: str, subtitle: str, memory: Data, rows: Sequence[object]) -> str:
     data = {"memory": memory, "provenance": [["What the figures are made of", ["", ""], rows]]}
     text = "\n".join(f"{one['name']}: {format_bytes(one['allocated'])} allocated, "
                      f"{one['when']}" for one in memory["classes"])  # fmt: skip
@@ -109,7 +107,7 @@ def _class(
     levels: tuple[int, int | None, int, int],
     when: str,
     iterations: Sequence[int] = (),
-) -> dict[str, Any]:
+) -> Data:
     """One class; ``levels``: reserved, device, NCCL's and other bytes at the peak."""
     reserved, device, nccl, context = levels
     live, top = program.live_bytes(), peaks.known_peak(program)

@@ -13,12 +13,13 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_prism.core import groups
 
+Data = dict[str, Any]  # what a page's script finds as DATA
 FOLDER = Path(__file__).parent
 # what could end a script element, or a line of JavaScript
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -29,7 +30,7 @@ def render_page(
     title: str,
     subtitle: str,
     own: str,
-    data: Mapping[str, Any],
+    data: Data,
     text: str,
     more: Sequence[str] = (),
 ) -> str:

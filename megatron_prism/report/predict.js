@@ -1,13 +1,10 @@
-// A distribution of the iteration time and what moves it, or several layouts side by side.
+// A distribution of the iteration time, and what moves it.
 
 const LEVELS = Array.from({ length: 199 }, (_, i) => 0.005 + 0.99 * i / 198);  // of ``times``
-const shares = { from: 0, to: 1, ticks: [0, 0.25, 0.5, 0.75, 1], write: (part) => `${100 * part} %` };
 const quantile = (level) => `p${round(100 * level)}`;
 const between = (q) => q.ns === null ? `needs ${count(q.needed)} samples` : `${ms(q.low)} to ${ms(q.high)}`;
 // predictions differ in the fourth digit
 const ms = (ns) => `${(ns / 1e6).toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 })} ms`;
-const CURVES = ["backward", "dp", "tp", "pp", "cp", "ep"].map((name) => `var(--${name})`);
-const sourceRows = (all) => all.map((text) => [badge(text), text.replace(/^\w+: /, "")]);
 
 // ---- one distribution
 function figures() {
@@ -90,40 +87,9 @@ function scale(section) {
   section.append(quiet(`${DATA.study.note}.`));
 }
 
-// ---- layouts side by side
-function layouts(section) {
-  const all = DATA.layouts;
-  section.append(heading("Share of iterations that take at most this long"));
-  const plot = new Plot(section, "cumulative distribution of the iteration time, by layout", { height: 380, y: shares,
-    x: { ...extent(all.flatMap((one) => [one.times[0], one.times[198]]), 0.02), write: formatNs, title: "iteration time" } });
-  const colour = (i) => CURVES[i % CURVES.length];
-  all.forEach((one, i) => plot.line(one.times.map((time, k) => [time, LEVELS[k]]), colour(i)));
-  const quantiles = all[0].quantiles.map((q) => quantile(q.level));
-  section.append(legend(all.map((one, i) => [one.name, colour(i)])),
-    heading("Quantiles"), quiet("Below each: the 95 % interval of the draws."),
-    table(["layout", "ranks", "microbatches", "without variation", ...quantiles], all.map((one) => [one.name, count(one.ranks), count(one.microbatches),
-      ms(one.steady), ...one.quantiles.map((q) => q.ns === null ? between(q) : element("div", "", ms(q.ns), element("div", "quiet", between(q))))])));
-}
-
-function faster(section) {
-  const said = (one) => one === null ? "" : `${percent(one.share)} (${percent(one.low)} to ${percent(one.high)})`;
-  section.append(heading("Who is faster"), quiet("How often, of iterations under the same network. In brackets: the 95 % interval."),
-    table(["layout", `${DATA.layouts[0].name} is faster than it`, "fastest of all"], DATA.layouts.map((one) => [one.name, said(one.slower), said(one.fastest)])));
-  if (DATA.note) section.append(element("p", "", `Beware: ${DATA.note}.`));
-}
-
-// what a prediction rests on, as tables of Provenance
-const rests = (name, one) => [`${name}: spreads and calls`, ["", ""], [["spreads", one.spreads], ["calls", one.calls], ...sourceRows(one.durations)]];
-
-if (DATA.layouts) {
-  const p95 = (one) => one.quantiles.find((q) => q.level === 0.95) || one.quantiles[0];
-  cards(DATA.layouts.map((one) => [`${quantile(p95(one).level)} of ${one.name}`, p95(one).ns === null ? null : ms(p95(one).ns), `without variation ${ms(one.steady)}`]));
-  tabs([["layouts", "Iteration time", anew(layouts)], ["faster", "Who is faster", once(faster)],
-    provenance(...Object.entries(DATA.rests_on).map(([name, one]) => rests(name, one))), reading("without variation", "p50, p95, p99", "assumed spreads")]);
-} else {
-  figures();
-  tabs([["distribution", "Distribution", anew(distribution)], ["moves", "What moves p95", once(halved)],
-    ...(DATA.study ? [["slow", "Slow GPUs", once(slow)], ["scale", "Scale", anew(scale)]] : []),
-    provenance(rests("iterations", { spreads: DATA.source, calls: DATA.calls, durations: DATA.durations })),
-    reading("without variation", "p50, p95, p99", "what moves p95", "slow GPU, hot node", "scale", "assumed spreads")]);
-}
+figures();
+tabs([["distribution", "Distribution", anew(distribution)], ["moves", "What moves p95", once(halved)],
+  ...(DATA.study ? [["slow", "Slow GPUs", once(slow)], ["scale", "Scale", anew(scale)]] : []),
+  provenance(["What the prediction rests on", ["", ""], [["spreads", DATA.source], ["calls", DATA.calls],
+    ...DATA.durations.map((text) => [badge(text), text.replace(/^\w+: /, "")])]]),
+  reading("without variation", "p50, p95, p99", "what moves p95", "slow GPU, hot node", "scale", "assumed spreads")]);

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from megatron_prism.report import words
 from megatron_prism.report.columns import columns, folded
 from megatron_prism.report.memory import largest, timeline_memory
 from megatron_prism.report.metrics import Metrics, Value, timeline_metrics
-from megatron_prism.report.page import render_page
+from megatron_prism.report.page import Data, render_page
 
 _CLASSES = 24  # classes at all
 _PARTS = 14  # rows of the critical path
@@ -301,7 +300,7 @@ TABLE = 256  # classes in tables
 SPANS = 90_000  # spans of a page, about 2 MB
 
 
-def page_data(timeline: Timeline) -> dict[str, Any]:
+def page_data(timeline: Timeline) -> Data:
     """The whole page as one value."""
     found, programs = timeline_metrics(timeline), timeline.graph.programs
     memory = timeline_memory(programs)
@@ -342,7 +341,7 @@ def _drawn(found: Metrics) -> list[int]:
     return sorted(one.index for one in ranked[:ROWS])
 
 
-def _figures(found: Metrics) -> dict[str, Any]:
+def _figures(found: Metrics) -> Data:
     value = asdict(found)
     value["exposed_by_group"] = found.mean("exposed")
     value["waiting_by_group"] = found.mean("waiting")
@@ -363,10 +362,10 @@ class _Names:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.kinds: dict[tuple[Any, ...], int] = {}
+        self.kinds: dict[tuple[object, ...], int] = {}
         self.steps: dict[tuple[str, str], int] = {}
 
-    def lanes(self, index: int, spans: np.ndarray, merged: np.ndarray) -> list[dict[str, Any]]:
+    def lanes(self, index: int, spans: np.ndarray, merged: np.ndarray) -> list[Data]:
         """The columns of every lane of class ``index``."""
         kinds, steps = self._names(index, spans[merged["first"]])
         lanes = spans["lane"][merged["first"]]
@@ -394,7 +393,7 @@ class _Names:
         source = np.where(meeting >= 0, called, prices.compute_source[index][spans["op"]])
         columns = [rows[c].tolist() for c in ("name", "phase", "group", "site", "note")]
         owners = _notes(program)
-        known: dict[tuple[Any, ...], int] = {}
+        known: dict[tuple[object, ...], int] = {}
         kinds, steps = [], []
         keys = zip(*columns, size.tolist(), source.tolist(), strict=True)
         for op, fields in zip(spans["op"].tolist(), keys, strict=True):

@@ -8,12 +8,11 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.units import counted, format_bytes, format_share
 from megatron_prism.replay.timeline import mean_parts
-from megatron_prism.report.page import render_page
+from megatron_prism.report.page import Data, render_page
 from megatron_prism.sweep.space import text as axis_text
 from megatron_prism.sweep.sweep import Row, Sweep, front
 
@@ -161,7 +160,7 @@ def _words(row: Row) -> str:
     return " · ".join(f"{axis} {axis_text(value)}".replace("_", " ") for axis, value in axes)
 
 
-def _page(sweep: Sweep, links: Mapping[str, str]) -> dict[str, Any]:
+def _page(sweep: Sweep, links: Mapping[str, str]) -> Data:
     """What sweep.js draws; times in ns, memory in bytes."""
     best = {one["key"] for one in front([row.result for row in sweep.rows])}
     pair = [
