@@ -149,29 +149,12 @@ def dump_of(
     }
 
 
-_KEYS = [
-    "record_id",
-    "pg_id",
-    "process_group",
-    "collective_seq_id",
-    "p2p_seq_id",
-    "op_id",
-    "profiling_name",
-    "time_created_ns",
-    "input_sizes",
-    "input_dtypes",
-    "output_sizes",
-    "output_dtypes",
-    "state",
-    "time_discovered_started_ns",
-    "time_discovered_completed_ns",
-    "retired",
-    "timeout_ms",
-    "is_p2p",
-    "thread_name",
-    "thread_id",
-    "frames",
-]
+_KEYS = (
+    "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id",
+    "profiling_name", "time_created_ns", "input_sizes", "input_dtypes", "output_sizes",
+    "output_dtypes", "state", "time_discovered_started_ns", "time_discovered_completed_ns",
+    "retired", "timeout_ms", "is_p2p", "thread_name", "thread_id", "frames",
+)  # fmt: skip
 
 
 class _Table:

@@ -240,10 +240,10 @@ def _passed(state: JobState, rank: int, desc: str) -> bool:
 def _fewer_messages(state: JobState, rank: int, desc: str) -> bool:
     """Whether by their counters siblings that made no more collectives than ``rank`` posted more
     messages of that group, and more of them than made no more messages and as many collectives."""
-    mine, calls = state.messages_issued(rank, desc), state.counts(rank)
+    (mine, _), calls = state.messages_counted(rank, desc), state.counts(rank)
     more = fewer = 0
     for other in state.siblings_of(rank):
-        theirs, made = state.messages_issued(other, desc), state.counts(other)
+        (theirs, _), made = state.messages_counted(other, desc), state.counts(other)
         more += theirs > mine >= 0 and not _more(made, calls)
         fewer += other != rank and theirs <= mine and not _more(calls, made)
     return more > fewer

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from megatron_prism.core.world import ranks_text
-from megatron_prism.hang.dumps import DumpSet, Entry, Group, Launch, Status
+from megatron_prism.hang.dumps import DumpSet, Entry, Group, Launch
 
 _MEGATRON = "PIPELINE_MODEL_PARALLEL_GROUP"
 _WORDS = re.compile(r"(?:^|mesh[_-])pp$|pipeline", re.IGNORECASE)
@@ -193,18 +193,13 @@ class JobState:
         return {dump.groups[name].desc: status.enqueued for name, status in dump.status.items()
                 if name in dump.groups and name not in dump.assumed}  # fmt: skip
 
-    def _of_messages(self, rank: int, desc: str) -> Iterator[Status]:
+    def messages_counted(self, rank: int, desc: str) -> tuple[int, int]:
+        """(issued, ended) messages of its group of that description, by its counter; -1: not
+        known."""
         dump, pairs = self.dumps[rank], self.pairs & self.groups.keys() - self.dumps[rank].assumed
-        return (status for name, status in dump.status.items() if name in pairs
-                and self.groups[name].desc == desc)  # fmt: skip
-
-    def messages_issued(self, rank: int, desc: str) -> int:
-        """Messages of its group of that description, by its counter; -1: not known."""
-        return max((status.enqueued for status in self._of_messages(rank, desc)), default=-1)
-
-    def messages_ended(self, rank: int, desc: str) -> int:
-        """Those of them that ended."""
-        return max((status.completed for status in self._of_messages(rank, desc)), default=-1)
+        rows = [(s.enqueued, s.completed) for name, s in dump.status.items()
+                if name in pairs and self.groups[name].desc == desc]  # fmt: skip
+        return max(rows, default=(-1, -1))
 
     def opened(self, rank: int) -> frozenset[Key]:
         """Its outstanding calls, comparable between siblings."""

@@ -201,13 +201,6 @@ def ranks_without_message(state: JobState) -> Iterator[tuple[int, Entry]]:
                     yield other, head
 
 
-def never_started(state: JobState) -> dict[int, Entry]:
-    """Less than half of the ranks, whose devices never started their oldest call -> that call."""
-    heads = {r: e for r in state.outstanding if (e := state.head(r))}
-    idle = {r: e for r, e in heads.items() if e.state == "scheduled"}
-    return idle if 2 * len(idle) < len(heads) else {}
-
-
 def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
     """Ranks on which a call that needs everybody did not end, though it did on others: with the
     call, and the last one that ended there."""
@@ -255,7 +248,8 @@ def whom_calls_need(
             devices were timed, which all have started.  What is issued in one batch ends in one.
         differ: calls that members make differently: these do not end.
     """
-    queues = {rank: deque({e.launch: e for e in calls[::-1]}.values())
+    last = None if culprits is None else 1  # of a job that stands still the first calls do
+    queues = {rank: deque({e.launch: e for e in calls[:last][::-1]}.values())
               for rank, calls in state.outstanding.items()}  # fmt: skip
     timed = any(e.state == "started" for calls in state.outstanding.values() for e in calls)
     while True:
@@ -307,8 +301,8 @@ def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
                 continue
             if name in state.pairs:
                 alike = state.siblings_of(other)
-                last = max(state.messages_ended(s, group.desc) for s in alike)
-                behind = state.messages_ended(other, group.desc) < max(1, last)
+                last = max(state.messages_counted(s, group.desc)[1] for s in alike)
+                behind = state.messages_counted(other, group.desc)[1] < max(1, last)
             else:
                 behind = state.completed.get((name, other), -1) < last
             if behind:
@@ -323,20 +317,12 @@ def last_waited_for(state: JobState) -> list[int]:
 
 def complete_calls(state: JobState) -> list[Entry]:
     """Collectives at which all members stand and that did not end: a device, or the network; or the
-    job runs, since counters are some 100 ms old."""
+    job runs, since counters are some 100 ms old.  Who issues calls in another order leaves none of
+    them, but a circle of waits or somebody who has not come."""
     calls = {e.launch: e for rank in sorted(state.outstanding)
              if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]
              and state.hidden.isdisjoint(state.groups[e.group].ranks)}  # fmt: skip
     return list(calls.values())
-
-
-def is_complete_but_held(state: JobState) -> bool:
-    """Whether some collective has everybody and nobody leaves it.
-
-    Who issues calls in another order leaves a circle of waits, or somebody who has not come.
-    """
-    calls = complete_calls(state)[:1]
-    return any(r in state.dumps for e in calls for r in state.groups[e.group].ranks)
 
 
 def complete_call_lines(state: JobState) -> str:
