@@ -68,7 +68,7 @@ def _tools() -> list[Tool]:
         Tool("compare", "compare", lambda made, given: of("fit", given["b"])),
         Tool("replay", "replay",
              lambda made, given: of("replay", f"{given['programs']} --html replay.html")),
-        Tool("hang", "diagnose", lambda made, given: made.decides or made.stop),
+        Tool("hang", "hang", lambda made, given: made.decides or made.stop),
         Tool("sweep", "sweep", lambda made, given: " ".join(
             made.commands[made.rows[0].result["key"]]) if made.rows else "other axes", runs=True),
         Tool("calls", calls, lambda made, given: "prism run --prism-debugger --prism-break "

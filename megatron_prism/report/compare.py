@@ -13,7 +13,7 @@ from megatron_prism.report.columns import columns, folded
 from megatron_prism.report.fit import KINDS, module_of
 
 if TYPE_CHECKING:
-    from megatron_prism.ask.compare import Comparison
+    from megatron_prism.ask.compare import Comparison, Setting
     from megatron_prism.memory.baseline import Change
 
 _NAMES = {**KINDS, "cache": "allocator's rounding and cache", "nccl": "NCCL",
@@ -33,18 +33,28 @@ def render_html(found: Comparison) -> str:
     """Both timelines, one above the other."""
     assert found.timelines is not None
     a, b = found.timelines
-    return replay.render_html(a, found.names[0], (found.names[1], b))
+    tables = [(rows[0][0], ("", *rows[0][1:]), rows[1:]) for rows in [_memory_rows(found)]
+              if found.memory is not None]  # fmt: skip
+    settings = [(one.name, *_values(one)) for one in found.settings]
+    if settings:
+        tables.append(("what differs between the jobs", ("", "A", "B"), settings))
+    names = [f"{letter}: {name}" for letter, name in zip("AB", found.names, strict=True)]
+    return replay.render_html(a, names[0], (names[1], b), tables, [_sure(found)])
 
 
 def _settings(found: Comparison) -> Iterator[str]:
     if found.settings:
         yield "what differs between the jobs"
     for one in found.settings[:_SETTINGS]:
-        a, b = (job_settings.short(text) if text is not None else "not given"
-                for text in (one.a, one.b))  # fmt: skip
+        a, b = _values(one)
         yield from folded(f"  {one.name}: {a} -> {b}", 4)
     if len(found.settings) > _SETTINGS:
         yield f"  and {len(found.settings) - _SETTINGS} more: --json has all"
+
+
+def _values(one: Setting) -> tuple[str, str]:
+    a, b = ("not given" if text is None else job_settings.short(text) for text in (one.a, one.b))
+    return a, b
 
 
 def _signed(ns: float) -> str:
@@ -61,26 +71,36 @@ def _times(found: Comparison) -> Iterator[str]:
         rows += [[with_short_names(one.what), *times]]
     a, b = found.iterations
     yield from columns([*rows, ["= iteration", format_ns(a), format_ns(b), _signed(b - a)]])
+    yield from folded(_sure(found), 2)
+
+
+def _sure(found: Comparison) -> str:
+    """How sure the difference of the times is."""
     sure = found.difference
-    yield from folded(
-        f"B - A: {_signed(sure.ns)}, from {_signed(sure.low_ns)} to {_signed(sure.high_ns)} with "
-        f"95 %; A is faster with {format_share(sure.first_faster)}: what is unknown of the machine "
-        "is the same for both", 2,
-    )  # fmt: skip
+    if sure is None:
+        return found.untimed
+    return (f"B - A: {_signed(sure.ns)}, from {_signed(sure.low_ns)} to {_signed(sure.high_ns)} "
+            f"with 95 %; A is faster with {format_share(sure.first_faster)}: what is unknown of "
+            "the machine is the same for both")  # fmt: skip
 
 
 def _memory(found: Comparison) -> Iterator[str]:
     if found.memory is None:
         yield "memory is not compared: one of them recorded none"
         return
+    yield from columns(_memory_rows(found))
+    for change in found.changes[:_CLASSES]:
+        yield from _change(change)
+
+
+def _memory_rows(found: Comparison) -> list[list[str]]:
+    """A head, and a row for every part of the device's bytes."""
     rows = [["memory of a rank that needs most", "A", "B", "B - A"]]
     for one in found.kinds:
         a, b = int(one.a), int(one.b)
         more = f"{'+' if b > a else ''}{format_bytes(b - a)}"
         rows.append([_NAMES[one.what], format_bytes(a), format_bytes(b), more])
-    yield from columns(rows)
-    for change in found.changes[:_CLASSES]:
-        yield from _change(change)
+    return rows
 
 
 def _change(change: Change) -> Iterator[str]:

@@ -146,17 +146,18 @@ def _changes(found: Fit) -> Iterator[str]:
         "nothing that can be tried on the slices frees memory of the peak")  # fmt: skip
     for one in found.changes:
         yield from folded(f"  {one.words}", 4)
-        yield from folded(f"    {_outcome(one, found.limit, found.iteration_ns)}", 6)
+        yield from folded(f"    {outcome(one, found.limit, found.iteration_ns)}", 6)
     if not enough:
         yield from folded("  none of these is enough: weights, gradients and optimizer shrink with "
                           "more pipeline, tensor or expert ranks, activations with context "
                           "parallelism: prism sweep tries them", 2)  # fmt: skip
 
 
-def _outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
+def outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
+    """What a change leaves of the limit, and what it costs in time."""
     left = format_bytes(abs(limit - one.num_bytes))
-    outcome = f"fits, {left} to spare" if one.fits else f"{left} too much"
-    text = f"{format_bytes(one.num_bytes)}: {outcome}"
+    room = f"fits, {left} to spare" if one.fits else f"{left} too much"
+    text = f"{format_bytes(one.num_bytes)}: {room}"
     if one.slower_ns is None or iteration_ns is None:
         return f"{text}; its time is not known"
     if one.slower_ns == 0:

@@ -73,7 +73,8 @@ function memory(section) {
     made.setAttribute("aria-pressed", String(i === current));
     return made;
   }));
-  section.append(...(MEMORY.failed.length ? [heading("Out of memory"), ...MEMORY.failed.map((line) => element("p", "", line))] : []), ...deviceBars(), heading("What is alive over time"),
+  section.append(...(MEMORY.verdict ? [heading(MEMORY.verdict), ...MEMORY.about.map((line) => element("p", "", line))] : []),
+    ...(MEMORY.changes.length ? [table(["what frees memory, tried on the slices", "then it needs"], MEMORY.changes, [0, 1])] : []), ...deviceBars(), heading("What is alive over time"),
     element("div", "bar", choose(MEMORY.classes.map((each) => each.name), chosenClass, (i) => { chosenClass = i; }),
       choose(one.modules.length < 2 ? [] : ["by category", "by module"], chosenSeries === "module" ? 1 : 0, (i) => { chosenSeries = i ? "module" : "category"; })));
   section.append(overTime(section, one), heading(`What is alive at the peak of ${one.name}`),

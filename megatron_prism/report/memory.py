@@ -21,6 +21,7 @@ from megatron_prism.memory import baseline, peaks, snapshot
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.priced_graph import machine_of
 from megatron_prism.report import words
+from megatron_prism.report.fit import outcome
 from megatron_prism.report.page import Data, render_page
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def page_data(programs: Programs, made: baseline.MemoryReport, limit: int | None
         levels = (one["peak_reserved"], device, nccl, context)
         label = words.step(one["at"]["phase"], one["at"]["microbatch"], one["at"]["chunk"])
         found.append(_class(f"{name}: {one['count']:,} ranks", program, levels, label))
-    return {"limit": limit, "failed": [], "classes": found}
+    return {"limit": limit, "verdict": "", "about": [], "changes": [], "classes": found}
 
 
 def timeline_memory(programs: Programs) -> Data | str:
@@ -65,6 +66,11 @@ def largest(memory: Data | str) -> int | None:
 def render_fit(found: Fit) -> str:
     """The page of a job."""
     data = page_data(found.programs, found.memory, found.limit)
+    data["verdict"] = "It fits" if found.fits else "It does not fit"
+    data["about"] = [f"{name} runs out {place.where}." for name, place in found.overruns.items()
+                     if place.where]  # fmt: skip
+    data["changes"] = [(one.words, outcome(one, found.limit, found.iteration_ns))
+                       for one in found.changes]  # fmt: skip
     rows = [[level, text] for level, text in found.memory.provenance.items()]
     title = job_settings.title(found.programs.source, found.programs.world)
     return _render(title, "from slices, without a GPU", data, rows)
@@ -77,17 +83,18 @@ def render_snapshot(name: str, taken: snapshot.Snapshot) -> str:
     label = words.step(top.op.phase, top.op.microbatch, top.op.chunk)
     levels = (most, None, 0, 0)
     one = _class(name, taken.program, levels, f"iteration {iteration}, {label}", taken.iterations)
-    failed, limit = [], None
+    about, limit = [], None
     if taken.failed is not None:
         limit = taken.reserved + taken.failed.device_free
         free, largest = map(format_bytes, taken.free)
         fits = "fit" if taken.fits_expandable() else "do not fit either"
-        failed = [f"{taken.failed.size:,} B do not fit in iteration {taken.failed.iteration}, "
+        about = [f"{taken.failed.size:,} B do not fit in iteration {taken.failed.iteration}, "
                   f"{taken.failed.label} {taken.failed.site}.",
                   f"{format_bytes(taken.reserved)} are reserved; {free} of them are free blocks, "
                   f"the largest {largest}. With expandable segments the same requests "
                   f"{fits}."]  # fmt: skip
-    data = {"limit": limit, "failed": failed, "classes": [one]}
+    verdict = "Out of memory" if taken.failed is not None else ""
+    data = {"limit": limit, "verdict": verdict, "about": about, "changes": [], "classes": [one]}
     rows = [["allocated", "measured: blocks that the allocator gave, by the lines that asked"],
             ["reserved", "measured: segments of the allocator; by its rules "
              f"{format_bytes(taken.modelled)} of these requests"]]  # fmt: skip

@@ -53,7 +53,7 @@ def test_what_runs_or_writes_is_there_on_request_alone():
 def test_schemas_are_the_signatures_of_the_public_functions():
     (tools,) = asked(("", {}), run=True)
     schemas = {one.name: one.input_schema for one in tools}
-    for name, function in (("replay", prism.replay), ("hang", prism.diagnose),
+    for name, function in (("replay", prism.replay), ("hang", prism.hang),
                            ("sweep", prism.sweep)):  # fmt: skip
         arguments = inspect.signature(function).parameters
         for argument, schema in schemas[name]["properties"].items():

@@ -17,13 +17,18 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core import program
 from megatron_prism.core.world import World
 from megatron_prism.hang.fault_plan import parse
+from megatron_prism.memory import snapshot
 from megatron_prism.replay.costs.machine import machines
 from megatron_prism.replay.priced_graph import price
+from megatron_prism.report.memory import render_snapshot
 from megatron_prism.report.page import allow_script
 from megatron_prism.report.replay import render_html, render_text
 from megatron_prism.sweep.space import SweepPoint
 from megatron_prism.sweep.sweep import Row, Sweep
 
+SLICES = Path(__file__).parents[1] / "golden" / "slices" / "dense_pp2"
+REAL = Path(__file__).parents[2] / "benchmarks" / "results" / "snapshots"
+FULL = REAL / "oom_dp2-oom-rank0.pickle.xz"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -287,8 +292,7 @@ def test_tabs_zoom_details_and_search_work_and_labels_stay_text(make, sought, tm
 def test_links_that_calls_share_are_drawn(tmp_path):
     driver = """document.getElementById("tab-links").click();
       document.body.dataset.said = document.querySelectorAll("#links table tr").length + " rows";"""
-    golden = Path(__file__).parents[1] / "golden" / "slices" / "dense_pp2"
-    timeline = prism.replay(prism.load(golden), what_if=prism.WhatIf(network="rails"))
+    timeline = prism.replay(prism.load(SLICES), what_if=prism.WhatIf(network="rails"))
     said, errors = in_browser(tmp_path, render_html(timeline), driver)
     assert errors == []
     assert said[1] == f"{1 + len(timeline.to_json()['links'])} rows"
@@ -333,6 +337,8 @@ def test_every_page_looks_right_in_a_browser():
         "predict": forecast.to_html(),
         "compare": compared.to_html(),
         "hang": verdict.to_html(),
+        "fit": prism.fit(prism.load(SLICES), limit=36 << 20, machine="h200").to_html(),
+        "out of memory": render_snapshot(FULL.name, snapshot.read(FULL)),
         "healthy": prism.hang(programs=tiny()).to_html(),
         "sweep": a_sweep().to_html(),
     }
