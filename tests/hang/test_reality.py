@@ -343,3 +343,15 @@ def test_an_all_to_all_that_ends_on_all_members_but_two(pair):
     named, found = judged(made)
     assert (named, found.candidates, found.exit_code) == (set(), tuple(sorted(pair)), 3)
     assert len(said(found, "what one of them sends another does not expect (splits)")) == 1
+
+
+@HOWS
+@pytest.mark.parametrize("rank", [0, 5, 13])
+def test_one_rank_of_many_that_gets_no_data_is_named(rank, how):
+    """It stands between two iterations.  Who enters a save that nobody else enters errs as well;
+    of two ranks (see test_logs) either may."""
+    it = production.plain_job(production.job("interleaved").base)
+    state = stall.run_until_stalled(it.programs(), stands(rank, part="3", at=0)(it))
+    named, found = judged(dict(export.dumps_of(state, **how)))
+    assert (named, found.verdict) == ({rank}, "host stuck")
+    assert len(said(found, f"rank {rank} waits outside NCCL (gloo, the store, files, data)")) == 1

@@ -681,7 +681,7 @@ def dynamic():
 @functools.cache
 def standstill(fault, name):
     bases = {"line": lambda: line(4), "dynamic": dynamic, "ring": ring}
-    it = _plain_job(bases[name]()) if name in bases else (
+    it = plain_job(bases[name]()) if name in bases else (
         _on_default() if name == "default" else job(name))  # fmt: skip
     faults = fault(it) or {}  # changes the programs, too
     return stall.run_until_stalled(it.programs(), faults)
@@ -711,7 +711,7 @@ def _on_default():
     return it
 
 
-def _plain_job(base):
+def plain_job(base):
     parts = {}
     for rank in range(base.world.size):
         ops = list(base.of(rank))
