@@ -103,11 +103,12 @@ def forget(tensor: torch.Tensor) -> None:
 
 def _known(args: Args, kwargs: Options) -> bool:
     """Whether something may be known of a tensor among the arguments."""
-    return any(
-        getattr(arg, _CELL, None)
-        or (isinstance(arg, (list, tuple)) and any(getattr(one, _CELL, None) for one in arg))
-        for arg in (*args, *kwargs.values())
-    )
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if hasattr(arg, _CELL):
+            return True
+        if isinstance(arg, (list, tuple)) and any(hasattr(one, _CELL) for one in arg):
+            return True
+    return False
 
 
 def _tensors(args: Args, kwargs: Options) -> list[torch.Tensor]:

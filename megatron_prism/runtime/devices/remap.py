@@ -52,6 +52,16 @@ _NUMBERS = {
     torch.Tensor.__int__: lambda t: int(_value_or(t, PLACEHOLDER)),
     torch.Tensor.__index__: lambda t: int(_value_or(t, PLACEHOLDER)),
 }
+# what looks at a tensor: it takes no device, and gives none; three of four calls
+_LOOKS = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "requires_grad", "is_meta", "is_leaf", "is_sparse", "layout",
+        "grad_fn", "output_nr", "ndim", "itemsize", "nbytes")]
+    + [getattr(torch.Tensor, name) for name in (
+        "size", "dim", "numel", "stride", "storage_offset", "untyped_storage", "is_contiguous",
+        "element_size", "is_floating_point")]
+    + [torch._C._set_grad_enabled]
+)  # fmt: skip
 _LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
     getattr(torch.cuda, f"{name}Tensor"): dtype
     for name, dtype in (
@@ -133,6 +143,8 @@ class Remap(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if func in _LOOKS:
+            return func(*args, **(kwargs or {}))
         if kwargs:
             if self._is_cuda(kwargs.get("device")):
                 kwargs = {**kwargs, "device": self.target}
@@ -140,7 +152,15 @@ class Remap(TorchFunctionMode):
                 kwargs = {**kwargs, "pin_memory": False}
         else:
             kwargs = {}
-        out = self._answer(func, args, kwargs)
+        if func in _ANSWERED:
+            out = self._answer(func, args, kwargs)
+        else:
+            try:
+                out = func(*args, **kwargs)
+            except RuntimeError:  # its shape depends on values
+                out = known_values.on_host(func, args, kwargs) if self.meta else None
+                if out is None:
+                    raise
         if self.meta:
             known_values.follow(func, args, kwargs, out)
         return out
@@ -153,13 +173,7 @@ class Remap(TorchFunctionMode):
             return special(self, func, args, kwargs)
         if self.meta and func in _NUMBERS and args[0].is_meta:
             return _NUMBERS[func](args[0])
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError:  # its shape depends on values
-            answer = known_values.on_host(func, args, kwargs) if self.meta else None
-            if answer is None:
-                raise
-            return answer
+        return func(*args, **kwargs)
 
     def _cuda(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self._moved(args[0], _TO(args[0], self.target))
@@ -289,3 +303,4 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.tensor: Remap._tensor,
     torch.Tensor.copy_: Remap._copy_,
 }
+_ANSWERED = _SPECIAL.keys() | _NUMBERS.keys() | _READS.keys()
