@@ -33,7 +33,7 @@ from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import cuda_choices, kernels, state_space, triton
-from megatron_prism.runtime.devices.live_bytes import LiveBytes, workspaces
+from megatron_prism.runtime.devices.live_bytes import Engine, LiveBytes, workspaces
 
 __all__ = ["Tier", "best", "prepare"]
 
@@ -149,6 +149,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         # it looks at values
         changes.set(torch.distributions.Distribution, "_validate_args", False)
         _keep_parameters(changes)
+        changes.set(torch.autograd.Variable, "_execution_engine", Engine())
         live.follow_resizes(changes)
         live.__enter__()
         changes.on_undo(lambda: live.__exit__(None, None, None))

@@ -24,7 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from megatron_prism.core.ops import BEGUN, EMPTIED, WAITED
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import operators
-from megatron_prism.runtime.devices.operators import IN_PLACE, Temporaries, temporaries
+from megatron_prism.runtime.devices.operators import (
+    COPY_INTO_ROWS,
+    IN_PLACE,
+    Temporaries,
+    temporaries,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -34,9 +39,9 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.recorder.shapes_meter import Meter
 
     # an operator, is it a product, what answers it, is its result a view, is it a kernel,
-    # what it takes while it runs, does it change its first argument, may it on a GPU
+    # what it takes while it runs, does it change its first argument, may it on a GPU, does it copy
     Known = tuple[
-        OpOverload, bool, operators.Answer | None, bool, bool, Temporaries | None, bool, bool
+        OpOverload, bool, operators.Answer | None, bool, bool, Temporaries | None, bool, bool, bool
     ]
 
 
@@ -112,7 +117,6 @@ _PRODUCTS = frozenset(
 )
 _ALLOCATE = ("aten::empty", "aten::new_empty")  # and launch nothing
 _ADD, _SUM = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _LONGEST = 1 << 20  # rows outside captures: 32 MiB, replayed in a few seconds
 _FRESH = ("aten::lift", "aten::lift_fresh")  # said to be views, and the first to see their storage
 workspaces: dict[bool, torch.Tensor] = {}  # is it autograd's -> the tensor
@@ -147,6 +151,13 @@ class _Gone(weakref.ref[torch.UntypedStorage]):
     key: int
 
 
+class Engine(torch._C._ImperativeEngine):  # type: ignore[misc]
+    """torch's, whoever starts it (Megatron does by itself): what C++ calls has this frame below."""
+
+    def run_backward(self, *args: Any, **options: Any) -> Any:
+        return super().run_backward(*args, **options)
+
+
 def _is_view(func: OpOverload) -> bool:
     """Whether all that an operator returns is a view of what it is given."""
     infos = [result.alias_info for result in func._schema.returns]
@@ -156,7 +167,7 @@ def _is_view(func: OpOverload) -> bool:
 
 def _in_place(func: OpOverload, caller: FrameType, args: operators.Args) -> torch.Tensor | None:
     """The argument that ``func`` changes on a GPU, if torch's engine calls it from C++."""
-    if caller.f_code is not _ENGINE:
+    if caller.f_code is not Engine.run_backward.__code__:
         return None
     if func is not _SUM:
         return args[0]
@@ -432,7 +443,8 @@ class LiveBytes(TorchDispatchMode):
         takes = temporaries(func) if self.cublas else None
         product, in_place = self.cublas and func in _PRODUCTS, self.cublas and func in IN_PLACE
         changes = func._schema.is_mutable
-        return func, product, answer, view, launches, takes, changes, in_place
+        copies = self.cublas and func in COPY_INTO_ROWS
+        return func, product, answer, view, launches, takes, changes, in_place, copies
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
         """``stream`` uses ``tensor``: torch.Tensor.record_stream."""
@@ -462,13 +474,16 @@ class LiveBytes(TorchDispatchMode):
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = self._ask(func)
-        _, product, answer, view, launches, takes, changes, in_place = known
+        _, product, answer, view, launches, takes, changes, in_place, copies = known
         if product:
             self._handle()
         elif func is _ADD and self.history is not None:
             self._added(*args[:2])
         if changes and self._silent is not None:
             self._change(args[0])
+        if copies and self._silent is None and not args[0].is_contiguous():
+            rows = torch.empty_like(args[0])  # until the operator is through
+            self.track(rows)
         out = None if answer is None else answer(args, kwargs)
         if in_place and torch._C._current_graph_task_id() >= 0:
             changed = _in_place(func, sys._getframe(1), args)

@@ -42,6 +42,9 @@ IN_PLACE = frozenset(
      _aten.scatter.src, _aten.add.Tensor)
 )  # fmt: skip
 
+# these bring their first argument into rows before they make their result
+COPY_INTO_ROWS = frozenset((_aten.embedding_dense_backward.default,))
+
 
 def temporaries(func: OpOverload) -> Temporaries | None:
     """What tells the bytes of each temporary of ``func`` from (arguments, result), or None."""
@@ -137,18 +140,17 @@ def _softmax_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
 
 
 def _embedding_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
-    """The gradient in rows; sorted indices, and fp32 sums of up to ten rows each (Embedding.cu,
+    """Sorted indices, and fp32 sums of up to ten rows each (Embedding.cu,
     EmbeddingBackwardKernel.cu)."""
-    grad, indices, rows, padding, by_frequency = args
+    _, indices, rows, _, by_frequency = args
     count, width = indices.numel(), out.shape[-1]
-    in_rows = () if grad.is_contiguous() else (grad.nbytes,)
     if count <= 3072 and not by_frequency:
-        return in_rows
+        return ()
     segments = min(count, rows)
     parts = count // 10 + segments
     size = indices.itemsize
     kept = [count * size] * (3 if by_frequency else 2) + [segments * size] * 3 + [8, 8]
-    return (*in_rows, *kept, parts * size, parts * width * max(4, out.itemsize))
+    return (*kept, parts * size, parts * width * max(4, out.itemsize))
 
 
 def _pairs(args: Args, out: torch.Tensor) -> Sequence[int]:

@@ -28,6 +28,8 @@ from megatron_prism.runtime.te_kernels.table import (
     since,
 )
 
+_ALIGNED = 256  # bytes beside every plan's own (benchmarks/results/snapshots)
+
 
 def _call(args: Sequence[Values], scale: float, dropout: float, count: int) -> Attention:
     """count : tensors that follow the lengths: q, k, v; backward also the output, its gradient"""
@@ -86,6 +88,7 @@ def fused_attn_fwd(*args: Values) -> list[Values]:
     out = create(o_quantizer, [*q.shape[:-1], v.shape[-1]], dtype)
     state = new(2, torch.int64)
     kept = [_statistics(call) for _ in range(2 if largest else 1)]
+    scratch(_ALIGNED)
     announce(call, "attention", 2, parts(out)[0])
     more = [t if isinstance(t, Tensor) else None for t in (bias, offset)]
     if not q.is_meta:
@@ -151,7 +154,7 @@ def _workspace(call: Attention) -> int:
         taken = 2 * whole * rounded(rows, 64) * rounded(columns, 128) + 4 * whole * rows
     if k.shape[-2] != heads:
         taken += q.element_size() * whole * columns * (k.shape[-1] + v.shape[-1])
-    return taken
+    return taken + _ALIGNED
 
 
 @kernel()
