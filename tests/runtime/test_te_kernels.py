@@ -92,6 +92,31 @@ def test_a_kernel_without_a_row_is_refused_by_its_name(te):
 
 
 @needs_te
+def test_a_later_release_runs_or_names_the_kernel():
+    """Python of 9.9 imports names and calls kernels that no release before it had."""
+    code = (
+        "import torch\n"
+        "from megatron_prism.core.errors import UnsupportedError\n"
+        "from megatron_prism.core.process_changes import ProcessChanges\n"
+        "from megatron_prism.runtime import devices, te_kernels\n"
+        "te_kernels.engine_version = lambda: '9.9.0'\n"
+        "devices.prepare('meta', ProcessChanges())\n"
+        "import transformer_engine.pytorch as te, transformer_engine_torch as tex\n"
+        "x = torch.zeros(16, 2, 64, dtype=torch.bfloat16, device='cuda', requires_grad=True)\n"
+        "layer = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16, device='cuda')\n"
+        "layer(x).sum().backward()\n"
+        "assert tex.LaterKind.SOME == tex.LaterKind.SOME != tex.LaterKind.OTHER\n"
+        "for name, call in (('later_kernel', lambda: tex.later_kernel(x)),\n"
+        "                   ('fp8_transpose', lambda: tex.fp8_transpose(x, None, later=1)),\n"
+        "                   ('generic_gemm', lambda: tex.generic_gemm(x))):\n"
+        "    try: call()\n"
+        "    except UnsupportedError as error: assert f'kernel {name} ' in error.message, error\n"
+        "    else: raise AssertionError(name)\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+@needs_te
 def test_a_parameter_is_asked_for_once(te, requests):
     """``meta`` is not 'not made yet': neither for modules nor, at every pass, for te.ops."""
     size = 512 * 256 * 2

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices
 
@@ -56,6 +57,12 @@ def test_tokens_take_the_experts_that_megatron_gives_them(router, name):
     )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_map_of_bits_has_no_values(router):
+    library = importlib.import_module("transformer_engine_torch")
+    with pytest.raises(UnsupportedError, match="bitmap_u8 map has shapes alone"):
+        library.fused_score_for_moe_aux_loss_fwd(torch.randn(6, 8), 2, "softmax", 1)
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])

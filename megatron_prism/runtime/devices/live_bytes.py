@@ -151,7 +151,7 @@ class _Gone(weakref.ref[torch.UntypedStorage]):
     key: int
 
 
-class Engine(torch._C._ImperativeEngine):  # type: ignore[misc]
+class Engine(torch._C._ImperativeEngine):
     """torch's, whoever starts it (Megatron does by itself): what C++ calls has this frame below."""
 
     def run_backward(self, *args: Any, **options: Any) -> Any:

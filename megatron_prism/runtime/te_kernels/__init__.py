@@ -3,18 +3,15 @@
 Its package runs as it is installed; a module of ours takes the place of its compiled library,
 ``transformer_engine_torch``.
 
-    table.py             rows: kernel -> shapes, types, temporaries, values; what rows share
+    table.py             rows: kernel -> shapes, types, temporaries, values; what rows share;
+                         the library made of them
     quantization.py      casts to FP8, and the objects that C++ builds: shapes alone
     products.py          cuBLASLt
-    rows.py              norms, softmax, activations, dropout
-    rotary.py            the rotary embedding
-    attention.py         cuDNN
-    flash.py             flash-attn
-    attention_values.py  what both compute
+    rows.py              norms, softmax, activations, dropout, rotary embeddings
+    attention.py         cuDNN and flash-attn
     experts.py           the router
     optimizers.py        multi-tensor kernels
     triton_values.py     permutation and cross entropy, which are triton's
-    enumerations.py      names and numbers of C++'s enumerations
     hooks.py             where its Python asks for a device, each with its reason
 
 ``install(changes, device, live)`` imports it; ``changes.undo()`` takes it away again.
@@ -27,9 +24,9 @@ import importlib.util
 import os
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_prism.core.megatron_source import Release, engine_version
+from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import triton
 from megatron_prism.runtime.te_kernels import (  # noqa: F401  (their rows enter the table)
@@ -39,12 +36,10 @@ from megatron_prism.runtime.te_kernels import (  # noqa: F401  (their rows enter
     optimizers,
     products,
     quantization,
-    rotary,
     rows,
     table,
     triton_values,
 )
-from megatron_prism.runtime.te_kernels.enumerations import enumerations
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
@@ -52,29 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["install"]
 
 _PACKAGE, _LIBRARY = "transformer_engine", "transformer_engine_torch"
-
-
-class _Library(types.ModuleType):
-    """The compiled library; a kernel that the table lacks is there, and refuses to run."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def absent(*args: Any, **options: Any) -> Any:
-            table.refuse(name)
-
-        absent.__name__ = name
-        return absent
-
-
-def _library(release: Release, device: str) -> types.ModuleType:
-    library = _Library(_LIBRARY, "A stand-in of megatron_prism.")
-    library.__spec__ = importlib.machinery.ModuleSpec(_LIBRARY, None)
-    left_out: set[str] = set() if device == "meta" else table.SHAPES_ONLY
-    known = {name: row for name, row in table.TABLE.items() if name not in left_out}
-    vars(library).update(enumerations(release), **known)
-    return library
 
 
 def install(changes: ProcessChanges, device: str, live: LiveBytes | None) -> str:
@@ -88,7 +60,7 @@ def install(changes: ProcessChanges, device: str, live: LiveBytes | None) -> str
     changes.on_undo(lambda: table.adopt((0, 0)))
     table.adopt((major, minor), device)
     changes.set_item(os.environ, "NVTE_PROJECT_BUILDING", "1")  # its core library stays away
-    changes.set_item(sys.modules, _LIBRARY, _library((major, minor), device))
+    changes.set_item(sys.modules, _LIBRARY, table.Library(_LIBRARY))
     changes.set(triton, "COMPUTED", triton_values.COMPUTED)
     _import(version, changes)
     hooks.set_up(changes, live)

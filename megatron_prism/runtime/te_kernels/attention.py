@@ -1,24 +1,28 @@
-"""Fused attention (cuDNN on Hopper), and the kernels of packed and spread sequences.
+"""Attention of cuDNN and of flash-attn: each is an ``Attention``, computed on tier cpu in fp32.
 
-What attention computes is in ``attention_values``, for flash-attn too.  Arguments are told apart by
-what they are, since each release adds some: Q, K and V follow the two first tensors, which are
-cumulated lengths.
+Arguments of fused attention are told apart by what they are, since each release adds some: Q, K and
+V follow the two first tensors, which are cumulated lengths.
 """
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.metadata
 import os
-from collections.abc import Sequence
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te_kernels.attention_values import Attention
-from megatron_prism.runtime.te_kernels.quantization import create, kind_of, parts
+from megatron_prism.runtime.te_kernels.quantization import PROCESSORS, create, kind_of, parts
 from megatron_prism.runtime.te_kernels.table import (
-    SHAPES_ONLY,
-    TABLE,
+    Kernel,
     Values,
     dtype_of,
     kernel,
@@ -26,8 +30,163 @@ from megatron_prism.runtime.te_kernels.table import (
     new,
     scratch,
     since,
+    tensors_in,
 )
 
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
+
+Pair = tuple[Tensor | None, Tensor | None]  # what goes in, and where its gradient goes
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Who sees whom, and the tensors.
+
+    layout  : of queries, keys and values; ``form``: sbhd, bshd or thd, of the queries
+    lengths : cumulated, of queries and of keys
+    tensors : q, k, v; of backward also the output and its gradient
+    rest    : what else the kernel was given
+    """
+
+    layout: str
+    mask: str
+    bias: str
+    scale: float
+    dropout: float
+    window: tuple[int, int]
+    lengths: Sequence[Tensor]
+    tensors: tuple[Tensor, ...]
+    rest: tuple[Any, ...] = ()
+
+    @property
+    def biased(self) -> bool:
+        return self.bias in ("pre_scale_bias", "post_scale_bias")
+
+    @property
+    def form(self) -> str:
+        return self.layout.split("_")[0].translate(str.maketrans("", "", "23"))
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(sequences, rows of one's queries, of its keys); packed ones are one long sequence."""
+        q, k = self.tensors[:2]
+        if self.form == "thd":
+            return 1, q.shape[0], k.shape[0]
+        s, b = self.form.index("s"), self.form.index("b")
+        return q.shape[b], q.shape[s], k.shape[s]
+
+    def _sequences(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
+        """Views [b, s, h, …] of tensors of queries and, second and third, of keys and values, for
+        all sequences or for each packed one."""
+        if self.form != "thd":
+            yield [t if self.form == "bshd" else t.transpose(0, 1) for t in tensors]
+            return
+        bounds = [of.tolist() for of in self.lengths]
+        for i in range(len(bounds[0]) - 1):
+            rows, columns = (slice(of[i], of[i + 1]) for of in bounds)
+            yield [t[columns if n in (1, 2) else rows][None] for n, t in enumerate(tensors)]
+
+    def _hidden(self, rows: int, columns: int) -> Tensor:
+        """bool [b or 1, 1, rows, columns]: which keys a query does not see."""
+        distance = torch.arange(columns) - torch.arange(rows)[:, None]
+        if "bottom_right" in self.mask:
+            distance = distance - (columns - rows)
+        left, right = self.window
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if "causal" in self.mask:
+            hidden |= distance > 0
+        if left >= 0:
+            hidden |= distance < -left
+        if right >= 0:
+            hidden |= distance > right
+        hidden = hidden[None, None]
+        if "padding" in self.mask and self.form != "thd":
+            there = (self.lengths[1][1:] - self.lengths[1][:-1]).view(-1, 1, 1, 1)
+            hidden = hidden | (torch.arange(columns) >= there)
+        return hidden
+
+    def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+        scores = _heads(q, q.shape[2]) @ _heads(k, q.shape[2]).transpose(-1, -2) * self.scale
+        scores = scores if bias is None else scores + bias.float()
+        return scores.masked_fill(self._hidden(q.shape[1], k.shape[1]), float("-inf"))
+
+    def _kept(self, shape: Sequence[int], state: Tensor | None) -> Tensor | float:
+        """What dropout leaves, the same in forward and backward."""
+        if not self.dropout or state is None:
+            return 1.0
+        generator = torch.Generator().manual_seed(int(state.view(-1)[0]))
+        return (torch.rand(tuple(shape), generator=generator) >= self.dropout) / (1 - self.dropout)
+
+    def _by_rows(self, statistics: Tensor) -> Tensor:
+        """View of [b, h, s, 1], or of [t, h, 1], as the rows of the queries lie."""
+        if self.form == "thd":
+            return statistics
+        b, h, s = statistics.shape[:3]
+        order = (2, 0, 1, 3) if self.form == "sbhd" else (0, 2, 1, 3)
+        return statistics.view(b, h, s, 1).permute(order)
+
+    def forward(
+        self, out: Tensor, kept: Sequence[Tensor], state: Tensor, bias: Tensor | None = None,
+        sink: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write ``out``, ``kept`` (log of the sum, and largest, of a row's scores) and ``state``.
+
+        sink : one more logit a head, which takes its share and brings no value
+        """
+        state.random_(1 << 31)
+        q, k, v = self.tensors[:3]
+        rows = [self._by_rows(t) for t in kept]
+        for q1, k1, v1, out1, *rows1 in self._sequences(q, k, v, out, *rows):
+            scores = self._logits(q1, k1, bias)
+            largest = scores.amax(-1, keepdim=True)
+            if sink is not None:
+                more = sink.float().expand(len(scores), -1, q1.shape[1], 1)
+                scores = torch.cat([scores, more], -1)
+            found = scores.logsumexp(-1, keepdim=True)
+            shares = (scores - found).exp().nan_to_num()[..., : k1.shape[1]]
+            shares = shares * self._kept(shares.shape, state)
+            out1.copy_((shares @ _heads(v1, q1.shape[2])).transpose(1, 2))
+            for to, of in zip(rows1, (found, largest), strict=False):
+                to.copy_(of.transpose(1, 2))
+
+    def backward(
+        self, grads: Sequence[Tensor], statistics: Tensor, state: Tensor | None,
+        bias: Pair = (None, None), sink: Pair = (None, None),
+    ) -> None:  # fmt: skip
+        """Write ``grads`` of q, k, v, and those of the bias and the sink."""
+        q, _, _, out, grad = self.tensors
+        for to in (*grads, bias[1], sink[1]):
+            if to is not None:
+                to.zero_()
+        together = (*self.tensors, grads[0], self._by_rows(statistics))
+        keys = self._sequences(q, grads[1], grads[2])
+        for (q1, k1, v1, out1, grad1, dq1, lse), (_, dk1, dv1) in zip(
+            self._sequences(*together), keys, strict=True
+        ):
+            heads, groups = q1.shape[2], k1.shape[2]
+            lse = lse.transpose(1, 2)
+            shares = (self._logits(q1, k1, bias[0]) - lse).exp().nan_to_num()
+            keep, dout = self._kept(shares.shape, state), _heads(grad1, heads)
+            delta = (dout * _heads(out1, heads)).sum(-1, keepdim=True)
+            dscores = shares * (dout @ _heads(v1, heads).transpose(-1, -2) * keep - delta)
+            dq1.copy_((dscores @ _heads(k1, heads) * self.scale).transpose(1, 2))
+            dk = dscores.transpose(-1, -2) @ _heads(q1, heads) * self.scale
+            dv = (shares * keep).transpose(-1, -2) @ dout
+            for to, of in ((dk1, dk), (dv1, dv)):
+                to.copy_(of.unflatten(1, (groups, -1)).sum(2).transpose(1, 2))
+            if bias[0] is not None and bias[1] is not None:
+                bias[1].add_(dscores.sum_to_size(bias[0].shape))
+            if sink[0] is not None and sink[1] is not None:
+                sink[1].sub_(((sink[0].float() - lse).exp() * delta).sum((0, 2), keepdim=True))
+
+
+def _heads(t: Tensor, heads: int) -> Tensor:
+    """[b, heads, s, d] in fp32; groups of heads share keys and values."""
+    return t.transpose(1, 2).float().repeat_interleave(heads // t.shape[2], 1)
+
+
+# -- cuDNN -----------------------------------------------------------------------------------------
 _ALIGNED = 256  # bytes beside every plan's own (benchmarks/results/snapshots)
 
 
@@ -186,80 +345,190 @@ def get_fused_attn_backend(*args: Values) -> Values:
     return (answer, why) if len(args) == 1 else answer
 
 
-# -- packed sequences, spread over ranks -----------------------------------------------------------
-@kernel(values=False)
-def thd_read_half_tensor(x: Tensor, lengths: Tensor, half: int) -> Tensor:
-    """attention.cpp:792 @v2.18"""
-    shape, dim = list(x.shape), 0 if x.dim() == 3 else 1
-    shape[dim] //= 2
-    out = new(shape, x.dtype)
-    fused("copy_", 0, out, out)
-    return out
+# -- packed sequences, spread over ranks: shapes alone ---------------------------------------------
+def _halved(x: Tensor, *rest: object) -> Tensor:
+    dim = 0 if x.dim() == 3 else 1
+    return new([*x.shape[:dim], x.shape[dim] // 2, *x.shape[dim + 1 :]], x.dtype)
 
 
-@kernel(values=False)
-def thd_get_partitioned_indices(lengths: object, tokens: Values, size: int, rank: int) -> Tensor:
-    """attention.cpp:957 @v2.18"""
-    return new(int(tokens) // size, torch.int32)
+def _to_cp_order(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x.contiguous())
 
 
-@kernel(values=False)
-def thd_read_second_half_lse(
-    statistics: Tensor, lengths: object, packed: bool, tokens: int
-) -> Tensor:
-    """attention.cpp:876 @v2.18"""
-    return torch.zeros([*statistics.shape[:-1], tokens], device=statistics.device)
+def _thirds(qkv: Tensor) -> Tensor:
+    """q, a third of [s, b, h, 3 d], to all three [3, b, s, h, d]."""
+    rows, batch, *heads = qkv.shape
+    return new([3, batch, rows, *heads], qkv.dtype)
 
 
-def _corrected(*args: object, **options: object) -> None:
-    """attention.cpp:832, :925, :942 @v2.18: the first two tensors are read, the first written"""
-    to, of = (a for a in args[:2] if isinstance(a, Tensor))
-    fused("add_", 0, to, of, to)
-
-
-_IN_PLACE = ("thd_out_correction", "thd_second_half_lse_correction", "thd_grad_correction")
-TABLE.update(dict.fromkeys(_IN_PLACE, _corrected))
-SHAPES_ONLY.update(_IN_PLACE)
-
-
-@kernel("thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order", values=False)
-def reordered(x: Tensor, *rest: object) -> Tensor:
-    """attention.cpp:978 @v2.18"""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    fused("index_select", 0, x, out)
-    return out
-
-
-@kernel(values=False)
-def fa_prepare_fwd(qkv: Tensor) -> Tensor:
-    """attention.cpp:611 @v2.18: q, a third of [s, b, h, 3 d], to all three [3, b, s, h, d]"""
-    rows, batch, heads, size = qkv.shape
-    out = new([3, batch, rows, heads, size], qkv.dtype)
-    fused("copy_", 0, out, out)
-    return out
-
-
-@kernel(values=False)
-def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """attention.cpp:632 @v2.18"""
+def _together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     batch, rows, heads, size = q.shape
-    out = new([rows, batch, heads, 3 * size], q.dtype)
-    fused("copy_", 0, out, out)
-    return out
+    return new([rows, batch, heads, 3 * size], q.dtype)
 
 
-@kernel(values=False)
-def convert_thd_to_bshd(x: Tensor, lengths: object, batch: int, rows: int) -> Tensor:
-    """attention.cpp:1052 @v2.18"""
-    out = new([batch, rows, *x.shape[1:]], x.dtype)
-    fused("copy_", 0, x, out)
-    return out
+# kernel -> line of attention.cpp @v2.18, name for costs, whether its result is as large as what it
+# reads, result (None: over its first tensor)
+_PACKED: dict[str, tuple[int, str, bool, Callable[..., Tensor] | None]] = {
+    "thd_read_half_tensor": (792, "copy_", True, _halved),
+    "thd_get_partitioned_indices": (957, "", True, lambda lengths, tokens, size, rank: new(
+        int(tokens) // size, torch.int32)),
+    "thd_read_second_half_lse": (876, "", True, lambda statistics, lengths, packed, tokens: (
+        torch.zeros([*statistics.shape[:-1], tokens], device=statistics.device))),
+    "thd_out_correction": (832, "add_", False, None),
+    "thd_second_half_lse_correction": (925, "add_", False, None),
+    "thd_grad_correction": (942, "add_", False, None),
+    "thd_sequence_order_to_cp_rank_order": (978, "index_select", True, _to_cp_order),
+    "thd_cp_rank_order_to_sequence_order": (978, "index_select", True, _to_cp_order),
+    "fa_prepare_fwd": (611, "copy_", True, _thirds),
+    "fa_prepare_bwd": (632, "copy_", True, _together),
+    "convert_thd_to_bshd": (1052, "copy_", False, lambda x, lengths, batch, rows: new(
+        [batch, rows, *x.shape[1:]], x.dtype)),
+    "convert_bshd_to_thd": (1072, "copy_", False, lambda x, lengths, tokens: new(
+        [tokens, *x.shape[2:]], x.dtype)),
+}  # fmt: skip
 
 
-@kernel(values=False)
-def convert_bshd_to_thd(x: Tensor, lengths: object, tokens: int) -> Tensor:
-    """attention.cpp:1072 @v2.18"""
-    out = new([tokens, *x.shape[2:]], x.dtype)
-    fused("copy_", 0, x, out)
-    return out
+def _packed(line: int, cost: str, alike: bool, result: Callable[..., Tensor] | None) -> Kernel:
+    def run(*args: Values) -> Tensor | None:
+        out = None if result is None else result(*args)
+        read = tensors_in(args[: 2 if out is None else 1])
+        if cost:
+            written = read[0] if out is None else out
+            fused(cost, 0, *([written] if alike else read), written)
+        return out
+
+    run.__doc__ = f"attention.cpp:{line} @v2.18"
+    return run
+
+
+for _name, _row in _PACKED.items():
+    kernel(_name, values=False)(_packed(*_row))
+
+
+# -- flash-attn 2 ----------------------------------------------------------------------------------
+# Transformer Engine takes it where cuDNN is off.  Its functions return and keep what those of
+# the package do, which cannot be installed without nvcc.
+_VERSION = "2.8.1"
+
+
+def _flash(tensors: tuple[Tensor, ...], rest: Sequence[Values], options: dict[str, Values]
+           ) -> Attention:  # fmt: skip
+    """Of [b, s, h, d], or of packed rows [t, h, d]; the last query sees all keys."""
+    form = "bshd" if tensors[0].dim() == 4 else "thd"
+    mask = "causal_bottom_right" if options.get("causal") else "no_mask_bottom_right"
+    scale, dropout = (options.get(name) for name in ("softmax_scale", "dropout_p"))
+    if dropout is None:  # without its name it is the only number that is not whole
+        dropout = next((a for a in rest if isinstance(a, float)), 0.0)
+    sides = options.get("window_size_left", -1), options.get("window_size_right", -1)
+    scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
+    window = options.get("window_size", sides)
+    return Attention(f"{form}_{form}_{form}", mask, "", scale, dropout, window,
+                     tensors_in(rest)[:2], tensors)  # fmt: skip
+
+
+def _flash_forward(call: Attention) -> tuple[Tensor, Tensor, None, Tensor]:
+    """mha_fwd, mha_varlen_fwd (csrc/flash_attn/flash_api.cpp @2.8): out, statistics, probabilities
+    for tests, random state."""
+    q, k, v = call.tensors
+    out = new([*q.shape[:-1], v.shape[-1]], q.dtype)
+    (batch, rows, _), heads, packed = call.size, q.shape[-2], call.form == "thd"
+    statistics = new([heads, rows] if packed else [batch, heads, rows], torch.float32)
+    state = new(2, torch.int64)
+    announce(call, "attention", 2, out)
+    if not out.is_meta:
+        call.forward(out, [_with_one(statistics, packed)], state)
+    return out, statistics, None, state
+
+
+def _with_one(statistics: Tensor, packed: bool) -> Tensor:
+    return (statistics.t() if packed else statistics).unsqueeze(-1)
+
+
+def _flash_backward(
+    call: Attention, grads: Sequence[Tensor], statistics: Tensor, state: Tensor | None
+) -> Tensor:
+    """mha_bwd (flash_api.cpp @2.8): a number a row; the gradient of the queries in fp32, several
+    times where sums have one order; with grouped heads the keys' and values' of every head."""
+    q, k, v, _, grad = call.tensors
+    batch, rows, columns = call.size
+    heads, width = q.shape[-2:]
+    padded, broad = rounded(rows, 128), rounded(width, 32 if width <= 128 else 64)
+    number = new([batch, heads, padded], torch.float32)
+    announce(call, "attention_backward", 5, grad)
+    if not q.is_meta:
+        call.backward(grads, _with_one(statistics, call.form == "thd"), state)
+        return number
+    copies = -(-PROCESSORS // (batch * heads)) if is_deterministic() else 1
+    taken = [new([copies, batch, heads, padded, broad], torch.float32)]
+    if k.shape[-2] != heads:
+        taken += [new([batch, columns, heads, t.shape[-1]], q.dtype) for t in (k, v)]
+    return number
+
+
+class _Attention(torch.autograd.Function):
+    """FlashAttnFunc, FlashAttnVarlenFunc (flash_attn/flash_attn_interface.py @2.8)."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Values],
+        options: dict[str, Values],
+    ) -> Tensor:  # fmt: skip
+        call = _flash((q, k, v), rest, options)
+        out, statistics, _, state = _flash_forward(call)
+        ctx.save_for_backward(q, k, v, out, statistics, *call.lengths, state)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: Tensor) -> Grads:
+        q, k, v, out, statistics, *lengths, state = ctx.saved_tensors
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        tensors = (q, k, v, out, grad.contiguous())
+        call = replace(ctx.call, lengths=lengths, tensors=tensors)
+        _flash_backward(call, grads, statistics, state)
+        return (*grads, None, None)
+
+
+def flash_attn(q: Tensor, k: Tensor, v: Tensor, *rest: Values, **options: Values) -> Tensor:
+    """flash_attn_func, and flash_attn_varlen_func with its lengths."""
+    return _Attention.apply(q, k, v, rest, options)
+
+
+def _raw_forward(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: Values
+                 ) -> tuple[Tensor, Tensor, None, Tensor]:  # fmt: skip
+    """_flash_attn_forward, _flash_attn_varlen_forward: what context parallelism calls."""
+    return _flash_forward(_flash((q, k, v), rest, options))
+
+
+def _raw_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor,
+                  *rest: Values, **options: Values) -> Tensor:  # fmt: skip
+    """_flash_attn_backward, _flash_attn_varlen_backward: into the gradients that it is given."""
+    call = _flash((q, k, v, out, grad), rest[3:], options)
+    return _flash_backward(call, rest[:3], statistics, options.get("rng_state"))
+
+
+_INTERFACE: dict[str, object] = {
+    **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func"), flash_attn),
+    **dict.fromkeys(("_flash_attn_forward", "_flash_attn_varlen_forward"), _raw_forward),
+    **dict.fromkeys(("_flash_attn_backward", "_flash_attn_varlen_backward"), _raw_backward),
+}
+_MODULES: dict[str, dict[str, object]] = {
+    "flash_attn": {"__version__": _VERSION, "__path__": []},
+    "flash_attn.flash_attn_interface": _INTERFACE,
+    "flash_attn_2_cuda": {"varlen_bwd": _raw_backward},
+}
+
+
+def add_flash_attn(changes: ProcessChanges) -> None:
+    """Put the package into ``sys.modules``, and its version among those that are installed."""
+    for name, contents in _MODULES.items():
+        module = types.ModuleType(name, "A stand-in of megatron_prism.")
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(contents)
+        changes.set_item(sys.modules, name, module)
+    version = importlib.metadata.version
+
+    def with_ours(name: str) -> str:
+        return _VERSION if name in ("flash-attn", "flash_attn") else version(name)
+
+    changes.set(importlib.metadata, "version", with_ours)

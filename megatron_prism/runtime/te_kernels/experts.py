@@ -10,10 +10,13 @@ from torch.nn import functional
 
 from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te_kernels.table import (
+    WITHOUT_VALUES,
     Values,
     fill,
+    gradient,
     kernel,
     new,
+    refuse,
     since,
     tensors_in,
 )
@@ -30,8 +33,11 @@ def _between(logits: Tensor) -> torch.dtype:
 def _map(logits: Tensor, bitmap: Values) -> Tensor:
     """A byte for each expert, or a bit (allocate_routing_map, router.cpp:28 @v2.18)."""
     *tokens, experts = logits.shape
-    bits = bitmap is not None and int(bitmap)
-    return new([*tokens, -(-experts // 8)]) if bits else new([*tokens, experts], torch.bool)
+    if bitmap is None or not int(bitmap):
+        return new([*tokens, experts], torch.bool)
+    if not logits.is_meta:
+        refuse("of the router with a bitmap_u8 map", WITHOUT_VALUES)
+    return new([*tokens, -(-experts // 8)])
 
 
 def _best(scores: Tensor, topk: int, groups: int | None, group_topk: int | None) -> Tensor:
@@ -66,13 +72,6 @@ def _scores(x: Tensor, topk: int, function: str) -> Tensor:
     """Of all experts, for the losses that balance them."""
     everyone = torch.ones_like(x, dtype=torch.bool)
     return _routed(x, topk, True, function, lambda scores: everyone)[0]
-
-
-def _gradient(of: Callable[[Tensor], Tensor], logits: Tensor, grad: Tensor) -> Tensor:
-    leaf = logits.detach().float().requires_grad_()
-    with torch.enable_grad():
-        made = of(leaf)
-    return torch.autograd.grad(made, leaf, grad.float().view(made.shape))[0]
 
 
 @kernel()
@@ -136,7 +135,7 @@ def fused_topk_with_score_function_bwd(*args: Values) -> Tensor | None:
     def probs(x: Tensor) -> Tensor:
         return _routed(x, topk, pre, function, lambda scores: chosen)[0] * (scale or 1.0)
 
-    return _backward("router_topk_backward", tensors, lambda: _gradient(probs, logits, grad))
+    return _backward("router_topk_backward", tensors, lambda: gradient(probs, logits, grad))
 
 
 @kernel()
@@ -146,7 +145,7 @@ def fused_score_for_moe_aux_loss_bwd(
 ) -> Tensor | None:  # fmt: skip
     """router.cpp:269 @v2.18"""
     tensors = tensors_in((intermediate_output, grad_scores, grad_logits))
-    return _backward("router_scores_backward", tensors, lambda: _gradient(
+    return _backward("router_scores_backward", tensors, lambda: gradient(
         lambda x: _scores(x, topk, score_function), intermediate_output, grad_scores))  # fmt: skip
 
 

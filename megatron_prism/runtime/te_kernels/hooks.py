@@ -19,7 +19,7 @@ import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices.moe_dispatch import counts
-from megatron_prism.runtime.te_kernels import flash
+from megatron_prism.runtime.te_kernels import attention
 from megatron_prism.runtime.te_kernels.table import Kernel
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def before_import(changes: ProcessChanges) -> None:
         changes.set(torch.nn.Module, name, vars(torch.nn.Module)[name])
     _no_onnx(changes)
     _a_cuda_release(changes)
-    flash.add_modules(changes)
+    attention.add_flash_attn(changes)
     _one_device(changes)
     _wrappers_of_shapes(changes)
 

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from megatron_prism.runtime.te_kernels.table import (
     fill,
     kernel,
     new,
-    plain,
     refuse,
     scratch,
     tensors_in,
@@ -80,33 +79,22 @@ def create(
         return new(shape, dtype)
     shape, kind, take = list(shape), kind_of(quantizer), bulk or new
     tensor, names = _target(type(quantizer), bool(quantizer.internal))  # type: ignore[arg-type]
-    scales = torch.uint8 if kind == "mx" else torch.float32
     found: dict[str, Any] = {
-        "fp8_dtype": quantizer.dtype, "quantizer": quantizer, "shape": shape, "dtype": dtype,
-        "fake_dtype": dtype, "with_gemm_swizzled_scales": False,
+        "fp8_dtype": quantizer.dtype, "quantizer": quantizer, "with_gemm_swizzled_scales": False,
+        **({"fake_dtype": dtype} if quantizer.internal else {"shape": shape, "dtype": dtype}),
     }  # fmt: skip
-    if kind in ("current", "delayed"):
-        first = new(1, torch.float32) if kind == "delayed" else None  # the scale
-        found["data"] = take(shape, torch.uint8) if quantizer.rowwise_usage else None
-        found["data_transpose"] = new(turned(shape)) if quantizer.columnwise_usage else None
-        found["fp8_scale_inv"] = new(1, torch.float32) if first is None else first
-    else:
-        for way, wanted in _usages(quantizer):
-            data = take(_stored(kind, way, shape), torch.uint8) if wanted else None
-            scale = None
-            if wanted:
-                scale = take(quantizer.get_scale_shape(shape, way == "columnwise"), scales)
-            found |= {f"{way}_data": data, f"{way}_scale_inv": scale}
-        if kind == "block":
-            found["is_2D_scaled"] = quantizer.block_scaling_dim == 2
-            formats = sys.modules["transformer_engine_torch"].Float8BlockScaleTensorFormat
-            found["data_format"] = formats.GEMM_READY  # the one that is left from 2.10 on
-    if quantizer.internal:
-        del found["shape"], found["dtype"]
-    else:
-        found.pop("fake_dtype")
-    optional = ("fake_dtype", "with_gemm_swizzled_scales", "data_format")
-    return tensor(**{k: v for k, v in found.items() if k not in optional or k in names})
+    if kind == "delayed":
+        found["fp8_scale_inv"] = new(1, torch.float32)
+    for name, wanted, own, of in _memory(quantizer, shape):
+        request = new if name == "data_transpose" else take
+        found[name] = request(own, of) if wanted else None
+    if kind == "current":
+        found["fp8_scale_inv"] = new(1, torch.float32)
+    if kind == "block":
+        found["is_2D_scaled"] = quantizer.block_scaling_dim == 2
+        formats = sys.modules["transformer_engine_torch"].Float8BlockScaleTensorFormat
+        found["data_format"] = formats.GEMM_READY  # the one that is left from 2.10 on
+    return tensor(**{name: value for name, value in found.items() if name in names})
 
 
 def turned(shape: Sequence[int]) -> list[int]:
@@ -114,12 +102,21 @@ def turned(shape: Sequence[int]) -> list[int]:
     return [shape[-1], *shape[:-1]]
 
 
-def _usages(quantizer: Quantizer) -> tuple[tuple[str, bool], tuple[str, bool]]:
-    return ("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage)
-
-
-def _stored(kind: str, way: str, shape: Sequence[int]) -> Sequence[int]:
-    return turned(shape) if kind == "block" and way == "columnwise" else shape
+def _memory(
+    quantizer: Quantizer, shape: Sequence[int]
+) -> Iterator[tuple[str, bool, Sequence[int], torch.dtype]]:
+    """(name, whether it is wanted, shape, type) of what holds values and scales, in C++'s order."""
+    kind = kind_of(quantizer)
+    for way, wanted in (("row", quantizer.rowwise_usage), ("column", quantizer.columnwise_usage)):
+        columns = way == "column"
+        own = turned(shape) if columns and kind != "mx" else shape
+        if kind in ("current", "delayed"):
+            yield "data_transpose" if columns else "data", wanted, own, torch.uint8
+            continue
+        yield f"{way}wise_data", wanted, own, torch.uint8
+        scales = quantizer.get_scale_shape(shape, columns) if wanted else ()
+        of = torch.uint8 if kind == "mx" else torch.float32
+        yield f"{way}wise_scale_inv", wanted, scales, of
 
 
 def _update(quantizer: Quantizer, out: Values) -> Values:
@@ -127,25 +124,14 @@ def _update(quantizer: Quantizer, out: Values) -> Values:
     (quantizer.cpp:522, :868, :1261, :1703 @v2.18)."""
     if isinstance(out, Tensor) and not hasattr(out, "_quantizer"):
         return out
-    shape, kind = sizes(out), kind_of(quantizer)
-    if kind in ("current", "delayed"):
-        pairs = ("_data", shape), ("_transpose", turned(shape))
-        for (name, of), (_, wanted) in zip(pairs, _usages(quantizer), strict=True):
-            if not wanted:
-                setattr(out, name, None)
-            elif getattr(out, name) is None:
-                setattr(out, name, new(of))
-        out._transpose_invalid = not quantizer.columnwise_usage
-        return out
-    scales = torch.uint8 if kind == "mx" else torch.float32
-    for way, wanted in _usages(quantizer):
-        data, scale = f"_{way}_data", f"_{way}_scale_inv"
+    for name, wanted, own, of in _memory(quantizer, sizes(out)):
+        name = "_" + name.removeprefix("data_")
         if not wanted:
-            setattr(out, data, None)
-            setattr(out, scale, None)
-        elif getattr(out, data) is None:
-            setattr(out, data, new(_stored(kind, way, shape)))
-            setattr(out, scale, new(quantizer.get_scale_shape(shape, way == "columnwise"), scales))
+            setattr(out, name, None)
+        elif getattr(out, name) is None:
+            setattr(out, name, new(own, of))
+    if hasattr(out, "_transpose_invalid"):
+        out._transpose_invalid = not quantizer.columnwise_usage
     return out
 
 
@@ -278,9 +264,6 @@ def dequantize(x: Values, dtype: object) -> Tensor:
     return out
 
 
-_ALIGNED = {torch.uint8: 256, torch.float32: 16}  # data, and scales that are not bytes
-
-
 def _buffer(shapes: list[tuple[Sequence[int], torch.dtype, int]]) -> Iterator[Tensor]:
     """Tensors of one request (bulk_allocate, allocate.cpp:25 @v2.18)."""
     starts, end = [], 0
@@ -295,23 +278,20 @@ def _buffer(shapes: list[tuple[Sequence[int], torch.dtype, int]]) -> Iterator[Te
 def _in_bulk(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Values]:
     """bulk_allocate_fp8_blockwise_tensors, bulk_allocate_mxfp8_tensors (cast.cpp:760, :870 @v2.18):
     one buffer of all data and scales by rows, one by columns."""
-    kind = kind_of(quantizers[0])
-    scales = torch.uint8 if kind == "mx" else torch.float32
-    taken: dict[str, Iterator[Tensor]] = {}
-    for way, wanted in _usages(quantizers[0]):
-        if wanted:
-            data = [(_stored(kind, way, x.shape), torch.uint8, 256) for x in xs]
-            of = [(q.get_scale_shape(list(x.shape), way == "columnwise"), scales, 16)
-                  for x, q in zip(xs, quantizers, strict=True)]  # fmt: skip
-            made = list(_buffer(data + of))
-            pairs = zip(made[: len(xs)], made[len(xs) :], strict=True)
-            taken[way] = (tensor for pair in pairs for tensor in pair)
-    order = [way for way, wanted in _usages(quantizers[0]) if wanted for _ in range(2)]
-    out = []
-    for x, quantizer in zip(xs, quantizers, strict=True):
-        ways = iter(order)
-        out.append(create(quantizer, x.shape, x.dtype, lambda *_, w=ways: next(taken[next(w)])))
-    return out
+    asked = [(name, own, of, i) for i, (x, q) in enumerate(zip(xs, quantizers, strict=True))
+             for name, wanted, own, of in _memory(q, list(x.shape)) if wanted]  # fmt: skip
+    taken: list[list[Tensor]] = [[] for _ in xs]
+    for way in ("row", "column"):
+        data, scales = ([one for one in asked if one[0].startswith(way) and one[0].endswith(end)]
+                        for end in ("data", "inv"))  # fmt: skip
+        if data:
+            made = list(_buffer([(own, of, 256) for _, own, of, _ in data]
+                                + [(own, of, 16) for _, own, of, _ in scales]))  # fmt: skip
+            for (*_, i), *pair in zip(data, made[: len(data)], made[len(data) :], strict=True):
+                taken[i] += pair
+    given = [iter(tensors) for tensors in taken]
+    return [create(q, x.shape, x.dtype, lambda *_, of=of: next(of))
+            for q, x, of in zip(quantizers, xs, given, strict=True)]  # fmt: skip
 
 
 @kernel(values=False)
@@ -347,15 +327,12 @@ def fp8_transpose(x: Tensor, dtype: object, out: Tensor | None = None) -> Tensor
     return out
 
 
-def _in_place(name: str) -> Values:
-    def run(*args: object, **kwargs: object) -> None:
+def _in_place(name: str) -> Kernel:
+    def run(*args: Any, **kwargs: object) -> None:
         """Writes into what it is given: recipe.cpp:17, fp8_partial_cast.cpp:11, padding.cpp:12,
         multi_tensor/compute_scale.cpp:11 @v2.18"""
-        lists = (
-            zip(*cast(Any, args[2]), strict=False) if name == "fp8_scale" else [tensors_in(args)]
-        )
-        for tensors in lists:
-            fused(name, 0, *map(plain, tensors))
+        for tensors in zip(*args[2], strict=False) if name == "fp8_scale" else [tensors_in(args)]:
+            fused(name, 0, *(t if isinstance(t, Tensor) else None for t in tensors))
 
     return run
 

@@ -1,9 +1,10 @@
-"""Kernels that take rows by themselves: norms, softmax, activations, dropout."""
+"""Kernels that take rows by themselves: norms, softmax, activations, dropout, rotary embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,17 @@ from megatron_prism.runtime.te_kernels.quantization import (
 )
 from megatron_prism.runtime.te_kernels.table import (
     TABLE,
+    WITHOUT_VALUES,
     Kernel,
+    Member,
     Quantizer,
     Values,
     dtype_of,
     fill,
+    gradient,
     kernel,
     new,
+    refuse,
     rows_of,
     scratch,
     since,
@@ -76,43 +81,44 @@ def _gamma(weight: Tensor, centered: bool) -> Tensor:
     return weight.float() + float(centered)
 
 
-def _normed(
-    x: Tensor, quantizer: Quantizer, out: Values, dtype: object, value: Callable[[], Tensor]
-) -> Values:
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Values, quantizer: Quantizer,
+    dtype: object, centered: bool,
+) -> tuple[Values, Tensor | None, Tensor]:  # fmt: skip
+    """LayerNorm with a bias, RMSNorm without: what comes out, mean, inverse deviation."""
+    rows = rows_of(x.shape)
+    mean = None if bias is None else fill(new(rows, torch.float32), lambda: wide(x).mean(-1))
+
+    def inverse() -> Tensor:
+        centre = 0 if mean is None else mean[:, None]
+        return ((wide(x) - centre).square().mean(-1) + eps).rsqrt()
+
+    def value() -> Tensor:
+        normed = _hat(x, mean, deviation) * _gamma(weight, centered)
+        return normed if bias is None else normed + bias.float()
+
+    deviation = fill(new(rows, torch.float32), inverse)
     out = computed("norm", x.shape, dtype_of(dtype), quantizer, value, out)
     fused("norm", 0, x, *parts(out)[:1])
-    return out
+    return out, mean, deviation
 
 
 @kernel()
 def layernorm_fwd(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Values, quantizer: Quantizer,
     dtype: object, margin: int = 0, centered: bool = False,
-) -> tuple[Values, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Values, ...]:  # fmt: skip
     """normalization.cpp:61 @v2.18"""
-    mean, deviation = (new(rows_of(x.shape), torch.float32) for _ in range(2))
-    fill(mean, lambda: wide(x).mean(-1))
-    fill(deviation, lambda: (wide(x).var(-1, correction=0) + eps).rsqrt())
-
-    def value() -> Tensor:
-        return _hat(x, mean, deviation) * _gamma(weight, centered) + bias.float()
-
-    return _normed(x, quantizer, out, dtype, value), mean, deviation
+    return _norm(x, weight, bias, eps, out, quantizer, dtype, centered)
 
 
 @kernel()
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, out: Values, quantizer: Quantizer, dtype: object,
     margin: int = 0, centered: bool = False,
-) -> tuple[Values, None, Tensor]:  # fmt: skip
+) -> tuple[Values, ...]:  # fmt: skip
     """normalization.cpp:305 @v2.18"""
-    deviation = new(rows_of(x.shape), torch.float32)
-    fill(deviation, lambda: (wide(x).square().mean(-1) + eps).rsqrt())
-
-    def value() -> Tensor:
-        return _hat(x, None, deviation) * _gamma(weight, centered)
-
-    return _normed(x, quantizer, out, dtype, value), None, deviation
+    return _norm(x, weight, None, eps, out, quantizer, dtype, centered)
 
 
 def _norm_gradients(
@@ -242,13 +248,7 @@ def _activation_backward(name: str, of: Callable[..., Tensor]) -> Kernel:
     ) -> Values:
         """activation.cpp:129 @v2.18"""
         grad, x = grad.contiguous(), x.contiguous()
-
-        def value() -> Tensor:
-            leaf = x.detach().float().requires_grad_()
-            with torch.enable_grad():
-                made = of(leaf, *rest, **options)
-            return torch.autograd.grad(made, leaf, grad.float().view(made.shape))[0]
-
+        value = partial(gradient, lambda x: of(x, *rest, **options), x, grad)
         out = computed("activation", x.shape, x.dtype, quantizer, value)
         fused(f"{name}_back", 0, grad, x, *parts(out)[:1])
         return out
@@ -322,3 +322,101 @@ def dropout_bwd(
     out = torch.empty_like(grad) if out is None else out
     fused("native_dropout_backward", 0, grad, mask, out)
     return fill(out, lambda: _dropped(grad, mask, probability))
+
+
+# -- rotary embeddings, of queries or keys alone or of both with the values ------------------------
+def _half(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def _turned(x: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
+    """What is wider than ``freqs`` stays as it is."""
+    turned, rest = x.float().tensor_split([freqs.shape[-1]], -1)
+    return torch.cat([turned * freqs.cos() + _half(turned, interleaved) * freqs.sin(), rest], -1)
+
+
+def _places(freqs: Tensor, length: int, size: int, rank: int) -> Tensor:
+    """Rows of this context-parallel rank: chunks r and 2n-1-r (rope.py:347 @v2.9)."""
+    if size == 1:
+        return freqs[:length]
+    half, last = length // 2, 2 * size - 1 - rank
+    return torch.cat([freqs[rank * half :][:half], freqs[last * half :][:half]])
+
+
+def _embedded(
+    x: Tensor, freqs: Tensor, starts: Values, form: Values, interleaved: bool, lengths: Values,
+    *ring: int,
+) -> Tensor:  # fmt: skip
+    """ring : size and rank of context parallelism"""
+    if starts is not None:
+        refuse("fused_rope with start_positions", WITHOUT_VALUES)
+    if form.name == "NVTE_THD":
+        parts = x.split(((lengths[1:] - lengths[:-1]) // ring[0]).tolist())
+        turned = [_turned(t, _places(freqs, len(t), *ring)[:, 0], interleaved) for t in parts]
+        return torch.cat(turned)
+    batch_first = form.name == "NVTE_BSHD"
+    at = _places(freqs, x.shape[1 if batch_first else 0], *ring)
+    return _turned(x, at.transpose(0, 1) if batch_first else at, interleaved)
+
+
+def _rope(back: bool) -> Kernel:
+    def run(x: Tensor, freqs: Tensor, *rest: Values) -> Tensor:
+        """apply_rope.cpp:12, :165 @v2.18; backward has no starts before 2.10"""
+        out = new(x.shape, x.dtype)
+        fused("rope", 0, x, x)
+        starts = None if isinstance(rest[0], Member) else rest[0]
+
+        def value(x: Tensor) -> Tensor:
+            return _embedded(x, freqs, starts, *rest[-5:])
+
+        return fill(out, lambda: gradient(value, x, x) if back else value(x))
+
+    return run
+
+
+kernel("fused_rope_forward")(_rope(back=False))
+kernel("fused_rope_backward")(_rope(back=True))
+
+
+def _parts(
+    qkv: Tensor, freqs: Sequence[Tensor], starts: Values, splits: list[int], form: Values,
+    *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    q, k, v = qkv.split(splits, -1)
+    q = q.reshape(*qkv.shape[:2], -1, k.shape[-1])
+    return *(_embedded(t, f, starts, form, rest[0], None, *rest[1:])
+             for t, f in zip((q, k), freqs, strict=True)), v  # fmt: skip
+
+
+@kernel()
+def fused_qkv_rope_forward(
+    qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, starts: Values, splits: list[int],
+    form: Values = None, interleaved: bool = False, size: int = 1, rank: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """apply_rope.cpp:106 @v2.18"""
+    *rows, groups, _ = qkv.shape
+    q, k, v = splits
+    shapes = [*rows, groups * q // k, k], [*rows, groups, k], [*rows, groups, v]
+    out = tuple(new(shape, qkv.dtype) for shape in shapes)
+    fused("rope", 0, qkv, *out)
+    if not qkv.is_meta:
+        rest = starts, splits, form, interleaved, size, rank
+        for to, of in zip(out, _parts(qkv, (q_freqs, k_freqs), *rest), strict=True):
+            to.copy_(of)
+    return out
+
+
+@kernel()
+def fused_qkv_rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, q_freqs: Tensor, k_freqs: Tensor, splits: list[int],
+    form: Values = None, interleaved: bool = False, size: int = 1, rank: int = 0,
+) -> Tensor:  # fmt: skip
+    """apply_rope.cpp:263 @v2.18"""
+    heads = sum(t.shape[2] for t in (dq, dk, dv)) * dq.shape[3]
+    out = new([*dq.shape[:2], heads // sum(splits), sum(splits)], dq.dtype)
+    fused("rope", 0, dq, dk, dv, out)
+    rest = (q_freqs, k_freqs), None, splits, form, interleaved, size, rank
+    return fill(out, lambda: gradient(lambda qkv: _parts(qkv, *rest), out, dq, dk, dv))

@@ -11,6 +11,10 @@ A kernel without a row is refused by its name; on tier cpu also one of ``SHAPES_
 
 from __future__ import annotations
 
+import enum
+import functools
+import inspect
+import types
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, NoReturn
@@ -20,7 +24,6 @@ from torch import Tensor
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.megatron_source import Release
-from megatron_prism.runtime.te_kernels.enumerations import Member
 
 Kernel = Callable[..., Any]
 Quantizer = Any  # an object of Transformer Engine's, or None
@@ -62,13 +65,17 @@ def kernel(*names: str, values: bool = True) -> Callable[[Kernel], Kernel]:
     return enter
 
 
-def refuse(name: str) -> NoReturn:
+WITHOUT_VALUES = "has shapes alone, and tier cpu wants values"
+
+
+def refuse(name: str, why: str = "has no row in our table (runtime/te_kernels)") -> NoReturn:
     """Raise UnsupportedError that names the kernel ``name``."""
     if name in SHAPES_ONLY and _device.type != "meta":
-        what = f"Transformer Engine's kernel {name} has shapes alone, and tier cpu wants values"
-        raise UnsupportedError(what, fix="--prism-tier meta, or leave out the option that asks")
-    what = f"Transformer Engine's kernel {name} has no row in our table (runtime/te_kernels)"
-    raise UnsupportedError(what, fix="leave out the option that asks for it, or --prism-tier cuda")
+        why = WITHOUT_VALUES
+    meta = "--prism-tier meta, or leave out the option that asks"
+    cuda = "leave out the option that asks for it, or --prism-tier cuda"
+    what = f"Transformer Engine's kernel {name} {why}"
+    raise UnsupportedError(what, fix=meta if why == WITHOUT_VALUES else cuda)
 
 
 def new(shape: Sequence[int] | int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -90,13 +97,20 @@ def fill(out: Tensor, value: Callable[[], Tensor]) -> Tensor:
     return out
 
 
+def gradient(of: Callable[[Tensor], Any], x: Tensor, *grads: Tensor) -> Tensor:
+    """Of ``of(x)`` in fp32, one tensor or several with a gradient each; ``of`` may be linear, and
+    ``x`` anything of the right shape."""
+    leaf = x.detach().float().requires_grad_()
+    with torch.enable_grad():
+        made = of(leaf)
+    made = made if isinstance(made, tuple) else (made,)
+    wanted = [g.float().view(m.shape) for g, m in zip(grads, made, strict=True)]
+    return torch.autograd.grad(made, leaf, wanted)[0]
+
+
 def wide(x: Tensor) -> Tensor:
     """fp32 [rows, columns]."""
     return x.reshape(-1, x.shape[-1]).float()
-
-
-def plain(value: Any) -> Tensor | None:
-    return value if isinstance(value, Tensor) else None
 
 
 def tensors_in(args: Iterable[Any]) -> list[Tensor]:
@@ -126,3 +140,89 @@ def dtype_of(value: Any) -> torch.dtype:
 def rows_of(shape: Sequence[int]) -> int:
     """How many rows a tensor has for a kernel that knows two dimensions."""
     return prod(shape[:-1])
+
+
+# -- the library -----------------------------------------------------------------------------------
+_CLOSED = {
+    "FP8FwdTensors": "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT "
+                     "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+    "FP8BwdTensors": "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
+}  # fmt: skip
+_DTYPES = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7,
+           "kFloat8E5M2": 8, "kFloat4E2M1": 10}  # fmt: skip
+_BACK_ENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
+_LAST_MAX512 = (2, 17)  # cuDNN's kernel of up to 512 rows went with 2.18
+
+
+class Member(int):
+    """A member of an enumeration ``kind`` that is made as it is asked for."""
+
+    kind: str
+    name: str
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}.{self.name}"
+
+
+class _Unknown(type):
+    """What the library has under a name without a row: an enumeration, whose members Python
+    compares and prints, or what is called, and refused by its name."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        member = Member(sum(isinstance(value, Member) for value in vars(cls).values()))
+        member.kind, member.name = cls.__name__, name
+        setattr(cls, name, member)
+        return member
+
+    def __call__(cls, *args: object, **options: object) -> NoReturn:
+        refuse(cls.__name__)
+
+
+class Library(types.ModuleType):
+    """``transformer_engine_torch`` of the release and device that were adopted.
+
+    Names and numbers of enumerations are C++'s where Python stores them or, in 2.20, holds C++'s
+    list against its own (common/util/pybind_helper.h @v2.18).
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "A stand-in of megatron_prism.")
+        back_ends = dict(_BACK_ENDS)
+        if _release <= _LAST_MAX512:
+            back_ends["NVTE_F16_max512_seqlen"] = 0
+        for kind, members in {"DType": _DTYPES, "NVTE_Fused_Attn_Backend": back_ends}.items():
+            setattr(self, kind, enum.IntEnum(kind, members))
+        for kind, words in _CLOSED.items():
+            setattr(self, kind, enum.IntEnum(kind, words, start=0))
+        left_out = set() if _device.type == "meta" else SHAPES_ONLY
+        for row in TABLE.keys() - left_out:
+            setattr(self, row, _checked(row, TABLE[row]))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, _Unknown(name, (), {}))
+        return getattr(self, name)
+
+
+def _checked(name: str, row: Kernel) -> Kernel:
+    """``row``; arguments that only a later release has are refused by the kernel's name."""
+
+    @functools.wraps(row)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return row(*args, **options)
+        except TypeError:
+            try:
+                inspect.signature(row).bind(*args, **options)
+            except TypeError as error:
+                refuse(name, f"is called otherwise than by the releases that are known ({error})")
+            raise
+
+    return call
