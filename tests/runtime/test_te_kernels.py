@@ -289,9 +289,10 @@ class Kernel:
         self.__name__, self.__module__ = "rotate", module
 
 
-def test_kernels_of_triton_without_a_stand_in_are_refused():
+def test_a_kernel_of_triton_is_what_it_reads_and_writes_or_refused():
+    """Of shapes whosever it is; of values only with a stand-in."""
     x = torch.zeros(4, device="meta")
-    triton._launcher(Kernel("transformer_engine.common.triton.pad"), (1,))(x, size=4)
-    for kernel, tensor in (("megatron.core", x), ("transformer_engine", torch.zeros(4))):
+    for module in ("transformer_engine.common.triton.pad", "megatron.core"):
+        triton._launcher(Kernel(module), (1,))(x, size=4)
         with pytest.raises(UnsupportedError, match="triton kernel rotate needs a GPU"):
-            triton._launcher(Kernel(kernel), (1,))(tensor)
+            triton._launcher(Kernel(module), (1,))(torch.zeros(4))

@@ -242,7 +242,6 @@ def _fused_dispatch(module: ModuleType, context: PatchContext) -> None:
     "_HybridEPManager.setup_metadata",
     "_DeepepManager.setup_metadata",
     "_DeepepManager._indices_to_multihot",
-    "fused_indices_to_multihot",
     reason="how many tokens arrive is a value",
     source="core/transformer/moe/token_dispatcher.py:993, :1216 @0.19.0",
     tiers=META,
@@ -265,7 +264,6 @@ def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
     managers = ("_HybridEPManager", "_DeepepManager")
     context.replace(module, metadata, *(f"{owner}.setup_metadata" for owner in managers))
     context.replace(module, multihot, "_DeepepManager._indices_to_multihot")
-    context.set(module, "fused_indices_to_multihot", moe_dispatch.indices_to_multihot)
 
 
 @PATCHES.instead(

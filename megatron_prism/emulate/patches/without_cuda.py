@@ -23,19 +23,6 @@ PATCHES = Patches()
 
 
 @PATCHES.patch(
-    "megatron.core.fusions.fused_mla_yarn_rope_apply",
-    *(f"{name} {'>=' if name.startswith('_') else '<'}0.20" for name in kernels.KERNELS),
-    reason="multi-latent attention launches triton kernels unless --no-rope-fusion",
-    source="core/fusions/fused_mla_yarn_rope_apply.py:258 @0.19.0",
-    tiers=NO_CUDA,
-)
-def _mla_rope(module: ModuleType, context: PatchContext) -> None:
-    """The rotary embedding of multi-latent attention is four triton kernels by default."""
-    for name, kernel in kernels.KERNELS.items():
-        context.set(module, name, kernel)
-
-
-@PATCHES.patch(
     "megatron.core.full_cuda_graph",
     "FullCudaGraphWrapper.__init__",
     reason="a traceback from within torch after the warm-up",

@@ -1,10 +1,8 @@
-"""Stand-ins for kernels of triton, Apex and others that Megatron launches.
+"""Stand-ins for kernels of Apex and others, and what Megatron's triton kernels compute on tier cpu.
 
-Its autograd functions stay as they are, and so do their allocations; only the four triton kernels
-that they launch are stood in for (core/fusions/fused_mla_yarn_rope_apply.py @0.16.1, @0.19.0, and
-under other names @0.20).
-Called as ``kernel[grid](…)`` with the arguments of the real ones: on tensors with values the same
-sums, on shapes nothing but what the kernel would have read and written.  All work in place.
+``COMPUTED`` has those of multi-latent attention's rotary embedding, which work in place; arguments
+are named as their own (core/fusions/fused_mla_yarn_rope_apply.py @0.16.1, @0.19.0, and under other
+names @0.20).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
     from megatron_prism.runtime.recorder.shapes_meter import Meter
 
+Computed = Callable[[types.SimpleNamespace], None]  # of a launch's arguments by their names
 meter: Meter | None = None
 
 
@@ -153,24 +152,6 @@ def add_module(changes: ProcessChanges) -> str:
     return "apex's fused weight gradient: a product that is added"
 
 
-class _Kernel:
-    """``kernel[grid](tensors…, numbers…)``."""
-
-    def __init__(self, name: str, run: Callable[..., None]) -> None:
-        self.name, self.run = name, run
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return self
-
-    def __call__(self, *args: object, **options: bool) -> None:
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if tensors[0].is_meta:
-            fused(self.name, 0, *tensors)
-        else:
-            with torch.no_grad():
-                self.run(*args, **options)
-
-
 def _tokens(
     total: int, batch: int | None, starts: torch.Tensor | None, cp_rank: int, cp_size: int
 ) -> torch.Tensor:
@@ -222,44 +203,37 @@ def _turned_back(
     return torch.stack([one, other], dim=-1).flatten(-2)
 
 
-def _query(turn: Callable[..., torch.Tensor]) -> Callable[..., None]:
+def _query(turn: Callable[..., torch.Tensor]) -> Computed:
     """The kernel of the query, which turns the last part of each head in place: there or back."""
 
-    def run(
-        q: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        head: int,
-        width: int,
-        heads: int,
-        batch: int | None,
-        count: int | None,
-        starts: torch.Tensor | None,
-        *more: object,
-        INVERSE: bool = False,
-        REMOVE_INTERLEAVING: bool = False,
-    ) -> None:
-        tokens = more[0]  # since 0.20 places in packed sequences may be given; else a stride
-        if not isinstance(tokens, torch.Tensor):
-            ours = cast("tuple[int, int]", more[-2:])  # rank and size of context parallelism
-            tokens = _tokens(len(q), batch, starts, *ours)
-        table = _halves(cos, tokens, width), _halves(-sin if INVERSE else sin, tokens, width)
-        q[..., head:] = turn(q[..., head:], *table, REMOVE_INTERLEAVING)
+    def run(a: types.SimpleNamespace) -> None:
+        x, head = _first(a, "Q", "DO"), _first(a, "qk_head_dim", "nope_dim")
+        tokens = _first(a, "position_ids")  # since 0.20 places in packed sequences may be given
+        if tokens is None:
+            tokens = _tokens(len(x), a.batch_size, a.cu_seqlens_q, a.cp_rank, a.cp_size)
+        sin = -a.SIN if _first(a, "INVERSE") else a.SIN
+        table = _halves(a.COS, tokens, a.emb_dim), _halves(sin, tokens, a.emb_dim)
+        x[..., head:] = turn(x[..., head:], *table, bool(_first(a, "REMOVE_INTERLEAVING")))
 
     return run
+
+
+def _first(a: types.SimpleNamespace, *names: str) -> Any:
+    """The argument of the first of ``names`` that this release has; None without any."""
+    return next((getattr(a, name) for name in names if hasattr(a, name)), None)
 
 
 Table = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]  # halves of cos and of sin
 
 
-def _kv(turn: Callable[..., None]) -> Callable[..., None]:
+def _kv(turn: Callable[..., None], *names: str) -> Computed:
     """The kernel of keys and values: four tensors, there or back."""
 
-    def run(*args: Any, REMOVE_INTERLEAVING: bool = False) -> None:
-        *tensors, cos, sin, width, k_dim, _, _, batch, _, starts = args[:13]
-        tokens = _tokens(len(tensors[0]), batch, starts, *args[-2:])
-        table = _halves(cos, tokens, width), _halves(sin, tokens, width)
-        turn(tensors, k_dim, table, REMOVE_INTERLEAVING)
+    def run(a: types.SimpleNamespace) -> None:
+        tensors = [getattr(a, name) for name in names]
+        tokens = _tokens(len(tensors[0]), a.batch_size, a.cu_seqlens_kv, a.cp_rank, a.cp_size)
+        table = _halves(a.COS, tokens, a.emb_dim), _halves(a.SIN, tokens, a.emb_dim)
+        turn(tensors, a.k_dim, table, bool(_first(a, "REMOVE_INTERLEAVING")))
 
     return run
 
@@ -270,20 +244,23 @@ def _forward_kv(tensors: list[torch.Tensor], k_dim: int, table: Table, paired: b
     key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, -1), *table, paired)
 
 
-def _backward_kv(tensors: list[torch.Tensor], k_dim: int, table: Table, paired: bool) -> None:
+def _backward_kv(
+    tensors: list[torch.Tensor], k_dim: int, table: Table, paired: bool | None
+) -> None:
     dk, dv, d_kv, d_shared = tensors
     d_kv[..., :k_dim], d_kv[..., k_dim:] = dk[..., :k_dim], dv
     summed = dk[..., k_dim:].float().sum(dim=1, keepdim=True).to(d_shared.dtype)
     d_shared[...] = _turned_back(summed, *table, paired).reshape(d_shared.shape)
 
 
-KERNELS = {
-    name: _Kernel(name, run)
+_FORWARD, _BACKWARD = ("KV", "K_POS_EMB", "O_KEY", "O_VALUE"), ("dK", "dV", "dKV", "dEMB")
+COMPUTED = {
+    name: run
     for names, run in (
         ("rotary_fwd_q_kernel _mla_rope_fwd_inplace_kernel", _query(_turned)),
         ("rotary_bwd_q_kernel _mla_rope_bwd_inplace_kernel", _query(_turned_back)),
-        ("rotary_fwd_kv_kernel _mla_rope_fwd_kv_split_kernel", _kv(_forward_kv)),
-        ("rotary_bwd_kv_kernel _mla_rope_bwd_kv_split_kernel", _kv(_backward_kv)),
+        ("rotary_fwd_kv_kernel _mla_rope_fwd_kv_split_kernel", _kv(_forward_kv, *_FORWARD)),
+        ("rotary_bwd_kv_kernel _mla_rope_bwd_kv_split_kernel", _kv(_backward_kv, *_BACKWARD)),
     )
     for name in names.split()
 }

@@ -1,8 +1,7 @@
 """Triton without a driver: ``kernel[grid](…)`` starts nothing.
 
-A kernel of Transformer Engine writes into tensors that Python has made, so that on shapes a launch
-is what it reads and writes; on values it is a function of ``COMPUTED``, if one has entered it.
-Other kernels that have no stand-in are refused by their name.  Where
+A kernel writes into tensors that Python has made, so that on shapes a launch is what it reads and
+writes, whosever it is; on values it is a function of ``COMPUTED``, or refused by its name.  Where
 triton is not installed, its modules are stubs: kernels keep their names and do the same.
 """
 
@@ -19,9 +18,9 @@ import torch
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.kernels import fused
 
-_ENGINE = "transformer_engine"
 # the kernels that costs know by another name
 _COSTS = {
     "_permute_kernel": "permute",
@@ -34,26 +33,23 @@ _COSTS = {
 
 # kernel -> what it writes on tier cpu; its arguments come by name, as they have other places in
 # other releases
-COMPUTED: dict[str, Callable[[types.SimpleNamespace], None]] = {}
+COMPUTED: dict[str, kernels.Computed] = {**kernels.COMPUTED}
 
 
 def _launch(function: Any, args: tuple[object, ...], options: dict[str, object]) -> None:
     name = getattr(function, "__name__", "?")
     tensors = [a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)]
-    ours = str(getattr(function, "__module__", "")).partition(".")[0] == _ENGINE
-    shapes = any(tensor.is_meta for tensor in tensors)
-    if ours and not shapes and name in COMPUTED:
-        signature = inspect.signature(function.fn)
-        named = {k: v for k, v in options.items() if k in signature.parameters}
-        with torch.no_grad():
-            arguments = signature.bind_partial(*args, **named).arguments
-            COMPUTED[name](types.SimpleNamespace(**arguments))
+    if any(tensor.is_meta for tensor in tensors):
+        fused(_COSTS.get(name, name), 0, *tensors)
         return
-    if not (ours and shapes):
+    if name not in COMPUTED:
         what = f"the triton kernel {name} needs a GPU, and has no stand-in here"
-        fix = "leave out the flag that asks for this fusion, or --prism-tier cuda"
+        fix = "leave out the flag that asks for this fusion, or --prism-tier meta or cuda"
         raise UnsupportedError(what, fix=fix)
-    fused(_COSTS.get(name, name), 0, *tensors)
+    signature = inspect.signature(function.fn)
+    named = {k: v for k, v in options.items() if k in signature.parameters}
+    with torch.no_grad():
+        COMPUTED[name](types.SimpleNamespace(**signature.bind_partial(*args, **named).arguments))
 
 
 class _Kernel:

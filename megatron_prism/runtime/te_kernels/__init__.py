@@ -61,7 +61,7 @@ def install(changes: ProcessChanges, device: str, live: LiveBytes | None) -> str
     table.adopt((major, minor), device)
     changes.set_item(os.environ, "NVTE_PROJECT_BUILDING", "1")  # its core library stays away
     changes.set_item(sys.modules, _LIBRARY, table.Library(_LIBRARY))
-    changes.set(triton, "COMPUTED", triton_values.COMPUTED)
+    changes.set(triton, "COMPUTED", triton.COMPUTED | triton_values.COMPUTED)
     _import(version, changes)
     hooks.set_up(changes, live)
     return version
