@@ -128,9 +128,9 @@ def _dealt_documents(module: ModuleType, context: PatchContext) -> None:
         raise UnsupportedError(what, fix="--prism-tier meta")
 
     if module.tex is None:
-        from megatron_prism.runtime.te_kernels import attention
+        from megatron_prism.runtime.te_kernels.table import TABLE
 
-        deal = attention.thd_get_partitioned_indices if context.meta else refuse
+        deal = TABLE["thd_get_partitioned_indices"] if context.meta else refuse
         context.set(module, "tex", SimpleNamespace(thd_get_partitioned_indices=deal))
 
 

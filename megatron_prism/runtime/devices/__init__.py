@@ -132,9 +132,8 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     if not hasattr(torch.distributed, "ProcessGroupNCCL"):  # a build of torch for CPUs
         changes.set(torch.distributed, "ProcessGroupNCCL", _NcclGroup)
     stand_in = ["torch.cuda: inert streams and events"]
-    stand_in += [kernels.add_module(changes), kernels.add_modules(changes)]
-    stand_in.append(state_space.add_modules(changes))
-    stand_in.append(triton.replace_launches(changes))
+    stand_in += [one(changes) for one in (
+        kernels.add_modules, state_space.add_modules, triton.replace_launches)]  # fmt: skip
     remap = Remap(name)
     remap.__enter__()
     changes.on_undo(lambda: remap.__exit__(None, None, None))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,26 +80,6 @@ def batches_per_block(queries: int, keys: int, batches: int, heads: int) -> int:
     return _THREADS // min(power, _WARP) * (2 if power <= 128 else 1)
 
 
-_MODULES: dict[str, dict[str, Callable[..., object]]] = {
-    "scaled_upper_triang_masked_softmax_cuda": {"forward": _causal},
-    "scaled_masked_softmax_cuda": {
-        "forward": masked_softmax,
-        "get_batch_per_block": batches_per_block,
-    },
-    "scaled_softmax_cuda": {"forward": _plain},
-}
-
-
-def add_modules(changes: ProcessChanges) -> str:
-    """Put them into ``sys.modules``; says what they are.  Real ones would want a device."""
-    for name, functions in _MODULES.items():
-        module = types.ModuleType(name, "A stand-in of megatron_prism.")
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        vars(module).update(functions, backward=masked_softmax_backward)
-        changes.set_item(sys.modules, name, module)
-    return "apex's masked softmax: a softmax, which keeps its result alone"
-
-
 class _Transform(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -131,9 +111,6 @@ def _transformed(x: torch.Tensor, scale: float) -> torch.Tensor:
     return out.copy_((rows[:, :size] * scale).view_as(x))
 
 
-NAME = "fused_weight_gradient_mlp_cuda"
-
-
 def _accumulate(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
     """inputs ``[tokens, in]``, grad ``[tokens, out]``, main_grad ``[out, in]`` of its own type."""
     if main_grad.is_meta:
@@ -142,14 +119,43 @@ def _accumulate(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tenso
         main_grad.add_((grad.t() @ inputs).to(main_grad.dtype))
 
 
-def add_module(changes: ProcessChanges) -> str:
-    """Put it into ``sys.modules``; says what it is.  A real one would want a device."""
-    module = types.ModuleType(NAME, "A stand-in of megatron_prism.")
-    module.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
-    module.wgrad_gemm_accum_fp32 = _accumulate  # type: ignore[attr-defined]
-    module.wgrad_gemm_accum_fp16 = _accumulate  # type: ignore[attr-defined]
-    changes.set_item(sys.modules, NAME, module)
-    return "apex's fused weight gradient: a product that is added"
+_SOFTMAX: dict[str, Callable[..., object]] = {
+    "backward": masked_softmax_backward,
+    "get_batch_per_block": batches_per_block,
+}
+_MODULES: dict[str, dict[str, Callable[..., object]]] = {
+    "scaled_upper_triang_masked_softmax_cuda": {"forward": _causal, **_SOFTMAX},
+    "scaled_masked_softmax_cuda": {"forward": masked_softmax, **_SOFTMAX},
+    "scaled_softmax_cuda": {"forward": _plain, **_SOFTMAX},
+    "fused_weight_gradient_mlp_cuda": {
+        "wgrad_gemm_accum_fp32": _accumulate,
+        "wgrad_gemm_accum_fp16": _accumulate,
+    },
+}
+
+
+def add_packages(
+    changes: ProcessChanges,
+    packages: Mapping[str, Mapping[str, object]],
+    kind: type[types.ModuleType] = types.ModuleType,
+) -> None:
+    """Put packages into ``sys.modules``, by name with what they contain.  Real ones would want a
+    device."""
+    for name, contents in packages.items():
+        module = kind(name, "A stand-in of megatron_prism.")
+        module.__path__ = []
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        vars(module).update(contents)
+        changes.set_item(sys.modules, name, module)
+        parent, _, leaf = name.rpartition(".")
+        if parent in sys.modules:
+            setattr(sys.modules[parent], leaf, module)
+
+
+def add_modules(changes: ProcessChanges) -> str:
+    """Put Apex's kernels into ``sys.modules``; says what they are."""
+    add_packages(changes, _MODULES)
+    return "apex's kernels: a softmax that keeps its result alone, a product that is added"
 
 
 def _tokens(
@@ -244,9 +250,7 @@ def _forward_kv(tensors: list[torch.Tensor], k_dim: int, table: Table, paired: b
     key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, -1), *table, paired)
 
 
-def _backward_kv(
-    tensors: list[torch.Tensor], k_dim: int, table: Table, paired: bool | None
-) -> None:
+def _backward_kv(tensors: list[torch.Tensor], k_dim: int, table: Table, paired: bool) -> None:
     dk, dv, d_kv, d_shared = tensors
     d_kv[..., :k_dim], d_kv[..., k_dim:] = dk[..., :k_dim], dv
     summed = dk[..., k_dim:].float().sum(dim=1, keepdim=True).to(d_shared.dtype)

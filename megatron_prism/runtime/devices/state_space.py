@@ -10,12 +10,9 @@ that have some a kernel is refused by name.
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import math
 import re
-import sys
-import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,7 +21,7 @@ import torch
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.devices.kernels import add_packages, fused
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
@@ -477,17 +474,8 @@ _PACKAGES: dict[str, dict[str, object]] = {
 
 
 def add_modules(changes: ProcessChanges) -> str:
-    """Put them into ``sys.modules``; says what they are.  Real ones would want a device."""
-    packages = dict(_PACKAGES)
+    """Put them into ``sys.modules``; says what they are."""
+    add_packages(changes, _PACKAGES)
     if importlib.util.find_spec("einops") is None:
-        packages["einops"] = {"rearrange": rearrange, "repeat": rearrange}
-    for name, contents in packages.items():
-        module = types.ModuleType(name, "A stand-in of megatron_prism.")
-        module.__path__ = []
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        vars(module).update(contents)
-        changes.set_item(sys.modules, name, module)
-        parent, _, leaf = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], leaf, module)
+        add_packages(changes, {"einops": {"rearrange": rearrange, "repeat": rearrange}})
     return "mamba-ssm, causal-conv1d, flash-linear-attention: what they allocate, no values"

@@ -91,13 +91,8 @@ _MODULES = ("", ".language", ".language.core", ".language.standard", ".language.
 def _stub(changes: ProcessChanges) -> None:
     """Megatron and Transformer Engine import triton at module level
     (batch_invariant_kernels.py:15 @0.16.1; pytorch/triton/permutation.py:10 @v2.20)."""
-    for suffix in _MODULES:
-        module = _Absent(f"triton{suffix}")
-        module.__path__ = []
-        changes.set_item(sys.modules, module.__name__, module)
-        parent, _, leaf = module.__name__.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], leaf, module)
+    names = [f"triton{suffix}" for suffix in _MODULES]
+    kernels.add_packages(changes, dict.fromkeys(names, {}), _Absent)
     vars(sys.modules["triton"]).update(
         __version__="0.0.0", jit=_jit, cdiv=lambda x, y: -(-x // y),
         next_power_of_2=_next_power_of_2)  # fmt: skip

@@ -6,11 +6,8 @@ V follow the two first tensors, which are cumulated lengths.
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.metadata
 import os
-import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.devices.kernels import add_packages, fused
 from megatron_prism.runtime.te_kernels.quantization import PROCESSORS, create, kind_of, parts
 from megatron_prism.runtime.te_kernels.table import (
     Kernel,
@@ -513,7 +510,7 @@ _INTERFACE: dict[str, object] = {
     **dict.fromkeys(("_flash_attn_backward", "_flash_attn_varlen_backward"), _raw_backward),
 }
 _MODULES: dict[str, dict[str, object]] = {
-    "flash_attn": {"__version__": _VERSION, "__path__": []},
+    "flash_attn": {"__version__": _VERSION},
     "flash_attn.flash_attn_interface": _INTERFACE,
     "flash_attn_2_cuda": {"varlen_bwd": _raw_backward},
 }
@@ -521,11 +518,7 @@ _MODULES: dict[str, dict[str, object]] = {
 
 def add_flash_attn(changes: ProcessChanges) -> None:
     """Put the package into ``sys.modules``, and its version among those that are installed."""
-    for name, contents in _MODULES.items():
-        module = types.ModuleType(name, "A stand-in of megatron_prism.")
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        vars(module).update(contents)
-        changes.set_item(sys.modules, name, module)
+    add_packages(changes, _MODULES)
     version = importlib.metadata.version
 
     def with_ours(name: str) -> str:

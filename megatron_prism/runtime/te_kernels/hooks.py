@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import importlib.machinery
 import inspect
 import sys
 import types
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices.kernels import add_packages
 from megatron_prism.runtime.devices.moe_dispatch import counts
 from megatron_prism.runtime.te_kernels import attention
 from megatron_prism.runtime.te_kernels.table import Kernel
@@ -38,21 +38,13 @@ class _Anything(types.ModuleType):
 
 def _no_onnx(changes: ProcessChanges) -> None:
     """Export to ONNX is imported with the rest (pytorch/export.py @v2.9), and nobody exports."""
-    for name in ("onnx", "onnxscript", f"{_TE}.onnx_extensions"):
-        if name not in sys.modules:
-            module = _Anything(name)
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-            changes.set_item(sys.modules, name, module)
-
-
-class _SameDevice(contextlib.nullcontext):
-    def __init__(self, device: object = None) -> None:
-        super().__init__()
+    names = ("onnx", "onnxscript", f"{_TE}.onnx_extensions")
+    add_packages(changes, {name: {} for name in names if name not in sys.modules}, _Anything)
 
 
 def _one_device(changes: ProcessChanges) -> None:
     """``torch.cuda.device(x.device)`` refuses ``meta`` (module/grouped_linear.py @v2.9)."""
-    changes.set(torch.cuda, "device", _SameDevice)
+    changes.set(torch.cuda, "device", contextlib.nullcontext)
 
 
 def _wrappers_of_shapes(changes: ProcessChanges) -> None:
