@@ -5,7 +5,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_prism.runtime.devices import cuda_choices
-from megatron_prism.runtime.devices.live_bytes import LiveBytes
+from megatron_prism.runtime.devices.live_bytes import Engine, LiveBytes
 from megatron_prism.runtime.devices.operators import reduction_bytes
 
 KIB = 1 << 10
@@ -29,7 +29,7 @@ def test_blocks_that_share_a_sum(shape, dims, taken):
     assert reduction_bytes(empty(*shape, dtype=torch.bfloat16), dims) == taken
 
 
-def peak_of_backward(held: bool) -> int:
+def peak_of_backward(start, held: bool) -> int:
     """Bytes above those before, of the gradient of a tensor that is used twice."""
     live = LiveBytes("meta", cublas=True)
     with live:
@@ -41,14 +41,28 @@ def peak_of_backward(held: bool) -> int:
             y.register_hook(lambda grad: kept.append(grad))
         before = live.now
         live.reset_peak()
-        out.backward(empty(KIB))
+        start(out, empty(KIB))
         return live.peak() - before
 
 
-def test_gradients_are_added_up_in_place():
+def by_megatron(out, grad):
+    """As custom_backward does (core/pipeline_parallel/schedules.py:220 @0.19.0)."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((out,), (grad,), False, False, (), True, True)
+
+
+@pytest.fixture
+def _engine(monkeypatch):
+    """That of tier meta."""
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine())
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize("start", [torch.Tensor.backward, by_megatron])
+def test_gradients_are_added_up_in_place(start):
     # the result's, one of each use; their sum is one of the two
-    assert peak_of_backward(held=False) == 3 * 4 * KIB
-    assert peak_of_backward(held=True) >= 3 * 4 * KIB
+    assert peak_of_backward(start, held=False) == 3 * 4 * KIB
+    assert peak_of_backward(start, held=True) >= 3 * 4 * KIB
 
 
 def test_a_tensor_that_is_used_elsewhere_is_not_changed():
