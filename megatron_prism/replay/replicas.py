@@ -18,7 +18,7 @@ from megatron_prism.core import shard
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.groups import WORLD_GROUP
 from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, SHARED
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.program import Program, Programs, Splits
 from megatron_prism.core.world import World
 from megatron_prism.graph.classes import memberships, partition
 from megatron_prism.replay.costs.kernels import scaled_kernels
@@ -59,6 +59,9 @@ def with_data_parallel(programs: Programs, dp: int) -> Programs:
     same = np.array(partition(programs).programs, dtype=np.int32)
     running = same[partition(programs).of]
     first = _places(old)[:, :, 0]  # [pp, others]: the ranks of the first replica
+    differ = _differ(running, _places(old))
+    if differ and programs.source.get("tier") == "cuda":
+        running = _kinds(programs)[running]
     _check_alike(running, _places(old))
     of = np.empty(world.size, dtype=np.int32)
     of[_places(world)] = running[first][:, :, None]
@@ -80,7 +83,8 @@ def with_data_parallel(programs: Programs, dp: int) -> Programs:
     for key in (k for k in _GROWS_WITH_BATCH & set(source) if source[k].isdecimal()):
         source[key] = str(int(source[key]) * dp // old.dp)
     scaled = without_unused(dataclasses.replace(bare, programs=tuple(made), source=source))
-    return with_assumption(scaled, _said(old.dp, dp, widths, sharded))
+    said = _said(old.dp, dp, widths, sharded)
+    return with_assumption(scaled, f"{said}, times of the first replica" if differ else said)
 
 
 def _said(old: int, new: int, widths: set[tuple[int, int]], sharded: bool) -> str:
@@ -104,16 +108,39 @@ def _places(world: World) -> np.ndarray:
     return found.reshape(world.pp, world.cp * world.tp, world.dp)
 
 
+def _kinds(programs: Programs) -> np.ndarray:
+    """int32 [programs]: of every measured program the first that differs from it in times, and in
+    how the parameters are shared out, alone."""
+    kinds, strings, splits = dict[bytes, int](), list[str](), list[Splits]()
+    for program in programs.programs:
+        strings += [text for text in program.strings if text not in strings]
+        splits += [split for split in program.splits if split not in splits]
+    found = np.empty(len(programs.programs), dtype=np.int32)
+    for index, program in enumerate(programs.programs):
+        bare = shard.without_shard(program) if shard.is_sharded(program) else program
+        ops = bare.ops.copy()
+        for name in _TOOK:
+            ops[name] = -1
+        key = dataclasses.replace(bare, ops=ops).columns(strings, splits)
+        found[index] = kinds.setdefault(key, index)
+    return found
+
+
+def _differ(running: np.ndarray, places: np.ndarray) -> list[list[int]]:
+    """Stage, other place and replica of ranks that run another program than the first replica's."""
+    found: list[list[int]] = np.argwhere(running[places] != running[places][:, :, :1]).tolist()
+    return found
+
+
 def _check_alike(running: np.ndarray, places: np.ndarray) -> None:
-    differ = np.argwhere(running[places] != running[places][:, :, :1])
-    if differ.size:
+    if differ := _differ(running, places):
         stage, other, replica = differ[0]
         ranks = places[stage, other, [0, replica]].tolist()
         raise ProgramError(
             f"ranks {ranks[0]} and {ranks[1]} differ in nothing but the replica, and run different "
             "programs",
-            fix="change the size first and slow ranks down after that; one slice a stage where "
-            "times were measured; uneven experts need a capture of the new size",
+            fix="change the size first and slow ranks down after that; uneven experts need a "
+            "capture of the new size",
         )
 
 

@@ -1,5 +1,6 @@
 """Other replicas: what follows a rank's part of the parameters, by hand."""
 
+import dataclasses
 from fractions import Fraction
 
 import numpy as np
@@ -82,3 +83,20 @@ def test_kernels_are_as_many_as_parameters_and_have_their_bytes_together():
     assert note == "adam(32,32)float32:0:1024"
     assert (num_bytes, kernels) == (1024 - 3 * 2048, -2)
     assert scaled_kernels("mul_()float32:0:8*40", Fraction(1, 4))[0] == "mul_()float32:0:8*10"
+
+
+def test_measured_ranks_of_one_stage_are_one_replica_with_the_times_of_the_first():
+    """Two ranks of a GPU job take other times, and update other parameters."""
+    text = TEXT.replace("ranks=0-3", "ranks=0,2,3").replace("compute flops=100", "compute ns=500")
+    body = text.partition("ranks=0,2,3")[2]
+    other = body.replace("ns=500", "ns=600").replace("kernels=10", "kernels=12")
+    both = parse(f"{text}program ranks=1{other}")
+    with pytest.raises(ProgramError, match="run different programs"):
+        with_data_parallel(both, 8)
+    measured = dataclasses.replace(both, source={"tier": "cuda"})
+    made = with_data_parallel(measured, 8)
+    assert [op.ns for op in made.of(7) if op.phase == "forward"] == [500]
+    assert made.source["what-if"].endswith("times of the first replica")
+    shapes = parse(f"{text}program ranks=1{other.replace('in=1024', 'in=1028')}")
+    with pytest.raises(ProgramError, match="run different programs"):
+        with_data_parallel(dataclasses.replace(shapes, source={"tier": "cuda"}), 8)
