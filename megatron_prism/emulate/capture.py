@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_prism.core import job_settings, model_flops, program
+from megatron_prism.core import model_flops, program
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.gpu_state import GPU_CLOCK
@@ -39,6 +39,7 @@ from megatron_prism.emulate import (
     few_microbatches,
     job_arguments,
     nvlink_keepalive,
+    recipe_job,
     workers,
 )
 from megatron_prism.memory import routing
@@ -89,8 +90,7 @@ def of_running_job() -> dict[str, str]:
 
 def source_of_recipe(source: dict[str, str], recipe: Recipe) -> dict[str, str]:
     """The same of a recipe's slices."""
-    settings = job_settings.as_text(recipe.settings(job_arguments.text_of))
-    return {**source, "recipe": recipe.name, "settings": settings, **model_flops.of_recipe(recipe)}
+    return {**source, **recipe_job.source_of(recipe), **model_flops.of_recipe(recipe)}
 
 
 HOST_S = 0.5  # for the index of the host
@@ -266,6 +266,8 @@ class StockCapture(TrainingListener):
             try:
                 self.store.check(found, path)
             except UsageError as error:
+                if workers.EVENTS in os.environ:  # whoever captures has options of its own
+                    raise
                 fix = "--prism-force replaces them rank by rank, or name another folder"
                 raise UsageError(f"--prism-capture: {error.message}", fix=fix) from error
 

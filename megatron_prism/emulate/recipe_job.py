@@ -17,15 +17,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_prism.core import job_settings
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import ArtefactFolder
+from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES
-from megatron_prism.emulate import script_job, workers
+from megatron_prism.emulate import job_arguments, script_job, workers
 from megatron_prism.emulate.script_job import Job
 from megatron_prism.emulate.workers import Json
 from megatron_prism.memory.peaks import memory_bound
@@ -228,8 +230,20 @@ def job_of(recipe: Recipe) -> Job:
     if prism.te_version is not None:
         ours += ["--prism-te-version", prism.te_version]
     ours += ["--prism-all-microbatches"] if prism.all_microbatches else []
-    tier = "meta" if prism.tier == "auto" else prism.tier
-    return Job(("-m", SCRIPT, *recipe.words()), tuple(ours), recipe.world, tier, recipe.name)
+    source = source_of(recipe)
+    return Job(("-m", SCRIPT, *recipe.words()), tuple(ours), recipe.world, source["tier"], source)
+
+
+def source_of(recipe: Recipe) -> dict[str, str]:
+    """What decides the content of its slices: versions, tier and every setting but which ranks to
+    run."""
+    return {
+        "recipe": recipe.name,
+        "settings": job_settings.as_text(recipe.settings(job_arguments.text_of)),
+        "megatron_core": megatron_release(),
+        **versions(),
+        "tier": "meta" if recipe.prism.tier == "auto" else recipe.prism.tier,
+    }
 
 
 def capture(

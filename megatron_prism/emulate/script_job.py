@@ -13,7 +13,7 @@ import io
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,14 +44,14 @@ class Job:
     words : the script and its arguments
     ours  : ``--prism-…`` flags for every rank
     tier  : cuda, cpu or meta
-    recipe : whose it is; it ends by itself
+    source : what its slices will say of it, of a recipe's job; of others only their workers know
     """
 
     words: tuple[str, ...]
     ours: tuple[str, ...]
     world: World
     tier: str
-    recipe: str = ""
+    source: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, script: str, argv: Sequence[str], world: World, tier: str) -> Job:
@@ -74,7 +74,7 @@ class Job:
             "--prism-world-size", str(self.world.size), "--prism-ranks", str(rank),
             *([] if folder is None else ["--prism-capture", str(folder)]),
             "--prism-tier", self.tier, "--", *self.words,
-            *([] if self.recipe else _shortened(self.words[1:], steps)),
+            *([] if self.source else _shortened(self.words[1:], steps)),  # a recipe is short
         ]  # fmt: skip
 
     def title(self, rank: int) -> str:
@@ -169,10 +169,10 @@ def capture(
         UsageError: the folder holds slices of another job, or things that are no slices.
         PrismError, NotTrainedError: a rank failed; slices that were finished are kept.
     """
-    store = SliceStore(folder, job.world, {}, parsed=False)  # workers compare the rest
+    store = SliceStore(folder, job.world, job.source, parsed=False)  # workers compare the rest
     with store.writing(force):
         at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
-        if not job.recipe:
+        if not job.source:
             name = job.words[1] if job.words[0] == "-m" else Path(job.words[0]).name
             console.print(f"{name}: {job.world}, tier {job.tier}")
             said = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
@@ -201,7 +201,7 @@ def capture(
 
         start = time.perf_counter()
         there = set(store.ranks())
-        if there >= set(ranks):  # of this very job?  its own arguments say so
+        if there >= set(ranks) and not job.source:  # of this very job?  its arguments say so
             record(ranks[:1])
         if whole:
             _, found = workers.capture_world(store, ranks, record, console)

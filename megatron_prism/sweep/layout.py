@@ -17,7 +17,6 @@ from pathlib import Path
 
 from megatron_prism import __version__
 from megatron_prism.core.errors import MissingSlicesError, PrismError, UsageError
-from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore, assemble
@@ -25,6 +24,7 @@ from megatron_prism.core.world import World
 from megatron_prism.emulate import options, script_job
 from megatron_prism.emulate.few_microbatches import fewest
 from megatron_prism.emulate.job_arguments import text_of
+from megatron_prism.emulate.recipe_job import source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 
 _MANY = 8  # times as many microbatches as stages: the schedule has shown its period twice
@@ -126,9 +126,7 @@ class RecipeLayout(JobLayout):
     def family(self) -> str:
         sizes = {"global_batch_size", "prism.world_size"}
         kept = {k: v for k, v in self.recipe.settings(text_of).items() if k not in sizes}
-        tier = "meta" if self.recipe.prism.tier == "auto" else self.recipe.prism.tier
-        source = {"recipe": self.recipe.name, "megatron_core": megatron_release(), **versions()}
-        return _digest({**source, "settings": kept, "tier": tier, "prism": __version__})
+        return _digest({**source_of(self.recipe), "settings": kept, "prism": __version__})
 
     def command(self) -> list[str]:
         script = "hybrid" if self.recipe.hybrid_override_pattern else "gpt"

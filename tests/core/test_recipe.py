@@ -199,3 +199,23 @@ def test_a_bad_file_is_explained(tmp_path, text, says):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     assert says in refused(name=file)
+
+
+ODD = ["use_tp_pp_dp_mapping=true", "tp=2", "pp=2", "world_size=8", "num_experts=2", "ep=2",
+       "etp=1", "moe_layer_freq=[1, 0]", "pipeline_model_parallel_layout='Et|tL'", "fp8=hybrid",
+       "prism.gpus_per_node=4", "lr=1e-05", "recompute_modules=mlp core_attn"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "more"), [*((name, []) for name in recipes.shipped()),
+                                            ("tiny-gpt_1cpu", ODD)])  # fmt: skip
+def test_the_words_of_its_script_are_the_recipe(name, more):
+    made = recipes.load(name, more)
+    again = recipes.Recipe.of_words(made.words())
+    assert (again.name, again.world) == (made.name, made.world)
+    assert again.settings(repr) == made.settings(repr)
+    from megatron_prism.emulate import options
+
+    given = options.from_command_line(
+        ["--prism-emulate", "--prism-world-size", str(made.world.size), *made.words()], {}
+    )
+    assert made.world.same_places(given.world)

@@ -11,8 +11,11 @@ from rich.console import Console
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
-from megatron_prism.core.slices import open_programs
-from megatron_prism.emulate import exit_status, options, script_job, workers
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.recipe import load
+from megatron_prism.core.slices import SliceStore, open_programs
+from megatron_prism.emulate import exit_status, options, recipe_job, script_job, workers
 from megatron_prism.emulate.patches import startup
 from megatron_prism.emulate.script_job import Job
 
@@ -87,6 +90,16 @@ def test_workers_answer_in_order_and_errors_keep_their_fix(tmp_path):
         workers.run([task("print('why'); raise SystemExit(7)", log=log)], console)
     assert "why" in str(raised.value)
     assert log.read_text() == "why\n"
+
+
+def test_slices_of_a_recipe_that_are_there_need_no_worker(tmp_path, monkeypatch):
+    console, recipe = Console(file=io.StringIO()), load("tiny-gpt_1cpu", ["prism.tier=meta"])
+    store = SliceStore(tmp_path, recipe.world, recipe_job.job_of(recipe).source)
+    store.put(Program.from_ops(0, [Op("compute", ns=1)]))
+    monkeypatch.setattr(workers, "run", None)
+    assert recipe_job.capture(recipe, tmp_path, console=console).programs[0].rank == 0
+    with pytest.raises(UsageError, match="seq_length 128 there, 64 here"):
+        recipe_job.capture(recipe.changed(seq_length=64), tmp_path, console=console)
 
 
 def test_a_module_that_megatron_lacks_ends_with_what_to_install():
