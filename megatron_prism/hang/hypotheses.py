@@ -141,7 +141,8 @@ class _Explainer:
         ranks = sorted({h.rank for _, h in fits})
         if len(ranks) != 1:
             more = f", of ranks {format_ranks(ranks)}" if ranks else ""
-            return dataclasses.replace(verdict, evidence=(*verdict.evidence, text + more))
+            return dataclasses.replace(verdict, evidence=(*verdict.evidence, text + more),
+                                       candidates=tuple(ranks) or verdict.candidates)  # fmt: skip
         return self.named(verdict, fits[0][1], f"{text}, all of rank {ranks[0]}")
 
     def named(self, verdict: Diagnosis, why: _Hypothesis, text: str) -> Diagnosis:
