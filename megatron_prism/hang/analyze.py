@@ -18,8 +18,8 @@ A culprit is never also a victim.  Who is late because he waits for someone else
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from megatron_prism.core.collectives import BY_NAME
@@ -118,6 +118,8 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
         return f"the log of {who}, or its stack: prism hang DIR with the logs in DIR, py-spy dump"
     if verdict.verdict == "missing dump" or any("and no dump" in x for x in verdict.evidence):
         return f"what {who} printed: prism hang DIR with its log in DIR"
+    if not any(dump.entries or dump.status for dump in state.dumps.values()):
+        return "TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 in the job: dumps"
     if not programs:
         return ("prism hang DIR -- pretrain_gpt.py <the job's arguments>: its programs, captured "
                 "on tier meta, tell who left the order")  # fmt: skip
@@ -147,6 +149,11 @@ class _Judge:
         if self.parted.otherwise:
             return self._result("mismatch", self._grouped())
         self.evidence += state.said
+        known = any(dump.entries or dump.status for dump in state.dumps.values())
+        stacks = {r: e.text for r, events in state.events.items() for e in events
+                  if e.kind in _WHERE[1:]}  # fmt: skip
+        if stacks and not known:
+            return self._by_stacks(stacks)
         if not any(state.outstanding.values()) and not state.lates and not state.events:
             return self._idle()
         odds = find_mismatches(state)
@@ -234,6 +241,22 @@ class _Judge:
         where = next(iter(texts.values()), "").partition(":")[0]
         return [Culprit(r, "skipped call", f"did not come to {where}) outside NCCL")
                 for r in sorted(blamed)]  # fmt: skip
+
+    def _by_stacks(self, stacks: Mapping[int, str]) -> Diagnosis:
+        """Where hosts stand, without a dump: who stands elsewhere than most may be the culprit."""
+        places: dict[str, list[int]] = defaultdict(list)
+        for rank, text in sorted(stacks.items()):
+            places[text].append(rank)
+        rows = sorted(places.items(), key=lambda row: -len(row[1]))
+        self.evidence += [f"{ranks_text(ranks)}: {text}" for text, ranks in rows[:8]]
+        if 2 * len(rows[0][1]) > len(stacks):
+            self.among = tuple(rank for _, ranks in rows[1:] for rank in ranks)
+        return replace(
+            self._result("undetermined", []),
+            missing=(
+                "dumps: a stack is of one moment, and says nothing of what the device waits for",
+            ),
+        )
 
     def _grouped(self) -> list[Culprit]:
         """Who was started with other parallel sizes than most."""

@@ -218,3 +218,10 @@ def test_reports_beside_dumps_are_evidence(tmp_path):
     text = str(found)
     assert "RAS: rank 3 of communicator 27a079b828ff1a75 launched fewer operations" in text
     assert "rank monitor of rank 10: Did not get subsequent heartbeat. Waited 171.92" in text
+
+
+def test_stacks_alone_say_who_stands_elsewhere(tmp_path):
+    found = with_stacks(tmp_path, {}, **{f"rank{r}": BARRIER for r in range(7)}, rank7=LOADER)
+    assert (found.verdict, named(found), found.candidates) == ("undetermined", set(), (7,))
+    assert found.evidence[0].startswith("ranks 0-6: barrier of save_checkpoint (")
+    assert found.evidence[1].startswith("rank 7: _try_get_data (")
