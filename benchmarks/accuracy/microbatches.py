@@ -1,17 +1,19 @@
 """Other numbers of microbatches than captured, against captures of them: random stock jobs.
 
-``python -m benchmarks.accuracy.microbatches SCRIPT [--jobs 40] [--seed 0] [--keep DIR]``
+``python -m benchmarks.accuracy.microbatches SCRIPT [--jobs 40] [--seed 0] [--csv FILE]``
 
 SCRIPT is Megatron's pretrain_gpt.py.  Every job combines overlapped gradients and parameters,
 buckets, chunks, uneven stages, MTP, experts, context parallelism, FP8, recomputation and deferred
 embedding gradients (``tests/helpers/compositions.py``), and is captured with two numbers of
 microbatches, on tier meta without a GPU.  Each is made from the other and compared op by op, and by
-the replayed iteration.  Exits 1 if a time is off by more than 1 %.
+the replayed iteration; ``--csv`` adds a row a job to a file.  Exits 1 if a time is off by more than
+1 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +35,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     jobs = [compositions.draw(args.seed + i) for i in range(args.jobs)]
     with tempfile.TemporaryDirectory() as place:
@@ -41,8 +44,14 @@ def main() -> int:
         for start in range(0, len(jobs), AT_ONCE):
             some = jobs[start : start + AT_ONCE]
             found = compositions.captured(some, folder / str(start), args.script)
-            for job, pair in zip(some, found, strict=True):
+            for number, (job, pair) in enumerate(zip(some, found, strict=True), args.seed + start):
                 text, off = row(pair)
+                if args.csv is not None:
+                    with args.csv.open("a", newline="") as file:
+                        csv.writer(file, lineterminator="\n").writerow(
+                            [number, job.pp, job.vpp, job.tp, job.cp, job.few, job.many,
+                             text, job.flags]
+                        )  # fmt: skip
                 refused += off is None
                 worst = max(worst, off or 0.0)
                 print(f"{text:<46} pp {job.pp} vpp {job.vpp} tp {job.tp} cp {job.cp} "

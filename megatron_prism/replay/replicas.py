@@ -27,6 +27,9 @@ from megatron_prism.replay.whatif import with_assumption, without_unused
 _OF_PARTS = CODE["all_gather"], CODE["reduce_scatter"]
 _ALIGN = 128
 _BUCKET_GROWS = 40  # ranks
+_RESERVED = (  # 10.4 % is the most of the 48 pairs of benchmarks/accuracy/replicas.py
+    "reserved bytes up to 12 % off, for the part of each bucket begins in other parameters"
+)
 _GROWS_WITH_BATCH = {"tokens_per_iteration", "model_flops_per_iteration"}  # with the global batch
 
 
@@ -92,6 +95,8 @@ def _said(old: int, new: int, widths: set[tuple[int, int]], sharded: bool) -> st
     if sharded:
         text += f"what follows a rank's part of the parameters x {Fraction(old, new)}, other "
     text += "segments and memory as captured"
+    if sharded:
+        text += f"; {_RESERVED}"
     if any(b % a for a, b in widths):
         text += ", buckets up to their padding too large"
     if any(max(pair) > _BUCKET_GROWS for pair in widths):
