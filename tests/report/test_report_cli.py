@@ -153,12 +153,9 @@ def test_measured_segments_are_not_priced_as_another_machines(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("device", "name"), [("NVIDIA H100 80GB HBM3", "H100"), ("", "H200")])
-def test_the_machine_is_the_one_of_the_slices(tmp_path, capsys, device, name):
+def test_the_machine_is_the_one_of_the_slices(device, name):
     made = dataclasses.replace(tiny(), source={"device": device})
-    path = program.save(made, tmp_path / "w.prism")
-    status, out, _ = run(path, capsys=capsys)
-    assert status == 0
-    assert f"8 x {name}" in out
+    assert price(made).machine.name.startswith(f"8 x {name} ")
 
 
 def test_a_calibration_of_another_machine_is_named(world, tmp_path, capsys):
