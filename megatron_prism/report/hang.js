@@ -31,8 +31,7 @@ const short = (ranks) => `${/[,-]/.test(ranks) ? "ranks" : "rank"} ${ranks.lengt
 const lines = (all) => element("pre", "", all.join("\n"));
 
 function waits(section) {
-  for (const one of DATA.culprits) section.append(heading(`${one.said}.`));
-  if (!DATA.culprits.length) section.append(heading(HEALTHY ? "No rank waits in vain." : "No rank is named: several explanations remain."));
+  if (HEALTHY) section.append(quiet("Every call in which a rank waits can end."));
   if (DATA.call) section.append(element("p", "", "The call: ", element("code", "", DATA.call), DATA.site ? " at " : "", element("code", "", DATA.site)));
   if (DATA.culprits.length) picture(section);
   if (DATA.evidence.length) section.append(heading("Evidence"), lines(DATA.evidence));

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from megatron_prism.core.groups import with_short_names
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.verdict import Diagnosis, Waiting
-from megatron_prism.report.page import render_page
+from megatron_prism.report.page import Data, render_page
 
 _MOST = 64  # victims in the table
 
@@ -86,10 +87,14 @@ _SAID = {  # kind of culprit -> what happened, in words; the others are a field 
 
 def page(found: Diagnosis) -> str:
     """One self-contained page: who waits for whom, the evidence, all victims."""
-    return render_page("prism hang", found.headline(), "", "hang", page_data(found), str(found))
+    data, about = page_data(found), with_short_names(found.headline())
+    unsure = "No rank is named: several explanations remain"
+    named = "; ".join(one["said"] for one in data["culprits"]) or unsure
+    title = named if found.verdict != "healthy" else "No rank waits in vain"
+    return render_page("prism hang", title, about, "hang", data, str(found))
 
 
-def page_data(found: Diagnosis) -> dict[str, object]:
+def page_data(found: Diagnosis) -> Data:
     """What hang.js draws: culprits in words, direct victims and the others, in rows."""
     culprits = {one.rank for one in found.culprits}
 

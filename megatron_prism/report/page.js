@@ -122,6 +122,7 @@ function tabs(entries, shown = () => null) {
   search.addEventListener("input", filter);
   search.addEventListener("keydown", (event) => { if (event.key === "Enter") for (const hear of SEARCHED) hear(search.value.trim().toLowerCase(), true); });
   const choose = (name) => {
+    if (name !== current) pinDetails();
     current = entries.some(([key]) => key === name) ? name : entries[0][0];
     for (const [key] of entries) {
       at(key).hidden = key !== current;
@@ -134,7 +135,6 @@ function tabs(entries, shown = () => null) {
       if (one.offsetWidth > room + 1) one.className = "listed";
     }
     filter();
-    pinDetails();
   };
   const fromAddress = () => { choose((/^#\/(\w+)/.exec(location.hash) || [])[1]); shown(); };
   for (const [key, title] of entries) {

@@ -29,6 +29,7 @@ addEventListener("load", () => {
   const [words, x] = [...seen][0];
   pointer("pointerdown", x); pointer("pointerup", x);
   for (const other of seen.values()) pointer("pointermove", other);
+  dispatchEvent(new Event("resize"));  // as phones do when one scrolls
   const over = details.getBoundingClientRect().top < box.top + 60;  // it would cover what it is about
   say.push("pinned:" + (!over && details.textContent.slice(0, 12) === words.slice(0, 12)));
   dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" })); say.push("released:" + details.hidden);
