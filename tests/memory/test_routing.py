@@ -95,7 +95,7 @@ def test_a_recording_is_a_law(known, tmp_path):
     assert found.ranks[:, 0].tolist() == [by_hand((256, 256))] * 2
     assert found.ranks[:, 1:].max() == by_hand((0, 0))
     for text in ("pareto", "zipf:", "zipf:x", str(tmp_path / "none")):
-        with pytest.raises(UsageError, match="routing="):
+        with pytest.raises(UsageError, match="--routing"):
             routing.law(text)
 
 

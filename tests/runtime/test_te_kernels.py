@@ -15,9 +15,12 @@ import torch
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.replay.costs.kernels import KERNEL, MeasuredKernel
+from megatron_prism.replay.costs.kernels import read as read_ops
 from megatron_prism.runtime import devices
 from megatron_prism.runtime.devices import kernels, moe_dispatch, triton
 from megatron_prism.runtime.devices.live_bytes import History
+from megatron_prism.runtime.recorder.shapes_meter import Meter
 from megatron_prism.runtime.te_kernels import table
 
 needs_te = pytest.mark.skipif(not engine_version(), reason="transformer-engine is not installed")
@@ -296,3 +299,32 @@ def test_a_kernel_of_triton_is_what_it_reads_and_writes_or_refused():
         triton._launcher(Kernel(module), (1,))(x, size=4)
         with pytest.raises(UnsupportedError, match="triton kernel rotate needs a GPU"):
             triton._launcher(Kernel(module), (1,))(torch.zeros(4))
+
+
+@needs_te
+@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "DelayedScaling"])
+def test_products_in_fp8_say_so_and_cost_what_fp8_costs(te, monkeypatch, recipe):
+    """Their data are bytes; forward, and both gradients, of columns that are kept turned."""
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    x = torch.zeros(4096, 2048, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def products(enabled):
+        layer = te.Linear(2048, 5120, bias=False, **BF16)
+        found = Meter()
+        monkeypatch.setattr(kernels, "meter", found)
+        with te.autocast(enabled=enabled, recipe=getattr(recipes, recipe)()):
+            out = layer(x)
+        out.sum().backward()
+        return [KERNEL.match(text) for text in found.take().calls if text.startswith("gemm")]
+
+    table = read_ops("h100")
+    times = {}
+    for enabled in (False, True):
+        rows = products(enabled)
+        assert len(rows) == 3
+        assert all(row["dtype"].startswith("float8") for row in rows) == enabled
+        each = [
+            (r["name"], r["shapes"], r["dtype"], int(r["flops"]), int(r["bytes"])) for r in rows
+        ]
+        times[enabled] = [table.ns(MeasuredKernel.parse(*one)) for one in each]
+    assert all(fp8 < 0.8 * bf16 for fp8, bf16 in zip(times[True], times[False], strict=True))

@@ -46,20 +46,24 @@ _OF_TE = re.compile(
 )
 # launched with the kernels whose output they fill; in the tests that TE_NS is from they ran, too
 _FILLS = re.compile(r"\bfill_empty\([^)]*\)\w*:\d+:\d+(?:\*(\d+))?")
+# casts to FP8, which C++ launches one after the other inside of a module's call (split_quantize:
+# of all experts; generic_gemm: of its output): they take LOOP_NS each
+_CASTS = re.compile(r"\bfp8_(?:amax|quantize|transpose)\([^)]*\)\w*:\d+:\d+(?:\*(\d+))?")
 
 
 def with_modelled_host(program: Program) -> Program:
     """The program with a host's time for each segment, by the kernels in it."""
     ops = program.ops.copy()
     mine = (ops["name"] == CODE["compute"]) & (ops["kernels"] >= 0)
-    of_te, fills = np.zeros((2, len(program.strings)), dtype=np.int64)
+    of_te, fills, casts = np.zeros((3, len(program.strings)), dtype=np.int64)
     for code in np.unique(ops["note"][mine]).tolist():
-        for pattern, counts in ((_OF_TE, of_te), (_FILLS, fills)):
+        for pattern, counts in ((_OF_TE, of_te), (_FILLS, fills), (_CASTS, casts)):
             found = pattern.findall(program.strings[code])
             counts[code] = sum(int(count or 1) for count in found)
     kernels = np.maximum(ops["kernels"] - fills[ops["note"]], 0)
     te = np.minimum(of_te[ops["note"]], kernels)
-    by_python = (kernels - te) * KERNEL_NS + te * TE_NS
+    looped = np.minimum(casts[ops["note"]], kernels - te)
+    by_python = (kernels - te - looped) * KERNEL_NS + te * TE_NS + looped * LOOP_NS
     whole = np.where(_BY_PYTHON[ops["phase"]], by_python, kernels * LOOP_NS)
     ops["host"] = np.where(mine, whole, -1)
     ops["lead"] = np.where(mine, whole // np.maximum(ops["kernels"], 1), -1)

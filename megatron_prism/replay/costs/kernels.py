@@ -264,8 +264,8 @@ def _as_product(kernel: MeasuredKernel) -> tuple[str, int, int, int] | None:
     if len(shapes) < 2 or not shapes[0] or len(shapes[1]) != 2 or not math.prod(shapes[0]):
         return None
     rows, last = math.prod(shapes[0][:-1]), shapes[0][-1]
-    if kernel.name == "gemm_wgrad":  # dy[rows, m], x[rows, n]
-        return "nt", last, shapes[1][-1], rows
+    if kernel.name == "gemm_wgrad":  # dy[rows, m], and x[rows, n] in FP8 maybe turned
+        return "nt", last, kernel.flops // (2 * rows * last) or shapes[1][-1], rows
     if kernel.name == "gemm":  # W as it is stored, [n, k] or [k, n]
         n = kernel.flops // (2 * rows * last)
         return ("tn" if shapes[1] == (n, last) else "nt" if turned[0] else "nn"), rows, n, last

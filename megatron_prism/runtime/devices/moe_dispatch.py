@@ -1,10 +1,11 @@
 """Tokens on their way to experts, as shapes: even shares, permutation, DeepEP and HybridEP.
 
 Shapes have no routing, so every expert gets its even share.  DeepEP and HybridEP write into the
-memory of other GPUs and size what they receive by the routing; here every copy of a token that can
-goes to another rank, and each exchange is one all-to-all of the group, so that traffic and replay
-know of it.  Assumed: the libraries' own buffers are outside of torch's allocator, and a handle is
-the routing map of all ranks for the local experts with a row number for each.
+memory of other GPUs and size what they receive by the routing.  Here each exchange is one
+all-to-all of the group, so that traffic and replay know of it, of what crosses: a token goes once
+to each rank of a node that has experts of it, and between nodes once to each such node.  Assumed:
+the libraries' own buffers are outside of torch's allocator, and a handle is the routing map of all
+ranks for the local experts with a row number for each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_prism.runtime.devices.kernels import fused
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
+_NODE = 8  # GPUs of a node, assumed
 _copies = 1  # of a token, in the group
 counts = {"made_up": False}  # of tokens: by the stand-in for the dispatcher's copy to the host
 
@@ -31,6 +33,15 @@ def set_copies(copies: int) -> None:
     """How many experts of the group a token goes to, in the dispatch that follows."""
     global _copies
     _copies = copies
+
+
+def _rows(tokens: int, copies: int, group: dist.ProcessGroup) -> int:
+    """Rows of the all-to-all that carries what ``tokens`` with ``copies`` experts each send at even
+    loads (DeepEP, README @v1.2: one copy a node, which forwards it over NVLink)."""
+    ranks = dist.get_process_group_ranks(group)
+    places = len({rank // _NODE for rank in ranks})
+    places = places if places > 1 else len(ranks)
+    return round(tokens * places * (1 - (1 - 1 / places) ** copies))
 
 
 def _exchange(like: torch.Tensor, rows: int, group: dist.ProcessGroup) -> None:
@@ -126,7 +137,7 @@ def hybrid_ep_dispatch(
     """Tokens ``[rows, hidden]`` of all ranks, in the order of the local experts."""
     counts = _even(x.shape[0] * _copies, num_local_experts, pad_multiple or 1)
     rows = int(counts.sum()) if num_permuted_tokens is None else int(num_permuted_tokens)
-    sent = x.shape[0] * min(_copies, group.size())
+    sent = _rows(x.shape[0], _copies, group)
     handle = _handle(x, num_local_experts, sent, group)
     out, chosen = _Dispatch.apply(x, probs, (rows, (rows,), sent), handle, group)
     return out, chosen, None, counts, handle
@@ -151,11 +162,13 @@ def fused_dispatch(
     """DeepEP's: a token arrives once at a rank, however many of its experts are there."""
     copies, local = token_indices.shape[-1], num_experts // group.size()
     rows = x.shape[0] * min(copies, group.size())
-    handle = _handle(x, local, rows, group)
-    shapes = (rows, (rows, copies), rows)
+    sent = _rows(x.shape[0], copies, group)
+    handle = _handle(x, local, sent, group)
+    shapes = (rows, (rows, copies), sent)
     out, probs = _Dispatch.apply(x.contiguous(), token_probs, shapes, handle, group)
     indices = token_indices.new_empty(rows, copies)
-    return out, indices, probs, _even(x.shape[0] * copies, local), handle
+    counts = _even(x.shape[0] * copies, local).int()  # whose values tier meta keeps
+    return out, indices, probs, counts, handle
 
 
 def fused_combine(

@@ -35,6 +35,13 @@ def _flops(a: Values, transposed: bool, shape: Sequence[int]) -> int:
     return 2 * prod(shape) * (of_a[-1] if transposed else prod(of_a[:-1]))
 
 
+def _read(tensor: Values) -> Tensor | None:
+    """What the kernel reads; FP8 is kept as bytes."""
+    data = parts(tensor)[0]
+    is_fp8 = data is not None and data.dtype == torch.uint8
+    return data.view(torch.float8_e4m3fn) if is_fp8 else data  # type: ignore[union-attr]
+
+
 def _product(
     a: Tensor, transa: bool, b: Tensor, transb: bool, out: Tensor, accumulate: bool
 ) -> Tensor:
@@ -78,7 +85,7 @@ def generic_gemm(
     dbias = new(sizes(B)[-1], kind) if grad and bias is not None else None
     kept = gelu_in if grad else new(shape, kind) if gelu else None
     name = "gemm_wgrad" if transb else "gemm"
-    fused(name, _flops(A, transa, shape), *(parts(t)[0] for t in (B, A, out)))
+    fused(name, _flops(A, transa, shape), *(_read(t) for t in (B, A, out)))
     if cast is not None:
         fused("fp8_quantize", 0, cast, *parts(out))
     elif quantizer is None:
@@ -102,7 +109,7 @@ def te_general_grouped_gemm(
     if out is None:
         out = [new(shape, dtype_of(dtype)) for shape in shapes]
     flops = sum(_flops(a, transa, shape) for a, shape in zip(A, shapes, strict=True))
-    fused("grouped_gemm", flops, *(parts(t)[0] for t in (*A, *B, *out)))
+    fused("grouped_gemm", flops, *(_read(t) for t in (*A, *B, *out)))
     if not out[0].is_meta:
         places = out[0].split([shape[0] for shape in shapes]) if single else out
         for a, b, to, of in zip(A, B, places, bias, strict=True):
