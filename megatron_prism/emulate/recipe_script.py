@@ -128,7 +128,7 @@ class RankJob:
             self.model = chunks(recipe, self.config)
             self.optimizer = optimizer(recipe, self.config, self.model)
         self._hook_up()
-        self.batches = self._batches()
+        self.batches = batches(recipe, tier.device)
         self.num_microbatches = recipe.num_microbatches  # of the next iteration
         self.before: TrafficCounter | None = None  # of the calls before the last iteration
         self.wanted = recipe.train_iters  # iterations, for whoever follows them
@@ -154,17 +154,6 @@ class RankJob:
         self.param_sync = per_chunk("start_param_sync") if t.overlap_param_gather else None
         config.param_sync_func = self.param_sync
         config.finalize_model_grads_func = finalize_model_grads
-
-    # -- data -------------------------------------------------------------------------------------
-    def _batches(self) -> Iterator[Batch]:
-        from megatron.core import parallel_state
-
-        return batches(
-            self.recipe,
-            device=self.tier.device,
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            cp_rank=parallel_state.get_context_parallel_rank(),
-        )
 
     def _forward_step(
         self, data: Iterator[Batch], model: Foreign
@@ -299,12 +288,12 @@ def _mean_loss(losses: list[Report]) -> Report:
     return {"lm loss": total[0] / total[1]}
 
 
-def batches(
-    recipe: Recipe, device: torch.device, dp_rank: int, cp_rank: int
-) -> Iterator[dict[str, torch.Tensor]]:
+def batches(recipe: Recipe, device: torch.device) -> Iterator[Batch]:
     """Endless microbatches for one rank, the same on every run.  RecipeError for a short text."""
+    from megatron.core import parallel_state
+
     size, tokens, cp = recipe.micro_batch_size, recipe.seq_length, recipe.world.cp
-    keep = _chunks(tokens, cp, cp_rank)
+    keep = _chunks(tokens, cp, parallel_state.get_context_parallel_rank())
     positions = torch.arange(tokens)[keep].expand(size, -1)
     if device.type == "meta":
         shape = (size, len(keep))
@@ -318,7 +307,7 @@ def batches(
                 "mask": torch.empty_like(mask),
             }
     sample = _samples(recipe)
-    number = dp_rank * size
+    number = parallel_state.get_data_parallel_rank() * size
     while True:
         rows = np.stack([sample(number + i) for i in range(size)])
         number += size * recipe.world.dp
