@@ -43,7 +43,7 @@ function front(section) {
   const gib = 2 ** 30, sizes = extent(ROWS.map((row) => row.memory / gib), 0.12), limit = DATA.limit === null ? Infinity : DATA.limit / gib;
   if (limit < sizes.to + 2 * (sizes.to - sizes.from)) sizes.to = Math.max(sizes.to, limit * 1.02);
   section.append(heading("Time against memory"),
-    quiet(`A dot per layout that runs. The line joins those that no other beats in both.${limit === Infinity ? "" : limit <= sizes.to ? " Dashed: the limit." : ` The limit, ${formatBytes(DATA.limit)}, is far above.`}`));
+    quiet(`A dot per layout that runs. The line joins those that no other beats in both.${limit === Infinity ? "" : limit <= sizes.to ? " Dashed: the limit." : ` The limit, ${formatBytes(DATA.limit)}, is above.`}`));
   const plot = new Plot(section, "iteration time against memory", { height: 340,
     x: { ...extent(ROWS.map((row) => row.ns), 0.08), write: formatNs, title: "iteration time" }, y: { ...sizes, write: (size) => `${round(size)} GiB` } });
   if (limit <= sizes.to) plot.segment(plot.left, plot.Y(limit), plot.width - plot.right, plot.Y(limit), "var(--path)", "6 5");
