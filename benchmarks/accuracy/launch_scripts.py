@@ -212,6 +212,41 @@ while true; do
  rm -rf /ckpt/run/tmp; sleep 60
 done
 """),
+    "a wrapper of torchrun": ("bash train.sh", 16, f"""
+set -euo pipefail
+wait_for() {{ for i in 1 2 3; do [ -f /tmp/ready ] && return 0; sleep 1; done; return 0; }}
+run() {{ wait_for; python3 elastic_launcher.py --nproc-per-node 8 --nnodes 2 --node-rank \
+ ${{NODE_RANK:-0}} --master-port 29500 -- python3 ./S M {REST} 2>&1 | tee log; }}
+while true; do set +e; run; rc=$?; set -e; [ $rc -eq 0 ] && break; done
+"""),
+    "singularity under srun": ("sbatch train.sh", 16, f"""#SBATCH --nodes=4 --gres=gpu:4
+#SBATCH --ntasks-per-node=1
+set -eo pipefail; module load singularity
+MASTER=$(getent hosts $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) | cut -f 1)
+CMD="S M {REST}"
+L="singularity exec --nv i.sif python -u -m torch.distributed.run --nproc-per-node 4 --tee 3"
+srun --wait=60 bash -c "$L --nnodes $SLURM_NNODES --rdzv_endpoint $MASTER:1 \
+ --node_rank \$SLURM_PROCID $CMD"
+"""),
+    "docker under srun": ("sbatch train.sh", 16, f"""#SBATCH --nodes=2 --ntasks-per-node=1
+#SBATCH --gres=gpu:8
+if docker ps; then export RUN=docker; else exit 1; fi
+srun bash -c 'docker stop $(docker ps -aq)'; srun bash -c 'rocm-smi'
+$RUN pull rocm/megatron-lm
+cat > in.sh <<'EOF'
+GPUS=`python3 -c "import torch; print(torch.cuda.device_count())"`
+[ "$GPUS" == 0 ] && exit 1
+cmd="torchrun --nproc_per_node $GPUS --nnodes $SLURM_NNODES S M {REST} |& tee log"
+eval $cmd
+EOF
+srun bash -c '$RUN run --rm --privileged rocm/megatron-lm bash -c "cd $PWD; bash in.sh | tee l"'
+"""),
+    "Grid Engine": ("qsub train.sh", 16, f"""#$ -l rt_AF=2
+#$ -cwd
+IP=$(/usr/sbin/ip a show dev bond0 | grep inet | cut -d " " -f 6)
+cat $SGE_JOB_HOSTLIST > ./hostfile
+mpirun -np $((8 * NHOSTS)) -npernode 8 --hostfile ./hostfile python S M {REST}
+"""),
     "Ray": ("bash train.sh", 8, f"""
 ray start --head --num-gpus 8
 ray job submit --address http://127.0.0.1:8265 -- torchrun --nproc-per-node 8 S M {REST}

@@ -122,7 +122,8 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
         alloc = ["--alloc", words[0].partition("=")[2]]
         return shlex.join(["prism", "fit", str(args.programs), *limit, *machine, *alloc])
     if args.line:
-        return shlex.join(["prism", "fit", *limit, *machine, *args.ours_given, *args.line, *words])
+        more = ["--prism-job-flags", best.words]
+        return shlex.join(["prism", "fit", *limit, *machine, *args.given, *more, *args.line])
     recipe, out = programs.source.get("recipe"), Path(f"{args.programs}-changed")
     if recipe is not None:
         return f"{shlex.join(['prism', 'capture', recipe, *words, '-o', str(out)])} && " + (

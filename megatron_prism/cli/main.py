@@ -200,234 +200,109 @@ class Command:
     programs: int | None = None
 
 
-COMMANDS = {
+COMMANDS = {  # name -> what argparse needs
     "run": Command(run, raw=True),
-    "emulate": Command(
-        emulate,
-        ((("recipe",), {"metavar": "RECIPE"}), OUT, VERBOSE, OVERRIDES),
-    ),
-    "capture": Command(
-        capture,
-        ((("recipe",), {"metavar": "RECIPE", "nargs": "?"}), OUT, OVERRIDES),
-        job=True,
-    ),
-    "show": Command(
-        show,
-        (
-            PROGRAMS,
-            _option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
-            _option("around", arguments.name, "2F0", "near this step: microbatch, letter, chunk"),
-            _option("group", arguments.name, "GROUP", "calls in it: tp, pp, dp, or its whole name"),
-            (("--text",), {"action": "store_true", "help": "print the whole text form"}),
-        ),
-        programs=0,
-    ),
-    "verify": Command(
-        verify,
-        (
-            (("--against",), {"metavar": "FLAGS", "help": "flags more, or another command line"}),
-            (("--keep",), {"metavar": "DIR", "type": Path, "help": "what ranks kept and printed"}),
-            (("--no-bisect",), {"action": "store_true", "help": "do not look for the flag"}),
-        ),
-        job=True,
-    ),
+    "emulate": Command(emulate, ((("recipe",), {"metavar": "RECIPE"}), OUT, VERBOSE, OVERRIDES)),
+    "capture": Command(capture, ((("recipe",), {"metavar": "RECIPE", "nargs": "?"}), OUT,
+        OVERRIDES), job=True),
+    "show": Command(show, (PROGRAMS,
+        _option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
+        _option("around", arguments.name, "2F0", "near this step: microbatch, letter, chunk"),
+        _option("group", arguments.name, "GROUP", "calls in it: tp, pp, dp, or its whole name"),
+        (("--text",), {"action": "store_true", "help": "print the whole text form"})), programs=0),
+    "verify": Command(verify, (
+        (("--against",), {"metavar": "FLAGS", "help": "flags more, or another command line"}),
+        (("--keep",), {"metavar": "DIR", "type": Path, "help": "what ranks kept and printed"}),
+        (("--no-bisect",), {"action": "store_true", "help": "do not look for the flag"})),
+          job=True),
     "classes": Command(classes, (PROGRAMS,), programs=0),
     "check": Command(check, (PROGRAMS,), programs=0),
-    "hang": Command(
-        hang,
-        (
-            (("programs",), {**PROGRAMS[1], "nargs": "?"}),
-            _settings("fault=KIND@…, or changes of --recipe"),
-            _option("plan", arguments.name, "FILE", "of faults", action="append", default=[]),
-            _option(
-                "seed",
-                arguments.count(0, 10**18, "--seed 0"),
-                "N",
-                "of ranks that are drawn",
-                default=None,
-            ),
-            _file("--truth", "what was planted, to write"),
-            (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
-            (("--logs",), {"metavar": "FILE", "nargs": "+", "help": "what the job printed"}),
-            (("--then",), {"metavar": "DIR2", "help": "dumps of the same job some seconds later"}),
-            (("--live",), {"action": "store_true", "help": "of the job that runs on this host"}),
-            (("--watch",), {"metavar": "60s", "help": "look again so often"}),
-            _file("--ras", "what ncclras printed, instead of asking"),
-            _file("--prometheus", "of its collector"),
-            (("--programs",), {"dest": "of", "metavar": "PATH", "help": "of the dumps' job"}),
-            (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
-            (("--confirm",), {"action": "store_true", "help": "run the suspects' real code"}),
-            (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
-            _file("--markdown", "it, for an issue"),
-            _file("--html", "the verdict as a page"),
-            _file("--trace", "for ui.perfetto.dev"),
-        ),
-        job=True,
-        programs=0,
-    ),
-    "fit": Command(
-        fit,
-        (
-            PROGRAMS,
-            LIMIT,
-            HEADROOM,
-            MACHINE,
-            CALIBRATION,
-            ALLOC,
-            DEVICE,
-            _option("class", arguments.name, "CLASS", "whose peak to show", dest="of_class"),
-            _option(
-                "top", arguments.count(0, 10**9, "--top 12"), "N", "origins of the peak", default=8
-            ),
-            *DRAWS,
-            _option("oom", str, "TEXT", "of an out-of-memory error: which request it was"),
-            _file("--html", "page to write, for any browser"),
-            (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "snapshot to write"}),
-        ),
-        programs=0,
-    ),
-    "compare": Command(
-        compare,
-        (
-            (("paths",), {"metavar": "PATH|key=value", "nargs": "+", "help": "A, then B"}),
-            MACHINE,
-            CALIBRATION,
-            _option("norm", arguments.number("--norm 1e-3"), "1e-3", "of recordings", default=0.0),
-            (("--exit-code",), {"action": "store_true", "help": "status 1 if anything differs"}),
-            _file("--html", "page to write, for any browser"),
-            _file("--trace", "trace with both, for ui.perfetto.dev"),
-        ),
-        programs=1,
-    ),
-    "replay": Command(
-        replay,
-        (
-            PROGRAMS,
-            WHAT_IFS,
-            MACHINE,
-            CALIBRATION,
-            _option(
-                "iterations",
-                arguments.count(1, 100, "--iterations 2 is settled"),
-                "N",
-                "in a row, of which the last is shown",
-                default=2,
-            ),
-            _file("--html", "page to write, for any browser"),
-            _file("--trace", "trace to write, for ui.perfetto.dev"),
-            VERBOSE,
-        ),
-        programs=0,
-    ),
-    "predict": Command(
-        predict,
-        (
-            PROGRAMS,
-            WHAT_IFS,
-            MACHINE,
-            CALIBRATION,
-            _option("variability", arguments.name, "NAME", "fitted, public, or a file"),
-            _option(
-                "samples",
-                arguments.count(1, 5_000_000, "--samples 100K; more take hours"),
-                "N",
-                "iterations to draw",
-            ),
-            _option(
-                "seed", arguments.count(0, 1 << 62, "--seed 2"), "N", "of the draws", default=0
-            ),
-            _option(
-                "slow", arguments.number("--slow 1.2"), "1.2", "of the one slow GPU", default=1.2
-            ),
-            _file("--html", "page to write, with all what-ifs"),
-            VERBOSE,
-        ),
-        programs=0,
-    ),
-    "import": Command(
-        import_,
-        (
-            (("traces",), {"metavar": "TRACE", "nargs": "+", "help": "files, or folders of them"}),
-            (("--slices",), {"metavar": "DIR", "help": "captured programs of the same job"}),
-            OUT,
-        ),
-    ),
-    "sweep": Command(
-        sweep,
-        (
-            (("recipe",), {"metavar": "RECIPE", "nargs": "?"}),
-            _settings("axes: tp=1,2,4 pp=auto"),
-            OUT,
-            MACHINE,
-            LIMIT,
-            _option("objective", arguments.name, "NAME", "time, tokens_per_gpu, p95 or cost"),
-            _option("price", arguments.number("--price 2.5"), "2.5", "of a GPU for an hour"),
-            _option("workers", arguments.count(1, 1 << 10, "--workers 2"), "N", "processes here"),
-            _option("address", arguments.name, "ADDRESS", "of a Ray cluster; local: Ray here"),
-            _option("trials", arguments.count(1, 100_000, "--trials 200"), "N", "Optuna picks"),
-            _option("part", arguments.name, "I/N", "of the points, for --join"),
-            _file("--html", "page: time against memory"),
-            (("--slurm",), {"metavar": "N", "type": int, "help": "write an array job of N parts"}),
-            (("--join",), {"action": "store_true", "help": "rank what the parts have found"}),
-        ),
-        job=True,
-    ),
-    "memory": Command(
-        memory,
-        (
-            (("action",), {"choices": ACTIONS}),
-            PROGRAMS,
-            _file("--baseline", "what to check against, or to update"),
-            _option("tol", arguments.size, "1MiB", "growth that is still none", default=0),
-            LIMIT,
-            HEADROOM,
-            _option("leak", arguments.size, "1MiB", "what an iteration may leave behind"),
-            ALLOC,
-            DEVICE,
-            *DRAWS,
-            (("-o", "--out"), {"metavar": "FILE", "help": "baseline to record"}),
-            (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"}),
-        ),
-        programs=1,
-    ),
-    "calibrate": Command(
-        calibrate,
-        (
-            (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
-            (("--host",), {"action": "store_true", "help": "this host alone, without a GPU"}),
-            (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
-            _option("processes", arguments.count(0, 9999, "--processes 4"), "N", "one a GPU"),
-            _option(
-                "seconds", arguments.count(1, 3600, "--seconds 10"), "N", "of --host", default=10
-            ),
-            _option(
-                "node-gpus",
-                arguments.count(1, 9999, "--node-gpus 72"),
-                "N",
-                "that NVLink joins, with --from-nccl-tests",
-            ),
-        ),
-    ),
-    "world": Command(
-        world,
-        (
-            _settings("sizes, or a recipe"),
-            _option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
-            _option("megatron", release, "0.19", "whose groups", default=(0, 16)),
-        ),
-    ),
+    "hang": Command(hang, ((("programs",), {**PROGRAMS[1], "nargs": "?"}),
+        _settings("fault=KIND@…, or changes of --recipe"),
+        _option("plan", arguments.name, "FILE", "of faults", action="append", default=[]),
+        _option("seed", arguments.count(0, 10**18, "--seed 0"), "N", "of ranks that are drawn",
+          default=None), _file("--truth", "what was planted, to write"),
+        (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
+        (("--logs",), {"metavar": "FILE", "nargs": "+", "help": "what the job printed"}),
+        (("--then",), {"metavar": "DIR2", "help": "dumps of the same job some seconds later"}),
+        (("--live",), {"action": "store_true", "help": "of the job that runs on this host"}),
+        (("--watch",), {"metavar": "60s", "help": "look again so often"}),
+        _file("--ras", "what ncclras printed, instead of asking"),
+        _file("--prometheus", "of its collector"),
+        (("--programs",), {"dest": "of", "metavar": "PATH", "help": "of the dumps' job"}),
+        (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
+        (("--confirm",), {"action": "store_true", "help": "run the suspects' real code"}),
+        (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
+        _file("--markdown", "it, for an issue"), _file("--html", "the verdict as a page"),
+        _file("--trace", "for ui.perfetto.dev")), job=True, programs=0),
+    "fit": Command(fit, (PROGRAMS, LIMIT, HEADROOM, MACHINE, CALIBRATION, ALLOC, DEVICE,
+        _option("class", arguments.name, "CLASS", "whose peak to show", dest="of_class"),
+        _option("top", arguments.count(0, 10**9, "--top 12"), "N", "origins of the peak",
+          default=8), *DRAWS,
+        _option("oom", str, "TEXT", "of an out-of-memory error: which request it was"),
+        _file("--html", "page to write, for any browser"),
+        (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "snapshot to write"})),
+          programs=0),
+    "compare": Command(compare, (
+        (("paths",), {"metavar": "PATH|key=value", "nargs": "+", "help": "A, then B"}), MACHINE,
+        CALIBRATION,
+        _option("norm", arguments.number("--norm 1e-3"), "1e-3", "of recordings", default=0.0),
+        (("--exit-code",), {"action": "store_true", "help": "status 1 if anything differs"}),
+        _file("--html", "page to write, for any browser"),
+        _file("--trace", "trace with both, for ui.perfetto.dev")), programs=1),
+    "replay": Command(replay, (PROGRAMS, WHAT_IFS, MACHINE, CALIBRATION,
+        _option("iterations", arguments.count(1, 100, "--iterations 2 is settled"), "N",
+          "in a row, of which the last is shown", default=2),
+        _file("--html", "page to write, for any browser"),
+        _file("--trace", "trace to write, for ui.perfetto.dev"), VERBOSE), programs=0),
+    "predict": Command(predict, (PROGRAMS, WHAT_IFS, MACHINE, CALIBRATION,
+        _option("variability", arguments.name, "NAME", "fitted, public, or a file"),
+        _option("samples", arguments.count(1, 5_000_000, "--samples 100K; more take hours"), "N",
+          "iterations to draw"),
+        _option("seed", arguments.count(0, 1 << 62, "--seed 2"), "N", "of the draws", default=0),
+        _option("slow", arguments.number("--slow 1.2"), "1.2", "of the one slow GPU", default=1.2),
+        _file("--html", "page to write, with all what-ifs"), VERBOSE), programs=0),
+    "import": Command(import_, (
+        (("traces",), {"metavar": "TRACE", "nargs": "+", "help": "files, or folders of them"}),
+        (("--slices",), {"metavar": "DIR", "help": "captured programs of the same job"}), OUT)),
+    "sweep": Command(sweep, ((("recipe",), {"metavar": "RECIPE", "nargs": "?"}),
+        _settings("axes: tp=1,2,4 pp=auto"), OUT, MACHINE, LIMIT,
+        _option("objective", arguments.name, "NAME", "time, tokens_per_gpu, p95 or cost"),
+        _option("price", arguments.number("--price 2.5"), "2.5", "of a GPU for an hour"),
+        _option("workers", arguments.count(1, 1 << 10, "--workers 2"), "N", "processes here"),
+        _option("address", arguments.name, "ADDRESS", "of a Ray cluster; local: Ray here"),
+        _option("trials", arguments.count(1, 100_000, "--trials 200"), "N", "Optuna picks"),
+        _option("part", arguments.name, "I/N", "of the points, for --join"),
+        _file("--html", "page: time against memory"),
+        (("--slurm",), {"metavar": "N", "type": int, "help": "write an array job of N parts"}),
+        (("--join",), {"action": "store_true", "help": "rank what the parts have found"})),
+          job=True),
+    "memory": Command(memory, ((("action",), {"choices": ACTIONS}), PROGRAMS,
+        _file("--baseline", "what to check against, or to update"),
+        _option("tol", arguments.size, "1MiB", "growth that is still none", default=0), LIMIT,
+        HEADROOM, _option("leak", arguments.size, "1MiB", "what an iteration may leave behind"),
+        ALLOC, DEVICE, *DRAWS, (("-o", "--out"), {"metavar": "FILE", "help": "baseline to record"}),
+        (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"})),
+          programs=1),
+    "calibrate": Command(calibrate, (
+        (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
+        (("--host",), {"action": "store_true", "help": "this host alone, without a GPU"}),
+        (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
+        _option("processes", arguments.count(0, 9999, "--processes 4"), "N", "one a GPU"),
+        _option("seconds", arguments.count(1, 3600, "--seconds 10"), "N", "of --host", default=10),
+        _option("node-gpus", arguments.count(1, 9999, "--node-gpus 72"), "N",
+          "that NVLink joins, with --from-nccl-tests"))),
+    "world": Command(world, (_settings("sizes, or a recipe"),
+        _option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
+        _option("megatron", release, "0.19", "whose groups", default=(0, 16)))),
     "recipes": Command(recipes),
-    "mcp": Command(
-        mcp,
-        ((("--run",), {"action": "store_true", "help": "also capture jobs and evaluate layouts"}),),
-    ),
-    "patches": Command(
-        patches, ((("--megatron",), {"metavar": "DIR", "help": "a checkout of Megatron-LM"}),)
-    ),
-    "completion": Command(
-        completion, ((("shell",), {"choices": ("bash", "zsh", "tcsh"), "metavar": "SHELL"}),)
-    ),
-}
+    "patches": Command(patches, (
+        (("--megatron",), {"metavar": "DIR", "help": "a checkout of Megatron-LM"}),)),
+    "completion": Command(completion, (
+        (("shell",), {"choices": ("bash", "zsh", "tcsh"), "metavar": "SHELL"}),)),
+    "mcp": Command(mcp, ((("--run",), {"action": "store_true", "help": "also capture jobs and "
+        "evaluate layouts"}),)),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -532,7 +407,7 @@ def _parse_job(name: str, rest: list[str], line: list[str]) -> argparse.Namespac
     """As ``_parse``; ``job`` gets the script of the launch line and its arguments, ``ours`` the
     flags of ``prism run``.  A command that reads programs gets those of the job, captured now,
     unless it reads dumps or logs of the job."""
-    job, ours = list[str](), list[str]()
+    job, ours, given = list[str](), list[str](), list[str]()
     if line:
         from megatron_prism.emulate import options
         from megatron_prism.emulate.job_line import job_of
@@ -546,7 +421,7 @@ def _parse_job(name: str, rest: list[str], line: list[str]) -> argparse.Namespac
         rest = [*rest[:place], str(_captured(job, ours)), *rest[place:]]
         job = []
     args = _parse(name, rest)
-    args.job, args.ours, args.line = job, ours, line
+    args.job, args.ours, args.line, args.given = job, ours, line, given
     return args
 
 
@@ -616,7 +491,7 @@ GROUPS = {
     "run a rank of the job": ("run", "emulate", "capture", "import", "recipes"),
     "ask": ("fit", "replay", "compare", "sweep", "predict", "verify", "world"),
     "debug": ("hang", "check", "show", "classes"),
-    "maintain": ("memory", "calibrate", "patches", "completion"),
+    "maintain": ("memory", "calibrate", "patches", "completion", "mcp"),
 }
 
 

@@ -11,14 +11,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_DIRECTIVE = re.compile(r"^#\s?(SBATCH|PBS|BSUB|flux:)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^#\s?(SBATCH|PBS|BSUB|flux:|\$)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE)
 _OPTIONS = {  # of all schedulers: option -> what it says
     "-N": "nodes", "--nodes": "nodes", "-nnodes": "nodes",
     "-n": "ranks", "--ntasks": "ranks", "--ntasks-per-node": "each", "--tasks-per-node": "each",
     "--gpus-per-node": "gpus", "--gres": "gpus", "-g": "gpus", "-gpu": "gpus",
     "-G": "all_gpus", "--gpus": "all_gpus",
 }  # fmt: skip
-_PBS = re.compile(r"\b(?:select|nodes)=(\d+)((?::\w+=\w+)*)")
+_PBS = re.compile(r"\b(?:select|nodes|rt_\w+)=(\d+)((?::\w+=\w+)*)")
 READ = re.compile(r"\$\{?([A-Z_][A-Z0-9_]*)(:?[-=+?])?")
 HERE = {  # where a job is, which the script may ask without any effect on its size
     "RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "GROUP_RANK": "0", "MASTER_ADDR": "localhost",
@@ -32,7 +32,7 @@ HERE = {  # where a job is, which the script may ask without any effect on its s
     "SLURM_JOB_ACCOUNT": "account", "PBS_JOBNAME": "job",
 }  # fmt: skip
 _SIZES = re.compile(  # variables that say how large the job is
-    r"(SLURM|PBS|LSB|PET|OMPI|PMI|NTASKS|NPROCS|NNODES|NUM_NODES|N_NODES|NODE_COUNT|WORLD_SIZE|"
+    r"(SLURM|PBS|LSB|PET|OMPI|PMI|NHOSTS|NTASKS|NPROCS|NNODES|NUM_NODES|N_NODES|NODE_COUNT|WORLD_SIZE|"
     r"NPROC_PER_NODE|GPUS_PER_NODE|NUM_GPUS|GPU_PER_NODE|NGPUS|N_GPUS|SENSECORE|MLP_WORKER)"
 )
 
@@ -99,10 +99,10 @@ def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]
     made = dict(HERE)
     made |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), hosts)
     made |= dict.fromkeys(("SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "LS_SUBCWD"), folder)
-    made |= dict.fromkeys(("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"), hosts_file)
+    made |= dict.fromkeys(("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "SGE_JOB_HOSTLIST"), hosts_file)
     made |= {"LSB_HOSTS": hosts.replace(",", " ")}
     counts = {
-        "SLURM_NNODES SLURM_JOB_NUM_NODES PBS_NUM_NODES": alloc.nodes,
+        "SLURM_NNODES SLURM_JOB_NUM_NODES PBS_NUM_NODES NHOSTS": alloc.nodes,
         "SLURM_NTASKS SLURM_NPROCS PBS_NP": alloc.ranks,
         "SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE PBS_NUM_PPN": alloc.each,
         "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE": alloc.gpus,

@@ -32,7 +32,7 @@ _LEFT_OUT = frozenset(  # what changes files, reaches other hosts, or stops proc
         "nvidia-persistenced fusermount ibstat ibv_devinfo mail sendmail jupyter tensorboard dvc",
     )).split()
 )  # fmt: skip
-_ANSWERED = ("git", "mkdir", "nvidia-smi", "scontrol", "tee", "hostname")
+_ANSWERED = ("git", "mkdir", "nvidia-smi", "rocm-smi", "scontrol", "tee", "hostname", "getent")
 _STARTERS = {name for name in BY_NAME if "." not in name} - {"exec", "command"}
 NAMES = {*PYTHONS, *SHELLS, *_QUIET, *_LEFT_OUT, *_ANSWERED, *SUBMIT, *_STARTERS}
 _GIT_READS = {"rev-parse", "log", "status", "diff", "describe", "show", "branch", "ls-files"}
@@ -62,8 +62,11 @@ def answer(name: str, words: list[str]) -> int:
     if name == "tee":
         shutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer)
         return 0
-    if name == "nvidia-smi":
+    if name in ("nvidia-smi", "rocm-smi"):
         return _gpus()
+    if name == "getent":
+        print(f"127.0.0.1 {' '.join(words[1:])}")
+        return 0
     if name == "scontrol":
         if "hostname" in (words[1:2] or [""])[0]:
             print(os.environ.get("PRISM_DRY_HOSTS", "").replace(",", "\n"))
@@ -105,6 +108,9 @@ def _started(words: list[str]) -> int:
         note("left out", shlex.join(words))
         return 0
     if words[0] in PYTHONS:
+        if "-c" in words and "device_count()" in words[-1]:
+            print(_gpu_count())
+            return 0
         if os.environ.get("PRISM_DRY_CONFINED"):
             os.execv(sys.executable, [sys.executable, *words[1:]])
     elif command and shutil.which(command[0]):
@@ -140,13 +146,17 @@ def trains(command: Sequence[str], launched: bool) -> bool:
 
 def _gpus() -> int:
     """As many lines as a node has GPUs, for scripts that count them."""
-    gpus = os.environ.get("PRISM_DRY_GPUS")
-    if not gpus:
-        note("asked", "nvidia-smi")
-        gpus = "1"
-    for index in range(int(gpus)):
+    for index in range(_gpu_count()):
         print(f"GPU {index}: NVIDIA GPU (UUID: GPU-{index})")
     return 0
+
+
+def _gpu_count() -> int:
+    """GPUs of a host, which are asked for where nobody said how many."""
+    gpus = os.environ.get("PRISM_DRY_GPUS")
+    if not gpus:
+        note("asked", "GPUs of a host")
+    return int(gpus or 1)
 
 
 def _folders(words: Sequence[str]) -> int:

@@ -142,7 +142,7 @@ def dry_run(
         job = _run(["bash", *words], scratch, environment, title, tell)
         notes = _notes(scratch)
     if any(kind == "asked" for kind, _ in notes):
-        raise UsageError(f"{title} asks nvidia-smi how many GPUs a host has",
+        raise UsageError(f"{title} asks how many GPUs a host has",
                          fix="--prism-gpus-per-node 8")  # fmt: skip
     left_out = list(dict.fromkeys(text for _, text in notes))
     read = {name for name, _ in batch_script.READ.findall(text)} & set(known)

@@ -35,7 +35,7 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
         line = _run_dry(line, given)
     if not line.words:
         return [], []
-    job = _script(line.words)
+    job = [*_script(line.words), *shlex.split(value_of("--prism-job-flags", given))]
     ours = line.flags([*words_of(os.environ), *given, *job])
     if line.launchers:
         print(f"prism: {_summary(line)}", file=sys.stderr)

@@ -217,9 +217,12 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
             else:
                 continue
         elif (row := BY_NAME.get(name)) is None:
-            ahead = _launcher_ahead(rest)
+            ahead = _launcher_ahead(rest) or _after_dashes(rest)
             if not ahead:
                 break
+            options, _ = _split_options(BY_NAME["torchrun"], rest[1:ahead])
+            if options.keys() & {"--nproc-per-node", "--nnodes"}:  # a wrapper of torchrun
+                counted = _counted(name, BY_NAME["torchrun"], options, {**env, **variables})
             names.append(name)  # a program that we do not know, which starts a launcher
             rest = rest[ahead:]
             continue
@@ -247,6 +250,12 @@ def _launcher_ahead(words: Sequence[str]) -> int:
         if place and "/" not in word and is_launcher(word):
             return place
     return 0
+
+
+def _after_dashes(words: Sequence[str]) -> int:
+    """The place of the command that a script starts behind ``--``, 0 if there is none."""
+    place = words.index("--") + 1 if "--" in words else 0
+    return place if place < len(words) and begins_line(words[place]) else 0
 
 
 def _ending(

@@ -408,6 +408,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "refuse a job whose data, tokenizer or checkpoint are not here (default: mock "
         "data, a NullTokenizer of its vocabulary, new parameters)",
     },
+    "--prism-job-flags": {
+        "metavar": "FLAGS",
+        "help": "flags more of the job itself, behind those of its line or script",
+    },
     "--prism-ignore-unknown": {
         "action": "store_true",
         "help": "run without the flags that this Megatron does not know, such as a fork's",

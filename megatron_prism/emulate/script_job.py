@@ -33,7 +33,7 @@ STEPS = 12  # of a capture with times: two warm up, nine count, the last ends th
 STEPS_OF_SHAPES = 3  # tier meta: one warms up, one counts, the last ends it
 _SETTLED = (  # by ``Job.words`` for every rank
     "--prism-emulate", "--prism-world-size", "--prism-ranks", "--prism-capture", "--prism-tier",
-    "--prism-force", "--prism-pace", "--prism-slow",
+    "--prism-force", "--prism-pace", "--prism-slow", "--prism-job-flags",
 )  # fmt: skip
 
 

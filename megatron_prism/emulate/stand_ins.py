@@ -25,7 +25,7 @@ _CHECKPOINTS = ("load", "pretrained_checkpoint")
 _HUB = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")  # name or folder
 _OF_TYPE = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 _OF_MODEL = (  # pattern of a tokenizer's name -> entries of its config.json, unchecked
-    (r"llama-?3|llama-4-tokenizer", 128256), (r"llama-?4", 202048),
+    (r"llama-?3|llama-4-tokenizer", 128256), (r"llama-?4", 202048), (r"phi-.*moe", 32064),
     (r"llama|vicuna|alpaca|mixtral|mistral-7b-v0\.[12]|mistral-7b-instruct-v0\.[12]|phi-?3", 32000),
     (r"mistral-nemo|mistral-small|nemotron-?[3h]|nemotron-nano", 131072), (r"mistral", 32768),
     (r"qwen-?1\.5|qwen-?2|qwen-?3|qwq|qwen", 151936), (r"deepseek-?(v3|r1)", 129280),
@@ -42,6 +42,8 @@ def put(args: argparse.Namespace) -> str:
         UsageError: ``--prism-strict`` and something is missing, all of which it names; or nobody
             says how large the vocabulary is.
     """
+    if not args.tokenizer_type and getattr(args, "merge_file", None):
+        args.tokenizer_type = "GPT2BPETokenizer"  # the default of pretrain_gpt.py, set later
     missing = list(_missing(args))
     if missing and getattr(args, "prism_strict", False):
         names = ", ".join(f"{_option(name)} {value}" for name, value in missing)
@@ -139,7 +141,7 @@ def _vocabulary(args: argparse.Namespace) -> tuple[int, str]:
     raise UsageError(
         f"the tokenizer {named or args.tokenizer_type} is not on this machine, and nothing "
         "says how many tokens it has",
-        fix="--vocab-size N",
+        fix="--vocab-size N among the job's flags, or --prism-job-flags '--vocab-size N' before it",
     )
 
 

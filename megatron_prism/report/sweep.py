@@ -7,27 +7,18 @@ import io
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.units import counted, format_bytes, format_share
 from megatron_prism.replay.timeline import mean_parts
+from megatron_prism.report.columns import columns
 from megatron_prism.report.page import Data, render_page
 from megatron_prism.sweep.space import text as axis_text
 from megatron_prism.sweep.sweep import Row, Sweep, front
 
 _SHOWN = 25  # rows of the table on a terminal
 _REASONS = 20
-
-
-def _columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Aligned lines; the first row is the head."""
-    rows = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _seconds(ns: float) -> str:
@@ -45,7 +36,7 @@ def render_text(sweep: Sweep) -> str:
     if sweep.rows:
         lines += [
             "",
-            *_columns([_head(sweep), *(_cells(sweep, row) for row in sweep.rows[:_SHOWN])]),
+            *columns([_head(sweep), *(_cells(sweep, row) for row in sweep.rows[:_SHOWN])], left=0),
         ]
         if len(sweep.rows) > _SHOWN:
             lines.append(f"… and {len(sweep.rows) - _SHOWN} more: --csv FILE or --json has all")

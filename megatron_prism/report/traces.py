@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_prism.core import units
+from megatron_prism.report.columns import columns
 from megatron_prism.report.replay import render_html
 
 if TYPE_CHECKING:
@@ -16,18 +16,6 @@ if TYPE_CHECKING:
     from megatron_prism.traces.variance import Variation
 
 _SHOWN = 12  # rows of what differs most
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns two spaces apart, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
-    ]
 
 
 def format_ns(ns: float) -> str:
@@ -60,7 +48,7 @@ def render_variation(found: Variation) -> str:
         )
         for one in found.components
     ]
-    lines += table(("varies between", "spread", "90 % interval"), rows)
+    lines += columns([("varies between", "spread", "90 % interval"), *rows])
     if found.groups:
         lines.append("")
         heads = (
@@ -80,7 +68,7 @@ def render_variation(found: Variation) -> str:
             )
             for one in found.groups
         ]
-        lines += table(heads, cells)
+        lines += columns([heads, *cells])
     lines.append("")
     for one in found.findings:
         if one.kind == "iteration":
@@ -157,11 +145,11 @@ def _tables(times: Times) -> list[_Table]:
 def render_comparison(found: TraceComparison) -> str:
     """Predicted against real, by part and by op."""
     unpaired, head, rows = _pairings(found)
-    lines = table(head, rows) + [unpaired] * bool(unpaired)
+    lines = columns([head, *rows]) + [unpaired] * bool(unpaired)
     if found.times is not None:
         lines += ["", *_headline(found.times)]
         for said, head, rows in _tables(found.times):
-            lines += ["", said, *table(head, rows)]
+            lines += ["", said, *columns([head, *rows])]
     lines += ["", *(f"note: {note}" for note in found.notes)] if found.notes else []
     return "\n".join(lines) + "\n"
 

@@ -337,3 +337,22 @@ def test_on_a_terminal_labels_are_seen_too_and_rich_moves_the_cursor(tmp_path):
     assert b"error \\x1b[2J" in out
     assert b"work" in out
     assert b"\x1b[?25l" in out  # the progress hides the cursor
+
+
+def test_the_overview_names_every_command_once():
+    named = [name for names in cli.GROUPS.values() for name in names]
+    assert sorted(named) == sorted(cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "words", ["fit JOB --limit 40MiB", "replay JOB", "compare JOB slow=0:1.5", "memory record JOB -o M"]
+)
+def test_text_fits_a_terminal_of_80_columns(words, tmp_path, capsys):
+    job = pathlib.Path(__file__).parents[1] / "golden" / "slices" / "interleaved"
+    short = tmp_path / "job"
+    short.symlink_to(job)
+    words = words.replace("JOB", str(short)).replace("M", str(tmp_path / "m.json"))
+    cli.main(words.split())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80 and str(tmp_path) not in line] == []
+    assert not any(re.search(r"\d [KMG]i$|\d,$|\d\.$", line) for line in lines)

@@ -25,9 +25,9 @@ def script(tmp_path, monkeypatch):
     (tmp_path / "save" / "weights").write_text("dear")
     (tmp_path / "old.log").write_text("dear")
 
-    def write(text, *words, line="bash train.sh"):
+    def write(text, *words, line="bash train.sh", given=()):
         (tmp_path / "train.sh").write_text(text)
-        return job_line.job_of([*line.split(), *words], [])
+        return job_line.job_of([*line.split(), *words], given)
 
     yield write
     assert (tmp_path / "save" / "weights").read_text() == "dear"
@@ -143,6 +143,10 @@ def test_a_script_that_waits_for_ever_is_stopped_and_says_where(script, loop, mo
          "nohup torch.distributed.run", 2),
         (f'docker run --rm img bash -c "cd /w; torchrun --nproc-per-node 2 {TRAIN}"',
          "docker torchrun", 2),
+        (f"set -eo pipefail; A=$(getent hosts x | awk '{{print $1}}'); srun -n 2 python {TRAIN}",
+         "srun", 2),
+        (f"N=$(python -c 'import torch; print(torch.cuda.device_count())'); "
+         f"[ $N = 0 ] && exit 1; torchrun --nproc-per-node $N {TRAIN}", "torchrun", 4),
         (f"f() {{ torchrun --nproc-per-node $1 {TRAIN}; }}; if true; then f 2; fi", "torchrun", 2),
         (f"echo '{TRAIN}' > cmd; eval torchrun --nproc-per-node 2 $(cat cmd)", "torchrun", 2),
         (f'pdsh -w h1,h2 "cd /w && torchrun --nnodes 2 --nproc-per-node 2 {TRAIN}"',
@@ -150,7 +154,7 @@ def test_a_script_that_waits_for_ever_is_stopped_and_says_where(script, loop, mo
     ],
 )  # fmt: skip
 def test_the_first_command_that_trains_is_the_job(script, text, launchers, ranks, capsys):
-    ours, job = script(text)
+    ours, job = script(text, given=["--prism-gpus-per-node", "4"] * ("device_count" in text))
     assert ours[:2] == ["--prism-world-size", str(ranks)]
     assert job == TRAIN.split()
     assert f"{launchers.replace(' ', ', ')} " in capsys.readouterr().err
@@ -171,7 +175,7 @@ def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
     monkeypatch.setenv("NNODES", "2")
     assert script("GPUS_PER_NODE=${GPUS_PER_NODE:-4}\n" + text)[0][1] == "8"
     assert script(text, line="env NNODES=2 GPUS_PER_NODE=2 bash train.sh")[0][1] == "4"
-    with pytest.raises(UsageError, match="nvidia-smi"):
+    with pytest.raises(UsageError, match="how many GPUs"):
         script(f"torchrun --nproc-per-node $(nvidia-smi -L | wc -l) {TRAIN}")
     with pytest.raises(UsageError, match="no script gone.sh"):
         script("", line="bash gone.sh")
@@ -187,6 +191,7 @@ def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
         ("#PBS -l select=4:ncpus=64:ngpus=8:mpiprocs=8", "", (4, 32, 8, 8)),
         ("#PBS -l nodes=2:ppn=4:gpus=4,walltime=1:0:0", "", (2, 8, 4, 4)),
         ('#BSUB -nnodes 4\n#BSUB -gpu "num=6"', "", (4, 4, None, 6)),
+        ("#$ -l rt_AF=2\n#$ -l h_rt=1:00:00", "", (2, 2, None, None)),
         ("# nothing", "", (None, None, None, None)),
     ],
 )

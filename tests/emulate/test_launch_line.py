@@ -38,6 +38,8 @@ LINES = [  # line, ranks, ranks on a host, the script and its words
     ("srun -n 8 shifter --image=x:1 --module gpu python a.py", 8, None, "a.py"),
     ("pdsh -R ssh -w h[1-2] torchrun --nnodes 2 --nproc-per-node 8 a.py", 16, 8, "a.py"),
     ("timeout 3h nohup taskset -c 0-3 python a.py", None, None, "a.py"),
+    ("python elastic.py --nproc-per-node 8 --nnodes 2 -- python3 ./a.py --x", 16, 8, "./a.py --x"),
+    ("python a.py --lr 1 -- b", None, None, "a.py --lr 1 -- b"),
     ("bind_gpu --foo torchrun --nproc-per-node 8 a.py", 8, 8, "a.py"),
 ]  # fmt: skip
 

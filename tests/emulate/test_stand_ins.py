@@ -37,6 +37,7 @@ def put(tmp_path, monkeypatch):
         ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "no"}, 32000),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "no.json"}, 50257),
         ({"tokenizer_type": "GPT2BPETokenizer"}, 50257),
+        ({"tokenizer_type": None, "vocab_file": "no.json", "merge_file": "no.txt"}, 50257),
         ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "Qwen/Qwen3-8B"}, 151936),
         ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/x/Meta-Llama-3-8B"},
          128256),
@@ -90,7 +91,7 @@ def test_what_nobody_knows_is_asked_for_and_strict_names_all(put):
     hub = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "someone/some-8B"}
     with pytest.raises(UsageError, match="someone/some-8B") as caught:
         put(**hub)
-    assert caught.value.fix == "--vocab-size N"
+    assert caught.value.fix.startswith("--vocab-size N among the job's flags")
     with pytest.raises(UsageError) as caught:
         put(**hub, data_path=["no"], load="gone", prism_strict=True)
     for word in ("--tokenizer-model someone/some-8B", "--data-path no", "--load gone"):
