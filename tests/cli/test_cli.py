@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -345,14 +347,20 @@ def test_the_overview_names_every_command_once():
 
 
 @pytest.mark.parametrize(
-    "words", ["fit JOB --limit 40MiB", "replay JOB", "compare JOB slow=0:1.5", "memory record JOB -o M"]
+    "words",
+    ["fit JOB --limit 40MiB", "replay JOB", "compare JOB slow=0:1.5", "memory record JOB -o OUT"],
 )
 def test_text_fits_a_terminal_of_80_columns(words, tmp_path, capsys):
     job = pathlib.Path(__file__).parents[1] / "golden" / "slices" / "interleaved"
     short = tmp_path / "job"
     short.symlink_to(job)
-    words = words.replace("JOB", str(short)).replace("M", str(tmp_path / "m.json"))
+    words = words.replace("JOB", str(short)).replace("OUT", str(tmp_path / "m.json"))
     cli.main(words.split())
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 80 and str(tmp_path) not in line] == []
-    assert not any(re.search(r"\d [KMG]i$|\d,$|\d\.$", line) for line in lines)
+    torn = [
+        (one, following)
+        for one, following in zip(lines, lines[1:], strict=False)
+        if re.search(r"\d$", one) and re.match(r" +([KMG]iB|[mun]?s|%)(\W|$)", following)
+    ]
+    assert torn == []
