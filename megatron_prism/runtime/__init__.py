@@ -13,5 +13,4 @@ recorder/             a running rank -> a program
 pacing/               virtual peers that take their time
 devices/              tiers: CUDA, CPU, and shapes without data (meta)
 te_kernels/           Transformer Engine's own Python, on kernels that only have shapes
-te/                   Transformer Engine's modules as values, for tier cpu
 """
