@@ -46,6 +46,7 @@ _STILL = {"host stuck", "device stuck"}
 _MOVING = {*_STILL, "order", "skipped call", "extra call"}
 _PROOF = ("proof that nothing moves: who is late in a job that runs leaves the same dumps; a "
           "second set, some seconds later, tells: --then DIR")  # fmt: skip
+_SEVERAL = ("CONTEXT", "HIERARCHICAL", "HYBRID")  # a rank may be in several of these
 _FEWER = 4  # times fewer ranks are further on than are behind: those few are the odd ones
 
 
@@ -288,11 +289,13 @@ def _aborted(state: JobState) -> dict[int, str]:
 
 
 def _other_groups(found: DumpSet) -> dict[int, Group]:
-    """Fewest ranks without whom all agree who is in whose group of a description -> one such group;
-    both sides where there are several choices."""
+    """Fewest ranks without whom all agree who is in whose group of a description that Megatron
+    gives once to a rank -> one such group; both sides where there are several choices."""
     own: dict[str, dict[int, Group]] = defaultdict(dict)
     for rank, dump in found.dumps.items():
-        mine = [group for group in dump.groups.values() if rank in group.ranks]
+        mine = [g for g in dump.groups.values() if rank in g.ranks
+                and ("_PARALLEL_GROUP" in g.desc or g.desc == "default_pg")
+                and not g.desc.startswith(_SEVERAL)]  # fmt: skip
         several = Counter(group.desc for group in mine)
         for group in mine:
             if several[group.desc] == 1:
