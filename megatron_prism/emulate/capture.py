@@ -473,9 +473,10 @@ class StockCapture(TrainingListener):
         if self._probe is not None:
             self.program = routing.learned(self.program, self._probe)
         if self.wanted:
+            source = {**self.store.source, **self._flops}
             try:
                 self.program, self._flops = few_microbatches.of_all(
-                    self.program, self.store.world, self.wanted, self._flops
+                    self.program, self.store.world, self.wanted, source
                 )
             except ProgramError as error:
                 self.refused = error.message

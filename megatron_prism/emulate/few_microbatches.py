@@ -53,7 +53,7 @@ def fewest(
     except UsageError:  # Megatron refuses the job itself, in its words
         return wanted
     defers = settings.get("defer_embedding_wgrad_compute")
-    return few if not defers or 0 < settings.get("wgrad_deferral_limit", 0) < few else wanted
+    return few if not defers or 0 < settings.get("wgrad_deferral_limit", 0) < few - 1 else wanted
 
 
 @functools.cache
@@ -85,6 +85,6 @@ def of_all(
 def note(few: int, wanted: int) -> str:
     """What to say of a capture that runs few."""
     return (
-        f"{few} of {wanted} microbatches run, from which Megatron's scheduler makes the others; "
-        "--prism-all-microbatches (prism.all_microbatches of a recipe) runs all"
+        f"{few} of {wanted} microbatches run, the others follow; --prism-all-microbatches "
+        "(prism.all_microbatches of a recipe) runs all"
     )

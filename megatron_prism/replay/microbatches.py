@@ -69,7 +69,7 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
             "no op of the programs names a microbatch, so their number cannot be changed",
             fix="capture the job with that many",
         )
-    _check_end(programs.source, min(there, wanted))
+    deferred = _deferred(programs.source, min(there, wanted))
     size = sum(len(program) for program in programs.programs) * -(-wanted // there)
     if size > _MOST_OPS or wanted * len(programs.programs) > _MOST_STEPS:  # before they are made
         raise ProgramError(
@@ -79,7 +79,7 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
     before, after = order.run(there), order.run(wanted)
     stages = [programs.world.coordinates(program.rank).pp for program in programs.programs]
     pieces = [
-        _Pieces(program, programs.world, there, before[stage])
+        _Pieces(program, programs.world, there, before[stage], deferred)
         for program, stage in zip(programs.programs, stages, strict=True)
     ]
     try:
@@ -104,18 +104,23 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
     )
 
 
-def _check_end(source: Mapping[str, str], fewest: int) -> None:
-    """ProgramError if every microbatch leaves work to the end of the iteration
-    (core/pipeline_parallel/utils.py drain_embedding_wgrad_compute; limit 0: all of them)."""
-    given = job_settings.values(source.get("arguments", ""))
-    limit = int(given.get("--wgrad-deferral-limit", 0))
-    if "--defer-embedding-wgrad-compute" in given and not 0 < limit < fewest:
+def _deferred(source: Mapping[str, str], fewest: int) -> int:
+    """How many first microbatches leave a gradient to the end of the iteration
+    (core/pipeline_parallel/utils.py drain_embedding_wgrad_compute; limit 0: all of them).
+    ProgramError if every one does."""
+    text = next((source[key] for key in job_settings.KEYS if key in source), "")
+    given = job_settings.plain(text)
+    if "defer_embedding_wgrad_compute" not in given:
+        return 0
+    limit = int(given.get("wgrad_deferral_limit", 0))
+    if not 0 < limit < fewest:
         raise ProgramError(
             f"with --defer-embedding-wgrad-compute and --wgrad-deferral-limit {limit} each of "
             f"{fewest} microbatches leaves a gradient to the end of the iteration, which is "
             "another one for every number of them",
             fix="capture the job with that many, or with a smaller limit than microbatches",
         )
+    return limit
 
 
 class _MissingKind(Exception):
@@ -564,9 +569,11 @@ def _named(kind: Kind, step: bool) -> str:
 class _Pieces(_Cut):
     """A captured program, cut, and which of its steps have bodies of their own."""
 
-    def __init__(self, program: Program, world: World, count: int, order: _Cut) -> None:
+    def __init__(
+        self, program: Program, world: World, count: int, order: _Cut, deferred: int
+    ) -> None:
         super().__init__(program, world, order)
-        self.count, self.order = count, order
+        self.count, self.order, self.deferred = count, order, deferred
 
     @cached_property
     def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
@@ -592,17 +599,18 @@ class _Pieces(_Cut):
     def edges(self) -> dict[Kind, tuple[int, int]]:
         """Of steps of one forward or backward: how many first and last have other bodies than the
         longest run of equal ones.  ProgramError if steps differ without an order."""
-        steps = defaultdict[Kind, dict[int, int]](dict)
+        steps = defaultdict[tuple[Member, ...], dict[int, int]](dict)
         for step, members in enumerate(self.members):
             if len(members) == 1:
                 (number,) = members.values()
                 steps[self.shapes[step]][number] = self.steps[step]
         found = {}
         for shape, pieces in steps.items():
-            numbers = sorted(pieces)
+            first = self.deferred if shape[0][0] == _BACKWARD else 0  # none of them repeats
+            numbers = [number for number in sorted(pieces) if number >= first]
             for sizes in (True, False):  # tokens of experts differ from microbatch to microbatch
                 start, end = _longest_run([self.body(pieces[n], sizes) for n in numbers])
-                if end - start > 1 or len(numbers) < 3:
+                if end - start > 1 or len(numbers) < 3 and not first:
                     break
             else:
                 raise ProgramError(
@@ -611,7 +619,7 @@ class _Pieces(_Cut):
                     fix="capture the job with that many",
                 )
             if end - start > 1:
-                found[shape] = start, len(numbers) - end
+                found[shape] = first + start, len(numbers) - end
         return found
 
 

@@ -59,7 +59,7 @@ def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
     assert made.source["microbatches"] == str(wanted)
 
 
-@pytest.mark.parametrize(("limit", "refused"), [("0", True), ("8", True), ("7", False)])
+@pytest.mark.parametrize(("limit", "refused"), [("0", True), ("8", True), ("6", False)])
 def test_gradients_that_every_microbatch_leaves_to_the_end_are_refused(limit, refused):
     given = {"--defer-embedding-wgrad-compute": "", "--wgrad-deferral-limit": limit}
     programs = schedule.schedules(pp=2, microbatches=8)
@@ -196,6 +196,13 @@ def test_the_first_microbatches_that_defer_a_gradient_stay_as_many():
 
     made = schedule.with_microbatches(deferring(6), 9)
     assert list(made.of(0)) == list(deferring(9).of(0))
+    given = {"--defer-embedding-wgrad-compute": "", "--wgrad-deferral-limit": "3"}
+    known = dataclasses.replace(deferring(5), source={"arguments": job_settings.as_text(given)})
+    made = schedule.with_microbatches(known, 6)  # as many defer as are left
+    assert list(made.of(0)) == list(deferring(6).of(0))
+    known = dataclasses.replace(deferring(4), source=known.source)
+    with pytest.raises(ProgramError, match="every backward has other ops"):
+        schedule.with_microbatches(known, 6)
 
 
 def test_steps_that_never_repeat_are_refused():
