@@ -7,7 +7,7 @@ minute
 
 The job has an uneven pipeline (3, 2, 2 and 1 layers), so its first stage needs more than the
 second.  ``plan`` captures one rank of every stage on tier meta, sets a limit between the peaks of
-the two hungriest classes and writes down what ``prism memory check limit=`` says: which class runs
+the two hungriest classes and writes down what ``prism memory check --limit`` says: which class runs
 out of memory, in which step, at which line, and by how many bytes the limit is too low.  The limit
 falls into the middle of the largest request of the first class beyond the second's peak, so that a
 model that is off by less than half of it is right.  ``run`` starts side by side on one GPU, with
