@@ -112,7 +112,9 @@ class MemoryGuard:
         if unknown or "job" not in wanted:
             return f"prism_memory.check takes {', '.join(_KEYS)}; job is needed"
         path = self.root / (wanted.get("baseline") or self.place)
-        headroom, tol = (arguments.size(wanted.get(key) or 0) for key in ("headroom", "tol_bytes"))
+        headroom, tol = (
+            arguments.size(str(wanted.get(key) or 0)) for key in ("headroom", "tol_bytes")
+        )
         limit = limit_of(wanted.get("limit"), headroom)
         device = wanted.get("device") or "h200"
         there = path.exists()

@@ -185,7 +185,8 @@ def _jobs(jobs: tuple[Job, Job], names: tuple[str, str], priced: object) -> Comp
         iterations = (timelines[0].iteration_ns, timelines[1].iteration_ns)
         alike = first == () and timed[0].machine == timed[1].machine
         own = 0.0 if alike else differences.OWN  # the same kernels and calls have the same errors
-        found = differences.difference(*map(differences.estimate, timelines), own)
+        one, other = map(differences.estimate, timelines)
+        found = differences.difference(one, other, own)
         parts = [mean_parts({**vars(each.account(index)), "count": count}
                             for index, count in enumerate(each.graph.classes.counts))
                  for each in timelines]  # fmt: skip

@@ -139,7 +139,7 @@ def _recordings(args: argparse.Namespace, paths: Sequence[str]) -> int:
         ranks = (format_ranks(sorted(run)) for run in runs)
         raise UsageError(f"the recordings are of ranks {', and '.join(ranks)}: none is in both",
                          fix="record a rank of both")  # fmt: skip
-    made = [difference(rank, *(run[rank]() for run in runs), args.norm) for rank in both]
+    made = [difference(rank, runs[0][rank](), runs[1][rank](), args.norm) for rank in both]
     found = [one for one in made if one is not None]
     value = {"ranks": both, "differences": [one.to_json() for one in found]}
     if not write_data(args, value, [one.to_json() for one in found]):

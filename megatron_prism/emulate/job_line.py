@@ -100,6 +100,6 @@ def _module_exists(name: str) -> bool:
     ends = (place.with_suffix(".py"), place / "__main__.py")
     package = find_spec(place.parts[0])  # an editable install is in no folder of the path
     places = package.submodule_search_locations if package is not None else None
-    parents = [Path(one).parent for one in places or ()]
+    parents = [str(Path(one).parent) for one in places or ()]
     folders = (".", *sys.path, *parents)
     return any((Path(folder) / end).is_file() for folder in folders for end in ends)

@@ -604,7 +604,7 @@ class _Pieces(_Cut):
             if len(members) == 1:
                 (number,) = members.values()
                 steps[self.shapes[step]][number] = self.steps[step]
-        found = {}
+        found: dict[tuple[object, ...], tuple[int, int]] = {}
         for shape, pieces in steps.items():
             first = self.deferred if shape[0][0] == _BACKWARD else 0  # none of them repeats
             numbers = [number for number in sorted(pieces) if number >= first]

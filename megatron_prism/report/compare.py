@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_prism.core import job_settings
@@ -33,6 +33,7 @@ def render_html(found: Comparison) -> str:
     """Both timelines, one above the other."""
     assert found.timelines is not None
     a, b = found.timelines
+    tables: list[tuple[str, Sequence[str], Sequence[object]]]
     tables = [(rows[0][0], ("", *rows[0][1:]), rows[1:]) for rows in [_memory_rows(found)]
               if found.memory is not None]  # fmt: skip
     settings = [(one.name, *_values(one)) for one in found.settings]
