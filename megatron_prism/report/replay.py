@@ -5,12 +5,13 @@ In : Timeline, or two of them.  Out: plain text, columns aligned; HTML.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
 
 from megatron_prism.core import job_settings
+from megatron_prism.core.gpu_state import GPU_CLOCK, states_of
 from megatron_prism.core.groups import short_name
 from megatron_prism.core.ops import PHASE_NAMES, label
 from megatron_prism.core.program import Program
@@ -32,7 +33,7 @@ _VARIES = 0.03  # of a host's time: from here on a single number misleads
 _LINKS = 2  # of a kind
 # of where the programs are from, what only scripts compare
 _DETAILS = (*job_settings.KEYS, "tokens_per_iteration", "model_flops_per_iteration",
-            "host_index")  # fmt: skip
+            "host_index", GPU_CLOCK)  # fmt: skip
 _ABOUT = ("recipe", "megatron_core", "torch", "tier", "device")  # below the title of a page
 _SHORT = 100  # characters of a provenance that fits in a line
 
@@ -88,12 +89,27 @@ def _head(found: Metrics, verbose: bool) -> str:
         if found.host and (spread := found.host_spread or 0) >= _VARIES:
             varies = f"a host varies by {format_share(spread, 0)} from iteration to iteration"
             rows.append(("", f"{varies}, and the slowest rank's counts: prism predict"))
+    rows += [("clock" if not i else "", text) for i, text in enumerate(_clocks(source))]
     rows.append(("tokens/s", _value(found.tokens_per_s, lambda v: f"{v:,.0f}")))
     rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
     rows.append(("MFU", _value(found.mfu, format_share)))
     for name, text in rows:
         lines += folded(f"  {name:<12} {text}", 15 + 10 * (not name))
     return "\n".join(lines)
+
+
+_LIMITED = 0.5  # of the time: from here on a GPU is at its limit
+
+
+def _clocks(source: Mapping[str, str]) -> list[str]:
+    """The GPUs that captured, by their clock: of the lowest and of the highest rank's."""
+    states = sorted(states_of(source).items(), key=lambda one: one[1].mhz)
+    found = []
+    for rank, one in dict(states[:1] + states[-1:]).items() if states else ():
+        at = "at" if one.limited >= _LIMITED else "below"
+        text = f"{one.mhz:,} of {one.most_mhz:,} MHz, {one.watts} of {one.limit_watts} W"
+        found.append(f"{text}, {one.celsius} C: rank {rank:,} was captured {at} its GPU's limit")
+    return found
 
 
 def _links(found: Metrics) -> list[str]:

@@ -19,7 +19,6 @@ def measure(tmp_path_factory):
 
 def test_a_call_that_does_nothing_takes_next_to_nothing(measure):
     found = measure("all_reduce", lambda: None, 24, None)
-    assert len(found) < 20  # about half of what is noise is above 0
     assert statistics.median(found or [0]) < 5_000  # 2.5 us was seen, behind copies of 45 us
 
 
