@@ -102,7 +102,7 @@ def test_completion_knows_commands_and_options(capsys):
         (["emulate", "llama3-70b"], "did you mean llama3-70b_1024gpu"),
         (["emulate", "tiny-gpt_1cpu", "--frce"], "did you mean --force?"),
         (["emulate", "tiny-gpt_1cpu", "tpp=2"], "did you mean tp"),
-        (["emulate", "tiny-gpt_1cpu", "train.iterations=3"], "fix: write train_iters=VALUE"),
+        (["emulate", "tiny-gpt_1cpu", "train.iterations=3"], "fix: did you mean train_iters?"),
         (["emulate", "tiny-gpt_1cpu", "lr=nan"], "lr is nan"),
         (["emulate", "tiny-gpt_1cpu", "prism.values=zeros"], "use mirror or noise"),
     ],
