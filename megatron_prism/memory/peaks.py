@@ -248,7 +248,7 @@ def growth(program: Program) -> Retained | None:
     that it made; so a cache that fills is no leak.
     """
     rows, events = program.history, program.allocations
-    begun = np.flatnonzero(rows[:, 0] == BEGUN)
+    begun = np.flatnonzero(rows[:-1, 0] == BEGUN)  # the last row may say that the next one begins
     if begun.size < 2:
         return None
     first, last = begun[-2:].tolist()  # of the two iterations
