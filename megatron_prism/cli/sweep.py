@@ -123,9 +123,9 @@ def _array_job(args: argparse.Namespace) -> str:
         raise UsageError(f"--slurm {args.slurm} parts", fix="--slurm 8")
     out = args.out.absolute()
     given = [args.recipe, *args.settings] if args.recipe else list(args.settings)
+    given += [word for key, value in _own(args).items() for word in (f"--{key}", str(value))]
     words = ["prism", "sweep", *given, "-o", str(out), *args.ours]
     job = shlex.join(["--", *args.job]) if args.job else ""
-    given += [word for key, value in _own(args).items() for word in (f"--{key}", str(value))]
     path = out / "sweep.sbatch"
     text = _ARRAY_JOB.format(
         last=args.slurm - 1, workers=args.workers or 2, log=shlex.quote(str(out / "slurm-%a.log")),
