@@ -181,6 +181,8 @@ class _Explainer:
         lines.append(f"with rank {format_ranks(w.rank for w in why)} {how}, "
                      f"{len(after.same & others)} of {len(others)} other ranks stand where their "
                      "dumps say")  # fmt: skip
+        named = {culprit.rank: culprit.kind for culprit in verdict.culprits}
+        lines += [f"rank {w.rank} then {w.text}" for w in why if w.ops and w.kind != named[w.rank]]
         if sum(one.complete for one, _ in tried) == 1 and not self.spent:
             places = {rank: self.overlay.place(rank, [after.issued[rank] - 1])
                       if after.issued[rank] else place
@@ -205,9 +207,11 @@ class _Explainer:
             entries = [e for e in self.state.outstanding.get(rank, ())
                        if (e.desc, e.seq, e.pair) == call]  # fmt: skip
             places = self._awaited(rank, verdict)
-            for what, text, at, ops in self._edits(rank, list(self.programs.of(rank)), entries):
-                if what == kind and (not places or at in places):
-                    yield _Hypothesis(rank, kind, text, at, ops)
+            edits = [edit for edit in self._edits(rank, list(self.programs.of(rank)), entries)
+                     if not places or edit[2] in places]  # fmt: skip
+            # one of another kind may look like it: who leaves out a call makes the next one instead
+            for what, text, at, ops in sorted(edits, key=lambda edit: edit[0] != kind):
+                yield _Hypothesis(rank, what, text, at, ops)
 
     def _awaited(self, rank: int, verdict: Diagnosis) -> set[int]:
         """The ops of ``rank`` that may be the verdict's call: counted by the member of its group
