@@ -308,6 +308,8 @@ COMMANDS = {  # name -> what argparse needs
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.  An error is printed, never its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and words[:1] != ["run"]:
+        del sys.argv[1:]  # a command that asks Megatron is no job, though its words name one
     prepare()
     try:
         check_working_directory()

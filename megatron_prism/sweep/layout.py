@@ -190,7 +190,8 @@ class ScriptLayout(JobLayout):
     def fewest(self) -> int:
         """As if chunks were interleaved, which only the job's parsed arguments say: two of them
         take the most microbatches to warm up."""
-        return fewest(dataclasses.replace(self.world, vpp=2), _MANY * self.world.pp, {})
+        world = dataclasses.replace(self.world, vpp=2) if self.world.pp > 1 else self.world
+        return fewest(world, _MANY * self.world.pp, {})
 
     def content(self) -> object:
         return [self.script, self.words, self.ours, self.world.size]

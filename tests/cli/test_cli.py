@@ -364,3 +364,12 @@ def test_text_fits_a_terminal_of_80_columns(words, tmp_path, capsys):
         if re.search(r"\d$", one) and re.match(r" +([KMG]iB|[mun]?s|%)(\W|$)", following)
     ]
     assert torn == []
+
+
+def test_a_command_that_asks_megatron_is_no_job():
+    """Its words name a job's world; what it imports must not attach to them."""
+    pytest.importorskip("megatron.core")
+    code = "from megatron_prism.cli.main import main; main(); import megatron.core; print('there')"
+    words = [sys.executable, "-c", code, "check", "nowhere", "--prism-world-size", "8"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("there\n", 0), done.stderr

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
-from megatron_prism.sweep import space, sweep
+from megatron_prism.sweep import layout, space, sweep
 
 LLAMA = recipes.load("llama3-70b_1024gpu_tp8pp4vp5_h200")
 
@@ -166,3 +166,13 @@ def test_a_script_s_layouts_share_slices_where_replicas_and_batch_differ():
     assert len({point.layout.family() for point in same}) == 1
     assert same[0].layout.resized(4, 3).num_microbatches == 3
     assert same[0].key != same[1].key
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_script_of_any_pipeline_knows_the_fewest_microbatches_to_capture(pp):
+    pytest.importorskip("megatron.core")
+    words = ["--micro-batch-size", "1", "--global-batch-size", "64"]
+    words += ["--pipeline-model-parallel-size", str(pp)]
+    one = layout.ScriptLayout.of("pretrain_gpt.py", words, ["--prism-world-size", "8"])
+    assert 0 < one.fewest <= 64
