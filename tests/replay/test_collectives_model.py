@@ -121,22 +121,36 @@ def test_it_is_near_calls_that_were_measured():
     assert max(map(abs, errors.values())) < 0.42
 
 
+def elsewhere(name, *args):
+    return measured_elsewhere((name,), name, *args)
+
+
 def test_calls_inside_a_node_take_what_other_gpus_of_the_kind_took():
     """The table's own sizes to the ns; between two and four by ratio; never where NCCL sums in the
     switch, between nodes, or without a table."""
     off, h100 = parse("NCCL_NVLS_ENABLE=0"), machine("h100")
     table = calls_of("hopper")
     for name, size, num_bytes in (("all_gather", 2, 1 << 26), ("reduce_scatter", 4, 1 << 24)):
-        found = measured_elsewhere(name, Shape(size, size), num_bytes, h100, off)
+        found = elsewhere(name, Shape(size, size), num_bytes, h100, off)
         assert found == pytest.approx(table.look_up(name, size, num_bytes), abs=2)
     ratio = {
-        n: measured_elsewhere("all_gather", Shape(n, n), 1 << 26, h100, off)
+        n: elsewhere("all_gather", Shape(n, n), 1 << 26, h100, off)
         / modelled("all_gather", Shape(n, n), 1 << 26, h100, off)
         for n in (2, 3, 4, 8)
     }
     assert ratio[2] > ratio[3] > ratio[4] == pytest.approx(ratio[8], rel=1e-4)
     large = ("all_reduce", Shape(8, 8), 1 << 28)
-    assert measured_elsewhere(*large, h100) is None
-    assert measured_elsewhere(*large, h100, off) is not None
-    assert measured_elsewhere("all_gather", Shape(16, 8), 1 << 26, h100, off) is None
-    assert measured_elsewhere("all_gather", Shape(2, 2), 1 << 26, machine("a100"), off) is None
+    assert elsewhere(*large, h100) is None
+    assert elsewhere(*large, h100, off) is not None
+    assert elsewhere("all_gather", Shape(16, 8), 1 << 26, h100, off) is None
+    assert elsewhere("all_gather", Shape(2, 2), 1 << 26, machine("a100"), off) is None
+
+
+def test_an_exchange_is_two_messages_that_no_algorithm_forbids():
+    """NCCL_ALGO is about collectives; the table's exchange is scaled by the model of a message."""
+    tree, h100, pair = parse("NCCL_ALGO=Tree NCCL_NVLS_ENABLE=0"), machine("h100"), Shape(2, 2)
+    both = ("exchange", "send"), "send", pair, 1 << 24, h100
+    took = calls_of("hopper").look_up("exchange", 2, 1 << 24)
+    assert measured_elsewhere(*both, tree) == pytest.approx(took, abs=2)
+    alone = ("send",), *both[1:]
+    assert measured_elsewhere(*both, tree) > measured_elsewhere(*alone, tree)

@@ -17,7 +17,7 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -408,27 +408,31 @@ def calls_of(name: str) -> Calibration | None:
 
 
 def measured_elsewhere(
-    name: str, shape: Shape, num_bytes: int, machine: Machine, settings: NcclSettings | None = None
-) -> int | None:
-    """ns of a call inside a node: the model, times what calls of other GPUs of this kind took of
-    it, between the two measured sizes of groups by ratio; None if the machine has no such table,
-    or NCCL takes the switch for this call, which the table's calls had not."""
+    rows: Sequence[str], name: str, shape: Shape, num_bytes: int, machine: Machine,
+    settings: NcclSettings | None = None,
+) -> int | None:  # fmt: skip
+    """ns of a call inside a node: the model of ``name``, times what calls of other GPUs of this
+    kind took of it, between the two measured sizes of groups by ratio.
+
+    None if the machine has no table with one of ``rows``, of which the first counts, or if NCCL
+    takes the switch for this call, which the table's calls had not.
+    """
     table = calls_of(machine.calls) if shape.nodes == 1 else None
-    if table is None or fastest(name, shape, num_bytes, machine, settings)[0].startswith("NVLS"):
+    row = next((row for row in rows if table is not None and table.look_up(row, 2, num_bytes)), "")
+    if table is None or not row:
+        return None
+    way, ns = fastest(name, shape, num_bytes, machine, settings)
+    if way.startswith("NVLS"):
         return None
     ratios = []
     for size in (2, 4):
-        group = Shape(size, size)
-        took = table.look_up(name, size, num_bytes)
+        took = table.look_up(row, size, num_bytes)
         if took is not None:
-            then = modelled(name, group, num_bytes, machine, table.nccl)
+            then = modelled(name, Shape(size, size), num_bytes, machine, table.nccl)
             ratios.append((math.log(size), math.log(took / max(1, then))))
-    if not ratios:
-        return None
     (low, first), (high, last) = ratios[0], ratios[-1]
     part = min(1.0, (math.log(shape.size) - low) / (high - low)) if high > low else 0.0
-    ratio = math.exp(first + part * (last - first))
-    return round(ratio * modelled(name, shape, num_bytes, machine, settings))
+    return round(math.exp(first + part * (last - first)) * round(machine.call_ns + ns))
 
 
 def modelled(

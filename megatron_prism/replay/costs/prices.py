@@ -179,17 +179,17 @@ def _call(
     if shape.size == 1:
         return 0, 4
     ns = modelled(kind.name, shape, num_bytes, machine, nccl)
-    for row in ("exchange" if kind.exchange else kind.name, kind.name):
+    rows = ("exchange", kind.name) if kind.exchange else (kind.name,)
+    for row in rows:
         measured = calibration.look_up(row, shape.size, num_bytes, shape.per_node)
         if measured is not None:
             if calibration.nccl is None or nccl.same_calls(calibration.nccl):
                 return measured, 3
             then = modelled(kind.name, shape, num_bytes, machine, calibration.nccl)
             return round(measured * ns / max(1, then)), 7
-    for row in ("exchange" if kind.exchange else kind.name, kind.name):
-        elsewhere = measured_elsewhere(row, shape, num_bytes, machine, nccl)
-        if elsewhere is not None:
-            return elsewhere, _ELSEWHERE
+    elsewhere = measured_elsewhere(rows, kind.name, shape, num_bytes, machine, nccl)
+    if elsewhere is not None:
+        return elsewhere, _ELSEWHERE
     return ns, _BETWEEN if shape.nodes > 1 else 4
 
 
