@@ -7,18 +7,23 @@ real process beside one.  Out: ``Comparison``, or what ``traces`` and ``memory.s
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
-from megatron_prism.ask.fit import needed
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.program import Programs
 from megatron_prism.graph.difference import FirstDifference, difference, rows_of
 from megatron_prism.memory import baseline, snapshot
-from megatron_prism.memory.baseline import Change, MemoryReport, peak_memory
+from megatron_prism.memory.baseline import (
+    Change,
+    MemoryReport,
+    beside_tensors,
+    needed,
+    peak_memory,
+)
 from megatron_prism.memory.snapshot import SnapshotComparison, SnapshotGrowth
 from megatron_prism.replay import differences
 from megatron_prism.replay.differences import TimeDifference
@@ -163,23 +168,23 @@ def compare(
     return _jobs((a, b), names, priced)
 
 
-def _jobs(jobs: tuple[Job, Job], names: tuple[str, str], priced: object) -> Comparison:
+def _jobs(
+    jobs: tuple[Job, Job], names: tuple[str, str], priced: Callable[[object], PricedGraph | None]
+) -> Comparison:
     graphs, why = list[PricedGraph](), ""
     try:
-        assert callable(priced)
         graphs = [one for one in map(priced, jobs) if one is not None]
     except PrismError as error:
         why = error.message
     timed = (graphs[0], graphs[1]) if len(graphs) == 2 else None
     if not why and timed is None:
         why = "a report of memory has no times"
-    programs = [one.programs if isinstance(one, PricedGraph) else one for one in jobs]
-    memory = _memory(programs)
+    given = [one.programs if isinstance(one, PricedGraph) else one for one in jobs]
+    memory = _memory(given)
+    programs = given if timed is None else [one.graph.programs for one in timed]
+    first = _first(programs)
     iterations = found = timelines = None
     times: list[Part] = []
-    if timed is not None:
-        programs = [one.graph.programs for one in timed]
-    first = _first(programs)
     if timed is not None:
         timelines = (timed[0].timeline, timed[1].timeline)
         iterations = (timelines[0].iteration_ns, timelines[1].iteration_ns)
@@ -225,10 +230,7 @@ def _kinds(a: MemoryReport, b: MemoryReport) -> list[Part]:
     both = []
     for report in (a, b):
         one = max(report.classes.values(), key=needed)
-        reserved, nccl = one["peak_reserved"], one.get("nccl") or 0
-        beside = {"cache": reserved - one["peak_allocated"], "nccl": nccl,
-                  "context": needed(one) - reserved - nccl}  # fmt: skip
-        both.append({**one["by_category"], **beside, "device": needed(one)})
+        both.append({**one["by_category"], **beside_tensors(one), "device": needed(one)})
     return [Part(kind, both[0][kind], both[1][kind]) for kind in both[0]
             if both[0][kind] or both[1][kind]]  # fmt: skip
 

@@ -19,7 +19,13 @@ from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.memory import allocator, peaks, remedies
-from megatron_prism.memory.baseline import ClassMemoryFigures, Draws, MemoryReport, peak_memory
+from megatron_prism.memory.baseline import (
+    Draws,
+    MemoryReport,
+    first_program,
+    needed,
+    peak_memory,
+)
 from megatron_prism.memory.nccl_buffers import DEFAULT
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, table_of
 from megatron_prism.replay.costs.machine import Machine, device_limit
@@ -125,12 +131,6 @@ class Fit:
         return rendered("report.memory:render_fit", self, str)
 
 
-def needed(one: ClassMemoryFigures) -> int:
-    """Bytes of the device that a class takes, of its allocator where those are not known."""
-    device = one.get("peak_device")
-    return one["peak_reserved"] if device is None else device
-
-
 def fit(
     programs: Programs,
     *,
@@ -190,11 +190,6 @@ def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
         name = "the job's machine" if machine is None else machine.name
         raise UsageError(f"nobody says how much memory {name} has", fix="--limit 80GB")
     return machine.device_memory, machine.name
-
-
-def first_program(programs: Programs, one: ClassMemoryFigures) -> Program:
-    """The program of a class."""
-    return programs.of(int(re.split(r"\D", one["ranks"], maxsplit=1)[0]))
 
 
 def _overrun(program: Program, segments: int, settings: allocator.Settings) -> Overrun:

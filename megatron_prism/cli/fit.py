@@ -37,9 +37,9 @@ def fit(args: argparse.Namespace) -> int:
     benchmarks/tools/device_memory.py, or none: the limit is then held against reserved bytes.
     --draws takes slices of tier meta; --routing uniform, zipf:A, or a folder of --prism-record.
     """
-    from megatron_prism.ask.fit import first_program
     from megatron_prism.ask.fit import fit as fit_programs
     from megatron_prism.core.slices import open_programs
+    from megatron_prism.memory.baseline import first_program
 
     path = args.programs
     check_outputs([args.out, args.html], args.force, [path])

@@ -337,6 +337,24 @@ def _figures(one: ClassMemory) -> ClassMemoryFigures:
     }
 
 
+def needed(one: ClassMemoryFigures) -> int:
+    """Bytes of the device that a class takes, of its allocator where those are not known."""
+    device = one.get("peak_device")
+    return one["peak_reserved"] if device is None else device
+
+
+def beside_tensors(one: ClassMemoryFigures) -> dict[str, int]:
+    """What ``needed`` has beside the tensors of the peak: the allocator's cache, NCCL, context."""
+    nccl = one.get("nccl") or 0
+    return {"cache": one["peak_reserved"] - one["peak_allocated"], "nccl": nccl,
+            "context": needed(one) - one["peak_reserved"] - nccl}  # fmt: skip
+
+
+def first_program(programs: Programs, one: ClassMemoryFigures) -> Program:
+    """The program of a class."""
+    return programs.of(int(re.split(r"\D", one["ranks"], maxsplit=1)[0]))
+
+
 def save(baseline: MemoryReport, path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write it, whole or not at all; UsageError if the place is taken."""
     value = {"schema": SCHEMA, **asdict(baseline)}

@@ -10,14 +10,13 @@ from megatron_prism.core.groups import with_short_names
 from megatron_prism.core.units import format_bytes, format_ns, format_share
 from megatron_prism.report import replay
 from megatron_prism.report.columns import columns, folded
-from megatron_prism.report.fit import KINDS, module_of
+from megatron_prism.report.fit import KINDS, PARTS, module_of
 
 if TYPE_CHECKING:
     from megatron_prism.ask.compare import Comparison, Setting
     from megatron_prism.memory.baseline import Change
 
-_NAMES = {**KINDS, "cache": "allocator's rounding and cache", "nccl": "NCCL",
-          "context": "context and libraries", "device": "= device"}  # fmt: skip
+_NAMES = {**PARTS, "device": "= device"}
 _SETTINGS, _CLASSES, _ORIGINS = 12, 8, 6  # shown of each
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
+from megatron_prism.memory.baseline import beside_tensors, needed
 from megatron_prism.report import words
 from megatron_prism.report.columns import columns, folded
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
          "comm": "communication", "tmp": "temporaries", "other": "other"}  # fmt: skip
+PARTS = {**KINDS, "cache": "allocator's rounding and cache", "nccl": "NCCL",
+         "context": "context and libraries"}  # fmt: skip
 
 
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
@@ -128,14 +131,10 @@ def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
 
 def _parts(one: ClassMemoryFigures) -> list[list[str]]:
     """What adds up to the device's bytes, or to what is reserved where those are unknown."""
-    parts = {KINDS[kind]: size for kind, size in one["by_category"].items()}
-    parts["allocator's rounding and cache"] = one["peak_reserved"] - one["peak_allocated"]
-    device, nccl = one.get("peak_device"), one.get("nccl") or 0
-    if device is not None:
-        parts |= {"NCCL": nccl, "context and libraries": device - one["peak_reserved"] - nccl}
-    rows = [[f"  {what}", format_bytes(size)] for what, size in parts.items() if size]
-    total = one["peak_reserved"] if device is None else device
-    return [*rows, ["  = reserved" if device is None else "  = device", format_bytes(total)]]
+    parts = {**one["by_category"], **beside_tensors(one)}
+    rows = [[f"  {PARTS[what]}", format_bytes(size)] for what, size in parts.items() if size]
+    level = "reserved" if one.get("peak_device") is None else "device"
+    return [*rows, [f"  = {level}", format_bytes(needed(one))]]
 
 
 def _changes(found: Fit) -> Iterator[str]:

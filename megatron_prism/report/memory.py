@@ -40,10 +40,8 @@ def page_data(programs: Programs, made: baseline.MemoryReport, limit: int | None
             limit = machine(machine_of(programs)).device_memory or None
     found = []
     for name, one in made.classes.items():
-        program = programs.of(int(re.split(r"\D", one["ranks"], maxsplit=1)[0]))
-        device, nccl = one.get("peak_device"), one.get("nccl") or 0
-        context = 0 if device is None else device - one["peak_reserved"] - nccl
-        levels = (one["peak_reserved"], device, nccl, context)
+        program, beside = baseline.first_program(programs, one), baseline.beside_tensors(one)
+        levels = (one["peak_reserved"], one.get("peak_device"), beside["nccl"], beside["context"])
         label = words.step(one["at"]["phase"], one["at"]["microbatch"], one["at"]["chunk"])
         found.append(_class(f"{name}: {one['count']:,} ranks", program, levels, label))
     return {"limit": limit, "verdict": "", "about": [], "changes": [], "classes": found}
