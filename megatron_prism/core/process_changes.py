@@ -24,6 +24,12 @@ class ProcessChanges:
     def __len__(self) -> int:
         return len(self._undo)
 
+    def __enter__(self) -> ProcessChanges:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
     def set(self, owner: object, name: str, value: object) -> None:
         """Set ``owner.name``; a class gets back its own entry, or none if it had inherited it."""
         before = vars(owner).get(name, _ABSENT)  # raw: a staticmethod stays one

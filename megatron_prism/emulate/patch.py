@@ -90,32 +90,45 @@ class Patch:
 
 
 class _About(TypedDict, total=False):
-    """Fields of a Patch."""
+    """Fields of a Patch; ``at``: its source, without the file where that is the module's."""
 
-    reason: Required[str]
-    source: Required[str]
+    at: Required[str]
     purpose: str
     releases: str
     tiers: tuple[str, ...]
 
 
 class Patches(list[Patch]):
-    """Patches of one subject; its methods decorate functions that are named like the patch."""
+    """Patches of one subject; its methods decorate functions that are named like the patch, and
+    whose docstring is the reason.
 
-    def patch(
-        self, module: str, *targets: str, **about: Unpack[_About]
-    ) -> Callable[[Apply], Apply]:
-        """Append a patch of ``module`` that the decorated function applies."""
+    about : what all of them have alike
+    place : ``module:target``, or the module alone
+    """
+
+    def __init__(self, **about: Any) -> None:
+        super().__init__()
+        self.about = about
+
+    def patch(self, place: str, *targets: str, **about: Unpack[_About]) -> Callable[[Apply], Apply]:
+        """Append a patch of a module that the decorated function applies."""
+        module, _, first = place.partition(":")
+        more: dict[str, Any] = {**self.about, **about}
+        at = more.pop("at")
+        if at.startswith(":"):
+            at = f"{module.removeprefix('megatron.').replace('.', '/')}.py{at}"
 
         def declare(function: Apply) -> Apply:
             name = function.__name__.strip("_").replace("_", "-")
-            self.append(Patch(name, module, apply=function, targets=targets, **about))
+            reason = " ".join((function.__doc__ or "").partition("\n\n")[0].split())
+            wanted = (first, *targets) if first else targets
+            self.append(Patch(name, module, reason, at, function, wanted, **more))
             return function
 
         return declare
 
     def instead(
-        self, module: str, *targets: str, **about: Unpack[_About]
+        self, place: str, *targets: str, **about: Unpack[_About]
     ) -> Callable[[Replacement], Replacement]:
         """Append a patch whose every target is replaced by the decorated function, which is called
         with the context, the original and the arguments."""
@@ -124,8 +137,8 @@ class Patches(list[Patch]):
             def put(found: ModuleType, context: PatchContext) -> None:
                 context.replace(found, functools.partial(function, context))
 
-            put.__name__ = function.__name__
-            self.patch(module, *targets, **about)(put)
+            put.__name__, put.__doc__ = function.__name__, function.__doc__
+            self.patch(place, *targets, **about)(put)
             return function
 
         return declare

@@ -132,12 +132,9 @@ def patches_of(
     """
     patches = Patches()
 
-    @patches.instead(
-        "megatron.training.arguments", "parse_args",
-        reason="a small copy of the job trains",
-        source="training/arguments.py:88 @0.16.1; :116 @0.19.0",
-    )  # fmt: skip
+    @patches.instead("megatron.training.arguments:parse_args", at=":88 @0.16.1; :116 @0.19.0")
     def small(context: PatchContext, original: Original, *args: object, **kwargs: object) -> object:
+        """A small copy of the job trains."""
         parsed = original(*args, **kwargs)
         changes = shrink.shrink(parsed, job, copy, iterations, layers)
         recorder.facts["parts"] = shrink.parts_of(parsed, copy)
@@ -147,12 +144,9 @@ def patches_of(
         shrink.lay_out(parsed, here, left_out)
         return parsed
 
-    @patches.instead(
-        "megatron.training.training", "train_step",
-        reason="what goes into a step and comes out is compared with another layout's",
-        source="training/training.py:1603 @0.16.1; :2336 @0.19.0",
-    )  # fmt: skip
+    @patches.instead("megatron.training.training:train_step", at=":1603 @0.16.1; :2336 @0.19.0")
     def step(context: PatchContext, original: Original, *args: object, **kwargs: object) -> object:
+        """What goes into a step and comes out is compared with another layout's."""
         call = inspect.signature(original).bind(*args, **kwargs)
         model, optimizer = call.arguments["model"], call.arguments["optimizer"]
         if not recorder.iteration:
@@ -191,14 +185,11 @@ def patches_of(
             _keep_parameters(recorder, model)
         return result
 
-    @patches.instead(
-        "megatron.training.training", "evaluate",
-        reason="what evaluation says is compared with another layout's",
-        source="training/training.py:2754 @0.16.1; :3800 @0.19.0",
-    )  # fmt: skip
+    @patches.instead("megatron.training.training:evaluate", at=":2754 @0.16.1; :3800 @0.19.0")
     def evaluate(
         context: PatchContext, original: Original, *args: object, **kwargs: object
     ) -> object:
+        """What evaluation says is compared with another layout's."""
         result = original(*args, **kwargs)
         for key, value in (result[0] or {}).items():
             numbers = torch.as_tensor(value).reshape(-1).tolist()
@@ -206,13 +197,12 @@ def patches_of(
         return result
 
     @patches.instead(
-        "megatron.core.transformer.moe.router", "TopKRouter.routing",
-        reason="to which experts tokens go is compared with another layout's",
-        source="core/transformer/moe/router.py:545 @0.16.1; :741 @0.19.0",
-    )  # fmt: skip
+        "megatron.core.transformer.moe.router:TopKRouter.routing", at=":545 @0.16.1; :741 @0.19.0"
+    )
     def route(
         context: PatchContext, original: Original, self: object, *args: object, **kwargs: object
     ) -> object:
+        """To which experts tokens go is compared with another layout's."""
         result = original(self, *args, **kwargs)
         if recorder.training:
             counts = result[1].sum(dim=0).tolist()

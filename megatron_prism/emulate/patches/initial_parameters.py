@@ -107,24 +107,18 @@ def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
 
 
 @PATCHES.instead(
-    "megatron.training.training",
-    "get_model",
-    reason="layouts start from other weights; on the CPU they can be compared",
-    source="training/training.py:1161 @0.16.1; :1706 @0.19.0",
-    tiers=("cpu",),
+    "megatron.training.training:get_model", at=":1161 @0.16.1; :1706 @0.19.0", tiers=("cpu",)
 )
 @PATCHES.instead(
-    "megatron.training.models.dist_utils",
-    "unimodal_build_distributed_models",
-    reason="the same where a builder makes the model",
-    source="training/models/dist_utils.py:53 @0.19.0",
+    "megatron.training.models.dist_utils:unimodal_build_distributed_models",
+    at=":53 @0.19.0",
     releases=">=0.19",
     tiers=("cpu",),
 )
 def _same_parameters(
     context: PatchContext, original: Original, provider: Original, *args: object, **kwargs: object
 ) -> object:
-    """With ``--use-cpu-initialization`` a model has the same parameters in every layout."""
+    """Layouts start from other weights; with ``--use-cpu-initialization`` they have the same."""
 
     def build(*words: object, **more: object) -> object:
         with _Fills() as fills:

@@ -32,23 +32,19 @@ _MTP = "mtp"  # optimizer.py:150 @0.19.0
 
 
 @PATCHES.instead(
-    "megatron.core.optimizer.optimizer",
-    "MegatronOptimizer.has_grad_norm_group",
-    reason="whether some rank has detached MTP heads is asked of ranks that mirror this one",
-    source="core/optimizer/optimizer.py:294 @0.19.0",
+    "megatron.core.optimizer.optimizer:MegatronOptimizer.has_grad_norm_group",
+    at=":294 @0.19.0",
     releases=">=0.19",
 )
 @PATCHES.instead(
     "megatron.core.optimizer.layer_wise_optimizer",
     "LayerWiseDistributedOptimizer.has_grad_norm_group",
-    reason="whether some rank has detached MTP heads is asked of ranks that mirror this one",
-    source="core/optimizer/layer_wise_optimizer.py:815 @0.19.0",
+    at=":815 @0.19.0",
     releases=">=0.19",
 )
 def _norm_of_mtp_heads(context: PatchContext, original: Original, self: Any, group: str) -> bool:
     """With ``--mtp-detach-heads`` MTP layers have a gradient norm of their own, which all ranks add
-    up if one of them has such layers.  Ranks ask each other that; mirrored ones would all be like
-    this one, and a stage without MTP layers would leave a call out that the others make."""
+    up if one of them has such layers: mirrored ranks would all answer as this one."""
     found = original(self, group)
     if group != _MTP or context.is_real():
         return found
@@ -58,16 +54,14 @@ def _norm_of_mtp_heads(context: PatchContext, original: Original, self: Any, gro
 
 
 @PATCHES.patch(
-    "megatron.core.transformer.moe.token_dispatcher",
-    "_DeepepManager.__init__",
+    "megatron.core.transformer.moe.token_dispatcher:_DeepepManager.__init__",
     "_HybridEPManager.__init__",
     "_NCCLEPManager.__init__ >=0.19",
-    reason="DeepEP, HybridEP and NCCL EP know nothing of process groups",
-    source="core/transformer/moe/token_dispatcher.py:942, :1091 @0.16.1; :1216, :1462 @0.19.0",
+    at=":942, :1091 @0.16.1; :1216, :1462 @0.19.0",
 )
 def _no_flex(module: ModuleType, context: PatchContext) -> None:
-    """Their kernels write into the memory of the other ranks, which are not there; on shapes
-    nothing is written, and DeepEP and HybridEP have stand-ins."""
+    """Kernels of DeepEP, HybridEP and NCCL EP write into the memory of other ranks, which are not
+    there; on shapes nothing is written, and DeepEP and HybridEP have stand-ins."""
     names = {} if context.meta else {"_DeepepManager": "DeepEP", "_HybridEPManager": "HybridEP"}
     for owner, name in {**names, "_NCCLEPManager": "NCCL EP"}.items():
         call = refused(
@@ -79,17 +73,16 @@ def _no_flex(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.instead(
-    "megatron.core.transformer.moe.token_dispatcher",
-    "MoEAlltoAllTokenDispatcher.preprocess",
+    "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
     "MoEAllGatherTokenDispatcher.token_dispatch",
-    reason="mirrored routing gives a rank more tokens, or fewer, than all ranks together route",
-    source="core/transformer/moe/token_dispatcher.py:256, :469 @0.16.1; :278, :495 @0.19.0",
+    at=":256, :469 @0.16.1; :278, :495 @0.19.0",
     tiers=VALUES,
 )
 def _balanced_peers(
     context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Counts and routing maps of virtual ranks are ours, seen from where they are."""
+    """Mirrored routing gives a rank more tokens, or fewer, than all ranks together route: counts
+    and routing maps of virtual ranks are ours, seen from where they are."""
     values = values_of(self.tp_ep_group)
     if values is None:
         return original(self, *args, **kwargs)
@@ -100,13 +93,11 @@ def _balanced_peers(
 
 
 @PATCHES.patch(
-    "megatron.core.transformer.moe.router",
-    "TopKRouter.routing",
-    reason="how many tokens an expert gets depends on what real peers computed",
-    source="core/transformer/moe/router.py:545 @0.16.1; :741 @0.19.0",
+    "megatron.core.transformer.moe.router:TopKRouter.routing", at=":545 @0.16.1; :741 @0.19.0"
 )
 def _recorded_routing(module: ModuleType, context: PatchContext) -> None:
-    """Keep, or give back, what every MoE layer's router decides."""
+    """How many tokens an expert gets depends on what real peers computed: keep, or give back, what
+    every MoE layer's router decides."""
     if (recording := context.recording) is None:
         return
 
@@ -121,10 +112,8 @@ def _recorded_routing(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.patch(
-    "megatron.core.transformer.moe.moe_utils",
-    "HAVE_TE",
-    reason="without Transformer Engine the router raises NameError",
-    source="core/transformer/moe/moe_utils.py:34, :1192 @0.16.1; bound to None @0.19.0",
+    "megatron.core.transformer.moe.moe_utils:HAVE_TE",
+    at=":34, :1192 @0.16.1; bound to None @0.19.0",
     releases="<0.19",
     tiers=NO_CUDA,
 )
@@ -138,18 +127,14 @@ def _name_without_te(module: ModuleType, context: PatchContext) -> None:
 @PATCHES.instead(
     "megatron.core.transformer.moe.token_dispatcher",
     "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
-    reason="token counts steer shapes, and shapes have no data",
-    source="core/transformer/moe/token_dispatcher.py:871 @0.16.1",
+    at=":871 @0.16.1",
     tiers=META,
 )
 def _balanced_splits(
     context: PatchContext, original: Original, self: Any, point: str, tokens_per_expert: Any = None
 ) -> Any:
-    """Shapes have no routing: every expert gets its even share, and the host knows it at once.
-
-    The one point where the dispatcher needs data is its copy of the splits to the host
-    (core/transformer/moe/token_dispatcher.py, _maybe_dtoh_and_synchronize).
-    """
+    """Token counts steer shapes, and shapes have no data: every expert gets its even share, at the
+    one point where the dispatcher copies its splits to the host."""
     if self.drop_and_pad or point != self.cuda_dtoh_point:
         return tokens_per_expert
     if cuda.watcher is not None:  # the copy to the host that this stands in for
@@ -177,14 +162,11 @@ def _balanced_splits(
 @PATCHES.patch(
     "megatron.core.transformer.moe.token_dispatcher",
     "MoEAllGatherTokenDispatcher.dispatch_postprocess",
-    reason="the same where all tokens are gathered",
-    source="core/transformer/moe/token_dispatcher.py:299 @0.16.1; :321 @0.19.0",
+    at=":299 @0.16.1; :321 @0.19.0",
     tiers=META,
 )
 def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
-    """As ``_balanced_splits`` where every rank gathers all tokens and keeps those of its experts
-    (core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher.dispatch_postprocess).
-    """
+    """The same where every rank gathers all tokens and keeps those of its experts."""
 
     def call(original: Original, self: Any, hidden_states: Any, probs: Any) -> Any:
         self.hidden_shape_before_permute = hidden_states.shape
@@ -221,34 +203,31 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.patch(
-    "megatron.core.transformer.moe.fused_a2a",
-    "fused_dispatch",
+    "megatron.core.transformer.moe.fused_a2a:fused_dispatch",
     "fused_combine",
     "set_deepep_num_sms",
     "hybrid_ep_dispatch",
     "hybrid_ep_combine",
-    reason="DeepEP and HybridEP write into the memory of other GPUs",
-    source="core/transformer/moe/fused_a2a.py:200, :480 @0.19.0",
+    at=":200, :480 @0.19.0",
     tiers=META,
 )
 def _fused_dispatch(module: ModuleType, context: PatchContext) -> None:
+    """DeepEP and HybridEP write into the memory of other GPUs."""
     for name in ("fused_dispatch", "fused_combine", "hybrid_ep_dispatch", "hybrid_ep_combine"):
         context.set(module, name, getattr(moe_dispatch, name))
     context.set(module, "set_deepep_num_sms", lambda number: None)
 
 
 @PATCHES.patch(
-    "megatron.core.transformer.moe.token_dispatcher",
-    "_HybridEPManager.setup_metadata",
+    "megatron.core.transformer.moe.token_dispatcher:_HybridEPManager.setup_metadata",
     "_DeepepManager.setup_metadata",
     "_DeepepManager._indices_to_multihot",
-    reason="how many tokens arrive is a value",
-    source="core/transformer/moe/token_dispatcher.py:993, :1216 @0.19.0",
+    at=":993, :1216 @0.19.0",
     tiers=META,
 )
 def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
-    """HybridEP's call does not say how many experts a token goes to; DeepEP's map of experts is
-    filled where its values say."""
+    """How many tokens arrive is a value: HybridEP's call does not say how many experts a token goes
+    to, and DeepEP's map of experts is filled where its values say."""
 
     def metadata(original: Original, self: Any, *args: object, **kwargs: object) -> object:
         ways = self.num_experts // self.config.num_moe_experts
@@ -267,10 +246,8 @@ def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.instead(
-    "megatron.core.transformer.moe.moe_utils",
-    "permute",
-    reason="masked_select has no meta kernel",
-    source="core/transformer/moe/moe_utils.py:289 @0.16.1; by argsort @0.19.0",
+    "megatron.core.transformer.moe.moe_utils:permute",
+    at=":289 @0.16.1; by argsort @0.19.0",
     releases="<0.19",
     tiers=META,
 )

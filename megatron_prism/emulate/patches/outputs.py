@@ -20,28 +20,20 @@ import torch
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.emulate.patch import PROTECTS, Original, PatchContext, Patches
+from megatron_prism.emulate.patch import ENABLES, PROTECTS, Original, PatchContext, Patches
 from megatron_prism.emulate.patches.startup import megatron_args
 
-PATCHES = Patches()
+PATCHES = Patches(purpose=PROTECTS)
 _NO_CHECKPOINTS = (
     "checkpoints are not written: --save names the real job's folder\n"
     "  fix: --prism-record DIR, if this run is the real job and all its ranks are local"
 )
 
 
-@PATCHES.patch(
-    "megatron.training.checkpointing",
-    "save_checkpoint",
-    reason="--save names the real job's folder, and virtual ranks have no shards to put there",
-    source="training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
-    purpose=PROTECTS,
-)
+@PATCHES.patch("megatron.training.checkpointing:save_checkpoint", at=":471 @0.16.1; :552 @0.19.0")
 def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
-    """Of an emulated job they are meaningless, and ``--save`` names the real job's own folder.
-
-    Rank 0 would also fail: it looks for the shards of all ranks (dist_checkpointing validation).
-    """
+    """``--save`` names the real job's folder, and virtual ranks have no shards to put there: rank
+    0, which looks for the shards of all ranks, would also fail."""
 
     def call(original: Original, iteration: Any, *args: Any, **kwargs: Any) -> Any:
         gathered = bool(getattr(megatron_args(), "overlap_param_gather", False))
@@ -58,17 +50,10 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-@PATCHES.patch(
-    "megatron.core.dist_checkpointing.serialization",
-    "save",
-    "load",
-    reason="a program without Megatron's pretrain would write among the real job's shards",
-    source="core/dist_checkpointing/serialization.py:349 @0.19.0",
-    purpose=PROTECTS,
-)
+@PATCHES.patch("megatron.core.dist_checkpointing.serialization:save", "load", at=":349 @0.19.0")
 def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
-    """The same where a program calls megatron.core itself.  What it has not saved, or shapes could
-    not hold, it "loads" as the model has it."""
+    """A program that calls megatron.core itself would write among the real job's shards. What it
+    has not saved, or shapes could not hold, it "loads" as the model has it."""
     unsaved: set[str] = set()
 
     def arguments_if_emulated(
@@ -118,13 +103,7 @@ def _only(
     return call
 
 
-@PATCHES.patch(
-    "megatron.training.checkpointing",
-    "save_grads",
-    reason="gradients that are saved go to the real job's folder, too",
-    source="training/checkpointing.py:437 @0.16.1; :516 @0.19.0",
-    purpose=PROTECTS,
-)
+@PATCHES.patch("megatron.training.checkpointing:save_grads", at=":437 @0.16.1; :516 @0.19.0")
 def _no_gradients(module: ModuleType, context: PatchContext) -> None:
     """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
     said = "gradients are not written: --save names the real job's folder"
@@ -132,10 +111,9 @@ def _no_gradients(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.patch(
-    "megatron.training.checkpointing",
-    "load_checkpoint",
-    reason="shapes made --load look for iteration 0; an iteration in the midst of a job",
-    source="training/checkpointing.py:1479 @0.16.1; :2066 @0.19.0",
+    "megatron.training.checkpointing:load_checkpoint",
+    at=":1479 @0.16.1; :2066 @0.19.0",
+    purpose=ENABLES,
 )
 def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
     """Begin where the wanted iteration does; read what a rank alone can.
@@ -238,16 +216,14 @@ def _go_on(job: Any, scheduler: Any, begun: int, end: int) -> None:
 
 
 @PATCHES.patch(
-    "megatron.core.optimizer.distrib_optimizer",
-    "DistributedOptimizer.load_parameter_state",
-    reason="ranks but the first of a data-parallel group loaded zeros for a legacy optimizer state",
-    source="core/optimizer/distrib_optimizer.py:2253 @0.16.1; :2542 @0.19.0",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state",
+    at=":2253 @0.16.1; :2542 @0.19.0",
+    purpose=ENABLES,
 )
 @PATCHES.patch(
-    "megatron.core.optimizer.optimizer",
-    "ChainedOptimizer.load_parameter_state",
-    reason="the same where experts have an optimizer of their own",
-    source="core/optimizer/optimizer.py:1367 @0.16.1; :1967 @0.19.0",
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.load_parameter_state",
+    at=":1367 @0.16.1; :1967 @0.19.0",
+    purpose=ENABLES,
 )
 def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
     """Read the optimizer's states of all, and take the local rank's, where the first rank of the
@@ -259,43 +235,37 @@ def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
         own.copy_(parts[group.mine])
 
     def call(original: Original, self: object, *args: object, **kwargs: object) -> object:
-        changes = ProcessChanges()
-        for one in () if context.is_real() else getattr(self, "chained_optimizers", (self,)):
-            group = getattr(one, "data_parallel_group", None)
-            if group is not None and group.rank():
-                first = SimpleNamespace(rank=lambda: 0, size=group.size, mine=group.rank())
-                changes.set(one, "data_parallel_group", first)
-                changes.set(one, "data_parallel_group_gloo", first)
-        if len(changes):
-            changes.set(torch.distributed, "scatter", take)
-            changes.set(torch.distributed, "get_process_group_ranks", lambda group: [0])
-        try:
+        with ProcessChanges() as changes:
+            for one in () if context.is_real() else getattr(self, "chained_optimizers", (self,)):
+                group = getattr(one, "data_parallel_group", None)
+                if group is not None and group.rank():
+                    first = SimpleNamespace(rank=lambda: 0, size=group.size, mine=group.rank())
+                    changes.set(one, "data_parallel_group", first)
+                    changes.set(one, "data_parallel_group_gloo", first)
+            if len(changes):
+                changes.set(torch.distributed, "scatter", take)
+                changes.set(torch.distributed, "get_process_group_ranks", lambda group: [0])
             return original(self, *args, **kwargs)
-        finally:
-            changes.undo()
 
     context.replace(module, call)
 
 
 @PATCHES.patch(
-    "megatron.core.dist_checkpointing.strategies.torch",
-    "TorchDistLoadShardedStrategy.load",
-    reason="a rank alone waited for the plan of virtual rank 0 (--ckpt-format torch_dist)",
-    source="core/dist_checkpointing/strategies/torch.py:799 @0.16.1; 0.19.0 does the same, :979",
+    "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load",
+    at=":799 @0.16.1; 0.19.0 does the same, :979",
     releases="<0.19",
+    purpose=ENABLES,
 )
 def _own_shards(module: ModuleType, context: PatchContext) -> None:
-    """Plan what to read without the other ranks: each rank's part of the plan is its own."""
+    """A rank alone waited for the plan of virtual rank 0 (--ckpt-format torch_dist): plan without
+    the others, each rank's part of the plan is its own."""
 
     def call(original: Original, *args: object, **kwargs: object) -> object:
-        changes = ProcessChanges()
-        for name in () if context.is_real() else ("load", "load_state_dict"):
-            alone = partial(getattr(module.checkpoint, name), no_dist=True)
-            changes.set(module.checkpoint, name, alone)
-        try:
+        with ProcessChanges() as changes:
+            for name in () if context.is_real() else ("load", "load_state_dict"):
+                alone = partial(getattr(module.checkpoint, name), no_dist=True)
+                changes.set(module.checkpoint, name, alone)
             return original(*args, **kwargs)
-        finally:
-            changes.undo()
 
     context.replace(module, call)
 
@@ -318,10 +288,9 @@ def _make_states(optimizer: Any) -> None:
 
 
 @PATCHES.patch(
-    "megatron.core.dist_checkpointing.validation",
-    "validate_sharding_integrity",
-    reason="an emulated rank 0 could not --load: shards of virtual ranks seemed missing",
-    source="core/dist_checkpointing/validation.py:363 @0.19.0",
+    "megatron.core.dist_checkpointing.validation:validate_sharding_integrity",
+    at=":363 @0.19.0",
+    purpose=ENABLES,
 )
 def _unchecked_shards(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
@@ -337,16 +306,14 @@ _WRITERS = {
 
 
 @PATCHES.patch(
-    "megatron.training.global_vars",
-    "_set_tensorboard_writer",
+    "megatron.training.global_vars:_set_tensorboard_writer",
     "_set_wandb_writer",
     "_set_one_logger",
-    reason="an emulated last rank would write its losses among the real job's",
-    source="training/global_vars.py:170 @0.16.1; :210 @0.19.0",
-    purpose=PROTECTS,
+    at=":170 @0.16.1; :210 @0.19.0",
 )
 def _no_writers(module: ModuleType, context: PatchContext) -> None:
-    """Megatron makes them on the last rank, and lives without them on all others."""
+    """An emulated last rank would write its losses among the real job's; Megatron lives without
+    writers on all other ranks."""
 
     def call(option: str, original: Original, args: Any) -> Any:
         if context.writes(args.world_size):
@@ -371,16 +338,14 @@ _OTHERS = {
 
 
 @PATCHES.instead(
-    "megatron.training.global_vars",
-    "set_global_variables",
-    reason="routing, logits, parameter groups, snapshots: the real job's files",
-    source="training/training.py:3566, :2092, :2137 @0.19.0",
-    purpose=PROTECTS,
+    "megatron.training.global_vars:set_global_variables",
+    at="training/training.py:3566, :2092, :2137 @0.19.0",
 )
 def _no_others(
     context: PatchContext, original: Original, args: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """They begin by emptying the real job's file of that rank, or end by replacing it."""
+    """Routing, logits, parameter groups, snapshots: they begin by emptying the real job's file of
+    that rank, or end by replacing it."""
     asked = [name for name in _OTHERS if getattr(args, name, None)]
     if asked and not context.writes(args.world_size):
         for name in asked:
@@ -391,11 +356,10 @@ def _no_others(
 
 
 @PATCHES.patch(
-    "megatron.training.gpu_sniff_test",
-    "run_gpu_sniff_test",
-    reason="it divides by times that are 0 without a GPU, and asks virtual ranks for theirs",
-    source="training/gpu_sniff_test.py:144 @0.19.0",
+    "megatron.training.gpu_sniff_test:run_gpu_sniff_test",
+    at=":144 @0.19.0",
     releases=">=0.19",
+    purpose=ENABLES,
 )
 def _no_sniffing(module: ModuleType, context: PatchContext) -> None:
     """``--gpu-sniff-test-interval`` measures GPUs and links; virtual ranks have neither."""
@@ -404,25 +368,15 @@ def _no_sniffing(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.instead(
-    "megatron.training.utils",
-    "append_to_progress_log",
-    reason="--log-progress appends to a file of the real job",
-    source="training/utils.py:451 @0.16.1",
-    purpose=PROTECTS,
-    releases="<0.19",
+    "megatron.training.utils:append_to_progress_log", at=":451 @0.16.1", releases="<0.19"
 )
 @PATCHES.instead(
-    "megatron.training.utils.log_utils",
-    "append_to_progress_log",
-    reason="the same in its new home",
-    source="training/utils/log_utils.py:114 @0.19.0",
-    purpose=PROTECTS,
-    releases=">=0.19",
+    "megatron.training.utils.log_utils:append_to_progress_log", at=":114 @0.19.0", releases=">=0.19"
 )
 def _no_progress(
     context: PatchContext, original: Original, *args: Any, barrier: bool = True, **kwargs: Any
 ) -> Any:
-    """Rank 0 appends to a file in ``--save``; its barrier stays."""
+    """Rank 0 appends to a file in ``--save`` (--log-progress); its barrier stays."""
     if context.writes():
         return original(*args, barrier=barrier, **kwargs)
     if barrier:
@@ -431,27 +385,20 @@ def _no_progress(
 
 
 @PATCHES.patch(
-    "megatron.training.training",
-    "compute_throughputs_and_append_to_progress_log",
-    reason="it reads the progress file, which a virtual rank 0 has not begun",
-    source="training/training.py:2114 @0.16.1; :2954 @0.19.0",
+    "megatron.training.training:compute_throughputs_and_append_to_progress_log",
+    at=":2114 @0.16.1; :2954 @0.19.0",
+    purpose=ENABLES,
 )
 def _no_throughputs(module: ModuleType, context: PatchContext) -> None:
-    """At a checkpoint it reads the file back, which only rank 0's host need have."""
+    """At a checkpoint it reads the progress file, which a virtual rank 0 has not begun."""
     context.replace(module, _only(context.writes, context))
 
 
-@PATCHES.instead(
-    "megatron.training.training",
-    "train",
-    reason="--use-pytorch-profiler writes among the real job's traces",
-    source="training/training.py:2638 @0.16.1; :3668 @0.19.0",
-    purpose=PROTECTS,
-)
+@PATCHES.instead("megatron.training.training:train", at=":2638 @0.16.1; :3668 @0.19.0")
 def _no_traces(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Its handler writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under this rank's
-    name: that is now beside --prism-out.  Without that ``--profile`` is off, too: without a
-    profiler it would start the one of CUDA."""
+    """``--use-pytorch-profiler`` writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under
+    this rank's name: that is now beside --prism-out. Without that ``--profile`` is off, too:
+    without a profiler it would start the one of CUDA."""
     settings = megatron_args()
     asked = settings.profile and settings.use_pytorch_profiler
     if asked and not context.writes():
@@ -480,18 +427,15 @@ def weigh(module: ModuleType, monitor: Any, save: Callable[[], object]) -> None:
         complete(*args, **kwargs)
         raise _Complete
 
-    told = module.print_rank_0
-    module.generate_state_dict = generate  # type: ignore[attr-defined]
-    module.print_rank_0 = lambda *_: None  # type: ignore[attr-defined] # that it saves
-    try:
-        with monitor.part("checkpoint"):
-            save()
-    except _Complete:
-        return
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        sys.stderr.write(f"prism: what a checkpoint takes is unknown: {why}\n")
-        monitor.peak_source.parts.pop("checkpoint", None)
-    finally:
-        module.generate_state_dict = complete  # type: ignore[attr-defined]
-        module.print_rank_0 = told  # type: ignore[attr-defined]
+    with ProcessChanges() as changes:
+        changes.set(module, "generate_state_dict", generate)
+        changes.set(module, "print_rank_0", lambda *_: None)  # that it saves
+        try:
+            with monitor.part("checkpoint"):
+                save()
+        except _Complete:
+            pass
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            sys.stderr.write(f"prism: what a checkpoint takes is unknown: {why}\n")
+            monitor.peak_source.parts.pop("checkpoint", None)

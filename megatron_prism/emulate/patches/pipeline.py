@@ -58,33 +58,28 @@ def _fill_received(model: Any, labels: torch.Tensor) -> None:
 
 
 @PATCHES.instead(
-    "megatron.core.models.gpt.gpt_model",
-    "GPTModel.forward",
+    "megatron.core.models.gpt.gpt_model:GPTModel.forward",
     "GPTModel.build_schedule_plan",
-    reason="nothing but a direction shared by all tokens can be learned from noise",
-    source="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
+    at="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
     tiers=VALUES,
 )
 @PATCHES.instead(
-    "megatron.core.models.hybrid.hybrid_model",
-    "HybridModel.forward",
-    reason="nothing but a direction shared by all tokens can be learned from noise",
-    source="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
+    at="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
     releases=">=0.19",
     tiers=VALUES,
 )
 @PATCHES.instead(
-    "megatron.core.models.mamba.mamba_model",
-    "MambaModel.forward",
-    reason="nothing but a direction shared by all tokens can be learned from noise",
-    source="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
+    "megatron.core.models.mamba.mamba_model:MambaModel.forward",
+    at="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
     releases="<0.19",
     tiers=VALUES,
 )
 def _received_tokens(
     context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """A stage with labels learns from vectors of tokens; from noise it could not."""
+    """A stage with labels learns from vectors of tokens; from noise nothing but a direction shared
+    by all tokens."""
     labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
     if labels is not None:
         _fill_received(self, labels)
@@ -119,12 +114,12 @@ class _Zeroed:
 @PATCHES.patch(
     "transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
     "AttnFuncWithCPAndKVP2P.backward",
-    reason="the real neighbour overwrites the half that stays unwritten; a mirrored one adds it up",
-    source="transformer_engine/pytorch/.../context_parallel.py:3030 @2.20.2",
+    at="transformer_engine/pytorch/.../context_parallel.py:3030 @2.20.2",
     tiers=VALUES,
 )
 def _whole_ring(module: ModuleType, context: PatchContext) -> None:
-    """Where gradients of keys and values go round, the last rank writes half of what it sends."""
+    """Where gradients of keys and values go round, the last rank writes half of what it sends: the
+    real neighbour overwrites the other half, a mirrored one adds it up."""
     zeroed = _Zeroed()
 
     def call(original: Original, ctx: Any, *gradients: Any) -> Any:
@@ -138,12 +133,7 @@ def _whole_ring(module: ModuleType, context: PatchContext) -> None:
     context.set(module, "AttnFuncWithCPAndKVP2P.backward", backward)
 
 
-@PATCHES.patch(
-    "megatron.core.tensor_parallel.data",
-    "broadcast_data",
-    reason="a virtual source sends no sizes, shapes have none: batches had no dimensions",
-    source="core/tensor_parallel/data.py:64 @0.16.1 and @0.19.0",
-)
+@PATCHES.patch("megatron.core.tensor_parallel.data:broadcast_data", at=":64 @0.16.1 and @0.19.0")
 def _own_broadcasts(module: ModuleType, context: PatchContext) -> None:
     """Scripts other than GPT's send a batch and its sizes by ``broadcast_data``.  A rank that reads
     the batch itself, because its source is virtual, has both; on shapes the sizes could not be read
@@ -166,11 +156,7 @@ def _own_broadcasts(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.patch(
-    "megatron.core.models.multimodal.llava_model",
-    "LLaVAModel.__init__",
-    reason="lengths of sequences are values, and shapes have none",
-    source="core/models/multimodal/llava_model.py:482 @0.19.0",
-    tiers=META,
+    "megatron.core.models.multimodal.llava_model:LLaVAModel.__init__", at=":482 @0.19.0", tiers=META
 )
 def _images_have_places(module: ModuleType, context: PatchContext) -> None:
     """LLaVA's sequences are as long as the values of its tokens say: refused before it is built."""
@@ -186,15 +172,13 @@ _SCHEDULES = (
 
 
 @PATCHES.patch(
-    "megatron.core.pipeline_parallel.schedules",
-    "forward_step",
+    "megatron.core.pipeline_parallel.schedules:forward_step",
     "backward_step",
     *_SCHEDULES,
-    reason="the summary says in which phase and microbatch a peak occurred",
-    source="core/pipeline_parallel/schedules.py:311, :446 @0.16.1",
+    at=":311, :446 @0.16.1",
 )
 def _label_phases(module: ModuleType, context: PatchContext) -> None:
-    """Tell the monitor (and through it the memory tracker) which microbatch runs."""
+    """Tell the monitor, and through it the memory tracker, which phase and microbatch runs."""
     monitor = context.monitor
 
     names = inspect.signature(module.forward_step)
@@ -237,14 +221,12 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.patch(
-    "megatron.core.pipeline_parallel.combined_1f1b",
-    "combined_forward_backward_step",
-    reason="the same with --overlap-moe-expert-parallel-comm",
-    source="core/pipeline_parallel/combined_1f1b.py:237 @0.16.1; :281 @0.19.0",
+    "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
+    at=":237 @0.16.1; :281 @0.19.0",
 )
 def _label_combined(module: ModuleType, context: PatchContext) -> None:
-    """The same for a forward and a backward that run layer by layer beside each other: what they
-    do counts as the forward's."""
+    """The same for a forward and a backward that run layer by layer beside each other (--overlap-
+    moe-expert-parallel-comm): what they do counts as the forward's."""
     monitor = context.monitor
 
     names = inspect.signature(module.combined_forward_backward_step)
@@ -268,15 +250,13 @@ def _label_combined(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.patch(
-    "megatron.core.pipeline_parallel.p2p_communication",
-    "_p2p_ops",
+    "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
     "_batched_p2p_ops",
     "P2PCommunicator._communicate_shapes",
-    reason="received activations and gradients have different scales; shapes need an oracle",
-    source="core/pipeline_parallel/p2p_communication.py:16, :54, :165 @0.16.1; :186 @0.19.0",
+    at=":16, :54, :165 @0.16.1; :186 @0.19.0",
 )
 def _label_receives(module: ModuleType, context: PatchContext) -> None:
-    """Say which received tensor is an activation and which a gradient: their scales differ."""
+    """Received activations and gradients have different scales, and shapes need an oracle."""
 
     def call(original: Original, **kwargs: Any) -> Any:
         world = current()
@@ -356,10 +336,8 @@ def mtp_lengths(communicator: Any, microbatches: int) -> tuple[Iterator[int], It
 
 
 @PATCHES.instead(
-    "megatron.core.pipeline_parallel.p2p_communication",
-    "P2PCommunicator._communicate",
-    reason="under fp16 received gradients carry the loss scale",
-    source="core/pipeline_parallel/p2p_communication.py:254 @0.16.1; :275 @0.19.0",
+    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+    at=":254 @0.16.1; :275 @0.19.0",
 )
 def _loss_scale(
     context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
 
 PATCHES = Patches()
@@ -117,10 +118,8 @@ _STAND_INS = {
 
 
 @PATCHES.instead(
-    "megatron.core.datasets.blended_megatron_dataset_builder",
-    "BlendedMegatronDatasetBuilder.build",
-    reason="BERT, T5 and --sft have no mock data",
-    source="core/datasets/blended_megatron_dataset_builder.py:148 @0.16.1; :147 @0.19.0",
+    "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.build",
+    at=":148 @0.16.1; :147 @0.19.0",
 )
 def _mock_data(
     context: PatchContext, original: Original, builder: Any, *args: object, **kwargs: object
@@ -136,16 +135,15 @@ def _mock_data(
 
 
 @PATCHES.instead(
-    "megatron.training.datasets.data_samplers",
-    "build_pretraining_data_loader",
-    reason="a mask of sequence x sequence for each sample takes seconds and gigabytes on the host",
-    source="training/datasets/data_samplers.py:19 @0.16.1 and @0.19.0",
+    "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+    at=":19 @0.16.1 and @0.19.0",
     purpose=SPEEDS_UP,
 )
 def _masks_are_shapes(
     context: PatchContext, original: Original, dataset: Any, *args: object, **kwargs: object
 ) -> Any:
-    """On the device the mask has all of its bytes; on the host its one element is repeated."""
+    """A mask of sequence x sequence for each sample takes seconds and gigabytes on the host: there
+    its one element is repeated, on the device it has all of its bytes."""
     loader = original(dataset, *args, **kwargs)
     config = getattr(dataset, "config", None)
     if getattr(config, "mask_is_a_shape", False) and loader.collate_fn is default_collate:
@@ -165,20 +163,17 @@ def _with_mask(samples: list[Sample]) -> dict[str, Any]:
 
 
 @PATCHES.instead(
-    "megatron.core.datasets.t5_dataset",
-    "T5MaskedWordPieceDatasetConfig.__post_init__",
-    reason="T5 wants sentinels of its tokenizer, and NullTokenizer has none",
-    source="core/datasets/t5_dataset.py:46 @0.16.1; :46 @0.19.0",
+    "megatron.core.datasets.t5_dataset:T5MaskedWordPieceDatasetConfig.__post_init__",
+    at=":46 @0.16.1; :46 @0.19.0",
 )
 def _no_sentinels(context: PatchContext, original: Original, self: Any) -> None:
-    """Mock data have no spans that sentinels stand for."""
-    tokenizer, ids = self.tokenizer, "additional_special_tokens_ids"
+    """T5 wants sentinels of its tokenizer, which NullTokenizer lacks; mock data have no spans that
+    they stand for."""
+    ids = "additional_special_tokens_ids"
     real = self.blend or any(self.blend_per_split or ())
-    if real or getattr(tokenizer, ids, None):
+    if real or getattr(self.tokenizer, ids, None):
         original(self)
         return
-    self.tokenizer = SimpleNamespace(**{ids: (0,)})
-    try:
+    with ProcessChanges() as changes:
+        changes.set(self, "tokenizer", SimpleNamespace(**{ids: (0,)}))
         original(self)
-    finally:
-        self.tokenizer = tokenizer

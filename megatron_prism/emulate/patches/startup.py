@@ -7,10 +7,11 @@ absent ranks could answer.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.world import orthogonal_rank_groups
 from megatron_prism.emulate import job_arguments, options, stand_ins, unknown_flags
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
@@ -30,15 +32,14 @@ PATCHES = Patches()
 
 
 @PATCHES.patch(
-    "megatron.core.parallel_state",
-    "RankGenerator.get_ranks",
+    "megatron.core.parallel_state:RankGenerator.get_ranks",
     "create_group",
-    reason="65,536 ranks make 77,000 (0.16.1) or 208,000 (0.19.0) new_group calls, 5 to 8 s",
-    source="core/parallel_state.py:241, :506 @0.16.1; :259, :534 @0.19.0",
+    at=":241, :506 @0.16.1; :259, :534 @0.19.0",
     purpose=SPEEDS_UP,
 )
 def _fast_groups(module: ModuleType, context: PatchContext) -> None:
-    """Enumerate only the groups that hold a local rank; the others are nobody's here."""
+    """65,536 ranks make 77,000 (0.16.1) or 208,000 (0.19.0) new_group calls, 5 to 8 s: enumerate
+    only the groups that hold a local rank, the others are nobody's here."""
     local = context.local_ranks
 
     def get_ranks(original: Original, self: Any, token: str) -> list[list[int]]:
@@ -60,10 +61,7 @@ def _fast_groups(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.instead(
-    "megatron.core.parallel_state",
-    "initialize_model_parallel",
-    reason="the parallel sizes of a program without Megatron's arguments",
-    source="core/parallel_state.py:545 @0.16.1; :601 @0.19.0",
+    "megatron.core.parallel_state:initialize_model_parallel", at=":545 @0.16.1; :601 @0.19.0"
 )
 def _sizes_in_code(
     context: PatchContext, original: Original, *args: object, **kwargs: object
@@ -81,47 +79,34 @@ def _sizes_in_code(
 
 
 @PATCHES.instead(
-    "megatron.training.arguments",
-    "add_megatron_arguments",
-    reason="Megatron's parser refuses options it does not know",
-    source="training/arguments.py:92 @0.16.1; :121 @0.19.0",
+    "megatron.training.arguments:add_megatron_arguments", at=":92 @0.16.1; :121 @0.19.0"
 )
 def _flags(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's parser refuses options it does not know."""
     return options.add_flags(original(*args, **kwargs))
 
 
 @PATCHES.instead(
-    "megatron.training.initialize",
-    "_initialize_distributed",
-    reason="--distributed-backend knows only nccl and gloo; an initialised default group is kept",
-    source="training/initialize.py:320 @0.16.1; :271 @0.19.0",
+    "megatron.training.initialize:_initialize_distributed", at=":320 @0.16.1; :271 @0.19.0"
 )
 def _virtual_world(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """--distributed-backend knows only nccl and gloo; an initialised default group is kept."""
     if not torch.distributed.is_initialized():
         context.start()
     return original(*args, **kwargs)
 
 
-@PATCHES.instead(
-    "megatron.core.datasets.utils",
-    "compile_helpers",
-    reason="the 0.19.2 wheel has the compiled helper but no Makefile: make fails, the job exits",
-    source="core/datasets/utils.py:20 @0.16.1 and @0.19.0",
-)
+@PATCHES.instead("megatron.core.datasets.utils:compile_helpers", at=":20 @0.16.1 and @0.19.0")
 def _compile_once(context: PatchContext, original: Original) -> None:
-    """The dataset helper is compiled by whoever stands for rank 0, and only if it is missing."""
+    """The dataset helper is compiled by whoever stands for rank 0, and only if it is missing: the
+    0.19.2 wheel has no Makefile, and a job whose make fails ends."""
     if context.leads and not _helpers_present():
         original()
 
 
 def _helpers_present() -> bool:
-    """Whether the compiled helper is importable, also from another part of the namespace package.
-
-    A checkout beside the script shadows the installed wheel, which has the compiled helper.
-    """
-    import importlib
-    import importlib.util
-
+    """Whether the compiled helper is importable, also from the installed wheel, which a checkout
+    beside the script shadows."""
     name = "megatron.core.datasets.helpers_cpp"
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
@@ -141,47 +126,39 @@ def _helpers_present() -> bool:
     return False
 
 
-@PATCHES.instead(
-    "megatron.training.initialize",
-    "_compile_dependencies",
-    reason="only rank 0 compiles the dataset helper",
-    source="training/initialize.py:183 @0.16.1",
-)
+@PATCHES.instead("megatron.training.initialize:_compile_dependencies", at=":183 @0.16.1")
 def _compile_leader(context: PatchContext, original: Original) -> Any:
-    """Rank 0 compiles; without it the leading local rank must (initialize.py:183 @0.16.1)."""
+    """Only rank 0 compiles the dataset helper; without it the leading local rank must."""
+    _compile_for_rank_0(context)
+    return original()
+
+
+def _compile_for_rank_0(context: PatchContext) -> None:
     present = _helpers_present()  # every process loads it, from wherever it is
     if not present and context.leads and context.rank != 0:
         from megatron.core.datasets.utils import compile_helpers
 
         compile_helpers()
-    return original()
 
 
 # -- data ------------------------------------------------------------------------------------------
 
-_DATA_READERS = frozenset(
-    {
-        "build_train_valid_test_data_loaders",
-        "get_batch",
-        "get_batch_on_this_tp_rank",
-        "is_dataset_built_on_rank",
-        "dummy_train_step",
-    }
-)
+_DATA_READERS = (
+    "build_train_valid_test_data_loaders", "get_batch", "get_batch_on_this_tp_rank",
+    "is_dataset_built_on_rank", "dummy_train_step",
+)  # fmt: skip
 
 
 @PATCHES.patch(
-    "megatron.core.parallel_state",
-    "get_tensor_model_parallel_rank",
+    "megatron.core.parallel_state:get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_src_rank",
-    reason="a virtual tensor-parallel source broadcasts no batch",
-    source="training/utils.py:529 @0.16.1; pretrain_gpt.py:104 @0.19.0",
+    at="training/utils.py:529 @0.16.1; pretrain_gpt.py:104 @0.19.0",
 )
 def _own_batches(module: ModuleType, context: PatchContext) -> None:
     """A rank whose tensor-parallel source is virtual reads the batch itself.
 
     Real ranks with tp > 0 receive it; a virtual source has nothing to send (0.16.1 would read an
-    uninitialised length and ask for terabytes, training/utils.py:623).  So for the functions that
+    uninitialised length and ask for terabytes, training/utils.py:623). So for the functions that
     read data, and for the script itself, this rank is tp rank 0: it reads what the source reads.
     """
 
@@ -198,41 +175,24 @@ def _own_batches(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call, "get_tensor_model_parallel_rank")
 
 
-@contextlib.contextmanager
-def _acting_as_rank_0(context: PatchContext) -> Iterator[None]:
-    """``torch.distributed.get_rank()`` answers 0 on the leading local rank inside."""
-    if not context.leads or context.rank == 0:
-        yield
-        return
-    original = torch.distributed.get_rank
-    torch.distributed.get_rank = lambda group=None: 0 if group is None else original(group)
-    try:
-        yield
-    finally:
-        torch.distributed.get_rank = original
-
-
 @PATCHES.instead(
-    "megatron.core.datasets.blended_megatron_dataset_builder",
-    "BlendedMegatronDatasetBuilder.build",
-    reason="only rank 0 builds the sample index",
-    source="core/datasets/gpt_dataset.py:442 @0.16.1; :503 @0.19.0",
+    "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.build",
+    at="core/datasets/gpt_dataset.py:442 @0.16.1; :503 @0.19.0",
 )
 def _build_indices(
     context: PatchContext, original: Original, builder: Any, *args: object, **kwargs: object
 ) -> object:
-    """Rank 0 builds the sample index, the others load it (gpt_dataset.py:442 @0.16.1).
-
-    Of mock data it has the samples that are read until ``--exit-interval``: the index of a whole
-    training run may take more memory than a laptop has.
+    """Rank 0 builds the sample index, the others load it. Of mock data it has the samples that are
+    read until ``--exit-interval``: a whole training run's may take more memory than a laptop has.
     """
     if builder.config.mock:
         builder.sizes = _until_exit(builder.sizes)
-    if context.leads and context.rank != 0 and not _helpers_present():
-        from megatron.core.datasets.utils import compile_helpers
-
-        compile_helpers()  # other scripts had rank 0 do it
-    with _acting_as_rank_0(context):
+    _compile_for_rank_0(context)  # other scripts had rank 0 do it
+    own = torch.distributed.get_rank
+    with ProcessChanges() as changes:
+        if context.leads:
+            answer = lambda group=None: 0 if group is None else own(group)  # noqa: E731
+            changes.set(torch.distributed, "get_rank", answer)
         try:
             return original(builder, *args, **kwargs)
         except Exception as error:
@@ -257,17 +217,13 @@ def _until_exit(sizes: Sequence[int | None]) -> list[int | None]:
 
 
 @PATCHES.instead(
-    "megatron.training.training",
-    "build_train_valid_test_data_loaders",
-    reason="ranks without data learn from rank 0 whether to train",
-    source="training/training.py:3411 @0.16.1; :4593 @0.19.0",
+    "megatron.training.training:build_train_valid_test_data_loaders",
+    at=":3411 @0.16.1; :4593 @0.19.0",
 )
 def _train_flags(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Ranks without data learn from rank 0 that the job trains; a virtual rank 0 cannot say so.
-
-    With its own zeros, or those of the local rank that rank 0 mirrors, a rank exits 0 without
-    training (training/training.py:3411 @0.16.1).
-    """
+    """Ranks without data learn from rank 0 that the job trains; a virtual rank 0 cannot say so:
+    with its own zeros, or those of the local rank that rank 0 mirrors, a rank exits 0 without
+    training."""
     loaders = original(*args, **kwargs)
     settings = megatron_args()
     overwritten = loaders[0] is None or len(context.local_ranks) > 1
@@ -279,16 +235,12 @@ def _train_flags(context: PatchContext, original: Original, *args: Any, **kwargs
     return loaders
 
 
-@PATCHES.instead(
-    "megatron.training.arguments",
-    "parse_args",
-    reason="data and tokenizer of a cluster; flags of forks and older releases end in a usage text",
-    source="training/arguments.py:87 @0.16.1; :116 @0.19.0",
-)
+@PATCHES.instead("megatron.training.arguments:parse_args", at=":87 @0.16.1; :116 @0.19.0")
 def _without_files(
     context: PatchContext, original: Original, provider: Any = None, *rest: Any, **kwargs: Any
 ) -> Any:
-    """A cluster's tokenizer and data seldom lie on the machine that emulates its job."""
+    """A cluster's tokenizer and data seldom lie on the machine that emulates its job; flags of
+    forks and older releases end in a usage text."""
     args = unknown_flags.parse(original, provider, *rest, **kwargs)
     if args.yaml_cfg is None and not context.is_real(args.world_size):
         said = stand_ins.put(args)
@@ -298,14 +250,10 @@ def _without_files(
     return args
 
 
-@PATCHES.instead(
-    "megatron.training.arguments",
-    "validate_args",
-    reason="arguments that do not fit end in a traceback, often without a word",
-    source="training/arguments.py:293 @0.16.1; :388 @0.19.0",
-)
+@PATCHES.instead("megatron.training.arguments:validate_args", at=":293 @0.16.1; :388 @0.19.0")
 def _refusals(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """What Megatron asserts about the arguments is said in a line."""
+    """What Megatron asserts about the arguments is said in a line, not by a traceback without a
+    word."""
     try:
         return original(*args, **kwargs)
     except AssertionError as error:
@@ -327,20 +275,16 @@ def megatron_args() -> Any:
 
 
 @PATCHES.patch(
-    "megatron.training.utils",
-    "print_rank_0",
+    "megatron.training.utils:print_rank_0",
     "print_rank_last",
-    reason="the iteration log comes from the last rank, start-up messages from rank 0",
-    source="training/utils.py:427 @0.16.1",
+    at=":427 @0.16.1",
     purpose=SPEEDS_UP,
     releases="<0.19",
 )
 @PATCHES.patch(
-    "megatron.training.utils.common_utils",
-    "print_rank_0",
+    "megatron.training.utils.common_utils:print_rank_0",
     "print_rank_last",
-    reason="the same in its new home",
-    source="training/utils/common_utils.py:470 @0.19.0",
+    at=":470 @0.19.0",
     purpose=SPEEDS_UP,
     releases=">=0.19",
 )

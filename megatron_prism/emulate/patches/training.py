@@ -30,10 +30,8 @@ PATCHES = Patches()
 
 
 @PATCHES.instead(
-    "megatron.core.distributed.finalize_model_grads",
-    "finalize_model_grads",
-    reason="the number of tokens comes from the last stage",
-    source="core/distributed/finalize_model_grads.py:490 @0.16.1; :686 @0.19.0",
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+    at=":490 @0.16.1; :686 @0.19.0",
 )
 def _token_count(
     context: PatchContext,
@@ -43,10 +41,8 @@ def _token_count(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The last stage counts the tokens; for a virtual one they are what the flags say.
-
-    Without it gradients of the other stages are never scaled (finalize_model_grads.py:490 @0.16.1).
-    """
+    """The last stage counts the tokens; for a virtual one they are what the flags say. Without it
+    gradients of the other stages are never scaled."""
     if num_tokens is not None and not context.meta and not int(num_tokens):
         num_tokens = num_tokens + context.monitor.tokens_per_iteration()
     return original(model, num_tokens, *args, **kwargs)
@@ -55,15 +51,11 @@ def _token_count(
 @PATCHES.instead(
     "megatron.core.models.common.language_module.language_module",
     "LanguageModule.setup_embeddings_and_output_layer",
-    reason="first and last stage add their copies of the embedding",
-    source="core/models/common/language_module/language_module.py:245 @0.16.1",
+    at=":245 @0.16.1",
 )
 def _tied_embedding(context: PatchContext, original: Original, self: Any) -> None:
-    """First and last stage add their embeddings (weights + zeros); mirrored, both come out wrong.
-
-    The first stage keeps its weights, the last one draws weights of the same distribution
-    (language_module.py:245 @0.16.1, :308 @0.19.0).
-    """
+    """First and last stage add their embeddings (weights + zeros); mirrored, both come out wrong:
+    the first keeps its weights, the last one draws weights of the same distribution."""
     group = getattr(self, "embd_group", None)
     alone = group is not None and values_of(group) is not None and group.real is None
     tied = self.share_embeddings_and_output_weights or getattr(self.config, "mtp_num_layers", None)
@@ -110,19 +102,17 @@ def _followed_by_more(args: Any) -> bool:
 
 
 @PATCHES.patch(
-    "megatron.training.training",
-    "train_step",
+    "megatron.training.training:train_step",
     "dummy_train_step",
     "evaluate",
     "disable_forward_pre_hook",
     "save_checkpoint_and_time",
     "pretrain",
-    reason="an emulated run that did not train must not exit 0",
-    source="training/training.py:1603, :2754 @0.16.1; :2336, :3800 @0.19.0",
+    at=":1603, :2754 @0.16.1; :2336, :3800 @0.19.0",
     purpose=PROTECTS,
 )
 def _monitor(module: ModuleType, context: PatchContext) -> None:
-    """Count the optimizer steps that really happen, and turn a run without any into an error."""
+    """Count the optimizer steps that really happen: a run without any must not exit 0."""
     monitor = context.monitor
 
     def outside_step(begun: bool = True) -> None:
@@ -171,13 +161,10 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.instead(
-    "megatron.training.inprocess_restart",
-    "maybe_wrap_for_inprocess_restart",
-    reason="in-process restart waits for processes that do not exist",
-    source="training/inprocess_restart.py:131 @0.19.0",
+    "megatron.training.inprocess_restart:maybe_wrap_for_inprocess_restart", at=":131 @0.19.0"
 )
 def _no_restarts(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """It waits at a store of its own until every rank of the job has come."""
+    """In-process restart waits at a store of its own until every rank of the job has come."""
     if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
         what = "--inprocess-restart restarts processes, and virtual ranks have none"
         raise UnsupportedError(what, fix="leave it out")
@@ -185,14 +172,12 @@ def _no_restarts(context: PatchContext, original: Original, *args: Any, **kwargs
 
 
 @PATCHES.instead(
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor",
-    "validate_uneven_dtensor",
-    reason="pieces of virtual ranks are as large as the local one's",
-    source="core/distributed/fsdp/src/megatron_fsdp/uneven_dtensor.py:142 @0.19.0",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor:validate_uneven_dtensor",
+    at=":142 @0.19.0",
 )
 def _unchecked_pieces(context: PatchContext, original: Original, dtensor: object) -> None:
     """Ranks tell each other how large their pieces of a parameter are; mirrored ones say our size,
-    and such pieces do not add up.  Megatron leaves the check out under torch's fake groups, too."""
+    and such pieces do not add up."""
     if context.is_real():
         original(dtensor)
 
@@ -200,24 +185,20 @@ def _unchecked_pieces(context: PatchContext, original: Original, dtensor: object
 @PATCHES.instead(
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
     "DataParallelBuffer.init_data",
-    reason="with --deterministic-mode the padding of the last rank's shard made every loss NaN",
-    source="core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1281 @0.19.0",
+    at=":1281 @0.19.0",
 )
 def _filled_shards(
     context: PatchContext, original: Original, self: object, data: torch.Tensor
 ) -> object:
     """The last shard of a bucket ends in padding that no rank reads; a virtual rank's copy of it
-    has it where parameters are, so it must be numbers."""
+    has it where parameters are, so it must be numbers (--deterministic-mode fills it with NaN)."""
     if not context.is_real():
         data.zero_()
     return original(self, data)
 
 
 @PATCHES.instead(
-    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
-    "_load_rng_state_dict",
-    reason="a virtual rank has no random state to hand on",
-    source="core/distributed/fsdp/mcore_fsdp_adapter.py:483 @0.19.0",
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter:_load_rng_state_dict", at=":483 @0.19.0"
 )
 def _own_random_state(context: PatchContext, original: Original, state: object) -> None:
     """Ranks take over the random state of their group's first; a virtual one sends none."""
@@ -226,14 +207,12 @@ def _own_random_state(context: PatchContext, original: Original, state: object) 
 
 
 @PATCHES.instead(
-    "megatron.core.transformer.spec_utils",
-    "build_module",
-    reason="a refusal ends with what to type",
-    source="core/transformer/spec_utils.py:119 @0.16.1; :127 @0.19.0",
+    "megatron.core.transformer.spec_utils:build_module",
+    at=":119 @0.16.1; :127 @0.19.0",
     purpose=SPEEDS_UP,
 )
 def _own_words(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """It makes a new exception of each, with "when instantiating …" behind what we say to type."""
+    """A refusal ends with what to type; this adds "when instantiating …" to each exception."""
     try:
         return original(*args, **kwargs)
     except PrismError as error:
@@ -270,14 +249,14 @@ def labels_of_locals(
 @PATCHES.instead(
     "megatron.core.models.common.language_module.language_module",
     "LanguageModule.compute_language_model_loss",
-    reason="labels of virtual ranks' vocabulary teach nothing; those of mirrored tokens contradict",
-    source="core/models/common/language_module/language_module.py:128 @0.16.1; :155 @0.19.0",
+    at=":128 @0.16.1; :155 @0.19.0",
     tiers=VALUES,
 )
 def _mirrored_labels(
     context: PatchContext, original: Original, self: Any, labels: torch.Tensor, logits: torch.Tensor
 ) -> Any:
-    """The network that mirrors make up is trained on labels that it can learn."""
+    """Labels of virtual ranks' vocabulary teach nothing, those of mirrored tokens contradict: the
+    network that mirrors make up is trained on labels that it can learn."""
     values = values_of(self.tp_group)
     if values is None:
         return original(self, labels, logits)
@@ -303,16 +282,15 @@ def _rows(embedding: Any, tokens: torch.Tensor) -> PartialLookup | None:
 
 
 @PATCHES.instead(
-    "megatron.core.tensor_parallel.layers",
-    "VocabParallelEmbedding.forward",
-    reason="tokens of virtual ranks' vocabulary would be zeros, whose gradients explode",
-    source="core/tensor_parallel/layers.py:289 @0.16.1; :359 @0.19.0",
+    "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+    at=":289 @0.16.1; :359 @0.19.0",
     tiers=VALUES,
 )
 def _whole_lookup(
     context: PatchContext, original: Original, self: Any, input_: torch.Tensor
 ) -> Any:
-    """Only data of the call's answer changes: gradients go where the local mask lets them."""
+    """Tokens of virtual ranks' vocabulary would be zeros, whose gradients explode. Only data of the
+    call's answer changes: gradients go where the local mask lets them."""
     values = values_of(self.tp_group)
     rows = _rows(self, input_) if values is not None else None
     if values is None or rows is None:
@@ -324,13 +302,12 @@ def _whole_lookup(
 @PATCHES.patch(
     "megatron.core.distributed.torch_fully_sharded_data_parallel",
     "TorchFullyShardedDataParallel.__init__",
-    reason="torch's FSDP2 wants its parameters on a CUDA device",
-    source="core/distributed/torch_fully_sharded_data_parallel.py:45 @0.19.0",
+    at=":45 @0.19.0",
     tiers=NO_CUDA,
 )
 def _fsdp2(module: ModuleType, context: PatchContext) -> None:
-    """torch's FSDP2 refuses parameters on meta, for somebody may have forgotten to initialise them;
-    on tier meta they are what they will ever be.  On tier cpu it wants a CUDA device."""
+    """torch's FSDP2 wants its parameters on a CUDA device: it refuses meta, for somebody may have
+    forgotten to initialise them; on tier meta they are what they will ever be."""
     if not context.meta:
         what = "--use-torch-fsdp2 shards parameters on a CUDA device"
         context.replace(module, refused(what, "leave it out, or --prism-tier meta or cuda"))
@@ -348,8 +325,7 @@ def _fsdp2(module: ModuleType, context: PatchContext) -> None:
 @PATCHES.patch(
     "megatron.core.optimizer.optimizer",
     "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
-    reason="found_inf is a number, and shapes have none",
-    source="core/optimizer/optimizer.py:496 @0.16.1; :713 @0.19.0",
+    at=":496 @0.16.1; :713 @0.19.0",
     tiers=META,
 )
 def _always_finite(module: ModuleType, context: PatchContext) -> None:
@@ -360,13 +336,12 @@ def _always_finite(module: ModuleType, context: PatchContext) -> None:
 @PATCHES.patch(
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
     "ParamAndGradBuffer.__init__",
-    reason="Megatron-FSDP initialises parameters on meta, or fails",
-    source="core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2880 @0.19.0",
+    at=":2880 @0.19.0",
     tiers=META,
 )
 def _materialised(module: ModuleType, context: PatchContext) -> None:
-    """Megatron-FSDP takes parameters on meta for those that nobody has initialised yet; on tier
-    meta they are what they will ever be."""
+    """Megatron-FSDP initialises parameters on meta, or fails; on tier meta they are what they will
+    ever be."""
     is_meta: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
     package = module.__name__.rpartition(".")[0]
 
@@ -378,11 +353,8 @@ def _materialised(module: ModuleType, context: PatchContext) -> None:
         if any(getattr(one, "fp8_param_gather", False) for one in (*args, *kwargs.values())):
             what = "Megatron-FSDP reaches into FP8 parameters, and virtual ones have no data"
             raise UnsupportedError(what, fix="leave --fp8-param-gather out, or --prism-tier cuda")
-        changes = ProcessChanges()
-        changes.set(torch.Tensor, "is_meta", property(is_meta_to_others))
-        try:
+        with ProcessChanges() as changes:
+            changes.set(torch.Tensor, "is_meta", property(is_meta_to_others))
             return original(*args, **kwargs)
-        finally:
-            changes.undo()
 
     context.replace(module, call)

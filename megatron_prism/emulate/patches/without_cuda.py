@@ -15,30 +15,23 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.devices import kernels, local_layers
 
-PATCHES = Patches()
+PATCHES = Patches(tiers=NO_CUDA)
 
 
+@PATCHES.patch("megatron.core.full_cuda_graph:FullCudaGraphWrapper.__init__", at=":167 @0.16.1")
 @PATCHES.patch(
-    "megatron.core.full_cuda_graph",
-    "FullCudaGraphWrapper.__init__",
-    reason="a traceback from within torch after the warm-up",
-    source="core/full_cuda_graph.py:167 @0.16.1",
-    tiers=NO_CUDA,
-)
-@PATCHES.patch(
-    "megatron.core.transformer.cuda_graphs",
-    "CudaGraphManager.__init__",
+    "megatron.core.transformer.cuda_graphs:CudaGraphManager.__init__",
     "TECudaGraphHelper.__init__",
-    reason="graphs of layers: a traceback, or a refusal after the warm-up",
-    source="core/transformer/cuda_graphs.py:1374, :1677 @0.16.1; :1769 @0.19.0",
-    tiers=NO_CUDA,
+    at=":1374, :1677 @0.16.1; :1769 @0.19.0",
 )
 def _no_graphs(module: ModuleType, context: PatchContext) -> None:
-    """They are captured after some iterations of warm-up: this comes before it."""
+    """CUDA graphs are captured after some iterations of warm-up, and end in a traceback: this comes
+    before."""
     fix = "leave --enable-cuda-graph or --cuda-graph-impl out, or --prism-tier cuda"
     context.replace(module, refused("CUDA graphs need a CUDA device", fix))
 
@@ -61,11 +54,8 @@ _LEFT_OUT: dict[str, tuple[dict[str, object], str]] = {
 
 
 @PATCHES.instead(
-    "megatron.training.global_vars",
-    "set_global_variables",
-    reason="graphs and userbuffers are ways of running a job on a device",
-    source="training/global_vars.py:103 @0.16.1; :133 @0.19.0",
-    tiers=NO_CUDA,
+    "megatron.training.global_vars:set_global_variables",
+    at=":103 @0.16.1; :133 @0.19.0",
 )
 def _leave_out(
     context: PatchContext, original: Original, args: object, *rest: object, **kwargs: object
@@ -85,43 +75,34 @@ def _leave_out(
 
 
 @PATCHES.patch(
-    "megatron.core.nccl_allocator",
-    "init",
+    "megatron.core.nccl_allocator:init",
     "create_nccl_mem_pool",
     "nccl_mem",
-    reason="--use-nccl-ub compiles an allocator against CUDA and NCCL",
-    source="core/nccl_allocator.py:32 @0.16.1; :86 @0.19.0",
-    tiers=NO_CUDA,
+    at=":32 @0.16.1; :86 @0.19.0",
 )
 def _plain_memory(module: ModuleType, context: PatchContext) -> None:
-    """Buffers that NCCL uses directly are as large as others; nvcc would build their pool."""
+    """--use-nccl-ub compiles an allocator against CUDA and NCCL; its buffers are as large as
+    others."""
     context.set(module, "init", lambda: None)
     context.set(module, "create_nccl_mem_pool", lambda symmetric=None: None)
     context.set(module, "nccl_mem", lambda pool, **kwargs: contextlib.nullcontext())
 
 
 @PATCHES.patch(
-    "megatron.core.transformer.experimental_attention_variant.dsa",
-    "hadamard_transform",
-    reason="fast_hadamard_transform does not install without nvcc",
-    source="core/transformer/experimental_attention_variant/dsa.py:267 @0.19.0",
-    tiers=NO_CUDA,
+    "megatron.core.transformer.experimental_attention_variant.dsa:hadamard_transform",
+    at=":267 @0.19.0",
 )
 def _hadamard(module: ModuleType, context: PatchContext) -> None:
-    """Sparse attention's indexer turns its queries and keys with a CUDA package's kernel."""
+    """Sparse attention's indexer turns its queries and keys with a kernel of
+    fast_hadamard_transform, which does not install without nvcc."""
     if module.hadamard_transform is None:
         context.set(module, "hadamard_transform", kernels.transform)
 
 
-@PATCHES.patch(
-    "megatron.core.utils",
-    "tex",
-    reason="a kernel of Transformer Engine deals out documents over context parallelism",
-    source="core/utils.py:2070 @0.16.1; :2440 @0.19.0",
-    tiers=NO_CUDA,
-)
+@PATCHES.patch("megatron.core.utils:tex", at=":2070 @0.16.1; :2440 @0.19.0")
 def _dealt_documents(module: ModuleType, context: PatchContext) -> None:
-    """Where Transformer Engine is not installed its kernel's shapes are all that there is."""
+    """A kernel of Transformer Engine deals documents out over context parallelism; where it is not
+    installed its shapes are all that there is."""
 
     def refuse(*args: object) -> torch.Tensor:
         what = "packed sequences with context parallelism on real values have no stand-in"
@@ -137,12 +118,10 @@ def _dealt_documents(module: ModuleType, context: PatchContext) -> None:
 @PATCHES.patch(
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
     "HybridDeviceOptimizer._init_sub_optimizers",
-    reason="the host has no values to step with",
-    source="core/optimizer/cpu_offloading/hybrid_optimizer.py:251 @0.19.0",
-    tiers=NO_CUDA,
+    at=":251 @0.19.0",
 )
 def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
-    """On tier ``meta`` the host has no values to step with; on ``cpu`` host and device are one."""
+    """On tier meta the host has no values to step with; on cpu host and device are one."""
     if not context.meta:
         what = "--optimizer-cpu-offload moves states between a CUDA device and its host"
         context.replace(
@@ -159,14 +138,12 @@ def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.instead(
-    "megatron.core.transformer.transformer_config",
-    "TransformerConfig.__post_init__",
-    reason="Megatron prints a traceback of the whole model in front of what is wrong",
-    source="core/transformer/transformer_config.py:909 @0.16.1; :1294 @0.19.0",
-    tiers=NO_CUDA,
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    at=":909 @0.16.1; :1294 @0.19.0",
 )
 def _no_low_precision(context: PatchContext, original: Original, self: Any) -> None:
-    """Said when the model's configuration is made, and not by its first forward pass."""
+    """Megatron prints a traceback of the whole model in front of what is wrong: said when the
+    configuration is made, and not by its first forward pass."""
     original(self)
     for (what, fix), found in _low_precision(self, context.meta).items():
         if found:
@@ -201,24 +178,19 @@ _RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 @PATCHES.patch(
-    "megatron.core.pipeline_parallel.utils",
-    "set_ideal_affinity_for_current_gpu",
-    reason="offloading asks for the host cores beside the GPU",
-    source="core/pipeline_parallel/utils.py:131 @0.19.0",
-    tiers=NO_CUDA,
+    "megatron.core.pipeline_parallel.utils:set_ideal_affinity_for_current_gpu",
+    at=":131 @0.19.0",
 )
 def _no_affinity(module: ModuleType, context: PatchContext) -> None:
-    """There is no GPU whose NUMA node this process could move to."""
+    """Offloading asks for the host cores beside the GPU, which is not there."""
     context.replace(module, lambda original: None)
 
 
 @PATCHES.patch(
-    "megatron.core.pipeline_parallel.fine_grained_activation_offload",
-    "ChunkOffloadHandler.offload",
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload:ChunkOffloadHandler.offload",
     "ChunkOffloadHandler.reload",
     "ChunkOffloadHandler._can_manage_tensor_for_offload >=0.19",
-    reason="tier meta cannot tell host from device",
-    source="core/pipeline_parallel/fine_grained_activation_offload.py:733 @0.16.1; :831 @0.19.0",
+    at=":733 @0.16.1; :831 @0.19.0",
     tiers=META,
 )
 def _offloaded(module: ModuleType, context: PatchContext) -> None:
@@ -246,16 +218,15 @@ def _offloaded(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.patch(
-    "megatron.core.tensor_parallel.random",
-    "_get_share_storage >=0.19",
-    reason="recomputation without outputs compiles an extension, under a lock",
-    source="core/tensor_parallel/random.py:69, :821 @0.19.0",
+    "megatron.core.tensor_parallel.random:_get_share_storage >=0.19",
+    at=":69, :821 @0.19.0",
     tiers=META,
 )
 def _shared_storage(module: ModuleType, context: PatchContext) -> None:
-    """A C++ extension gives one tensor's memory to another; compiled in the first backward pass, it
-    takes a minute, and a run that was killed meanwhile leaves a lock on which the next one waits.
-    On shapes the memory only has to be counted once, as long as one of the two is there."""
+    """Recomputation without outputs compiles a C++ extension that gives one tensor's memory to
+    another: it takes a minute, and a run that was killed meanwhile leaves a lock on which the next
+    one waits. On shapes the memory only has to be counted once, as long as one of the two is there.
+    """
 
     def share(to: torch.Tensor, of: torch.Tensor) -> None:
         kept, shared = to.untyped_storage(), of.untyped_storage()
@@ -268,25 +239,16 @@ def _shared_storage(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.patch(
-    "megatron.legacy.fused_kernels",
-    "load",
-    reason="start-up runs nvcc",
-    source="legacy/fused_kernels/__init__.py:21 @0.16.1; gone in 0.19.0",
+    "megatron.legacy.fused_kernels:load",
+    at=":21 @0.16.1; gone in 0.19.0",
     releases="<0.19",
-    tiers=NO_CUDA,
 )
 def _no_fused_kernels(module: ModuleType, context: PatchContext) -> None:
     """Start-up runs ``$CUDA_HOME/bin/nvcc -V`` unconditionally at 0.16.1."""
     context.set(module, "load", lambda args: None)
 
 
-@PATCHES.instead(
-    "megatron.core.transformer.torch_norm",
-    "WrappedTorchNorm.__new__",
-    reason="without apex or Transformer Engine there is no norm for sequence parallelism",
-    source="core/transformer/torch_norm.py:32 @0.16.1",
-    tiers=NO_CUDA,
-)
+@PATCHES.instead("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", at=":32 @0.16.1")
 def _sequence_parallel_norm(
     context: PatchContext,
     original: Original,
@@ -296,7 +258,8 @@ def _sequence_parallel_norm(
     eps: float = 1e-5,
     **kwargs: Any,
 ) -> Any:
-    """torch's norm refuses sequence parallelism; ours marks its weights as Megatron expects."""
+    """Without apex and Transformer Engine there is only torch's norm, which refuses sequence
+    parallelism; ours marks its weights as Megatron expects."""
     ours = config.sequence_parallel or config.layernorm_zero_centered_gamma
     if ours or config.persist_layer_norm:  # torch's refuses all three
         return local_layers.SequenceParallelNorm(config, hidden_size, eps)
@@ -304,23 +267,18 @@ def _sequence_parallel_norm(
 
 
 @PATCHES.patch(
-    "megatron.core.transformer.dot_product_attention",
-    "DotProductAttention.__init__",
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
     "DotProductAttention.forward",
-    reason="without Transformer Engine there is no attention for context parallelism",
-    source="core/transformer/dot_product_attention.py:58 @0.16.1",
-    tiers=NO_CUDA,
+    at=":58 @0.16.1",
 )
 def _context_parallel_attention(module: ModuleType, context: PatchContext) -> None:
-    """The local attention refuses context parallelism; ours gathers keys and values over cp."""
+    """Without Transformer Engine the local attention refuses context parallelism; ours gathers keys
+    and values over cp."""
 
     def make(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        size = config.context_parallel_size
-        config.context_parallel_size = 1
-        try:
+        with ProcessChanges() as changes:
+            changes.set(config, "context_parallel_size", 1)
             original(self, config, *args, **kwargs)
-        finally:
-            config.context_parallel_size = size
 
     def forward(
         original: Original, self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
@@ -337,12 +295,9 @@ def _context_parallel_attention(module: ModuleType, context: PatchContext) -> No
 
 
 @PATCHES.patch(
-    "megatron.core.tensor_parallel.random",
-    "_get_cuda_rng_state",
+    "megatron.core.tensor_parallel.random:_get_cuda_rng_state",
     "_set_cuda_rng_state",
-    reason="the device's random state is the host's",
-    source="core/tensor_parallel/random.py:235 @0.16.1",
-    tiers=NO_CUDA,
+    at=":235 @0.16.1",
 )
 def _one_generator(module: ModuleType, context: PatchContext) -> None:
     """Device and host share one generator here, so the tracker's check for a leak always fires."""
@@ -361,37 +316,30 @@ def _one_generator(module: ModuleType, context: PatchContext) -> None:
 
 
 @PATCHES.instead(
-    "megatron.training.training",
-    "build_train_valid_test_data_iterators",
-    reason="what data loaders draw moved the device's random state",
-    source="training/training.py:3422 @0.16.1; :4601 @0.19.0",
-    tiers=NO_CUDA,
+    "megatron.training.training:build_train_valid_test_data_iterators",
+    at=":3422 @0.16.1; :4601 @0.19.0",
 )
 @PATCHES.instead(
-    "megatron.training.initialize",
-    "_warmup_jit_function",
-    reason="tensors of a warm-up, whose sizes depend on tp and cp, moved the device's random state",
-    source="training/initialize.py:463 @0.16.1; :497 @0.19.0",
-    tiers=NO_CUDA,
+    "megatron.training.initialize:_warmup_jit_function",
+    at=":463 @0.16.1; :497 @0.19.0",
 )
 def _other_draws(
     context: PatchContext, original: Original, *args: object, **kwargs: object
 ) -> object:
-    """What is drawn beside the model leaves the device's random state alone.
+    """What is drawn beside the model leaves the device's random state, which is the host's here,
+    alone.
 
-    A data loader draws a seed from the host's generator, which is the device's here: dropout of a
-    job that goes on from a checkpoint would be another one than before.  A CUDA generator advances
-    by calls (Philox), the host's by elements: layouts would start from other weights.
+    A data loader draws a seed: dropout of a job that goes on from a checkpoint would be another one
+    than before. A CUDA generator advances by calls (Philox), the host's by elements: layouts, whose
+    warm-up tensors differ in size, would start from other weights.
     """
     with torch.random.fork_rng(devices=[]):
         return original(*args, **kwargs)
 
 
 @PATCHES.instead(
-    "megatron.core.transformer.attention",
-    "SelfAttention.run_realtime_tests",
-    reason="shapes are neither equal nor different",
-    source="core/transformer/attention.py:1300 @0.16.1; :1741 @0.19.0",
+    "megatron.core.transformer.attention:SelfAttention.run_realtime_tests",
+    at=":1300 @0.16.1; :1741 @0.19.0",
     tiers=META,
 )
 def _no_realtime_tests(
