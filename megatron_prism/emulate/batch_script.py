@@ -6,19 +6,16 @@ variables to run the script with, and those that nobody can know but the user.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_prism.emulate.launch_line import BATCH, numbers, split_options
+
 _DIRECTIVE = re.compile(r"^#\s?(SBATCH|PBS|BSUB|flux:|\$)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE)
-_OPTIONS = {  # of all schedulers: option -> what it says
-    "-N": "nodes", "--nodes": "nodes", "-nnodes": "nodes",
-    "-n": "ranks", "--ntasks": "ranks", "--ntasks-per-node": "each", "--tasks-per-node": "each",
-    "--gpus-per-node": "gpus", "--gres": "gpus", "-g": "gpus", "-gpu": "gpus",
-    "-G": "all_gpus", "--gpus": "all_gpus",
-}  # fmt: skip
-_PBS = re.compile(r"\b(?:select|nodes|rt_\w+)=(\d+)((?::\w+=\w+)*)")
+_PBS = re.compile(r"(?<![-\w])(?:select|nodes|rt_\w+)=(\d+)((?::\w+=\w+)*)")
 READ = re.compile(r"\$\{?([A-Z_][A-Z0-9_]*)(:?[-=+?])?")
 HERE = {  # where a job is, which the script may ask without any effect on its size
     "RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "GROUP_RANK": "0", "MASTER_ADDR": "localhost",
@@ -53,39 +50,29 @@ class Allocation:
 
 def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
     """That of a script's directives; ``words`` are the options of sbatch or qsub, which win."""
-    found, said = dict[str, int](), list[str]()
+    found, sources = dict[str, int](), list[str]()
     for kind, line in [*_DIRECTIVE.findall(text), ("", shlex.join(words))]:
-        try:
-            options = shlex.split(line)
-        except ValueError:  # an open quote
+        before = f"#{kind} " if kind else ""
+        if resources := _PBS.search(line):
+            more = {key: int(value) for key, value in re.findall(r":(\w+)=(\d+)", resources[2])}
+            gpus = more.get("ngpus", more.get("gpus"))
+            each = more.get("mpiprocs") or more.get("ppn") or more.get("ngpus")
+            counts = {"nodes": int(resources[1]), "each": each, "gpus": gpus}
+            found |= {key: value for key, value in counts.items() if value}
+            sources.append(before + resources[0])
             continue
-        for word, following in zip(options, [*options, ""][1:], strict=True):
-            if resources := _PBS.search(word):
-                more = dict(re.findall(r":(\w+)=(\d+)", resources[2]))
-                tasks = more.get("mpiprocs") or more.get("ppn") or more.get("ngpus")
-                new = {"nodes": resources[1], "each": tasks,
-                       "gpus": more.get("ngpus", more.get("gpus"))}  # fmt: skip
-                found |= {key: int(value) for key, value in new.items() if value}
-                said.append(f"#{kind} {word}")
-                continue
-            name, equals, value = word.partition("=")
-            if short := re.fullmatch(r"(-[Nn])(\d+)", word):
-                name, value, equals = short[1], short[2], "="
-            numbers = re.findall(r"(?<![\w.-])\d+(?![\w.])", value if equals else following)
-            key = _OPTIONS.get(name)
-            if key and numbers:
-                found[key] = int(numbers[-1])
-                said.append(f"#{kind} {name}={found[key]}" if kind else f"{name} {found[key]}")
-    nodes: int | None = found.get("nodes")
-    gpus: int | None = found.get("gpus")
-    if gpus is None and found.get("all_gpus"):
-        gpus = found["all_gpus"] // (nodes or 1)
-    each, ranks = found.get("each"), found.get("ranks")
+        with contextlib.suppress(ValueError):  # an open quote
+            options, _ = split_options(BATCH, shlex.split(line))
+            counted, said, _ = numbers(BATCH, options, {})
+            found |= counted
+            sources += [before + one.replace(" ", "=") for one in said.values()]
+    nodes, ranks, each = (found.get(what) for what in ("nodes", "ranks", "each"))
+    gpus = found.get("gpus") or found.get("all_gpus", 0) // (nodes or 1) or None
     if ranks is None and nodes:
         ranks = nodes * (each or 1)  # of SLURM: a task on each node
     if nodes is None and ranks and each:
         nodes = -(-ranks // each)
-    return Allocation(nodes, ranks, each, gpus, ", ".join(dict.fromkeys(said)))
+    return Allocation(nodes, ranks, each, gpus, ", ".join(dict.fromkeys(sources)))
 
 
 def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]:

@@ -15,10 +15,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_prism.emulate.launch_line import BY_NAME, SUBMIT, read_line
+from megatron_prism.emulate.launch_line import BY_NAME, SUBMIT, LauncherRow, read_line
 
 PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(8, 15)))
 SHELLS = ("sh", "dash", "zsh", "ksh")
@@ -42,7 +42,18 @@ _TRAINING = re.compile(  # flags that only a training run of Megatron has
 )
 _CALLS = re.compile(r"\b(pretrain|init_process_group|initialize_megatron)\(")
 _CREATES = ("cat", "echo", "printf", "envsubst", "sed", "jq", "scontrol")  # the files of a job
-_WORD_END = frozenset(" \t\n;|&<>()")
+_INSIDE = r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^()'"\\])*"""  # of parentheses
+for _ in range(3):
+    _INSIDE = rf"(?:{_INSIDE}|\({_INSIDE}\))*"
+_WORD = (
+    r"(?:\\.|'[^']*'|`[^`]*`|[$=]\(" + _INSIDE + r'\)|"(?:\\.|\$\(' + _INSIDE + r'\)|[^"\\])*"|'
+    r"\$\{[^}]*\}|[^\s;|&<>()'\"`\\])+"
+)
+_TOKEN = re.compile(
+    rf"[<>]\({_INSIDE}\)|(?P<redirect>&?>[>|&]?[ \t]*)(?P<target>{_WORD})?|(?P<word>{_WORD})|.",
+    re.DOTALL,
+)
+_SETTING = re.compile(r"[A-Za-z_]\w*\+?=|\d+$")
 
 DRY = Path(os.environ.get("PRISM_DRY", "."))
 
@@ -55,65 +66,52 @@ def note(kind: str, text: str) -> None:
 
 def answer(name: str, words: list[str]) -> int:
     """Exit status of the command."""
-    if name in _QUIET:
-        return 0
     if name in SHELLS:
         os.execvp("bash", ["bash", *words])
-    if name == "tee":
-        shutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer)
-        return 0
-    if name in ("nvidia-smi", "rocm-smi"):
-        return _gpus()
-    if name == "getent":
-        print(f"127.0.0.1 {' '.join(words[1:])}")
-        return 0
-    if name == "scontrol":
-        if "hostname" in (words[1:2] or [""])[0]:
-            print(os.environ.get("PRISM_DRY_HOSTS", "").replace(",", "\n"))
-        return 0
-    if name == "hostname":
-        print("127.0.0.1" if {"-I", "-i", "--ip-address"} & set(words) else "localhost")
-        return 0
-    if name == "mkdir":
-        return _folders(words)
-    if name == "git" and _GIT_READS & set(words):
-        return subprocess.run([_real("git"), *words]).returncode
     if name in PYTHONS or name in BY_NAME or name in SUBMIT:
         return _started([name, *words])
-    note("left out", shlex.join([name, *words]))
+    if name in _PRINTED:
+        print("\n".join(_PRINTED[name](words)))
+    elif name == "tee":
+        shutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer)
+    elif name == "mkdir":
+        _make_folders(words)
+    elif name == "git" and _GIT_READS & set(words):
+        real = shutil.which("git", path=os.environ["PRISM_DRY_PATH"]) or "true"
+        return subprocess.run([real, *words]).returncode
+    elif name not in _QUIET:
+        note("left out", shlex.join([name, *words]))
     return 0
 
 
 def _started(words: list[str]) -> int:
     """The command of a launcher: the job, a shell, or something small."""
-    row = BY_NAME.get(words[0])
-    if row is not None and row.verbs and not set(words) & set(row.verbs.split()):
-        note("left out", shlex.join(words))
-        return 0
+    row = BY_NAME.get(words[0], LauncherRow(""))
     before = json.loads(os.environ.get("PRISM_DRY_LINE", "[]"))
     line = read_line(words, os.environ)
-    os.environ.update(line.variables or {})
-    if line.shell:
-        os.environ["PRISM_DRY_LINE"] = json.dumps([*before, *line.before])
-        shell = ["bash", *script_words(line.shell)]
-        os.execvp("bash", shell)
     command = line.words
-    if command[:1] and (command[0] == "-m" or command[0].endswith(".py")):
-        launched = any(BY_NAME[n].counts for n in line.launchers if n in BY_NAME) or before
-        if trains(command, bool(launched)):
+    if row.verbs and not set(words) & set(row.verbs.split()):
+        pass
+    elif line.shell:
+        os.environ.update(line.variables)
+        os.environ["PRISM_DRY_LINE"] = json.dumps([*before, *line.before])
+        os.execvp("bash", ["bash", *script_words(line.shell)])
+    elif command and (command[0] == "-m" or command[0].endswith(".py")):
+        os.environ.update(line.variables)
+        several = before or any(BY_NAME[n].counts for n in line.launchers if n in BY_NAME)
+        if trains(command, bool(several)):
             job = {"line": [*before, *words], "cwd": os.getcwd(), "env": dict(os.environ)}
             (DRY / "job.part").write_text(json.dumps(job))
             (DRY / "job.part").rename(DRY / "job")
             time.sleep(30)  # until the script is stopped
-        note("left out", shlex.join(words))
-        return 0
-    if words[0] in PYTHONS:
+    elif words[0] in PYTHONS:
         if "-c" in words and "device_count()" in words[-1]:
             print(_gpu_count())
             return 0
         if os.environ.get("PRISM_DRY_CONFINED"):
             os.execv(sys.executable, [sys.executable, *words[1:]])
     elif command and shutil.which(command[0]):
+        os.environ.update(line.variables)
         os.execvp(command[0], list(command))
     note("left out", shlex.join(words))
     return 0
@@ -144,13 +142,6 @@ def trains(command: Sequence[str], launched: bool) -> bool:
         return launched
 
 
-def _gpus() -> int:
-    """As many lines as a node has GPUs, for scripts that count them."""
-    for index in range(_gpu_count()):
-        print(f"GPU {index}: NVIDIA GPU (UUID: GPU-{index})")
-    return 0
-
-
 def _gpu_count() -> int:
     """GPUs of a host, which are asked for where nobody said how many."""
     gpus = os.environ.get("PRISM_DRY_GPUS")
@@ -159,22 +150,36 @@ def _gpu_count() -> int:
     return int(gpus or 1)
 
 
-def _folders(words: Sequence[str]) -> int:
+def _gpus(words: Sequence[str]) -> list[str]:
+    """As many lines as a node has GPUs, for scripts that count them."""
+    return [f"GPU {index}: NVIDIA GPU (UUID: GPU-{index})" for index in range(_gpu_count())]
+
+
+def _hosts(words: Sequence[str]) -> list[str]:
+    """``scontrol show hostnames``; other questions have no answer."""
+    asked = "hostname" in (words[1:2] or [""])[0]
+    return os.environ.get("PRISM_DRY_HOSTS", "").split(",") if asked else []
+
+
+_PRINTED: dict[str, Callable[[list[str]], list[str]]] = {
+    "nvidia-smi": _gpus,
+    "rocm-smi": _gpus,
+    "scontrol": _hosts,
+    "getent": lambda words: [f"127.0.0.1 {' '.join(words[1:])}"],
+    "hostname": lambda words: [
+        "127.0.0.1" if {"-I", "-i", "--ip-address"} & set(words) else "localhost"
+    ],
+}
+
+
+def _make_folders(words: Sequence[str]) -> None:
     """Folders in the working folder are made, no others."""
-    home = Path(os.environ["PRISM_DRY_HOME"])
     for word in words:
-        if word.startswith("-"):
-            continue
         path = Path(os.path.abspath(word))
-        if home in path.parents:
+        if Path(os.environ["PRISM_DRY_HOME"]) in path.parents:
             path.mkdir(parents=True, exist_ok=True)
-        else:
+        elif not word.startswith("-"):
             note("left out", f"mkdir {word}")
-    return 0
-
-
-def _real(name: str) -> str:
-    return shutil.which(name, path=os.environ["PRISM_DRY_PATH"]) or "true"
 
 
 def rewritten(command: str) -> str:
@@ -183,69 +188,20 @@ def rewritten(command: str) -> str:
 
     ``__prism_place`` and ``__prism_run`` are functions of ``dry_run``'s prelude.
     """
-    out, place, first = list[str](), 0, ""
-    while place < len(command):
-        char = command[place]
-        if char == "\n":
-            return "".join([*out, command[place:]])  # a document that the command reads
-        if char == ">" and command[place + 1 : place + 2] != "(":
-            target_at = _after(command, place)
-            end = _word_end(command, target_at)
-            target = command[target_at:end]
-            out.append(command[place:target_at])
-            if target.startswith(("&", "/dev/")) or not target or command[target_at - 1] == "&":
-                out.append(target)
-            elif first in _CREATES:
-                out.append(f'"$(__prism_place {target})"')
-            else:
-                out.append("/dev/null")
-            place = end
-        elif char not in _WORD_END and (not out or out[-1][-1:] in " \t|"):
-            end = _word_end(command, place)
-            word = command[place:end]
-            if not first and not re.match(r"[A-Za-z_]\w*\+?=|\d+$", word):
-                first = word
-                if "/" in word or word.startswith(("$", '"$')):
-                    out.append("__prism_run ")
-            out.append(word)
-            place = end
-        else:
-            out.append(char)
-            place += 1
-    return "".join(out)
-
-
-def _after(command: str, place: int) -> int:
-    """The place of the target of a redirection at ``place``."""
-    while place < len(command) and command[place] in ">|& \t":
-        if command[place] == "&" and command[place + 1 : place + 2].isdigit():
-            break
-        place += 1
-    return place
-
-
-def _word_end(command: str, place: int) -> int:
-    """Where the word of Bash that begins at ``place`` ends."""
-    quote, depth = "", 0
-    while place < len(command):
-        char = command[place]
-        if char == "\\" and quote != "'":
-            place += 1
-        elif quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"`":
-            quote = char
-        elif command.startswith(("$(", "${"), place) or (depth and char in "({"):
-            depth += 1
-            place += char == "$"
-        elif depth and char in ")}":
-            depth -= 1
-        elif not depth and char in _WORD_END and not (char == "(" and command[place - 1] == "="):
-            break
-        elif char == "(":  # of an array
-            depth += 1
-        place += 1
-    return place
+    parts, first = list[str](), ""
+    for token in _TOKEN.finditer(command):
+        text, redirect, target, word = token.group(0, "redirect", "target", "word")
+        if text == "\n":  # a document that the command reads
+            return "".join([*parts, command[token.start() :]])
+        if target and not target.startswith("/dev/") and not redirect.endswith("&"):
+            place = f'"$(__prism_place {target})"' if first in _CREATES else "/dev/null"
+            text = redirect + place
+        elif word and not first and not _SETTING.match(word):
+            first = word
+            if "/" in word or word.startswith(("$", '"$')):
+                text = f"__prism_run {word}"
+        parts.append(text)
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,8 @@ def dry_run(
     Raises:
         UsageError: it reads variables that nobody can know but the user, or starts no job.
     """
+    if shutil.which("bash") is None:
+        raise UsageError("there is no bash to run the script with", fix="its launch line instead")
     words = dry_commands.script_words(shell)
     script = next((word for word in words if not word.startswith("-")), "")
     if "-c" in words or re.fullmatch(r"-\w*c", words[0] if words else ""):
@@ -125,33 +127,31 @@ def dry_run(
     alloc = batch_script.allocation(text, [word for word in shell[1:] if word not in words])
     with tempfile.TemporaryDirectory(prefix="prism-dry-") as place:
         scratch = Path(place)
-        hosts = scratch / "hosts"
-        hosts.write_text("".join(f"{name}\n" for name in batch_script.hosts_of(alloc)))
-        known = batch_script.variables(alloc, str(hosts), os.getcwd())
+        known = batch_script.variables(alloc, str(scratch / "hosts"), os.getcwd())
         known = {name: value for name, value in known.items() if name not in os.environ}
         known |= given
-        missing = batch_script.unknown(text, {**known, **os.environ})
-        if missing:
+        if missing := batch_script.unknown(text, {**known, **os.environ}):
             raise UsageError(
                 f"{title} reads {', '.join(missing)}, and nothing here says "
                 f"{'it' if len(missing) == 1 else 'them'}",
                 fix=" ".join(f"{name}=N" for name in missing) + " before prism",
             )
-        gpus = gpus or str(alloc.gpus or "")
-        environment = _environment(scratch, before, known, gpus, alloc)
+        environment = _environment(scratch, known, batch_script.hosts_of(alloc)) | {
+            "PRISM_DRY_LINE": json.dumps(list(before)),
+            "PRISM_DRY_GPUS": gpus or str(alloc.gpus or ""),
+        }
         job = _run(["bash", *words], scratch, environment, title, tell)
         notes = _notes(scratch)
     if any(kind == "asked" for kind, _ in notes):
         raise UsageError(f"{title} asks how many GPUs a host has",
                          fix="--prism-gpus-per-node 8")  # fmt: skip
-    left_out = list(dict.fromkeys(text for _, text in notes))
     read = {name for name, _ in batch_script.READ.findall(text)} & set(known)
     sources = [f"{name}={known[name]}" for name in sorted(read) if known[name].isdigit()
                and name not in batch_script.HERE]  # fmt: skip
     lines = [f"{', '.join(sources)}: {alloc.said}"] if sources and alloc.said else []
-    if left_out:
-        lines.append(f"left out: {'; '.join(one[:80] for one in left_out[:12])}"
-                     + (f"; {len(left_out) - 12} more" if len(left_out) > 12 else ""))  # fmt: skip
+    if left_out := list(dict.fromkeys(text for _, text in notes)):
+        more = f"; {len(left_out) - 12} more" if len(left_out) > 12 else ""
+        lines.append(f"left out: {'; '.join(one[:80] for one in left_out[:12])}{more}")
     if not confine.available():
         lines.append("this kernel has no Landlock: commands were left out by their names alone")
     changed = {name: value for name, value in job["env"].items()
@@ -159,18 +159,14 @@ def dry_run(
     return DryRun(tuple(_at_home(job["line"], job["cwd"])), changed, known, tuple(lines))
 
 
-def _environment(
-    scratch: Path,
-    before: Sequence[str],
-    known: Mapping[str, str],
-    gpus: str,
-    alloc: batch_script.Allocation,
-) -> dict[str, str]:
+def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> dict[str, str]:
     """That of the script: the folder of answered commands first in PATH."""
     folder = scratch / "bin"
     folder.mkdir()
     (scratch / "tmp").mkdir()
     (scratch / "notes").touch()
+    (scratch / "hosts").write_text("".join(f"{name}\n" for name in hosts))
+    (scratch / "prelude").write_text(_PRELUDE)
     root = str(Path(megatron_prism.__file__).parent.parent)
     start = f"import sys, runpy; sys.path.insert(0, {root!r}); "
     start += "runpy.run_module('megatron_prism.emulate.dry_commands', run_name='__main__')"
@@ -180,24 +176,19 @@ def _environment(
     answer.chmod(0o755)
     for name in {*dry_commands.NAMES, "rewrite"}:
         (folder / name).symlink_to(answer)
-    (scratch / "prelude").write_text(_PRELUDE)
     path = os.environ.get("PATH", os.defpath)
-    made = {name: value for name, value in os.environ.items() if name != "PRISM_ARGS"}
-    made |= known
-    made |= {
+    return {
+        **{name: value for name, value in os.environ.items() if name != "PRISM_ARGS"},
+        **known,
         "PATH": f"{folder}:{path}",
         "BASH_ENV": str(scratch / "prelude"),
         "TMPDIR": str(scratch / "tmp"),
         "PRISM_DRY": str(scratch),
         "PRISM_DRY_PATH": path,
         "PRISM_DRY_HOME": os.getcwd(),
-        "PRISM_DRY_LINE": json.dumps(list(before)),
-        "PRISM_DRY_HOSTS": ",".join(batch_script.hosts_of(alloc)),
-        "PRISM_DRY_GPUS": gpus,
+        "PRISM_DRY_HOSTS": ",".join(hosts),
+        **({"PRISM_DRY_CONFINED": "1"} if confine.available() else {}),
     }
-    if confine.available():
-        made["PRISM_DRY_CONFINED"] = "1"
-    return made
 
 
 def _run(
@@ -208,36 +199,33 @@ def _run(
     tell: Callable[[str], None],
 ) -> Json:
     """The job that the script would start; whatever it has started is stopped then."""
-    if shutil.which("bash") is None:
-        raise UsageError("there is no bash to run the script with", fix="its launch line instead")
 
     def prepare() -> None:
         die_with_parent()
         if confine.available():
             confine.confine(scratch, Path.cwd())
 
-    with (scratch / "printed").open("w+b") as printed:
+    with (scratch / "printed").open("wb") as printed:
         process = subprocess.Popen(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
             start_new_session=True, preexec_fn=prepare,
         )  # fmt: skip
-        start, told = time.monotonic(), 0.0
-        try:
-            while not (scratch / "job").exists():
-                ended = process.poll() is not None and not _group_lives(process.pid)
-                seconds = time.monotonic() - start
-                if ended and not (scratch / "job").exists() or seconds > MOST_S:
-                    printed.seek(0)
-                    raise _no_job(title, ended, scratch, printed.read().decode(errors="replace"))
-                if seconds - told >= EVERY_S:
-                    told = seconds
-                    tell(f"{title}: dry run, {seconds:.0f} s, at: {_at(scratch)}")
-                time.sleep(0.02)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return json.loads((scratch / "job").read_text())
+    job, start, reported = scratch / "job", time.monotonic(), 0.0
+    try:
+        while not job.exists():
+            ended = process.poll() is not None and not _group_lives(process.pid)
+            seconds = time.monotonic() - start
+            if (ended and not job.exists()) or seconds > MOST_S:
+                raise _no_job(title, ended, scratch)
+            if seconds - reported >= EVERY_S:
+                reported = seconds
+                tell(f"{title}: dry run, {seconds:.0f} s, at: {_at(scratch)}")
+            time.sleep(0.02)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return json.loads(job.read_text())
 
 
 def _group_lives(leader: int) -> bool:
@@ -248,15 +236,13 @@ def _group_lives(leader: int) -> bool:
     return False
 
 
-def _no_job(title: str, ended: bool, scratch: Path, printed: str) -> UsageError:
+def _no_job(title: str, ended: bool, scratch: Path) -> UsageError:
     what = "ended" if ended else f"ran for {MOST_S:.0f} s, at last: {_at(scratch)},"
-    skipped = [text for kind, text in _notes(scratch) if kind == "left out"]
-    said = printed.strip().splitlines()[-1:]
     parts = [f"{title} {what} without a command that trains"]
-    parts += [f"it printed: {said[0][:200]}"] if said else []
-    if skipped:
-        names = "; ".join(one[:60] for one in skipped[-4:])
-        parts.append(f"{counted(len(skipped), 'command')} left out: {names}")
+    printed = (scratch / "printed").read_text(errors="replace").strip().splitlines()
+    parts += [f"it printed: {line[:200]}" for line in printed[-1:]]
+    if skipped := [text[:60] for kind, text in _notes(scratch) if kind == "left out"]:
+        parts.append(f"{counted(len(skipped), 'command')} left out: {'; '.join(skipped[-4:])}")
     return UsageError("; ".join(parts), fix="the line that starts Megatron: prism … torchrun …")
 
 
@@ -268,19 +254,15 @@ def _at(scratch: Path) -> str:
 
 def _notes(scratch: Path) -> list[tuple[str, str]]:
     """(kind, text) of each."""
-    found = []
+    notes = list[tuple[str, str]]()
     for line in (scratch / "notes").read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
-            kind, text = json.loads(line)
-            found.append((kind, text))
-    return found
+            notes.append(tuple(json.loads(line)))
+    return notes
 
 
 def _at_home(line: Sequence[str], folder: str) -> list[str]:
-    """``line`` with the files that it names in ``folder`` as paths from here."""
-    if Path(folder) == Path.cwd():
-        return list(line)
-    return [
-        str(Path(folder, word)) if word.endswith(".py") and Path(folder, word).is_file() else word
-        for word in line
-    ]
+    """``line`` with the Python files that it names in ``folder`` as paths from here."""
+    here = Path(folder) == Path.cwd()
+    files = {word for word in line if word.endswith(".py") and Path(folder, word).is_file()}
+    return [str(Path(folder, word)) if word in files and not here else word for word in line]

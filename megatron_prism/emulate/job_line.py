@@ -38,8 +38,8 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
     job = [*_script(line.words), *shlex.split(value_of("--prism-job-flags", given))]
     ours = line.flags([*words_of(os.environ), *given, *job])
     if line.launchers:
-        print(f"prism: {_summary(line)}", file=sys.stderr)
-    os.environ.update(line.variables or {})
+        _tell(_summary(line))
+    os.environ.update(line.variables)
     return ours, job
 
 
@@ -47,26 +47,25 @@ def _run_dry(line: LaunchLine, given: Sequence[str]) -> LaunchLine:
     """The line that a shell script would start its job with."""
     from megatron_prism.emulate.dry_run import dry_run
 
-    def tell(text: str) -> None:
-        print(f"prism: {text}", file=sys.stderr, flush=True)
-
     gpus = value_of("--prism-gpus-per-node", given)
-    found = dry_run(line.shell, line.before, line.variables or {}, gpus, tell)
-    made = read_line(found.line, {**os.environ, **found.known, **found.variables})
-    made = replace(made, variables={**(line.variables or {}), **found.variables,
-                                    **(made.variables or {})})  # fmt: skip
-    settings = [f"{name}={value}" for name, value in found.variables.items()]
+    run = dry_run(line.shell, line.before, line.variables, gpus, _tell)
+    started = read_line(run.line, {**os.environ, **run.known, **run.variables})
+    settings = [f"{name}={value}" for name, value in run.variables.items()]
     start = ["env", *settings] if settings else []
-    tell(f"{shlex.join(line.shell)} starts: {shlex.join([*start, *found.line])}")
-    for note in found.notes:
-        tell(note)
-    return made
+    _tell(f"{shlex.join(line.shell)} starts: {shlex.join([*start, *run.line])}")
+    for note in run.notes:
+        _tell(note)
+    return replace(started, variables={**line.variables, **run.variables, **started.variables})
+
+
+def _tell(text: str) -> None:
+    print(f"prism: {text}", file=sys.stderr, flush=True)
 
 
 def _summary(line: LaunchLine) -> str:
     """``srun, docker are not started; 64 ranks, 8 on a host: --ntasks 64 of srun``."""
-    one = len(line.launchers) == 1
-    text = f"{', '.join(line.launchers)} {'is' if one else 'are'} not started here"
+    verb = "is" if len(line.launchers) == 1 else "are"
+    text = f"{', '.join(line.launchers)} {verb} not started here"
     if line.ranks is None:
         return text
     host = f", {line.each} on a host" if line.each else ""
@@ -89,7 +88,7 @@ def _script(words: Sequence[str]) -> list[str]:
                 f"there is no script {script}",
                 fix="give the path of pretrain_gpt.py, or start in the checkout that has it",
             )
-        print(f"prism: {script} is not here; {here} of this folder is taken", file=sys.stderr)
+        _tell(f"{script} is not here; {here} of this folder is taken")
         script = str(here)
     return [script, *rest]
 

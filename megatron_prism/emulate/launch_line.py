@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
@@ -22,6 +22,7 @@ class LauncherRow:
     ranks : options that say how many processes there are in all
     nodes : on how many hosts
     each  : on each host
+    gpus, all_gpus : how many GPUs a host has, and all of them
     alone : options without a value
     pairs : options with two
     sets  : options that set a variable, NAME=VALUE
@@ -36,6 +37,8 @@ class LauncherRow:
     ranks: str = ""
     nodes: str = ""
     each: str = ""
+    gpus: str = ""
+    all_gpus: str = ""
     alone: str = ""
     pairs: str = ""
     sets: str = ""
@@ -99,11 +102,17 @@ LAUNCHERS = (
     LauncherRow("ray", verbs="job submit", alone="--no-wait"),
 )  # fmt: skip
 SUBMIT = ("sbatch", "qsub", "bsub", "salloc")  # commands that queue a script
+BATCH = LauncherRow(  # their options, which the directives of a script are too
+    "", ranks="-n --ntasks", nodes="-N --nodes -nnodes", each="--ntasks-per-node --tasks-per-node",
+    gpus="--gpus-per-node --gres -g -gpu", all_gpus="-G --gpus",
+)  # fmt: skip
 BY_NAME = {name: row for row in LAUNCHERS for name in row.names.split()}
+SCRIPTS = (".sh", ".sbatch", ".slurm", ".pbs")
 _PYTHON = re.compile(r"python[\d.]*$")
 _PYTHON_ALONE = "-u -O -OO -B -I -s -S -v -q -E -P -d -i"
 _SHELL = re.compile(r"(ba|da|z|k)?sh$")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
 _PER_NODE = re.compile(r"ppr:(\d+):node")  # of --map-by
 
 
@@ -126,7 +135,7 @@ class LaunchLine:
     shell: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     launchers: tuple[str, ...] = ()
-    variables: Mapping[str, str] | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
     ranks: int | None = None
     each: int | None = None
     source: str = ""
@@ -139,19 +148,17 @@ class LaunchLine:
             UsageError: a launcher leaves its number to the hosts, and ``given`` does not say it.
         """
         names = {word.partition("=")[0] for word in given}
-        if "--prism-world-size" in names:
-            ranks = None
-        elif self.unclear:
-            raise UsageError(
-                f"{self.unclear} does not say how many ranks the job has",
-                fix="a number in its place, or --prism-world-size N",
-            )
-        else:
-            ranks = self.ranks
-        made = [] if ranks is None else ["--prism-world-size", str(ranks)]
+        flags = list[str]()
+        if "--prism-world-size" not in names:
+            if self.unclear:
+                raise UsageError(
+                    f"{self.unclear} does not say how many ranks the job has",
+                    fix="a number in its place, or --prism-world-size N",
+                )
+            flags += ["--prism-world-size", str(self.ranks)] if self.ranks else []
         if self.each and (self.ranks or 0) > self.each and "--prism-gpus-per-node" not in names:
-            made += ["--prism-gpus-per-node", str(self.each)]
-        return made
+            flags += ["--prism-gpus-per-node", str(self.each)]
+        return flags
 
 
 def is_launcher(word: str) -> bool:
@@ -164,7 +171,7 @@ def begins_line(word: str) -> bool:
     """Whether a launch line may begin with ``word``: a launcher, or a script; no ``key=value``."""
     if "=" in word.partition("/")[0]:
         return False
-    if word == "--" or word.endswith((".py", ".sh", ".sbatch", ".slurm", ".pbs")):
+    if word == "--" or word.endswith((".py", *SCRIPTS)):
         return True
     return (is_launcher(word) or word in SUBMIT) and not Path(word).is_dir()
 
@@ -177,17 +184,10 @@ def split_line(words: Sequence[str], alone: Collection[str]) -> tuple[list[str],
         alone: those of our options that take no value.
     """
     place = 0
-    while place < len(words):
+    while place < len(words) and words[place] != "--" and not begins_line(words[place]):
         word = words[place]
-        if word == "--":
-            return list(words[:place]), list(words[place + 1 :])
-        if word.startswith("-"):
-            place += 1 if word in alone or "=" in word else 2
-        elif begins_line(word):
-            break
-        else:
-            place += 1
-    return list(words[:place]), list(words[place:])
+        place += 2 if word.startswith("-") and word not in alone and "=" not in word else 1
+    return list(words[:place]), list(words[place + (words[place : place + 1] == ["--"]) :])
 
 
 def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
@@ -199,72 +199,59 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
     """
     rest, names = list(words), list[str]()
     variables, counted = dict[str, str](), LaunchLine()
+
+    def ending(*job: str, shell: Sequence[str] = (), before: Sequence[str] = ()) -> LaunchLine:
+        return replace(counted, words=job, shell=tuple(shell), before=tuple(before),
+                       launchers=tuple(names), variables=variables)  # fmt: skip
+
     while rest:
-        word, name = rest[0], Path(rest[0]).name
-        if found := _ASSIGNMENT.fullmatch(word):
-            variables[found[1]] = found[2]
+        name = Path(rest[0]).name
+        if setting := _ASSIGNMENT.fullmatch(rest[0]):
+            variables[setting[1]] = setting[2]
             rest = rest[1:]
             continue
         if name in SUBMIT or _SHELL.match(name):
-            return replace(_ending(counted, names, variables), shell=tuple(rest),
-                           before=tuple(words[: len(words) - len(rest)]))  # fmt: skip
+            return ending(shell=rest, before=words[: len(words) - len(rest)])
         if _PYTHON.match(name):
             rest, module = _after_python(rest[1:])
-            if module and rest and (row := BY_NAME.get(rest[0])):
-                name = rest[0]
-            elif module:
-                return _ending(counted, names, variables, ("-m", *rest))
-            else:
+            if not module:
                 continue
-        elif (row := BY_NAME.get(name)) is None:
-            ahead = _launcher_ahead(rest) or _after_dashes(rest)
-            if not ahead:
-                break
-            options, _ = _split_options(BY_NAME["torchrun"], rest[1:ahead])
-            if options.keys() & {"--nproc-per-node", "--nnodes"}:  # a wrapper of torchrun
-                counted = _counted(name, BY_NAME["torchrun"], options, {**env, **variables})
-            names.append(name)  # a program that we do not know, which starts a launcher
-            rest = rest[ahead:]
-            continue
+            if not rest or rest[0] not in BY_NAME:
+                return ending("-m", *rest)
+            name = rest[0]
+        if (row := BY_NAME.get(name)) is not None:
+            options, rest = split_options(row, rest[1:])
+        elif ahead := _command_ahead(rest):  # of a program that we do not know
+            row = BY_NAME["torchrun"]
+            options, rest = split_options(row, rest[1:ahead])[0], rest[ahead:]
+            row = row if options.keys() & {"--nproc-per-node", "--nnodes"} else LauncherRow("")
+        else:
+            break
         names.append(name)
-        options, rest = _split_options(row, rest[1:])
-        variables |= _set_by(row, options)
+        values = [text for option in row.sets.split() for text in options.get(option, [])]
+        settings = [one for text in values if (one := _ASSIGNMENT.fullmatch(text))]
+        variables |= {one[1]: one[2] for one in settings}
         if row.counts:
             counted = _counted(name, row, options, {**env, **variables})
         if row.text and len(rest) == 1 and " " in rest[0]:
-            return replace(_ending(counted, names, variables), shell=("bash", "-c", rest[0]),
-                           before=tuple(words[:-1]))  # fmt: skip
+            return ending(shell=("bash", "-c", rest[0]), before=words[:-1])
         if options.keys() & {"-m", "--module"} & set(row.alone.split()):
-            return _ending(counted, names, variables, ("-m", *rest))
-    if rest and rest[0].endswith((".sh", ".sbatch", ".slurm", ".pbs")):
-        return replace(_ending(counted, names, variables), shell=("bash", *rest),
-                       before=tuple(words[: len(words) - len(rest)]))  # fmt: skip
-    return _ending(counted, names, variables, tuple(rest))
+            return ending("-m", *rest)
+    if rest and rest[0].endswith(SCRIPTS):
+        return ending(shell=("bash", *rest), before=words[: len(words) - len(rest)])
+    return ending(*rest)
 
 
-def _launcher_ahead(words: Sequence[str]) -> int:
-    """The place of the first launcher before any script, 0 if there is none."""
+def _command_ahead(words: Sequence[str]) -> int:
+    """The place of the first launcher before any script, else of the command that a script starts
+    behind ``--``; 0 if there is none."""
     for place, word in enumerate(words):
         if word.endswith((".py", ".sh")):
             break
         if place and "/" not in word and is_launcher(word):
             return place
-    return 0
-
-
-def _after_dashes(words: Sequence[str]) -> int:
-    """The place of the command that a script starts behind ``--``, 0 if there is none."""
-    place = words.index("--") + 1 if "--" in words else 0
+    place = [*words, "--"].index("--") + 1
     return place if place < len(words) and begins_line(words[place]) else 0
-
-
-def _ending(
-    counted: LaunchLine,
-    names: Sequence[str],
-    variables: Mapping[str, str],
-    words: tuple[str, ...] = (),
-) -> LaunchLine:
-    return replace(counted, words=words, launchers=tuple(names), variables=variables)
 
 
 def _after_python(words: Sequence[str]) -> tuple[list[str], bool]:
@@ -275,86 +262,73 @@ def _after_python(words: Sequence[str]) -> tuple[list[str], bool]:
     return (rest[1:], True) if rest[:1] == ["-m"] else (rest, False)
 
 
-def _split_options(row: LauncherRow, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """({option: its value}, the command and what follows it)."""
-    options, rest, skips = dict[str, str](), list(words), row.skips
+def split_options(row: LauncherRow, words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """({option: its values}, the command and what follows it)."""
+    options, rest, skips = dict[str, list[str]](), list(words), row.skips
     alone, pairs = row.alone.split(), row.pairs.split()
     while rest:
         word, following = rest[0], rest[1] if len(rest) > 1 else ""
         name, equals, value = word.partition("=")
-        name = name if len(name) < 3 else name[:2] + name[2:].replace("_", "-")
+        name = name[:2] + name[2:].replace("_", "-")
+        taken = 1
         if word == "--":
-            rest = rest[1:]
             if not skips:
-                break
+                return options, rest[1:]
         elif word.startswith("-") and len(word) > 1:
-            short = re.fullmatch(r"(-[a-zA-Z])(\d+)", word)  # -N4
-            if short or equals or name in alone:
-                options[short[1] if short else name] = short[2] if short else value
-                rest = rest[1:]
+            if short := re.fullmatch(r"(-[a-zA-Z])(\d+)", word):  # -N4
+                name, value = short[1], short[2]
             elif name in pairs:
-                rest = rest[3:]
-            elif following.startswith("-") or (
+                taken = 3
+            elif not (equals or name in alone or following.startswith("-") or (
                 len(name) > 2 and "/" not in following and begins_line(following)
-            ):
-                options[name] = ""  # an option that we do not know, without a value
-                rest = rest[1:]
-            else:
-                options[name] = _joined(options.get(name), following, name in row.sets.split())
-                rest = rest[2:]
+            )):  # fmt: skip
+                taken, value = 2, following
+            options.setdefault(name, []).append(value)
         elif word in row.verbs.split() or (word == "-" and word in alone):
-            rest = rest[1:]
+            pass
         elif skips and not _ASSIGNMENT.fullmatch(word):
-            rest, skips = rest[1:], skips - 1
+            skips -= 1
         else:
             break
+        rest = rest[taken:]
     return options, rest
 
 
-def _joined(before: str | None, value: str, several: bool) -> str:
-    return f"{before}\n{value}" if several and before is not None else value
-
-
-def _set_by(row: LauncherRow, options: Mapping[str, str]) -> dict[str, str]:
-    """Variables that its options set."""
-    texts = [text for name in row.sets.split() for text in options.get(name, "").split("\n")]
-    found = (_ASSIGNMENT.fullmatch(text) for text in texts)
-    return {one[1]: one[2] for one in found if one}
+def numbers(
+    row: LauncherRow, options: Mapping[str, Sequence[str]], env: Mapping[str, str]
+) -> tuple[dict[str, int], dict[str, str], str]:
+    """({what: how many}, {what: who says so}, the option that says no number) of ranks, nodes,
+    each, gpus and all_gpus."""
+    found, sources, unclear = dict[str, int](), dict[str, str](), ""
+    variables = dict(zip(("ranks", "nodes", "each"), row.reads, strict=True))
+    for what in ("ranks", "nodes", "each", "gpus", "all_gpus"):
+        option = next((one for one in getattr(row, what).split() if any(options.get(one, ()))), "")
+        variable = variables.get(what, "")
+        text = options[option][-1] if option else env.get(variable, "")
+        said = f"{option} {text}" if option else f"{variable}={text}"
+        counts = _PER_NODE.findall(text) if option == "--map-by" else _NUMBER.findall(text)
+        if counts:  # the larger one of 1:8 and 4-8
+            found[what], sources[what] = int(counts[-1]), said
+        elif text and option != "--map-by":
+            unclear = unclear or said
+    return found, sources, unclear
 
 
 def _counted(
-    name: str, row: LauncherRow, options: Mapping[str, str], env: Mapping[str, str]
+    name: str, row: LauncherRow, options: Mapping[str, Sequence[str]], env: Mapping[str, str]
 ) -> LaunchLine:
     """Ranks, ranks on a host, and who says so, by one launcher."""
-    asked = (row.ranks, row.nodes, row.each)
-    said, sources = list[int | None](), list[str]()
-    for names, variable, implied in zip(asked, row.reads, (None, *(row.unsaid or (None, None))),
-                                        strict=True):  # fmt: skip
-        option = next((one for one in names.split() if options.get(one)), None)
-        text = options[option] if option else env.get(variable, "")
-        at = f"{option} {text}" if option else f"{variable}={text}"
-        if text:
-            number = _number(text)
-            if number is None:
-                if option != "--map-by":
-                    return LaunchLine(unclear=f"{at} of {name}")
-            else:
-                sources.append(at)
-                implied = number
-        said.append(implied)
-    ranks, nodes, each = said
-    if ranks is None and each and (nodes or (name in ("deepspeed", "ds") and "--hostfile" not in
-                                             options)):  # fmt: skip
+    found, sources, unclear = numbers(row, options, env)
+    if unclear:
+        return LaunchLine(unclear=f"{unclear} of {name}")
+    unsaid = dict(zip(("nodes", "each"), row.unsaid or (), strict=False))
+    said = {**unsaid, **found}
+    ranks, nodes, each = (said.get(what) for what in ("ranks", "nodes", "each"))
+    here = name in ("deepspeed", "ds") and "--hostfile" not in options
+    joined = ", " if ranks else " x "
+    if ranks is None and each and (nodes or here):
         ranks = (nodes or 1) * each
     elif ranks and nodes and not each:
         each = -(-ranks // nodes)
-    text = f"{(' x ' if said[0] is None else ', ').join(sources) or 'no option'} of {name}"
+    text = f"{joined.join(sources.values()) or 'no option'} of {name}"
     return LaunchLine(ranks=ranks, each=each if ranks else None, source=text)
-
-
-def _number(text: str) -> int | None:
-    """The number in ``8``, the larger one of ``1:8`` and ``4-8``, that of ``ppr:8:node``."""
-    if per_node := _PER_NODE.match(text):
-        return int(per_node[1])
-    number = re.split(r"[:-]", text)[-1]
-    return int(number) if number.isdigit() else None
