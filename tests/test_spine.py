@@ -20,9 +20,7 @@ PARTS = {
     "megatron_prism.replay.timeline.evaluate": {
         "replay/timeline.py", "replay/priced_graph.py", "predict/sampler.py", "traces/programs.py",
     },
-    "megatron_prism.predict.sampler.Sampler": {
-        "predict/__init__.py", "predict/predict.py", "predict/whatifs.py",
-    },
+    "megatron_prism.predict.sampler.Sampler": {"predict/__init__.py", "predict/predict.py"},
     "megatron_prism.predict.Sampler": set(),
     "megatron_prism.hang.analyze.diagnose_dumps": {
         "hang/diagnose.py", "cli/hang.py", "emulate/confirm.py",

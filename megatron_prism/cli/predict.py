@@ -22,7 +22,7 @@ from megatron_prism.cli.output import (
 from megatron_prism.core import units
 
 if TYPE_CHECKING:
-    from megatron_prism.predict import Prediction, Study
+    from megatron_prism.predict import Prediction
 
 
 def ms(ns: float | None) -> str:
@@ -89,33 +89,6 @@ def show(result: Prediction, verbose: bool) -> None:
     out.print("not in it: contention, drift of a rank between two calls")
 
 
-def show_study(study: Study) -> None:
-    """What-ifs."""
-    out = console()
-    placed, hot = study.placement, study.hot
-    factors = [f"x {factor:g}" for factor in placed.factors]
-    if len(placed.classes) == 1:
-        out.print("\none slow GPU; there is one class")
-        rows: Rows = [(factor, ms(p95)) for factor, (p95,) in zip(factors, placed.p95, strict=True)]
-        print_table(("slower", "p95"), rows)
-    else:
-        out.print("\none slow GPU, best and worst class")
-        rows = [
-            (factor, ms(min(row)), ms(max(row)), f"{gain:.3f}")
-            for factor, row, gain in zip(factors, placed.p95, placed.gain, strict=True)
-        ]
-        print_table(("slower", "best p95", "worst p95", "worst / best"), rows)
-    out.print(f"\none hot node ({hot[0].ranks} GPUs), of each kind that there is")
-    nodes = [dict(node.p95) for node in hot]
-    rows = [(f"x {factor:g}", *(ms(node[factor]) for node in nodes)) for factor in placed.factors]
-    print_table(("slower", *(f"node {node.node}" for node in hot)), rows)
-    if study.scale:
-        out.print("\nother worlds")
-        rows = [(f"{p.ranks:,}", ms(p.steady), ms(p.p50), ms(p.p95)) for p in study.scale]
-        print_table(("ranks", "without variation", "p50", "p95"), rows)
-    out.print(study.note)
-
-
 def predict(args: argparse.Namespace) -> int:
     """The distribution of the iteration time over clusters and iterations, after PRISM.
 
@@ -143,7 +116,6 @@ def predict(args: argparse.Namespace) -> int:
             samples=args.samples,
             seed=args.seed,
             slow_by=args.slow,
-            what_ifs=args.html is not None,  # a page shows them
             progress=told,
         )
     write_outputs(args.force, (args.html, found.to_html))
@@ -151,6 +123,4 @@ def predict(args: argparse.Namespace) -> int:
         return 0
     show(found, args.verbose)
     print(what_ifs.machine_note(programs, args.machine), end="")
-    if found.study is not None:
-        show_study(found.study)
     return 0

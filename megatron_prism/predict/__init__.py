@@ -6,24 +6,20 @@ regime per iteration.
     variability.py    how much calls, computing and hosts vary: published, or measured here
     sampler.py        draws of iterations of the whole world
     predict.py        quantiles, what moves them, where a slow GPU hurts
-    whatifs.py        single kinds of calls, placements, hot nodes, scale
 """
 
 from megatron_prism.predict.distributions import Quantile, needed, quantile
 from megatron_prism.predict.predict import Prediction, predict
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.predict.variability import CallSpread, call_spread
-from megatron_prism.predict.whatifs import Study, study
 
 __all__ = [
     "CallSpread",
     "Prediction",
     "Quantile",
     "Sampler",
-    "Study",
     "call_spread",
     "needed",
     "predict",
     "quantile",
-    "study",
 ]

@@ -3,12 +3,8 @@
 ``predict`` takes programs, draws iterations of the priced world and returns a Prediction: quantiles
 of the iteration time over clusters and iterations, with confidence intervals, and the same after
 one change at a time.  Variance does not add up along a graph of maxima, so every change is
-simulated, not derived.  Without variation every quantile is the iteration time of ``replay``.
-
-``compare`` takes priced worlds and returns a Comparison: quantiles of each, the chance that the
-first beats each other, and the chance of each to be the fastest of all.  Iteration i of every
-layout is drawn under the same network regime, everything else independently: a pair of draws is a
-pair of runs on two clusters of one network.  Chances are of single iterations.
+simulated with the same random numbers.  Without variation every quantile is the iteration time of
+``replay``.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ from megatron_prism.predict.variability import (
     is_timed,
 )
 from megatron_prism.predict.variability import read_variability as shipped
-from megatron_prism.predict.whatifs import FACTORS, Study, busiest, p95, study, with_slow
 from megatron_prism.replay.interval import interval
 from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import (
@@ -54,6 +49,7 @@ _MOST, _LEAST = 5_000, 1_000  # iterations
 _LEAST_WHATIF = 400
 _NODES = 5e10  # visits of nodes that a prediction may cost, about a minute
 _SHOWN = 199  # quantiles of ``times``
+_CLASSES = 64  # in which one rank is made slow: those that compute longest
 VariabilityLike = str | Variability | None
 Progress = Callable[[str, float], object]  # what is done, and which part of it, 0 to 1
 
@@ -73,7 +69,6 @@ class Prediction:
     slow      : class -> p95 if one of its ranks took ``slow_by`` times as long, ns; of the 64
                 classes that compute longest; slow_from: p95 without, of the same draws
     source    : of the spreads; calls: how calls vary; durations: provenance of what varies
-    study     : what-ifs, if they were asked for
     world     : the job and its sizes; graph: how many classes and ops it has; classes: names of
                 those in ``slow``; none is part of the JSON
     draws     : float64 [samples], ns ascending; not part of the JSON
@@ -96,7 +91,6 @@ class Prediction:
     calls: str
     durations: tuple[str, ...]
     world: str
-    study: Study | None = None
     graph: str = field(kw_only=True)
     classes: Mapping[int, str] = field(kw_only=True)
     variability: Variability = field(kw_only=True)
@@ -112,7 +106,7 @@ class Prediction:
         return {"schema": "prism.prediction/1", **found}
 
     def to_html(self) -> str:
-        """One self-contained page with the distribution, and the study if there is one."""
+        """One self-contained page with the distribution."""
         return rendered("report.predict:render_distribution", self, str)
 
 
@@ -163,7 +157,6 @@ def predict(
     seed: int = 0,
     levels: Sequence[float] = QUANTILES,
     slow_by: float = 1.2,
-    what_ifs: Sequence[float] | bool = False,
     progress: Progress | None = None,
 ) -> Prediction:
     """Predict the distribution of an iteration's time.
@@ -178,8 +171,6 @@ def predict(
         seed: of the draws.
         levels: which quantiles, between 0 and 1.
         slow_by: how many times as long the slow GPU of the what-ifs computes.
-        what_ifs: whether to study single calls, slow GPUs, hot nodes and other world sizes, too;
-            or how many times as long slow GPUs and nodes compute in that study.
         progress: is told what is being done and which part of it is done, 0 to 1.
 
     Raises:
@@ -194,12 +185,7 @@ def predict(
     check_times(priced)
     spreads = spreads_of(priced, variability)
     sampler = Sampler(priced.timeline, seed, spreads.calls)
-    found = _distribution(priced, sampler, spreads, samples, levels, slow_by, progress)
-    if what_ifs:
-        factors = FACTORS if what_ifs is True else what_ifs
-        answers = study(sampler, spreads.variability, priced, factors, _naming("what if", progress))
-        found = dataclasses.replace(found, study=answers)
-    return found
+    return _distribution(priced, sampler, spreads, samples, levels, slow_by, progress)
 
 
 def check_times(priced: PricedGraph) -> None:
@@ -212,11 +198,6 @@ def check_times(priced: PricedGraph) -> None:
         check_plausible(priced.timeline)
 
 
-def _naming(what: str, progress: Progress | None) -> Callable[[float], object]:
-    """``progress`` for the step ``what``."""
-    return (lambda part: None) if progress is None else (lambda part: progress(what, part))
-
-
 def _distribution(
     priced: PricedGraph,
     sampler: Sampler,
@@ -227,9 +208,12 @@ def _distribution(
     progress: Progress | None,
 ) -> Prediction:
     """The distribution itself, and its one-at-a-time changes."""
-    spread, report = spreads.variability, _naming("drawing iterations", progress)
-    count, affordable = worth(sampler, samples), _affordable(sampler)
-    few, chosen = min(count, max(_LEAST_WHATIF, _FEW_DRAWS // sampler.replicas)), busiest(sampler)
+    spread = spreads.variability
+    affordable = int(min(_DRAWS, _NODES / max(1, len(sampler.paths.lasts))))  # replicas
+    count = samples or min(_MOST, max(_LEAST, affordable // sampler.replicas))
+    if count < FEWEST:
+        raise UsageError(f"{count} samples say little", fix="--samples 2000")
+    few, chosen = min(count, max(_LEAST_WHATIF, _FEW_DRAWS // sampler.replicas)), _busiest(sampler)
     tried = min(count, max(_LEAST_WHATIF, affordable // 8 // len(chosen)))
     parts = [part for part in PARTS if part != "host" or sampler.hosted and spread.host]
     work = count * sampler.replicas + (len(parts) * sampler.replicas * few) + len(chosen) * tried
@@ -238,7 +222,8 @@ def _distribution(
     def more(draws: int) -> None:
         nonlocal done
         done += draws
-        report(done / work)
+        if progress is not None:
+            progress("drawing iterations", done / work)
 
     each = sampler.draw(spread, count, progress=more)
     times = np.sort(each.max(axis=1))
@@ -247,7 +232,7 @@ def _distribution(
         for part in parts
     }
     slow = {
-        index: p95(with_slow(sampler, spread, each[:tried], {0: {index: (1, slow_by)}}, more))
+        index: p95(_with_slow(sampler, spread, each[:tried], {index: slow_by}, more))
         for index in chosen
     }
     between = interval(priced.timeline)
@@ -259,7 +244,7 @@ def _distribution(
         samples=count,
         seed=sampler.seed,
         quantiles=tuple(quantile(times, level) for level in levels),
-        times=shown(times),
+        times=tuple(np.quantile(times, np.linspace(0.005, 0.995, _SHOWN)).tolist()),
         halved=halved,
         halved_from=p95(each[:few].max(axis=1)),
         slow=slow,
@@ -276,19 +261,26 @@ def _distribution(
     )
 
 
-def shown(times: np.ndarray) -> tuple[float, ...]:
-    """Every 1/200 of a distribution from 0.5 % to 99.5 %."""
-    return tuple(np.quantile(times, np.linspace(0.005, 0.995, _SHOWN)).tolist())
+def _busiest(sampler: Sampler) -> list[int]:
+    """The 64 classes that compute longest, ascending."""
+    rows, classes = sampler.paths.row, len(sampler.members)
+    total = np.bincount(rows, sampler.paths.lasts, minlength=classes)[:classes]
+    return sorted(np.argsort(-total, kind="stable")[:_CLASSES].tolist())
 
 
-def _affordable(sampler: Sampler) -> int:
-    """Replicas that a prediction may draw."""
-    return int(min(_DRAWS, _NODES / max(1, len(sampler.paths.lasts))))
+def p95(times: np.ndarray) -> float:
+    """The 95 % quantile, as ``quantile`` picks it."""
+    return float(np.sort(times)[min(len(times) - 1, int(0.95 * len(times)))])
 
 
-def worth(sampler: Sampler, samples: int | None) -> int:
-    """How many iterations to draw, if nobody says how many (``samples``).  UsageError for few."""
-    count = samples or min(_MOST, max(_LEAST, _affordable(sampler) // sampler.replicas))
-    if count < FEWEST:
-        raise UsageError(f"{count} samples say little", fix="--samples 2000")
-    return count
+def _with_slow(
+    sampler: Sampler,
+    spread: Variability,
+    each: np.ndarray,
+    slow: Mapping[int, float],
+    progress: Callable[[int], object],
+) -> np.ndarray:
+    """Iteration times, ns [count], if ranks of the first replica are slow, which is drawn again;
+    the others are as in ``each`` [count, replicas]."""
+    one = sampler.draw(spread, len(each), slow=slow, replicas=range(1), progress=progress)
+    return np.maximum(one[:, 0], each[:, 1:].max(axis=1, initial=0))

@@ -305,22 +305,10 @@ def _slots(order: list[int], waits: dict[int, list[int]]) -> tuple[dict[int, int
     return slot, last
 
 
-Slow = Mapping[int, tuple[int, float]]  # class -> (how many of its ranks, factor)
 _AT_ONCE = 1 << 16  # draws whose factors are kept at a time
 # streams beside the replicas'
 _NETWORK, _TABLE, _HOSTS = ((1 << 40) + i for i in range(1, 4))
-
-
-@dataclass(frozen=True)
-class _Factors:
-    """Values at standard normal scores: of a rank's computing in an iteration, of its GPU alone, of
-    its step alone, of the network, of its host in an iteration."""
-
-    rank: tuple[np.ndarray, np.ndarray]
-    gpu: tuple[np.ndarray, np.ndarray]
-    step: tuple[np.ndarray, np.ndarray]
-    network: tuple[np.ndarray, np.ndarray]
-    host: tuple[np.ndarray, np.ndarray]
+_Curve = tuple[np.ndarray, np.ndarray]  # standard normal scores, values
 
 
 class Sampler:
@@ -357,61 +345,53 @@ class Sampler:
         spread: Variability,
         count: int,
         *,
-        slow: Slow | None = None,
+        slow: Mapping[int, float] | None = None,
         replicas: range | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> np.ndarray:
         """ns, float64 [count, replicas]: how long each replica takes in each iteration; every
         iteration is one of another cluster.
 
-        slow     : ranks of one replica, computing slower
+        slow     : class -> how many times as long one of its ranks in each replica computes
         replicas : which of them; default all, and there may be more than the world has
         """
-        shapes = _shapes(spread)
+        rank, host = spread.curve("gpu", "step"), spread.curve("host")
         which = range(self.replicas) if replicas is None else replicas
-        network = self._network(shapes, count)
+        rng = np.random.default_rng([self.seed, _NETWORK])
+        network = np.interp(rng.standard_normal(count), *spread.curve("network"))
         table, shares = self._tables(spread)
-        found = np.empty((count, len(which)))
+        found, classes = np.empty((count, len(which))), len(self.members)
         together = max(1, _AT_ONCE // max(1, count))
         for first in range(0, len(which), together):
             part = which[first : first + together]
-            classes = len(self.members)
             factors = np.empty((2 * classes + 1, len(part), count))
             for place, replica in enumerate(part):
-                factors[:classes, place] = self._computing(shapes.rank, count, replica, slow or {})
-                factors[classes + 1 :, place] = self._issuing(shapes.host, count, replica)
+                factors[:classes, place] = self._computing(rank, count, replica, slow or {})
+                factors[classes + 1 :, place] = self._issuing(host, count, replica)
                 factors[classes, place] = network
-            times = self._run(factors, shares, table, (part[0] * 1_000_003, 0))
+            seeds = part[0] * 1_000_003, 0
+            times = self.paths.longest(factors, shares, table, self.kind, self.crossing, seeds)
             found[:, first : first + len(part)] = times.T
             if progress is not None:
                 progress(len(part) * count)
         return found
 
-    def _network(self, shapes: _Factors, count: int) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, _NETWORK])
-        return np.asarray(np.interp(rng.standard_normal(count), *shapes.network))
-
     def _computing(
-        self, curve: tuple[np.ndarray, np.ndarray], count: int, replica: int, slow: Slow
+        self, curve: _Curve, count: int, replica: int, slow: Mapping[int, float]
     ) -> np.ndarray:
         """float64 [classes, count]: the slowest member's factor."""
-        found = np.empty((len(self.members), count))
+        found = np.zeros((len(self.members), count))
         for index, members in enumerate(self.members):
             rng = np.random.default_rng([self.seed, replica, index])
-            few, factor = slow.get(index, (0, 1.0))
-            few = min(few, members)
-            worst = np.zeros(count)
-            if few:
-                worst = factor * np.interp(largest(rng, few, (count,)), *curve)
-            if members > few:
-                rest = np.interp(largest(rng, members - few, (count,)), *curve)
-                np.maximum(worst, rest, out=worst)
-            found[index] = worst
+            if index in slow:
+                found[index] = slow[index] * np.interp(largest(rng, 1, (count,)), *curve)
+                members -= 1
+            if members:
+                rest = np.interp(largest(rng, members, (count,)), *curve)
+                np.maximum(found[index], rest, out=found[index])
         return found
 
-    def _issuing(
-        self, curve: tuple[np.ndarray, np.ndarray], count: int, replica: int
-    ) -> np.ndarray:
+    def _issuing(self, curve: _Curve, count: int, replica: int) -> np.ndarray:
         """float64 [classes, count]: the factor of the slowest member's host."""
         found = np.ones((len(self.members), count))
         if not self.hosted or np.ptp(curve[1]) == 0:
@@ -441,16 +421,6 @@ class Sampler:
         sampled = () if self.calls is None else self.calls.shapes
         return (spread.of("call"), spread.of("segment"), *sampled)
 
-    def _run(
-        self,
-        factors: np.ndarray,
-        share: np.ndarray,
-        table: np.ndarray,
-        seeds: tuple[int, int],
-    ) -> np.ndarray:
-        given = (factors, share.astype(float), table, self.kind, self.crossing, seeds)
-        return self.paths.longest(*given)
-
     def _kinds(self) -> np.ndarray:
         """int64 [nodes]: place of a node's distribution in ``shapes``."""
         meets = self.paths.row == len(self.members)
@@ -469,13 +439,3 @@ class Sampler:
         )
         found[nodes] = several[self.op[self.paths.node[nodes]]]
         return found
-
-
-def _shapes(spread: Variability) -> _Factors:
-    return _Factors(
-        spread.curve("gpu", "step"),
-        spread.curve("gpu"),
-        spread.curve("step"),
-        spread.curve("network"),
-        spread.curve("host"),
-    )

@@ -51,45 +51,8 @@ function halved(section) {
   section.append(heading("What moves p95"), table(["if", "p95", "change"], [...rows, ...slow]));
 }
 
-// ---- a slow GPU by stage, a hot node by kind
-function slow(section) {
-  const { placement: placed, hot, base } = DATA.study;
-  const most = Math.max(...placed.p95.flat(), ...hot.flatMap((node) => node.p95.map(([, ns]) => ns))) / base - 1;
-  const cell = (ns) => {
-    const part = Math.max(0, ns / base - 1), made = element("div", "heat", signed(ns / base - 1, percent));
-    made.style.backgroundColor = `color-mix(in srgb, var(--path) ${Math.round(70 * (most > 0 ? part / most : 0))}%, transparent)`;
-    return tipOn(made, ms(ns), `${signed(ns - base, ms)} over ${ms(base)}`);
-  };
-  const classes = placed.classes.map((index) => DATA.classes[index] || `class ${index}`);
-  const several = classes.length > 1 ? ["worst / best"] : [];
-  section.append(heading("p95 with one slow GPU, by where it is"), quiet(`Over ${ms(base)}, p95 without it.`),
-    table(["it takes", ...classes, ...several], placed.factors.map((factor, i) =>
-      [`x ${factor}`, ...placed.p95[i].map(cell), ...several.map(() => round(placed.gain[i]))])),
-    ...(several.length ? [] : [quiet("There is one class.")]),
-    heading(`p95 with a hot node (${count(hot[0].ranks)} GPUs), one of each kind`),
-    table(["they take", ...hot.map((node) => `node ${node.node}`)], placed.factors.map((factor, i) => [`x ${factor}`, ...hot.map((node) => cell(node.p95[i][1]))])));
-}
-
-// ---- other world sizes
-function scale(section) {
-  const points = DATA.study.scale;
-  section.append(heading("Other world sizes"));
-  if (points.length) {
-    const curves = [["without variation", "steady", "other"], ["p50", "p50", "accent"], ["p95", "p95", "path"]];
-    const plot = new Plot(section, "iteration time over ranks", { right: 130, height: 380,
-      x: { from: Math.log2(points[0].ranks), to: Math.log2(points[points.length - 1].ranks), ticks: points.map((p) => Math.log2(p.ranks)),
-        write: (power) => count(Math.round(2 ** power)), title: "ranks" },
-      y: { ...extent(points.flatMap((p) => [p.steady, p.p50, p.p95])), write: formatNs } });
-    for (const [, key, colour] of curves) plot.line(points.map((p) => [Math.log2(p.ranks), p[key]]), `var(--${colour})`);
-    plot.names(curves.map(([text, key, colour]) => [points[points.length - 1][key], text, `var(--${colour})`]));
-    section.append(table(["ranks", "without variation", "p50", "p95"], points.map((p) => [count(p.ranks), ms(p.steady), ms(p.p50), ms(p.p95)])));
-  }
-  section.append(quiet(`${DATA.study.note}.`));
-}
-
 figures();
 tabs([["distribution", "Distribution", anew(distribution)], ["moves", "What moves p95", once(halved)],
-  ...(DATA.study ? [["slow", "Slow GPUs", once(slow)], ["scale", "Scale", anew(scale)]] : []),
   provenance(["What the prediction rests on", ["", ""], [["spreads", DATA.source], ["calls", DATA.calls],
     ...DATA.durations.map((text) => [badge(text), text.replace(/^\w+: /, "")])]]),
-  reading("without variation", "p50, p95, p99", "what moves p95", "slow GPU, hot node", "scale", "assumed spreads")]);
+  reading("without variation", "p50, p95, p99", "what moves p95", "assumed spreads")]);

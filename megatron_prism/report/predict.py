@@ -13,7 +13,7 @@ from megatron_prism.report.page import render_page
 
 
 def render_distribution(prediction: Prediction) -> str:
-    """The page; with a study and a whole run if the prediction has them."""
+    """The page."""
     classes = {str(index): name for index, name in prediction.classes.items()}
     data = {**prediction.to_json(), "classes": classes}
     text = _lines("without variation", prediction.steady, prediction.quantiles)

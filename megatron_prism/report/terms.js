@@ -13,8 +13,6 @@ const TERMS = {
   "without variation": "The iteration of prism replay, in which every op takes the time that was measured or modelled.",
   "p50, p95, p99": "Half, 95 % and 99 % of the iterations are shorter. Iterations of the whole world are drawn: GPUs, steps, calls, network and hosts vary by their spreads, and the slowest replica of the model counts. The interval beside a quantile is of the draws alone; that of the time without variation comes on top.",
   "what moves p95": "p95 if one thing varied half, or twice as much, and everything else as it does. Every bar was simulated again with the same random numbers: variances do not add up along a graph of maxima.",
-  "slow GPU, hot node": "p95 if one GPU of a stage, or all GPUs of one node, take longer to compute. Nodes are one of each kind.",
-  "scale": "The same model with more or fewer replicas; each replica keeps its microbatches.",
   "assumed spreads": "They come from published ranges. Replace them by those of the cluster in question (variability). Contention, and drift of a rank between two calls, are not in it.",
   "culprit": "A rank whose fault stopped the job. Where several explanations remain, nobody is named.",
   "direct and other victims": "Direct victims stand in the call that cannot end, or wait for a culprit in another one. The others wait for ranks that wait themselves.",
