@@ -1,21 +1,20 @@
 """How many of Megatron-LM's own functional tests run here, how exact, and why the others do not.
 
 ``python -m benchmarks.accuracy.functional_tests run TREE OUT.csv [--half even|odd|all] [--only RE]
-[--skip RE] [--iters 2] [--limit 120] [--samples N] [--time h100] [--work DIR]``
-``python -m benchmarks.accuracy.functional_tests table OUT.csv [OUT.csv …] [--into PAGE.md]``
+[--iters 2] [--limit 120] [--samples N] [--time h100] [--work DIR]``
+``python -m benchmarks.accuracy.functional_tests table OUT.csv [OUT.csv …]``
 
 TREE is a checkout of Megatron-LM (``git clone --branch core_v0.19.0
 https://github.com/NVIDIA/Megatron-LM``, outside of this repository); its tests are the files
 ``tests/functional_tests/test_cases/*/*/model_config.yaml``.  Each becomes a command line: the job's
 own arguments with mock data and a tokenizer of the same size, two iterations, no files, no
-evaluation.  The last rank, which writes Megatron's own figures, is emulated (``--tier meta``) in a
-fork of this process, which has torch imported already.  Where the tree holds NVIDIA's figures for
-the test (golden values), the peak of allocated bytes is compared with theirs; with ``--time`` one
-rank of every pipeline stage is captured and the replay on that machine compared, too.
+evaluation.  The last rank, which writes Megatron's own figures, is emulated on tier ``meta``.
+Where the tree has NVIDIA's figures for the test (golden values), the peak of allocated bytes is
+compared with theirs; with ``--time`` one rank of every pipeline stage is captured and the replay on
+that machine compared, too.
 
 Rows are added to OUT.csv at once and tests that it has are skipped, so a run can be stopped and
-started again; remove a row to try its test again.  ``table`` prints what the files say, or writes
-it into PAGE.md between its two ``functional tests`` comments.
+started again; remove a row to try its test again.  ``table`` prints what the files say.
 
 outcome: works; refused (by name, exit 2 or 1 with ``prism: error:``); crashes (any other failure);
 too long (not done within the limit); not tried (no training job, no way to convert it, or it needs
@@ -25,21 +24,17 @@ a package that this environment lacks).
 from __future__ import annotations
 
 import argparse
-import atexit
 import csv
-import importlib
 import json
 import math
 import os
 import re
-import runpy
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -78,10 +73,6 @@ SCRIPTS = {
 }
 OLDER = {"pretrain_hybrid.py": "pretrain_mamba.py", "examples/bert/pretrain_bert.py":
          "pretrain_bert.py", "examples/t5/pretrain_t5.py": "pretrain_t5.py"}  # fmt: skip
-PRELOADED = (  # modules that most jobs import, none of which holds a copy of Megatron's names
-    "torch", "torch._dynamo", "torch._inductor.config", "torch.distributed.checkpoint", "numpy",
-    "transformers", "sympy", "pydantic", "triton", "jinja2", "omegaconf", "wandb",
-)  # fmt: skip
 
 
 @dataclass
@@ -210,53 +201,22 @@ def shorten(job: list[str], samples: int, iters: int, replicas: int, stages: int
 # -- one run ---------------------------------------------------------------------------------------
 
 
-def forked(work: Callable[[], None], limit: float) -> int | None:
-    """Exit status of a fork that does ``work``; None, and no process left, past ``limit`` s."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        os.setsid()
-        code: Any = 1
-        try:
-            work()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-            print(end.code if isinstance(end.code, str) else "", end="")
-        except BaseException:
-            traceback.print_exc()
-        try:
-            atexit._run_exitfuncs()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(code)
-    until = time.monotonic() + limit
-    while time.monotonic() < until:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
-
-
 def prism(
     words: Sequence[str], cwd: Path, env: dict[str, str], log: Path, limit: float
 ) -> int | None:
-    """``python -m megatron_prism WORDS`` in a fork, as ``forked``; what it says is in ``log``."""
-
-    def work() -> None:
-        to = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(to, 1), os.dup2(to, 2)
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(env)
-        sys.path[0] = str(cwd)
-        sys.argv = ["megatron_prism", *words]
-        runpy.run_module("megatron_prism", run_name="__main__", alter_sys=True)
-
-    return forked(work, limit)
+    """Exit status of ``prism WORDS``, whose output goes to ``log``; None, and no process left, past
+    ``limit`` s."""
+    with log.open("wb") as to:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "megatron_prism", *words],
+            cwd=cwd, env=env, stdout=to, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return None
 
 
 def said(status: int | None, log: Path) -> tuple[str, str]:
@@ -288,7 +248,6 @@ class Trial:
     limit: float
     samples: int | None
     machine: str | None
-    tier: str = "meta"
 
     def run(self, test: str) -> Result:
         """Emulate one test."""
@@ -315,7 +274,7 @@ class Trial:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.tree)}
         env |= {k: str(v) for k, v in own if v is not None and "$" not in str(v)}
         base = self.work / test.replace("/", "_")
-        flags = ["run", "--prism-world-size", str(size), "--prism-tier", self.tier, "--prism-force"]
+        flags = ["run", "--prism-world-size", str(size), "--prism-tier", "meta", "--prism-force"]
         start = time.monotonic()
         out, log = base.with_suffix(".out"), Path(f"{base}.log")
         words = [*flags, "--prism-ranks", str(size - 1), "--prism-out", str(out), *job]
@@ -327,9 +286,8 @@ class Trial:
         result.outcome = "works"
         (file,) = out.rglob("rank-*.json")
         memory = json.loads(file.read_text())["memory"]
-        parts = memory["by_part"] or {"": memory["allocated_peak"]}  # a GPU's has no parts
         result.bytes = max(
-            v or 0 for k, v in parts.items() if k not in ("evaluation", "checkpoint")
+            v or 0 for k, v in memory["by_part"].items() if k not in ("evaluation", "checkpoint")
         )
         if self.machine and result.golden_seconds:
             stages = [str(stage * (size // pp)) for stage in range(pp)]
@@ -378,24 +336,14 @@ def read(file: Path) -> list[Result]:
 
 def run(options: argparse.Namespace) -> None:
     tree, out = options.tree.resolve(), options.out.resolve()
-    warnings.simplefilter("ignore")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for module in PRELOADED:
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            continue
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        trial = Trial(
-            tree, work, options.iters, options.limit, options.samples, options.time, options.tier
-        )
+        trial = Trial(tree, work, options.iters, options.limit, options.samples, options.time)
         done = {result.test for result in read(out)}
         for file in sorted((tree / CASES).glob("*/*/model_config.yaml")):
             test = file.parent.relative_to(tree / CASES).as_posix()
-            wanted = re.search(options.only, test) and not re.search(options.skip, test)
-            if test in done or not wanted or not in_half(test, options.half):
+            if test in done or not re.search(options.only, test) or not in_half(test, options.half):
                 continue
             result = trial.run(test)
             with out.open("a", newline="") as rows:
@@ -452,20 +400,6 @@ def _plain(why: str) -> str:
     return re.sub(r"\s+", " ", text).strip(" ;.")[:160]
 
 
-def write(options: argparse.Namespace) -> None:
-    text = table(options.files)
-    if options.into is None:
-        print(text)
-        return
-    begin, end = "<!-- functional tests: begin -->", "<!-- functional tests: end -->"
-    page = options.into.read_text(encoding="utf-8")
-    before, marked, rest = page.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (marked and closed):
-        raise SystemExit(f"{options.into} has no {begin} … {end}; fix: add both lines")
-    options.into.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True)
@@ -474,18 +408,15 @@ def main() -> None:
     trial.add_argument("out", type=Path)
     trial.add_argument("--half", choices=("even", "odd", "all"), default="all")
     trial.add_argument("--only", default="", metavar="RE")
-    trial.add_argument("--skip", default="^$", metavar="RE")
     trial.add_argument("--iters", type=int, default=2)
     trial.add_argument("--limit", type=float, default=120, help="seconds for one process")
     trial.add_argument("--samples", type=int, help="of a batch, about")
     trial.add_argument("--time", metavar="MACHINE", help="compare iteration times, too: h100")
-    trial.add_argument("--tier", default="meta", choices=["meta", "cpu", "cuda"])
     trial.add_argument("--work", type=Path, help="keep logs and JSON files in this folder")
     trial.set_defaults(do=run)
     found = commands.add_parser("table", help="counts, reasons and worst errors as Markdown")
     found.add_argument("files", type=Path, nargs="+")
-    found.add_argument("--into", type=Path, metavar="PAGE.md")
-    found.set_defaults(do=write)
+    found.set_defaults(do=lambda options: print(table(options.files)))
     options = parser.parse_args()
     options.do(options)
 

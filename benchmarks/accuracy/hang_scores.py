@@ -4,12 +4,6 @@
 worlds of 16 to MOST (512) ranks (``tests/helpers/random_hangs.py``).  Prints, per kind and in all,
 how many culprits are exact and how many innocents are named: with history and timing, and with
 outstanding calls only (Megatron's default).
-``python -m benchmarks.accuracy.hang_scores programs [FIRST [LAST [MOST]]]``: also with outstanding
-calls and the programs of the job (``hang/hypotheses.py``; half an hour on one core, minutes up to
-64 ranks), and how often the culprit is at least among the ranks that remain.
-``python -m benchmarks.accuracy.hang_scores 8192``: how long each kind takes on 8,192 ranks.
-``python -m benchmarks.accuracy.hang_scores history FIRST LAST``: with history and timing only,
-worlds of 16 to 8,192 ranks, a third of them of 1,024 and more.
 ``python -m benchmarks.accuracy.hang_scores running [N]``: N (40) sets of dumps of each of ten jobs
 that run, of 8 to 64 ranks, eight of them captured now; then of the same with stragglers.  How many
 sets name somebody?  None should.
@@ -21,10 +15,8 @@ what the job would have printed alone; and two faults of two kinds at once.
 from __future__ import annotations
 
 import random
-import re
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,60 +38,22 @@ from megatron_prism.hang import export  # noqa: E402
 from megatron_prism.hang.dumps import DumpSet  # noqa: E402
 from megatron_prism.hang.logs import read_logs  # noqa: E402
 
-LARGE = [World(1024, tp=8, pp=8, ep=8), World(4096, tp=8, pp=8, cp=2, ep=8),
-         World(8192, tp=8, pp=16, cp=2, ep=8)]  # fmt: skip
 ACTIVE = {"active_only": True, "stacks": False}
-
-
-def left(found) -> set[int]:
-    """The ranks of which a single fault would leave these dumps."""
-    text = re.search(r"leave these dumps, of ranks ([\d,:-]+)$", found.evidence[-1])
-    return set(World(1 << 20).select(text[1])) if text else set()
 
 
 def scored(found, culprits, finished) -> str:
     named = random_hangs.named(found)
     if named == culprits or finished and found.verdict == "healthy":
         return "exact"
-    if named:
-        return "innocent"
-    return "among" if culprits <= left(found) else "open"
+    return "innocent" if named else "open"
 
 
-def large(size: int) -> None:
-    """How long a verdict on a world of ``size`` ranks takes after everybody stands still."""
-    for kind in random_hangs.KINDS:
-        programs, faults, culprits = random_hangs.draw(
-            kind, World(size, tp=8, pp=16, cp=2, ep=8), seed=7
-        )
-        state = stall.run_until_stalled(programs, faults)
-        dumps, begin = dumps_of(state, **ACTIVE), time.perf_counter()
-        found = prism.hang(dumps)
-        took = time.perf_counter() - begin
-        print(f"{kind:14} {scored(found, culprits, state.finished):8} {took:.1f} s", flush=True)
+Table = dict[str, Counter[str]]  # what the dumps hold -> verdicts
 
 
-def history(first: int, last: int) -> None:
-    """Verdicts on worlds of every size, from dumps that hold everything."""
-    total: dict[bool, Counter[str]] = defaultdict(Counter)
-    slowest = 0.0
-    for seed in range(first, last + 1):
-        rng = random.Random(seed)
-        kind, small, large = (
-            rng.choice(list(random_hangs.KINDS)), rng.choice(random_hangs.WORLDS), rng.choice(LARGE)
-        )  # fmt: skip
-        world = large if seed % 3 == 0 else small
-        programs, faults, culprits = random_hangs.draw(kind, world, seed)
-        state = stall.run_until_stalled(programs, faults)
-        dumps, begin = dumps_of(state, timing=True), time.perf_counter()
-        verdict = scored(prism.hang(dumps), culprits, state.finished)
-        slowest = max(slowest, time.perf_counter() - begin)
-        total[world.size >= 1024][verdict] += 1
-        if verdict != "exact":
-            print(f"seed {seed}: {kind} of {world.size:,} ranks: {verdict}", flush=True)
-    for large, counts in sorted(total.items()):
-        print(f"{'1,024 and more' if large else 'below 1,024'}: {dict(counts)}")
-    print(f"slowest verdict {slowest:.1f} s")
+def show(table: Table) -> None:
+    for name, counts in sorted(table.items()):
+        print(f"{name:24} {dict(counts)}")
 
 
 RUNNING = ("tp2pp2_sp_overlap", "large", "ep8_tp2pp2", "tp2pp2vpp2_gather", "ep2_pp2vpp2",
@@ -127,54 +81,65 @@ def running(sets: int) -> None:
 Draw = tuple[random.Random, World, str, StalledJob, set[int]]
 
 
-def drawn(first: int, last: int) -> Iterator[Draw]:
-    """(what draws on, world, kind, the stalled job, its culprits), where it stalls."""
+def drawn(first: int, last: int, most: int = 128) -> Iterator[Draw]:
+    """(what draws on, world, kind, the stalled job, its culprits) of worlds of up to ``most``."""
     for seed in range(first, last + 1):
         rng = random.Random(seed)
         kind, world = rng.choice(list(random_hangs.KINDS)), rng.choice(random_hangs.WORLDS)
-        if world.size <= 128:
+        if world.size <= most:
             programs, faults, culprits = random_hangs.draw(kind, world, seed)
-            state = stall.run_until_stalled(programs, faults)
-            if not state.finished:
-                yield rng, world, kind, state, culprits
+            yield rng, world, kind, stall.run_until_stalled(programs, faults), culprits
 
 
-def lost(first: int, last: int) -> None:
+def single(first: int, last: int, most: int = 512) -> Table:
+    """Who is named from all dumps, by kind and in all."""
+    table: Table = defaultdict(Counter)
+    for _, _, kind, state, culprits in drawn(first, last, most):
+        for name, how in (("history", {"timing": True}), ("active only", ACTIVE)):
+            verdict = scored(prism.hang(dumps_of(state, **how)), culprits, state.finished)
+            table[name][verdict] += 1
+            table[f"{name}, {kind}"][verdict] += 1
+    return table
+
+
+def lost(first: int, last: int) -> Table:
     """How often lost files change who is named."""
-    table: dict[str, Counter[str]] = defaultdict(Counter)
+    table: Table = defaultdict(Counter)
     for rng, world, kind, state, culprits in drawn(first, last):
         innocent = sorted(set(range(world.size)) - culprits)
         for share, number in (("one", 1), ("a fifth", world.size // 5)):
             gone = set(rng.sample(innocent, number))
+            if kind == "killed" or state.finished:
+                continue
             for name, how in (("history", {"timing": True}), ("active only", ACTIVE)):
                 kept = {r: d for r, d in dumps_of(state, **how).dumps.items() if r not in gone}
-                found = prism.hang(DumpSet(kept)) if kind != "killed" else None
-                if found is not None:  # exit status 3: a dump is missing, perhaps its rank
-                    says = scored(found, culprits, False) if found.exit_code == 1 else "open"
-                    table[f"{share} lost, {name}"][says] += 1
-    for name, counts in table.items():
-        print(f"{name}: {dict(counts)}")
+                found = prism.hang(DumpSet(kept))
+                # exit status 3: a dump is missing, perhaps its rank
+                says = scored(found, culprits, False) if found.exit_code == 1 else "open"
+                table[f"{share} lost, {name}"][says] += 1
+    return table
 
 
-def logs(first: int, last: int) -> None:
-    """Who is named from logs alone."""
-    table: dict[str, Counter[str]] = defaultdict(Counter)
+def logs(first: int, last: int) -> Table:
+    """Who is named from logs alone, by kind and in all."""
+    table: Table = defaultdict(Counter)
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "job.log")
         for _, world, kind, state, culprits in drawn(first, last):
+            if state.finished:
+                continue
             values = dict(export.dumps_of(state, **ACTIVE))
             killed = culprits if kind == "killed" else ()
             path.write_text(rendered_logs.text(values, world, killed))
-            found = prism.hang(read_logs([path]))
-            table[kind][scored(found, culprits, False)] += 1
-    print(f"logs alone: {dict(sum(table.values(), Counter()))}")
-    for kind, counts in sorted(table.items()):
-        print(f"    {kind:14} {dict(counts)}")
+            verdict = scored(prism.hang(read_logs([path])), culprits, False)
+            table["logs alone"][verdict] += 1
+            table[f"logs alone, {kind}"][verdict] += 1
+    return table
 
 
-def two(first: int, last: int) -> None:
+def two(first: int, last: int) -> Table:
     """Who is named of two ranks that err in two ways."""
-    table: dict[str, Counter[str]] = defaultdict(Counter)
+    table: Table = defaultdict(Counter)
     for seed in range(first, last + 1):
         rng = random.Random(seed)
         world, kinds = rng.choice(random_hangs.WORLDS[:5]), rng.sample([*random_hangs.KINDS], 2)
@@ -186,50 +151,18 @@ def two(first: int, last: int) -> None:
         for name, how in (("history", {"timing": True}), ("active only", ACTIVE)):
             named = random_hangs.named(prism.hang(dumps_of(state, **how)))
             innocent = named - set(ranks)
-            table[name]["innocent" if innocent else f"{len(named)} named"] += 1
-    for name, counts in table.items():
-        print(f"two faults, {name}: {dict(counts)}")
+            table[f"two faults, {name}"]["innocent" if innocent else f"{len(named)} named"] += 1
+    return table
 
 
 def main() -> None:
-    if sys.argv[1:2] and sys.argv[1] in ("lost", "logs", "two"):
-        bounds = [*map(int, sys.argv[2:]), *(0, 199)[len(sys.argv) - 2 :]]
-        {"lost": lost, "logs": logs, "two": two}[sys.argv[1]](*bounds)
+    words = sys.argv[1:]
+    if words[:1] == ["running"]:
+        running(int(words[1]) if len(words) > 1 else 40)
         return
-    if sys.argv[1:2] == ["running"]:
-        running(int(sys.argv[2]) if len(sys.argv) > 2 else 40)
-        return
-    if sys.argv[1:2] == ["history"]:
-        history(int(sys.argv[2]), int(sys.argv[3]))
-        return
-    explained = sys.argv[1:2] == ["programs"]
-    words = [int(word) for word in sys.argv[1 + explained :]]
-    if words[:1] == [8192]:
-        large(8192)
-        return
-    first, last, most = (*words, *(0, 199, 512)[len(words) :])
-    table: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for seed in range(first, last + 1):
-        rng = random.Random(seed)
-        kind, world = rng.choice(list(random_hangs.KINDS)), rng.choice(random_hangs.WORLDS)
-        if world.size > most:
-            continue
-        programs, faults, culprits = random_hangs.draw(kind, world, seed)
-        state = stall.run_until_stalled(programs, faults)
-        full = prism.hang(dumps_of(state, timing=True))
-        dumps = dumps_of(state, **ACTIVE)
-        found = prism.hang(dumps)
-        verdicts = {"history": full, "active only": found}
-        if explained:
-            more = found if state.finished else prism.hang(dumps, programs=healthy(world))
-            verdicts["and programs"] = more
-        for name, verdict in verdicts.items():
-            table[name][kind][scored(verdict, culprits, state.finished)] += 1
-        print(seed, kind, world.size, {n: dict(t[kind]) for n, t in table.items()}, flush=True)
-    for name, kinds in table.items():
-        print(f"{name}: {dict(sum(kinds.values(), Counter()))}")
-        for kind, counts in sorted(kinds.items()):
-            print(f"    {kind:14} {dict(counts)}")
+    scores = {"lost": lost, "logs": logs, "two": two}
+    score = scores[words.pop(0)] if words and words[0] in scores else single
+    show(score(*map(int, words), *(0, 199)[len(words) :]))
 
 
 if __name__ == "__main__":

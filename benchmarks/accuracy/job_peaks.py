@@ -1,12 +1,15 @@
-"""Peak memory of single ranks without a GPU, job by job, against that of one GPU.
+"""Memory of single ranks without a GPU, job by job, against that of GPUs.
 
-``python -m benchmarks.accuracy.job_peaks RESULTS SCRIPTS [JOB … ]``
+``python -m benchmarks.accuracy.job_peaks RESULTS SCRIPTS [JOB …]``
 
-RESULTS is ``h200_fp8_peaks`` (15 jobs, 13 of them in FP8: four minutes of one core) or
-``h100_stock_peaks`` (23 configurations after Megatron-LM's examples: fifteen minutes).  SCRIPTS
-holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  Every job is
-captured on tier ``meta`` as the rank that was emulated on the GPU with the real Transformer
-Engine; its figure was read by hand, as ``about`` in the file says.
+SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  Every job
+of ``results/RESULTS.json`` is captured alone on tier ``meta`` with the arguments of the real run:
+
+h200_fp8_peaks     : 15 jobs, 13 of them in FP8, emulated on one GPU (four minutes of one core)
+h100_stock_peaks   : 23 configurations after Megatron-LM's examples (fifteen minutes)
+h200_x4_real_peaks : the 24 ranks of six real 4-GPU jobs, ``CONFIG:RANK`` (eight minutes), reserved
+                     and device bytes, too.  Reserved is midway between a device that keeps up with
+                     its host and a host that is far ahead; both ends are printed
 """
 
 from __future__ import annotations
@@ -21,51 +24,78 @@ from pathlib import Path
 from typing import Any
 
 import megatron_prism as prism
-from benchmarks.report import ROOT, Row, finish
+from benchmarks.accuracy.jobs import COMMON, CONFIGS, NUM_RANKS
+from benchmarks.report import RESULTS, ROOT, Row, finish
 
-RESULTS = Path(__file__).parents[1] / "results"
-BOUND = 0.1  # percent
+BOUND = 0.1  # percent, of allocated bytes
+REAL_JOBS = "h200_x4_real_peaks"
+MOE = "te_moe_ep4"  # mirrored peers route as the rank itself does: only reported
 
 
-def peak(script: Path, real: dict[str, Any], job: dict[str, Any], out: Path) -> int:
-    """Allocated bytes at the peak: of the captured iteration, or of the whole run if that was
-    measured."""
-    rank = job.get("rank", 0)
-    release = ["--prism-te-version", real["te_version"]] if "te_version" in real else []
-    words = [sys.executable, "-m", "megatron_prism", "run", "--prism-world-size",
-             str(job.get("world", 2)), "--prism-ranks", str(rank), "--prism-tier", "meta", *release,
-             "--prism-capture", str(out / "slices"), "--prism-out", str(out / "summary"), "--",
-             str(script), *real["arguments"].split(), *job["arguments"].split(),
-             "--train-iters", "3", "--num-workers", "0"]  # fmt: skip
+def jobs_of(name: str) -> dict[str, dict[str, Any]]:
+    """Job -> world, rank, arguments, bound (percent) and the real bytes by level."""
+    real = json.loads((RESULTS / f"{name}.json").read_text())
+    if name == REAL_JOBS:
+        return {
+            f"{config}:{rank}": {
+                "world": NUM_RANKS, "rank": rank, "arguments": f"{COMMON} {flags}",
+                "bound": None if config == MOE else 2.0 if config.startswith("te_") else 0.5,
+                "real": {level: real[key][config][rank] for level, key in
+                         (("allocated", "peaks"), ("reserved", "reserved"), ("device", "device"))},
+            }
+            for config, flags in CONFIGS.items() for rank in range(NUM_RANKS)
+        }  # fmt: skip
+    shared = {"world": 2, "rank": 0, "bound": BOUND, "whole_run": real.get("whole_run", False),
+              "te_version": real.get("te_version")}  # fmt: skip
+    return {
+        name: {**shared, **job, "arguments": f"{real['arguments']} {job['arguments']}",
+               "real": {"allocated": job["peak"]}}
+        for name, job in real["jobs"].items()
+    }  # fmt: skip
+
+
+def figures(script: Path, job: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Bytes of the job's rank alone, as a class of ``prism memory``; of the whole run where that
+    was measured."""
+    rank = job["rank"]
+    release = ["--prism-te-version", job["te_version"]] if job.get("te_version") else []
+    words = [sys.executable, "-m", "megatron_prism", "run", "--prism-world-size", str(job["world"]),
+             "--prism-ranks", str(rank), "--prism-tier", "meta", *release, "--prism-capture",
+             str(out / "slices"), "--prism-out", str(out / "summary"), "--", str(script),
+             *job["arguments"].split(), "--train-iters", "3", "--num-workers", "0"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
         raise SystemExit(f"{job['arguments']} failed:\n{done.stderr[-1500:]}")
-    if real.get("whole_run"):
+    if job.get("whole_run"):
         summary = json.loads((out / "summary" / f"rank-{rank:06}.json").read_text())
-        return int(summary["memory"]["allocated_peak"])
+        return {"peak_allocated": summary["memory"]["allocated_peak"]}
     programs = prism.load(out / "slices" / f"slice-{rank:06}.prism")
     (one,) = prism.peak_memory(programs).classes.values()
-    return int(one["peak_allocated"])
+    return dict(one)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", choices=("h200_fp8_peaks", "h100_stock_peaks"))
+    parser.add_argument("results", choices=("h200_fp8_peaks", "h100_stock_peaks", REAL_JOBS))
     parser.add_argument("scripts", type=Path)
     parser.add_argument("jobs", nargs="*", metavar="JOB")
     args = parser.parse_args()
-    rows = []
-    real = json.loads((RESULTS / f"{args.results}.json").read_text())
-    for name in args.jobs or real["jobs"]:
-        job = real["jobs"][name]
+    rows, jobs = [], jobs_of(args.results)
+    for name in args.jobs or jobs:
+        job = jobs[name]
         with tempfile.TemporaryDirectory() as place:
-            script = args.scripts.resolve() / "pretrain_gpt.py"
-            ours = peak(script, real, job, Path(place) / "out")
-        off = 100 * (ours / job["peak"] - 1)
-        rows.append(Row(f"{name}: allocated, off the GPU", abs(off), "%", BOUND))
-        print(f"{name}: {ours:,} B here, {job['peak']:,} B real, {off:+.4f} %", flush=True)
-    finish("Peak memory of a rank without a GPU", rows)
+            ours = figures(args.scripts.resolve() / "pretrain_gpt.py", job, Path(place) / "out")
+        for level, real in job["real"].items():
+            here = ours[f"peak_{level}"]
+            off = 100 * (here / real - 1)
+            bound = job["bound"] if level == "allocated" else None
+            rows.append(Row(f"{name}: {level}, off the GPU", abs(off), "%", bound))
+            print(f"{name} {level}: {here:,} B here, {real:,} B real, {off:+.4f} %", flush=True)
+            if level == "reserved":
+                low, high = (100 * (end / real - 1) for end in ours["reserved_between"])
+                print(f"{name} reserved between: {low:+.1f} to {high:+.1f} %", flush=True)
+    finish("Memory of a rank without a GPU", rows)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.accuracy.run SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
 [--beside 5] [--alone-steps 11] [--between 5] [--learn N] [--more "--global-batch-size 8"]
-[--factors 1.40,2.03] [--json OUT] [--work DIR]``
+[--json OUT] [--work DIR]``
 
 SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0; the jobs
 are those of ``jobs.py``.  OUT gets one record more for every configuration: date, machine, commit,
@@ -18,9 +18,7 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
    the replay of these slices is compared with (``--rounds 0 --beside 105 --alone-steps 47`` is what
    ``tails_reality.py`` needs).  With ``--between N`` captures and the real job alternate after N
    steps, so that both see the host drift; iterations in which captures stop are left out;
-2. ``--rounds`` turns of the real job, of every rank alone with paced peers, and, with
-   ``--factors``, of every rank but 1 beside a virtual rank 1 that is slower, and of the real job
-   slowed so.
+2. ``--rounds`` turns of the real job, and of every rank alone with paced peers.
 
 Ranks begin their rounds after as many train steps as the real job has made, or ``--learn``. Every
 process keeps to one share of the cores, a rank alone to that of its twin in the real job
@@ -61,9 +59,8 @@ from megatron_prism.runtime.recorder.gpu_clock import sampler
 
 WARM_UP = 3  # iterations
 LR_STEPS = 1000  # of every job, however short: what has learned as much is as fast
-# percent, mean and most: ours of a replay; PrismLLM's published errors of paced ranks; of a slow
-# rank's effect
-REPLAY, PACED, SLOWDOWN = (2.0, 5.0), (0.58, 1.98), (5.0, 5.0)
+# percent, mean and most: ours of a replay; PrismLLM's published errors of paced ranks
+REPLAY, PACED = (2.0, 5.0), (0.58, 1.98)
 KEPT = ("allocated_peak", "reserved_peak", "device_bytes")  # of a rank
 ENDLESS = 1000  # train steps of a job that is stopped by us
 PATIENCE_S = 150.0  # for one turn, start-up included
@@ -178,13 +175,10 @@ class Turns:
         process = self._start(f"{name}-log", [*launcher, *gate, *program], **environment)
         return Runner(folder, ranks, process)
 
-    def real_job(self, config: str, *slow: str) -> Runner:
-        """The real job, its rank ``slow[0]`` ``slow[1]`` times as slow."""
+    def real_job(self, config: str) -> Runner:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc-per-node", str(self.num_ranks)]
-        program = [str(Path(__file__).with_name("slow_rank.py")), *slow] if slow else []
-        name = "-".join([config, "real", *slow])
-        return self.runner(name, launcher, [*program, *self.job(config, ENDLESS)], self.num_ranks)
+        return self.runner(f"{config}-real", launcher, self.job(config, ENDLESS), self.num_ranks)
 
     def emulated(self, name: str, rank: int, config: str, steps: int, *ours: str) -> Runner:
         """One emulated rank, on the GPU that it has in the job; behind that are the GPUs to which
@@ -202,10 +196,10 @@ class Turns:
         name = f"{config}-capture"
         return [self.emulated(name, r, config, steps, *flags) for r in range(self.num_ranks)]
 
-    def paced_ranks(self, config: str, name: str, ranks: Sequence[int], *more: str) -> list[Runner]:
-        """Ranks alone, with paced peers."""
-        flags = ["--prism-pace", str(self.work / f"{config}-slices"), *more]
-        return [self.emulated(f"{config}-{name}", r, config, ENDLESS, *flags) for r in ranks]
+    def paced_ranks(self, config: str) -> list[Runner]:
+        """Every rank alone, with paced peers."""
+        flags, name = ["--prism-pace", str(self.work / f"{config}-slices")], f"{config}-paced"
+        return [self.emulated(name, r, config, ENDLESS, *flags) for r in range(self.num_ranks)]
 
 
 def predict(folder: Path, calibration: Calibration) -> dict[str, float]:
@@ -305,16 +299,6 @@ def percent(found: float | None, real: float | None) -> float | None:
     return None if not found or not real else 100 * (found / real - 1)
 
 
-def beside(turns: Turns, config: str, factor: str) -> dict[str, list[Runner]]:
-    """The real job with a slow rank 1, and every other rank alone beside a virtual one as slow."""
-    others = [rank for rank in range(turns.num_ranks) if rank != 1]
-    flags = ["--prism-slow", f"1:{factor}"]
-    return {
-        f"real, 1 x {factor}": [turns.real_job(config, "1", factor)],
-        f"paced, 1 x {factor}": turns.paced_ranks(config, f"beside-{factor}", others, *flags),
-    }
-
-
 def replayed(turns: Turns, config: str, real: Runner) -> dict[str, Any]:
     """Slices that are captured in turns with the real job, and their replay beside it."""
     folder = turns.work / f"{config}-slices"
@@ -344,36 +328,24 @@ def measure(turns: Turns, config: str, args: argparse.Namespace) -> dict[str, An
     begin = time.time()
     row: dict[str, Any] = {"config": config, "more": " ".join(turns.more), "whole": True}
     # all start now, which takes long; GPUs hold only what has been opened
-    real, ranks = turns.real_job(config), range(turns.num_ranks)
-    groups = {"real": [real], "paced": turns.paced_ranks(config, "paced", ranks)}
-    slow = [beside(turns, config, factor) for factor in filter(None, args.factors.split(","))]
+    real = turns.real_job(config)
+    groups = {"real": [real], "paced": turns.paced_ranks(config)}
     try:
         row |= replayed(turns, config, real)
         learned = real.steps if args.learn is None else args.learn
         real.turns = []
-        asked = args.rounds if row["captured"] else 0  # ranks without slices would wait for nothing
-        for more in (slow or [{}]) if asked else ():  # side by side they need more memory
-            both = [*groups.values(), *more.values()]
-            row["whole"] = rounds(turns, both, args.rounds, learned) and row["whole"]
-            _end(more)
-        if asked:
-            every = {name: found for part in (groups, *slow) for name, found in part.items()}
+        if args.rounds and row["captured"]:  # ranks without slices would wait for nothing
+            row["whole"] = rounds(turns, list(groups.values()), args.rounds, learned)
             row["groups"] = {
                 name: [{"turns_ms": list(r.turns), "memory": r.memory()} for r in group]
-                for name, group in every.items()
+                for name, group in groups.items()
             }
             row["nccl"] = nccl_of(turns.work, config, turns.num_ranks)
     finally:
-        for part in (groups, *slow):
-            _end(part)
-        row["took_s"] = round(time.time() - begin, 1)
-    return row
-
-
-def _end(groups: dict[str, list[Runner]]) -> None:
-    for group in groups.values():
-        for runner in group:
+        for runner in (one for group in groups.values() for one in group):
             runner.end()
+    row["took_s"] = round(time.time() - begin, 1)
+    return row
 
 
 def nccl_of(work: Path, config: str, num_ranks: int) -> list[int | None]:
@@ -410,56 +382,36 @@ def _line(what: str, pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> int:
-    """Print what was found; 0 if every bound was met."""
-    replays, felt, slowdowns = [], [], []
-    whole, asked = bool(rows), 1
+    """Print the figures; 0 if every bound was met."""
+    replays, felt = [], []
+    whole, paced = bool(rows), False
     for row in rows:
         whole = whole and row.get("captured", False) and row.get("whole", False)
-        has_slow = any(name.startswith("real, ") for name in row.get("groups", ()))
-        asked = max(asked, 1 + bool(row.get("groups")) + has_slow)
         error = percent(row.get("predicted_ms"), row.get("real_ms"))
         replays += [] if error is None else [error]
         print(f"{row['config']}: real beside captures {_ms(row.get('real_ms'))}, "
               f"replayed {_ms(row.get('predicted_ms'))} ({_percent(error)})")  # fmt: skip
         turns = {k: [one["turns_ms"] for one in v] for k, v in row.get("groups", {}).items()}
-        medians = {name: [median(run) for run in runs] for name, runs in turns.items()}
-        base = medians.get("real", [None])[0]
+        paced = paced or bool(turns)
         whole = whole and all(all(runs) for runs in turns.values())
+        base = median(turns["real"][0]) if turns else None
         for name, runs in turns.items():
-            kind, _, slow = name.partition(", ")
-            errors = [percent(ms, base) for ms in medians[name]]
-            if slow and kind == "paced":  # by how much it slowed down, each against itself
-                slowed = _times(medians[f"real, {slow}"][0], base)
-                pairs = zip(
-                    medians[name],
-                    [ms for i, ms in enumerate(medians["paced"]) if i != 1],
-                    strict=True,
-                )
-                errors = [percent(_times(*pair), slowed) for pair in pairs]
-                slowdowns += [e for e in errors if e is not None]
-            numbers = [e for e in errors if e is not None]
-            felt += numbers if name == "paced" else []
-            print(f"  {name}: {', '.join(map(_ms, medians[name]))} "
+            medians = [median(run) for run in runs]
+            errors = [percent(ms, base) for ms in medians]
+            felt += [e for e in errors if e is not None] if name == "paced" else []
+            print(f"  {name}: {', '.join(map(_ms, medians))} "
                   f"({', '.join(map(_percent, errors))}), "
                   f"spread {', '.join(_percent(spread(run)) for run in runs)}")  # fmt: skip
         for line in memory_lines(row):
             print(line)
     ends = []
-    for name, errors, (mean, most) in (
-        ("replay", replays, REPLAY),
-        ("paced", felt, PACED),
-        ("slowdown", slowdowns, SLOWDOWN),
-    ):
+    for name, errors, (mean, most) in (("replay", replays, REPLAY), ("paced", felt, PACED)):
         if errors:
-            found = statistics.fmean(map(abs, errors)), max(map(abs, errors))
-            print(f"{name}: mean |error| {found[0]:.2f} % (bound {mean}), "
-                  f"most {found[1]:.2f} % ({most})")  # fmt: skip
-            ends.append(found[0] <= mean and found[1] <= most)
-    return 0 if whole and len(ends) == asked and all(ends) else 1
-
-
-def _times(after: float | None, before: float | None) -> float | None:
-    return after / before if after and before else None
+            average, worst = statistics.fmean(map(abs, errors)), max(map(abs, errors))
+            print(f"{name}: mean |error| {average:.2f} % (bound {mean}), "
+                  f"most {worst:.2f} % ({most})")  # fmt: skip
+            ends.append(average <= mean and worst <= most)
+    return 0 if whole and len(ends) == 1 + paced and all(ends) else 1
 
 
 def _ms(value: float | None) -> str:
@@ -482,7 +434,6 @@ def main() -> int:
     parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
     parser.add_argument("--learn", type=int, help="steps of paced ranks before their rounds")
     parser.add_argument("--more", default="", help="arguments that every job gets, too")
-    parser.add_argument("--factors", default="", help="of a slow rank 1: 1.16,1.40,2.03")
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
