@@ -1,9 +1,7 @@
 """What was recorded of one rank: Kineto's traces, Nsight's SQLite, NCCL's Flight Recorder.
 
-A Kineto trace is read in pieces: a piece ends where one event does, which is where it decodes, so a
-trace of gigabytes takes the memory of what is kept of it, and one broken event is found where it
-stands.  Kept are work on the device, when the host launched it, calls of torch.distributed, the
-host's operators and the profiler's steps; Python frames, flows and counters are not.
+Kept are work on the device, when the host launched it, calls of torch.distributed, the host's
+operators and the profiler's steps; Python frames, flows and counters are not.
 
 Formats: "Trace Event Format" (Google, 2016) as libkineto/src/output_json.cpp @pytorch/kineto writes
 it; arguments of calls: record_param_comms (torch/csrc/distributed/c10d/ParamCommsUtils.hpp @2.11).
@@ -23,10 +21,10 @@ import stat
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,38 +33,54 @@ from megatron_prism.core import foreign
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.hang import dumps
 
-_PIECE = 1 << 23  # bytes that are decoded at once
-_MOST_EVENT = 1 << 26  # bytes of one event, of what stands before the first and behind the last
-_MOST = 1 << 36  # bytes of a whole trace, unpacked
-_TRIES = 64  # places in a piece at which an event may end
-_WINDOW = 1 << 18  # bytes in which the end of an event is looked for
-_BETWEEN = re.compile(rb"\}\s{0,99},\s{0,99}\{")
-_END = re.compile(rb"\}\s{0,99},?\s{0,99}\]")
-_EMPTY = re.compile(rb"\s*\]")
-_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_MOST = 1 << 33  # bytes of a trace, unpacked
 _MOST_TS = 4e15  # us, either side of 0: what 64 bits of ns hold
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "concurrent_kernel"}
-_LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "driver", "hip_runtime", "privateuse1_runtime"}
-_HOST = {"cpu_op", "user_annotation", "operator"}
+_DEVICE, _LAUNCH, _HOST = range(3)
+_KINDS = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "concurrent_kernel"), _DEVICE)
+_KINDS |= dict.fromkeys(
+    ("cuda_runtime", "cuda_driver", "runtime", "driver", "hip_runtime", "privateuse1_runtime"),
+    _LAUNCH,
+)
+_KINDS |= dict.fromkeys(("cpu_op", "user_annotation", "operator"), _HOST)
 _STEP = re.compile(r"ProfilerStep\s?#(\d+)")
+_CALL = re.compile(r"c10d::|nccl:|gloo:|record_param_comms$")
 _RANK = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
 FIX = "a trace that torch.profiler's export_chrome_trace or nsys export --type sqlite wrote"
+_BACKWARDS = "events that end before they begin, or without a time"
 Groups = Mapping[str, tuple[str, tuple[int, ...]]]
+_NAMES = {
+    "op": "Collective name", "group": "Process Group Name", "members": "Group size",
+    "num_in": "In msg nelems", "num_out": "Out msg nelems", "dims": "Input Dims",
+    "types": "Input type", "inputs": "Concrete Inputs",
+}  # fmt: skip
+
+
+class CallArgs(msgspec.Struct, gc=False, rename=_NAMES):
+    """Arguments of a call, as the profiler has them."""
+
+    op: str = ""
+    dtype: str = ""
+    group: str = ""
+    members: int = 0
+    num_in: int | None = None
+    num_out: int | None = None
+    dims: list[Any] = []
+    types: list[Any] = []
+    inputs: list[Any] = []
 
 
 @dataclass(frozen=True)
 class HostCall:
     """A span of the host in which it asks for communication.
 
-    name   : ``c10d::allreduce_``, ``record_param_comms``, ``nccl:all_reduce``, ``gloo:…``
-    fields : of its arguments, as the profiler names them
+    name : ``c10d::allreduce_``, ``record_param_comms``, ``nccl:all_reduce``, ``gloo:…``
     """
 
     name: str
     thread: int
     start: int
     end: int
-    fields: Mapping[str, object]
+    args: CallArgs
 
 
 @dataclass
@@ -127,47 +141,45 @@ class _Sink:
     def drop(self, why: str) -> None:
         self.found.dropped[why] = self.found.dropped.get(why, 0) + 1
 
-    def on_host(
-        self,
-        name: str,
-        start: int,
-        end: int,
-        thread: int,
-        fields: Mapping[str, object] | None = None,
-    ) -> None:
+    def on_device(self, name: str, start: int, end: int, stream: object, correlation: int) -> None:
+        code = self.names.setdefault(name, len(self.names))
+        self.device.extend((start, end, self.thread(("stream", stream)), correlation, code))
+
+    def on_host(self, name: str, start: int, end: int, tid: object, args: msgspec.Raw) -> None:
         """A span of the host: a step, a call, or an operator."""
         if (step := _STEP.match(name)) is not None:
             self.found.steps.append((int(step[1]), start, end))
-        elif name.startswith(("c10d::", "nccl:", "gloo:")) or name == "record_param_comms":
-            self.found.calls.append(HostCall(name, thread, start, end, fields or {}))
+        elif _CALL.match(name):
+            try:
+                fields = _CALL_ARGS.decode(args) if args else CallArgs()
+            except (msgspec.DecodeError, RecursionError):
+                fields = CallArgs()
+            self.found.calls.append(HostCall(name, self.thread(tid), start, end, fields))
         else:
-            self.host.extend((start, end, thread))
+            self.host.extend((start, end, self.thread(tid)))
 
-    def done(self) -> Recorded:
-        found = self.found
+    def done(self, base: int = 0) -> Recorded:
+        """What was recorded, ``base`` ns later where 64 bits hold that."""
+        found, base = self.found, base if abs(base) < 1 << 61 else 0
         device = np.frombuffer(self.device, np.int64).reshape(-1, 5)
         found.device = device[np.argsort(device[:, 0], kind="stable")]
         launch = np.frombuffer(self.launch, np.int64).reshape(-1, 3)
         found.launch = launch[np.argsort(launch[:, 0], kind="stable")]
         if not len(device):
             found.host = _innermost(np.frombuffer(self.host, np.int64).reshape(-1, 3))
+        for table in (found.device, found.host):
+            table[:, :2] += base
+        found.launch[:, 1] += base
         found.names = tuple(self.names)
+        found.calls = [replace(c, start=c.start + base, end=c.end + base) for c in found.calls]
         found.calls.sort(key=lambda call: (call.start, -call.end))
-        found.steps.sort(key=lambda step: step[1])
+        found.steps = sorted(
+            ((number, start + base, end + base) for number, start, end in found.steps),
+            key=lambda step: step[1],
+        )
         if found.rank is None and (named := _RANK.search(Path(found.path).name)):
             found.rank = int(named[1])
         return found
-
-
-def _shift(found: Recorded, base: int) -> None:
-    """Add ``base`` ns to all times; one that 64 bits do not hold is none."""
-    if abs(base) >= 1 << 61:
-        return
-    for table in (found.device, found.host):
-        table[:, :2] += base
-    found.launch[:, 1] += base
-    found.steps = [(number, start + base, end + base) for number, start, end in found.steps]
-    found.calls = [replace(c, start=c.start + base, end=c.end + base) for c in found.calls]
 
 
 def _innermost(host: np.ndarray) -> np.ndarray:
@@ -184,17 +196,15 @@ class _Event(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str = ""
     name: str | int | None = ""
-    ts: float | str | None = None
-    dur: float | str | None = None
-    pid: int | str | None = None
+    ts: float | None = None
+    dur: float | None = None
     tid: int | str | None = None
     args: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _DeviceArgs(msgspec.Struct, gc=False):
     stream: int | str | None = None
-    correlation: int | str | None = None
-    device: int | str | None = None
+    correlation: int | None = None
 
 
 class _Group(msgspec.Struct):
@@ -209,156 +219,70 @@ class _Distributed(msgspec.Struct):
     pg_config: list[_Group] | None = None
 
 
-class _Head(msgspec.Struct):
-    """What a trace says beside its events."""
+class _Device(msgspec.Struct):
+    name: str = ""
 
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[_Event]
     distributedInfo: _Distributed | None = None
     host_name: str = ""
     baseTimeNanoseconds: int = 0
-    deviceProperties: list[dict[str, object]] | None = None
+    deviceProperties: list[_Device] | None = None
 
 
-_DECODER = msgspec.json.Decoder(list[_Event])
-_ARGS = msgspec.json.Decoder(_DeviceArgs, strict=False)
+_TRACE = msgspec.json.Decoder(_Trace | list[_Event], strict=False)
+_DEVICE_ARGS = msgspec.json.Decoder(_DeviceArgs, strict=False)
+_CALL_ARGS = msgspec.json.Decoder(CallArgs, strict=False)
 
 
 def _read_kineto(path: Path, packed: bool) -> Recorded:
-    sink = _Sink(path)
-    with open(path, "rb") as raw:
-        file: BinaryIO = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
+    most = min(_MOST, (1 << 28) + 100 * path.stat().st_size)
+    data = bytearray()
+    with gzip.open(path) if packed else open(path, "rb") as file:
         try:
-            around = b""
-            for around, events in _pieces(file):  # noqa: B007 - of the last
-                for event in events:
-                    _keep(sink, event)
+            while piece := file.read(1 << 23):
+                data += piece
+                if len(data) > most:
+                    raise ValueError(f"it unpacks to more than {most:,} bytes")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"it is cut off or damaged: {error}") from None
-    head = foreign.shaped(foreign.value_of_json(around), _Head) if around else _Head()
-    found, told = sink.done(), head.distributedInfo or _Distributed()
-    found.rank = told.rank if told.rank is not None else found.rank
-    found.world, found.node = told.world_size, head.host_name
-    found.groups = {str(one.pg_name): (one.pg_desc, one.ranks) for one in told.pg_config or ()}
-    properties = (head.deviceProperties or [{}])[0]
-    found.gpu = str(properties.get("name", ""))
-    _shift(found, head.baseTimeNanoseconds)
+    read = _TRACE.decode(data)
+    trace = _Trace(read) if isinstance(read, list) else read
+    sink = _Sink(path)
+    for event in trace.traceEvents:
+        _keep(sink, event)
+    found, world = sink.done(trace.baseTimeNanoseconds), trace.distributedInfo or _Distributed()
+    found.rank = world.rank if world.rank is not None else found.rank
+    found.world, found.node = world.world_size, trace.host_name
+    found.groups = {str(one.pg_name): (one.pg_desc, one.ranks) for one in world.pg_config or ()}
+    found.gpu = trace.deviceProperties[0].name if trace.deviceProperties else ""
     return found
-
-
-def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, list[_Event]]]:
-    """(all but the events: known with the last piece; events) in the order of the file."""
-    data, read = file.read(_PIECE), 0
-    while not (found := _EVENTS.search(data)) and data.lstrip()[:1] != b"[":
-        more = file.read(_PIECE)
-        if not more or len(data) > _MOST_EVENT:
-            raise ValueError("it has no traceEvents")
-        data += more
-    head = data[: found.end()] if found else b""
-    rest = data[found.end() :] if found else data.lstrip()[1:]
-    ended = False
-    while not ended:
-        more = file.read(_PIECE)
-        ended, read = not more, read + len(more)
-        if read > _MOST:
-            raise ValueError(f"it unpacks to more than {_MOST:,} bytes")
-        rest += more
-        if ended:
-            break
-        events, rest = _split(rest)
-        if events:
-            yield b"", events
-        elif len(rest) > _MOST_EVENT:
-            raise ValueError(f"one of its events has more than {_MOST_EVENT:,} bytes")
-    events, tail = _last(rest)
-    yield head + b"]" + tail if head else b"", events
-
-
-def _split(data: bytes) -> tuple[list[_Event], bytes]:
-    """The events that end in ``data``, and what is left of it."""
-    until = len(data)
-    for _ in range(_TRIES):
-        found = list(_BETWEEN.finditer(data, max(0, until - _WINDOW), until))
-        if not found:
-            break
-        until, at = found[-1].start() + 1, found[-1].end() - 1
-        try:
-            return _decoded(b"[" + data[:until] + b"]"), data[at:]
-        except _NotHere:
-            continue
-    return [], data
-
-
-class _NotHere(Exception):
-    """No event ends here."""
-
-
-def _decoded(text: bytes) -> list[_Event]:
-    try:
-        return _DECODER.decode(text)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"an event of it is none: {error}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except msgspec.DecodeError as error:
-        raise _NotHere(str(error)) from None
-
-
-def _last(data: bytes) -> tuple[list[_Event], bytes]:
-    """The last events, and what stands behind the end of their array."""
-    why = ""
-    for found in itertools.islice(_END.finditer(data), _TRIES):
-        try:
-            return _decoded(b"[" + data[: found.start() + 1] + b"]"), data[found.end() :]
-        except _NotHere as error:
-            why = f": {error}"
-    if (empty := _EMPTY.match(data)) is not None:
-        return [], data[empty.end() :]
-    raise ValueError(f"it ends in the middle of its events{why}")
 
 
 def _keep(sink: _Sink, event: _Event) -> None:
     """Put one event where it belongs."""
-    if event.ph != "X":
+    kind = _KINDS.get(event.cat.lower())
+    if event.ph != "X" or kind is None:
         return None
-    cat = event.cat.lower()
-    device, launch = cat in _DEVICE, cat in _LAUNCH
-    if not device and not launch and cat not in _HOST:
-        return None
+    length = event.dur or 0.0
+    if event.ts is None or not abs(event.ts) < _MOST_TS or not 0 <= length < _MOST_TS:
+        return sink.drop(_BACKWARDS)
+    begin, name = round(event.ts * 1000), str(event.name)
+    end = begin + round(length * 1000)
+    if kind == _HOST:
+        return sink.on_host(name, begin, end, event.tid, event.args)
     try:
-        start, length = float(event.ts or 0), float(event.dur or 0)
-    except ValueError:
-        return sink.drop("events whose time is no number")
-    if not abs(start) < _MOST_TS or not 0 <= length < _MOST_TS or event.ts is None:
-        return sink.drop("events that end before they begin, or without a time")
-    begin = round(start * 1000)
-    name = str(event.name)
-    if not device and not launch:
-        asks = name.startswith(("c10d::", "nccl:", "gloo:")) or name == "record_param_comms"
-        fields = _fields(event.args) if asks else None
-        sink.on_host(name, begin, begin + round(length * 1000), sink.thread(event.tid), fields)
-        return None
-    try:
-        args = _ARGS.decode(event.args) if event.args else _DeviceArgs()
-        correlation = int(args.correlation if args.correlation is not None else -1)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+        args = _DEVICE_ARGS.decode(event.args) if event.args else _DeviceArgs()
+    except (msgspec.DecodeError, RecursionError):
         return sink.drop("events whose arguments cannot be read")
+    correlation = -1 if args.correlation is None else args.correlation
     if abs(correlation) >= 1 << 62:
         return sink.drop("events whose arguments cannot be read")
-    if launch:
-        sink.launch.extend((correlation, begin, sink.thread(event.tid)))
-        return None
+    if kind == _LAUNCH:
+        return sink.launch.extend((correlation, begin, sink.thread(event.tid)))
     stream = event.tid if args.stream is None else args.stream
-    code = sink.names.setdefault(name, len(sink.names))
-    end = begin + round(length * 1000)
-    sink.device.extend((begin, end, sink.thread(("stream", stream)), correlation, code))
-    return None
-
-
-def _fields(args: msgspec.Raw) -> Mapping[str, object]:
-    try:
-        value = msgspec.json.decode(args) if args else {}
-    except (msgspec.DecodeError, RecursionError):
-        value = {}
-    return value if isinstance(value, dict) else {}
+    return sink.on_device(name, begin, end, stream, correlation)
 
 
 # -- Nsight Systems -------------------------------------------------------------------------------
@@ -366,17 +290,16 @@ _NVTX_STEP = re.compile(
     r"(?:ProfilerStep\s?#|(?:train_)?(?:iteration|iter|step)[ _#:]*)(\d+)", re.I
 )
 _NVTX_SIZES = re.compile(r", sizes = (\[[][\d, ]*\])")
-_PROCESS = 1 << 24  # a global thread id is process and thread, of so many bits each
-_WORK = (
-    ("CUPTI_ACTIVITY_KIND_KERNEL", "COALESCE(demangledName, shortName)"),
-    ("CUPTI_ACTIVITY_KIND_MEMCPY", "NULL"),
-    ("CUPTI_ACTIVITY_KIND_MEMSET", "NULL"),
-)
-_ABOUT = (
-    ("gpu", "TARGET_INFO_GPU", "name FROM TARGET_INFO_GPU"),
-    ("node", "TARGET_INFO_SYSTEM_ENV", "value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'"),
-    ("since", "TARGET_INFO_SESSION_START_TIME", "utcEpochNs FROM TARGET_INFO_SESSION_START_TIME"),
-)
+_WORK = {
+    "CUPTI_ACTIVITY_KIND_KERNEL": "COALESCE(demangledName, shortName)",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": "NULL",
+    "CUPTI_ACTIVITY_KIND_MEMSET": "NULL",
+}
+_ABOUT = {
+    "gpu": "name FROM TARGET_INFO_GPU",
+    "node": "value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'",
+    "since": "utcEpochNs FROM TARGET_INFO_SESSION_START_TIME",
+}
 
 
 def _read_nsight(path: Path) -> list[Recorded]:
@@ -390,80 +313,65 @@ def _read_nsight(path: Path) -> list[Recorded]:
 
 
 def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
-    """One rank per process that launched work on a device."""
+    """One rank per process that launched work on a device.
+
+    A global id of a thread is its process and its own number, of 24 bits.
+    """
     tables = {name for (name,) in base.execute("SELECT name FROM sqlite_master WHERE type='table'")}
-    if not tables & {table for table, _ in _WORK}:
+    if not tables & _WORK.keys():
         raise ValueError("it has no work on a device: nsys profile --trace=cuda,nvtx")
-    texts = dict(base.execute("SELECT id, value FROM StringIds")) if "StringIds" in tables else {}
+
+    def rows(table: str, numbers: str, *others: str) -> list[tuple[Any, ...]]:
+        """Rows whose ``numbers`` are of 63 bits: SQLite keeps anything in any column."""
+        if table not in tables:
+            return []
+        which = " AND ".join(
+            f"typeof({name}) = 'integer' AND {name} BETWEEN -{1 << 62} AND {1 << 62}"
+            for name in numbers.split(", ")
+        )
+        columns = ", ".join((numbers, *others))
+        return base.execute(f"SELECT {columns} FROM {table} WHERE {which}").fetchall()
+
+    texts = dict(rows("StringIds", "id", "value"))
     sinks: dict[int, _Sink] = {}
 
     def sink(process: int) -> _Sink:
         return sinks.setdefault(process >> 24, _Sink(path))
 
-    for table, name in _WORK:
-        if table in tables:
-            _read_work(base, table, name, texts, sink)
-    if "CUPTI_ACTIVITY_KIND_RUNTIME" in tables:
-        query = "SELECT correlationId, start, globalTid FROM CUPTI_ACTIVITY_KIND_RUNTIME"
-        for correlation, start, thread in _whole(base.execute(query), 3):
-            one = sink(thread)
-            one.launch.extend((correlation, start, one.thread(thread % _PROCESS)))
-    if "NVTX_EVENTS" in tables:
-        _read_ranges(base, texts, sink)
-    ranks = [one.done() for _, one in sorted(sinks.items()) if one.device]
-    about = {
-        name: str(row[0])
-        for name, table, query in _ABOUT
-        if table in tables and (row := base.execute(f"SELECT {query}").fetchone())
-    }
-    since = about.get("since", "")
-    for found in ranks:
-        found.gpu, found.node = about.get("gpu", ""), about.get("node", "")
-        _shift(found, int(since) if since.isdecimal() and len(since) < 20 else 0)
-    return ranks
-
-
-def _read_work(
-    base: sqlite3.Connection, table: str, name: str, texts: Mapping[int, str],
-    sink: Callable[[int], _Sink],
-) -> None:  # fmt: skip
-    """Kernels, copies or fills of the device."""
-    query = f"SELECT globalPid, start, end, streamId, correlationId, {name} FROM {table}"
-    for process, start, end, stream, correlation, text in _whole(base.execute(query), 1):
-        one = sink(process)
-        if not _numbers(start, end, correlation) or end < start:
-            one.drop("events that end before they begin, or without a time")
-            continue
-        label = str(texts.get(text, table.rpartition("_")[2].lower()))
-        code = one.names.setdefault(label, len(one.names))
-        one.device.extend((start, end, one.thread(("stream", stream)), correlation, code))
-
-
-def _read_ranges(
-    base: sqlite3.Connection, texts: Mapping[int, str], sink: Callable[[int], _Sink]
-) -> None:
-    """NVTX: steps, calls and operators of the host."""
-    query = "SELECT start, end, globalTid, text, textId FROM NVTX_EVENTS WHERE end IS NOT NULL"
-    for start, end, thread, text, number in _whole(base.execute(query), 3):
+    for table, name in _WORK.items():
+        usual = table.rpartition("_")[2].lower()
+        columns = "start", "end", "correlationId", "streamId", name
+        for process, start, end, correlation, stream, text in rows(table, "globalPid", *columns):
+            one, numbers = sink(process), (start, end, correlation)
+            if not all(isinstance(n, int) and abs(n) < 1 << 62 for n in numbers) or end < start:
+                one.drop(_BACKWARDS)
+                continue
+            one.on_device(str(texts.get(text, usual)), start, end, stream, correlation)
+    for correlation, start, thread in rows(
+        "CUPTI_ACTIVITY_KIND_RUNTIME", "correlationId, start, globalTid"
+    ):
+        sink(thread).launch.extend((correlation, start, sink(thread).thread(thread % (1 << 24))))
+    for start, end, thread, text, number in rows(
+        "NVTX_EVENTS", "start, end, globalTid", "text", "textId"
+    ):
         label = str(text if text is not None else texts.get(number, ""))
-        one = sink(thread)
         if (step := _NVTX_STEP.fullmatch(label)) is not None:
-            one.found.steps.append((int(step[1]), start, end))
+            sink(thread).found.steps.append((int(step[1]), start, end))
             continue
         sizes = _NVTX_SIZES.search(label)
-        fields = {"Input Dims": msgspec.json.decode(sizes[1])} if sizes else {}
+        args = msgspec.Raw(f'{{"Input Dims": {sizes[1]}}}'.encode() if sizes else b"")
         name = label.partition(", ")[0]
-        one.on_host(name, start, end, one.thread(thread % _PROCESS), fields)
-
-
-def _whole(rows: Iterable[tuple[Any, ...]], count: int) -> Iterator[tuple[Any, ...]]:
-    """Rows whose first ``count`` columns are numbers that can be used."""
-    return (row for row in rows if _numbers(*row[:count]))
-
-
-def _numbers(*values: object) -> bool:
-    """Whether they are whole numbers of 63 bits: SQLite keeps anything in any column."""
-    return all(isinstance(value, int) and abs(value) < 1 << 62 for value in values)
+        sink(thread).on_host(name, start, end, thread % (1 << 24), args)
+    about = {"gpu": "", "node": "", "since": ""}
+    for name, query in _ABOUT.items():
+        with contextlib.suppress(sqlite3.OperationalError):  # an export without this table
+            about[name] = str((base.execute(f"SELECT {query}").fetchone() or [""])[0])
+    since = about["since"]
+    base_ns = int(since) if since.isdecimal() and len(since) < 20 else 0
+    ranks = [one.done(base_ns) for _, one in sorted(sinks.items()) if one.device]
+    for found in ranks:
+        found.gpu, found.node = about["gpu"], about["node"]
+    return ranks
 
 
 # -- Flight Recorder ------------------------------------------------------------------------------
@@ -515,11 +423,10 @@ def read_dumps(folder: Path) -> list[Recorded]:
         if not any(times[entry.record].duration_ms for entry in entries if entry.record in times):
             advice = "start the job with TORCH_NCCL_ENABLE_TIMING=1, and dump all entries"
             raise UsageError(f"{path} does not say how long calls took", fix=advice)
-        ranks[rank] = _of_dump(path, dump, entries, times), entries
-    desc, count = _shared_mark([entries for _, entries in ranks.values()])
-    for found, entries in ranks.values():
+        ranks[rank] = entries, *_of_dump(path, dump, entries, times)
+    desc, count = _shared_mark([entries for entries, *_ in ranks.values()])
+    for entries, found, asked in ranks.values():
         marks = [e for e in entries if e.desc == desc and not e.pair and e.seq % count == 0]
-        asked = {call.fields["record"]: call.end for call in found.calls}
         steps = [
             (one.seq // count, asked[one.record] + 1, asked[other.record] + 1)
             for one, other in itertools.pairwise(marks)
@@ -527,27 +434,22 @@ def read_dumps(folder: Path) -> list[Recorded]:
         if marks and found.calls[-1].end > (last := asked[marks[-1].record]):
             steps.append((-1, last + 1, 1 << 62))
         found.steps = [*steps[:-1], (-1, *steps[-1][1:])] if steps else []
-    return [found for found, _ in ranks.values()]
+    return [found for _, found, _ in ranks.values()]
 
 
 def _of_dump(
     path: Path, dump: dumps.Dump, entries: list[dumps.Entry], times: Mapping[int, _Timed]
-) -> Recorded:
-    """One rank; a call's kernel is what its duration says."""
-    sink, now, over = _Sink(path), 0, dict[str, int]()
-    sink.names["nccl: by its Flight Recorder"] = 0
+) -> tuple[Recorded, dict[int, int]]:
+    """One rank, and when it asked for each call; a call's kernel is what its duration says."""
+    sink, now, over, asked = _Sink(path), 0, dict[str, int](), dict[int, int]()
     for entry in entries:
-        now = max(now + 1, entry.created_ns)
-        fields = {
-            "record": entry.record,
-            "Collective name": entry.op,
-            "dtype": entry.dtypes[0] if entry.dtypes else "",
-            "In msg nelems": sum(entry.numbers[0]),
-            "Out msg nelems": sum(entry.numbers[1]),
-            "Process Group Name": entry.group,
-            f"nccl:{entry.op}/Concrete Inputs": ["", "", str(entry.to)],
-        }
-        sink.on_host(f"nccl:{entry.op}", now, now, 0, fields)
+        asked[entry.record] = now = max(now + 1, entry.created_ns)
+        args = CallArgs(
+            entry.op, entry.dtypes[0] if entry.dtypes else "", entry.group,
+            num_in=sum(entry.numbers[0]), num_out=sum(entry.numbers[1]),
+            inputs=["", "", str(entry.to)],
+        )  # fmt: skip
+        sink.found.calls.append(HostCall(f"nccl:{entry.op}", 0, now, now, args))
         took = times[entry.record] if entry.record in times else _Timed(entry.record)
         if took.duration_ms is None:
             continue
@@ -557,13 +459,13 @@ def _of_dump(
             end = max(end, min(seen - _POLL, now + (1 << 50)))
         over[entry.group] = end
         sink.launch.extend((entry.record, now, 0))
-        sink.device.extend((end - length, end, 0, entry.record, 0))
+        sink.on_device("nccl: by its Flight Recorder", end - length, end, 0, entry.record)
     found = sink.done()
     found.rank = dump.rank
     found.groups = {name: (one.desc, one.ranks) for name, one in dump.groups.items()}
     found.world = max((len(one.ranks) for one in dump.groups.values()), default=0)
     found.dropped[_ASSUMED] = len(entries)
-    return found
+    return found, asked
 
 
 def _shared_mark(ranks: list[list[dumps.Entry]]) -> tuple[str, int]:

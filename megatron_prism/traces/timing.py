@@ -15,18 +15,20 @@ wait.  Where a captured program is given, its waits count and nothing is inferre
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import PrismError
-from megatron_prism.traces.events import Groups, HostCall, Recorded
+from megatron_prism.traces.events import CallArgs, Groups, HostCall, Recorded
 
 _NAMES = {method: row.name for row in TABLE for method in (row.recorder, row.name, *row.methods)}
 _NAMES |= {
@@ -36,8 +38,6 @@ _NAMES |= {
     "coalesced": "coalesced",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_gather_into_tensor": "all_gather",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
     "reduce_scatterv": "reduce_scatter",
 }
 _DTYPES = {
@@ -54,12 +54,8 @@ _DTYPES = {
     "byte": "uint8",
     "unsigned char": "uint8",
     "bool": "bool",
-    "c10::bfloat16": "bf16",
-    "c10::half": "fp16",
     "float8_e4m3fn": "fp8e4m3",
     "float8_e5m2": "fp8e5m2",
-    "c10::float8_e4m3fn": "fp8e4m3",
-    "c10::float8_e5m2": "fp8e5m2",
 }
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _WAITED_NS = 1000  # ns: what begins so soon before a call ends has waited for it
@@ -151,34 +147,37 @@ class Measured:
 # -- calls ----------------------------------------------------------------------------------------
 @dataclass
 class _Asked:
-    """A call as the host sees it: all spans that lie in one."""
+    """A call as the host sees it: a span, and all that lie in it."""
 
-    first: HostCall
-    names: list[str]
-    fields: dict[str, object]
-    inner: tuple[int, int] | None = None  # in which gloo does it at once
+    spans: list[HostCall]
 
     @property
+    def first(self) -> HostCall:
+        return self.spans[0]
+
+    def says(self, name: str) -> Any:
+        """An argument of the innermost span that has it."""
+        nothing = getattr(CallArgs(), name)
+        values = (getattr(one.args, name) for one in reversed(self.spans))
+        return next((value for value in values if value != nothing), nothing)
+
+    @cached_property
     def op(self) -> str:
         """Our name of it; "" for what is no call."""
-        said = str(self.fields.get("Collective name", ""))
-        words = [
-            said,
-            *(n.partition("::")[2].rstrip("_") or n.partition(":")[2] for n in self.names),
-        ]
-        return next((_NAMES[word] for word in words if word in _NAMES), "")
+        names = (one.name for one in self.spans)
+        words = [n.partition("::")[2].rstrip("_") or n.partition(":")[2] for n in names]
+        return next((_NAMES[word] for word in (self.says("op"), *words) if word in _NAMES), "")
 
     @property
-    def group(self) -> str:
-        """torch's name of its process group; "": the trace does not say."""
-        return str(self.fields.get("Process Group Name", ""))
+    def in_gloo(self) -> HostCall | None:
+        """The span in which gloo does it at once."""
+        inner = reversed(self.spans[1:])
+        return next((one for one in inner if one.name.startswith("gloo:")), None)
 
     def members(self, groups: Groups) -> int:
         """Ranks of its group; 0: the trace does not say."""
-        size = self.fields.get("Group size")
-        if isinstance(size, int) and size > 0:
-            return size
-        return len(groups[self.group][1]) if self.group and self.group in groups else 0
+        group = self.says("group")
+        return self.says("members") or (len(groups[group][1]) if group in groups and group else 0)
 
 
 def _asked(calls: Sequence[HostCall]) -> list[_Asked]:
@@ -188,13 +187,9 @@ def _asked(calls: Sequence[HostCall]) -> list[_Asked]:
     for call in calls:
         outer = open_.get(call.thread)
         if outer is None or call.start >= outer.first.end:
-            outer = open_[call.thread] = _Asked(call, [], {})
+            outer = open_[call.thread] = _Asked([])
             found.append(outer)
-        outer.names.append(call.name)
-        if call.name.startswith("gloo:") and call is not outer.first:
-            outer.inner = call.start, call.end
-        inner = {f"{call.name}/{key}": value for key, value in call.fields.items()}
-        outer.fields |= {**inner, **call.fields}
+        outer.spans.append(call)
     return [one for one in found if one.op]
 
 
@@ -210,61 +205,32 @@ def _numel(dims: object) -> int:
 
 def _sizes(one: _Asked) -> tuple[int, int]:
     """Elements (in, out) of a call."""
-    into, out = one.fields.get("In msg nelems"), one.fields.get("Out msg nelems")
-    if isinstance(into, int) and isinstance(out, int):
-        return max(-1, min(into, _MOST_ELEMENTS)), max(-1, min(out, _MOST_ELEMENTS))
-    dims = one.fields.get(f"{one.first.name}/Input Dims")
-    if not isinstance(dims, list) or not dims:
-        return -1, -1
-    first = _numel(dims[0])
-    two = len(dims) > 1 and isinstance(dims[1], list) and _numel(dims[1]) > 0
-    if (
-        one.first.name.startswith("c10d::")
-        and one.op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-        and two
-    ):
-        return _numel(dims[1]), first  # c10d takes outputs first
-    if one.op == "recv":
-        return -1, first
-    return first, -1 if one.op == "send" else first
+    into, out = one.says("num_in"), one.says("num_out")
+    if into is None or out is None:
+        first, second = (_numel(dims) for dims in (*one.first.args.dims, None, None)[:2])
+        c10d = one.first.name.startswith("c10d::")  # it takes outputs first
+        swapped = one.op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+        into, out = (second, first) if c10d and swapped and second > 0 else (first, first)
+    into, out = (max(-1, min(size, _MOST_ELEMENTS)) for size in (into, out))
+    return (
+        -1 if one.op in ("recv", "barrier") else into,
+        -1 if one.op in ("send", "barrier") else out,
+    )
 
 
 def _call(
     one: _Asked, groups: Groups, span: tuple[int, int, int], batch: int = -1, kernel: bool = True
 ) -> Call:
     """``span``: when it was issued, when it began and when it ended."""
-    fields = one.fields
-    kinds = [fields.get("dtype")]
-    kinds += [
-        kind
-        for key, value in fields.items()
-        if key.endswith("Input type")
-        for kind in (value if isinstance(value, list) else [])
-    ]
-    known = (_DTYPES[k.lower()] for k in map(str, kinds) if k.lower() in _DTYPES)
-    numbers = fields.get(f"{one.first.name}/Concrete Inputs")
-    third = numbers[2] if isinstance(numbers, list) and len(numbers) > 2 else ""
-    place = int(third) if isinstance(third, str) and re.fullmatch(r"\d{1,9}", third) else -1
-    num_in, num_out = _sizes(one)
-    if one.op == "send":
-        num_out = -1
-    elif one.op == "recv":
-        num_in = -1
-    elif one.op == "barrier":
-        num_in = num_out = -1
-    return Call(
-        one.op,
-        next(known, ""),
-        num_in,
-        num_out,
-        one.group,
-        place if one.op in ("send", "recv") else -1,
-        place if one.op in ("broadcast", "reduce", "gather", "scatter") else -1,
-        *span,
-        batch,
-        one.members(groups),
-        kernel,
-    )
+    kinds = [one.says("dtype"), *(kind for span in one.spans for kind in span.args.types)]
+    names = (str(kind).lower().removeprefix("c10::") for kind in kinds)
+    dtype = next((_DTYPES[name] for name in names if name in _DTYPES), "")
+    third = str((*one.first.args.inputs, "", "", "")[2])
+    place = int(third) if re.fullmatch(r"\d{1,9}", third) else -1
+    peer = place if one.op in ("send", "recv") else -1
+    root = place if one.op in ("broadcast", "reduce", "gather", "scatter") else -1
+    ranks, sizes, group = one.members(groups), _sizes(one), one.says("group")
+    return Call(one.op, dtype, *sizes, group, peer, root, *span, batch, ranks, kernel)
 
 
 def _batch(bare: list[_Asked], groups: Groups) -> list[_Asked]:
@@ -272,7 +238,8 @@ def _batch(bare: list[_Asked], groups: Groups) -> list[_Asked]:
     ranks, all messages or none."""
     found: list[_Asked] = []
     while bare and bare[-1].members(groups) != 1:
-        kinds = {(one.group, one.op in ("send", "recv")) for one in (bare[-1], *found[-1:])}
+        pair = (bare[-1], *found[-1:])
+        kinds = {(one.says("group"), one.op in ("send", "recv")) for one in pair}
         if len(kinds) > 1:
             break
         found.append(bare.pop())
@@ -297,10 +264,9 @@ class _Work:
         """When all launched so far has ended."""
         return np.maximum.accumulate(self.end)
 
-    def over(self, when: int) -> int:
-        """When what was launched before ``when`` has ended, ``when`` at the earliest."""
-        place = int(np.searchsorted(self.launch, when))
-        return max(when, int(self.until[place - 1])) if place else when
+    def done_before(self, place: int, since: int) -> int:
+        """When the work up to ``place`` was over, ``since`` at the earliest."""
+        return max(since, int(self.until[place - 1])) if place else since
 
     def busy_before(self, when: np.ndarray) -> np.ndarray:
         """int64 [n]: ns up to each of ``when`` in which any of it ran."""
@@ -379,7 +345,8 @@ def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], in
     order = np.argsort(launched[rest], kind="stable")
     work = _Work(launched[rest][order], device[rest, 0][order], device[rest, 1][order])
     for one in (part for parts in bare.values() for part in parts):
-        issued, over = one.first.start, work.over(one.first.start)
+        issued = one.first.start
+        over = work.done_before(int(np.searchsorted(work.launch, issued)), issued)
         calls.append(_call(one, found.groups, (issued, over, over), kernel=False))
     calls.sort(key=lambda call: (call.issued, call.start))
     return work, calls, before
@@ -388,36 +355,31 @@ def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], in
 def _on_host(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], int]:
     """Work and calls of a rank without a GPU, whose backend is gloo."""
     asked = _asked(found.calls)
-    own = [one for one in asked if one.names[0].startswith("c10d::")]
+    own = [one for one in asked if one.first.name.startswith("c10d::")]
     apart: dict[str, list[_Asked]] = defaultdict(list)
     for one in asked:
-        if one.names[0].startswith("gloo:"):
+        if one.first.name.startswith("gloo:"):
             apart[one.op].append(one)
-    threads = Counter(one.first.thread for one in own)
-    main = threads.most_common(1)[0][0] if threads else _busiest(found.host)
     calls, lost = list[Call](), 0
     for one in own:
-        if one.inner:
-            span = one.inner
+        if inner := one.in_gloo:
+            span = inner.start, inner.end
         elif apart[one.op]:
             other = apart[one.op].pop(0)
             span = one.first.start, other.first.end  # its thread's delay is of the call
-            one.fields |= {f"gloo/{k}": v for k, v in other.fields.items() if "/" not in k}
+            one.spans += other.spans
         else:
             lost += 1
             continue
         calls.append(_call(one, found.groups, (one.first.start, *span)))
     if lost:
         notes.append(f"{lost:,} calls have no span in which they run and are left out")
-    host = found.host[found.host[:, 2] == main]
+    main = [one.first.thread for one in own]
+    if not main and len(found.host):  # without calls the busiest thread
+        took = (found.host[:, 1] - found.host[:, 0]).astype(float)
+        main = [int(np.bincount(found.host[:, 2], weights=took).argmax())]
+    host = found.host[found.host[:, 2] == (Counter(main).most_common(1) or [(0, 0)])[0][0]]
     return _Work(host[:, 0], host[:, 0], host[:, 1]), calls, 0
-
-
-def _busiest(host: np.ndarray) -> int:
-    if not len(host):
-        return 0
-    busy = np.bincount(host[:, 2], weights=(host[:, 1] - host[:, 0]).astype(float))
-    return int(busy.argmax())
 
 
 # -- iterations -----------------------------------------------------------------------------------
@@ -443,16 +405,12 @@ class _Iteration:
         """int64 [calls], ascending: when the work before each call was over."""
         cuts, last = [], self.begin
         for call, place in zip(self.calls, self.place.tolist(), strict=True):
-            done = int(self.work.until[place - 1]) if place else self.begin
+            done = self.work.done_before(place, self.begin)
             free = int(self.work.since[place]) if place < len(self.work.since) else self.end
             ready = call.issued if self.on_host else call.start
             last = max(last, min(max(ready, done), max(done, free)))
             cuts.append(last)
         return np.array(cuts, dtype=np.int64)
-
-    def done_before(self, place: int, since: int) -> int:
-        """When the work up to ``place`` was over, ``since`` at the earliest."""
-        return max(since, int(self.work.until[place - 1])) if place else since
 
     @cached_property
     def resumes(self) -> list[tuple[int, int] | None]:
@@ -475,7 +433,7 @@ class _Iteration:
                 own = all(self.calls[j].group == call.group for j in between)
                 if not self.on_host and own and work == place[k]:
                     stretch = k
-            paused = self.done_before(work, self.begin) < call.end
+            paused = self.work.done_before(work, self.begin) < call.end
             found.append((stretch, work) if paused else None)
         return found
 
@@ -500,7 +458,7 @@ class _Iteration:
                 resumed = self.resumes[token.of]
                 work = resumed[1] if resumed else int(np.searchsorted(self.work.since, call.end))
                 at = min(max(at, work), places[k + 1])
-                done = min(self.done_before(at, now), cuts[k + 1])
+                done = min(self.work.done_before(at, now), cuts[k + 1])
                 if slot is not None:
                     spans.append((slot, now, done))
                     now = max(now, done)
@@ -567,10 +525,7 @@ def _tokens(made: Sequence[_Iteration]) -> list[Moment]:
     """What happens in which order, as most iterations have it."""
     count = len(made[0].calls)
     votes = [
-        Counter(
-            None if one.resumes[k] is None else one.resumes[k][0]  # type: ignore[index]
-            for one in made
-        ).most_common(1)[0][0]
+        Counter(one.resumes[k] and one.resumes[k][0] for one in made).most_common(1)[0][0]
         for k in range(count)
     ]
     at_once = [
@@ -588,16 +543,14 @@ def _tokens(made: Sequence[_Iteration]) -> list[Moment]:
             stretch = max(stretch, last if pair else k)
             at_once[k] &= stretch == k
             waits[stretch].append(k)
-    tokens, slots = [Moment("segment", 0)], 1
+    tokens, slots = [Moment("segment", 0)], itertools.count(1)
     for k in range(count):
         tokens.append(Moment("call", k))
         for other in sorted(waits[k]):
             if not (other == k and at_once[k]):
-                tokens.append(Moment("segment", slots))
-                slots += 1
+                tokens.append(Moment("segment", next(slots)))
             tokens.append(Moment("wait", other))
-        tokens.append(Moment("segment", slots))
-        slots += 1
+        tokens.append(Moment("segment", next(slots)))
     return tokens
 
 
@@ -640,15 +593,7 @@ def measure(found: Recorded, plan: Plan | None = None) -> Measured:
         raise PrismError(f"{found.path} has times that run backwards", fix="profile it again")
     times = np.array([[(c.start, c.end) for c in one.calls] for one in kept], dtype=np.int64)
     times = times.reshape(len(kept), -1, 2)
-    return Measured(
-        found,
-        [one.number for one in kept],
-        kept[0].calls,
-        tokens,
-        segments,
-        busy,
-        times[:, :, 0],
-        times[:, :, 1],
-        np.array([one.end - one.begin for one in kept], dtype=np.int64),
-        notes,
-    )
+    numbers = [one.number for one in kept]
+    totals = np.array([one.end - one.begin for one in kept], dtype=np.int64)
+    parts = segments, busy, times[:, :, 0], times[:, :, 1], totals
+    return Measured(found, numbers, kept[0].calls, tokens, *parts, notes)
