@@ -121,24 +121,6 @@ def test_samples_that_cannot_be(tmp_path, samples, error, says):
         drawn(alike(World(2, tp=2), [CALL]), file(tmp_path / "c.json", samples))
 
 
-@pytest.mark.parametrize(("name", "counts"), [("all_reduce", "MIN"), ("send", "MAX")])
-def test_of_all_ranks_the_one_counts_that_waits_for_nobody_or_has_the_data(
-    monkeypatch, name, counts
-):
-    """Who sends need not wait until the data is there; otherwise who comes last does not wait."""
-    others = torch.tensor([30.0, 10.0, 0.2])
-
-    def reduced(tensor, op, group):
-        assert group == "those"
-        chosen = {"MIN": torch.minimum, "MAX": torch.maximum}[str(op).rpartition(".")[2]]
-        tensor.copy_(chosen(tensor, others))
-
-    monkeypatch.setattr(calibrate.dist, "all_reduce", reduced)
-    found = calibrate.of_all_ranks(name, torch.tensor([20.0, 20.0, -1.0]), "those")
-    assert found == {"MIN": [20, 10], "MAX": [30, 20]}[counts]  # the last is the copies' noise
-    assert calibrate.of_all_ranks("x", torch.tensor([0.0, -1.0, 0.1]), "those") == []
-
-
 @pytest.fixture
 def behind(monkeypatch, tmp_path):
     """``calibrate_calls.Behind`` on a CPU that keeps a GPU's time: a copy takes 40 us, a product
@@ -195,13 +177,6 @@ def test_a_call_takes_what_a_span_with_it_takes_more(behind):
     assert measure("all_reduce", call, 5, None) == [15_000, 16_000, 17_000, 18_000, 19_000]
     assert clock["products"] == 2 * (5 + 4)  # one before each span
     assert measure("send", lambda: None, 5, None) == []
-
-
-def test_a_calibration_is_written_a_row_a_line():
-    stored = {"format": 1, "source": "x", "collectives": [{"op": "a", "samples": [1, 2]}, {}]}
-    text = calibrate._text(stored)
-    assert json.loads(text) == stored
-    assert len(text.splitlines()) == 8
 
 
 def test_one_gpu_measures_what_calls_take_of_the_host(behind, monkeypatch, tmp_path):

@@ -11,10 +11,8 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Builder, Program
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.world import World
-from megatron_prism.emulate import capture
 from megatron_prism.emulate import capture as stock_capture
 from megatron_prism.emulate.capture import StockCapture, check_free, first_recorded
-from megatron_prism.emulate.script_job import STEPS
 
 TIER = SimpleNamespace(name="cpu")
 
@@ -40,18 +38,6 @@ def test_a_folder_of_another_job_is_refused_before_the_training(tmp_path):
         StockCapture(options(tmp_path), TIER, {"arguments": "old"}, None)
 
 
-def test_chunks_are_compared_once_they_are_known(tmp_path):
-    options_ = options(tmp_path)
-    options_.world = World(8, pp=4)
-    SliceStore(tmp_path, World(8, pp=4, vpp=2), {}).put(Program.from_ops(0, [Op("compute", ns=1)]))
-    StockCapture(options_, TIER, {}, None).world_known(World(8, pp=4, vpp=2))
-    with pytest.raises(UsageError, match="a world of .*vpp 2, not .*vpp 3"):
-        StockCapture(options_, TIER, {}, None).world_known(World(8, pp=4, vpp=3))
-    options_.world = World(8, pp=2)
-    with pytest.raises(UsageError, match="a world of"):
-        StockCapture(options_, TIER, {}, None)
-
-
 def test_places_that_are_free_or_not(tmp_path):
     check_free(tmp_path / "new", 4, False)
     StockCapture(options(tmp_path / "new"), TIER, {}, None)
@@ -70,11 +56,6 @@ def test_places_that_are_free_or_not(tmp_path):
 )
 def test_long_jobs_are_timed_after_they_are_warm(wanted, first):
     assert first_recorded(wanted) == first
-
-
-def test_a_folder_that_cannot_be_is_bad_usage(tmp_path):
-    with pytest.raises(UsageError, match="cannot be used: File name too long"):
-        check_free(tmp_path / ("a" * 300), 0, False)
 
 
 @dataclass(frozen=True)
@@ -195,20 +176,6 @@ def test_what_is_kept_was_written_down_once(simulated, tier, wanted, interval, g
             assert 0 < len(capture._clocks) <= len(timed)
 
 
-def test_on_a_gpu_some_iterations_are_only_clocked(simulated):
-    capture, log = simulated("cuda", STEPS)
-    assert log == [
-        (3, "written"), (4, "times"), (5, "times"), (6, "clock"), (7, "clock"),  # 8 warms it again
-        (9, "times"), (10, "times"), (11, "times"), (11, "traced"), (11, "probed"),
-    ]  # fmt: skip
-    assert capture._clocks == [1_006, 1_007]
-    (traced,) = [one for one in capture.kept() if one.busy is not None]
-    assert traced.launches == "of trace"
-    capture, log = simulated("cuda", STEPS, {6})
-    assert capture._clocks == [1_007]  # 6 has an evaluation: no steady iteration
-    assert log[-2:] == [(9, "traced"), (9, "probed")]  # an evaluation might come after the others
-
-
 @pytest.mark.parametrize("wanted", [*range(3, 20), 26, 40, 75])
 def test_what_is_timed_does_not_follow_a_clocked_iteration(simulated, wanted):
     """At its power limit a GPU that rested behind every call of one is quicker in the next."""
@@ -239,19 +206,6 @@ def test_a_host_that_was_disturbed_is_said(simulated, used, ms, says):
     assert bool(capture.remarks()) == says
     if says:
         assert "took 612 ms for an iteration, 414 for the quickest" in capture.remarks()
-
-
-def test_paced_slices_are_of_another_job(tmp_path):
-    now = capture.source_of("0.19.2", "cuda", "H200")
-    paced = capture.source_of("0.19.2", "cuda", "H200", tmp_path)
-    assert dict(paced.items() - now.items()) == {"peers": "paced"}
-    for folder, first, second, said in (
-        ("a", now, paced, "peers at once, not paced"), ("b", paced, now, "peers paced, not at once")
-    ):  # fmt: skip
-        (tmp_path / folder).mkdir()
-        SliceStore(tmp_path / folder, World(8), first).put(Program.from_ops(0, [Op("compute")]))
-        with pytest.raises(UsageError, match=said):
-            StockCapture(options(tmp_path / folder), TIER, second, None)
 
 
 def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated, monkeypatch):

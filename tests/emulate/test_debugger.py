@@ -140,20 +140,6 @@ def test_it_stops_at_the_call_that_was_named_and_at_no_other(stops, capsys):
     assert said.count("norm 2.44949") == 2
 
 
-@pytest.mark.parametrize(("local", "words"), [
-    ((0, 1), "all of them are real"),
-    ((0, 1, 2), "1 of them virtual: they hold what ranks 4-6 hold (mirror)"),
-])  # fmt: skip
-def test_it_says_which_peers_are_real(local, words, stops, capsys, monkeypatch):
-    monkeypatch.setattr(Group, "local", local)
-    monkeypatch.setattr(Group, "ranks", (4, 5, 6, 7)[: 2 if len(local) == 2 else 4])
-    debugger = follow("1B all_reduce nth=1")
-    for _ in range(2):
-        call(debugger, phase="backward", microbatch=1)
-    stops[0].where()
-    assert words in capsys.readouterr().out
-
-
 def test_it_stops_at_the_call_of_a_number_that_dumps_print(stops):
     debugger = follow(f"all_reduce #3 of {TP}")
     for op in ("all_reduce", "all_gather", "all_reduce", "all_reduce"):
@@ -173,51 +159,12 @@ def test_the_prompt_goes_on_to_the_next_call_or_to_another_one(stops):
     assert [prompt.call.microbatch for prompt in stops] == [0, 1, 3]
 
 
-def test_a_call_chosen_at_the_prompt_is_another_one_and_may_never_come(monkeypatch, capsys):
-    found = []
-
-    def stop(self, frame):
-        found.append(self._mine)
-        self._mine.until("3B after")
-
-    monkeypatch.setattr(module._Pdb, "stop", stop)
-    debugger = follow("0F0")
-    call(debugger, phase="forward", microbatch=0)
-    call(debugger, phase="forward", microbatch=1)
-    debugger.finished()
-    assert len(found) == 1
-    assert "'3B after' was never reached" in capsys.readouterr().err
-
-
-def test_a_number_of_another_call_is_said(stops):
-    debugger = follow(f"all_gather #2 of {TP}")
-    for _ in range(3):
-        call(debugger, phase="forward", microbatch=0)
-    with pytest.raises(UsageError, match=r"its number is that of 0F all_reduce #2"):
-        debugger.finished()
-
-
 def test_a_call_that_never_came_fails_the_run_and_names_calls_that_did(stops):
     debugger = follow("7B broadcast group=tp")
     call(debugger, phase="forward", microbatch=0)
     with pytest.raises(UsageError, match="never reached") as error:
         debugger.finished()
     assert f"0F all_reduce {TP}" in error.value.fix
-
-
-def test_shapes_have_no_norm(stops):
-    debugger = follow("0F nth=1", tier="meta")
-    call(debugger, torch.empty(2, 3, device="meta"), phase="forward", microbatch=0)
-    assert debugger.seen[0].norm is None
-
-
-def test_memory_is_told_by_module(stops, capsys):
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
-    debugger = follow("0F")
-    debugger.iteration_started(1, 1, model, None)
-    call(debugger, phase="forward", microbatch=0)
-    stops[0].memory()
-    assert re.search(r"16 KiB +param 0\.weight", capsys.readouterr().out)
 
 
 def test_memory_of_one_buffer_is_shared_out(stops, capsys):

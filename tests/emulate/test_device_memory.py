@@ -11,9 +11,7 @@ from megatron_prism.emulate import device_memory
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.device_memory import MemoryWatch, NcclReserve
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.emulate.summary import Reporter
 from megatron_prism.memory.nccl_buffers import BufferCalibration
-from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.virtual_world import TrafficCounter
 
 MIB = 1 << 20
@@ -59,45 +57,6 @@ def test_a_communicator_is_paid_for_when_it_is_first_used_in_a_new_way():
     # what was tallied says the same afterwards
     assert CALIBRATION.nccl(device_memory.connected_by(plain)) == held.held
     assert not held.batched
-
-
-def test_a_summary_says_what_nccl_would_take(monkeypatch):
-    tally = TrafficCounter()
-    for call in CALLS[:4]:
-        tally.add(*call)
-    monkeypatch.setattr(virtual_world, "current", lambda: types.SimpleNamespace(tally=tally))
-    reporter = object.__new__(Reporter)
-    reporter.options = types.SimpleNamespace(num_processes=1)
-    num_bytes, source = reporter._nccl("NVIDIA H200")
-    # the first of a process, a communicator, and what its reductions and gathers connect together
-    assert num_bytes == 442_499_072 + 205_520_896 + 301_989_888
-    assert source.startswith("modelled: 4 x NVIDIA H200")
-    assert reporter._nccl("NVIDIA A10") == (
-        None, "unknown: nobody measured communicators on NVIDIA A10"
-    )  # fmt: skip
-    reporter.options.num_processes = 2
-    assert reporter._nccl("NVIDIA H200")[0] is None
-
-
-def test_every_size_of_call_is_remembered():
-    tally = TrafficCounter()
-    for size in [4] * 1000 + [64 * MIB]:
-        tally.add("dp", 8, "all_reduce", size)
-    (one,) = device_memory.connected_by(tally)
-    assert one.kinds == {"small", "large"}
-    (row,) = tally.rows()
-    assert (row.calls, row.bytes) == (1001, 4000 + 64 * MIB)
-
-
-def test_messages_outside_a_batch_have_a_communicator_per_pair():
-    alone = {**CALIBRATION.alone, ("out", 2): 30, ("in", 2): 50}
-    taken, take = device(10**9)
-    held = NcclReserve(BufferCalibration(process=500, alone=alone), take)
-    held.add("pp", 4, "send", MIB, 1)
-    held.add("pp", 4, "recv", MIB, 1)
-    held.add("pp", 4, "recv", MIB, 1)
-    held.add("pp", 4, "send", MIB, 3)
-    assert taken == [3 + 30, 50, 3 + 30]
 
 
 def test_what_is_not_there_fails_at_the_call_that_would_connect():
@@ -153,13 +112,6 @@ def test_running_out_names_rank_step_and_line():
     )
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert caught.value.exit_code == 1
-
-
-def test_running_out_before_the_first_iteration():
-    monitor = TrainingMonitor()
-    says = "this rank ran out of device memory in no phase\n"
-    with pytest.raises(PrismError, match=says), monitor.training(None):
-        fail("/home/me/train.py", 3)
 
 
 # -- watching -------------------------------------------------------------------------------------

@@ -167,9 +167,3 @@ def test_a_script_that_hides_our_flags_is_told_how_to_pass_them(tmp_path):
     done = run(tmp_path, code, "--prism-emulate")
     assert done.returncode == 2
     assert "PRISM_ARGS" in done.stderr
-
-
-def test_a_package_beside_megatron_core_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.core", sys)
-    assert "pip install megatron-energon" in exit_status._missing_module("megatron.energon").fix
-    assert "PyYAML" in exit_status._missing_module("yaml.nodes").fix

@@ -36,25 +36,6 @@ def lengths(*args, microbatches, **how):
     return [list(side) for side in mtp_lengths(communicator(*args, **how), microbatches)]
 
 
-def test_without_chunks():
-    layout = "Ett|tt|m|L"
-    assert lengths(layout, 4, 0, microbatches=3) == [[], [1, 1, 1]]
-    assert lengths(layout, 4, 1, microbatches=3) == [[1, 1, 1], [1, 1, 1]]
-    assert lengths(layout, 4, 2, microbatches=3) == [[1, 1, 1], [2, 2, 2]]
-    assert lengths(layout, 4, 3, microbatches=3) == [[2, 2, 2], []]
-
-
-def test_the_stage_before_the_last_of_deepseeks_layout():
-    """Et*3|(tt|)*29m|L in Megatron's own docs, here for 4 stages of 2 chunks; groups of 4."""
-    layout = "Ettt|tt|tt|tt|tt|tt|m|L"
-    forward, backward = lengths(layout, 4, 2, microbatches=4)
-    assert forward == [1] * 8
-    assert backward == [2] * 4 + [1] * 4  # the later chunk goes back first
-    forward, backward = lengths(layout, 4, 3, microbatches=4)
-    assert forward == [1] * 4 + [2] * 4
-    assert backward == [1] * 4  # of the loss nothing comes back
-
-
 @pytest.mark.parametrize("microbatches", [4, 6, 8, 11])
 @pytest.mark.parametrize("layout", ["Ettt|tt|tt|tt|tt|tt|m|L", "Et|t|t|t|t|t|tmm|", "Et|t|mmm|L"])
 def test_what_comes_is_what_the_peer_sends(layout, microbatches):

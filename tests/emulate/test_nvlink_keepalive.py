@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -84,14 +83,6 @@ def test_calls_of_a_group_of_one_keep_no_link_awake():
     assert tally.calls_to_others() == 3
 
 
-def test_words_go_on_behind_calls_that_never_pause(devices, monkeypatch):
-    """The device is still at it when its host is through; and then they end."""
-    looks = iter([*range(60), *[60] * 40])
-    kept = nvlink_keepalive.keep_awake(0, lambda: next(looks))  # which raises after a hundred looks
-    assert until(lambda: kept.why)
-    assert kept.words == 60 + 15  # 35 of the last 50 looks are left after 15
-
-
 def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatch):
     def send():
         if len(devices) == 2:
@@ -118,52 +109,3 @@ def test_without_a_neighbour_links_sleep(devices, monkeypatch):
     monkeypatch.setattr(nvlink_keepalive, "_sender", refused)
     assert "libcuda.so.1" in nvlink_keepalive.keep_awake(0, Calls()).why
     assert not [t for t in threading.enumerate() if t.name == "prism-links" and t.is_alive()]
-
-
-def test_several_local_ranks_keep_their_links_awake_themselves(devices):
-    kept = nvlink_keepalive.keep_awake(0, Calls(), num_processes=2)
-    assert kept.summary() == {
-        "awake": True,
-        "words": 0,
-        "said": "NVLinks kept awake by calls between the local ranks, as in the job "
-        "(assumed, not looked at)",
-    }
-    assert devices == []
-
-
-def test_ranks_of_one_host_write_to_different_neighbours(devices, monkeypatch):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    assert [nvlink_keepalive._neighbour(index) for index in range(3)] == [1, 2, 0]
-
-
-def test_words_are_copies_there_and_back_by_the_ranks_own_device(monkeypatch):
-    torch = pytest.importorskip("torch")
-    from megatron_prism.runtime.pacing.driver import Driver
-
-    done, made = [], {}
-
-    def tensor(place):
-        made[place] = torch.empty(nvlink_keepalive._BYTES, dtype=torch.uint8)
-        return made[place]
-
-    device = SimpleNamespace(
-        set_device=lambda index: done.append(("device", index)),
-        Stream=lambda index: SimpleNamespace(cuda_stream=f"of {index}"),
-    )
-    monkeypatch.setattr(torch, "cuda", device)
-    monkeypatch.setattr(Driver, "__init__", lambda self: None)
-    monkeypatch.setattr(Driver, "allocate", lambda self, size: 4096)
-    monkeypatch.setattr(Driver, "_call", lambda self, *words: done.append(words))
-    monkeypatch.setattr(torch, "as_tensor", lambda outside, device: tensor(device))
-    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: tensor(device))
-    send = nvlink_keepalive._sender(2, 3)
-    assert done == []
-    assert sorted(made) == ["cuda:2", "cuda:3"]
-    here, there = made["cuda:2"].data_ptr(), made["cuda:3"].data_ptr()
-    send()
-    assert done == [
-        ("device", 2),
-        ("cuMemcpyAsync", there, here, nvlink_keepalive._BYTES, "of 2"),
-        ("cuMemcpyAsync", here, there, nvlink_keepalive._BYTES, "of 2"),
-    ]

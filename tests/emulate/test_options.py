@@ -1,18 +1,14 @@
 """What the --prism-* flags mean, what they leave to be derived, and how bad input is refused."""
 
-import argparse
 import os
 import subprocess
 import sys
-import types
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron_prism.core.errors import RecipeError, UsageError, WorldError
+from megatron_prism.core.errors import UsageError, WorldError
 from megatron_prism.emulate import launch, launchers, options
-from megatron_prism.emulate.options import add_flags, from_command_line, with_tier
+from megatron_prism.emulate.options import from_command_line
 
 SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
@@ -129,14 +125,6 @@ def test_a_number_of_ranks_is_no_folder_of_programs(tmp_path, monkeypatch):
     assert caught.value.fix == "--prism-world-size 4"
 
 
-@given(st.sets(st.integers(0, 31), min_size=1, max_size=4))
-def test_processes_run_the_ranks_in_ascending_order(ranks):
-    text = ",".join(map(str, ranks))
-    for process, rank in enumerate(sorted(ranks)):
-        env = {**TORCHRUN, "RANK": str(process), "WORLD_SIZE": str(len(ranks))}
-        assert read(f"--prism-ranks {text}", env).rank == rank
-
-
 @pytest.mark.parametrize("selector", ["0,17", "0-1", "0;17"])
 def test_several_ranks_need_several_processes(selector):
     with pytest.raises(UsageError, match="names 2 ranks, but there is one process") as caught:
@@ -196,15 +184,6 @@ def test_sizes_are_positive(flag, size):
     assert "positive" in caught.value.fix
 
 
-@pytest.mark.parametrize(
-    "env", [{"WORLD_SIZE": "many"}, {"RANK": "-"}, {**TORCHRUN, "RANK": "first"}]
-)
-def test_variables_that_are_no_numbers(env):
-    with pytest.raises(UsageError, match="is no number") as caught:
-        read(env=env)
-    assert caught.value.fix.startswith("unset ")
-
-
 # -- other bad input
 
 
@@ -256,25 +235,7 @@ def test_a_recipe_gives_defaults(tmp_path):
     assert read(given + " --prism-tier cpu --prism-ranks 1").rank == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("prism: {rank: 3}", "rank"), ("prism: [1", "job.yaml"), ("prims: {}", "prims")],
-)
-def test_a_bad_recipe(tmp_path, text, says):
-    with pytest.raises(RecipeError) as caught:
-        read(recipe(tmp_path, text))
-    assert says in str(caught.value)
-    assert caught.value.exit_code == 2
-
-
 # -- Megatron's own parser
-
-
-def test_megatrons_parser_takes_the_flags_once():
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(add_flags(parser))
-    args = parser.parse_args(["--prism-emulate", "--prism-ranks", "3"])
-    assert (args.prism_emulate, args.prism_ranks, args.prism_tier) == (True, "3", "auto")
 
 
 # -- how it ends
@@ -290,21 +251,6 @@ def test_a_usage_error_ends_the_process_with_exit_code_2(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert not out
     assert "prism: error: rank 9 is outside a world of 1 rank\n  fix: " in err
-
-
-def test_two_local_ranks_on_one_nccl_device(monkeypatch):
-    options = with_tier(read("--prism-ranks 0,8", TORCHRUN), "cuda")
-    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(device_count=lambda: 1))
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="2 local ranks on 1 CUDA device: two would") as caught:
-        launch._check_devices(options)
-    assert "--prism-tier cpu" in caught.value.fix
-    torch.cuda.device_count = lambda: 2
-    launch._check_devices(options)
-    torch.cuda.device_count = lambda: 1
-    launch._check_devices(with_tier(options, "cpu"))
 
 
 @pytest.mark.slow

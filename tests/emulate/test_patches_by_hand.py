@@ -42,20 +42,6 @@ def context(local, meta=False, recorded=None, **more):
     return PatchContext(lambda: None, monitor, meta, local, local[0], recording=recording, **more)
 
 
-def test_a_job_is_real_when_no_rank_is_virtual_and_values_are_there(module):
-    assert context(REAL).is_real()
-    assert not context(REAL, meta=True).is_real()
-    assert not context(EMULATED).is_real()
-    assert context(EMULATED).is_real(world_size=1)
-
-
-def test_only_the_real_job_that_is_recorded_writes(module):
-    assert context(REAL).writes()
-    assert not context(REAL, recorded=False).writes()
-    assert not context(EMULATED, recorded=True).writes()
-    assert not context(REAL, meta=True).writes()
-
-
 def test_gradients_are_not_saved_and_that_is_said_once(module, capsys):
     names, calls = module
     emulated, real = names("save_grads"), names("save_grads")
@@ -88,18 +74,6 @@ def test_pytorchs_profiler_is_off_where_ranks_are_virtual(
     said = capsys.readouterr().err
     assert ("--use-pytorch-profiler is off" in said and "\n  fix: " in said) is not left
     assert bool(said) is not left
-
-
-def test_pytorchs_profiler_writes_beside_what_the_run_writes(module, monkeypatch, tmp_path, capsys):
-    names, _ = module
-    settings = SimpleNamespace(profile=True, use_pytorch_profiler=True, tensorboard_dir="real")
-    monkeypatch.setattr(outputs, "megatron_args", lambda: settings)
-    training = names("train")
-    patching.apply("no-traces", training, context(EMULATED, profiles=tmp_path / "out.profile"))
-    training.train("model")
-    assert settings.profile
-    assert settings.tensorboard_dir.startswith(str(tmp_path / "out.profile"))
-    assert "out.profile" in capsys.readouterr().err
 
 
 def test_an_iteration_that_megatron_skips_is_counted(module):
@@ -140,16 +114,6 @@ def test_other_files_of_the_real_job_are_left_alone(local, module, capsys):
     without = SimpleNamespace(world_size=4, tokenizer_type="NullTokenizer")
     variables.set_global_variables(without)
     assert capsys.readouterr().err == ""
-
-
-def test_gpus_are_not_sniffed_where_there_are_none(module, capsys):
-    names, calls = module
-    test = names("run_gpu_sniff_test")
-    patching.apply("no-sniffing", test, context(EMULATED))
-    for _ in range(2):
-        test.run_gpu_sniff_test("before training")
-    assert calls == []
-    assert capsys.readouterr().err.count("--gpu-sniff-test-interval") == 1
 
 
 def test_a_rank_takes_its_own_states_where_the_first_of_its_group_is_virtual(module):
@@ -196,31 +160,6 @@ def test_an_iteration_goes_on_from_the_last_checkpoint_before_it(wanted, chosen,
     assert "--prism-iteration 9" in error.value.fix
 
 
-def test_samples_and_schedules_go_on_without_training(module, monkeypatch, capsys):
-    """The batch grows from 2 to 4 with sample 6; iteration 6 follows the checkpoint of 2."""
-    calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
-    names, _ = module
-    state = {}
-    monkeypatch.setattr(calculator, "update_num_microbatches",
-                        lambda n, **_: state.update(size=2 if n < 6 else 4))  # fmt: skip
-    monkeypatch.setattr(calculator, "get_current_global_batch_size", lambda: state["size"])
-    job = SimpleNamespace(load="", ckpt_step=None, consumed_train_samples=4)
-    monkeypatch.setattr(outputs, "megatron_args", lambda: job)
-    monkeypatch.setattr(outputs, "_last_before", lambda *args: 2)
-    steps = []
-    scheduler = SimpleNamespace(step=lambda increment: steps.append(increment))
-    place = SimpleNamespace(load_checkpoint=lambda *args: (2, 7))
-    wanted = PatchContext(lambda: None, TrainingMonitor(), False, (1,), 1, iterations=(6, 9))
-    patching.apply("read-checkpoint", place, wanted)
-    assert place.load_checkpoint([], None, scheduler) == (5, 7)
-    assert (job.ckpt_step, job.exit_interval, job.ckpt_fully_parallel_load) == (2, 9, False)
-    assert steps == [2, 4, 4]
-    assert job.consumed_train_samples == 14
-    said = capsys.readouterr().err
-    assert "iteration 6, behind 14 samples" in said
-    assert "of iteration 2" in said
-
-
 class Adam:
     """An optimizer of Megatron that makes its states when it is loaded."""
 
@@ -260,29 +199,6 @@ def test_on_shapes_an_optimizer_that_is_loaded_has_states_before_the_first_itera
     assert line.startswith(f"--load {settings['load']}")
     assert ("not read" in line) == exists
     assert ("are there before the first step" in line) == bool(made)
-
-
-def test_a_missing_checkpoint_ends_the_job_on_shapes_where_it_ends_the_real_one(monkeypatch):
-    job = SimpleNamespace(load="nowhere", exit_on_missing_checkpoint=True, no_load_optim=True)
-    monkeypatch.setattr(outputs, "megatron_args", lambda: job)
-    monkeypatch.setattr(patching.PatchContext, "is_real", lambda self: False)
-    module = SimpleNamespace(checkpoint_exists=lambda place: False, load_checkpoint=print)
-    patching.apply("read-checkpoint", module, patching.context(meta=True))
-    with pytest.raises(UsageError, match="--load nowhere has no checkpoint"):
-        module.load_checkpoint(None, None, None)
-
-
-def test_graphs_and_restarts_are_refused(monkeypatch):
-    graphs = SimpleNamespace(CudaGraphManager=type("CudaGraphManager", (), {}))
-    patching.apply("no-graphs", graphs, patching.context())
-    with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA device"):
-        graphs.CudaGraphManager()
-    module = SimpleNamespace(maybe_wrap_for_inprocess_restart=lambda pretrain: (pretrain, None))
-    patching.apply("no-restarts", module, patching.context())
-    assert module.maybe_wrap_for_inprocess_restart(3) == (3, None)
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--inprocess-restart"])
-    with pytest.raises(UnsupportedError, match="virtual ranks have none"):
-        module.maybe_wrap_for_inprocess_restart(3)
 
 
 def test_a_refusal_ends_with_what_to_type_however_deep_it_was():

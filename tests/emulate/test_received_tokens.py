@@ -1,6 +1,5 @@
 """Received activations of known tokens: the same vector for the same token, and none alike."""
 
-import gc
 from types import SimpleNamespace
 
 import pytest
@@ -69,22 +68,6 @@ def test_only_noise_that_came_as_an_activation_is_told():
     assert not values.is_noise(came)  # once
 
 
-def test_whatever_lies_where_noise_lay_is_not_told():
-    values = Values()
-    for _ in range(50):
-        came = torch.empty(4, 1, 8)
-        with values.expecting(activation=came):
-            values.receive(came)
-        number = id(came)
-        del came
-        gc.collect()
-        later = torch.empty(4, 1, 8)
-        if id(later) == number:
-            assert not values.is_noise(later)
-            return
-    pytest.skip("no id was used again")
-
-
 class _Group:
     def __init__(self, place, size=2):
         self.place, self.count = place, size
@@ -122,52 +105,6 @@ def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, vir
     Attention.apply(x, _Group(place)).sum().backward()
     assert bool((x.grad == 0).all()) == whole
     assert torch.empty is dirty
-
-
-def test_two_threads_leave_torch_as_it_was():
-    empty, zeroed = torch.empty, pipeline._Zeroed()
-    zeroed.__enter__()
-    zeroed.__enter__()  # of another thread
-    zeroed.__exit__()
-    assert torch.empty is not empty
-    assert torch.empty((2, 3)).count_nonzero() == 0
-    assert torch.empty(7).shape == (7,)
-    zeroed.__exit__()
-    assert torch.empty is empty
-
-
-def test_prompts_without_labels_have_vectors_of_their_own():
-    labels = torch.full((2, 8), -100)
-    labels[:, 5:] = 7
-    tokens = tokens_of(labels, 8, 0, 1)
-    assert tokens[:, 0].tolist() == [7, 1, 2, 3, 4, 5, 7, 7]
-
-
-def test_what_fills_them_belongs_to_no_segment(monkeypatch):
-    from megatron_prism.runtime.recorder import measurements, recorder
-    from megatron_prism.runtime.virtual_world import VirtualWorld
-
-    now = [0]
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
-    monkeypatch.setattr(measurements, "perf_counter_ns", lambda: now[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    heard = recorder.Recorder(0, "cpu")
-    world = VirtualWorld(1, 0, (0,), Values(), torch.device("cpu"), listeners=(heard,))
-
-    def iteration():
-        now[0] += 3
-        world.unrecorded(lambda: now.__setitem__(0, now[0] + 1000))
-        now[0] += 4
-
-    heard.start(quick=True)
-    iteration()
-    assert heard.stop().segments_ns().tolist() == [3, 4]
-    heard.clock.start()
-    iteration()
-    assert heard.clock.stop() == 7
-    world.listen()  # nobody listens
-    iteration()
-    assert now == [3 * 1007]
 
 
 BATCH = """

@@ -15,14 +15,9 @@ import pytest
 pytest.importorskip("megatron.core")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from megatron.core.models.common import model_chunk_schedule_plan
-    from megatron.core.models.gpt import gpt_model
-    from megatron.core.pipeline_parallel import combined_1f1b, p2p_communication
     from megatron.core.pipeline_parallel import schedules as megatron_schedules
-    from megatron.core.pipeline_parallel import utils as pipeline_utils
     from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
-    from megatron_prism.emulate import schedule
     from megatron_prism.emulate.schedule import schedules
 
 from megatron_prism.core.errors import UsageError
@@ -90,37 +85,6 @@ def test_the_order_is_megatrons(case):
             assert [s for s in signs if s < 0] == [s for s in order if s < 0]
         else:
             assert signs == order
-
-
-PATCHED = (p2p_communication, megatron_schedules, pipeline_utils, model_chunk_schedule_plan,
-           gpt_model, combined_1f1b)  # fmt: skip
-
-
-@pytest.mark.parametrize("more", [{}, {"ep_overlap": True}])
-def test_everything_is_put_back(monkeypatch, more):
-    before = [dict(vars(module)) for module in PATCHED]
-    schedules(4, 2, 8, **more)
-    assert [dict(vars(module)) for module in PATCHED] == before
-    monkeypatch.setattr(schedule.Tape, "isend", lambda *args, **kwargs: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        schedules(4, 2, 8, **more)
-    assert [dict(vars(module)) for module in PATCHED] == before
-
-
-def test_a_process_with_torch_distributed_is_left_as_it_is():
-    import torch
-
-    alone = schedules(4, 2, 8)
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        assert schedules(4, 2, 8) == alone
-        value = torch.ones(1)
-        torch.distributed.all_reduce(value)
-        assert value.item() == 1
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

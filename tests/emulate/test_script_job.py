@@ -15,7 +15,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.recipe import load
 from megatron_prism.core.slices import SliceStore, open_programs
-from megatron_prism.emulate import exit_status, options, recipe_job, script_job, workers
+from megatron_prism.emulate import options, recipe_job, script_job, workers
 from megatron_prism.emulate.patches import startup
 from megatron_prism.emulate.script_job import Job
 
@@ -35,14 +35,6 @@ def test_stages_and_lists_are_captured_one_by_one():
     assert not given(*PP4, "--prism-capture", "d", "--prism-ranks", "9").one_by_one
     with pytest.raises(UsageError, match="names 4 ranks"):
         given(*PP4, "--prism-ranks", "stages")
-
-
-def test_our_flags_are_told_from_the_job_s():
-    words = "--lr 1 --prism-tier meta --prism-force --seed=3 --prism-values=noise x.py".split()
-    ours, rest = options.split(words)
-    assert [name for name, _ in ours] == ["--prism-tier", "--prism-force", "--prism-values"]
-    assert ours[0][1] == ["--prism-tier", "meta"]
-    assert rest == ["--lr", "1", "--seed=3", "x.py"]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +94,6 @@ def test_slices_of_a_recipe_that_are_there_need_no_worker(tmp_path, monkeypatch)
         recipe_job.capture(recipe.changed(seq_length=64), tmp_path, console=console)
 
 
-def test_a_module_that_megatron_lacks_ends_with_what_to_install():
-    assert "pip install six" in exit_status._missing_module("six").fix
-    assert "PYTHONPATH" in exit_status._missing_module("megatron").fix
-
-
 @TRAINING
 @pytest.mark.slow
 def test_a_stock_job_is_captured_in_one_command_and_goes_on(tmp_path, capsys, monkeypatch):
@@ -135,22 +122,3 @@ def test_mock_data_last_until_the_job_ends(exit_interval, sizes, monkeypatch):
     module = types.SimpleNamespace(_GLOBAL_ARGS=settings)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     assert startup._until_exit([10**9, 10**6, None]) == sizes
-
-
-def test_ranks_whose_microbatches_do_not_follow_run_all_of_them(tmp_path, monkeypatch):
-    asked = []
-
-    def run(tasks, console, at_once):
-        asked.append([("--prism-all-microbatches" in task.words, task.rank) for task in tasks])
-        return [{"again": "its steps differ"} if task.rank and len(asked) == 1
-                else {"rank": task.rank, "said": "", "peak": None} for task in tasks]  # fmt: skip
-
-    monkeypatch.setattr(workers, "run", run)
-    job = Job.of("pretrain_gpt.py", ["--lr", "1"], given(*PP4).world, "meta")
-    out = io.StringIO()
-    monkeypatch.setattr(script_job, "assemble", lambda folder: None)
-    monkeypatch.setattr(script_job, "save", lambda *args, **kwargs: None)
-    script_job.capture(job, tmp_path / "d", [0, 4], Console(file=out), whole=False)
-    assert asked == [[(False, 0), (False, 4)], [(True, 4)]]
-    assert "all microbatches" in out.getvalue()
-    assert "its steps differ" in out.getvalue()

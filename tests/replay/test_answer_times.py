@@ -3,15 +3,13 @@
 import dataclasses
 
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles.naive_replay import prices_of, random_programs
 
-from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
-from megatron_prism.graph import issue_graph, loops, world_graph
+from megatron_prism.graph import issue_graph, world_graph
 from megatron_prism.replay import answer_times, timeline
 from megatron_prism.replay.answer_times import START, build_answer_times, cuts, kept, terms
 
@@ -104,18 +102,6 @@ def test_one_table_serves_every_iteration(seed):
         seen.append(ends)
 
 
-def test_interpreted_and_compiled_are_one(monkeypatch):
-    pytest.importorskip("numba")
-    made, local = world_of(7)
-    joined = issue_graph.build_issue_graph(made, 3)
-    cut, mine = cuts(joined, [int(made.classes.of[rank]) for rank in local])
-    durations = timeline.durations_of(joined, prices_of(made))
-    plain = terms(joined, durations, cut, mine)
-    monkeypatch.setattr(loops, "SMALL", -1)
-    for one, other in zip(plain, terms(joined, durations, cut, mine), strict=True):
-        assert np.array_equal(one, other)
-
-
 def test_a_lockstep_peer_needs_one_term_a_call():
     """Calls of one group, one after the other: only the call before matters."""
     ops = [
@@ -137,16 +123,6 @@ def test_a_lockstep_peer_needs_one_term_a_call():
     assert np.diff(table.start).tolist() == [1] * 50
     assert table.weight.tolist() == [107] * 50
     assert table.back.tolist() == [1] + [0] * 49
-
-
-def test_a_local_rank_is_told_apart_first():
-    programs = random_programs(3)
-    made = world_graph.build(programs)
-    crowded = next(
-        r for r in range(programs.world.size) if made.classes.counts[made.classes.of[r]] > 1
-    )
-    with pytest.raises(PrismError, match="one of several"):
-        build_answer_times(made, prices_of(made), [crowded])
 
 
 def test_a_table_is_kept(tmp_path, monkeypatch):

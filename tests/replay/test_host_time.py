@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program_text import parse
 from megatron_prism.emulate.pace import expected
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import costs, timeline
-from megatron_prism.replay.costs.collectives import Calibration, read_calibration
+from megatron_prism.replay.costs.collectives import Calibration
 from megatron_prism.replay.costs.host import CALL_NS, right_after
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.report.metrics import path_parts
@@ -110,11 +109,6 @@ def test_words_that_keep_links_awake_are_not_the_segments():
     assert busy_ns(trace, bounds((-4, 20), (30, 40))).tolist() == alone
 
 
-def test_kernels_side_by_side_count_once():
-    trace = traced([(0, 100, 50), (5, 110, 20), (6, 140, 30)])
-    assert busy_ns(trace, bounds((0, 20)))[0].tolist() == [70 * US + 1 * US]  # no gap tells: 1 us
-
-
 def test_a_kernel_that_starts_at_once_found_the_device_idle():
     trace = traced([(0, 4, 50), (20, 60, 20), (500, 503, 30)])
     assert busy_ns(trace, bounds((-3, 10), (15, 30), (480, 510)))[2].tolist() == [1, 0, 1]
@@ -139,12 +133,6 @@ def test_the_host_between_two_calls_is_counted_once():
     for each in zip(ns.tolist(), host, lead.tolist(), strict=True):
         text += "0F compute ns={} host={} lead={}\n- host_wait note=device\n".format(*each)
     assert replayed(text).iteration_ns == pytest.approx((20 + 300) * US, abs=5 * US)
-
-
-def test_what_an_idle_device_waits_for_the_first_launch_is_no_kernels_time():
-    elapsed = np.array([1030, 1030]) * US
-    found = device_ns(elapsed[None], np.array([[1000, 1000], [20, 20], [1, 0]]) * [[US], [US], [1]])
-    assert found.tolist() == [1010 * US, 1030 * US]
 
 
 def test_a_wait_for_the_host_within_a_segment_is_no_kernels_time():
@@ -256,30 +244,6 @@ def test_a_launch_that_waits_for_room_is_no_work_of_the_host():
     assert launches(trace, bounds((0, 700))).length.tolist() == [700 * US]
 
 
-def test_segments_without_kernels_have_no_launches():
-    found = launches({"traceEvents": []}, bounds((0, 5), (6, 9)))
-    assert found.leads(*np.zeros((3, 2), dtype=np.int64)).tolist() == [0, 0]
-    trace = traced([(1, 2, 3), (5.5, 20, 5), (50, 60, 1)])
-    found = launches(trace, bounds((0, 5), (6, 9)))  # two kernels are of no segment
-    assert found.segment.tolist() == [0]
-
-
-def test_of_two_iterations_the_undisturbed_one_counts():
-    from megatron_prism.runtime.recorder.measurements import _lower_median
-
-    each = np.full((2, 10), 41)
-    each[0, 3] += 397  # ten segments; in one iteration something else took the host away
-    assert _lower_median(each).tolist() == [41] * 10
-    assert _lower_median(each.sum(axis=1)) == 410
-    assert _lower_median(np.array([811, 414, 430])) == 430
-
-
-def test_without_a_segment_that_keeps_up_kernels_count_as_they_are():
-    elapsed, none = np.array([9000, 5000]) * US, np.zeros(2, dtype=np.int64)
-    found = device_ns(elapsed[None], np.stack([np.array([10, 20]) * US, none, none]))
-    assert found.tolist() == [10 * US, 20 * US]
-
-
 WORLD = """prism-program 1
 world size=2 tp=2
 program rank=0 ranks=0-1
@@ -339,24 +303,6 @@ program rank=0 ranks=0-1
     assert spans["start"][1] == spans["start"][2] == 1 * US + 2 * CALL_NS
 
 
-def test_programs_without_the_hosts_time_replay_as_before():
-    plain = WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", "")
-    found = replayed(plain)
-    assert found.spans(0)["start"][1] == 10 * US
-    assert not any("host" in source for source in found.prices.used())
-
-
-def test_what_a_calibration_says_of_a_call_right_after_another(tmp_path):
-    row, path = {"op": "all_reduce", "asynchronous": False, "ns": 3}, tmp_path / "c.json"
-    for more in ({}, {"again": 2}):
-        stored = {"format": 1, "source": "x", "collectives": [], "host": [{**row, **more}]}
-        path.write_text(json.dumps(stored))
-        found = read_calibration(path)
-        assert found.host_ns("all_reduce", False, 9) == 3
-        assert found.host_ns("all_reduce", False, 9, again=True) == more.get("again", 3)
-    assert found.host_ns("broadcast", False, 9, again=True) == 2  # the others right after another
-
-
 BROADCASTS = """prism-program 1
 world size=2 tp=2
 program rank=0 ranks=0-1
@@ -381,60 +327,6 @@ def test_a_call_right_after_another_takes_the_host_less():
     for said in (" host=100us lead=30us", " host=120us lead=120us", " host=12us lead=10us"):
         blind = blind.replace(said, "")
     assert not right_after(parse(blind).programs[0]).any()
-
-
-def test_a_job_that_profiles_itself_keeps_its_profiler(capsys):
-    import torch
-
-    from megatron_prism.runtime.recorder.kernel_times import Tracer
-
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu]) as own:
-        assert Tracer().stop() is None
-        torch.ones(3).add(1)
-    assert any("add" in event.key for event in own.key_averages())
-    assert "the job's profiler runs" in capsys.readouterr().err
-
-
-class Heard:
-    """A recorder of tier cuda that notes what it is told."""
-
-    tier = "cuda"
-
-    def __init__(self):
-        self.told = []
-
-    def host_waited(self, note):
-        self.told.append(note)
-        return True
-
-    def host_resumed(self):
-        self.told.append("resumed")
-
-    def event_recorded(self, event, stream):
-        return False
-
-    event_waited = event_recorded
-
-    def wait_issued(self):
-        pass
-
-
-def test_only_reads_of_device_tensors_reset_the_hosts_clock():
-    import torch
-
-    from megatron_prism.runtime.recorder.recorder import report_to
-
-    heard, changes = Heard(), ProcessChanges()
-    report_to(heard, changes)
-    try:
-        assert torch.ones(3).sum().item() == 3
-        assert not heard.told
-        with pytest.raises((AssertionError, RuntimeError)):  # there is no such device
-            torch.cuda.synchronize("cuda:99")
-    finally:
-        changes.undo()
-    assert heard.told == ["device"]
 
 
 def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
@@ -584,36 +476,6 @@ def test_full_collections_of_garbage_are_left_out_of_the_hosts_time(monkeypatch)
     assert gc.callbacks == callbacks
 
 
-def test_calls_without_a_handle_are_timed_too(monkeypatch):
-    import torch
-
-    from megatron_prism.emulate import calibrate
-
-    waited = []
-
-    class Work:
-        def wait(self):
-            waited.append(1)
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    step = calibrate._step("cpu")
-    found = calibrate._host_ns(lambda: None, step)
-    assert all(0 < ns < 1_000_000 for ns in found)  # the step does not count
-    assert min(calibrate._host_ns(Work, lambda: None)) > 0
-    assert len(waited) == calibrate._REPEATS + 1
-
-
-def test_a_slow_moment_of_the_host_is_not_how_it_usually_is():
-    from megatron_prism.emulate.calibrate import middle
-
-    def rows(*ns):
-        return [{"op": f"op{i}", "asynchronous": False, "ns": value, "again": value // 2}
-                for i, value in enumerate(ns)]  # fmt: skip
-
-    assert middle([rows(20, 40), rows(90, 41), rows(21, 10)]) == rows(21, 40)
-    assert middle([[], [], []]) == []
-
-
 def test_the_share_of_the_critical_path_in_which_gpus_wait_for_python():
     from megatron_prism.report.metrics import timeline_metrics
 
@@ -698,18 +560,6 @@ def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
         program.load(tmp_path / "y.prism")
 
 
-def test_all_segments_that_keep_up_with_the_host_are_fitted_to():
-    from megatron_prism.predict.variability import _of_device
-
-    elapsed = np.arange(1000, 1100)  # an idle device, and a first launch that takes its time
-    traced = np.stack([elapsed - 50, np.full(100, 400), np.ones(100)])
-    text = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n"
-    for ns in device_ns(elapsed[None], traced).tolist():
-        text += f"0F compute ns={ns} host=900 lead=400\n"
-    one = dataclasses.replace(parse(text).programs[0], samples=np.stack([elapsed, elapsed]))
-    assert _of_device(one).share == 1.0
-
-
 def test_what_ifs_change_the_device_and_leave_the_host():
     from megatron_prism.replay import whatif
 
@@ -742,25 +592,3 @@ program rank=1
     assert [found.spans(i)["start"][1] for i in range(2)] == [100 * US + CALL_NS] * 2
     assert [int(prices.sum()) for prices in found.prices.host] == [100 * US + CALL_NS, 0]
     assert found.spans(1)["ready"][1] == 90 * US
-
-
-def test_full_collections_in_recorded_iterations_are_told(monkeypatch):
-    from megatron_prism.runtime.recorder import measurements
-    from megatron_prism.runtime.recorder.recorder import Recorder
-
-    now = [0]
-    monkeypatch.setattr(measurements, "perf_counter_ns", lambda: now[0])
-
-    def takes_long(phase, info):
-        now[0] += (phase == "start") * 500_000
-
-    one, callbacks = Recorder(0, "cpu"), list(gc.callbacks)
-    group = SimpleNamespace(desc="tp", size=lambda: 2, ranks=(0, 1))
-    for _ in range(2):
-        one.start(quick=True)
-        gc.callbacks.append(takes_long)
-        gc.collect()
-        one.record(group, "barrier", lambda group: gc.collect(), (), {})  # in no segment
-        gc.callbacks.remove(takes_long)
-        assert one.stop().collected == 500_000
-    assert gc.callbacks == callbacks

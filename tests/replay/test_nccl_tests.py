@@ -140,22 +140,6 @@ def test_a_calibration_from_files(tmp_path, capsys):
     assert read_calibration(out).look_up("all_reduce", 16, 1 << 27) == 1_500_000
 
 
-def test_measured_calls_between_nodes_are_used(tmp_path, capsys):
-    out, world = tmp_path / "cal.json", tmp_path / "w.txt"
-    put(tmp_path, "two.txt", all_reduce(16, 8, us=(90.0, 1500.0)))
-    cli.main(["calibrate", "--from-nccl-tests", str(tmp_path / "two.txt"), "-o", str(out)])
-    world.write_text(
-        "prism-program 1\nworld size=16\nprogram ranks=0-15\n"
-        "- all_reduce default_pg int8 n=134217728 reduce=sum\n"
-    )
-    capsys.readouterr()
-    assert (
-        cli.main(["replay", str(world), "--calibration", str(out), "--iterations", "1", "--json"])
-        == 0
-    )
-    assert json.loads(capsys.readouterr().out)["iteration_ns"] == 1_500_000
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -178,14 +162,3 @@ def test_what_it_is_not(tmp_path, capsys, text, says):
     assert str(path) in said
     assert "fix: " in said
     assert not out.exists()
-
-
-def test_files_that_contradict_each_other_are_both_named(tmp_path, capsys):
-    put(tmp_path, "one.txt", all_reduce())
-    put(tmp_path, "two.txt", all_reduce(us=(30.0, 1400.0)))
-    words = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt"), "-o", str(tmp_path / "c.json")]
-    assert cli.main(["calibrate", "--from-nccl-tests", *words]) == 2
-    said = capsys.readouterr().err
-    assert "one.txt" in said
-    assert "two.txt contradict each other: all_reduce of 134,217,728 bytes among 4" in said
-    assert "run both again" in said

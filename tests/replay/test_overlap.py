@@ -1,16 +1,12 @@
 """Computing and calls that run at once: closed forms, what is refused, a measurement on gloo."""
 
-import contextlib
 import dataclasses
 import json
-import pathlib
 
-import msgspec
 import numpy as np
 import pytest
 from oracles.naive_replay import prices_of, random_programs
 
-from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.graph import world_graph
@@ -222,52 +218,6 @@ def test_between_two_sizes_their_ratio_counts():
     assert read_overlap(rows[:1])["all_reduce"].factors(1, "memory") == (1.2, 1.0)
 
 
-@pytest.fixture
-def told(tmp_path, capsys):
-    """What a command says of BESIDE with a calibration whose computing takes ``factor`` times as
-    long; the calibration is the file ``c.json``."""
-    programs, file = tmp_path / "w.txt", tmp_path / "c.json"
-    programs.write_text(BESIDE)
-    call = {"op": "all_reduce", "ranks": 2, "bytes": 128, "ns": 500 * MS}
-    stored = {"format": 1, "source": "2 x NVIDIA H200", "collectives": [call]}
-
-    def run(factor, command, *more):
-        file.write_text(
-            json.dumps({**stored, "overlap": [msgspec.structs.asdict(row(compute=factor))]})
-        )
-        words = [
-            command,
-            str(programs),
-            "--machine",
-            "h200",
-            "--calibration",
-            str(file),
-            *more,
-            "--json",
-        ]
-        assert cli.main(words) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run
-
-
-def test_replay_applies_what_a_calibration_says(told):
-    times = [told(factor, "replay")["iteration_ns"] for factor in (1.0, 2.0)]
-    assert times[1] / times[0] == pytest.approx(1.25, rel=1e-3)
-
-
-def test_pacing_and_predict_rest_on_the_prices_of_that_replay(told, tmp_path):
-    middles = []
-    for factor in (1.0, 2.0):
-        quantiles = told(factor, "predict", "--samples", "200")["quantiles"]
-        middles += [one["ns"] for one in quantiles if one["level"] == 0.5]
-    assert middles[1] / middles[0] == pytest.approx(1.25, rel=0.05)
-    made = price(parse(BESIDE), machine="h200", calibration=tmp_path / "c.json", iterations=1)
-    again = timeline.build_timeline(made.graph, made.prices, 1)  # prices that pacing and draws take
-    for one in (made.timeline, again):
-        assert one.iteration_ns == pytest.approx(1250 * MS, rel=1e-3)
-
-
 def test_calls_of_processes_without_gpus_are_none_of_slices_of_gpus(tmp_path):
     file = tmp_path / "c.json"
     call = {"op": "all_reduce", "ranks": 2, "bytes": 128, "ns": 500 * MS}
@@ -297,103 +247,3 @@ def test_what_is_lost_counts_for_as_long_as_both_run():
     assert overlap._call_first([quicker]) == [(1.0, 1.0)]
     stuck = one._replace(compute_beside=900 * us)
     assert overlap._call_first([stuck])[0][0] == pytest.approx(10)
-
-
-def test_phases_differ_in_one_thing_only(monkeypatch):
-    overlap = pytest.importorskip("megatron_prism.emulate.calibrate")
-    import torch
-
-    log = []
-
-    class Stream:
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            log.append(f"{self.name} waits for {other.name}")
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            log.append(f"mark on {now[-1].name}")
-
-    @contextlib.contextmanager
-    def on(stream):
-        now.append(stream)
-        yield
-        now.pop()
-
-    main, side = Stream("main"), Stream("side")
-    now = [main]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[-1])
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("head"))
-
-    def made(what):
-        return lambda: log.append(f"{what} on {now[-1].name}")
-
-    phases = overlap._Phases(side, made("call"), made("compute"), made("meet"))
-    marks = phases.round(True)
-    beside, behind = log[: len(log) // 2], log[len(log) // 2 :]
-    assert [len(one) for one in marks] == [4, 4]
-    assert beside == [
-        "meet on main", "side waits for main", "mark on side", "call on side", "mark on side",
-        "head", "mark on main", "compute on main", "mark on main", "main waits for side",
-    ]  # fmt: skip
-    behind.remove("main waits for side")
-    assert behind == beside
-    del log[:]
-    phases.round(False)
-    assert log.index("head") == 6  # the other way round: computing waits first
-
-
-def test_a_calibration_on_cpus_has_calls_and_the_hosts_index(tmp_path, monkeypatch):
-    pytest.importorskip("torch")
-    import subprocess
-
-    from rich.console import Console
-
-    from megatron_prism.emulate import calibrate
-
-    ran = []
-
-    def run(command, env, **rest):
-        ran.append((command[-1], env.get("CUDA_DEVICE_MAX_CONNECTIONS")))
-        pathlib.Path(command[-2]).write_text(json.dumps({command[-1]: 1}))
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(calibrate, "HOST_S", 0)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    out = tmp_path / "c.json"
-    calibrate.calibrate(out, 2, force=False, console=Console(quiet=True))
-    assert ran == [("calls", "1")]
-    found = json.loads(out.read_text())
-    assert found.pop("host_index")["index"] > 0
-    assert found == {"calls": 1}
-
-
-@pytest.mark.parametrize("ranks", [2, 16])
-def test_messages_are_numbers_that_stay_finite(ranks):
-    pytest.importorskip("torch")
-    from types import SimpleNamespace
-
-    import torch
-
-    from megatron_prism.emulate import calibrate
-
-    for cuda in (True, False):  # bf16 and fp32
-        bench = SimpleNamespace(cuda=cuda, device="cpu")
-        whole, other, part = calibrate._tensors(bench, ranks, 1 << 16)
-        assert (whole.dtype, len(part) * ranks) == (
-            torch.bfloat16 if cuda else torch.float32, len(whole)
-        )  # fmt: skip
-        for tensor in (whole, other, part):
-            assert tensor.float().abs().median() > 2.0**-115
-        calls = 4 + 2 * calibrate.ROUNDS  # of one tensor: two looks at two, two phases
-        for _ in range(calls):
-            whole.mul_(ranks)
-        assert torch.isfinite(whole).all()

@@ -126,21 +126,6 @@ def test_calibrations_that_cannot_be(tmp_path, key, rows, says):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("option", ["--machine", "--calibration"])
-def test_files_that_nest_without_end_are_refused(tmp_path, option, capsys):
-    """Python's parser gives up with a RecursionError, which is no error of the user's."""
-    path, world = tmp_path / "deep.json", tmp_path / "w.txt"
-    path.write_text("[" * 100_000)
-    world.write_text("prism-program 1\nworld size=1\nprogram ranks=0\n0F compute ns=1ms\n")
-    assert cli.main(["replay", str(world), option, str(path)]) == 2
-    assert "nested too deeply" in capsys.readouterr().err
-
-
-def test_an_endless_calibration_is_not_read_to_its_end():
-    with pytest.raises(UsageError, match="more than 33,554,432 bytes"):
-        read_calibration("/dev/zero")
-
-
 def test_the_same_measurement_twice_is_one(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"format": 1, "source": "x", "collectives": [row(), row()]}))

@@ -2,19 +2,16 @@
 
 import dataclasses
 import pathlib
-import sys
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from helpers.programs import WORLDS as GRAPH_WORLDS
-from helpers.programs import healthy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.naive_replay import Simulation, prices_of, random_programs
 
 from megatron_prism.core.collectives import BY_NAME
-from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import CODE, PHASE_NAMES
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.slices import open_programs
@@ -170,18 +167,6 @@ def test_interpreted_and_compiled_are_one(monkeypatch):
             found.append((begin, end, dag.start, dag.before, dag.order, tail, path))
         for a, b in zip(*found, strict=True):
             assert np.array_equal(a, b)
-
-
-def test_without_numba_large_graphs_are_refused_by_name(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(loops, "_interpreted", 0)
-    loops._compiled.cache_clear()
-    made = issue_graph.build_issue_graph(graph.build(healthy(GRAPH_WORLDS[1])))
-    assert len(made.order) == len(made)  # small ones need none
-    monkeypatch.setattr(loops, "SMALL", -1)
-    with pytest.raises(UsageError, match="numba") as raised:
-        issue_graph.build_issue_graph(graph.build(healthy(GRAPH_WORLDS[1]))).order
-    assert raised.value.fix == "pip install numba"
 
 
 # -- closed forms ----------------------------------------------------------------------------------
@@ -412,14 +397,6 @@ def test_sharing_changes_no_verdict(seed):
     world_graph, *_, alone = simulated(programs)
     *_, shared = simulated(programs, links=network.ports(world_graph, 1))
     assert np.array_equal(alone < 0, shared < 0)
-
-
-@pytest.mark.slow
-def test_a_million_ranks_replay_as_their_classes():
-    world = dataclasses.replace(GRAPH_WORLDS[2], size=1 << 20)
-    many = replayed(healthy(world))
-    few = replayed(healthy(GRAPH_WORLDS[2]))
-    assert len(many.dag) == len(few.dag)
 
 
 def test_segments_with_one_note_and_different_work_cost_differently():

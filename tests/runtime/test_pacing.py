@@ -9,7 +9,6 @@ import errno
 import gc
 import json
 import os
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -36,7 +35,6 @@ from megatron_prism.emulate.pace import (
     slow_ranks,
 )
 from megatron_prism.replay.costs.collectives import Calibration
-from megatron_prism.runtime import process_group
 from megatron_prism.runtime.pacing import pacer as pace_report
 from megatron_prism.runtime.pacing import shared_memory
 from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
@@ -162,23 +160,6 @@ def test_an_asynchronous_call_has_its_groups_stream_and_wait_orders(device):
     assert device.log[0] == "main waits for s1"  # one communicator, one order
 
 
-def test_events_are_used_again_once_nobody_holds_them(device):
-    pacer = pacer_of(device, *[PacedCall("all_gather", "TP", i) for i in range(9)])
-    held = [
-        pacer.record(TP, "all_gather", answering(device), (SMALL, SMALL, opts(True)), {})
-        for _ in range(3)
-    ]
-    assert len({work._end.handle for work in held}) == 3
-    made = len(device.recorded)
-    for _ in range(6):
-        held.pop(0)
-        held.append(
-            pacer.record(TP, "all_gather", answering(device), (SMALL, SMALL, opts(True)), {})
-        )
-        assert len({work._end.handle for work in held}) == 3
-    assert len(device.recorded) <= made + 1
-
-
 def test_the_kernel_gives_the_answers_that_it_can(device):
     counted = []
     group = SimpleNamespace(
@@ -221,31 +202,6 @@ def test_tensors_of_a_dropped_handle_stay_until_the_device_is_done(device):
     assert [ref() is None for ref in gone] == [True, True, False]
 
 
-def test_a_device_that_does_not_answer_is_not_done(device, monkeypatch):
-    pacer = pacer_of(device, PacedCall("all_gather", "TP", 0))
-    tensor = torch.zeros(4)
-    gone = weakref.ref(tensor)
-    answer = answering(device)
-
-    def fails(event):
-        raise PrismError("the CUDA driver refused to look at an event")
-
-    device.query = fails
-    monkeypatch.setattr(process_group, "_unfinished", [])
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # an error in __del__
-    pacer.record(TP, "all_gather", answer, (tensor, tensor, opts(True)), {})
-    del tensor
-    gc.collect()
-    assert gone() is not None
-
-
-def test_a_future_of_a_paced_call_is_ordered_too(device):
-    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0))
-    work = pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(True)), {})
-    assert work.get_future().wait() == [SMALL]
-    assert device.log[-1] == "main waits for s1"
-
-
 def test_the_kernel_reads_no_memory_of_the_host(device):
     """Calls of gloo groups have their tensors there."""
     group = SimpleNamespace(
@@ -277,16 +233,6 @@ def test_a_batch_of_messages_is_one_launch(device):
     recv.wait()
     assert device.log[-2:] == ["main waits for s1"] * 2
     assert recv.source_rank() == 3
-
-
-def test_messages_that_are_no_batch_have_a_stream_per_peer(device):
-    pacer = pacer_of(device, PacedCall("send", "PP", 0), PacedCall("recv", "PP", 1))
-    pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
-    pacer.record(PP, "recv", answering(device), ([SMALL], 3, 0), {})
-    assert [line for line in device.log if "waits" in line] == [
-        "s1 waits for main",
-        "s2 waits for main",
-    ]
 
 
 def test_a_barrier_holds_the_host(device):
@@ -453,25 +399,6 @@ def test_slices_of_another_job_do_not_pace(tmp_path):
         paced.is_of(job_settings.as_text({}))
 
 
-def test_slices_that_were_recorded_at_pace_pace_as_well(tmp_path):
-    options = options_of("--prism-pace", str(tmp_path))
-    source = {"arguments": "a", "device": "NVIDIA H200"}
-    for peers in ({}, {"peers": "paced"}):
-        store = SliceStore(tmp_path, options.world, {**source, **peers})
-        for rank in range(options.world.size):
-            store.put(Program.from_ops(rank, [Op("compute", ns=1)]))
-        made = pace._programs(tmp_path, options, source)
-        assert made.source.get("peers") == peers.get("peers")
-
-
-def test_a_stage_that_paced_slices_lack_is_asked_for(tmp_path):
-    options = options_of("--prism-pace", str(tmp_path), "--pipeline-model-parallel-size", "2")
-    store = SliceStore(tmp_path, options.world, {"peers": "paced"})
-    store.put(Program.from_ops(0, [Op("compute", ns=1)]))
-    with pytest.raises(UsageError, match="recorded at pace, but none of ranks 4"):
-        pace._capture_all(options, ["x.py"])
-
-
 def test_a_calibration_of_another_gpu_is_refused(tmp_path):
     assert pace.calibration(tmp_path, "NVIDIA H200") is None
     path = tmp_path / pace.CALIBRATION
@@ -579,33 +506,6 @@ def test_a_rank_that_strays_is_told_to_the_others(device):
     assert "another local rank" in other.tally.strayed[0]
 
 
-def test_real_members_are_no_part_of_coming_to_a_call(device):
-    mixed = SimpleNamespace(desc="TP", local=(0, 1), world=SimpleNamespace(observers=()))
-    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0))
-    answer = answering(device)
-    answer.__name__ = "allreduce"
-    pacer.record(mixed, "all_reduce", answer, ([SMALL], opts(False)), {})
-    assert device.log == ["main: arrive 0", "main: answer", "main: hold 0 in 0 x1"]
-
-
-def test_the_first_local_rank_captures_for_all(tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.setattr(pace, "_capture_all", lambda options, job: ran.append(options.process))
-    store, options = Store(), options_of("--prism-pace", str(tmp_path))
-    with pytest.raises(AssertionError):  # still waiting
-        capture_missing(dataclasses.replace(options, process=1), [], store)
-    capture_missing(options, [], store)
-    capture_missing(dataclasses.replace(options, process=1), [], store)
-    assert ran == [0]
-
-
-def test_local_ranks_of_several_hosts_are_refused(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    options = dataclasses.replace(options_of("--prism-pace", "d"), num_processes=4)
-    with pytest.raises(UsageError, match="on several hosts"):
-        check(options)
-
-
 # -- the report ------------------------------------------------------------------------------------
 def test_calls_that_begin_when_issued_are_told_from_those_that_queue():
     base = 1_795_281_652_691_879_424  # the device's clock has a date
@@ -653,23 +553,6 @@ def test_the_report_says_what_was_felt_and_what_was_predicted(device):
     stamps = Stamped.stamps()
     stamps["tag"][0] = 0  # the one before strayed
     assert pace_report.summary(pacer, stamps, {})["iteration_us"] is None
-
-
-def test_what_pacing_itself_takes_of_the_host_counts(device):
-    """From the first line on: what NCCL would take is kept, not that and our own besides."""
-    slow = 20_000_000
-    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0, host=slow))
-    expected_call = pacer._expected
-
-    def slowly(group, op):
-        time.sleep(0.01)
-        return expected_call(group, op)
-
-    pacer._expected = slowly
-    begin = time.perf_counter_ns()
-    pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(True)), {})
-    assert pacer.now_issued[0] - begin < 5_000_000
-    assert slow <= time.perf_counter_ns() - begin < slow + 8_000_000
 
 
 def test_the_host_is_kept_as_long_as_nccl_would(device):

@@ -3,9 +3,7 @@
 Answers of groups with several local ranks are compared with gloo in ``conformance/``.
 """
 
-import contextlib
 import itertools
-import os
 import pickle
 
 import pytest
@@ -19,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.answers import PartiallyLocalGroup, fill_rows
-from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.recorder.recorder import _splits
 from megatron_prism.runtime.values import (
     BalancedExpertCounts,
@@ -73,15 +70,6 @@ def test_fill_rows_repeats_the_source(wanted, given_rows):
     fill_rows(out, numbers(given_rows))
     cycle = itertools.cycle(range(1, given_rows + 1)) if given_rows else itertools.repeat(0)
     assert out.tolist() == [float(next(cycle)) for _ in range(wanted)]
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
-def test_fill_rows_keeps_rows_whole_and_minds_strides(wanted, given_rows, width):
-    source = numbers(given_rows * width).view(given_rows, width)
-    buffer = torch.full((width, wanted), -1.0)
-    fill_rows(buffer.t(), source)
-    for i in range(wanted):
-        assert torch.equal(buffer[:, i], source[i % given_rows])
 
 
 @given(st.integers(1, 12), st.data())
@@ -353,12 +341,6 @@ def test_received_integers_are_zero(world, dtype):
     assert not tensor.any()
 
 
-def test_received_float8_is_noise(world):
-    tensor = torch.zeros(512, dtype=torch.float8_e4m3fn)
-    dist.recv(tensor, 4)
-    assert rms(tensor.float()).item() == pytest.approx(1, rel=0.2)
-
-
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_noise_adds_up_like_independent_members(contiguous):
     start(policy="noise")
@@ -403,24 +385,6 @@ def test_shapes_only():
 # -- handles --------------------------------------------------------------------------------------
 
 
-def test_a_handle_says_that_it_is_done(world):
-    tensor = numbers(3)
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work.is_completed()
-    assert work.is_success()
-    assert work.exception() is None
-    assert work.wait()
-    assert work.result()[0] is tensor
-    assert work.get_future().wait()[0] is tensor
-    assert work.get_future().done()
-
-
-def test_a_receive_from_anyone_says_who_it_was(world):
-    assert dist.recv(torch.zeros(2)) == 6
-    pair = dist.new_group([5, 9])
-    assert dist.recv(torch.zeros(2), group=pair) == 9
-
-
 def test_torchs_own_data_parallel_modules_work(world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -462,37 +426,11 @@ def test_what_torch_says_of_a_group(world):
             wrong()
 
 
-@pytest.mark.parametrize(
-    "ranks", [[5], [4, 5], [5, 7, 9], [0, 1, 5], [0, 2, 5, 6], [1, 5, 9, 13], list(range(16)), None]
-)
-def test_evenly_spaced_or_not_a_group_knows_its_ranks(world, ranks):
-    group = dist.new_group(ranks)
-    ranks = list(range(16)) if ranks is None else ranks
-    assert dist.get_process_group_ranks(group) == ranks
-    assert [dist.get_group_rank(group, rank) for rank in ranks] == list(range(len(ranks)))
-    assert [dist.get_global_rank(group, i) for i in range(len(ranks))] == ranks
-    assert 15 in ranks or 15 not in c10d._world.pg_group_ranks[group]
-
-
 def test_groups_of_others_are_not_made(world):
     before = len(c10d._world.pg_map)
     assert dist.new_group([1, 2]) == NOT_A_MEMBER
     assert len(c10d._world.pg_map) == before
     assert dist.all_reduce(numbers(1), group=NOT_A_MEMBER) is None  # as torch: a warning, no call
-
-
-@pytest.mark.parametrize("ranks", [[5, 16], [5, 5], [-1, 5]])
-def test_impossible_groups_are_refused(world, ranks):
-    with pytest.raises(ValueError, match=r"in \[0, 16\)"):
-        dist.new_group(ranks)
-
-
-def test_subgroups(world):
-    mine, everyone = dist.new_subgroups_by_enumeration([[0, 1], [4, 5], [6, 7]])
-    assert dist.get_process_group_ranks(mine) == [4, 5]
-    assert everyone == [NOT_A_MEMBER, mine, NOT_A_MEMBER]
-    mine, _ = dist.new_subgroups(4)
-    assert dist.get_process_group_ranks(mine) == [4, 5, 6, 7]
 
 
 def test_device_meshes_work_although_they_copied_new_group(world):
@@ -501,25 +439,6 @@ def test_device_meshes_work_although_they_copied_new_group(world):
     mesh = init_device_mesh("cpu", (4, 4), mesh_dim_names=("dp", "tp"))
     assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [4, 5, 6, 7]
     assert dist.get_process_group_ranks(mesh["dp"].get_group()) == [1, 5, 9, 13]
-
-
-def test_destroying_one_group(world):
-    group = dist.new_group([4, 5])
-    other = dist.new_group([4, 5])
-    dist.destroy_process_group(group)
-    with pytest.raises((KeyError, ValueError)):
-        dist.get_process_group_ranks(group)
-    dist.all_reduce(numbers(1), group=other)
-
-
-def test_destroying_everything_leaves_room_for_a_real_world(world):
-    dist.destroy_process_group()
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert type(dist.new_group([0])) is dist.ProcessGroup
-    virtual_world.stop()
-    assert dist.is_initialized(), "the real world is not ours to stop"
-    dist.destroy_process_group()
 
 
 def test_a_group_costs_nothing_to_those_who_are_not_in_it():
@@ -551,44 +470,11 @@ def test_a_rank_that_is_not_there(rank, local):
     assert virtual_world.current() is None
 
 
-def test_two_worlds_one_after_the_other():
-    for rank in (3, 4):
-        assert start(rank=rank) is virtual_world.current()
-        assert dist.get_rank() == rank
-        virtual_world.stop()
-    virtual_world.stop()  # harmless
-
-
-def test_a_start_that_fails_leaves_nothing(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(dist, "init_process_group", refuse)
-    with pytest.raises(RuntimeError, match="no"):
-        start()
-    assert virtual_world.current() is None
-
-
-def test_the_barrier_after_init_waits_for_nobody(monkeypatch):
-    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-    start()
-    assert os.environ["TORCH_DIST_INIT_BARRIER"] == "1"
-
-
 def test_several_local_ranks_need_a_store():
     world = virtual_world.VirtualWorld(4, 1, (1, 2), Values(), torch.device("cpu"))
     with pytest.raises(UsageError, match="need a store"):
         virtual_world.start(world)
     assert virtual_world.current() is None
-
-
-def test_local_members_are_in_group_order(monkeypatch):
-    made = []
-    world = virtual_world.VirtualWorld(8, 1, (1, 6), Values(), torch.device("cpu"))
-    monkeypatch.setattr(world, "_real_group", lambda local, desc, nccl: made.append(local))
-    group = world.build_group([6, 3, 1], "g", "G")
-    assert made == [[6, 1]]
-    assert group._mixed.positions == (0, 2)
 
 
 @pytest.mark.parametrize(("local", "ranks", "met"), [
@@ -607,25 +493,6 @@ def test_who_has_a_process_here_does_not_depend_on_the_backend(
     opts, rows = dist.AllToAllOptions(), [1] * len(ranks)
     splits = _splits(group, (torch.ones(1), torch.ones(1), rows, rows, opts))
     assert (splits is None) == group.has_virtual
-
-
-def test_torchs_fake_backend_works_beside_ours():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    start()
-    virtual_world.stop()
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    assert dist.get_backend() == "fake"
-    assert type(dist.new_group([3, 4])) is dist.ProcessGroup
-    dist.all_reduce(numbers(2))
-    dist.destroy_process_group()
-
-
-def test_our_backend_is_nobodys_default():
-    start()
-    assert "prism" in dist.Backend.backend_list
-    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
-    assert dist.Backend.default_device_backend_map["cuda"] == "nccl"
 
 
 # -- collectives without a row, tally, observer ---------------------------------------------------
@@ -654,24 +521,6 @@ def test_tally_counts_calls_and_message_sizes(world):
     assert group.sequence == 6
 
 
-def test_an_observer_sees_every_answer(world):
-    seen = []
-
-    class Seen(CallListener):
-        def observe(self, group, op, inputs, outputs):
-            seen.append((group.desc, op, len(inputs), len(outputs)))
-
-    world.listen(Seen())
-    dist.all_reduce(numbers(2))
-    dist.all_gather([torch.zeros(2) for _ in range(16)], numbers(2))
-    dist.send(numbers(2), 6)
-    assert seen == [
-        ("default_pg", "all_reduce", 1, 1),
-        ("default_pg", "all_gather", 1, 16),
-        ("default_pg", "send", 1, 0),
-    ]
-
-
 # -- objects --------------------------------------------------------------------------------------
 
 
@@ -697,26 +546,6 @@ def test_objects_of_65536_ranks_are_quick(monkeypatch):
     gathered = [None] * 65_536
     dist.all_gather_object(gathered, ("state", 1))
     assert set(gathered) == {("state", 1)}
-
-
-def test_a_source_outside_the_group(world):
-    group = dist.new_group([4, 5])
-    for call in (dist.broadcast_object_list, lambda x, **k: dist.broadcast(numbers(1), **k)):
-        with pytest.raises(ValueError, match="not part of group"):
-            call([1], src=0, group=group)
-
-
-def test_objects_of_real_groups_are_torchs_business(world):
-    real = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
-    real._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    real._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    c10d._world.pg_map[real] = ("gloo", None)
-    with contextlib.ExitStack() as stack:
-        stack.callback(c10d._world.pg_map.pop, real)
-        gathered = [None]
-        dist.all_gather_object(gathered, "x", group=real)
-    assert gathered == ["x"]
 
 
 def test_noise_keeps_sums_of_squares_positive():
