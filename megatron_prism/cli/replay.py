@@ -33,14 +33,9 @@ def replay(args: argparse.Namespace) -> int:
                                 --host); host=0.6x: hosts take 0.6 times as long
       nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job had not; also NCCL_PROTO,
                                 NCCL_NVLS_ENABLE, NCCL_MAX_NCHANNELS, …
-      sends=buffered            sends end without their receivers while NCCL's buffers hold them: as
-                                many bytes as the calibration measured, with which this is the
-                                default, else 32 MiB, or 8 times NCCL_BUFFSIZE; sends=buffered:8MiB;
-                                sends=buffered:0: all wait
       network=rails             calls of a rank share its NIC and its NVLinks; network=fat-tree:4:
                                 and those above leaf switches, a fourth as many (4 to 1
                                 oversubscribed); network=none: not even if the recipe says so
-      slow_rail=3:0.5 …         the NICs of place 3 of every node have half the bandwidth
       tp=4 pp=2 …               says which slices that needs: ranks of other sizes run other kernels
       microbatches=32           captured steps in the order of Megatron's scheduler
     """

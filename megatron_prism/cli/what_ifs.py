@@ -12,21 +12,19 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import console, warn_without_times
 from megatron_prism.core.errors import UnitError, UnsupportedError
-from megatron_prism.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
     from megatron_prism.replay.priced_graph import PricedGraph, WhatIf
 
 _SIZES = ("tp", "cp", "pp", "ep", "etp", "vpp")
-_SEVERAL = ("slow", "faster", "nccl", "slow_rail")
-_KEYS = ("dp", "slow", "faster", "moved", "host", "nccl", "network", "sends", "slow_rail",
-         *_SIZES, "microbatches")  # fmt: skip
+_SEVERAL = ("slow", "faster", "nccl")
+_KEYS = ("dp", "slow", "faster", "moved", "host", "nccl", "network", *_SIZES, "microbatches")
 
 
 def split(word: str) -> tuple[str, list[str]]:
@@ -109,9 +107,6 @@ def _read(words: Sequence[str], command: str) -> dict[str, Any]:
         "host": arguments.name,
         "nccl": arguments.name,
         "network": arguments.name,
-        "oversubscription": _oversubscription,
-        "sends": _sends,
-        "slow_rail": _slow_rail,
         **dict.fromkeys(_SIZES, arguments.count(1, 1 << 20, "tp=4")),
         "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
     }
@@ -126,32 +121,6 @@ def _slow(text: str) -> tuple[str, str]:
     return ranks, factor
 
 
-def _sends(text: str) -> int:
-    """``buffered`` or ``buffered:BYTES``; -1: as many bytes as NCCL's settings say."""
-    word, colon, size = text.partition(":")
-    if word != "buffered":
-        raise UnitError(f"sends are buffered, or not: {text}", fix="sends=buffered")
-    if colon and parse_bytes(size) < 0:
-        raise UnitError(f"buffers of {size}", fix="sends=buffered:8MiB")
-    return parse_bytes(size) if colon else -1
-
-
-def _oversubscription(text: str) -> NoReturn:
-    raise UnitError("the network has it, above its leaves", fix=f"network=fat-tree:{text}")
-
-
-def _slow_rail(text: str) -> tuple[int, float]:
-    """``place:factor``."""
-    place, _, part = text.partition(":")
-    try:
-        found = int(place), float(part)
-    except ValueError:
-        found = -1, 0.0
-    if found[0] < 0 or not 0 < found[1] <= 1:
-        raise UnitError("it needs a place in the node and a part of 1", fix="slow_rail=3:0.5")
-    return found
-
-
 def _faster(text: str) -> tuple[str, str]:
     """``calls:factor``; calls are a collective, a group or ``collective@group``."""
     what, colon, factor = text.rpartition(":")
@@ -164,17 +133,8 @@ def _what_if(
     slow: Sequence[tuple[str, str]] = (),
     faster: Sequence[tuple[str, str]] = (),
     nccl: Sequence[str] = (),
-    sends: int | None = None,
-    slow_rail: Sequence[tuple[int, float]] = (),
     **others: Any,
 ) -> WhatIf:
     from megatron_prism.replay.priced_graph import WhatIf
 
-    return WhatIf(
-        slow=tuple(slow),
-        faster=tuple(faster),
-        nccl=tuple(nccl),
-        slow_rails=tuple(slow_rail),
-        buffered=sends,
-        **others,
-    )
+    return WhatIf(slow=tuple(slow), faster=tuple(faster), nccl=tuple(nccl), **others)

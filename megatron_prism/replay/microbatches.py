@@ -257,18 +257,14 @@ class _Cut:
 
     def _by_piece(self, at: np.ndarray) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(len(self))]
-        places = np.searchsorted(self.bounds, at, side="right") - 1
-        for op, piece in zip(at.tolist(), self._nonempty(places).tolist(), strict=True):
+        for op, piece in zip(at.tolist(), self.piece_of(at).tolist(), strict=True):
             found[piece].append(op)
         return found
 
-    def _nonempty(self, places: np.ndarray) -> np.ndarray:
-        pieces: np.ndarray = np.clip(places, 0, len(self) - 1)
-        return pieces
-
     def piece_of(self, at: np.ndarray) -> np.ndarray:
         """int64: the piece in which each op lies; the last one for what is behind all ops."""
-        return self._nonempty(np.searchsorted(self.bounds, at, side="right") - 1)
+        places = np.searchsorted(self.bounds, at, side="right") - 1
+        return np.asarray(np.clip(places, 0, len(self) - 1))
 
     def messages(self, ops: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """Sends, receives and waits of the pipeline, and how many stages they go."""
@@ -458,41 +454,30 @@ class _Choice:
     def __init__(
         self, before: _Cut, count: int, after: _Cut, edges: Edges, unlike: int = _OTHER
     ) -> None:
-        self.before, self.after, self.edges, self.count = before, after, edges, count
+        self.after, self.edges = after, edges
         self.unlike = unlike  # what differs as much does not stand for it
-        self.wanted = 1 + max((m for one in after.members for m in one.values()), default=-1)
-        self.captured = dict[int, Kind]()  # piece -> its place
-        self.by_kind = defaultdict[Kind, list[int]](list)
+        self.captured = defaultdict[Kind, list[tuple[Kind, int]]](list)  # kind -> places, pieces
         for piece in range(len(before)):
-            self.by_kind[_kind(before, piece)].append(piece)
+            self.captured[_kind(before, piece)].append((self._place(before, piece, count), piece))
 
     def pieces(self) -> list[int]:
         """Of every wanted piece the captured one.  _MissingKind if there is none."""
+        wanted = 1 + max((m for one in self.after.members for m in one.values()), default=-1)
         places = defaultdict[tuple[Kind, Kind], list[int]](list)
         for piece in range(len(self.after)):
-            key = _kind(self.after, piece), self._place(self.after, piece, self.wanted)
+            key = _kind(self.after, piece), self._place(self.after, piece, wanted)
             places[key].append(piece)
-        chosen = np.empty(len(self.after), dtype=np.int64)
+        found = [0] * len(self.after)
         for (kind, place), pieces in places.items():
-            captured = self._nearest(kind, place, pieces[0])
-            chosen[pieces] = [captured[i] for i in _spread(len(captured), len(pieces))]
-        found: list[int] = chosen.tolist()
+            costs = [(_distance(place, one), piece) for one, piece in self.captured.get(kind, ())]
+            least = min((cost for cost, _ in costs), default=_OTHER)
+            if least >= self.unlike:
+                step = self.after.is_step(pieces[0])
+                raise _MissingKind(_named(self.after.shape(pieces[0]), step))
+            nearest = [piece for cost, piece in costs if cost == least]
+            for piece, place_of in zip(pieces, _spread(len(nearest), len(pieces)), strict=True):
+                found[piece] = nearest[place_of]
         return found
-
-    def _nearest(self, kind: Kind, place: Kind, wanted: int) -> list[int]:
-        costs = [
-            (_distance(place, self._captured_place(piece)), piece)
-            for piece in self.by_kind.get(kind, ())
-        ]
-        least = min((cost for cost, _ in costs), default=_OTHER)
-        if least >= self.unlike:
-            raise _MissingKind(_named(self.after.shape(wanted), self.after.is_step(wanted)))
-        return [piece for cost, piece in costs if cost == least]
-
-    def _captured_place(self, piece: int) -> Kind:
-        if piece not in self.captured:
-            self.captured[piece] = self._place(self.before, piece, self.count)
-        return self.captured[piece]
 
     def _place(self, cut: _Cut, piece: int, count: int) -> Kind:
         """What tells a piece from others of its kind, and how much: whether microbatches of a step
@@ -643,18 +628,29 @@ def _longest_run(bodies: Sequence[bytes]) -> tuple[int, int]:
 
 # -- the program of the wanted schedule ------------------------------------------------------------
 class _Extension:
-    """The captured pieces of one rank in the order of the wanted schedule."""
+    """The captured pieces of one rank in the order of the wanted schedule.
+
+    chosen    : of every new piece the captured one
+    base      : int64 [pieces + 1], where every new piece begins
+    source    : int64 [new ops], the captured op; piece: the new piece that each is in
+    scheduled : int64 [new ops], the op of the wanted schedule that a message, or a wait for one,
+                stands for; -1: none
+    """
 
     def __init__(self, given: _Pieces, after: _Cut) -> None:
         self.given, self.after = given, after
         self.chosen = _Choice(given.order, given.count, after, given.edges).pieces()
-        chosen = np.array(self.chosen)
-        lengths = np.diff(given.bounds)[chosen]
-        self.base = np.concatenate(([0], np.cumsum(lengths)))  # where every new piece begins
-        self.source = np.concatenate(
-            [np.arange(*given.bounds[piece : piece + 2]) for piece in self.chosen]
-        )
-        self.piece = np.repeat(np.arange(len(chosen)), lengths)  # of every new op
+        bounds = [given.bounds[piece : piece + 2] for piece in self.chosen]
+        lengths = [end - start for start, end in bounds]
+        self.base = np.concatenate(([0], np.cumsum(lengths)))
+        self.source = np.concatenate([np.arange(start, end) for start, end in bounds])
+        self.piece = np.repeat(np.arange(len(bounds)), lengths)
+        self.scheduled = np.full(len(self.source), -1, dtype=np.int64)
+        for base, (start, _), chosen, talk in zip(
+            self.base.tolist(), bounds, self.chosen, after.talk, strict=False
+        ):
+            for captured, wanted in zip(given.talk[chosen], talk, strict=True):
+                self.scheduled[base + captured - start] = wanted
 
     def program(self) -> Program:
         """The program."""
@@ -682,18 +678,15 @@ class _Extension:
         """As the wanted schedule has them; messages of a program without a model have labels, too,
         which the scheduler gives anew."""
         found = ops["microbatch"].copy()
-        labelled = np.flatnonzero(found >= 0)
         given, after = self.given, self.after
         phase = np.where(ops["phase"] == _WEIGHT, _BACKWARD, ops["phase"])
-        for i in labelled.tolist():
-            piece, old = int(self.piece[i]), int(self.source[i])
-            chosen, step = self.chosen[piece], after.places[piece][0]
-            member = int(phase[i]), int(ops["chunk"][i])
-            label = (
-                given.members[given.places[chosen][0]].get(member) if after.is_step(piece) else -1
-            )
-            if given.pipeline[old] and found[i] != label:
-                row = after.program.ops[after.talk[piece][given.talk[chosen].index(old)]]
+        messages = given.pipeline[self.source]
+        for i in np.flatnonzero(found >= 0).tolist():
+            piece, member = int(self.piece[i]), (int(phase[i]), int(ops["chunk"][i]))
+            step, place = after.places[piece]
+            captured = given.members[given.places[self.chosen[piece]][0]] if place < 0 else {}
+            if messages[i] and found[i] != captured.get(member, None if place < 0 else -1):
+                row = after.program.ops[self.scheduled[i]]
                 ops["chunk"][i], found[i] = row["chunk"], row["microbatch"]
             else:  # between steps what a forward beside a backward reads ahead of a wait
                 beside = after.members[step : step + 1] + after.members[max(0, step - 1) : step]
@@ -705,6 +698,8 @@ class _Extension:
         given, found = self.given, np.full(len(ops), -1, dtype=np.int64)
         issuer = given.issuers[self.source]
         home = given.piece_of(issuer)
+        messages = given.pipeline[issuer] & (ops["name"] == CODE["wait"])
+        new_place = {op: at for at, op in enumerate(self.scheduled.tolist())}
         used = Counter(self.chosen)
         last: dict[int, int] = {}  # captured piece -> where it was used last
         alike: dict[Kind, int] = {}
@@ -715,10 +710,10 @@ class _Extension:
                 last[self.chosen[passed]] = passed
                 alike[self._alike(self.chosen[passed])] = passed
             at = max(at, piece + 1)
-            old, there = self.chosen[piece], int(home[i])
-            if given.pipeline[issuer[i]] and int(ops["name"][i]) == CODE["wait"]:
-                found[i] = self._message(piece, int(self.source[i]))
+            if messages[i]:
+                found[i] = new_place[int(self.after.issuers[self.scheduled[i]])]
                 continue
+            old, there = self.chosen[piece], int(home[i])
             behind = piece - (old - there)  # as far back as it was captured
             once = used[old] == 1 and used[there] == 1
             if there == old:
@@ -736,36 +731,19 @@ class _Extension:
     def _alike(self, piece: int) -> Kind:
         return self.given.shape(piece), self.given.body(piece, sizes=False)
 
-    def _message(self, piece: int, wait: int) -> int:
-        """Where the message of a wait was issued, as the scheduler has it."""
-        after, given = self.after, self.given
-        number = given.talk[self.chosen[piece]].index(wait)
-        issuer = int(after.issuers[after.talk[piece][number]])
-        there = int(after.piece_of(np.array([issuer]))[0])
-        at = given.talk[self.chosen[there]][after.talk[there].index(issuer)]
-        return int(self.base[there] + at - given.bounds[self.chosen[there]])
-
     def _batches(self, batch: np.ndarray) -> np.ndarray:
         """Batches as they come, from 0: of messages those of the wanted schedule; no other one goes
         beyond its piece."""
-        found, numbers = np.full(len(batch), -1, dtype=np.int64), dict[tuple[int, int], int]()
+        of_schedule = self.after.program.ops["batch"][self.scheduled]
+        messages = self.given.pipeline[self.source]
+        place = np.where(messages, -1, self.piece).tolist()
+        numbers = np.where(messages, of_schedule, batch).tolist()
+        found, known = np.full(len(batch), -1, dtype=np.int64), dict[tuple[int, int], int]()
         for i in np.flatnonzero(batch >= 0).tolist():
-            piece, old = int(self.piece[i]), int(self.source[i])
-            key = piece, int(batch[i])
-            if self.given.pipeline[old]:
-                number = self.given.talk[self.chosen[piece]].index(old)
-                key = -1, int(self.after.program.ops["batch"][self.after.talk[piece][number]])
-            found[i] = numbers.setdefault(key, len(numbers))
+            found[i] = known.setdefault((place[i], numbers[i]), len(known))
         return found
 
     # -- memory -----------------------------------------------------------------------------------
-    def _events(self, piece: int) -> np.ndarray:
-        """The changes of memory before the ops of a piece."""
-        before, bounds = self.given.program.allocations["before"], self.given.bounds
-        last = piece == len(self.given) - 1
-        start, end = np.searchsorted(before, [bounds[piece], bounds[piece + 1]])
-        return np.arange(start, len(before) if last else end)
-
     def _memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Changes of memory with storages of their own for every piece, which captured change each
         is, and bool [changes]: whether it comes with that one, earlier than captured.
@@ -776,42 +754,36 @@ class _Extension:
         others there are never more at once than were captured, but for those of more microbatches
         in flight: when Python drops the buffer of a message depends on several messages before it.
         """
-        given = self.given
-        old = given.program.allocations
+        given, old = self.given, self.given.program.allocations
         homes = given.piece_of(old["before"])
         births: dict[int, int] = {}  # storage -> the change that made it
         for i, storage in enumerate(old["storage"].tolist()):
             births.setdefault(storage, i)
-        origins = {i: self._origin(i, int(homes[i])) for i in births.values()}
-        most, stays = self._most(births, origins)
-        ends = {origins[births[int(old["storage"][change])]]: change
-                for change in np.flatnonzero(homes > max(given.steps, default=-1)).tolist()
-                if old["bytes"][change] < 0}  # fmt: skip
-        waiting = defaultdict[Kind, deque[int]](deque)
+        origins = {s: self._origin(birth, int(homes[birth])) for s, birth in births.items()}
+        most, stays = self._most(origins)
+        freed_behind = (homes > max(given.steps, default=-1)) & (old["bytes"] < 0)
+        ends = {origins[int(old["storage"][i])]: i for i in np.flatnonzero(freed_behind).tolist()}
+        waiting = defaultdict[Kind, deque[int]](deque)  # new storages, the oldest first
         live: list[int] = []  # bytes of every new storage
-        rows: list[tuple[int, int, int, int]] = []
-        changes: list[int] = []
-        early: list[bool] = []
+        rows: list[tuple[int, int, int, int, int, bool]] = []
 
-        def change_to(number: int, size: int, before: int, note: int, change: int) -> None:
-            live[number] += size
-            if live[number] <= 0:
-                waiting[origins[births[int(old["storage"][change])]]].remove(number)
-            rows.append((before, number, size, note))
-            changes.append(change)
-            early.append(number in gone)
+        def add(
+            origin: Kind, new: int, size: int, before: int, note: int, change: int, early: bool
+        ) -> None:
+            live[new] += size
+            if live[new] <= 0:
+                waiting[origin].remove(new)
+            rows.append((before, new, size, note, change, early))
 
-        events = [self._events(piece).tolist() for piece in range(len(given))]
-        gone: list[int] = []
+        first = np.append(np.searchsorted(old["before"], given.bounds[:-1]), len(old)).tolist()
         for piece, chosen in enumerate(self.chosen):
             mine: dict[int, int] = {}  # captured storage -> new one
             moved = int(self.base[piece] - given.bounds[chosen])
-            for change in events[chosen]:
+            for change in range(first[chosen], first[chosen + 1]):
                 before, storage, size, note = old[change].item()
-                birth = births[storage]
-                origin = origins[birth]
+                origin = origins[storage]
                 queue = waiting[origin]
-                if birth == change:
+                if births[storage] == change:
                     mine[storage] = len(live)
                     queue.append(len(live))
                     live.append(0)
@@ -820,20 +792,19 @@ class _Extension:
                 new = mine.setdefault(storage, queue[0] if queue else -1)
                 if size < 0 and live[new] <= 0:
                     continue
-                change_to(new, size, before + moved, note, change)
-                if ends.get(origin) == change and not stays[origin]:
-                    gone = [*queue]
-                elif origin not in ends and not stays[origin] and len(queue) > most[origin]:
+                add(origin, new, size, before + moved, note, change, False)
+                gone = [*queue] if ends.get(origin) == change else []
+                if origin not in ends and len(queue) > most[origin]:
                     gone = [queue[0]]
-                for number in gone:
-                    change_to(number, -live[number], before + moved, 0, change)
-                gone = []
-        births_of = {origin: change for change, origin in origins.items()}
+                for number in gone if not stays[origin] else ():
+                    add(origin, number, -live[number], before + moved, 0, change, True)
+        last_birth = {origins[storage]: birth for storage, birth in births.items()}
         for origin, queue in waiting.items():  # the iteration keeps as many as the captured one
-            gone = [*queue][: max(0, len(queue) - stays[origin])]
-            for number in gone:
-                change_to(number, -live[number], len(self.source), 0, births_of[origin])
-        return np.array(rows, dtype=old.dtype), np.array(changes), np.array(early, dtype=bool)
+            for number in [*queue][: max(0, len(queue) - stays[origin])]:
+                end = len(self.source)
+                add(origin, number, -live[number], end, 0, last_birth[origin], True)
+        changes = [row[:4] for row in rows], [row[4] for row in rows], [row[5] for row in rows]
+        return tuple(map(np.array, changes, (old.dtype, np.int64, bool)))  # type: ignore[return-value]
 
     def _history(self, new: np.ndarray, changes: np.ndarray, early: np.ndarray) -> np.ndarray:
         """All requests since the process began: those before the iteration as captured, then those
@@ -881,9 +852,7 @@ class _Extension:
         step = self.given.shape(piece) if self.given.is_step(piece) else ()
         return step, int(row["note"]), int(row["bytes"])
 
-    def _most(
-        self, births: Mapping[int, int], origins: Mapping[int, Kind]
-    ) -> tuple[Counter[Kind], Counter[Kind]]:
+    def _most(self, origins: Mapping[int, Kind]) -> tuple[Counter[Kind], Counter[Kind]]:
         """How many storages of each origin there may be at once, and how many stay; where all of
         them stayed, any number.
 
@@ -892,18 +861,17 @@ class _Extension:
         old = self.given.program.allocations
         left, now, most = Counter[int](), Counter[Kind](), Counter[Kind]()
         for storage, size in zip(old["storage"].tolist(), old["bytes"].tolist(), strict=True):
-            origin, before = origins[births[storage]], left[storage]
+            origin, before = origins[storage], left[storage]
             left[storage] += size
             for key in (origin, origin[:2]):
                 now[key] += (left[storage] > 0) - (before > 0)
                 most[key] = max(most[key], now[key])
-        alive = self.after.most_alive
-        more = {chunk: max(0, alive[chunk] - self.given.most_alive[chunk]) for chunk in alive}
-        for origin in set(origins.values()):
+        alive, captured = self.after.most_alive, self.given.most_alive
+        more = {chunk: max(0, alive[chunk] - captured[chunk]) for chunk in alive}
+        for origin, born in Counter(origins.values()).items():
             step = cast("tuple[Member, ...]", origin[0])
             most[origin] = most[origin[:2] if step else origin]
             most[origin] += max((more[chunk] for _, chunk in step), default=more.get(None, 0))
-        for origin, born in Counter(origins.values()).items():
             if now[origin] == born:
                 now[origin] = len(self.source)
         return most, now

@@ -25,7 +25,6 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS
-from megatron_prism.core.units import counted
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import whatif
 from megatron_prism.replay.costs import Prices, price_ops, relabelled
@@ -77,10 +76,6 @@ class WhatIf:
         network: ``rails`` or ``fat-tree:2``: calls share the links of their ranks, and those above
             leaf switches; ``none``: nobody holds anybody up; None: as the recipe says
             (hardware.network), else ``none``.
-        buffered: bytes on their way to a peer that NCCL's buffers hold, so that sends do not wait
-            for their receivers; 0: all wait; None: what the calibration measured, else all wait;
-            -1: that, else eight channels of NCCL_BUFFSIZE (32 MiB if that is not set).
-        slow_rails: (place in the node, part of the bandwidth) of NICs, on every node.
         alone: ranks that become classes of their own, each.
         edits: anything else.
     """
@@ -92,8 +87,6 @@ class WhatIf:
     host: str | os.PathLike[str] | float | None = None
     nccl: tuple[str, ...] = ()
     network: str | None = None
-    buffered: int | None = None
-    slow_rails: tuple[tuple[int, float], ...] = ()
     alone: tuple[int, ...] = ()
     edits: tuple[Edit, ...] = ()
 
@@ -188,7 +181,7 @@ def price(
     prices = price_ops(graph, here, measured)
     for edit in edits:
         prices = edit.prices(graph, prices, there)
-    buffered = _buffered(graph, what_if, measured)
+    buffered = _buffered(graph, measured)
     factors, who = ({}, "") if measured is None else (measured.overlap, measured.source)
     timeline = replay_with_overlap(graph, prices, factors, who, iterations, buffered)
     if topology is not None:
@@ -441,9 +434,6 @@ def _edits(
         edits.append(whatif.slow_ranks(programs.world.select(str(ranks)), factor))
     for words, factor in _pairs(what_if.faster):
         edits.append(whatif.faster_calls(factor, *_calls(words)))
-    edits += [_slow_rail(programs, there, *rail) for rail in what_if.slow_rails]
-    if what_if.buffered:
-        edits.append(Edit("sends end without their receivers while NCCL's buffers hold them"))
     if topology is not None:
         leaf = there.gpus_per_node * topology.leaf_nodes
         nothing = f"no call leaves a leaf of {leaf:,} GPUs, so nothing is oversubscribed"
@@ -476,34 +466,17 @@ def _with_modelled_hosts(programs: Programs) -> Programs:
     return _with_source(dataclasses.replace(programs, programs=hosted), HOST_INDEX, indices)
 
 
-_P2P_CHANNELS, _BUFFSIZE = 8, 4 << 20  # of a message of up to 64 MiB on 4 x H200; NCCL's default
+_BUFFSIZE = 4 << 20  # NCCL's default
 
 
-def _buffered(graph: WorldGraph, what_if: WhatIf, calibration: Calibration | None) -> int:
-    """Bytes of ``WhatIf.buffered``."""
-    asked, held = what_if.buffered, calibration.held if calibration is not None else 0
-    if asked is not None and asked >= 0:
-        return asked
-    settings = parse(graph.programs.source.get(NCCL_ENV, ""))
-    each = settings.buffer_bytes or _BUFFSIZE
-    if calibration is not None and held:
-        usual = calibration.nccl.buffer_bytes if calibration.nccl is not None else None
-        return held * each // (usual or _BUFFSIZE)
-    return 0 if asked is None else _P2P_CHANNELS * each
-
-
-def _slow_rail(programs: Programs, machine: Machine, rail: int, factor: float) -> Edit:
-    """The NICs of one place in every node."""
-    ranks = range(rail, programs.world.size, machine.gpus_per_node)
-    if rail >= machine.gpus_per_node or not ranks:
-        raise UsageError(
-            f"there is no rail {rail}: nodes of {machine.name} have {machine.gpus_per_node} GPUs, "
-            f"and the job {counted(programs.world.size, 'rank')}",
-            fix="slow_rail=0:0.5",
-        )
-    nothing = f"no call leaves a node of {machine.gpus_per_node} GPUs, so no NIC is used"
-    edit = whatif.slow_nic(ranks, factor, 0)
-    return dataclasses.replace(edit, reach=(machine.gpus_per_node, nothing))
+def _buffered(graph: WorldGraph, calibration: Calibration | None) -> int:
+    """Bytes on their way to a peer that NCCL's buffers hold, so that sends do not wait for their
+    receivers: what the calibration measured, in proportion to the job's buffers; else 0."""
+    if calibration is None or not calibration.held:
+        return 0
+    each = parse(graph.programs.source.get(NCCL_ENV, "")).buffer_bytes or _BUFFSIZE
+    usual = calibration.nccl.buffer_bytes if calibration.nccl is not None else None
+    return calibration.held * each // (usual or _BUFFSIZE)
 
 
 # -- do machine, calibration and programs belong together? ----------------------------------------

@@ -23,18 +23,14 @@ def of_itself(name, programs):
         "faster": "faster=all_reduce:1",
         "moved": "moved=h100",
         "network": "network=none",
-        "sends": "sends=buffered:0",
         "dp": f"dp={world.dp}",
         "tp": f"tp={world.tp}",
         "pp": f"pp={world.pp}",
-        "slow_rail": "slow_rail=0:1",
     }[name]
 
 
-@about("slow", "faster", "moved", "network", "sends", "dp", "tp", "pp", "slow_rail")
-@pytest.mark.parametrize(
-    "name", ["slow", "faster", "moved", "network", "sends", "dp", "tp", "pp", "slow_rail"]
-)
+@about("slow", "faster", "moved", "network", "dp", "tp", "pp")
+@pytest.mark.parametrize("name", ["slow", "faster", "moved", "network", "dp", "tp", "pp"])
 @pytest.mark.parametrize("job", JOBS)
 def test_nothing_changed_is_nothing_changed(job, name):
     programs = stored(job)

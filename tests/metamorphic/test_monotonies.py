@@ -10,9 +10,9 @@ from helpers.needs import MEGATRON
 from megatron_prism.replay.costs.machine import machines
 from megatron_prism.replay.replicas import with_data_parallel
 
-FASTER = ["faster=all_reduce:2", "faster=send:4", "host=0.5", "host=0.01", "sends=buffered"]
+FASTER = ["faster=all_reduce:2", "faster=send:4", "host=0.5", "host=0.01"]
 SLOWER = ["slow=0:1.5", "slow=pp=0:3/2", "host=2", "faster=all_reduce:1/3", "network=rails",
-          "network=fat-tree:4", "slow_rail=0:0.5", "nccl=NCCL_MAX_NCHANNELS=1"]  # fmt: skip
+          "network=fat-tree:4", "nccl=NCCL_MAX_NCHANNELS=1"]  # fmt: skip
 
 
 def has(job, word):
@@ -21,7 +21,7 @@ def has(job, word):
     return not word.startswith("faster=") or word[7:].partition(":")[0] in names
 
 
-@about("faster", "host", "sends", "slow", "network", "slow_rail", "nccl")
+@about("faster", "host", "slow", "network", "nccl")
 @pytest.mark.parametrize(("words", "sign"), [(FASTER, -1), (SLOWER, 1)], ids=["faster", "slower"])
 @pytest.mark.parametrize("job", JOBS)
 def test_faster_is_never_slower(job, words, sign):
@@ -31,7 +31,7 @@ def test_faster_is_never_slower(job, words, sign):
             assert sign * (ns(stored(job), MACHINE, word) - plain) >= 0, word
 
 
-@about("network", "slow_rail")
+@about("network")
 def test_what_is_shared_by_more_takes_longer():
     """On nodes of two, which calls leave."""
     programs = stored("dense_pp2")
@@ -39,9 +39,6 @@ def test_what_is_shared_by_more_takes_longer():
     apart = dataclasses.replace(programs, world=world)
     more = [ns(apart, MACHINE, f"network={one}") for one in ("rails", "fat-tree:2", "fat-tree:8")]
     assert more == sorted(more)
-    slow = [ns(apart, MACHINE, f"slow_rail=0:{part}") for part in (1, 0.5, 0.1)]
-    assert slow == sorted(slow)
-    assert slow[0] < slow[-1]
     assert ns(programs, MACHINE) <= ns(apart, MACHINE)
 
 

@@ -1,4 +1,4 @@
-"""``network=``: links that calls of a rank share, oversubscribed leaves, slow rails."""
+"""``network=``: links that calls of a rank share, oversubscribed leaves."""
 
 import dataclasses
 import pathlib
@@ -69,13 +69,6 @@ def test_only_calls_between_leaves_are_held_up_above_them():
     assert small[0] == small[1]
 
 
-def test_a_slow_rail_holds_up_the_groups_on_it():
-    half = iteration(ONE, network="rails", slow_rails=((3, 0.5),))
-    assert half.iteration_ns == pytest.approx(2 * iteration(ONE).iteration_ns, rel=0.01)
-    times = {int(ns) for ns in half.prices.collective_ns}
-    assert len(times) == 2  # the other seven rails are as quick as before
-
-
 def test_a_recipe_and_a_machine_name_their_network():
     """The command line has the last word."""
     programs = parse(WORLD.format(size=320, last=319) + ONE)
@@ -101,8 +94,6 @@ def test_a_recipe_and_a_machine_name_their_network():
     [
         ("network=torus", "no network"),
         ("network=fat-tree:0", "no network"),
-        ("slow_rail=9:0.5", "no rail 9"),
-        ("oversubscription=4", "network=fat-tree:4"),
     ],
 )
 def test_networks_that_cannot_be_are_refused(word, says, capsys):
@@ -115,8 +106,6 @@ def test_networks_that_cannot_be_are_refused(word, says, capsys):
 @pytest.mark.parametrize(
     ("what_if", "says"),
     [
-        ({"slow_rails": ((3, 0.5),)}, "no call leaves a node of 8 GPUs"),
-        ({"slow_rails": ((0, 0.5),)}, "no call leaves a node of 8 GPUs"),
         ({"network": "fat-tree:4"}, "no call leaves a leaf of 256 GPUs"),
         ({"network": "rails"}, "no call leaves"),
     ],
