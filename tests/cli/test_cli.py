@@ -54,11 +54,6 @@ def test_world_as_json_of_a_recipe(capsys):
     assert value["ranks"]["197"]["groups"]["GTP_WEIGHT_REMAT_GROUP"] == [197]
 
 
-def test_world_without_a_size_is_the_smallest_one(capsys):
-    _, out, _ = run("world", "tp=2", "pp=2", "ep=4", capsys=capsys)
-    assert out.startswith("16 ranks")
-
-
 @pytest.mark.parametrize(
     ("words", "head", "first"),
     [
@@ -114,23 +109,6 @@ def test_bad_usage_is_status_2_with_a_fix_and_nothing_on_stdout(words, says, cap
     assert err.startswith("prism: error: ")
     assert says in err
     assert "fix: " in err
-
-
-def test_options_and_settings_in_any_order(monkeypatch):
-    seen = {}
-    monkeypatch.setitem(
-        cli.COMMANDS,
-        "emulate",
-        cli.Command(lambda args: seen.update(vars(args)) or 0, cli.COMMANDS["emulate"].arguments),
-    )
-    assert cli.main(["emulate", "-o", "dir", "name", "a.b=1", "--json", "c.d=2"]) == 0
-    assert (seen["recipe"], seen["settings"], str(seen["out"])) == (
-        "name",
-        ["a.b=1", "c.d=2"],
-        "dir",
-    )
-    assert seen["json"]
-    assert not seen["force"]
 
 
 def test_a_bug_ends_in_three_lines_and_keeps_its_traceback(monkeypatch, capsys, tmp_path):
@@ -198,25 +176,6 @@ def test_an_error_of_a_script_is_not_ours(tmp_path):
     assert "mistake of prism" not in done.stderr
 
 
-def test_an_ascii_terminal_is_no_traceback():
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_prism", "--help"],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert b"prism COMMAND ?" in done.stdout
-
-
-def test_python_dash_m_is_prism():
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_prism", "wrld"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stderr == "prism: error: there is no command wrld\n  fix: did you mean world?\n"
-
-
 @pytest.mark.parametrize(
     ("into", "status", "says"),
     [
@@ -250,26 +209,6 @@ def test_nobody_reads(command):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
-
-
-def test_a_reader_that_leaves_is_no_error():
-    done = subprocess.run(
-        f"{sys.executable} -m megatron_prism world size=4096 tp=2 --rank 0-99 | head -1",
-        shell=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.startswith("4,096 ranks")
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize("columns", ["1", "20", "40"])
-def test_a_narrow_terminal_cuts_no_number(columns, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", columns)
-    cells = ("pp=0", "33,555,456", "46.97 MiB", "126.5 MiB", "core/schedules.py:7", "0-7")
-    output.print_table(("class", "bytes", "allocated", "reserved", "site", "which"), [cells])
-    assert " ".join(cells).split() == capsys.readouterr().out.splitlines()[-1].split()
 
 
 def test_sigterm_unwinds_every_command(monkeypatch):
@@ -311,34 +250,6 @@ def test_labels_are_seen_and_not_obeyed(tmp_path, capsys):
     assert "\\x1b[8mhidden" in out
     assert "\\x1b[2J  c" in out
     assert "\x1b" not in out
-
-
-def test_on_a_terminal_labels_are_seen_too_and_rich_moves_the_cursor(tmp_path):
-    """A pseudo-terminal, in which a console may write what moves the cursor and nobody else."""
-    code = (
-        "from megatron_prism.cli import output as cli_output\n"
-        "import sys\n"
-        "with cli_output.visible():\n"
-        "    print('label \\x1b[2J')\n"
-        "    print('error \\x1b[2J', file=sys.stderr)\n"
-        "    with cli_output.progress('work') as at:\n"
-        "        at(0.5)\n"
-    )
-    master, slave = os.openpty()
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-    environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, **streams):
-        os.close(slave)
-        out = b""
-        try:
-            while data := os.read(master, 1 << 16):
-                out += data
-        except OSError:  # the other side is closed
-            os.close(master)
-    assert b"label \\x1b[2J" in out
-    assert b"error \\x1b[2J" in out
-    assert b"work" in out
-    assert b"\x1b[?25l" in out  # the progress hides the cursor
 
 
 def test_the_overview_names_every_command_once():

@@ -80,35 +80,3 @@ def test_times_of_several_iterations_say_how_much_they_vary(tmp_path, capsys):
     assert "fitted to 6 timed iterations" in capsys.readouterr().out
     assert cli.main(["predict", few]) == 0
     assert "spreads: published ranges: assumed" in capsys.readouterr().out
-
-
-def test_a_world_that_does_not_fit_is_not_predicted(tmp_path, capsys):
-    path = tmp_path / "w.txt"
-    text = TEXT.replace("ranks=0-3", "ranks=0-2") + "program rank=3\n0F compute ns=1ms\n"
-    path.write_text(text)
-    assert cli.main(["predict", str(path)]) == 1
-    assert "do not fit together" in capsys.readouterr().err
-
-
-def test_what_was_measured_elsewhere_is_not_priced_as_this_machine(tmp_path, capsys):
-    """As prism replay refuses it."""
-    path = tmp_path / "w.txt"
-    path.write_text(TEXT.replace("tp=2\n", 'tp=2\nsource device="NVIDIA H200"\n'))
-    assert cli.main(["predict", str(path), "--machine", "b200"]) == 2
-    assert "measured on NVIDIA H200" in capsys.readouterr().err
-
-
-def test_programs_in_which_nothing_takes_time_are_refused(tmp_path, capsys):
-    nothing = tmp_path / "nothing.txt"
-    nothing.write_text("prism-program 1\nworld size=2\nprogram ranks=0-1\n")
-    assert cli.main(["predict", str(nothing)]) == 1
-    assert "nothing in" in (said := capsys.readouterr().err)
-    assert "takes time" in said
-
-
-def test_a_source_that_is_no_number_is_unknown(tmp_path, capsys):
-    path = tmp_path / "a.txt"
-    path.write_text("prism-program 1\nworld size=2\nsource tokens_per_iteration=abc\n"
-                    "program ranks=0-1\n0F compute ns=1ms\n")  # fmt: skip
-    assert cli.main(["replay", str(path), "dp=4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens_per_s"]["value"] is None

@@ -2,14 +2,12 @@
 
 import contextlib
 import io
-import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
-import types
 import warnings
 import zipfile
 from pathlib import Path
@@ -20,14 +18,13 @@ from helpers.mutations import DUMPS
 from rich.console import Console
 
 import megatron_prism
-import megatron_prism.__main__ as start
 from megatron_prism.cli import main as cli
 from megatron_prism.core import foreign, program
 from megatron_prism.core.errors import ProgramError, RecipeError, UsageError
 from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.recipe import load
-from megatron_prism.emulate import job_arguments, recipe_job
+from megatron_prism.emulate import recipe_job
 from megatron_prism.hang.dumps import read_in_process
 from megatron_prism.hang.fault_plan import load_plan
 
@@ -111,17 +108,6 @@ def array_head(shape):
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((1,), "U5"), ((1,), float), ((1,), np.int64), ((1, 1), np.int32), ((2,), np.int32)],
-)
-def test_program_of_is_not_converted(members, shape, dtype):
-    path, arrays = members
-    np.savez(path.with_suffix(".npz"), **{**arrays, "program_of": np.zeros(shape, dtype)})
-    with pytest.raises(ProgramError, match=r"program_of|ranks need"):
-        program.load(path.with_suffix(".npz"))
-
-
 def test_members_are_bounded_before_they_are_read(members, monkeypatch):
     path, arrays = members
     monkeypatch.setattr(foreign, "_INFLATED", 1 << 20)
@@ -155,80 +141,10 @@ def test_what_cannot_end_is_refused_at_once(word, capsys):
     assert word not in said.partition("fix: ")[2].split()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_layers", 10**9), ("num_experts", 10**9), ("global_batch_size", 10**7), ("", 0)],
-)
-def test_a_stock_job_that_cannot_end_is_refused(name, value, monkeypatch):
-    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    sizes |= {"context_parallel_size": 1, "world_size": 8, "micro_batch_size": 2}
-    sizes |= {"num_layers": 4, "num_experts": None, "global_batch_size": 64, name: value}
-    module = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(**sizes))
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
-    with (
-        pytest.raises(UsageError, match=f"--{name.replace('_', '-')} {value}")
-        if name
-        else (contextlib.nullcontext())
-    ):
-        job_arguments.check_sizes()
-
-
-def test_nesting_is_bounded(tmp_path, capsys):
-    file = tmp_path / "deep.yaml"
-    file.write_text("model: " + "{a: " * 900 + "1" + "}" * 900)
-    assert "nested too deeply" in refused(capsys, "emulate", file)
-    file.write_text("- " * 900 + "x")
-    with pytest.raises(UsageError, match="nested too deeply"):
-        load_plan(str(file))
-
-
 def test_a_job_larger_than_this_host_is_not_started():
     recipe = load("tiny-gpt_1cpu", ["num_layers=4096", "hidden_size=8192"])
     with pytest.raises(UsageError, match="of host memory"):
         recipe_job.emulate(recipe, console=Console(file=io.StringIO()))
-
-
-def test_refusing_a_recipe_needs_no_torch():
-    code = "import sys, megatron_prism.emulate.recipe_job; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-# -- values, places --------------------------------------------------------------------------------
-@pytest.mark.parametrize("plan", ["- 5", "5", "- [drop]", "- null", "{a: b}", "- {kind: 5}",
-                                  "- drop@rank=99999999999999999999,group=tp,nth=1",
-                                  "- {kind: drop, rank: {a: 1}}", "- 2001-01-01"])  # fmt: skip
-def test_plans_of_another_type(plan, tmp_path, capsys):
-    (tmp_path / "plan.yaml").write_text(plan)
-    (tmp_path / "one.txt").write_text(ONE)
-    refused(capsys, "hang", tmp_path / "one.txt", "--plan", tmp_path / "plan.yaml")
-
-
-@pytest.mark.parametrize("word", ["--samples=1e400", "--slow=1e400", "--seed=1e30"])
-def test_numbers_without_end(word, tmp_path, capsys):
-    (tmp_path / "one.txt").write_text(ONE)
-    assert len(refused(capsys, "predict", tmp_path / "one.txt", word)) < 500
-
-
-def test_infinities_and_text_for_numbers_of_nccl_tests(tmp_path, capsys):
-    row = {"size": "16", "type": 1, "redop": 2, "out_of_place": {"time": "x"}, "in_place": {}}
-    for stored in ({"results": [row]}, {"results": 1}, {"config": {"nranks": 10**400}}):
-        (tmp_path / "a.json").write_text(json.dumps(stored))
-        refused(capsys, "calibrate", "--from-nccl-tests", tmp_path / "a.json", "-o", tmp_path / "c")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["show", LONG], ["hang", "--dumps", LONG], ["replay", "ONE", "--html", LONG],
-     ["predict", "ONE", "--html", LONG], ["hang", "ONE", "--markdown", LONG],
-     ["emulate", "tiny-gpt_1cpu", "-o", LONG], ["capture", "tiny-gpt_1cpu", "-o", LONG],
-     ["patches", "--megatron", LONG],
-     ["memory", "check", "ONE", "--baseline", LONG],
-     ["replay", "ONE", "--calibration", LONG]],
-    ids=lambda words: " ".join(words).replace(LONG, "LONG"),
-)  # fmt: skip
-def test_names_too_long(words, tmp_path, capsys):
-    (tmp_path / "one.txt").write_text(ONE)
-    refused(capsys, *(str(tmp_path / "one.txt") if word == "ONE" else word for word in words))
 
 
 def test_a_working_directory_that_was_deleted(tmp_path, monkeypatch, capsys):
@@ -269,42 +185,6 @@ def test_a_signal_in_the_midst_of_a_library_is_no_mistake_of_ours(raised, status
 
     monkeypatch.setattr(cli, "_dispatch", left_early)
     assert cli.main(["recipes"]) == status
-
-
-def test_ctrl_c_during_the_imports_is_one_line(monkeypatch, capsys):
-    class Interrupted:
-        def find_spec(self, name, *_):
-            if name == "megatron_prism.cli.main":
-                raise KeyboardInterrupt
-
-    monkeypatch.delitem(sys.modules, "megatron_prism.cli.main")
-    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    assert start.main() == 130
-    assert capsys.readouterr().err == "prism: interrupted\n"
-
-
-def test_loops_are_compiled_where_nothing_may_be_written(monkeypatch):
-    """A package of the administrator's, a user without a home."""
-    import numba
-
-    from megatron_prism.graph import loops
-
-    original, tried = numba.njit, []
-
-    def njit(*function, cache=False, **how):
-        if how.get("nogil"):
-            tried.append(cache)
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return original(*function, **how)
-
-    monkeypatch.setattr(numba, "njit", njit)
-    assert loops._compiled.__wrapped__(_twice)(3) == 6
-    assert tried == [True, False]
-
-
-def _twice(number):
-    return 2 * number
 
 
 # -- kills -----------------------------------------------------------------------------------------

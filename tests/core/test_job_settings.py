@@ -10,7 +10,7 @@ import torch
 
 from megatron_prism.core import job_settings
 from megatron_prism.emulate import job_arguments
-from megatron_prism.emulate.job_arguments import matters, text_of
+from megatron_prism.emulate.job_arguments import text_of
 
 
 class Backend(enum.Enum):
@@ -88,34 +88,6 @@ def test_one_job_however_it_is_typed(same):
 )  # fmt: skip
 def test_what_differs_is_named(other, said):
     assert job_settings.differences("arguments", settings(JOB), settings(other)) == said
-
-
-def test_words_of_a_person_are_compared_as_they_are():
-    differences = job_settings.differences
-    assert len(differences("arguments", settings(JOB), "{broken")) == 1
-    assert differences("arguments", "a", "b") == ["arguments a, not b"]  # of a person
-    assert differences("arguments", None, settings(JOB)) == ["arguments unknown there"]
-    assert job_settings.short("0123456789abcdef") == "0123456789abcdef"
-
-
-def test_what_the_job_is_matters_and_what_is_around_it_does_not():
-    """By the names of 0.16.1 and 0.19.0."""
-    for name in ("seq_length micro_batch_size global_batch_size recompute_granularity lr seed fp8 "
-                 "log_interval timing_log_level timing_log_option "  # timers meet at barriers
-                 "moe_router_topk log_num_zeros_in_grad log_params_norm eval_interval mock_data "
-                 "tokenizer_type padded_vocab_size num_workers save_activations_interval "
-                 "heterogeneous_layers_config_encoded_json te_precision_config_file "
-                 "load_main_params_from_ckpt of_tomorrow").split():  # fmt: skip
-        assert matters(name), name
-    for name in ("rank local_rank world_size prism_ranks prism_capture save load save_interval "
-                 "exit_interval exit_duration_in_mins train_iters train_samples lr_decay_iters "
-                 "lr_warmup_fraction data_path data_cache_path vocab_file tokenizer_model "
-                 "tensorboard_dir wandb_project one_logger_run_name log_progress "
-                 "ckpt_format dist_ckpt_strictness "
-                 "inference_coordinator_port distributed_timeout_minutes iteration "
-                 "consumed_train_samples wandb_api_key _is_global_batch_size_explicitly_specified "
-                 "logging_level").split():  # fmt: skip
-        assert not matters(name), name
 
 
 def test_values_are_the_same_text_in_every_process(tmp_path):

@@ -34,15 +34,6 @@ def test_attributes_come_back_as_they_were():
     assert len(changes) == 0
 
 
-def test_entries_come_back_as_they_were():
-    changes, mapping = ProcessChanges(), {"a": 1}
-    changes.set_item(mapping, "a", 2)
-    changes.set_item(mapping, "b", 3)
-    del mapping["b"]  # somebody else's doing
-    changes.undo()
-    assert mapping == {"a": 1}
-
-
 def test_one_failure_leaves_nothing_else_behind():
     changes, seen = ProcessChanges(), []
     changes.on_undo(lambda: seen.append("first"))

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import random
-import re
 from collections import Counter
 
 import pytest
@@ -162,30 +161,6 @@ def test_one_of_two_is_named_where_the_rest_of_the_job_contradicts_it(kind, seed
     assert found.confidence != "certain"
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("gpu_hang", 78)])
-def test_where_several_ranks_could_have_done_it_none_is_named(kind, seed):
-    """A message that was not sent, or one too many; whose device does not get to a call."""
-    found, culprits = explained(kind, seed)
-    assert (found.culprits, found.exit_code) == ((), 3)
-    ranks = set(map(int, re.search(r"of ranks ([\d,]+)$", found.evidence[-1])[1].split(",")))
-    assert culprits < ranks
-    assert len(ranks) == 2
-
-
-def test_a_fault_in_a_group_of_one_is_said_to_be_in_one():
-    text = """prism-program 1
-world size=2 pp=2
-group A 0;1
-program ranks=0,1
-- broadcast A bf16 n=4
-- all_reduce default_pg bf16 n=4 reduce=sum
-"""
-    (alone,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=0")]).hits
-    assert str(alone).endswith("(in a group of one nobody waits for it)")
-    (hit,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=1")]).hits
-    assert "nobody waits" not in str(hit)
-
-
 def test_between_two_ranks_the_programs_decide_also_where_a_group_is_still_unused():
     """pg_status says -1 of a group without a call, and counts from 1: one behind, not two."""
     text = """prism-program 1
@@ -221,28 +196,6 @@ def test_a_ring_over_two_groups_from_programs():
     assert (found.verdict, named(found), found.missing) == ("order", {3}, ())
     assert len(found.chain) == 3
     assert diagnose_graph(world_graph.build(healthy(WORLD))).verdict == "healthy"
-
-
-# -- the command ----------------------------------------------------------------------------------
-def test_the_command_says_it_in_one_line_and_then_the_rest(tmp_path, capsys):
-    state = quiescence.run_until_stalled(healthy(WORLD), {5: quiescence.RankFault(host=6)})
-    export.write(state, tmp_path / "d", active_only=True)
-    assert cli.main(["hang", "--dumps", str(tmp_path / "d")]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("HANG at ")
-    assert ": rank 5 (host stuck); 15 victims" in lines[0]
-    assert "evidence:" in lines
-    assert "missing:" in lines
-
-
-def test_the_command_prints_one_json_object(tmp_path, capsys):
-    (tmp_path / "ring").write_text(RING)
-    assert cli.main(["hang", str(tmp_path / "ring"), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == "prism.diagnosis/1"
-    keys = {"verdict", "culprits", "victims", "group", "op", "seq", "evidence", "missing"}
-    assert keys <= set(found)
-    assert [row["rank"] for row in found["culprits"]] == [3]
 
 
 @pytest.mark.parametrize(

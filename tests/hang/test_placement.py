@@ -189,24 +189,6 @@ def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):
     assert "3 of 3 steps" in said
 
 
-def test_the_command(tmp_path, capsys):
-    found = plant(hang_worlds.world("moe"), [parse("gil@rank=10,group=tp,nth=3")])
-    folder = export.write(stall.run_until_stalled(found.programs, found.faults), tmp_path / "d")
-    where = str(hang_worlds.HERE / "worlds" / "moe.txt")
-    assert cli.main(["hang", "--dumps", str(folder), "--programs", where, "--json"]) == 1
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["places"][0].startswith("rank 10: iteration 1, last issued op ")
-    assert any("15 of 15 other ranks stand" in line for line in answer["tried"])
-    assert cli.main(["hang", "--dumps", str(folder), "fault=drop@rank=1"]) == 2
-    assert "does not go with --dumps" in capsys.readouterr().err
-    words = ["hang", "--dumps", str(folder), "--programs", where, "--confirm"]
-    assert cli.main(words) == 2
-    assert "of which job" in capsys.readouterr().err
-    (tmp_path / "small").write_text("prism-program 1\nworld size=1\nprogram ranks=0\n- compute\n")
-    assert cli.main(["hang", "--dumps", str(folder), "--programs", str(tmp_path / "small")]) == 2
-    assert "rank 15 left a dump" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("fault", ["gil@rank=3,group=tp,nth=20", "drop@rank=6,group=tp,nth=5",
                                    "gpu_error@rank=13,group=tp,nth=3"])  # fmt: skip
 def test_the_verdict_says_how_to_stop_at_the_call_that_the_fault_hit(fault):

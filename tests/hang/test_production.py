@@ -1,7 +1,6 @@
 """Hangs as production has them: what ``prism hang --dumps`` says of the files, and controls."""
 
 import json
-import pathlib
 
 import pytest
 from helpers import production, rendered_logs
@@ -119,55 +118,6 @@ def test_who_made_no_call_is_named_where_nothing_else_explains_the_hang(
     said = f"rank {rank} has made no call, though #1 to #"
     assert [line.startswith(said) for line in found["evidence"]].count(True) == 1
     assert any("or its dump is of before its first call" in line for line in found["evidence"])
-
-
-def test_who_waits_beside_a_culprit_may_err_alike(tmp_path, capsys):
-    """Ranks 12 and 13 have left out the step, too; that 4 and 5 did was certain, and they victims
-    like any other."""
-    one = next(c for c in CASES if c.name == "a replica exits a step early")
-    production.dumps(one, tmp_path / "d")
-    _, found = command(tmp_path / "d", capsys)
-    assert found["confidence"] == "possible"
-    assert any("but also 12,13: perhaps they err alike" in line for line in found["evidence"])
-
-
-def test_lost_dumps_are_said_once(tmp_path, capsys):
-    """A line for every rank of the other stage; who only lost its dump looks like who died."""
-    one = next(c for c in CASES if c.name == "half of the dumps lost")
-    one = production.dataclasses.replace(one, files=production.lost(*range(8, 16)))
-    production.dumps(one, tmp_path / "d")
-    code, found = command(tmp_path / "d", capsys)
-    assert (code, found["verdict"], found["confidence"]) == (3, "missing dump", "possible")
-    assert found["evidence"][0].startswith("ranks 8-15 left no dump, and send #8 of PIPELINE")
-    assert "some of these may be victims" in found["evidence"][1]
-    assert len(found["evidence"]) == 2
-
-
-@pytest.mark.parametrize("name", ["counters only, an iteration skipped",
-                                  "counters only, in a pipeline"])  # fmt: skip
-def test_messages_that_no_entry_shows_are_missed(name, tmp_path, capsys):
-    production.dumps(next(c for c in CASES if c.name == name), tmp_path / "d")
-    _, found = command(tmp_path / "d", capsys)
-    assert any(line.startswith("outstanding messages of rank") for line in found["missing"])
-
-
-def test_two_dumps_of_one_rank_are_refused(tmp_path, capsys):
-    production.dumps(CASES[0], tmp_path / "d")
-    pathlib.Path(tmp_path, "d", "_dump_3.json").write_text("{}")
-    assert cli.main(["hang", "--dumps", str(tmp_path / "d")]) == 2
-    said = capsys.readouterr().err
-    assert "are both of rank 3" in said
-    assert "keep the dumps of one hang" in said
-
-
-def test_a_dump_that_is_cut_off_is_no_culprit(tmp_path, capsys):
-    one = next(c for c in CASES if c.name == "a short ring")
-    production.dumps(one, tmp_path / "d")
-    file = tmp_path / "d" / "_dump_11"
-    file.write_bytes(file.read_bytes()[:500])
-    code, found = command(tmp_path / "d", capsys)
-    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [10])
-    assert any("_dump_11 is no dump, or damaged" in line for line in found["missing"])
 
 
 def test_who_was_cut_off_while_it_wrote_is_not_who_wrote_nothing(tmp_path, capsys):

@@ -19,7 +19,7 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program_text import parse
 from megatron_prism.graph import stall
-from megatron_prism.hang import dumps, export
+from megatron_prism.hang import export
 
 FURTHER = stands(3, part="save", at=0)
 BEFORE = stands(3, part="2", at=33)
@@ -223,56 +223,6 @@ def test_the_rank_may_stand_behind_its_word(name, tmp_path, capsys):
     assert [c["rank"] for c in json.loads(capsys.readouterr().out)["culprits"]] == [10]
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [("_dump_3.zst", "unpack the files"), ("node1/_dump_3", "name its folder"),
-     ("notes.txt", "name the folder that")],
-)  # fmt: skip
-def test_where_there_are_no_dumps_it_is_said_what_to_do(name, fix, tmp_path, capsys):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_bytes(b"")
-    assert cli.main(["hang", "--dumps", str(tmp_path)]) == 2
-    assert f"fix: {fix}" in capsys.readouterr().err
-
-
-def test_a_folder_for_every_node_is_not_searched(tmp_path, capsys):
-    for node in range(6):
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / f"_dump_{node}").write_bytes(b"")
-    assert cli.main(["hang", "--dumps", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "node3 …)" in said and "put all into one" in said  # noqa: PT018
-
-
-def test_a_group_that_was_made_later_is_no_restart():
-    """pg_config lacks it; the call that the rank waits in was taken for one of before an abort."""
-    value = copy.deepcopy(values(GIL, ACTIVE)[8])
-    waits = value["entries"][0]
-    number = waits["process_group"][0]
-    value["entries"] = [waits | {"pg_id": 0}]
-    value["pg_config"] = {number: value["pg_config"][number]}
-    status = dict(next(iter(value["pg_status"].values())))
-    status["last_completed_collective"] = status["last_enqueued_collective"] - 1
-    value["pg_status"] = {"0": status, "1": dict(status)}
-    found = dumps.of_value(value, 8)
-    assert len(found.entries) == 1
-    assert not [note for note in found.notes if "made again" in note]
-
-
-# -- batches --------------------------------------------------------------------------------------
-@HOWS
-def test_what_is_issued_in_a_batch_stays_scheduled_for_good(how):
-    """pytorch issue 137969.  A healthy job waited in its first message, and a host that stood still
-    had skipped a call."""
-    made = values(GIL, how)
-    inside = [e for e in made[8]["entries"] if e["is_p2p"] and e["input_sizes"] + e["output_sizes"]]
-    assert len(inside) > 8, "what ended long ago is there too, also among the outstanding"
-    assert {(e["state"], e["retired"]) for e in inside} == {("scheduled", False)}
-    dump = dumps.of_value(made[8], 8)
-    assert {e.seq for e in dump.entries if e.pair and not e.done} == {8}, "it waits in the last"
-    assert judged(made)[0] == {10}
-
-
 def test_a_batch_waits_for_all_that_is_in_it():
     """In a ring who sends has been answered, and waits for what it receives: the state of both is
     that of the batch, so the message that is not there tells whom it waits for."""
@@ -311,14 +261,6 @@ def test_a_node_that_counts_other_ranks_is_named(ranks):
     named, found = judged(made)
     assert (named, found.exit_code) == (set(ranks), 1)
     assert "compare its parallel sizes and world size" in found.evidence[0]
-
-
-def test_half_of_the_ranks_against_the_other_half_names_nobody():
-    made = values(lambda it: {r: stall.RankFault(host=0) for r in range(16)}, ACTIVE)
-    for rank in range(8):
-        regrouped(made[rank], default_pg=str(list(range(15))))
-    named, found = judged(made)
-    assert (named, found.exit_code) == (set(), 3)
 
 
 def test_a_barrier_of_gloo_that_one_rank_leaves_out():

@@ -56,16 +56,6 @@ def test_a_call_that_everybody_is_in_elsewhere_says_that_the_job_runs():
     assert "perhaps the job was running" in found.evidence[0]
 
 
-def test_ranks_of_several_nodes_that_saw_a_call_end_late_are_of_a_running_job():
-    dumps = {r: Dump({"tp": tuple(range(r - r % 4, r - r % 4 + 4))}) for r in range(32)}
-    for rank, dump in dumps.items():
-        dump.call("tp", done=True)
-        dump.call("tp", done=rank % 4 > 0)
-    named, found = verdict(dumps)
-    assert (named, found.exit_code) == (set(), 3)
-    assert found.candidates == tuple(range(0, 32, 4))
-
-
 @pytest.mark.parametrize("old", [1, 3])
 def test_where_many_dumps_are_of_another_moment_nobody_is_late(old):
     """Those of a job that starts: some ranks have made no call, though one ended elsewhere."""
@@ -104,16 +94,6 @@ def test_where_only_some_moved_nobody_is_named():
     mixed = DumpSet({r: (pairs(1, 5) if r > 5 else after).dumps[r] for r in range(8)})
     found = analyze.diagnose_dumps(before, mixed)
     assert (found.culprits, found.candidates, found.exit_code) == ((), (1,), 3)
-
-
-def test_a_group_with_another_time_out_is_named():
-    """new_group does not inherit the time-out of init_process_group."""
-    dumps = {r: Dump({"tp": (0, 1), "dp": (0, 1)}) for r in range(2)}
-    for rank, dump in dumps.items():
-        dump.call("tp", done=True, timeout_ms=3_600_000)
-        dump.call("dp", count=rank, timeout_ms=600_000, time_created_ns=1_760_000_000 * 10**9)
-    watchdog = verdict(dumps)[1].watchdog
-    assert watchdog.endswith("(DATA_PARALLEL_GROUP has 600 s; the others 3,600 s)"), watchdog
 
 
 @pytest.mark.parametrize(

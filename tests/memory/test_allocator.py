@@ -147,36 +147,6 @@ def test_blocks_tile_their_segments_and_merge_when_all_is_free(history, expandab
     assert empty.reserved == made.reserved  # nothing is given back
 
 
-@pytest.mark.parametrize(
-    ("size", "reserved"),
-    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB),
-     (10 * MIB - 511, 10 * MIB), (10 * MIB, 10 * MIB), (10 * MIB + 1, 12 * MIB)],
-)  # fmt: skip
-def test_one_tensor(size, reserved):
-    assert replay_requests([(0, size)]).peak_reserved == reserved
-
-
-@pytest.mark.parametrize(("rest", "splits"), [(MIB, False), (MIB + 512, True)])
-def test_a_large_block_is_split_if_more_than_1_mib_is_left(rest, splits):
-    made = replay_requests([(0, 20 * MIB), (0, -20 * MIB), (1, 20 * MIB - rest)])
-    assert made.allocated == (20 * MIB - rest if splits else 20 * MIB)
-
-
-def test_best_fit_takes_the_smallest_block_that_fits():
-    made = replay_requests(
-        [(0, 40 * MIB), (1, 30 * MIB), (0, -40 * MIB), (1, -30 * MIB), (2, 29 * MIB)]
-    )
-    assert made.live[2][0].address == made.first[1].address
-    assert made.peak_reserved == 70 * MIB
-
-
-def test_expandable_segments_do_not_fragment():
-    """n MiB freed and n + 4 asked for: a second segment, or only the pages that are missing."""
-    events = [(0, 40 * MIB), (0, -40 * MIB), (1, 60 * MIB)]
-    assert replay_requests(events).peak_reserved == 100 * MIB
-    assert replay_requests(events, Settings(expandable=True)).peak_reserved == 60 * MIB
-
-
 def test_a_storage_that_grows_and_shrinks():
     made = replay_requests([(0, 512), (0, 512), (0, -100), (0, -924)])
     assert (made.allocated, made.peak_allocated) == (0, 1024)
