@@ -133,7 +133,7 @@ def compare_traces(paths: Sequence[str | os.PathLike[str]], predicted: Timeline)
         PrismError: the traces do not fit together.
     """
     both = paired(paths, predicted.graph.programs)
-    pairings = tuple(both.pairings)
+    pairings = tuple(one.pairing for one in both.ranks)
     if any(one.share < ENOUGH for one in pairings):
         return TraceComparison(pairings, None)
     found = both.imported()

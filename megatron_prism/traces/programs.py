@@ -55,14 +55,15 @@ _ENDS_AT_ONCE = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ba
 class Imported:
     """A job out of its traces.
 
-    measured : by rank; programs.programs[i] is that of the i-th
+    measured : by rank, of the iterations that every traced rank has; programs.programs[i] is that
+        of the i-th
     call_op  : per traced rank int64 [calls]: the op of every call in its program
     notes    : what did not align and what was inferred, in words
     busy     : per traced rank float64 [ops] ns in which the work of each segment ran, on average;
         beside a capture only
-    numbers  : iterations that every traced rank has
-    wire     : float64 [numbers, matched calls] ns once all who are traced have come; nan: nobody is
-    skew     : per traced rank float64 [numbers, calls] ns that it waited for the others
+    wire     : float64 [iterations, matched calls] ns once all who are traced have come; nan: nobody
+        is
+    skew     : per traced rank float64 [iterations, calls] ns that it waited for the others
     whole    : bool [matched calls]: every member is traced
     """
 
@@ -72,7 +73,6 @@ class Imported:
     call_op: list[np.ndarray]
     notes: list[str]
     busy: list[np.ndarray] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
     wire: np.ndarray = field(default_factory=lambda: np.empty(0))
     skew: list[np.ndarray] = field(default_factory=list)
     whole: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -81,39 +81,38 @@ class Imported:
     def ranks(self) -> list[int]:
         return [program.rank for program in self.programs.programs]
 
-    def rows(self, index: int) -> list[int]:
-        """Rows of the ``numbers`` in the arrays of ``measured[index]``."""
-        own = self.measured[index].numbers
-        return [own.index(number) for number in self.numbers]
+    @property
+    def numbers(self) -> list[int]:
+        """Of the iterations."""
+        return self.measured[0].numbers
 
-    def replayed_ns(self, priced: PricedGraph) -> np.ndarray:
-        """float64 [numbers]: every iteration replayed with its own times, one after the other."""
-        count = len(self.numbers)
-        dag = build_issue_graph(priced.graph, count)
-        durations = durations_of(dag, priced.prices)
-        for row in range(count):
-            mine = dag.iteration == row
-            meets = np.flatnonzero(mine & (dag.kind == MEET))
-            if len(meets):
-                own_ns = self.wire[row, dag.op[meets]]
-                durations[meets] = np.where(
-                    np.isnan(own_ns), durations[meets], np.nan_to_num(own_ns)
-                )
-            for c, index in enumerate(priced.graph.classes.programs):
-                nodes = np.flatnonzero(mine & (dag.kind == COMPUTE) & (dag.owner == c))
-                program = self.programs.programs[index]
-                own = np.zeros(len(program), dtype=np.int64)
-                own[program.ops["name"] == CODE["compute"]] = program.samples[self.rows(index)[row]]
-                durations[nodes] = own[dag.op[nodes]]
-        _, end = evaluate(dag, durations)
-        ends = [end[dag.iteration == row].max(initial=0) for row in range(count)]
-        return np.diff([0, *ends]).astype(float)
+    @property
+    def computed(self) -> np.ndarray:
+        """float64 [traced ranks, iterations] ns between calls."""
+        return np.array([one.segments.sum(axis=1) for one in self.measured], dtype=float)
 
     @property
     def iteration_ns(self) -> np.ndarray:
-        """Measured, float64 [numbers]: the mean over ranks of each iteration."""
-        each = [self.measured[i].totals[self.rows(i)] for i in range(len(self.measured))]
-        return np.asarray(np.mean(each, axis=0))
+        """Measured, float64 [iterations]: the mean over ranks of each."""
+        return np.asarray(np.mean([one.totals for one in self.measured], axis=0))
+
+    def replayed_ns(self, priced: PricedGraph) -> np.ndarray:
+        """float64 [iterations]: each replayed with its own times, one after the other."""
+        count = len(self.numbers)
+        dag = build_issue_graph(priced.graph, count)
+        durations = durations_of(dag, priced.prices)
+        meets = np.flatnonzero(dag.kind == MEET)
+        own_ns = self.wire[dag.iteration[meets], dag.op[meets]]
+        durations[meets] = np.where(np.isnan(own_ns), durations[meets], np.nan_to_num(own_ns))
+        for c, index in enumerate(priced.graph.classes.programs):
+            nodes = np.flatnonzero((dag.kind == COMPUTE) & (dag.owner == c))
+            program = self.programs.programs[index]
+            own = np.zeros((count, len(program)), dtype=np.int64)
+            own[:, program.ops["name"] == CODE["compute"]] = program.samples
+            durations[nodes] = own[dag.iteration[nodes], dag.op[nodes]]
+        _, end = evaluate(dag, durations)
+        ends = [end[dag.iteration == row].max(initial=0) for row in range(count)]
+        return np.diff([0, *ends]).astype(float)
 
 
 # -- the world and its groups ---------------------------------------------------------------------
@@ -122,44 +121,45 @@ def _ranked(found: Sequence[Recorded]) -> list[Recorded]:
     if all(one.rank is None for one in found):
         for rank, one in enumerate(found):
             one.rank = rank
-    if lost := [one.path for one in found if one.rank is None or one.rank < 0]:
-        raise UsageError(f"{lost[0]} does not say of which rank it is", fix="name it rank3.json.gz")
-    twice = [rank for rank, count in Counter(one.rank for one in found).items() if count > 1]
-    if twice:
-        paths = [one.path for one in found if one.rank == twice[0]]
-        what = f"two traces are of rank {twice[0]}: {paths[0]} and {paths[1]}"
-        raise UsageError(what, fix="give the traces of one job, one per rank")
-    sizes = sorted({one.world for one in found if one.world})
-    if len(sizes) > 1:
-        by = {one.world: one.path for one in found}
-        first, second = (f"{by[size]} of {counted(size, 'rank')}" for size in sizes[:2])
+    by_rank, by_size = dict[int, Recorded](), dict[int, Recorded]()
+    for one in found:
+        if one.rank is None or one.rank < 0:
+            raise UsageError(
+                f"{one.path} does not say of which rank it is", fix="name it rank3.json.gz"
+            )
+        if (other := by_rank.setdefault(one.rank, one)) is not one:
+            what = f"two traces are of rank {one.rank}: {other.path} and {one.path}"
+            raise UsageError(what, fix="give the traces of one job, one per rank")
+        if one.world:
+            by_size[one.world] = one
+    if len(by_size) > 1:
+        first, second = (f"{by_size[n].path} of {counted(n, 'rank')}" for n in sorted(by_size)[:2])
         what = f"these are traces of two jobs: {first}, {second}"
         raise UsageError(what, fix="give the traces of one job")
-    size = max(*sizes, 0, 1 + max(one.rank or 0 for one in found))
+    size = max(*by_size, 0, 1 + max(by_rank))
     if size > 1 << 24:
         what = f"{found[0].path} is of a world of {counted(size, 'rank')}"
         raise UsageError(what, fix="a real one")
-    for one in found:
+    for rank, one in by_rank.items():
         one.world = size
-        own = {name: group for name, group in one.groups.items() if one.rank in group[1]}
+        own = {name: group for name, group in one.groups.items() if rank in group[1]}
         one.groups = own or {"": (WORLD_GROUP, tuple(range(size)))}
         wrong = [r for _, ranks in one.groups.values() for r in ranks if not 0 <= r < size]
         if wrong:
             raise UsageError(f"{one.path} has a group with rank {wrong[0]} of {size}", fix="see it")
-    return sorted(found, key=lambda one: one.rank or 0)
+    return [one for _, one in sorted(by_rank.items())]
 
 
 def _world(measured: Sequence[Measured]) -> World:
     """The sizes that the names of Megatron's groups tell; data parallel where they tell nothing."""
-    sizes: dict[str, int] = {}
-    for one in measured:
-        for desc, ranks in one.recorded.groups.values():
-            for axis, name in _SIZES.items():
-                if desc == name:
-                    sizes[axis] = max(sizes.get(axis, 1), len(ranks))
+    groups = [group for one in measured for group in one.recorded.groups.values()]
+    sizes = {
+        axis: max((len(ranks) for desc, ranks in groups if desc == name), default=1)
+        for axis, name in _SIZES.items()
+    }
     size = measured[0].recorded.world
     try:
-        return World(size, **sizes)  # type: ignore[arg-type]
+        return World(size, **sizes)
     except WorldError:
         return World(size)
 
@@ -265,34 +265,26 @@ def _feasible(
     places: list[int],
 ) -> np.ndarray:
     """bool [places]: whether the members of a group may have made these calls together."""
-    call = measured[own].calls[places[0]]
-    no = np.zeros(len(places), bool)
+    call, no = measured[own].calls[places[0]], np.zeros(len(places), bool)
     if call.op in ("send", "recv"):
         if not 0 <= call.peer < len(ranks) or ranks[call.peer] == measured[own].recorded.rank:
             return no
         other = where.get(ranks[call.peer])
         if other is None:
             return ~no
-        back = (
-            "recv" if call.op == "send" else "send",
-            ranks.index(measured[own].recorded.rank or 0),
-        )
-        there = [c for c in measured[other].calls if (c.op, c.peer) == back]
+        back = "recv" if call.op == "send" else "send"
+        here = ranks.index(measured[own].recorded.rank or 0)
+        there = [c for c in measured[other].calls if (c.op, c.peer) == (back, here)]
         return ~no if len(there) >= len(places) else no
     if any(rank not in where for rank in ranks):
         return ~no if len(ranks) == measured[own].recorded.world else no
-    numbers = sorted(set.intersection(*(set(measured[where[r]].numbers) for r in ranks)))
-    if not numbers:
-        return no
     begun, done = [], []
-    for rank in ranks:
-        one = measured[where[rank]]
+    for one in (measured[where[rank]] for rank in ranks):
         mine = [k for k, c in enumerate(one.calls) if c.key == key]
         if len(mine) != len(places):
             return no
-        rows = [one.numbers.index(number) for number in numbers]
-        begun.append(one.begun[np.ix_(rows, mine)])
-        done.append(one.done[np.ix_(rows, mine)])
+        begun.append(one.begun[:, mine])
+        done.append(one.done[:, mine])
     return np.asarray((np.max(begun, axis=0) <= np.min(done, axis=0)).all(axis=0))
 
 
@@ -305,7 +297,6 @@ def _program(
     builder, where = Builder(), np.full(len(one.calls), -1, dtype=np.int64)
     kept = one.segments.max(axis=0, initial=0) > 0
     tokens = one.tokens
-    waited = {token.of for token in tokens if token.kind == "wait"}
     at_once = {
         a.of
         for a, b in zip(tokens, tokens[1:], strict=False)
@@ -327,19 +318,9 @@ def _program(
                 raise PrismError(what, fix="profile with record_shapes=True")
             where[token.of] = len(builder)
             handle = -1 if token.of in at_once else len(builder)
-            if token.of not in waited:
-                handle = len(builder)
-            builder.add(
-                call.op,
-                group=name,
-                dtype=call.dtype,
-                num_in=call.num_in,
-                num_out=call.num_out,
-                peer=(call.peer - place) % len(members[name]) if call.peer >= 0 else 0,
-                root=call.root,
-                handle=handle,
-                batch=call.batch,
-            )
+            peer = (call.peer - place) % len(members[name]) if call.peer >= 0 else 0
+            how = {"peer": peer, "root": call.root, "handle": handle, "batch": call.batch}
+            builder.add(call.op, name, call.dtype, call.num_in, call.num_out, **how)
     builder.add("mark", note=f"rank {rank}'s own times")  # ranks that run the same stay apart
     samples = one.segments[:, kept]
     return dataclasses.replace(builder.build(rank), samples=samples), where
@@ -353,20 +334,18 @@ def assemble(measured: Sequence[Measured]) -> Imported:
         PrismError: their calls do not fit together, with the first place.
     """
     _ranked([one.recorded for one in measured])
-    ranked, notes = sorted(measured, key=lambda one: one.recorded.rank or 0), list[str]()
-    for one in ranked:
-        notes += [f"rank {one.recorded.rank}: {note}" for note in one.notes]
+    ranked = _shared(sorted(measured, key=lambda one: one.recorded.rank or 0))
+    notes = [f"rank {one.recorded.rank}: {note}" for one in ranked for note in one.notes]
     world = _world(ranked)
     if len(ranked) < world.size:
         traced = format_ranks([one.recorded.rank or 0 for one in ranked])
-        notes.append(
-            f"{len(ranked)} of {counted(world.size, 'rank')} traced ({traced}): they "
-            "stand for the rest"
-        )
+        whom = f"{len(ranked)} of {counted(world.size, 'rank')} traced ({traced})"
+        notes.append(f"{whom}: they stand for the rest")
     names = _Names(ranked, world)
     groups = _guess_groups(ranked, names, notes)
     found = _joined(ranked, world, names, groups, notes)
-    if not _runs(found.graph):
+    dag = build_issue_graph(found.graph)
+    if len(dag.order) < len(dag):  # somebody waits forever
         for one in ranked:
             one.tokens = [t for t in one.tokens if t.kind != "wait" or one.calls[t.of].op != "send"]
         notes.append("sends end without their receivers here: the job would hang if they waited")
@@ -374,10 +353,17 @@ def assemble(measured: Sequence[Measured]) -> Imported:
     return _with_wire(found)
 
 
-def _runs(graph: WorldGraph) -> bool:
-    """Whether nobody waits forever."""
-    dag = build_issue_graph(graph)
-    return len(dag.order) == len(dag)
+def _shared(measured: Sequence[Measured]) -> list[Measured]:
+    """The iterations that all ranks have; times begin with the first call, as ns since 1970 would
+    be rounded to 256 as floating-point numbers."""
+    numbers = sorted(set.intersection(*(set(one.numbers) for one in measured)))
+    if not numbers:
+        one = measured[0]
+        what = f"no iteration is in all traces: rank {one.recorded.rank} has {one.numbers[0]} to "
+        fix = "profile the same iterations on every rank"
+        raise UsageError(f"{what}{one.numbers[-1]}", fix=fix)
+    origin = min((int(one.begun.min()) for one in measured if one.begun.size), default=0)
+    return [one.part(numbers, origin) for one in measured]
 
 
 def _joined(
@@ -385,17 +371,15 @@ def _joined(
 ) -> Imported:
     """The programs, and who meets whom."""
     made = [_program(one, groups[i], names.members[i]) for i, one in enumerate(ranked)]
-    programs, call_op = [p for p, _ in made], [w for _, w in made]
+    programs, call_op = tuple(program for program, _ in made), [calls for _, calls in made]
     used = {name for program in programs for name in program.groups()}
     of = stand_in_for(world, [program.rank for program in programs])
     source = {"from": "traces", "device": _device(one.recorded for one in ranked)}
-    joined = Programs(
-        world, tuple(programs), of, {n: g for n, g in names.lists.items() if n in used}, source
-    )
+    lists = {name: ranks for name, ranks in names.lists.items() if name in used}
+    joined = Programs(world, programs, of, lists, source)
     graph = build(joined)
-    graph.check_fits(
-        "profile the same iterations on every rank; without groups (gloo): --slices DIR"
-    )
+    fix = "profile the same iterations on every rank; without groups (gloo): --slices DIR"
+    graph.check_fits(fix)
     return Imported(joined, ranked, graph, call_op, notes)
 
 
@@ -408,57 +392,47 @@ def _device(found: Iterable[Recorded]) -> str:
 def _with_wire(found: Imported) -> Imported:
     """Fill in what calls took on the wire and who waited; the programs' calls get it as ``ns``."""
     measured, graph = found.measured, found.graph
-    found.numbers = sorted(set.intersection(*(set(one.numbers) for one in measured)))
-    if not found.numbers:
-        one = measured[0]
-        what = f"no iteration is in all traces: rank {one.recorded.rank} has {one.numbers[0]} to "
-        fix = "profile the same iterations on every rank"
-        raise UsageError(f"{what}{one.numbers[-1]}", fix=fix)
-    origin = min((int(one.begun.min()) for one in measured if one.begun.size), default=0)
-    for one in measured:  # ns since 1970 as floating-point numbers would be rounded to 256
-        one.begun, one.done = one.begun - origin, one.done - origin
-    came, freed = _one_by_one(found)
     at = [
         graph.matched_calls.of[int(graph.classes.of[program.rank])][found.call_op[index]]
         for index, program in enumerate(found.programs.programs)
     ]
-    done = [one.done[found.rows(i)].astype(float) for i, one in enumerate(measured)]
-    begun = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(measured)]
-    took = [b - a for a, b in zip(begun, done, strict=True)]
-    _wire(found, at, _Times(came, freed, done, took))
+    times = [_one_by_one(found, index) for index in range(len(measured))]
+    _wire(found, at, times)
     least = found.wire if found.whole.all() else _fastest(found, found.wire, at)
-    found.skew = [np.maximum(0.0, took[i] - least[:, at[i]]) for i in range(len(measured))]
+    found.skew = [
+        np.maximum(0.0, one.took - least[:, of]) for one, of in zip(times, at, strict=True)
+    ]
     _keep_ns(found)
     return found
 
 
-def _one_by_one(found: Imported) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """When each rank came to its calls, and when the call before in the group had ended; calls of a
-    group begin then at the earliest: one after the other, as NCCL's; gloo has threads."""
-    came = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(found.measured)]
-    freed = [np.zeros_like(one) for one in came]
-    for index, one in enumerate(found.measured):
-        groups = found.programs.programs[index].ops["group"][found.call_op[index]]
-        for group in np.unique(groups).tolist():
-            mine = np.flatnonzero(groups == group)
-            over = np.maximum.accumulate(one.done[:, mine], axis=1)
-            one.begun[:, mine[1:]] = np.maximum(one.begun[:, mine[1:]], over[:, :-1])
-            one.done[:, mine] = over
-            freed[index][:, mine[1:]] = over[found.rows(index)][:, :-1]
-    return came, freed
-
-
 class _Times(NamedTuple):
-    """Of calls, per traced rank float64 [numbers, calls] ns: when it came to each, when the group
+    """Of the calls of a rank, float64 [iterations, calls] ns: when it came to each, when the group
     was free, when the call had ended and how long it took."""
 
-    came: list[np.ndarray]
-    freed: list[np.ndarray]
-    done: list[np.ndarray]
-    took: list[np.ndarray]
+    came: np.ndarray
+    freed: np.ndarray
+    done: np.ndarray
+    took: np.ndarray
 
 
-def _wire(found: Imported, at: Sequence[np.ndarray], times: _Times) -> None:
+def _one_by_one(found: Imported, index: int) -> _Times:
+    """Let the calls of a group begin when the one before has ended at the earliest: one after the
+    other, as NCCL's; gloo has threads."""
+    one = found.measured[index]
+    came = one.begun.astype(float)
+    freed = np.zeros_like(came)
+    groups = found.programs.programs[index].ops["group"][found.call_op[index]]
+    for group in np.unique(groups).tolist():
+        mine = np.flatnonzero(groups == group)
+        over = np.maximum.accumulate(one.done[:, mine], axis=1)
+        freed[:, mine[1:]] = over[:, :-1]
+        one.begun[:, mine[1:]] = np.maximum(one.begun[:, mine[1:]], over[:, :-1])
+        one.done[:, mine] = over
+    return _Times(came, freed, one.done.astype(float), (one.done - one.begun).astype(float))
+
+
+def _wire(found: Imported, at: Sequence[np.ndarray], times: Sequence[_Times]) -> None:
     """Fill in ``wire`` and ``whole``; ``at``: of every call of a rank its matched call."""
     graph, meet = found.graph, found.graph.matched_calls
     clocks = _set_clocks(found, at)
@@ -468,14 +442,15 @@ def _wire(found: Imported, at: Sequence[np.ndarray], times: _Times) -> None:
     size = np.ones(len(meet), dtype=np.int64)
     one_clock, clock = np.ones(len(meet), bool), np.full(len(meet), -1)
     for index, program in enumerate(found.programs.programs):
-        of, moved = at[index], clocks[index].moved
-        wire[:, of] = np.fmin(wire[:, of], times.took[index])
-        last[:, of] = np.maximum(last[:, of], times.came[index] + moved)
-        free[:, of] += times.freed[index] + moved
-        ends[:, of] += times.done[index] + moved
+        of, (same, moved) = at[index], clocks[index]
+        came, freed, done, took = times[index]
+        wire[:, of] = np.fmin(wire[:, of], took)
+        last[:, of] = np.maximum(last[:, of], came + moved)
+        free[:, of] += freed + moved
+        ends[:, of] += done + moved
         np.add.at(members, of, 1)
-        one_clock[of] &= (clock[of] < 0) | (clock[of] == clocks[index].same)
-        clock[of] = clocks[index].same
+        one_clock[of] &= (clock[of] < 0) | (clock[of] == same)
+        clock[of] = same
         c = int(graph.classes.of[program.rank])
         for name, ops in program.groups().items():
             count = len(graph.groups[name].group(program.rank))
@@ -500,12 +475,11 @@ def _keep_ns(found: Imported) -> None:
         ops["ns"][calls] = np.where(np.isnan(value), -1, np.nan_to_num(value)).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class _Clock:
+class _Clock(NamedTuple):
     """Of a rank's node.
 
     same  : number of the nodes that were set by each other
-    moved : float64 [numbers, 1] ns that its times are moved by in each iteration
+    moved : float64 [iterations, 1] ns that its times are moved by in each iteration
     """
 
     same: int
@@ -522,10 +496,9 @@ def _set_clocks(found: Imported, at: Sequence[np.ndarray]) -> list[_Clock]:
     nodes = [one.recorded.node or one.recorded.path for one in found.measured]
     ends: dict[str, dict[int, np.ndarray]] = {node: {} for node in nodes}
     for index, one in enumerate(found.measured):
-        done = one.done[found.rows(index)].astype(float)
         for k, call in enumerate(one.calls):
             if call.op in _ENDS_AT_ONCE:
-                ends[nodes[index]].setdefault(int(at[index][k]), done[:, k])
+                ends[nodes[index]].setdefault(int(at[index][k]), one.done[:, k].astype(float))
     still = np.zeros((len(found.numbers), 1))
     clocks: dict[str, _Clock] = {}
     off = list[float]()
@@ -570,17 +543,19 @@ def _fastest(found: Imported, wire: np.ndarray, at: Sequence[np.ndarray]) -> np.
 
 
 # -- beside a capture ------------------------------------------------------------------------------
-class _Beside:
+class Beside:
     """A traced rank beside its captured program, which says what waits for what.
 
-    pairing : set by ``plan``, which ``measure`` calls;  slots : of every segment, its op
+    pairing : which of its calls are which captured ones
+    slots   : of every segment, its op
     """
 
-    def __init__(self, program: Program, rank: int, members: Mapping[str, int]) -> None:
-        self.program = dataclasses.replace(program, rank=rank)
+    def __init__(self, program: Program, one: Recorded, members: Mapping[str, int]) -> None:
+        self.program = program
         self.members = members
         self.slots: list[int] = []
         self.pairing: Pairing
+        self.measured = measure(one, self.plan)
 
     def plan(self, calls: Sequence[Call]) -> tuple[list[int], list[Moment]]:
         """The calls that the capture has, too, and what happens in which order."""
@@ -589,7 +564,6 @@ class _Beside:
         at = {op: number for number, (op, _) in enumerate(self.pairing.pairs)}
         call_of: dict[int, int] = {}  # handle -> call
         tokens: list[Moment] = []
-        self.slots = []
         for op, (name, handle) in enumerate(
             zip(names.tolist(), ops["handle"].tolist(), strict=True)
         ):
@@ -605,10 +579,10 @@ class _Beside:
                 tokens.append(Moment("wait", call_of[handle]))
         return [call for _, call in self.pairing.pairs], tokens
 
-    def finished(self, one: Measured) -> tuple[Program, np.ndarray, np.ndarray]:
+    def finished(self) -> tuple[Program, np.ndarray, np.ndarray]:
         """The captured program with the traced times, the op of every call, and float64 [ops] ns in
         which the work of each segment ran."""
-        ops = self.program.ops
+        one, ops = self.measured, self.program.ops
         cost = np.where(
             ops["ns"] > 0,
             ops["ns"].astype(float),
@@ -645,18 +619,10 @@ class _Beside:
 
 @dataclass
 class Paired:
-    """Traced ranks beside the captured programs of their job.
-
-    measured : by rank;  pairings : of each, which of its calls are which captured ones
-    """
+    """Traced ranks, by rank, beside the captured programs of their job."""
 
     captured: Programs
-    measured: list[Measured]
-    ranks: list[_Beside]
-
-    @property
-    def pairings(self) -> list[Pairing]:
-        return [one.pairing for one in self.ranks]
+    ranks: list[Beside]
 
     def imported(self) -> Imported:
         """The captured programs with the traced times.
@@ -665,33 +631,30 @@ class Paired:
             UsageError: a stage has no traced rank.
             PrismError: half of a rank's calls or more have no counterpart.
         """
-        notes = list[str]()
-        for pairing, one in zip(self.pairings, self.measured, strict=True):
-            if pairing.share < 0.5:
+        measured = _shared([one.measured for one in self.ranks])
+        notes, finished = list[str](), list[tuple[Program, np.ndarray, np.ndarray]]()
+        for one, one.measured in zip(self.ranks, measured, strict=True):
+            if one.pairing.share < 0.5:
                 fix = "capture the job that was traced, with the same arguments"
-                raise PrismError(str(pairing), fix=fix)
-            if pairing.share < 1:
-                notes.append(
-                    f"{pairing}; captured calls without a counterpart are modelled, traced ones "
-                    "count as computing"
-                )
-            notes += [f"rank {pairing.rank}: {note}" for note in one.notes]
-        made = [
-            one.finished(measured) for one, measured in zip(self.ranks, self.measured, strict=True)
-        ]
+                raise PrismError(str(one.pairing), fix=fix)
+            if one.pairing.share < 1:
+                how = "captured calls without a counterpart are modelled, traced ones"
+                notes.append(f"{one.pairing}; {how} count as computing")
+            notes += [f"rank {one.pairing.rank}: {note}" for note in one.measured.notes]
+            finished.append(one.finished())
+        programs, call_op, busy = (list(column) for column in zip(*finished, strict=True))
         captured, world = self.captured, self.captured.world
         try:
-            of = stand_in_for(world, [program.rank for program, *_ in made])
+            of = stand_in_for(world, [program.rank for program in programs])
         except ProgramError as error:
             what = "a stage of the pipeline has no traced rank"
             raise UsageError(what, fix="trace one rank of every stage: --profile-ranks") from error
-        device = _device(one.recorded for one in self.measured)
+        device = _device(one.recorded for one in measured)
         source = {**captured.source, "from": "traces", "device": device}
-        programs = Programs(world, tuple(p for p, *_ in made), of, captured.groups, source)
-        graph = build(programs)
+        joined = Programs(world, tuple(programs), of, captured.groups, source)
+        graph = build(joined)
         graph.check_fits()
-        call_op, busy = [calls for _, calls, _ in made], [busy for *_, busy in made]
-        return _with_wire(Imported(programs, self.measured, graph, call_op, notes, busy))
+        return _with_wire(Imported(joined, measured, graph, call_op, notes, busy))
 
 
 def paired(paths: Sequence[str | os.PathLike[str]], captured: Programs) -> Paired:
@@ -707,13 +670,12 @@ def paired(paths: Sequence[str | os.PathLike[str]], captured: Programs) -> Paire
         raise UsageError(what, fix="name the slices of the job that was traced")
     found[0].world = world.size
     groups = memberships(captured)
-    measured, ranks = [], []
+    ranks = []
     for one in _ranked(found):
         rank = world.check_rank(one.rank or 0)
         members = {name: len(group.group(rank)) for name, group in groups.items()}
-        ranks.append(_Beside(captured.of(rank), rank, members))
-        measured.append(measure(one, ranks[-1].plan))
-    return Paired(captured, measured, ranks)
+        ranks.append(Beside(dataclasses.replace(captured.of(rank), rank=rank), one, members))
+    return Paired(captured, ranks)
 
 
 # -- a job ----------------------------------------------------------------------------------------

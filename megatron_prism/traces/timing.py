@@ -20,7 +20,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -142,6 +142,13 @@ class Measured:
     done: np.ndarray
     totals: np.ndarray
     notes: list[str] = field(default_factory=list)
+
+    def part(self, numbers: Sequence[int], origin: int) -> Measured:
+        """Some of its iterations, with times since ``origin``."""
+        rows = [self.numbers.index(number) for number in numbers]
+        of = {name: getattr(self, name)[rows] for name in ("segments", "busy", "totals")}
+        begun, done = self.begun[rows] - origin, self.done[rows] - origin
+        return replace(self, numbers=list(numbers), begun=begun, done=done, **of)
 
 
 # -- calls ----------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,13 @@ _SLOW, _DRIFT, _LONG = 0.03, 0.02, 0.2  # what is named: of a rank, over the tra
 _SURE = 4.0  # standard errors from the others
 _DRAWS = 300  # of resampling
 _FEWEST = 3  # ranks or iterations of which one can stand out
+_PREDICTED = {
+    "gpu": ("gpu", "node"),
+    "step": ("iteration", "rank x iteration"),
+    "segment": ("segment",),
+    "call": ("call",),
+    "network": ("network",),
+}  # spreads of ``predict`` -> ours
 
 
 @dataclass(frozen=True)
@@ -99,40 +106,29 @@ class Variation:
 
     def variability(self) -> dict[str, object]:
         """As ``predict --variability FILE`` reads it."""
-        by = {one.name: one for one in self.components}
-
-        def of(*names: str) -> float:
-            spreads = [by[name].spread for name in names if name in by]
-            return round(min(1.0, math.hypot(*(s for s in spreads if math.isfinite(s)), 0.0)), 6)
-
-        slow = [one for one in self.findings if one.kind == "gpu" and one.factor > 1]
-        unknown = [one.name for one in self.components if not math.isfinite(one.spread)]
-        longer = [one for one in self.findings if one.kind == "iteration"]
+        finite = {one.name: one.spread for one in self.components if math.isfinite(one.spread)}
+        slow = [one.factor for one in self.findings if one.kind == "gpu" and one.factor > 1]
+        unknown = [one.name for one in self.components if one.name not in finite]
+        longer = sum(one.kind == "iteration" for one in self.findings)
         source = f"measured: {len(self.ranks)} ranks x {len(self.numbers)} iterations"
-        if unknown:
-            source += f"; 0, as nothing tells it: {', '.join(unknown)}"
-        if longer:
-            source += f"; without {len(longer)} slow iterations, which it cannot express"
-        found: dict[str, object] = {
-            "name": "traces",
-            "gpu": of("gpu", "node"),
-            "step": of("iteration", "rank x iteration"),
-            "segment": of("segment"),
-            "call": of("call"),
-            "network": of("network"),
-            "source": source,
+        source += f"; 0, as nothing tells it: {', '.join(unknown)}" if unknown else ""
+        source += f"; without {longer} slow iterations, which it cannot express" if longer else ""
+        spreads = {
+            name: round(min(1.0, math.hypot(*(finite.get(part, 0.0) for part in parts))), 6)
+            for name, parts in _PREDICTED.items()
         }
+        found: dict[str, object] = {"name": "traces", **spreads, "source": source}
         if slow:
-            factor = float(np.mean([one.factor for one in slow]))
-            found["slow_gpu"] = [len(slow) / len(self.ranks), round(factor, 4)]
+            found["slow_gpu"] = [len(slow) / len(self.ranks), round(float(np.mean(slow)), 4)]
         return found
 
     def to_json(self) -> dict[str, object]:
         """Everything, times in ns; what nothing tells is null."""
         plain = dataclasses.asdict(self)
-        for one in plain["components"]:
-            for key in ("spread", "low", "high"):
-                one[key] = one[key] if math.isfinite(one[key]) else None
+        plain["components"] = [
+            {key: None if value != value else value for key, value in one.items()}  # NaN
+            for one in plain["components"]
+        ]
         return {"schema": "prism.import/1", **plain, "variability": self.variability()}
 
     def to_text(self) -> str:
@@ -146,17 +142,14 @@ def vary(found: Imported) -> Variation:
     alike = _alike(found)
     slow, late = _slow_ranks(found, priced, alike), _slow_iterations(found)
     excluded = {rank for one in slow if one.kind == "gpu" for rank in one.ranks}
-    without = [
-        at for at, number in enumerate(found.numbers) if number not in {one.number for one in late}
-    ]
-    components = [*_computing(found, alike, excluded, without), *_calls(found, without)]
+    usual = np.flatnonzero(~np.isin(found.numbers, [one.number for one in late]))
     return Variation(
         tuple(found.ranks),
         tuple(found.numbers),
         tuple(found.iteration_ns.tolist()),
         tuple(found.replayed_ns(priced).tolist()),
         float(priced.timeline.iteration_ns),
-        tuple(components),
+        (*_computing(found, alike, excluded, usual), *_calls(found, usual)),
         (*slow, *late),
         tuple(_groups(found)),
         tuple(found.notes),
@@ -174,11 +167,8 @@ def _alike(found: Imported) -> list[list[int]]:
     return list(classes.values())
 
 
-def _totals(found: Imported, members: Sequence[int]) -> np.ndarray:
-    """log ns that each rank computes in each shared iteration, float64 [ranks, iterations]."""
-    sums = [found.measured[i].segments[found.rows(i)].sum(axis=1) for i in members]
-    logs: np.ndarray = np.log(np.maximum(1.0, np.array(sums, dtype=float)))
-    return logs
+def _logs(ns: np.ndarray) -> np.ndarray:
+    return np.asarray(np.log(np.maximum(1.0, ns)))
 
 
 # -- who stands out -------------------------------------------------------------------------------
@@ -189,9 +179,21 @@ def _spread_of(values: np.ndarray) -> float:
 
 def _slow_ranks(found: Imported, priced: PricedGraph, alike: list[list[int]]) -> list[Outlier]:
     """GPUs and nodes that are slower than those that run the same, and those that drift."""
-    named = []
+    named: list[Outlier] = []
+
+    def name_if_slow(
+        kind: str, what: str, ranks: tuple[int, ...], level: float, others: np.ndarray, noise: float
+    ) -> bool:
+        usual = float(np.median(others))
+        error = math.hypot(_spread_of(others) if len(others) > 2 else 0.0, noise)
+        slow = level - usual > max(_SLOW, _SURE * error)
+        if slow:
+            factor = math.exp(level - usual)
+            named.append(Outlier(kind, what, factor, _without(priced, ranks, factor), ranks))
+        return slow
+
     for members in alike:
-        logs, ranks = _totals(found, members), [found.ranks[i] for i in members]
+        logs, ranks = _logs(found.computed[members]), [found.ranks[i] for i in members]
         count = logs.shape[1]
         rest = logs - np.median(logs, axis=0)
         own = np.median(rest, axis=1)
@@ -199,33 +201,23 @@ def _slow_ranks(found: Imported, priced: PricedGraph, alike: list[list[int]]) ->
         nodes: dict[str, list[int]] = defaultdict(list)
         for at, index in enumerate(members):
             nodes[found.measured[index].recorded.node].append(at)
-        slow_nodes = []
+        slow_nodes: list[int] = []
         if len(nodes) >= _FEWEST and all(nodes):
-            means = {name: float(np.median(own[at])) for name, at in nodes.items()}
-            for name, mine in means.items():
-                others = np.array([value for other, value in means.items() if other != name])
-                if _stands_out(mine, others, noise) and len(nodes[name]) > 1:
-                    slow_nodes += nodes[name]
-                    chosen = tuple(ranks[at] for at in nodes[name])
-                    factor = math.exp(mine - float(np.median(others)))
-                    effect = _without(priced, chosen, factor)
-                    named.append(Outlier("node", f"node {name}", factor, effect, chosen))
+            means = np.array([np.median(own[at]) for at in nodes.values()])
+            for number, (name, places) in enumerate(nodes.items()):
+                chosen, others = tuple(ranks[at] for at in places), np.delete(means, number)
+                if len(places) > 1 and name_if_slow(
+                    "node", f"node {name}", chosen, float(means[number]), others, noise
+                ):
+                    slow_nodes += places
         for at, rank in enumerate(ranks):
             others, level = np.delete(own, [at, *slow_nodes]), float(own[at])
             if (drift := _drift(rest[at])) is not None:
                 named.append(Outlier("drift", f"rank {rank}", drift, 0.0, (rank,)))
                 level = float(np.median(rest[at][: count // 3]))  # was it slow from the beginning?
-            enough = at not in slow_nodes and len(ranks) >= _FEWEST
-            if enough and _stands_out(level, others, noise):
-                factor = math.exp(level - float(np.median(others)))
-                effect = _without(priced, (rank,), factor)
-                named.append(Outlier("gpu", f"rank {rank}", factor, effect, (rank,)))
+            if at not in slow_nodes and len(ranks) >= _FEWEST:
+                name_if_slow("gpu", f"rank {rank}", (rank,), level, others, noise)
     return named
-
-
-def _stands_out(value: float, others: np.ndarray, noise: float) -> bool:
-    error = math.hypot(_spread_of(others) if len(others) > 2 else 0.0, noise)
-    return bool(value - np.median(others) > max(_SLOW, _SURE * error))
 
 
 def _drift(rest: np.ndarray) -> float | None:
@@ -251,44 +243,33 @@ def _without(priced: PricedGraph, ranks: tuple[int, ...], factor: float) -> floa
 
 def _slow_iterations(found: Imported) -> list[Outlier]:
     """Iterations that took longer, with the rank that computed longer in them, if one did."""
-    took = found.iteration_ns
+    took, computed = found.iteration_ns, found.computed
     if len(took) < _FEWEST:
         return []
     usual, named = float(np.median(took)), []
+    more = computed - np.median(computed, axis=1, keepdims=True)
     bound = max(_LONG * usual, _SURE * _spread_of(took))
     for at in np.flatnonzero(took - usual > bound).tolist():
-        more = []
-        for index, one in enumerate(found.measured):
-            own = one.segments[found.rows(index)].sum(axis=1).astype(float)
-            more.append(float(own[at] - np.median(own)))
-        late = [
-            rank
-            for rank, ns in zip(found.ranks, more, strict=True)
-            if ns > max(0.5 * max(more), 0.25 * (took[at] - usual))
-        ]
-        why = "calls" if not late else f"computing of rank {format_ranks(late)}"
+        least = max(0.5 * more[:, at].max(), 0.25 * (took[at] - usual))
+        late = tuple(np.array(found.ranks)[more[:, at] > least].tolist())
+        why = f"computing of rank {format_ranks(late)}" if late else "calls"
         if len(late) == len(more) > 1:
             why = "computing of all ranks"
-        named.append(
-            Outlier(
-                "iteration",
-                f"iteration {found.numbers[at]}: {why}",
-                took[at] / usual,
-                took[at] - usual,
-                tuple(late),
-                found.numbers[at],
-            )
-        )
+        number = found.numbers[at]
+        what, factor = f"iteration {number}: {why}", took[at] / usual
+        named.append(Outlier("iteration", what, factor, took[at] - usual, late, number))
     return named
 
 
 # -- components -----------------------------------------------------------------------------------
-_NAMES = ("gpu", "node", "iteration", "rank x iteration")
+_COMPUTING = {"gpu": 0, "node": 1, "iteration": 2, "rank x iteration": 3}  # in ``_squares``
+_CALLS = {"call": 3, "network": 2}
+_Table = tuple[np.ndarray, np.ndarray]  # logs, float64 [ranks, iterations]; nodes, int [ranks]
 
 
-def _squares(logs: np.ndarray, nodes: np.ndarray | None = None) -> tuple[float, ...]:
-    """Variances between rows, between their nodes, between columns, and of the rest of a table,
-    float64 [ranks, iterations]; nan where there are too few.  ``nodes``: int [ranks]."""
+def _squares(logs: np.ndarray, nodes: np.ndarray) -> tuple[float, ...]:
+    """Variances between rows, between their nodes, between columns, and of the rest of a table;
+    nan where there are too few."""
     ranks, count = logs.shape
     rest = logs - logs.mean()
     rows, columns = rest.mean(axis=1), rest.mean(axis=0)
@@ -300,7 +281,7 @@ def _squares(logs: np.ndarray, nodes: np.ndarray | None = None) -> tuple[float, 
         return nan, nan, nan, float(columns.var(ddof=1))
     left = float((rest * rest).sum()) / ((ranks - 1) * (count - 1))
     own, between = float(rows.var(ddof=1)), nan
-    of, number = np.unique(np.zeros(ranks) if nodes is None else nodes, return_inverse=True)
+    of, number = np.unique(nodes, return_inverse=True)
     if len(of) >= _FEWEST and ranks - len(of) > 1:
         sizes = np.bincount(number)
         means = np.bincount(number, weights=rows) / sizes
@@ -310,46 +291,29 @@ def _squares(logs: np.ndarray, nodes: np.ndarray | None = None) -> tuple[float, 
     return max(0.0, own - left / count), between, shared, left
 
 
-def _computing(
-    found: Imported, alike: list[list[int]], excluded: set[int], without: list[int]
+def _spreads(tables: Sequence[_Table]) -> np.ndarray:
+    """float64 [4]: roots of the ``_squares`` of all tables, which have the same."""
+    each = np.array([_squares(*one) for one in tables])
+    weights = np.array([[max(1, len(logs) - 1)] for logs, _ in tables], dtype=float)
+    weights = np.where(np.isnan(each), 0.0, weights)
+    with np.errstate(invalid="ignore"):  # 0 / 0 is unknown
+        return np.asarray(np.sqrt(np.nansum(weights * each, axis=0) / weights.sum(axis=0)))
+
+
+def _components(
+    names: Mapping[str, int], tables: Sequence[_Table], rng: np.random.Generator, basis: str
 ) -> list[Component]:
-    """Spreads of computing."""
-    tables = []
-    for members in alike:
-        kept = [i for i in members if found.ranks[i] not in excluded]
-        if kept and without:
-            names = [found.measured[i].recorded.node for i in kept]
-            nodes = np.array([names.index(name) if name else i for i, name in enumerate(names)])
-            tables.append((kept, _totals(found, kept)[:, without], nodes))
-    if not tables:
-        return []
-    count = sum(len(kept) for kept, _, _ in tables)
-    basis = f"{count} ranks in {len(tables)} kinds, {len(without)} iterations"
+    """Spreads of ``tables``, with intervals from their ranks (with their nodes) and iterations
+    drawn anew."""
 
-    def pooled(logs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        each = np.array([_squares(*one) for one in logs])
-        weights = np.array([[max(1, len(one) - 1)] * len(_NAMES) for one, _ in logs], dtype=float)
-        weights = np.where(np.isnan(each), 0.0, weights)
-        total = weights.sum(axis=0)
-        with np.errstate(invalid="ignore"):
-            mean = np.where(total > 0, np.nansum(weights * each, axis=0) / total, np.nan)
-        spreads: np.ndarray = np.sqrt(mean)
-        return spreads
+    def drawn(logs: np.ndarray, nodes: np.ndarray) -> _Table:
+        ranks, count = logs.shape
+        rows = rng.integers(ranks, size=ranks)
+        return logs[rows][:, rng.integers(count, size=count)], nodes[rows]
 
-    rng = np.random.default_rng(0)
-    value = pooled([(logs, nodes) for _, logs, nodes in tables])
-    draws = np.array(
-        [pooled([_resampled(logs, rng, nodes) for _, logs, nodes in tables]) for _ in range(_DRAWS)]
-    )
-    made = [_component(name, value[i], draws[:, i], basis) for i, name in enumerate(_NAMES)]
-    ratios = [_ratios(found, i, without) for kept, _, _ in tables for i in kept]
-    ratios = [one for one in ratios if one.size]
-    if ratios and len(without) > 1:
-        each = np.sqrt([np.log1p((one * one).mean()) for one in ratios])  # of a lognormal factor
-        many = np.sqrt((rng.choice(each, (_DRAWS, len(each))) ** 2).mean(axis=1))
-        whole = float(np.sqrt((each * each).mean()))
-        made.append(_component("segment", whole, many, basis))
-    return made
+    value = _spreads(tables)
+    draws = np.array([_spreads([drawn(*one) for one in tables]) for _ in range(_DRAWS)])
+    return [_component(name, value[i], draws[:, i], basis) for name, i in names.items()]
 
 
 def _component(name: str, value: float, draws: np.ndarray, basis: str) -> Component:
@@ -359,82 +323,79 @@ def _component(name: str, value: float, draws: np.ndarray, basis: str) -> Compon
     return Component(name, float(value), float(min(low, value)), float(max(high, value)), basis)
 
 
-def _resampled(
-    logs: np.ndarray, rng: np.random.Generator, nodes: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks (with their nodes) and iterations of a table, drawn anew."""
-    ranks, count = logs.shape
-    rows = rng.integers(ranks, size=ranks)
-    return logs[rows][:, rng.integers(count, size=count)], nodes[rows]
+def _computing(
+    found: Imported, alike: list[list[int]], excluded: set[int], usual: np.ndarray
+) -> list[Component]:
+    """Spreads of computing."""
+    kinds = [[i for i in members if found.ranks[i] not in excluded] for members in alike]
+    kinds = [members for members in kinds if members] if len(usual) else []
+    if not kinds:
+        return []
+    tables = []
+    for members in kinds:
+        names = [found.measured[i].recorded.node for i in members]
+        nodes = np.array([names.index(name) if name else i for i, name in enumerate(names)])
+        tables.append((_logs(found.computed[members][:, usual]), nodes))
+    basis = f"{sum(map(len, kinds))} ranks in {len(kinds)} kinds, {len(usual)} iterations"
+    rng = np.random.default_rng(0)
+    components = _components(_COMPUTING, tables, rng, basis)
+    samples = [found.measured[i].segments[usual].astype(float) for kept in kinds for i in kept]
+    ratios = [one for one in map(_ratios, samples) if one.size]
+    if ratios and len(usual) > 1:
+        each = np.sqrt([np.log1p((one * one).mean()) for one in ratios])  # of a lognormal factor
+        many = np.sqrt((rng.choice(each, (_DRAWS, len(each))) ** 2).mean(axis=1))
+        whole = float(np.sqrt((each * each).mean()))
+        components.append(_component("segment", whole, many, basis))
+    return components
 
 
-def _ratios(found: Imported, index: int, without: list[int]) -> np.ndarray:
-    """What the segments of a rank took over what is usual for them and the iteration, less 1;
-    weighted so that the mean of squares is that of a ns."""
-    samples = found.measured[index].segments[found.rows(index)][without].astype(float)
+def _ratios(samples: np.ndarray) -> np.ndarray:
+    """What segments took over what is usual for them and the iteration, less 1; weighted so that
+    the mean of squares is that of a ns.  ``samples``: float64 [iterations, segments] ns."""
     if samples.shape[1] < 2 or len(samples) < 2 or not samples.sum(axis=1).all():
         return np.empty(0)
     means = samples.mean(axis=0)
     means, samples = means[means > 0], samples[:, means > 0]
     rest = samples / means / (samples.sum(axis=1, keepdims=True) / samples.sum(axis=1).mean()) - 1
     weights = means / means.mean() * len(samples) / (len(samples) - 1)
-    weighted: np.ndarray = rest * np.sqrt(weights)
-    return weighted
+    return np.asarray(rest * np.sqrt(weights))
 
 
-def _calls(found: Imported, without: list[int]) -> list[Component]:
+def _calls(found: Imported, usual: np.ndarray) -> list[Component]:
     """Spreads of calls on the wire; of those all of whose members are traced."""
-    wire = found.wire[without] if len(without) else found.wire
-    kept = np.flatnonzero(found.whole) if found.wire.size else np.empty(0, np.int64)
-    means = wire[:, kept].mean(axis=0) if kept.size and len(wire) else np.empty(0)
-    if not means.size or not means.sum() or len(wire) < 2:
+    wire = found.wire[usual] if len(usual) else found.wire
+    wire = wire[:, found.whole]
+    means = wire.mean(axis=0)
+    if not means.sum() or len(wire) < 2:
         basis = "no call has all of its members traced in two iterations"
-        return [
-            Component(name, math.nan, math.nan, math.nan, basis) for name in ("call", "network")
-        ]
+        return [Component(name, math.nan, math.nan, math.nan, basis) for name in _CALLS]
     longest = np.argsort(-means, kind="stable")
     enough = int(np.searchsorted(np.cumsum(means[longest]), _SHARE * means.sum())) + 1
-    logs = np.log(np.maximum(1.0, wire[:, kept[longest[:enough]]])).T  # [calls, iterations]
-    logs = logs - logs.mean(axis=1, keepdims=True)
+    logs = _logs(wire[:, longest[:enough]]).T  # [calls, iterations]
     basis = f"{len(logs)} calls, {logs.shape[1]} iterations"
-
-    def both(table: np.ndarray) -> tuple[float, float]:
-        *_, shared, left = _squares(table - table.mean(axis=1, keepdims=True))
-        return math.sqrt(left) if left >= 0 else math.nan, math.sqrt(
-            shared
-        ) if shared >= 0 else math.nan
-
-    rng = np.random.default_rng(0)
     alone = np.arange(len(logs))
-    draws = np.array([both(_resampled(logs, rng, alone)[0]) for _ in range(_DRAWS)])
-    value = both(logs)
-    return [
-        _component(name, value[i], draws[:, i], basis) for i, name in enumerate(("call", "network"))
-    ]
+    return _components(_CALLS, [(logs, alone)], np.random.default_rng(0), basis)
 
 
 def _groups(found: Imported) -> list[GroupTime]:
     """What calls took on the wire and in waiting for the last rank, by group and kind."""
     rows: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    lates: dict[tuple[str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    lates: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for index, one in enumerate(found.measured):
         program = found.programs.programs[index]
         meets = found.graph.matched_calls.of[int(found.graph.classes.of[program.rank])]
-        took = (one.done - one.begun)[found.rows(index)].astype(float)
+        took = (one.done - one.begun).astype(float)
         for k, op in enumerate(found.call_op[index].tolist()):
             if not one.calls[k].kernel:
                 continue
             key = program.strings[program.ops["group"][op]], one.calls[k].op
             skew = found.skew[index][:, k]
             rows[key].append((float((took[:, k] - skew).mean()), float(skew.mean())))
-            lates[key][found.ranks[index]] += int((skew <= 0).sum()) * bool(found.whole[meets[op]])
-    made = []
+            lates[key][program.rank] += int((skew <= 0).sum()) * bool(found.whole[meets[op]])
+    count, groups = len(found.measured), []
     for (group, op), values in rows.items():
-        wire, skew = np.sum(values, axis=0) / len(found.measured)
-        late = lates[group, op]
-        rank = max(late, key=lambda r: late[r])
-        total = sum(late.values())
-        each, who = len(values) / len(found.measured), rank if total else -1
-        part = late[rank] / max(1, total)
-        made.append(GroupTime(group, op, each, float(wire), float(skew), who, part))
-    return sorted(made, key=lambda row: -(row.wire_ns + row.skew_ns))
+        wire, skew = np.sum(values, axis=0) / count
+        ((last, late),) = lates[group, op].most_common(1)
+        who = (last, late / lates[group, op].total()) if late else (-1, 0.0)
+        groups.append(GroupTime(group, op, len(values) / count, float(wire), float(skew), *who))
+    return sorted(groups, key=lambda row: -(row.wire_ns + row.skew_ns))
