@@ -15,6 +15,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,9 +243,9 @@ def build_run(options: flags.Options, session: Session) -> Run:
         engine,
         cuda_max_connections(),
         history=options.capture is not None,
-        engine_release=options.engine_release,
+        engine_release=options.te_version,
     )
-    options = flags.with_tier(options, tier.name)
+    options = replace(options, tier=tier.name)
     for name, text in launchers.launcher_variables(os.environ).items():
         session.changes.set_item(os.environ, name, text)
     _check_devices(options)

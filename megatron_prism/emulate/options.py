@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,33 +33,41 @@ SIZES = {
     "--expert-model-parallel-size": "ep",
     "--expert-tensor-parallel-size": "etp",
 }
-
-
 _ORDERS = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"  # Megatron's, and with --use-tp-pp-dp-mapping
 
 
 def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
     """The places of the job's ranks, before Megatron has parsed its arguments: without chunks."""
-    given = {name: getattr(args, name) for name in ("tp", "pp", "cp", "ep")}
+    given = {name: getattr(args, name) for name in SIZES.values()}
     sizes = {name: 1 if size is None else size for name, size in given.items()}
-    sizes["etp"] = sizes["tp"] if args.etp is None else args.etp
+    if args.etp is None:
+        sizes["etp"] = sizes["tp"]
     for name, size in sizes.items():
         if size < 1:
             raise WorldError(f"{name} is {size}", fix="parallel sizes are positive numbers")
     size = args.prism_world_size
     if size is None and not launched and env.get("WORLD_SIZE"):
         size = number_in(env, "WORLD_SIZE", 1)
-    if size is None:
-        size = implied_size(**sizes)
-        while size < k:  # more processes than the smallest world: add data-parallel replicas
-            size += implied_size(**sizes)
-    order, node = _ORDERS[args.use_tp_pp_dp_mapping], args.prism_gpus_per_node
+    if size is None:  # more processes than the smallest world: add data-parallel replicas
+        least = implied_size(**sizes)
+        size = max(1, -(-k // least)) * least
+    node = args.prism_gpus_per_node
     if node is None and k == size and processes_here(env, k) < k:  # this is the job itself
         node = processes_here(env, k)
+    order = _ORDERS[args.use_tp_pp_dp_mapping]
+    return _world(size=size, order=order, gpus_per_node=node, **sizes)
+
+
+def _world(**sizes: Any) -> World:
+    """A World, whose refusals name our flags for its sizes."""
+    names = {name: flag for flag, name in SIZES.items()}
+    names |= {"size": "--prism-world-size", "gpus_per_node": "--prism-gpus-per-node"}
     try:
-        return World(size=size, order=order, gpus_per_node=node, **sizes)
+        return World(**sizes)
     except WorldError as error:
-        raise WorldError(error.message, fix=_in_flags(error.fix)) from None
+        pattern = rf"\b({'|'.join(names)})=(?=\d)"
+        fix = re.sub(pattern, lambda found: f"{names[found[1]]}=", error.fix or "")
+        raise WorldError(error.message, fix=fix or None) from None
 
 
 def parsed_world(size: int, given: Mapping[str, Any]) -> World:
@@ -76,23 +84,12 @@ def parsed_world(size: int, given: Mapping[str, Any]) -> World:
     sizes["etp"] = given.get("expert_tensor_parallel_size") or sizes["tp"]
     sizes["vpp"] = given.get("virtual_pipeline_model_parallel_size")
     order = given.get("order") or _ORDERS[bool(given.get("use_tp_pp_dp_mapping"))]
-    try:
-        return World(size=size, order=order, **sizes)
-    except WorldError as error:
-        raise WorldError(error.message, fix=_in_flags(error.fix)) from None
+    return _world(size=size, order=order, **sizes)
 
 
 def _captured_separately(args: argparse.Namespace, k: int) -> bool:
     """Whether ranks may be captured each in a process of its own."""
     return k == 1 and bool(args.prism_capture) and not args.prism_pace
-
-
-def _in_flags(fix: str | None) -> str | None:
-    """``size=56`` of a World's fix as the flag that says it."""
-    names = {name: flag for flag, name in SIZES.items()}
-    names |= {"size": "--prism-world-size", "gpus_per_node": "--prism-gpus-per-node"}
-    pattern = rf"\b({'|'.join(names)})=(?=\d)"
-    return fix and re.sub(pattern, lambda found: f"{names[found[1]]}=", fix)
 
 
 def local_ranks(
@@ -148,56 +145,12 @@ def without_engine() -> bool:
         return False
     words = sys.argv
 
-    def values_of(flag: str) -> set[str]:
-        found = [b for a, b in zip(words, [*words[1:], ""], strict=True) if a == flag]
-        return {*found, *(word.partition("=")[2] for word in words if word.startswith(flag + "="))}
-
-    rotary = "rope" in values_of("--position-embedding-type")
+    rotary = value_of("--position-embedding-type", words) == "rope"
     rotary = rotary or "--use-rotary-position-embeddings" in words
     needs = rotary and not {"--no-rope-fusion", "--multi-latent-attention"} & set(words)
     if needs or "--use-precision-aware-optimizer" in words:
         return False
-    return values_of("--transformer-impl") == {"local"}
-
-
-HANG_FLAGS: dict[str, dict[str, Any]] = {
-    "--prism-fault": {
-        "action": "append",
-        "metavar": "KIND@SEL",
-        "help": "make a fault happen: drop@rank=37,iter=2,group=tp,nth=2 (repeatable)",
-    },
-    "--prism-fault-plan": {
-        "metavar": "YAML",
-        "help": "a list of faults as a file",
-    },
-    "--prism-fault-seed": {
-        "type": int,
-        "metavar": "N",
-        "help": "draws the ranks of rank=any:K (default 0)",
-    },
-    "--prism-fault-dry-run": {
-        "action": "store_true",
-        "help": "say which call every fault would hit, and make none happen",
-    },
-    "--prism-fault-truth": {
-        "metavar": "FILE",
-        "help": "write what was injected, a JSON line per fault: the truth that verdicts are "
-        "scored with",
-    },
-    "--prism-world": {
-        "metavar": "DIR",
-        "help": "programs of the whole job (prism capture): every call is checked against them",
-    },
-    "--prism-mismatch": {
-        "choices": ("strict", "nccl", "gloo", "off"),
-        "help": "strict: stop at a call that peers would not make (default with --prism-world); "
-        "nccl, gloo: only where that library would hang or abort, else warn",
-    },
-    "--prism-check-order": {
-        "action": "store_true",
-        "help": "also stop where this rank leaves the order of its own program in --prism-world",
-    },
-}
+    return value_of("--transformer-impl", words) == "local"
 
 
 @dataclass(frozen=True)
@@ -226,11 +179,11 @@ def hang_options(
     faults = tuple(parse(text) for text in texts)
     if args.prism_fault_plan:
         faults += load_plan(args.prism_fault_plan)
-    programs = _path(args.prism_world)
+    programs = args.prism_world
     policy = args.prism_mismatch or ("off" if programs is None else "strict")
     strict, seed = policy != "off", args.prism_fault_seed or 0
     refuse(
-        (programs is not None and args.prism_world.isdecimal() and not programs.exists(),
+        (programs is not None and str(programs).isdecimal() and not programs.exists(),
          f"--prism-world {programs}: there is no such folder of programs",
          f"--prism-world-size {programs}"),
         (args.prism_check_order and (programs is None or not strict),
@@ -241,7 +194,7 @@ def hang_options(
         (args.prism_fault_seed is not None and not faults,
          "--prism-fault-seed without a fault", "--prism-fault drop@rank=0"),
     )  # fmt: skip
-    truth = _truth_file(args, bool(faults))
+    _check_truth(args, bool(faults))
     for fault in faults:
         if virtual := set(fault.ranks(world, seed)) - set(local):
             _check_virtual(fault, min(virtual), args, strict and programs is not None)
@@ -253,27 +206,25 @@ def hang_options(
     if not (faults or strict):
         return None
     return HangOptions(faults, seed, args.prism_fault_dry_run, programs, strict,
-                       args.prism_check_order, policy, truth)  # fmt: skip
+                       args.prism_check_order, policy, args.prism_fault_truth)  # fmt: skip
 
 
-def _truth_file(args: argparse.Namespace, faults: bool) -> Path | None:
-    """Where to write what was injected, if asked; UsageError if it cannot be written."""
-    if not args.prism_fault_truth:
-        return None
-    truth = Path(args.prism_fault_truth)
-    if not faults or args.prism_fault_dry_run:
-        raise UsageError("--prism-fault-truth says what was injected, and nothing is",
-                         fix="--prism-fault drop@rank=0, no --prism-fault-dry-run")  # fmt: skip
-    if not truth.absolute().parent.is_dir():
-        raise UsageError(
-            f"cannot write {truth}: {truth.parent} is no folder", fix=f"mkdir -p {truth.parent}"
-        )
-    check_writable(truth.absolute().parent, "--prism-fault-truth FILE")
-    if truth.is_dir():
-        raise UsageError(f"{truth} is a folder", fix=f"--prism-fault-truth {truth / 'truth'}")
-    if truth.exists() and not args.prism_force:
-        raise UsageError(f"{truth} exists and is not overwritten", fix="--prism-force")
-    return truth
+def _check_truth(args: argparse.Namespace, faults: bool) -> None:
+    """UsageError if the file for what was injected cannot be written."""
+    if (truth := args.prism_fault_truth) is None:
+        return
+    folder = truth.absolute().parent
+    refuse(
+        (not faults or args.prism_fault_dry_run,
+         "--prism-fault-truth says what was injected, and nothing is",
+         "--prism-fault drop@rank=0, no --prism-fault-dry-run"),
+        (not folder.is_dir(), f"cannot write {truth}: {truth.parent} is no folder",
+         f"mkdir -p {truth.parent}"),
+        (truth.is_dir(), f"{truth} is a folder", f"--prism-fault-truth {truth / 'truth'}"),
+        (truth.exists() and not args.prism_force, f"{truth} exists and is not overwritten",
+         "--prism-force"),
+    )  # fmt: skip
+    check_writable(folder, "--prism-fault-truth FILE")
 
 
 def _check_virtual(fault: Fault, rank: int, args: argparse.Namespace, compared: bool) -> None:
@@ -320,128 +271,149 @@ def _check_paced(fault: Fault, args: argparse.Namespace) -> None:
 
 TIERS = ("auto", "cuda", "cpu", "meta")
 
+
+def _switch(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+def _value(text: str, metavar: str = "DIR", **more: Any) -> dict[str, Any]:
+    """A flag with a value, which of a folder or file is a path."""
+    kind = {"DIR": _path, "FILE": _path, "W": int, "N": int}.get(metavar, str)
+    return {"metavar": metavar, "help": text, "type": kind, **more}
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
 FLAGS: dict[str, dict[str, Any]] = {
-    "--prism-emulate": {
-        "action": "store_true",
-        "help": "run this process as one rank of the large job; all other ranks are virtual",
-    },
-    "--prism-world-size": {
-        "type": int,
-        "metavar": "W",
-        "help": "ranks of the target job (default: WORLD_SIZE, or what the parallel sizes imply)",
-    },
-    "--prism-gpus-per-node": {
-        "type": int,
-        "metavar": "N",
-        "help": "ranks on each host of the target job (default: --nproc-per-node of torchrun on "
+    "--prism-emulate": _switch(
+        "run this process as one rank of the large job; all other ranks are virtual"
+    ),
+    "--prism-world-size": _value(
+        "ranks of the target job (default: WORLD_SIZE, or what the parallel sizes imply)", "W"
+    ),
+    "--prism-gpus-per-node": _value(
+        "ranks on each host of the target job (default: --nproc-per-node of torchrun on "
         "several nodes; else what the machine of a replay has)",
-    },
-    "--prism-ranks": {
-        "metavar": "SEL",
-        "help": "ranks to run for real, one per process: '0,517', 'pp=3,tp=0' (default: RANK or "
+        "N",
+    ),
+    "--prism-ranks": _value(
+        "ranks to run for real, one per process: '0,517', 'pp=3,tp=0' (default: RANK or "
         "0); with --prism-capture also one by one, 'stages' for all that the world needs",
-    },
+        "SEL",
+    ),
     "--prism-tier": {
         "default": "auto",
         "choices": TIERS,
         "help": "cuda: real device; cpu: real values on the CPU; meta: shapes only (default: best)",
     },
-    "--prism-te-version": {
-        "metavar": "V",
-        "help": "tiers meta and cpu: refuse to run with another Transformer Engine than V",
-    },
-    "--prism-values": {
-        "default": "mirror",
-        "metavar": "POLICY",
-        "help": "what virtual ranks hold: mirror (default), noise, recorded:PATH",
-    },
-    "--prism-record": {
-        "metavar": "PATH",
-        "help": "record control values and MoE routing for a later --prism-values recorded:PATH; "
-        "with all ranks local this run is the real job, and writes its checkpoints",
-    },
-    "--prism-capture": {
-        "metavar": "DIR",
-        "help": "folder of slices: record what each local rank does in an iteration (prism show)",
-    },
-    "--prism-all-microbatches": {
-        "action": "store_true",
-        "help": "prism capture on tier meta: run every microbatch, also those that follow from few",
-    },
-    "--prism-pace": {
-        "metavar": "DIR",
-        "help": "virtual ranks answer when they would, by the slices in DIR (captured if missing)",
-    },
-    "--prism-slow": {
-        "metavar": "SEL:FACTOR",
-        "help": "with --prism-pace: virtual ranks slower by FACTOR, 'pp=3:1.2;17:2'",
-    },
-    "--prism-memory-snapshot": {
-        "metavar": "DIR",
-        "help": "tier cuda: peaks by phase, and a snapshot of each local rank for memory_viz",
-    },
-    "--prism-reserve-nccl": {
-        "metavar": "CALIBRATION",
-        "help": "tier cuda: hold what the large job's NCCL communicators take (h200, or a file)",
-    },
-    "--prism-out": {
-        "metavar": "DIR",
-        "help": "artefact folder: one JSON per local rank, written when the job has trained",
-    },
-    "--prism-force": {"action": "store_true", "help": "replace an existing --prism-out folder"},
-    "--prism-recipe": {
-        "metavar": "YAML",
-        "help": "the same options as a file: its 'prism:' section; flags given here win",
-    },
-    "--prism-payload": {
-        "metavar": "CALLS",
-        "help": "of which calls --prism-record also keeps what they deliver: all, or calls as "
+    "--prism-te-version": _value(
+        "tiers meta and cpu: refuse to run with another Transformer Engine than V", "V"
+    ),
+    "--prism-values": _value(
+        "what virtual ranks hold: mirror (default), noise, recorded:PATH",
+        "POLICY",
+        default="mirror",
+    ),
+    "--prism-record": _value(
+        "record control values and MoE routing for a later --prism-values recorded:PATH; "
+        "with all ranks local this run is the real job, and writes its checkpoints"
+    ),
+    "--prism-capture": _value(
+        "folder of slices: record what each local rank does in an iteration (prism show)"
+    ),
+    "--prism-all-microbatches": _switch(
+        "prism capture on tier meta: run every microbatch, also those that follow from few"
+    ),
+    "--prism-pace": _value(
+        "virtual ranks answer when they would, by the slices in DIR (captured if missing)"
+    ),
+    "--prism-slow": _value(
+        "with --prism-pace: virtual ranks slower by FACTOR, 'pp=3:1.2;17:2'", "SEL:FACTOR"
+    ),
+    "--prism-memory-snapshot": _value(
+        "tier cuda: peaks by phase, and a snapshot of each local rank for memory_viz",
+        dest="prism_memory",
+    ),
+    "--prism-reserve-nccl": _value(
+        "tier cuda: hold what the large job's NCCL communicators take (h200, or a file)",
+        "CALIBRATION",
+    ),
+    "--prism-out": _value(
+        "artefact folder: one JSON per local rank, written when the job has trained"
+    ),
+    "--prism-force": _switch("replace an existing --prism-out folder"),
+    "--prism-recipe": _value(
+        "the same options as a file: its 'prism:' section; flags given here win", "YAML"
+    ),
+    "--prism-payload": _value(
+        "of which calls --prism-record also keeps what they deliver: all, or calls as "
         "--prism-break names them, with ; between them",
+        "CALLS",
+    ),
+    "--prism-verbose": _switch(
+        "list what stands in for missing libraries; keep Megatron's warnings of them and "
+        "its lists of every bucket's parameters"
+    ),
+    "--prism-strict": _switch(
+        "refuse a job whose data, tokenizer or checkpoint are not here (default: mock "
+        "data, a NullTokenizer of its vocabulary, new parameters)"
+    ),
+    "--prism-job-flags": _value(
+        "flags more of the job itself, behind those of its line or script", "FLAGS"
+    ),
+    "--prism-ignore-unknown": _switch(
+        "run without the flags that this Megatron does not know, such as a fork's"
+    ),
+    "--prism-fault": _value(
+        "make a fault happen: drop@rank=37,iter=2,group=tp,nth=2 (repeatable)",
+        "KIND@SEL",
+        action="append",
+    ),
+    "--prism-fault-plan": _value("a list of faults as a file", "YAML"),
+    "--prism-fault-seed": _value("draws the ranks of rank=any:K (default 0)", "N"),
+    "--prism-fault-dry-run": _switch("say which call every fault would hit, and make none happen"),
+    "--prism-fault-truth": _value(
+        "write what was injected, a JSON line per fault: the truth that verdicts are scored with",
+        "FILE",
+    ),
+    "--prism-world": _value(
+        "programs of the whole job (prism capture): every call is checked against them"
+    ),
+    "--prism-mismatch": {
+        "choices": ("strict", "nccl", "gloo", "off"),
+        "help": "strict: stop at a call that peers would not make (default with --prism-world); "
+        "nccl, gloo: only where that library would hang or abort, else warn",
     },
-    "--prism-verbose": {
-        "action": "store_true",
-        "help": "list what stands in for missing libraries; keep Megatron's warnings of them and "
-        "its lists of every bucket's parameters",
-    },
-    "--prism-strict": {
-        "action": "store_true",
-        "help": "refuse a job whose data, tokenizer or checkpoint are not here (default: mock "
-        "data, a NullTokenizer of its vocabulary, new parameters)",
-    },
-    "--prism-job-flags": {
-        "metavar": "FLAGS",
-        "help": "flags more of the job itself, behind those of its line or script",
-    },
-    "--prism-ignore-unknown": {
-        "action": "store_true",
-        "help": "run without the flags that this Megatron does not know, such as a fork's",
-    },
-    **HANG_FLAGS,
-    "--prism-break": {
-        "metavar": "CALL",
-        "help": "stop this rank at a call, in a debugger: '1B2 all_reduce group=tp nth=3', '2F0', "
+    "--prism-check-order": _switch(
+        "also stop where this rank leaves the order of its own program in --prism-world"
+    ),
+    "--prism-break": _value(
+        "stop this rank at a call, in a debugger: '1B2 all_reduce group=tp nth=3', '2F0', "
         "'@mappings.py:31 after' (as prism show prints calls; rank=R where several are local)",
-    },
-    "--prism-debugger": {
-        "metavar": "WHICH",
-        "help": "pdb (default), or debugpy:[HOST:]PORT, to which an editor attaches",
-    },
-    "--prism-iteration": {
-        "metavar": "N[..M]",
-        "help": "with --load: run iteration N (to M) of the job from its last checkpoint before N, "
+        "CALL",
+        dest="prism_stop",
+    ),
+    "--prism-debugger": _value(
+        "pdb (default), or debugpy:[HOST:]PORT, to which an editor attaches", "WHICH"
+    ),
+    "--prism-iteration": _value(
+        "with --load: run iteration N (to M) of the job from its last checkpoint before N, "
         "with the samples, learning rate and batch size of then",
-    },
-    "--prism-watch": {
-        "metavar": "VALUE",
-        "help": "stop at the first operator whose result has nan, inf, or norm>X: which module, "
+        "N[..M]",
+    ),
+    "--prism-watch": _value(
+        "stop at the first operator whose result has nan, inf, or norm>X: which module, "
         "phase, microbatch and line",
-    },
+        "VALUE",
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """Everything settled before Megatron is imported.
+    """Everything settled before Megatron is imported; what has a flag of that name is its value.
 
     process, num_processes : which of how many real processes this one is (torchrun: RANK of k)
     ranks                  : the global rank of each process, in process order
@@ -470,7 +442,7 @@ class Options:
     payload: str | None = None
     iterations: tuple[int, int] | None = None
     verbose: bool = False
-    engine_release: str | None = None
+    te_version: str | None = None
     all_microbatches: bool = False
 
     @property
@@ -502,9 +474,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def value_of(flag: str, words: Sequence[str]) -> str:
     """The value of ``flag`` among ``words``, the last one; empty without one."""
-    found = [next_ for word, next_ in zip(words, words[1:], strict=False) if word == flag]
-    found += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-    return found[-1] if found else ""
+    found = ""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else following
+    return found
 
 
 def alone() -> set[str]:
@@ -537,13 +512,6 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def _recipe_defaults(path: str) -> dict[str, object]:
-    from megatron_prism.core.recipe import load_prism_section
-
-    section = load_prism_section(Path(path))
-    return {f"prism_{key}": value for key, value in section.items() if value is not None}
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="prism", allow_abbrev=False, add_help=False)
     add_flags(parser)
@@ -561,7 +529,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"unknown option {word}", fix=f"{meant} the options are {', '.join(FLAGS)}"
         )
     if args.prism_recipe:
-        parser.set_defaults(**_recipe_defaults(args.prism_recipe))
+        from megatron_prism.core.recipe import load_prism_section
+
+        section = load_prism_section(Path(args.prism_recipe))
+        given = {f"prism_{key}": value for key, value in section.items() if value is not None}
+        parser.set_defaults(**given)
         args, _ = parser.parse_known_args(list(argv))
     return args
 
@@ -587,7 +559,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         (args.prism_emulate and args.fake_process_group,
          "--prism-emulate and --fake-process-group both replace the process groups",
          "drop one of the two flags"),
-        (args.prism_debugger and not (args.prism_break or args.prism_watch),
+        (args.prism_debugger and not (args.prism_stop or args.prism_watch),
          "--prism-debugger without a place to stop", "--prism-break CALL, or --prism-watch nan"),
     )  # fmt: skip
     if not args.prism_emulate:
@@ -597,32 +569,19 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     ranks = local_ranks(args, world, env, launched, k)
     hang = hang_options(args, env, world, ranks)
     slow = [args.prism_slow or "", slow_factors(hang, world, ranks)]
-    return Options(
-        world=world,
-        process=process,
-        num_processes=k,
-        ranks=ranks,
-        tier=args.prism_tier,
-        values=args.prism_values,
-        out=_path(args.prism_out),
-        force=args.prism_force,
-        record=_path(args.prism_record),
-        capture=_path(args.prism_capture),
-        pace=_path(args.prism_pace),
-        slow=";".join(filter(None, slow)),
-        hang=hang,
-        memory=_path(args.prism_memory_snapshot),
-        reserve_nccl=args.prism_reserve_nccl,
-        stop=args.prism_break,
-        debugger=args.prism_debugger,
-        watch=args.prism_watch,
-        stages=args.prism_ranks == STAGES and _captured_separately(args, k),
-        payload=args.prism_payload,
-        iterations=_iterations(args.prism_iteration, argv),
-        verbose=args.prism_verbose,
-        engine_release=args.prism_te_version,
-        all_microbatches=args.prism_all_microbatches,
-    )
+    known = {one.name for one in fields(Options)}
+    given_flags = {name.removeprefix("prism_"): value for name, value in vars(args).items()}
+    settled: dict[str, Any] = {
+        "world": world,
+        "process": process,
+        "num_processes": k,
+        "ranks": ranks,
+        "slow": ";".join(filter(None, slow)),
+        "hang": hang,
+        "stages": args.prism_ranks == STAGES and _captured_separately(args, k),
+        "iterations": _iterations(args.prism_iteration, argv),
+    }
+    return Options(**{k: v for k, v in given_flags.items() if k in known} | settled)
 
 
 def words_of(env: Mapping[str, str]) -> list[str]:
@@ -633,10 +592,6 @@ def words_of(env: Mapping[str, str]) -> list[str]:
         raise UsageError(
             f"PRISM_ARGS={env['PRISM_ARGS']}: {error}", fix="write it as on a command line"
         ) from None
-
-
-def _path(text: str | None) -> Path | None:
-    return Path(text) if text else None
 
 
 def _iterations(text: str | None, argv: Sequence[str]) -> tuple[int, int] | None:
@@ -652,11 +607,6 @@ def _iterations(text: str | None, argv: Sequence[str]) -> tuple[int, int] | None
         raise UsageError("--prism-iteration goes on from a checkpoint of the job",
                          fix="--load CKPT, the folder that the job has as --save")  # fmt: skip
     return first, last
-
-
-def with_tier(options: Options, tier: str) -> Options:
-    """The same options with the tier settled."""
-    return replace(options, tier=tier)
 
 
 def of_worker(options: Options) -> Options:

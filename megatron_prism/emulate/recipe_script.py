@@ -71,7 +71,7 @@ def attached(session: Session, recipe: Recipe, rank: int, slices: Path | None = 
     tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
     given = options.Options(
         recipe.world, 0, 1, (rank,), tier, recipe.prism.values, capture=slices,
-        engine_release=recipe.prism.te_version,
+        te_version=recipe.prism.te_version,
     )  # fmt: skip
     session.changes.on_undo(gc.unfreeze)  # or the model would stay in memory for good
     launch.attach(given, session)

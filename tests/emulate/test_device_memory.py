@@ -2,6 +2,7 @@
 
 import pickle
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_what_was_not_measured_is_refused():
 
 def options(*words, tier="cuda", **env):
     made = flags.from_command_line(["--prism-emulate", "--prism-world-size", "4", *words], env)
-    return flags.with_tier(made, tier)
+    return replace(made, tier=tier)
 
 
 def test_a_calibration_without_communicators_holds_nothing(tmp_path):

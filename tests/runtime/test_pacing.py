@@ -331,7 +331,7 @@ def options_of(*words):
         ["--prism-emulate", "--prism-world-size", "8", "--tensor-model-parallel-size", "2", *words],
         {},
     )
-    return flags.with_tier(options, "cuda")
+    return dataclasses.replace(options, tier="cuda")
 
 
 def test_slow_ranks_are_virtual_ones():
@@ -359,7 +359,7 @@ def test_pacing_that_makes_no_sense_is_refused(words, match):
 
 def test_pacing_needs_a_gpu():
     with pytest.raises(UsageError, match="tier meta has none"):
-        check(flags.with_tier(options_of("--prism-pace", "d"), "meta"))
+        check(dataclasses.replace(options_of("--prism-pace", "d"), tier="meta"))
 
 
 def test_stages_without_a_slice_are_missing(tmp_path):
