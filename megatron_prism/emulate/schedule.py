@@ -34,10 +34,10 @@ from megatron_prism.emulate.schedule_tape import (
     ModuleProxy,
     ScheduleChunk,
     Tape,
-    TapeGroup,
     Token,
     replace,
     replace_combined,
+    tape_group,
 )
 from megatron_prism.replay import microbatches as other
 
@@ -162,13 +162,12 @@ def _stage(config: TransformerConfig, stage: int, microbatches: int) -> Program:
     chunks = [ScheduleChunk(config, stage, index) for index in range(vpp or 1)]
     _hooks(config, tape, vpp)
     function = megatron_schedules.get_forward_backward_func(pp, vpp)
-    alone = TapeGroup("alone", 0, 1)
+    alone = tape_group("alone", 0, 1)
     groups = ProcessGroupCollection()
     for name in ("tp", "cp", "embd", "pos_embd", "dp_cp"):
         setattr(groups, name, alone)
     groups.pp = tape.pipeline
-    changes = ProcessChanges()
-    try:
+    with ProcessChanges() as changes:
         _replace(changes, tape)
         step: Callable[..., Any] = _no_forward
         if config.overlap_moe_expert_parallel_comm:
@@ -185,8 +184,6 @@ def _stage(config: TransformerConfig, stage: int, microbatches: int) -> Program:
             p2p_communicator=p2p,
             pg_collection=groups,
         )
-    finally:
-        changes.undo()
     return tape.program()
 
 
@@ -220,7 +217,7 @@ def _replace(changes: ProcessChanges, tape: Tape) -> None:
         torch.distributed,
         isend=tape.isend,
         irecv=tape.irecv,
-        P2POp=tape.p2p_op,
+        P2POp=lambda *op: op,
         batch_isend_irecv=tape.batch,
         get_backend=lambda group: "nccl",
         get_global_rank=lambda group, rank: rank,

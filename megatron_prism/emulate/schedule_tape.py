@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 import torch
 from megatron.core.enums import ModelType
@@ -26,28 +26,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Builder, Program
-from megatron_prism.runtime.recorder.recorder import Fields, _nearest
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from megatron_prism.runtime.recorder.recorder import _nearest
 
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 WORLD = "default_pg"
 
-
 Label = tuple[str, int, int]  # phase, microbatch, chunk
 Tokens = Union["Token", "list[Token | None]", None]  # as Megatron hands them on
-Issue = Callable[..., "_Request"]
-P2P = tuple[Issue, "Token", int, "TapeGroup"]
+TapeRow = dict[str, Any]  # an event: what ``Builder.add`` is told besides its name
 
 
-class TapeRow(Fields, total=False):
-    """An event: what ``Builder.add`` is told besides its name."""
-
-    stream: str
-    phase: str
-    microbatch: int
-    chunk: int
+def step(label: Label) -> TapeRow:
+    """A label as fields of an event."""
+    return dict(zip(("phase", "microbatch", "chunk"), label, strict=True))
 
 
 def replace(changes: ProcessChanges, owner: object, **names: object) -> None:
@@ -67,19 +58,9 @@ class ModuleProxy:
         return getattr(self._module, name)
 
 
-class TapeGroup:
+def tape_group(desc: str, rank: int, size: int) -> SimpleNamespace:
     """A process group of which only size, own position and name are asked."""
-
-    def __init__(self, desc: str, rank: int, size: int) -> None:
-        self.desc, self._rank, self._size = desc, rank, size
-
-    def rank(self) -> int:
-        """Own position."""
-        return self._rank
-
-    def size(self) -> int:
-        """Members."""
-        return self._size
+    return SimpleNamespace(desc=desc, rank=lambda: rank, size=lambda: size)
 
 
 class Token:
@@ -91,33 +72,23 @@ class Token:
     The rest is what Megatron's combined schedule keeps on tensors, and a loss's input, ``parent``.
     """
 
-    __slots__ = (
-        "grad",
-        "is_shape",
-        "label",
-        "loss_func",
-        "parent",
-        "requires_grad",
-        "row",
-        "schedule_plan",
-    )
     device, shape = "cuda", ()  # which nobody needs
+    row: TapeRow | None = None
+    grad: Token | None = None
+    parent: Token | None = None
+    requires_grad = True
+    schedule_plan: Any = None
+    loss_func: Any = None
 
     def __init__(self, label: Label = ("", -1, -1), is_shape: bool = False) -> None:
-        self.row: TapeRow | None = None
         self.label, self.is_shape = label, is_shape
-        self.grad: Token | None = None
-        self.requires_grad = True
-        self.schedule_plan: Any = None
-        self.loss_func: Any = None
-        self.parent: Token | None = None
 
-    def used_by(self, phase: str, microbatch: int, chunk: int) -> None:
+    def used_by(self, label: Label) -> None:
         """The step that uses the tensor says what its receive was for."""
         if self.row is not None:
-            self.row.update({"phase": phase, "microbatch": microbatch, "chunk": chunk})
+            self.row.update(step(label))
 
-    def size(self) -> Sequence[int]:
+    def size(self) -> tuple[int, ...]:
         """Shape; nobody needs it."""
         return ()
 
@@ -136,17 +107,8 @@ class Token:
         """No allocator listens."""
 
 
-class _Request:
-    """The handle of a send or receive; a wait is an event."""
-
-    __slots__ = ("handle", "tape")
-
-    def __init__(self, tape: Tape, handle: int) -> None:
-        self.tape, self.handle = tape, handle
-
-    def wait(self) -> None:
-        """The current stream waits."""
-        self.tape.add("wait", handle=self.handle)
+def _each(tokens: Tokens) -> list[Token]:
+    return [one for one in (tokens if isinstance(tokens, list) else [tokens]) if one is not None]
 
 
 class Tape:
@@ -160,12 +122,10 @@ class Tape:
         self.rows: list[tuple[str, TapeRow]] = []
         self.stream = "main"
         self.synchronizing = True  # no no_sync() is open
-        self.pipeline = TapeGroup(PIPELINE, stage, pp)
-        self.everyone = TapeGroup(WORLD, stage, pp)
+        self.pipeline, self.everyone = (tape_group(desc, stage, pp) for desc in (PIPELINE, WORLD))
         self._batches = 0
-        self._sites: dict[int, str] = {}
 
-    def add(self, name: str, **fields: Unpack[TapeRow]) -> TapeRow:
+    def add(self, name: str, **fields: Any) -> TapeRow:
         """Append an event on the current stream."""
         if self.stream != "main":
             fields.setdefault("stream", self.stream)
@@ -182,24 +142,20 @@ class Tape:
     # -- steps ------------------------------------------------------------------------------------
     def forward(self, inputs: Tokens, microbatch: int, chunk: int) -> Tokens:
         """A forward; returns its output in the form of its input (a tensor or a list of one)."""
-        for token in inputs if isinstance(inputs, list) else [inputs]:
-            if token is not None:
-                token.used_by("forward", microbatch, chunk)
-        self.add("compute", phase="forward", microbatch=microbatch, chunk=chunk)
-        output = Token(("forward", microbatch, chunk))
+        label = ("forward", microbatch, chunk)
+        for token in _each(inputs):
+            token.used_by(label)
+        self.add("compute", **step(label))
+        output = Token(label)
         return [output] if isinstance(inputs, list) else output
 
     def backward(self, inputs: Tokens, outputs: Tokens, grads: Tokens) -> Tokens:
         """The backward of what made ``outputs``; returns gradients in the form of ``inputs``."""
-        output = outputs[0] if isinstance(outputs, list) else outputs
-        assert output is not None, "a backward of nothing"
-        _, microbatch, chunk = output.label
-        for token in grads if isinstance(grads, list) else [grads]:
-            if token is not None:
-                token.used_by("backward", microbatch, chunk)
-        self.add("compute", phase="backward", microbatch=microbatch, chunk=chunk)
-        self.own_grad_sync(chunk)
-        label = ("backward", microbatch, chunk)
+        label = ("backward", *_each(outputs)[0].label[1:])
+        for token in _each(grads):
+            token.used_by(label)
+        self.add("compute", **step(label))
+        self.own_grad_sync(label[2])
         if isinstance(inputs, list):
             return [None if token is None else Token(label) for token in inputs]
         return None if inputs is None else Token(label)
@@ -210,7 +166,7 @@ class Tape:
         if self.synchronizing:
             self.add("grad_sync", phase="sync", chunk=chunk, note="in backward")
 
-    @contextmanager
+    @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards only accumulate."""
         self.synchronizing = False
@@ -220,47 +176,39 @@ class Tape:
             self.synchronizing = True
 
     # -- p2p --------------------------------------------------------------------------------------
-    def isend(
-        self, tensor: Token, dst: int, group: TapeGroup, at: int = 0, batch: int = -1
-    ) -> _Request:
+    def isend(self, tensor: Token, dst: int, group: Any, at: int = 0, batch: int = -1) -> Any:
         """torch.distributed.isend."""
-        phase, microbatch, chunk = tensor.label
-        row = self._pair("send", tensor, dst, group, at or sys._getframe(1).f_lineno, batch)
-        row.update({"phase": phase, "microbatch": microbatch, "chunk": chunk})
-        return _Request(self, row["handle"])
+        row, work = self._pair("send", tensor, dst, group, at, batch)
+        row.update(step(tensor.label))
+        return work
 
-    def irecv(
-        self, tensor: Token, src: int, group: TapeGroup, at: int = 0, batch: int = -1
-    ) -> _Request:
+    def irecv(self, tensor: Token, src: int, group: Any, at: int = 0, batch: int = -1) -> Any:
         """torch.distributed.irecv."""
-        row = self._pair("recv", tensor, src, group, at or sys._getframe(1).f_lineno, batch)
-        tensor.row = row
-        return _Request(self, row["handle"])
+        tensor.row, work = self._pair("recv", tensor, src, group, at, batch)
+        return work
 
     def _pair(
-        self, name: str, tensor: Token, peer: int, group: TapeGroup, at: int, batch: int
-    ) -> TapeRow:
-        site = self._sites.get(at)
-        if site is None:
-            site = self._sites[at] = f"core/pipeline_parallel/p2p_communication.py:{at}"
+        self, name: str, tensor: Token, peer: int, group: Any, at: int, batch: int
+    ) -> tuple[TapeRow, Any]:
+        """(the event, its handle: a wait is an event, too)."""
+        line, handle = at or sys._getframe(2).f_lineno, len(self.rows)
         fields: TapeRow = {
             "group": group.desc,
             "peer": _nearest(peer - self.stage, self.pp),
-            "handle": len(self.rows),
+            "handle": handle,
             "batch": batch,
-            "site": site,
+            "site": f"core/pipeline_parallel/p2p_communication.py:{line}",
         }
         if tensor.is_shape:
-            fields["dtype"], fields["shape"] = "int64", "3"
+            fields |= {"dtype": "int64", "shape": "3"}
             fields["num_in" if name == "send" else "num_out"] = 3
-        return self.add(name, **fields)
+        return self.add(name, **fields), SimpleNamespace(
+            wait=lambda: self.add("wait", handle=handle)
+        )
 
-    def p2p_op(self, op: Issue, tensor: Token, peer: int, group: TapeGroup) -> P2P:
-        """torch.distributed.P2POp."""
-        return op, tensor, peer, group
-
-    def batch(self, ops: list[P2P]) -> list[_Request]:
-        """torch.distributed.batch_isend_irecv: one call to NCCL."""
+    def batch(self, ops: list[tuple[Any, ...]]) -> list[Any]:
+        """torch.distributed.batch_isend_irecv of ``P2POp``, which are tuples here: one call to
+        NCCL."""
         number, self._batches = self._batches, self._batches + 1
         at = sys._getframe(1).f_lineno
         return [op(tensor, peer, group, at, number) for op, tensor, peer, group in ops]
@@ -301,7 +249,8 @@ _LAZY = hasattr(pipeline_utils.ScheduleNode, "stream_acquire_context")  # 0.19: 
 def replace_combined(changes: ProcessChanges, tape: Tape, chunks: list[Any]) -> Callable[..., Any]:
     """Put recorders in place; returns the forward_step_func, which makes schedule plans."""
     cuda = _Cuda(tape)
-    like = ModuleProxy(torch, cuda=cuda, autograd=SimpleNamespace(backward=_loss_backward(tape)))
+    autograd = SimpleNamespace(backward=partial(_loss_backward, tape))
+    like = ModuleProxy(torch, cuda=cuda, autograd=autograd)
     replace(changes, pipeline_utils, torch=like, make_viewless=lambda e: e)
     replace(changes, pipeline_utils, _COMP_STREAM=None, _COMM_STREAM=None)
     replace(changes, plans, torch=like)
@@ -317,10 +266,10 @@ def replace_combined(changes: ProcessChanges, tape: Tape, chunks: list[Any]) -> 
     for chunk in chunks:
         chunk.build_schedule_plan = None  # Megatron looks for it; the step makes the plan
 
-    def step(iterator: Any, chunk: Any, return_schedule_plan: bool = False) -> Any:
-        return _Plan(tape, cuda, chunk), lambda tensor: _loss_forward(tape, tensor)
+    def forward_step(iterator: Any, chunk: Any, return_schedule_plan: bool = False) -> Any:
+        return _Plan(tape, cuda, chunk), partial(_loss_forward, tape)
 
-    return step
+    return forward_step
 
 
 # -- streams and events ----------------------------------------------------------------------------
@@ -389,22 +338,16 @@ class _Node(pipeline_utils.ScheduleNode):
         )
         self.plan, self.note = plan, name
 
-    def _add(self, phase: str) -> None:
-        microbatch, chunk = self.plan.label
-        self.plan.tape.add(
-            "compute", phase=phase, microbatch=microbatch, chunk=chunk, note=self.note
-        )
-
     def _record_forward(self, *inputs: Token) -> Token:
-        self._add("forward")
-        return Token(("forward", *self.plan.label))
+        self.plan.tape.add("compute", **step(self.plan.forward), note=self.note)
+        return Token(self.plan.forward)
 
     def _record_backward(self, outputs: Any, grads: Any) -> Any:
         for grad in grads:
-            grad.used_by("backward", *self.plan.label)
-        self._add("backward")
+            grad.used_by(self.plan.backward)
+        self.plan.tape.add("compute", **step(self.plan.backward), note=self.note)
         for token in self.inputs:
-            token.grad = Token(("backward", *self.plan.label))
+            token.grad = Token(self.plan.backward)
         return grads
 
     def backward_dw(self) -> None:
@@ -416,14 +359,14 @@ class _First(_Node):
 
     def _record_forward(self) -> Token:  # type: ignore[override]
         for token in self.plan.received:
-            token.used_by("forward", *self.plan.label)
+            token.used_by(self.plan.forward)
         return super()._record_forward()
 
     def _record_backward(self, outputs: Any, grads: Any) -> Any:
         super()._record_backward(outputs, grads)
         for token in self.plan.received:
-            token.grad = Token(("backward", *self.plan.label))
-        self.plan.tape.own_grad_sync(self.plan.label[1])
+            token.grad = Token(self.plan.backward)
+        self.plan.tape.own_grad_sync(self.plan.backward[2])
         return grads
 
 
@@ -452,7 +395,9 @@ class _Plan(plans.TransformerModelChunkSchedulePlan):
     def __init__(self, tape: Tape, cuda: _Cuda, chunk: Any) -> None:
         self.tape, self.config = tape, chunk.config
         self.vp_stage = chunk.vp_stage
-        self.label = (chunk.microbatch, -1 if chunk.vp_stage is None else chunk.vp_stage)
+        number = -1 if chunk.vp_stage is None else chunk.vp_stage
+        self.forward: Label = ("forward", chunk.microbatch, number)
+        self.backward: Label = ("backward", chunk.microbatch, number)
         self.received = [token for token in chunk.input_tensor if token is not None]
         self._model_chunk_state = SimpleNamespace(model=chunk)
         self._event = cuda.Event()
@@ -468,21 +413,15 @@ def _loss(chunk: Any, output: Token, loss_func: Any, *args: Any, **kwargs: Any) 
 
 
 def _loss_forward(tape: Tape, tensor: Token) -> Token:
-    phase, microbatch, chunk = tensor.label
-    tape.add("compute", phase=phase, microbatch=microbatch, chunk=chunk, note="loss")
+    tape.add("compute", **step(tensor.label), note="loss")
     loss = Token(tensor.label)
     loss.parent = tensor
     return loss
 
 
-def _loss_backward(tape: Tape) -> Callable[..., None]:
+def _loss_backward(tape: Tape, loss: Token, grad_tensors: Any = None) -> None:
     """torch.autograd.backward of a loss: the gradient of what it was computed from."""
-
-    def backward(loss: Token, grad_tensors: Any = None) -> None:
-        label = ("backward", *loss.label[1:])
-        phase, microbatch, chunk = label
-        tape.add("compute", phase=phase, microbatch=microbatch, chunk=chunk, note="loss")
-        assert loss.parent is not None
-        loss.parent.grad = Token(label)
-
-    return backward
+    label = ("backward", *loss.label[1:])
+    tape.add("compute", **step(label), note="loss")
+    assert loss.parent is not None
+    loss.parent.grad = Token(label)
