@@ -1,8 +1,8 @@
 """The ``prism`` process group: real for its local members, answered for everybody else.
 
-``torch.distributed`` calls the methods named in the table of collectives; each counts the call,
-asks ``answers`` (one or several local members) or the real group (all local) for the result, and
-returns a finished Work.  A c10d method without a row in the table raises, by name.
+``torch.distributed`` calls the methods named in the table of collectives; each asks ``answers``
+(one or several local members) or the real group (all local) for the result, is counted, and returns
+a finished Work.  A c10d method without a row in the table raises, by name.
 
 Why a ``ProcessGroup`` subclass: ``torch._C._distributed_c10d.Backend`` has no Python constructor,
 whereas a ProcessGroup returned by a backend's creator becomes the group itself (torch 2.13
@@ -21,16 +21,17 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_prism.core.collectives import BY_METHOD, BY_NAME
+from megatron_prism.core.collectives import BY_METHOD
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime.answers import OneLocalMember, PartiallyLocalGroup, reduction_of
 from megatron_prism.runtime.known_values import forget
 from megatron_prism.runtime.values import Exchange, Values, holds_sequences, is_ring
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from megatron_prism.runtime.listeners import Answer, Args, CallListener
+
+
+Tensors = Sequence[torch.Tensor]
 
 
 def size_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -95,8 +96,6 @@ class GroupWorld(Protocol):
     def caller(self) -> CallListener | None: ...
     @property
     def observers(self) -> Sequence[Callable[..., None]]: ...
-    def after(self, caller: CallListener) -> CallListener | None: ...
-    def batch(self) -> AbstractContextManager[None]: ...
     def build_group(
         self, ranks: Sequence[int] | None, name: str | None, desc: str | None
     ) -> PrismGroup | None: ...
@@ -185,25 +184,18 @@ class ForwardedWork(dist.Work):
     def block_current_stream(self) -> None:
         self.synchronize()
 
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> BaseException | None:
-        return self._work.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._work.result()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self._work.get_future()
-
     def source_rank(self) -> int:
         return self._work._source_rank()
 
     _source_rank = source_rank
+
+
+def _asking_work(name: str) -> Callable[[ForwardedWork], Any]:
+    return lambda self: getattr(self._work, name)()
+
+
+for _name in ("is_completed", "is_success", "exception", "result", "get_future"):
+    setattr(ForwardedWork, _name, _asking_work(_name))
 
 
 class PrismGroup(dist.ProcessGroup):
@@ -335,20 +327,7 @@ class PrismGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> CompletedWork:
         return CompletedWork()
 
-    # -- bookkeeping ----------------------------------------------------------------------------
-    def _done(
-        self, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], distance: int = 0
-    ) -> CompletedWork:
-        self.sequence += 1
-        num_bytes = BY_NAME[op].payload(size_of(ins), size_of(outs))
-        self._count(self.desc, self._n, op, num_bytes, distance)
-        for observe in self.world.observers:
-            observe(self, op, ins, outs)
-        if self.world.shapes_only and op not in _KEEP:
-            for out in outs:
-                forget(out)
-        return CompletedWork(outs)
-
+    # -- answers: each fills the outputs of its call ----------------------------------------------
     def _mixed_for(self, tensor: torch.Tensor) -> PartiallyLocalGroup | None:
         return None if tensor.is_meta else self._mixed
 
@@ -356,91 +335,69 @@ class PrismGroup(dist.ProcessGroup):
         """Who answers a call of such tensors."""
         return self._mixed_for(tensor) or self._alone
 
-    # -- collectives ----------------------------------------------------------------------------
-    def allreduce(
-        self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None
-    ) -> CompletedWork:
+    def allreduce(self, tensors: Tensors, opts: dist.AllreduceOptions | None = None) -> None:
         for tensor in tensors:
             op = reduction_of(opts.reduceOp, tensor) if opts is not None else "sum"
             self._answers(tensor).reduced(tensor, op, self._values)
-        return self._done("all_reduce", tensors, tensors)
 
     allreduce_coalesced = allreduce
 
-    def broadcast(
-        self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions | None = None
-    ) -> CompletedWork:
-        root = opts.rootRank if opts is not None else 0
+    def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions | None = None) -> None:
         for tensor in tensors:
-            self._answers(tensor).broadcast(tensor, root)
-        return self._done("broadcast", tensors, tensors)
+            self._answers(tensor).broadcast(tensor, opts.rootRank if opts is not None else 0)
 
-    def reduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOptions) -> CompletedWork:
+    def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> None:
         for tensor in tensors:
             op = reduction_of(opts.reduceOp, tensor)
             self._answers(tensor).reduce(tensor, op, opts.rootRank, self._values)
-        return self._done("reduce", tensors, tensors)
 
-    def _allgather_base(
-        self, out: torch.Tensor, shard: torch.Tensor, opts: object = None
-    ) -> CompletedWork:
+    def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor, opts: object = None) -> None:
         self._answers(shard).all_gather(out, shard, self._values)
-        return self._done("all_gather", (shard,), (out,))
 
-    all_gather_single: Callable[..., dist.Work] = _allgather_base
+    all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(
-        self, outs: list[torch.Tensor], shards: list[torch.Tensor], opts: object = None
-    ) -> CompletedWork:
+        self, outs: Tensors, shards: Tensors, opts: object = None
+    ) -> None:
         for out, shard in zip(outs, shards, strict=True):
             self._answers(shard).all_gather(out, shard, self._values)
-        return self._done("all_gather", shards, outs)
 
-    all_gather_single_coalesced: Callable[..., dist.Work] = allgather_into_tensor_coalesced
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def allgather(
-        self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: object = None
-    ) -> CompletedWork:
+    def allgather(self, out_lists: Sequence[Tensors], shards: Tensors, opts: object = None) -> None:
         for outs, shard in zip(out_lists, shards, strict=True):
             self._answers(shard).gather_list(outs, shard)
-        return self._done("all_gather", shards, [out for outs in out_lists for out in outs])
 
     def allgather_coalesced(
-        self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: object = None
-    ) -> CompletedWork:
+        self, out_lists: Sequence[Tensors], shards: Tensors, opts: object = None
+    ) -> None:
         # c10d hands one list per rank here, one entry per input: the transpose of allgather's
-        return self.allgather([list(outs) for outs in zip(*out_lists, strict=True)], shards, opts)
-
-    def _scatter_one(self, out: torch.Tensor, whole: torch.Tensor, op: str) -> None:
-        self._answers(whole).reduce_scatter(out, whole, op, self._values, self._sequence)
+        for outs, shard in zip(zip(*out_lists, strict=True), shards, strict=True):
+            self._answers(shard).gather_list(outs, shard)
 
     def _reduce_scatter_base(
         self, out: torch.Tensor, whole: torch.Tensor, opts: dist.ReduceScatterOptions
-    ) -> CompletedWork:
-        self._scatter_one(out, whole, reduction_of(opts.reduceOp, whole))
-        return self._done("reduce_scatter", (whole,), (out,))
+    ) -> None:
+        op = reduction_of(opts.reduceOp, whole)
+        self._answers(whole).reduce_scatter(out, whole, op, self._values, self._sequence)
 
-    reduce_scatter_single: Callable[..., dist.Work] = _reduce_scatter_base
+    reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(
-        self, outs: list[torch.Tensor], wholes: list[torch.Tensor], opts: dist.ReduceScatterOptions
-    ) -> CompletedWork:
+        self, outs: Tensors, wholes: Tensors, opts: dist.ReduceScatterOptions
+    ) -> None:
         for out, whole in zip(outs, wholes, strict=True):
-            self._scatter_one(out, whole, reduction_of(opts.reduceOp, whole))
-        return self._done("reduce_scatter", wholes, outs)
+            op = reduction_of(opts.reduceOp, whole)
+            self._answers(whole).reduce_scatter(out, whole, op, self._values, self._sequence)
 
-    reduce_scatter_single_coalesced: Callable[..., dist.Work] = reduce_scatter_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def reduce_scatter(
-        self,
-        outs: list[torch.Tensor],
-        part_lists: list[list[torch.Tensor]],
-        opts: dist.ReduceScatterOptions,
-    ) -> CompletedWork:
+        self, outs: Tensors, part_lists: Sequence[Tensors], opts: dist.ReduceScatterOptions
+    ) -> None:
         for out, parts in zip(outs, part_lists, strict=True):
             op = reduction_of(opts.reduceOp, out)
             self._answers(out).reduce_scatter_list(out, parts, op, self._values)
-        return self._done("reduce_scatter", [t for parts in part_lists for t in parts], outs)
 
     def alltoall_base(
         self,
@@ -449,41 +406,28 @@ class PrismGroup(dist.ProcessGroup):
         out_splits: Sequence[int],
         in_splits: Sequence[int],
         opts: object = None,
-    ) -> CompletedWork:
+    ) -> None:
         self._answers(source).all_to_all(out, source, out_splits, in_splits)
-        return self._done("all_to_all", (source,), (out,))
 
-    all_to_all_single: Callable[..., dist.Work] = alltoall_base
+    all_to_all_single = alltoall_base
 
-    def alltoall(
-        self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: object = None
-    ) -> CompletedWork:
+    def alltoall(self, outs: Tensors, ins: Tensors, opts: object = None) -> None:
         self._answers(ins[0]).all_to_all_list(outs, ins)
-        return self._done("all_to_all", ins, outs)
 
     def gather(
-        self,
-        out_lists: list[list[torch.Tensor]],
-        shards: list[torch.Tensor],
-        opts: dist.GatherOptions,
-    ) -> CompletedWork:
+        self, out_lists: Sequence[Tensors], shards: Tensors, opts: dist.GatherOptions
+    ) -> None:
         outs = out_lists[0] if out_lists else []
         self._answers(shards[0]).gather(outs, shards[0], opts.rootRank)
-        return self._done("gather", shards, outs)
 
     def scatter(
-        self,
-        outs: list[torch.Tensor],
-        part_lists: list[list[torch.Tensor]],
-        opts: dist.ScatterOptions,
-    ) -> CompletedWork:
+        self, outs: Tensors, part_lists: Sequence[Tensors], opts: dist.ScatterOptions
+    ) -> None:
         parts = part_lists[0] if part_lists else []
         self._answers(outs[0]).scatter(outs[0], parts, opts.rootRank, self._values)
-        return self._done("scatter", parts, outs)
 
-    def barrier(self, opts: object = None) -> CompletedWork:
+    def barrier(self, opts: object = None) -> None:
         (self._mixed or self._alone).barrier(self.world.device)
-        return self._done("barrier", (), ())
 
     # -- point to point -------------------------------------------------------------------------
     def distance(self, peer: int) -> int:
@@ -495,18 +439,16 @@ class PrismGroup(dist.ProcessGroup):
             self._exchange = Exchange(self._values)
         return None if tensor.is_meta else self._exchange
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
-        done = self._done("send", tensors, (), self.distance(peer))
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work | None:
         if (ring := self._ring(tensors[0])) is not None:
             ring.sent(tensors[0])
-        if (mixed := self._mixed_for(tensors[0])) is not None:
-            index = mixed.local_index(peer)
-            if index is not None:
-                return _message(mixed.real.send([t.detach() for t in tensors], index, tag), tensors)
-        return done
+        mixed = self._mixed_for(tensors[0])
+        index = None if mixed is None else mixed.local_index(peer)
+        if mixed is None or index is None:
+            return None
+        return _message(mixed.real.send([t.detach() for t in tensors], index, tag), tensors)
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
-        self._done("recv", (), tensors, self.distance(peer))
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
         ring, mixed = self._ring(tensors[0]), self._mixed_for(tensors[0])
         index = mixed.local_index(peer) if mixed is not None else None
         if ring is not None:
@@ -517,71 +459,77 @@ class PrismGroup(dist.ProcessGroup):
             self._values.receive(tensor)
         return CompletedWork(tensors, peer)
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
-        if (mixed := self._mixed_for(tensors[0])) is not None:
-            if len(mixed.positions) == self._n:
-                self._done("recv", (), tensors)
-                return mixed.real.recv_anysource([t.detach() for t in tensors], tag)
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        mixed = self._mixed_for(tensors[0])
+        if mixed is None:
+            return _UNCOUNTED["recv"](self, tensors, (self._p + 1) % self._n, tag)
+        if len(mixed.positions) < self._n:
             what = f"a receive from any rank on {self.desc}, of which some members are virtual"
             fix = "name the source rank, or make all members or just one of them local"
             raise UnsupportedError(what, fix=fix)
-        return self.recv(tensors, (self._p + 1) % self._n, tag)
+        return mixed.real.recv_anysource([t.detach() for t in tensors], tag)
 
 
-class _Message(dist.Work):
+class _Message(ForwardedWork):
     """A message of gloo's, which waits for another message if it is waited for twice: NCCL's may
     be, and rings of attention do it."""
 
-    def __init__(self, real: dist.Work) -> None:
-        super().__init__()
-        self._real, self._waited = real, False
+    _waited = False
 
     def wait(self, *timeout: timedelta) -> bool:
         if not self._waited:
-            self._real.wait(*timeout)
+            self._work.wait(*timeout)
             self._waited = True
         return True
 
     def is_completed(self) -> bool:
-        return self._waited or self._real.is_completed()
-
-    def source_rank(self) -> int:
-        return self._real.source_rank()
+        return self._waited or self._work.is_completed()
 
 
-def _message(work: dist.Work, tensors: Sequence[torch.Tensor]) -> dist.Work:
+def _message(work: dist.Work, tensors: Tensors) -> dist.Work:
     """NCCL's own handle, of which a batch has none, or gloo's."""
     return work if tensors[0].device.type == "cuda" or work is None else _Message(work)
 
 
-def _real_barrier(real: dist.ProcessGroup, device: torch.device) -> None:
-    """An all-reduce of one word, after which the host waits, as NCCL's own barrier does."""
-    word = torch.zeros(1, dtype=torch.int32, device=device)
-    real.allreduce([word]).wait()
-    if device.type == "cuda":
+def _real_barrier(group: PrismGroup, opts: object = None) -> None:
+    """An all-reduce of one word, after which the host waits, as NCCL's own barrier does: c10d finds
+    no device in this group and would ask for the CPU's."""
+    assert group.real is not None, "all members are local, and have a real group"
+    word = torch.zeros(1, dtype=torch.int32, device=group.world.device)
+    group.real.allreduce([word]).wait()
+    if word.is_cuda:
         torch.cuda.synchronize()
 
 
-def _passing_through(method: str, answer: Answer) -> Answer:
-    """Groups whose members are all local on NCCL answer with the real group's own method."""
-    op = BY_METHOD[method].name
+def _issued(method: str, answer: Callable[..., dist.Work | None]) -> Answer:
+    """What c10d calls: ``answer``, or in groups whose members are all local on NCCL the real
+    group's own method; counted, and seen by who follows the calls."""
+    op, pair = BY_METHOD[method].name, BY_METHOD[method].kind == "pair"
 
-    def plain(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
-        if not self._passes:
-            return answer(self, *args, **kwargs)
-        if op == "barrier":  # c10d finds no device in this group and would ask for the CPU's
-            assert self.real is not None, "all members are local, and have a real group"
-            _real_barrier(self.real, self.world.device)
-            return self._done(op, (), ())
-        work = getattr(self.real, method)(*args, **kwargs)
-        if not self.world.observers:  # as quick as it can be: this is the job's own time
-            self.sequence += 1
-            self._count(self.desc, self._n, op, message_size(args))
+    def plain(self: PrismGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
+        real = self._passes and op != "barrier"
+        if real:
+            work = getattr(self.real, method)(*args, **kwargs)
+        else:
+            work = (_real_barrier if self._passes else answer)(self, *args, **kwargs)
+        self.sequence += 1
+        distance = 0
+        if pair and not self._passes:
+            distance = self.distance(self._p + 1 if method == "recv_anysource" else args[1])
+        size = 0 if op == "barrier" else message_size(args)
+        self._count(self.desc, self._n, op, size, distance)
+        observers = self.world.observers
+        if real and not observers:  # as quick as it can be: this is the job's own time
             return work
-        if work is not None:
+        if real and work is not None:
             work.wait()  # observers read results
-        self._done(op, *arguments(op, args))
-        return work
+        ins, outs = arguments(op, args)
+        for observe in observers:
+            observe(self, op, ins, outs)
+        if self.world.shapes_only and op not in _KEEP:
+            for out in outs:
+                forget(out)
+        return work if real or work is not None else CompletedWork(outs)
 
     def call(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
         caller = self.world.caller
@@ -602,7 +550,8 @@ def _without_row(method: str) -> Callable[..., NoReturn]:
     return call
 
 
-for _method in BY_METHOD:
-    setattr(PrismGroup, _method, _passing_through(_method, getattr(PrismGroup, _method)))
+_UNCOUNTED = {method: getattr(PrismGroup, method) for method in BY_METHOD}
+for _method, _answer in _UNCOUNTED.items():
+    setattr(PrismGroup, _method, _issued(_method, _answer))
 for _method in ("monitored_barrier", "allreduce_sparse"):
     setattr(PrismGroup, _method, _without_row(_method))
