@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megatron_prism.core.errors import PrismError, UnsupportedError
+from megatron_prism.core.errors import PrismError
 from megatron_prism.runtime.pacing.driver import NOT_READY, Driver
 from megatron_prism.runtime.pacing.moves import ADDED
 from megatron_prism.runtime.pacing.shared_memory import Shared, seats
@@ -133,9 +133,6 @@ class Launcher:
         device: torch.device,
         shared: Shared | None = None,
     ) -> None:
-        if not hasattr(torch.cuda, "_compile_kernel"):
-            what = f"torch {torch.__version__} cannot compile kernels at run time"
-            raise UnsupportedError(what, fix="use torch 2.9 or later, or run without --prism-pace")
         torch.cuda.synchronize(device)  # the driver's calls want torch's context
         self.device, self.launches, self.shared = device, launches, shared
         self.driver = Driver()

@@ -23,7 +23,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -39,57 +39,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.pacing.device import Launcher
     from megatron_prism.runtime.process_group import PrismGroup
-
-
-class Batch:
-    """Answered one by one, ended by one launch, as of one ``Pacer``."""
-
-    def __init__(self, pacer: Pacer) -> None:
-        self._pacer, self._begin, self._host = pacer, perf_counter_ns(), 0
-        self._group: PrismGroup | None = None
-        self._launch, self._blocks = -1, 0
-        self._move: Move | None = None
-        self._answers: list[Callable[[], object]] = []
-        self._made: list[tuple[CompletedWork, Args]] = []
-
-    def add(
-        self, group: PrismGroup, call: PacedCall, answer: Answer, args: Args, kwargs: Kwargs
-    ) -> CompletedWork:
-        self._group, self._launch = group, call.launch
-        self._blocks += call.blocks
-        self._host += call.host
-        move = None
-        if call.op == "send" and self._move is None:
-            self._move = move = self._pacer.move(group, call.op, answer, args, kwargs)
-        if move is None:
-            self._answers.append(lambda: answer(group, *args, **kwargs))
-        made = CompletedWork(args[0], args[1] if call.op == "recv" else -1)
-        self._made.append((made, args))
-        return made
-
-    def issue(self) -> None:
-        """Answer on the group's stream and hold it."""
-        if self._launch < 0:
-            return
-        pacer, launch = self._pacer, self._launch
-        pacer.now_issued[launch] = perf_counter_ns()
-        streams, launcher = pacer.streams, pacer.launcher
-        lane = pacer.lane(id(self._group))
-        streams.follow(lane.stream, streams.current(), lane.begin)
-        if self._answers:
-            launcher.arrive(lane.stream, launch, pacer.iteration)
-            with streams.on(lane.stream):
-                for answer in self._answers:
-                    answer()
-        launcher.release(
-            lane.stream, launch, pacer.iteration, pacer.first, not self._answers, self._blocks,
-            self._move,
-        )  # fmt: skip
-        lane.end = end = StreamEnd(streams, lane.stream)
-        for made, args in self._made:
-            made.after(end, args)
-        while perf_counter_ns() < self._begin + self._host:
-            pass
 
 
 @dataclass(frozen=True)
@@ -108,6 +57,71 @@ class PacedCall:
     blocks: int = 1
     large: bool = False
     host: int = 0
+
+
+class _Asked(NamedTuple):
+    """A call that the job makes, and what the program expects of it."""
+
+    call: PacedCall
+    group: PrismGroup
+    answer: Answer
+    args: Args
+    kwargs: Kwargs
+
+    def make(self) -> dist.Work | None:
+        return self.answer(self.group, *self.args, **self.kwargs)
+
+
+class Batch:
+    """Answered one by one, ended by one launch, as of one ``Pacer``."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer, self._begin = pacer, perf_counter_ns()
+        self._move: Move | None = None
+        self._asked: list[_Asked] = []
+        self._answers: list[Callable[[], object]] = []
+        self._made: list[CompletedWork] = []
+
+    def add(self, asked: _Asked) -> CompletedWork:
+        args, op = asked.args, asked.call.op
+        move = None
+        if op == "send" and self._move is None:
+            self._move = move = self._pacer.move(asked)
+        if move is None:
+            self._answers.append(asked.make)
+        self._asked.append(asked)
+        self._made.append(CompletedWork(args[0], args[1] if op == "recv" else -1))
+        return self._made[-1]
+
+    def issue(self) -> None:
+        """Answer on the group's stream and hold it."""
+        if not self._asked:
+            return
+        pacer, last = self._pacer, self._asked[-1]
+        launch = last.call.launch
+        pacer.now_issued[launch] = perf_counter_ns()
+        streams, launcher = pacer.streams, pacer.launcher
+        lane = pacer.lane(id(last.group))
+        streams.follow(lane.stream, streams.current(), lane.begin)
+        if self._answers:
+            launcher.arrive(lane.stream, launch, pacer.iteration)
+            with streams.on(lane.stream):
+                for answer in self._answers:
+                    answer()
+        blocks = sum(asked.call.blocks for asked in self._asked)
+        launcher.release(
+            lane.stream, launch, pacer.iteration, pacer.first, not self._answers, blocks, self._move
+        )
+        lane.end = end = StreamEnd(streams, lane.stream)
+        for made, asked in zip(self._made, self._asked, strict=True):
+            made.after(end, asked.args)
+        _keep_host(self._begin + sum(asked.call.host for asked in self._asked))
+
+
+def _keep_host(until: int) -> None:
+    """Return at ``until`` (``perf_counter_ns``)."""
+    while perf_counter_ns() < until:
+        pass
 
 
 @dataclass
@@ -206,107 +220,81 @@ class Pacer(CallListener):
         if self.streams.capturing():
             what = f"{op} of {call.group} goes into a CUDA graph, which repeats its first answer"
             raise UnsupportedError(what, fix="drop the job's CUDA graph flags, or --prism-pace")
+        asked = _Asked(call, group, answer, args, kwargs)
         if self._batch is not None:
-            return self._batch.add(group, call, answer, args, kwargs)
+            return self._batch.add(asked)
         self.now_issued[call.launch] = begin
         stream = self.streams.current()
         if op == "barrier":
-            made = self._in_order(group, stream, call, answer, args, kwargs)
+            made = self._in_order(stream, asked)
             self.streams.synchronize(stream)  # NCCL's barrier holds the host
             return made
         pair = op == "send" or op == "recv"
         opts = kwargs.get("opts", args[-1] if args else None)
         if not pair and not getattr(opts, "asyncOp", True):
-            made = self._in_order(group, stream, call, answer, args, kwargs)
+            made = self._in_order(stream, asked)
         else:
             lane = self.lane((id(group), args[1]) if pair else id(group))
-            made = self._on_own_stream(lane, stream, group, call, answer, args, kwargs)
-        while perf_counter_ns() < begin + call.host:
-            pass
+            made = self._on_own_stream(lane, stream, asked)
+        _keep_host(begin + call.host)
         return made
 
-    def _on_own_stream(
-        self,
-        lane: _Lane,
-        stream: int,
-        group: PrismGroup,
-        call: PacedCall,
-        answer: Answer,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> dist.Work | None:
+    def _on_own_stream(self, lane: _Lane, stream: int, asked: _Asked) -> dist.Work | None:
         """On a stream of its own, after what the caller's holds now."""
         self.streams.follow(lane.stream, stream, lane.begin)
-        move = self.move(group, call.op, answer, args, kwargs)
-        if move is not None:
-            self._hold(lane.stream, call, move)
-            made: dist.Work | None = CompletedWork(move.outs)
-        else:
+        made = self._moved(lane.stream, asked)
+        if made is None:
             with self.streams.on(lane.stream):
-                made = self._answered(lane.stream, group, call, answer, args, kwargs)
+                made = self._answered(lane.stream, asked)
         lane.end = end = StreamEnd(self.streams, lane.stream)
         assert isinstance(made, CompletedWork), made
-        return made.after(end, args)
+        return made.after(end, asked.args)
 
-    def _in_order(
-        self,
-        group: PrismGroup,
-        stream: int,
-        call: PacedCall,
-        answer: Answer,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> dist.Work | None:
+    def _in_order(self, stream: int, asked: _Asked) -> dist.Work | None:
         """On the caller's stream, but after what the communicator does on another."""
-        lane = self._lanes.get(id(group))
+        lane = self._lanes.get(id(asked.group))
         if lane is not None and lane.end is not None:
             lane.end.wait()
-        move = self.move(group, call.op, answer, args, kwargs)
-        if move is None:
-            return self._answered(stream, group, call, answer, args, kwargs)
-        self._hold(stream, call, move)
-        return CompletedWork(move.outs)
+        return self._moved(stream, asked) or self._answered(stream, asked)
 
-    def move(
-        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
-    ) -> Move | None:
-        """What the pacing kernel can do instead of ``answer``, which is then as good as made."""
+    def move(self, asked: _Asked) -> Move | None:
+        """What the pacing kernel can do instead of the answer, which is then as good as made."""
+        call, group, answer, args, kwargs = asked
         find = move_of.get(answer.__name__)
         if find is None or group.world.observers:
             return None
-        if len(group.local) > 1 and op != "send":  # real ranks bring data of their own
+        if len(group.local) > 1 and call.op != "send":  # real ranks bring data of their own
             return None
         move: Move | None = find(group, *args, **kwargs)
         if move is None:
             return None
-        tensors = args[0] if op == "send" else move.outs
+        tensors = args[0] if call.op == "send" else move.outs
         # the kernel reaches no host's memory
         if tensors and (tensors[0].device.type == "cuda") != self._cuda:
             return None
         group.sequence += 1
-        distance = group.distance(args[1]) if op == "send" or op == "recv" else 0
-        group._count(group.desc, group._n, op, move.payload, distance)
+        distance = group.distance(args[1]) if call.op in ("send", "recv") else 0
+        group._count(group.desc, group._n, call.op, move.payload, distance)
         return move
 
-    def _hold(self, stream: int, call: PacedCall, move: Move | None) -> None:
-        launcher = self.launcher
-        launcher.release(stream, call.launch, self.iteration, self.first, True, call.blocks, move)
+    def _moved(self, stream: int, asked: _Asked) -> CompletedWork | None:
+        """Have the pacing kernel answer and hold ``stream``, if it can."""
+        move, call = self.move(asked), asked.call
+        if move is None:
+            return None
+        self.launcher.release(
+            stream, call.launch, self.iteration, self.first, True, call.blocks, move
+        )
+        return CompletedWork(move.outs)
 
-    def _answered(
-        self,
-        stream: int,
-        group: PrismGroup,
-        call: PacedCall,
-        answer: Answer,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> dist.Work | None:
+    def _answered(self, stream: int, asked: _Asked) -> dist.Work | None:
         """Answer on the current ``stream`` and hold it."""
+        call = asked.call
         # with real members an answer waits for them, which is no part of coming to the call
-        early = call.large or len(group.local) > 1
+        early = call.large or len(asked.group.local) > 1
         if early:
             self.launcher.arrive(stream, call.launch, self.iteration)
-        made = answer(group, *args, **kwargs)
+        made = asked.make()
         self.launcher.release(
             stream, call.launch, self.iteration, self.first, not early, call.blocks
         )
