@@ -110,9 +110,7 @@ _TRAINING = {  # flags of megatron.training, and where its default is another th
     "grad_reduce_in_bf16": Flag(bool, False),
     "mock_data": Flag(bool, False),
     "data_path": Flag(str | None, None),  # a text file, read as bytes
-    # local: Megatron's own layers; local_flash: the same, on meta without the s x s scores
-    "transformer_impl": Flag(Literal["transformer_engine", "local", "local_flash"],
-                             "transformer_engine"),
+    "transformer_impl": Flag(Literal["transformer_engine", "local"], "transformer_engine"),
 }  # fmt: skip
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 _COUNTS = (*_REQUIRED, "micro_batch_size", "global_batch_size", "train_iters", "seed")
@@ -301,8 +299,6 @@ class Recipe:
         values["is_hybrid_model"] = self.hybrid_override_pattern is not None
         if self.data_path is None:
             values |= {"mock_data": True, "tokenizer_type": "NullTokenizer"}
-        if self.transformer_impl == "local_flash":
-            values["transformer_impl"] = "local"
         found: list[str] = []
         for name, value in values.items():
             if name in _NEGATED:

@@ -98,7 +98,7 @@ def build(recipe: Recipe, run: Run) -> RankJob:
     if recipe.transformer_impl == "transformer_engine" and not _has_te():
         raise UnsupportedError(
             "transformer_impl=transformer_engine needs Transformer Engine, absent here",
-            fix="install it, or use transformer_impl=local_flash",
+            fix="install it, or use transformer_impl=local",
         )
     job_arguments.recipe = recipe
     run.claims.callback(setattr, job_arguments, "recipe", None)
@@ -121,8 +121,6 @@ class RankJob:
     def __init__(self, recipe: Recipe, monitor: TrainingMonitor, tier: Tier) -> None:
         self.recipe, self.monitor, self.tier = recipe, monitor, tier
         initialize(recipe)
-        if recipe.transformer_impl == "local_flash" and tier.name == "meta":
-            _attend_as_flash()
         with tier.live.scope(phase="build") if tier.live else nullcontext(), refusals():
             self.config = transformer_config(recipe)
             self.model = chunks(recipe, self.config)
@@ -219,8 +217,6 @@ class RankJob:
     def _stand_ins(self) -> list[str]:
         """What this module put in the place of production kernels."""
         found = []
-        if self.recipe.transformer_impl == "local_flash" and self.tier.name == "meta":
-            found.append("attention: what fused attention allocates and saves, no scores")
         if self.recipe.moe_grouped_gemm and not self.config.moe_grouped_gemm:
             found.append("grouped GEMM: one expert after the other")
         return found
@@ -445,22 +441,6 @@ def transformer_config(recipe: Recipe) -> Foreign:
     if not te:  # grouped products need Transformer Engine: one expert after the other
         r = r.changed(transformer_impl="local", moe_grouped_gemm=False)
     return configured(MLATransformerConfig if latent else TransformerConfig, r, **fields)
-
-
-def _attend_as_flash() -> None:
-    """Megatron's local attention holds the s x s scores; production kernels never do."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    from megatron_prism.runtime.devices.local_layers import FlashAttention
-
-    original = DotProductAttention.forward
-
-    def forward(self: Foreign, *given: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        if self.config.context_parallel_size == 1:
-            return FlashAttention.apply(*given[:3])
-        return original(self, *given, **kwargs)
-
-    DotProductAttention.forward = forward
 
 
 def check_layers(recipe: Recipe) -> None:

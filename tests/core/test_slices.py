@@ -295,7 +295,7 @@ def test_bad_usage_is_status_2_with_a_fix(folder, words, says, capsys):
 
 # the last stage has almost all layers, so that the first is finished long before it
 UNEVEN = """
-    prism.tier=meta transformer_impl=local_flash data_path=null train_iters=1
+    prism.tier=meta transformer_impl=local data_path=null train_iters=1
     global_batch_size=4 micro_batch_size=1 world_size=2 pp=2
     hidden_size=32 ffn_hidden_size=64 seq_length=16 num_layers=41
     decoder_first_pipeline_num_layers=1 decoder_last_pipeline_num_layers=40

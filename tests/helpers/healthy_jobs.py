@@ -66,7 +66,7 @@ learned_positions: world=4 pp=2 position_embedding_type=learned_absolute \
  normalization=LayerNorm swiglu=false add_bias_linear=true
 fp32: world=4 tp=2 pp=2 bf16=false
 fp16_buckets: world=4 pp=2 grad_reduce_in_bf16=true zero1 overlap
-local: world=8 tp=2 pp=2 transformer_impl=local_flash zero1
+local: world=8 tp=2 pp=2 transformer_impl=local zero1
 other_order: world=16 tp=2 pp=2 sp use_tp_pp_dp_mapping=true
 sgd: world=4 tp=2 pp=2 optimizer=sgd
 one_microbatch: world=8 tp=2 pp=2 m=1 micro_batch_size=2

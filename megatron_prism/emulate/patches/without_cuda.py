@@ -267,34 +267,6 @@ def _sequence_parallel_norm(
 
 
 @PATCHES.patch(
-    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-    "DotProductAttention.forward",
-    at=":58 @0.16.1",
-)
-def _context_parallel_attention(module: ModuleType, context: PatchContext) -> None:
-    """Without Transformer Engine the local attention refuses context parallelism; ours gathers keys
-    and values over cp."""
-
-    def make(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        with ProcessChanges() as changes:
-            changes.set(config, "context_parallel_size", 1)
-            original(self, config, *args, **kwargs)
-
-    def forward(
-        original: Original, self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if self.config.context_parallel_size == 1:
-            return original(self, query, key, value, *args, **kwargs)
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_context_parallel_group()
-        return local_layers.context_parallel_attention(query, key, value, group, self.softmax_scale)
-
-    context.replace(module, make, "DotProductAttention.__init__")
-    context.replace(module, forward, "DotProductAttention.forward")
-
-
-@PATCHES.patch(
     "megatron.core.tensor_parallel.random:_get_cuda_rng_state",
     "_set_cuda_rng_state",
     at=":235 @0.16.1",

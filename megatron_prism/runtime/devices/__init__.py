@@ -8,7 +8,7 @@ cuda.py          torch.cuda without a driver
 kernels.py       kernels of triton, Apex and others
 triton.py        triton without a driver
 state_space.py   mamba-ssm, causal-conv1d, flash-linear-attention
-local_layers.py  norm and attention without Transformer Engine and apex
+local_layers.py  a norm without apex
 moe_dispatch.py  tokens on their way to experts
 live_bytes.py    bytes that are alive (meta)
 operators.py     shapes of simple results, and what CUDA's kernels take (meta)
