@@ -100,26 +100,16 @@ class Event:
 _streams = [Stream()]  # the default stream, then those entered and not yet left
 
 
-class _Memory:
-    """Where the memory questions go; replaced by the live-byte tracker."""
-
-    def current(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return 0
-
-    def reset_peak(self) -> None:
-        """No peak is kept."""
-
-
-_memory: Any = _Memory()
+_NO_MEMORY = types.SimpleNamespace(
+    current=lambda: 0, peak=lambda: 0, reset_peak=lambda: None, history=None
+)
+_memory: Any = _NO_MEMORY  # where the memory questions go
 
 
 def set_memory_source(source: Any) -> None:
     """Answer memory questions from ``source`` (``current()``, ``peak()``, ``reset_peak()``)."""
     global _memory
-    _memory = source or _Memory()
+    _memory = source or _NO_MEMORY
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
@@ -133,6 +123,11 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     return stats
 
 
+def _cut() -> None:
+    if watcher is not None:
+        watcher.cut()
+
+
 class StreamContext:
     """Stands in for torch.cuda.StreamContext, which may be entered again (Megatron does, where
     there are several instances of the distributed optimizer)."""
@@ -142,20 +137,17 @@ class StreamContext:
 
     def __enter__(self) -> None:
         if self.stream is not None:
-            if watcher is not None:
-                watcher.cut()
+            _cut()
             self.stream.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         if self.stream is not None:
             self.stream.__exit__(*exc)
-            if watcher is not None:
-                watcher.cut()
+            _cut()
 
 
 def _set_stream(stream: Any) -> None:
-    if watcher is not None:
-        watcher.cut()
+    _cut()
     _streams[-1] = stream
 
 
@@ -171,23 +163,21 @@ def current_stream() -> int:
 
 def host_waits(what: str) -> None:
     """The host waits for the device: said to who listens."""
-    history = getattr(_memory, "history", None)
-    if history is not None:
-        history.waited()
+    if _memory.history is not None:
+        _memory.history.waited()
     if watcher is not None:
         watcher.host_waited(what)
 
 
 def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
-    if getattr(_memory, "history", None) is not None:
+    if _memory.history is not None:
         _memory.used(tensor, stream.cuda_stream)
 
 
 def _empty_cache() -> None:
     """Nothing is cached here; what it would give back matters to reserved bytes."""
-    history = getattr(_memory, "history", None)
-    if history is not None:
-        history.emptied()
+    if _memory.history is not None:
+        _memory.history.emptied()
 
 
 def _no_history(*args: Any, **kwargs: Any) -> None:
@@ -277,37 +267,25 @@ def _device_answers(num_devices: int) -> dict[str, Any]:
 
 def _memory_answers() -> dict[str, Any]:
     total = _H200.total_memory
+    now = ("memory_allocated", "memory_reserved", "device_memory_used")
+    peaks = ("max_memory_allocated", "max_memory_reserved")
+    resets = ("reset_peak_memory_stats", "reset_max_memory_allocated")
     return {
-        "memory_allocated": lambda device=None: _memory.current(),
-        "max_memory_allocated": lambda device=None: _memory.peak(),
-        "memory_reserved": lambda device=None: _memory.current(),
-        "max_memory_reserved": lambda device=None: _memory.peak(),
+        **dict.fromkeys(now, lambda device=None: _memory.current()),
+        **dict.fromkeys(peaks, lambda device=None: _memory.peak()),
+        **dict.fromkeys(resets, lambda device=None: _memory.reset_peak()),
         "memory_stats": _memory_stats,
         "mem_get_info": lambda device=None: (total - _memory.current(), total),
-        "device_memory_used": lambda device=None: _memory.current(),
-        "reset_peak_memory_stats": lambda device=None: _memory.reset_peak(),
-        "reset_max_memory_allocated": lambda device=None: _memory.reset_peak(),
     }
 
 
 def _random_answers(num_devices: int) -> dict[str, Any]:
     """The device's random state is the host's: tensors are on the host."""
     generator = torch.default_generator
-
-    def get_rng_state(device: Any = None) -> torch.Tensor:
-        return generator.get_state()
-
-    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-        generator.set_state(state)
-
-    def seed(value: int) -> None:
-        generator.manual_seed(value)
-
     return {
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
-        "manual_seed": seed,
-        "manual_seed_all": seed,
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), generator.manual_seed),
         "initial_seed": generator.initial_seed,
         "default_generators": (generator,) * num_devices,
     }

@@ -17,7 +17,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -199,14 +199,11 @@ def _foreach(changes: ProcessChanges) -> None:
 
     devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "meta"]
     for module in (optimizer, _foreach_utils):
-        if hasattr(module, "_get_foreach_kernels_supported_devices"):
-            changes.set(module, "_get_foreach_kernels_supported_devices", lambda: devices)
+        changes.set(module, "_get_foreach_kernels_supported_devices", lambda: devices)
 
 
 def _rms_norm(changes: ProcessChanges) -> None:
     """Replace ``torch.nn.functional.rms_norm`` where CUDA would have the fused kernel."""
-    if not hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
-        return
     original = torch.nn.functional.rms_norm
 
     def rms_norm(
@@ -218,30 +215,24 @@ def _rms_norm(changes: ProcessChanges) -> None:
         mixed = weight is not None and weight.dtype != input.dtype
         if not input.is_meta or mixed or input.is_complex():
             return original(input, normalized_shape, weight, eps)
-        return _FusedRMSNorm.apply(input, weight, len(normalized_shape))
+        return _fused_rms_norm(input, weight, len(normalized_shape))
 
     changes.set(torch.nn.functional, "rms_norm", rms_norm)
 
 
-class _FusedRMSNorm(torch.autograd.Function):
+@kernels.differentiable
+def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> Any:
     """Shapes only: out and one fp32 number a row."""
+    rows = torch.empty((*x.shape[:-dims], *[1] * dims), dtype=torch.float32, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    kernels.fused("_fused_rms_norm", 0, x, weight, out, rows)
+    return out, (x, weight, rows), _fused_rms_norm_backward
 
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, x: torch.Tensor, weight: torch.Tensor | None, dims: int
-    ) -> torch.Tensor:
-        rows = torch.empty((*x.shape[:-dims], *[1] * dims), dtype=torch.float32, device=x.device)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        ctx.save_for_backward(x, weight, rows)
-        kernels.fused("_fused_rms_norm", 0, x, weight, out, rows)
-        return out
 
-    @staticmethod
-    def backward(
-        ctx: AutogradContext, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        x, weight, rows = ctx.saved_tensors
-        into = torch.empty_like(x)
-        of_weight = None if weight is None else torch.empty_like(weight)
-        kernels.fused("_fused_rms_norm_backward", 0, grad, x, weight, rows, into, of_weight)
-        return into, of_weight, None
+def _fused_rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, rows: torch.Tensor
+) -> Grads:
+    into = torch.empty_like(x)
+    of_weight = None if weight is None else torch.empty_like(weight)
+    kernels.fused("_fused_rms_norm_backward", 0, grad, x, weight, rows, into, of_weight)
+    return into, of_weight, None

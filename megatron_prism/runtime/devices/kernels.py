@@ -7,6 +7,7 @@ names @0.20).
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import sys
 import types
@@ -31,6 +32,33 @@ def fused(name: str, flops: int, *tensors: torch.Tensor | None) -> None:
         there = [t for t in tensors if t is not None]
         traffic = sum(t.numel() * t.element_size() for t in there)
         meter.add(name, int(flops), traffic, there)
+
+
+class _Kernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: AutogradContext, forward: Callable[..., Any], *inputs: Any) -> Any:
+        out, saved, ctx.back = forward(*inputs)
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> Grads:
+        return None, *ctx.back(*grads, *ctx.saved_tensors)
+
+
+def differentiable(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of kernels ``forward``, which autograd knows.
+
+    ``forward(*inputs)`` returns what comes out, the tensors that are saved, and the backward: a
+    function of the gradients and the saved tensors, which returns a gradient or None for each
+    input, and holds no tensor.
+    """
+
+    @functools.wraps(forward)
+    def call(*inputs: Any) -> Any:
+        return _Kernels.apply(forward, *inputs)
+
+    return call
 
 
 _MASKED = -10000.0  # as the kernels have it
@@ -80,20 +108,14 @@ def batches_per_block(queries: int, keys: int, batches: int, heads: int) -> int:
     return _THREADS // min(power, _WARP) * (2 if power <= 128 else 1)
 
 
-class _Transform(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: AutogradContext, x: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return _transformed(x, scale)
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
-        return _transformed(grad, ctx.scale), None
+@differentiable
+def _transform(x: torch.Tensor, scale: float) -> Any:
+    return _transformed(x, scale), (), lambda grad: (_transformed(grad, scale), None)
 
 
 def transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """``scale`` times ``x`` times the Hadamard matrix of its last dimension."""
-    return _Transform.apply(x, scale)
+    return _transform(x, scale)
 
 
 def _transformed(x: torch.Tensor, scale: float) -> torch.Tensor:

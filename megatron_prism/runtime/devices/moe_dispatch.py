@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import distributed as dist
 
-from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.devices.kernels import differentiable, fused
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
+    from megatron_prism.runtime.devices.signatures import Grads
 
 _NODE = 8  # GPUs of a node, assumed
 _copies = 1  # of a token, in the group
@@ -51,49 +51,44 @@ def _exchange(like: torch.Tensor, rows: int, group: dist.ProcessGroup) -> None:
         dist.all_to_all_single(row, row, group=group)
 
 
-class _Dispatch(torch.autograd.Function):
-    """``rows`` of tokens and probabilities arrive; saved: what the handle holds."""
+@differentiable
+def _dispatch(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    shapes: tuple[int, tuple[int, ...], int],
+    handle: tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup,
+) -> Any:
+    """``rows`` of tokens and probabilities arrive; the handle lives as long as the graph."""
+    rows, of_probs, sent = shapes
+    given = x.shape, probs.shape
+    _exchange(x, sent, group)
+    out = x.new_empty(rows, x.shape[-1])
+    fused("dispatch", 0, x, out)
 
-    @staticmethod
-    def forward(
-        ctx: AutogradContext,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        shapes: tuple[int, tuple[int, ...], int],
-        handle: tuple[torch.Tensor, ...],
-        group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, of_probs, sent = shapes
-        ctx.shapes, ctx.sent, ctx.group = (x.shape, probs.shape), sent, group
-        ctx.handle = handle
-        _exchange(x, sent, group)
-        out = x.new_empty(rows, x.shape[-1])
-        fused("dispatch", 0, x, out)
-        return out, probs.new_empty(of_probs)
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor, grad_probs: torch.Tensor) -> Grads:
-        _exchange(grad, ctx.sent, ctx.group)
-        out = grad.new_empty(ctx.shapes[0])
+    def backward(grad: torch.Tensor, grad_probs: torch.Tensor, kept: object = handle) -> Grads:
+        _exchange(grad, sent, group)
+        out = grad.new_empty(given[0])
         fused("combine", 0, grad, out)
-        return out, grad_probs.new_empty(ctx.shapes[1]), None, None, None
+        return out, grad_probs.new_empty(given[1]), None, None, None
+
+    return (out, probs.new_empty(of_probs)), (), backward
 
 
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: AutogradContext, x: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        ctx.rows, ctx.handle = x.shape, handle
-        _exchange(x, handle.sent, handle.group)
-        out = x.new_empty(handle.tokens, x.shape[-1])
-        fused("combine", 0, x, out)
-        return out
+@differentiable
+def _combine(x: torch.Tensor, handle: DispatchHandle) -> Any:
+    rows = x.shape
+    _exchange(x, handle.sent, handle.group)
+    out = x.new_empty(handle.tokens, x.shape[-1])
+    fused("combine", 0, x, out)
 
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
-        _exchange(grad, ctx.handle.sent, ctx.handle.group)
-        out = grad.new_empty(ctx.rows)
+    def backward(grad: torch.Tensor) -> Grads:
+        _exchange(grad, handle.sent, handle.group)
+        out = grad.new_empty(rows)
         fused("dispatch", 0, grad, out)
         return out, None
+
+    return out, (), backward
 
 
 class DispatchHandle(tuple[torch.Tensor, ...]):
@@ -139,7 +134,7 @@ def hybrid_ep_dispatch(
     rows = int(counts.sum()) if num_permuted_tokens is None else int(num_permuted_tokens)
     sent = _rows(x.shape[0], _copies, group)
     handle = _handle(x, num_local_experts, sent, group)
-    out, chosen = _Dispatch.apply(x, probs, (rows, (rows,), sent), handle, group)
+    out, chosen = _dispatch(x, probs, (rows, (rows,), sent), handle, group)
     return out, chosen, None, counts, handle
 
 
@@ -147,7 +142,7 @@ def hybrid_ep_combine(
     x: torch.Tensor, handle: DispatchHandle, *args: object, **options: object
 ) -> object:
     """The experts' output back at its tokens."""
-    return _Combine.apply(x, handle)
+    return _combine(x, handle)
 
 
 def fused_dispatch(
@@ -165,7 +160,7 @@ def fused_dispatch(
     sent = _rows(x.shape[0], copies, group)
     handle = _handle(x, local, sent, group)
     shapes = (rows, (rows, copies), sent)
-    out, probs = _Dispatch.apply(x.contiguous(), token_probs, shapes, handle, group)
+    out, probs = _dispatch(x.contiguous(), token_probs, shapes, handle, group)
     indices = token_indices.new_empty(rows, copies)
     counts = _even(x.shape[0] * copies, local).int()  # whose values tier meta keeps
     return out, indices, probs, counts, handle
@@ -178,33 +173,17 @@ def fused_combine(
     *args: object,
     **options: object,
 ) -> tuple[object, None]:
-    return _Combine.apply(x, handle), None
+    return _combine(x, handle), None
 
 
-class _Multihot(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, indices: torch.Tensor, probs: torch.Tensor, experts: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(indices)
-        ctx.shape = probs.shape
-        out = probs.new_empty(probs.shape[0], experts, dtype=torch.float32)
-        chosen = indices.new_empty(out.shape, dtype=torch.bool)
-        fused("indices_to_multihot", 0, indices, probs, out, chosen)
-        ctx.mark_non_differentiable(chosen)
-        return chosen, out
-
-    @staticmethod
-    def backward(ctx: AutogradContext, _: object, grad: torch.Tensor) -> Grads:
-        return None, grad.new_empty(ctx.shape), None
-
-
-def indices_to_multihot(
-    indices: torch.Tensor, probs: torch.Tensor, experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+@differentiable
+def indices_to_multihot(indices: torch.Tensor, probs: torch.Tensor, experts: int) -> Any:
     """Experts of each token ``[rows, copies]`` as a map and probabilities ``[rows, experts]``."""
-    chosen, out = _Multihot.apply(indices, probs, experts)
-    return chosen, out
+    shape = probs.shape
+    out = probs.new_empty(shape[0], experts, dtype=torch.float32)
+    chosen = indices.new_empty(out.shape, dtype=torch.bool)
+    fused("indices_to_multihot", 0, indices, probs, out, chosen)
+    return (chosen, out), (indices,), lambda _, grad, indices: (None, grad.new_empty(shape), None)
 
 
 @dataclass(frozen=True)
@@ -292,30 +271,20 @@ def balanced_splits(
     )
 
 
-class _MaskedSelect(torch.autograd.Function):
-    """``Tensor.masked_select`` on shapes: saves the mask; indices of 8 bytes pass, two an entry."""
-
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, values: torch.Tensor, mask: torch.Tensor, count: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(mask)
-        where = mask.new_empty(count, mask.dim(), dtype=torch.int64)
-        out = values.new_empty(count)
-        fused("masked_select", 0, values, mask, where, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        into = torch.zeros(mask.shape, dtype=grad.dtype, device=grad.device)
-        fused("masked_select_backward", 0, grad, mask, into)
-        return into, None, None
+@differentiable
+def masked_select(values: torch.Tensor, mask: torch.Tensor, count: int) -> Any:
+    """Stands in for ``values.masked_select(mask)`` where ``count`` entries of ``mask`` are true: it
+    saves the mask, and indices of 8 bytes pass, two an entry."""
+    where = mask.new_empty(count, mask.dim(), dtype=torch.int64)
+    out = values.new_empty(count)
+    fused("masked_select", 0, values, mask, where, out)
+    return out, (mask,), _masked_select_backward
 
 
-def masked_select(values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Stands in for ``values.masked_select(mask)`` where ``count`` entries of ``mask`` are true."""
-    return _MaskedSelect.apply(values, mask, count)
+def _masked_select_backward(grad: torch.Tensor, mask: torch.Tensor) -> Grads:
+    into = torch.zeros(mask.shape, dtype=grad.dtype, device=grad.device)
+    fused("masked_select_backward", 0, grad, mask, into)
+    return into, None, None
 
 
 def permute_shapes(

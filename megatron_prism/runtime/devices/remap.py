@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -31,8 +32,6 @@ _TO_CUDA = torch.Tensor.cuda
 _TO = torch.Tensor.to
 _TYPE = torch.Tensor.type
 _PIN = torch.Tensor.pin_memory
-_TRUTH = torch.Tensor.__bool__
-_TOLIST = torch.Tensor.tolist
 _EQUALS = (torch.equal, torch.Tensor.equal)
 # reading a value on the host waits for the device
 _READS: dict[object, str] = {
@@ -46,12 +45,6 @@ _READS: dict[object, str] = {
 }
 # but not here, where states of the CPU's generator are compared (:264 @0.16.1)
 _OF_HOST = "core/tensor_parallel/random.py"
-_NUMBERS = {
-    torch.Tensor.item: lambda t: _number(t),
-    torch.Tensor.__float__: lambda t: float(_value_or(t, PLACEHOLDER)),
-    torch.Tensor.__int__: lambda t: int(_value_or(t, PLACEHOLDER)),
-    torch.Tensor.__index__: lambda t: int(_value_or(t, PLACEHOLDER)),
-}
 # what looks at a tensor: it takes no device, and gives none; three of four calls
 _LOOKS = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in (
@@ -91,11 +84,11 @@ def _number(tensor: torch.Tensor) -> float | int | bool:
     return _value_or(tensor, _UNKNOWN if tensor.is_floating_point() else _COUNT)
 
 
-def _filled(shape: Sequence[int], value: Any) -> Any:
-    """``tolist()`` of a tensor of ``shape`` full of ``value``."""
-    if not shape:
-        return value
-    return [_filled(shape[1:], value) for _ in range(shape[0])]
+def _list(tensor: torch.Tensor) -> Any:
+    value = known_values.value_of(tensor)
+    if value is not None:
+        return value.tolist()
+    return np.full(tensor.shape, _number(tensor), dtype=object).tolist()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,9 +164,8 @@ class Remap(TorchFunctionMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs)
-        if self.meta and func in _NUMBERS and args[0].is_meta:
-            return _NUMBERS[func](args[0])
-        return func(*args, **kwargs)
+        of_shapes = args[0].is_meta and _OF_SHAPES.get(func)
+        return of_shapes(*args) if of_shapes else func(*args, **kwargs)
 
     def _cuda(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self._moved(args[0], _TO(args[0], self.target))
@@ -230,28 +222,10 @@ class Remap(TorchFunctionMode):
     def _unpinned(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
 
-    def _false(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if args[0].is_meta:
-            return bool(_value_or(args[0], False))
-        return func(*args, **kwargs)
-
     def _equal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Shapes are equal where their sizes are: hashes of parameters that replicas compare."""
         if args[0].is_meta or args[1].is_meta:
             return args[0].shape == args[1].shape
-        return func(*args, **kwargs)
-
-    def _list(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if args[0].is_meta:
-            value = known_values.value_of(args[0])
-            if value is not None:
-                return value.tolist()
-            return _filled(args[0].shape, _number(args[0]))
-        return func(*args, **kwargs)
-
-    def _host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if args[0].is_meta:
-            return _on_host(args[0])
         return func(*args, **kwargs)
 
     def _tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -296,11 +270,19 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _TYPE: Remap._type,
     torch.device: Remap._device,
     _PIN: Remap._unpinned,
-    _TRUTH: Remap._false,
-    _TOLIST: Remap._list,
     **dict.fromkeys(_EQUALS, Remap._equal),
-    torch.Tensor.cpu: Remap._host,
     torch.tensor: Remap._tensor,
     torch.Tensor.copy_: Remap._copy_,
 }
-_ANSWERED = _SPECIAL.keys() | _NUMBERS.keys() | _READS.keys()
+# what reads values answers this of shapes
+_OF_SHAPES: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.item: _number,
+    torch.Tensor.__float__: lambda t: float(_value_or(t, PLACEHOLDER)),
+    **dict.fromkeys(
+        (torch.Tensor.__int__, torch.Tensor.__index__), lambda t: int(_value_or(t, PLACEHOLDER))
+    ),
+    torch.Tensor.__bool__: lambda t: bool(_value_or(t, False)),
+    torch.Tensor.tolist: _list,
+    torch.Tensor.cpu: _on_host,
+}
+_ANSWERED = _SPECIAL.keys() | _OF_SHAPES.keys() | _READS.keys()

@@ -14,17 +14,17 @@ import importlib.util
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices.kernels import add_packages, fused
+from megatron_prism.runtime.devices.kernels import add_packages, differentiable, fused
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
+    from megatron_prism.runtime.devices.signatures import Grads
 
 _Array = TypeVar("_Array", torch.Tensor, np.ndarray)
 
@@ -109,40 +109,39 @@ class _Scan:
               grads, kept, of_step, of_b, of_c, after, before, of_products)  # fmt: skip
 
 
-class _SplitConvScan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: AutogradContext,
-        zxbcdt: torch.Tensor,
-        conv: tuple[torch.Tensor, torch.Tensor | None],
-        rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        sizes: tuple[int, int, int, torch.dtype | None],
-        *leaves: torch.Tensor | None,
-    ) -> torch.Tensor:
-        weight, (d, chunk) = conv[0], (rest[2], sizes[0])
-        heads, size = (d.shape[0], sizes[1]) if d.dim() == 1 else d.shape
-        batch, length, _ = zxbcdt.shape
-        groups, inner = sizes[2], heads * size
-        states = (weight.shape[0] - inner) // groups // 2
-        mixed = zxbcdt.new_empty(batch, length, weight.shape[0])
-        fused("causal_conv1d", 0, mixed, mixed)
-        x = mixed[..., :inner].view(batch, length, heads, size)
-        b = mixed[..., inner : inner + groups * states].view(batch, length, groups, states)
-        scan = _Scan(x, b, chunk)
-        out, before, _ = scan.forward(sizes[3] or zxbcdt.dtype, x)
-        scan.x = scan.x.new_empty(0)  # the mixed tokens are made again
-        ctx.save_for_backward(zxbcdt, before, *leaves)
-        ctx.scan, ctx.keep = scan, sizes[3] or zxbcdt.dtype
-        return out.view(batch, length, inner)
+@differentiable
+def _split_conv_scan(
+    sizes: tuple[int, int, int, torch.dtype | None],
+    zxbcdt: torch.Tensor,
+    *leaves: torch.Tensor | None,
+) -> Any:
+    """leaves : weight and bias of the convolution, bias of the steps, A, D"""
+    (chunk, size, groups, dtype), (weight, *_, d) = sizes, leaves
+    assert weight is not None
+    assert d is not None
+    channels, dtype = weight.shape[0], dtype or zxbcdt.dtype
+    heads, size = (d.shape[0], size) if d.dim() == 1 else d.shape
+    batch, length, _ = zxbcdt.shape
+    inner = heads * size
+    states = (channels - inner) // groups // 2
+    mixed = zxbcdt.new_empty(batch, length, channels)
+    fused("causal_conv1d", 0, mixed, mixed)
+    x = mixed[..., :inner].view(batch, length, heads, size)
+    b = mixed[..., inner : inner + groups * states].view(batch, length, groups, states)
+    scan = _Scan(x, b, chunk)
+    out, before, _ = scan.forward(dtype, x)
+    scan.x = scan.x.new_empty(0)  # the mixed tokens are made again
 
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
-        zxbcdt, _, *leaves = ctx.saved_tensors
-        mixed = zxbcdt.new_empty(*zxbcdt.shape[:2], leaves[0].shape[0])
+    def backward(
+        grad: torch.Tensor, zxbcdt: torch.Tensor, before: torch.Tensor, *leaves: torch.Tensor
+    ) -> Grads:
+        mixed = zxbcdt.new_empty(batch, length, channels)
         into, of_mixed = torch.empty_like(zxbcdt), torch.empty_like(mixed)
-        ctx.scan.backward(grad, ctx.keep)
+        scan.backward(grad, dtype)
         fused("causal_conv1d_backward", 0, mixed, of_mixed, into)
-        return into, None, None, None, *_like(*leaves)
+        return None, into, *_like(*leaves)
+
+    return out.view(batch, length, inner), (zxbcdt, before, *leaves), backward
 
 
 def mamba_split_conv1d_scan_combined(
@@ -150,115 +149,89 @@ def mamba_split_conv1d_scan_combined(
     conv1d_weight: torch.Tensor,
     conv1d_bias: torch.Tensor | None,
     dt_bias: torch.Tensor,
-    A: torch.Tensor,  # noqa: N803 - mamba's names
-    D: torch.Tensor,  # noqa: N803
+    A: torch.Tensor,
+    D: torch.Tensor,
     chunk_size: int,
-    initial_states: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    dt_limit: object = None,
-    return_final_states: bool = False,
-    activation: str = "silu",
-    rmsnorm_weight: torch.Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: torch.Tensor | None = None,
-    outproj_bias: torch.Tensor | None = None,
+    *,
     headdim: int | None = None,
     ngroups: int = 1,
-    norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
+    **options: object,
 ) -> torch.Tensor:
     """Convolution, scan and gate of ``zxbcdt`` [batch, length, …]: [batch, length, heads * size].
 
     Saved: the input, the scan's output before the gate, and the parameters.
     """
     _only_shapes("mamba_split_conv1d_scan_combined", zxbcdt)
-    if rmsnorm_weight is not None or outproj_weight is not None or return_final_states:
+    more = options.get("rmsnorm_weight"), options.get("outproj_weight")
+    if any(one is not None for one in more) or options.get("return_final_states"):
         what = "mamba_split_conv1d_scan_combined with its own norm or projection has no stand-in"
         raise UnsupportedError(what, fix="use Megatron's layers, or --prism-tier cuda")
-    leaves = (conv1d_weight, conv1d_bias, dt_bias, A, D)
     sizes = (chunk_size, headdim or 0, ngroups, state_dtype)
-    return _SplitConvScan.apply(
-        zxbcdt, (conv1d_weight, conv1d_bias), (dt_bias, A, D), sizes, *leaves
-    )
+    return _split_conv_scan(sizes, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
 
 
-class _ChunkScan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: AutogradContext,
-        sizes: tuple[int, torch.dtype | None],
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        *leaves: torch.Tensor | None,
-    ) -> torch.Tensor:
-        scan = _Scan(x, b, sizes[0])
-        out, before, decay = scan.forward(sizes[1] or c.dtype, leaves[1])
-        ctx.save_for_backward(before, decay, x, dt, a, b, c, *leaves)
-        ctx.chunk, ctx.keep = sizes[0], sizes[1] or x.dtype
-        return out
+@differentiable
+def _chunk_scan(
+    chunk: int,
+    dtype: torch.dtype | None,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    *leaves: torch.Tensor | None,
+) -> Any:
+    out, before, decay = _Scan(x, b, chunk).forward(dtype or c.dtype, leaves[1])
+    keep = dtype or x.dtype
 
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
-        _, _, x, dt, a, b, c, *leaves = ctx.saved_tensors
-        grads = _like(x, dt, a, b, c, *leaves)
-        _Scan(x, b, ctx.chunk).backward(grad, ctx.keep)
-        return None, *grads
+    def backward(grad: torch.Tensor, *saved: torch.Tensor) -> Grads:
+        inputs = saved[2:]
+        grads = _like(*inputs)
+        _Scan(inputs[0], inputs[3], chunk).backward(grad, keep)
+        return None, None, *grads
+
+    return out, (before, decay, x, dt, a, b, c, *leaves), backward
 
 
 def mamba_chunk_scan_combined(
     x: torch.Tensor,
     dt: torch.Tensor,
-    A: torch.Tensor,  # noqa: N803
-    B: torch.Tensor,  # noqa: N803
-    C: torch.Tensor,  # noqa: N803
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
     chunk_size: int,
-    D: torch.Tensor | None = None,  # noqa: N803
+    *,
+    D: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: object = None,
-    return_final_states: bool = False,
-    return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
+    **options: object,
 ) -> torch.Tensor:
     """The scan of ``x`` [batch, length, heads, size] alone; B, C [batch, length, groups, states].
 
     Saved: all of these, the output before the gate ``z``, and the cumulated decay in fp32.
     """
     _only_shapes("mamba_chunk_scan_combined", x)
-    if return_final_states or return_varlen_states:
+    if options.get("return_final_states") or options.get("return_varlen_states"):
         raise UnsupportedError("final states of a Mamba scan have no stand-in without a GPU",
                                fix="--prism-tier cuda")  # fmt: skip
-    return _ChunkScan.apply((chunk_size, state_dtype), x, dt, A, B, C, D, z, dt_bias)
+    return _chunk_scan(chunk_size, state_dtype, x, dt, A, B, C, D, z, dt_bias)
 
 
-class _GatedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: AutogradContext,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        z: torch.Tensor | None,
-        groups: int,
-    ) -> torch.Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows = x.new_empty(groups * (x.numel() // x.shape[-1]), dtype=torch.float32)
-        ctx.save_for_backward(x, weight, z, rows)
-        fused("gated_rms_norm", 0, x, weight, z, out)
-        return out
+@differentiable
+def _gated_norm(x: torch.Tensor, weight: torch.Tensor, z: torch.Tensor | None, groups: int) -> Any:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.new_empty(groups * (x.numel() // x.shape[-1]), dtype=torch.float32)
+    fused("gated_rms_norm", 0, x, weight, z, out)
+    return out, (x, weight, z, rows), _gated_norm_backward
 
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
-        x, weight, z, _ = ctx.saved_tensors
-        grads = _like(x, weight, z)
-        fused("gated_rms_norm_backward", 0, grad, x, z, *grads)
-        return *grads, None
+
+def _gated_norm_backward(grad: torch.Tensor, *saved: torch.Tensor) -> Grads:
+    x, _, z, _ = saved
+    grads = _like(*saved[:3])
+    fused("gated_rms_norm_backward", 0, grad, x, z, *grads)
+    return *grads, None
 
 
 class RMSNorm(torch.nn.Module):
@@ -274,50 +247,38 @@ class RMSNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.group_size = group_size
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         _only_shapes("mamba_ssm's gated norm", x)
-        return _GatedNorm.apply(x, self.weight, z, x.shape[-1] // (self.group_size or x.shape[-1]))
+        return _gated_norm(x, self.weight, z, x.shape[-1] // (self.group_size or x.shape[-1]))
 
 
 # -- causal-conv1d, and fla's ----------------------------------------------------------------------
 
 
-class _Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        ctx.save_for_backward(x, weight, bias)
-        fused("causal_conv1d", 0, x, weight, out)
-        return out
+@differentiable
+def _conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    fused("causal_conv1d", 0, x, weight, out)
+    return out, (x, weight, bias), _conv_backward
 
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
-        x, *leaves = ctx.saved_tensors
-        wide = [t.new_empty(t.shape, dtype=torch.float32) for t in leaves if t is not None]
-        grads = _like(x, *leaves)
-        fused("causal_conv1d_backward", 0, grad, x, *wide, grads[0])
-        return grads
+
+def _conv_backward(grad: torch.Tensor, x: torch.Tensor, *leaves: torch.Tensor | None) -> Grads:
+    wide = [t.new_empty(t.shape, dtype=torch.float32) for t in leaves if t is not None]
+    grads = _like(x, *leaves)
+    fused("causal_conv1d_backward", 0, grad, x, *wide, grads[0])
+    return grads
 
 
 def causal_conv1d_fn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: torch.Tensor | None = None,
-    activation: str | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: object
 ) -> torch.Tensor:
     """A depthwise convolution of ``x`` [batch, channels, length]; saved: ``x`` and the weights."""
     _only_shapes("causal_conv1d_fn", x)
-    return _Conv.apply(x, weight, bias)
+    return _conv(x, weight, bias)
 
 
 def causal_conv1d(
@@ -325,66 +286,61 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, None]:
     """fla's of ``x`` [batch, length, channels], and no final state."""
     _only_shapes("fla's causal_conv1d", x)
-    return _Conv.apply(x, weight, bias), None
+    return _conv(x, weight, bias), None
 
 
-class _L2Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: AutogradContext, x: torch.Tensor) -> torch.Tensor:
-        out, rows = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(out, rows)
-        fused("l2norm", 0, x, out)
-        return out
+@differentiable
+def _l2norm(x: torch.Tensor) -> Any:
+    out, rows = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    fused("l2norm", 0, x, out)
+    return out, (out, rows), _l2norm_backward
 
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> torch.Tensor:
-        out, _ = ctx.saved_tensors
-        into = torch.empty_like(out)
-        fused("l2norm_backward", 0, grad, out, into)
-        return into
+
+def _l2norm_backward(grad: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> Grads:
+    into = torch.empty_like(out)
+    fused("l2norm_backward", 0, grad, out, into)
+    return (into,)
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: object = None) -> torch.Tensor:
     """Rows of length 1; saved: the result, and one number a row."""
     _only_shapes("fla's l2norm", x)
-    return _L2Norm.apply(x)
+    return _l2norm(x)
 
 
-class _DeltaRule(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: AutogradContext,
+@differentiable
+def _delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> Any:
+    decay, of_gate = g.new_empty(g.shape, dtype=torch.float32), g.dtype
+    inside = k.new_empty(*k.shape[:-1], _DELTA_CHUNK)
+    w, u = torch.empty_like(k), torch.empty_like(v)
+    states, new = _delta_states(k, v), torch.empty_like(v)
+    out = torch.empty_like(v)
+    flops = _delta_flops(k, v)
+    fused("gated_delta_rule", flops, q, k, v, decay, inside, w, u, states, new, out)
+
+    def backward(
+        grad: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        g: torch.Tensor,
+        decay: torch.Tensor,
         beta: torch.Tensor,
-    ) -> torch.Tensor:
-        decay = g.new_empty(g.shape, dtype=torch.float32)
-        inside = k.new_empty(*k.shape[:-1], _DELTA_CHUNK)
-        w, u = torch.empty_like(k), torch.empty_like(v)
-        states, new = _delta_states(k, v), torch.empty_like(v)
-        out = torch.empty_like(v)
-        flops = _delta_flops(k, v)
-        fused("gated_delta_rule", flops, q, k, v, decay, inside, w, u, states, new, out)
-        ctx.save_for_backward(q, k, v, decay, beta, inside)
-        ctx.g = g.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
-        q, k, v, decay, beta, _ = ctx.saved_tensors
-        w, u, states, new = torch.empty_like(k), torch.empty_like(v), None, torch.empty_like(v)
+        inside: torch.Tensor,
+    ) -> Grads:
+        w, u, new = _like(k, v, v)
         states, of_states = _delta_states(k, v), _delta_states(k, v)
         of_new = torch.empty_like(v)
         of_q, of_k, of_w, of_decay = _like(q, k, k, decay)
         again, of_v, of_beta, more = _like(k, v, beta, decay)
-        flops = 5 * _delta_flops(k, v) // 2
-        fused("gated_delta_rule_backward", flops, grad, q, k, v, w, u, states, of_states, new,
-              of_new, of_q, of_k, of_w, again, of_v)  # fmt: skip
+        fused("gated_delta_rule_backward", 5 * flops // 2, grad, q, k, v, w, u, states, of_states,
+              new, of_new, of_q, of_k, of_w, again, of_v)  # fmt: skip
         del of_w, again, more
         assert of_decay is not None
-        return of_q, of_k, of_v, of_decay.to(ctx.g), of_beta
+        return of_q, of_k, of_v, of_decay.to(of_gate), of_beta
+
+    return out, (q, k, v, decay, beta, inside), backward
 
 
 def _delta_states(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -404,7 +360,6 @@ def chunk_gated_delta_rule(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    output_final_state: bool = False,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
     """Linear attention with a gated delta rule: q, k [batch, length, heads, size], v […, width].
@@ -412,7 +367,7 @@ def chunk_gated_delta_rule(
     Saved: all inputs, the cumulated gate in fp32, and a matrix of a chunk's size a head and token.
     """
     _only_shapes("fla's chunk_gated_delta_rule", q)
-    return _DeltaRule.apply(q, k, v, g, beta), None
+    return _delta_rule(q, k, v, g, beta), None
 
 
 # -- einops, where it is missing -------------------------------------------------------------------

@@ -33,7 +33,7 @@ _COSTS = {
 
 # kernel -> what it writes on tier cpu; its arguments come by name, as they have other places in
 # other releases
-COMPUTED: dict[str, kernels.Computed] = {**kernels.COMPUTED}
+COMPUTED = kernels.COMPUTED
 
 
 def _launch(function: Any, args: tuple[object, ...], options: dict[str, object]) -> None:
@@ -62,7 +62,7 @@ class _Kernel:
         return lambda *args, **options: _launch(self, args, options)
 
 
-class _Absent(types.ModuleType):
+class Absent(types.ModuleType):
     """A module of a missing library: any attribute is a decorator that leaves functions alone."""
 
     def __getattr__(self, name: str) -> object:
@@ -92,7 +92,7 @@ def _stub(changes: ProcessChanges) -> None:
     """Megatron and Transformer Engine import triton at module level
     (batch_invariant_kernels.py:15 @0.16.1; pytorch/triton/permutation.py:10 @v2.20)."""
     names = [f"triton{suffix}" for suffix in _MODULES]
-    kernels.add_packages(changes, dict.fromkeys(names, {}), _Absent)
+    kernels.add_packages(changes, dict.fromkeys(names, {}), Absent)
     vars(sys.modules["triton"]).update(
         __version__="0.0.0", jit=_jit, cdiv=lambda x, y: -(-x // y),
         next_power_of_2=_next_power_of_2)  # fmt: skip

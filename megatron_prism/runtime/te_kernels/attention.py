@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices.kernels import add_packages, fused
+from megatron_prism.runtime.devices.kernels import add_packages, differentiable, fused
 from megatron_prism.runtime.te_kernels.quantization import PROCESSORS, create, kind_of, parts
 from megatron_prism.runtime.te_kernels.table import (
     Kernel,
@@ -31,7 +31,7 @@ from megatron_prism.runtime.te_kernels.table import (
 )
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
+    from megatron_prism.runtime.devices.signatures import Grads
 
 Pair = tuple[Tensor | None, Tensor | None]  # what goes in, and where its gradient goes
 
@@ -462,33 +462,29 @@ def _flash_backward(
     return number
 
 
-class _Attention(torch.autograd.Function):
+@differentiable
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Values], options: dict[str, Values]
+) -> Any:
     """FlashAttnFunc, FlashAttnVarlenFunc (flash_attn/flash_attn_interface.py @2.8)."""
+    call = _flash((q, k, v), rest, options)
+    out, statistics, _, state = _flash_forward(call)
+    kept = (q, k, v, out, statistics, *call.lengths, state)
+    call = replace(call, tensors=(), lengths=())
 
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Values],
-        options: dict[str, Values],
-    ) -> Tensor:  # fmt: skip
-        call = _flash((q, k, v), rest, options)
-        out, statistics, _, state = _flash_forward(call)
-        ctx.save_for_backward(q, k, v, out, statistics, *call.lengths, state)
-        ctx.call = call
-        return out
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: Tensor) -> Grads:
-        q, k, v, out, statistics, *lengths, state = ctx.saved_tensors
+    def backward(grad: Tensor, *saved: Tensor) -> Grads:
+        q, k, v, out, statistics, *lengths, state = saved
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         tensors = (q, k, v, out, grad.contiguous())
-        call = replace(ctx.call, lengths=lengths, tensors=tensors)
-        _flash_backward(call, grads, statistics, state)
+        _flash_backward(replace(call, lengths=lengths, tensors=tensors), grads, statistics, state)
         return (*grads, None, None)
+
+    return out, kept, backward
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, *rest: Values, **options: Values) -> Tensor:
     """flash_attn_func, and flash_attn_varlen_func with its lengths."""
-    return _Attention.apply(q, k, v, rest, options)
+    return _attend(q, k, v, rest, options)
 
 
 def _raw_forward(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: Values

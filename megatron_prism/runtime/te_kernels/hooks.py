@@ -19,6 +19,7 @@ import torch
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices.kernels import add_packages
 from megatron_prism.runtime.devices.moe_dispatch import counts
+from megatron_prism.runtime.devices.triton import Absent
 from megatron_prism.runtime.te_kernels import attention
 from megatron_prism.runtime.te_kernels.table import Kernel
 
@@ -28,18 +29,10 @@ if TYPE_CHECKING:
 _TE = "transformer_engine.pytorch"
 
 
-class _Anything(types.ModuleType):
-    """A package whose names nobody calls here."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
 def _no_onnx(changes: ProcessChanges) -> None:
     """Export to ONNX is imported with the rest (pytorch/export.py @v2.9), and nobody exports."""
     names = ("onnx", "onnxscript", f"{_TE}.onnx_extensions")
-    add_packages(changes, {name: {} for name in names if name not in sys.modules}, _Anything)
+    add_packages(changes, {name: {} for name in names if name not in sys.modules}, Absent)
 
 
 def _one_device(changes: ProcessChanges) -> None:

@@ -81,11 +81,12 @@ def _gamma(weight: Tensor, centered: bool) -> Tensor:
     return weight.float() + float(centered)
 
 
-def _norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Values, quantizer: Quantizer,
-    dtype: object, centered: bool,
+@kernel("rmsnorm_fwd")
+def norm(
+    x: Tensor, weight: Tensor, eps: float, out: Values, quantizer: Quantizer, dtype: object,
+    margin: int = 0, centered: bool = False, bias: Tensor | None = None,
 ) -> tuple[Values, Tensor | None, Tensor]:  # fmt: skip
-    """LayerNorm with a bias, RMSNorm without: what comes out, mean, inverse deviation."""
+    """normalization.cpp:305 @v2.18: what comes out, mean (with a bias), inverse deviation"""
     rows = rows_of(x.shape)
     mean = None if bias is None else fill(new(rows, torch.float32), lambda: wide(x).mean(-1))
 
@@ -104,27 +105,17 @@ def _norm(
 
 
 @kernel()
-def layernorm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Values, quantizer: Quantizer,
-    dtype: object, margin: int = 0, centered: bool = False,
-) -> tuple[Values, ...]:  # fmt: skip
+def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> tuple[Values, ...]:
     """normalization.cpp:61 @v2.18"""
-    return _norm(x, weight, bias, eps, out, quantizer, dtype, centered)
+    return norm(x, weight, *rest, bias=bias)
 
 
-@kernel()
-def rmsnorm_fwd(
-    x: Tensor, weight: Tensor, eps: float, out: Values, quantizer: Quantizer, dtype: object,
-    margin: int = 0, centered: bool = False,
-) -> tuple[Values, ...]:  # fmt: skip
-    """normalization.cpp:305 @v2.18"""
-    return _norm(x, weight, None, eps, out, quantizer, dtype, centered)
-
-
-def _norm_gradients(
-    grad: Tensor, x: Tensor, mean: Tensor | None, deviation: Tensor, gamma: Tensor, centered: bool
-) -> tuple[Tensor, ...]:
-    """Of the input, of gamma, and with a mean of beta."""
+@kernel("rmsnorm_bwd")
+def norm_gradients(
+    grad: Tensor, x: Tensor, deviation: Tensor, gamma: Tensor, margin: int = 0,
+    centered: bool = False, mean: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """normalization.cpp:216 @v2.18: of the input, of gamma, and with a mean of beta"""
     grad, x = grad.contiguous(), x.contiguous()
     out = [torch.empty_like(t) for t in (x, gamma, *(() if mean is None else (gamma,)))]
     _sum_in_blocks(mean is None, x)
@@ -142,30 +133,19 @@ def _norm_gradients(
 
 @kernel()
 def layernorm_bwd(
-    grad: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor,
-    margin: int = 0, centered: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     """normalization.cpp:13 @v2.18"""
-    return _norm_gradients(grad, x, mean, deviation, weight, centered)
-
-
-@kernel()
-def rmsnorm_bwd(
-    grad: Tensor, x: Tensor, deviation: Tensor, weight: Tensor, margin: int = 0,
-    centered: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """normalization.cpp:216 @v2.18"""
-    return _norm_gradients(grad, x, None, deviation, weight, centered)
+    return norm_gradients(grad, x, deviation, weight, *rest, mean=mean)
 
 
 @kernel()
 def rmsnorm_bwd_add(
-    grad: Tensor, x: Tensor, add: Tensor, deviation: Tensor, weight: Tensor, margin: int = 0,
-    centered: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad: Tensor, x: Tensor, add: Tensor, deviation: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     """normalization.cpp:259 @v2.18"""
     add = add.contiguous()
-    dx, dgamma = _norm_gradients(grad, x, None, deviation, weight, centered)
+    dx, dgamma = norm_gradients(grad, x, deviation, weight, *rest)
     return fill(dx, lambda: dx + add), dgamma
 
 
