@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,16 +76,16 @@ def _count(op: Op) -> int:
 
 def differences(mine: Op, theirs: Op) -> list[str]:
     """In which words two calls that should be one differ: ``shape: 64 here, 32 there``."""
+    pairs = [
+        ("dtype", mine.dtype, theirs.dtype),
+        ("shape", _count(mine), _count(theirs)),
+        ("reduce op", mine.reduce, theirs.reduce),
+        ("root", mine.root, theirs.root),
+    ]
     if mine.name in ("send", "recv"):
-        pairs = [("dtype", mine.dtype, theirs.dtype), ("shape", _count(mine), _count(theirs))]
+        pairs = pairs[:2]
     else:
-        pairs = [
-            ("operation", mine.name, theirs.name),
-            ("dtype", mine.dtype, theirs.dtype),
-            ("shape", _count(mine), _count(theirs)),
-            ("reduce op", mine.reduce, theirs.reduce),
-            ("root", mine.root, theirs.root),
-        ]
+        pairs.insert(0, ("operation", mine.name, theirs.name))
     return [f"{what}: {a} here, {b} there" for what, a, b in pairs if a != b]
 
 
@@ -186,39 +187,28 @@ class CallCheck:
         number, self.made = self.made, self.made + 1
         mine = self.order[number] if number < len(self.order) else None
         if mine is None:
-            self.fail("divergence", call, number, None, ["its program is over"], None, None)
-        elif (mine.group, mine.name) != (call.group, call.name) or differences(call, mine):
-            what = (
-                f"its program calls {mine.name} of {mine.group} at {mine.site or 'no known line'}"
-            )
-            self.fail("divergence", call, number, None, [what], None, mine)
+            what = "its program is over"
+        elif (mine.group, mine.name) == (call.group, call.name) and not differences(call, mine):
+            return
+        else:
+            where = mine.site or "no known line"
+            what = f"its program calls {mine.name} of {mine.group} at {where}"
+        self.fail("divergence", call, number, None, [what], None, mine)
 
     def _message(self, call: Op, number: int) -> None:
         peer, fifo = self.peers.messages(call.group, call.peer, call.name)
-        back = "recv" if call.name == "send" else "send"
         if number >= len(fifo):
-            self.fail(
-                "unmatched " + call.name,
-                call,
-                number,
-                None,
-                [f"rank {peer} posts {len(fifo)} {back}, this is number {number}"],
-                peer,
-            )
+            back = "recv" if call.name == "send" else "send"
+            what = f"rank {peer} posts {len(fifo)} {back}, this is number {number}"
+            self.fail("unmatched " + call.name, call, number, None, [what], peer)
         elif found := differences(call, fifo[number]):
             self.fail(_kind(found), call, number, fifo[number], found, peer)
 
     def _collective(self, call: Op, number: int, position: int) -> None:
         for rank, alike, fifo in self.peers.collectives(call.group):
             if number >= len(fifo):
-                self.fail(
-                    "missing",
-                    call,
-                    number,
-                    None,
-                    [f"rank {rank} ({alike} alike) makes {len(fifo)} calls there"],
-                    rank,
-                )
+                what = f"rank {rank} ({alike} alike) makes {len(fifo)} calls there"
+                self.fail("missing", call, number, None, [what], rank)
                 continue
             theirs = fifo[number]
             found = differences(call, theirs)
@@ -256,11 +246,8 @@ class LocalCallCheck:
         """``call`` is about to be made in the group ``key``; locals_: global rank -> group rank."""
         number = self.counts[key]
         self.counts[key] += 1
-        said = {"op": call.name, "dtype": call.dtype, "in": call.num_in, "out": call.num_out,
-                "reduce": call.reduce, "root": call.root, "site": site,
-                "splits": call.splits}  # fmt: skip
         base = f"call_check/{key}/{number}/"
-        self.store.set(base + str(self.rank), json.dumps(said))
+        self.store.set(base + str(self.rank), json.dumps({**asdict(call), "site": site}))
         self.store.set(f"call_check/at/{self.rank}", f"{call.name} #{number + 1} of {call.group}")
         deadline = time.monotonic() + self.patience_s
         for other in locals_:
@@ -275,23 +262,18 @@ class LocalCallCheck:
         try:
             self.store.wait([base + str(other)], timedelta(seconds=left))
         except Exception as error:  # c10d raises DistStoreError or RuntimeError by release
-            where = self.store.get(f"call_check/at/{other}").decode() if _has(
-                self.store, f"call_check/at/{other}") else "nowhere yet"  # fmt: skip
+            at = f"call_check/at/{other}"
+            where = self.store.get(at).decode() if self.store.check([at]) else "nowhere yet"
             why = f"rank {other} has not come within {self.patience_s:.0f} s; it is in {where}"
             self.fail("missing", call, number, None, [f"{why} ({type(error).__name__})"], other)
             return
-        theirs = json.loads(self.store.get(base + str(other)))
-        splits = theirs["splits"] and (tuple(theirs["splits"][0]), tuple(theirs["splits"][1]))
-        there = Op(theirs["op"], call.group, theirs["dtype"], theirs["in"], theirs["out"],
-                   theirs["reduce"], root=theirs["root"], site=theirs["site"],
-                   splits=splits)  # fmt: skip
+        there = Op(**json.loads(self.store.get(base + str(other))))
         found = differences(call, there)
-        if not found and splits and call.splits and call.name != "all_to_all":
+        if not found and there.splits and call.splits and call.name != "all_to_all":
             found = _splits(call, there, *places) or _splits(there, call, *places[::-1])
         if found:
-            self.fail(
-                _kind(found), call, number, there, [*found, *self._stacks(base, other)], other
-            )
+            found += self._stacks(base, other)
+            self.fail(_kind(found), call, number, there, found, other)
 
     def _stacks(self, base: str, other: int) -> list[str]:
         """Where both stand: both find the difference, so both write it down."""
@@ -301,13 +283,7 @@ class LocalCallCheck:
             key = f"{base}stack/{rank}"
             with contextlib.suppress(Exception):  # of the other; DistStoreError by release
                 self.store.wait([key], timedelta(seconds=min(5.0, self.patience_s)))
-            if _has(self.store, key):
-                found += [
-                    f"rank {rank} stands at",
-                    *(f"  {f}" for f in json.loads(self.store.get(key))),
-                ]
+            if self.store.check([key]):
+                stack = json.loads(self.store.get(key))
+                found += [f"rank {rank} stands at", *(f"  {frame}" for frame in stack)]
         return found
-
-
-def _has(store: dist.Store, key: str) -> bool:
-    return bool(store.check([key]))

@@ -14,23 +14,6 @@ Gradients among them carry the job's loss scale.  What comes round a ring has a 
 ``Exchange``.  Noise comes from generators of our own: the job's random streams never move.
 
 ``PartialSums`` are contributions where mirrors of the local member would be wrong.
-
-``PartialLookup``: a sum to which exactly one member gives each part.  Of a table whose rows are
-dealt out over a group (Megatron's VocabParallelEmbedding) every member looks up its own rows and
-leaves zeros for the others; the sum over the group is the whole lookup.  Mirrored zeros stay zeros,
-and whole sequences of zeros are no activations: a norm's backward multiplies by 1 / sqrt(eps)
-there, layer after layer, and matrix products run faster on zeros than on data.  So what a virtual
-member looks up is a row of the local table, as its own looks alike.
-
-``LocalVocabularySum``: sums over a vocabulary that is dealt out (Megatron's vocabulary-parallel
-loss).  Mirrored, no target could be likelier than 1 / n, so the loss would never fall, and its
-gradients would grow.  The vocabulary of such a run is what the local members hold: virtual ones add
-nothing.
-
-``BalancedExpertCounts``: counts of what goes to every expert.  Mirrored, a rank that likes its own
-experts would be liked by everybody, and get more tokens than there are.  So virtual members send
-what they are sent: a rank alone gets as many tokens as it routes, and the experts of all ranks are
-as the local ones.  Of several local ranks, each of whom some virtual ones mirror, this holds about.
 """
 
 from __future__ import annotations
@@ -283,10 +266,8 @@ _NOTHING = -1e4  # far below logits, and half precision has it, too
 def holds_sequences(desc: str) -> bool:
     """Whether members hold stretches of one sequence (Megatron's sequence parallelism).
 
-    Stretches gathered from mirrors are n copies of the local one.  A reduce-scatter that took n
-    times the local chunk would not be the transpose of that: through causal attention the first
-    chunk collects gradients from all copies, so the first rank's would grow with every layer.  Its
-    transpose is the sum of all chunks, and gradients are then those of the mirrored network.
+    The transpose of n gathered copies of the local stretch is the sum of all chunks: with n times
+    the local chunk the first rank's gradients would grow with every layer of causal attention.
     """
     return desc == "TENSOR_MODEL_PARALLEL_GROUP"
 
@@ -315,12 +296,13 @@ class PartialSums:
 
 
 class LocalVocabularySum(PartialSums):
-    """Members that are not there add nothing to sums.
+    """Members that are not there add nothing to sums over a vocabulary that is dealt out: mirrored,
+    no target could be likelier than 1 / n, and gradients would grow.
 
     What is gathered from them is so small that it is no maximum and its exponential is 0:
     Transformer Engine's loss gathers (maximum, sum of exponentials, logit of the target) of every
-    token, and takes the largest of the logits (pytorch/triton/cross_entropy.py @v2.9).  Zeros would
-    be larger than a negative logit; infinities times 0 would be NaN.
+    token (pytorch/triton/cross_entropy.py @v2.9).  Zeros would be larger than a negative logit;
+    infinities times 0 would be NaN.
     """
 
     once = True
@@ -334,6 +316,10 @@ class LocalVocabularySum(PartialSums):
 
 class BalancedExpertCounts(PartialSums):
     """The last dimension of what is gathered counts experts, in blocks, one for every rank.
+
+    Virtual members send what they are sent, so that a rank alone gets as many tokens as it routes:
+    mirrors of a rank that likes its own experts would like them, too.  Of several local ranks, each
+    of whom some virtual ones mirror, this holds about.
 
     experts : of all ranks
     block   : of one rank
@@ -367,7 +353,9 @@ class BalancedExpertCounts(PartialSums):
 
 
 class PartialLookup(PartialSums):
-    """The lookup of ``tokens`` in a table of which every member holds ``len(table)`` rows.
+    """The lookup of ``tokens`` in a table of which every member holds ``len(table)`` rows, zeros
+    for the others: mirrored zeros stay zeros, where a norm's backward multiplies by 1 / sqrt(eps).
+    What a virtual member looks up is a row of the local table.
 
     table  : [rows, width], the local member's
     tokens : whole numbers in the order of the sum's rows; token t is row ``t % rows`` of member

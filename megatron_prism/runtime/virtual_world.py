@@ -53,7 +53,9 @@ class TrafficCounter:
     """Counts of calls and bytes by (group description, group size, collective)."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, int, str], list[int]] = {}
+        self._calls: Counter[tuple[str, int, str]] = Counter()
+        self._bytes: Counter[tuple[str, int, str]] = Counter()
+        self._ends: dict[tuple[str, int, str], tuple[int, int]] = {}  # smallest and largest call
         self._ways: dict[Way, None] = {}
         self.batched = False  # several messages are being issued together
 
@@ -62,27 +64,22 @@ class TrafficCounter:
         says how many places further in the group the other end is."""
         if distance:
             self._ways[group, group_size, op, distance, self.batched] = None
-        entry = self._counts.get((group, group_size, op))
-        if entry is None:
-            self._counts[group, group_size, op] = [1, num_bytes, num_bytes, num_bytes]
-            return
-        entry[0] += 1
-        entry[1] += num_bytes
-        if num_bytes > entry[3]:
-            entry[3] = num_bytes
-        elif num_bytes < entry[2]:
-            entry[2] = num_bytes
+        key = group, group_size, op
+        self._calls[key] += 1
+        self._bytes[key] += num_bytes
+        least, most = self._ends.get(key, (num_bytes, num_bytes))
+        self._ends[key] = min(least, num_bytes), max(most, num_bytes)
 
     def collectives(self) -> Counter[str]:
         """Description -> collectives that were counted so far."""
         found: Counter[str] = Counter()
-        for (group, _, op), entry in list(self._counts.items()):
-            found[group] += entry[0] if op not in ("send", "recv") else 0
+        for (group, _, op), calls in list(self._calls.items()):
+            found[group] += calls if op not in ("send", "recv") else 0
         return found
 
     def calls_to_others(self) -> int:
         """How many calls with another member were counted so far; another thread may ask."""
-        return sum(entry[0] for (_, size, _), entry in list(self._counts.items()) if size > 1)
+        return sum(calls for (_, size, _), calls in list(self._calls.items()) if size > 1)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -99,29 +96,22 @@ class TrafficCounter:
 
     def sizes(self) -> list[tuple[str, int, str, int]]:
         """(group, its size, collective, bytes) of the smallest and of the largest call of each."""
-        return [
-            (*key, size) for key, entry in self._counts.items() for size in sorted(set(entry[2:]))
-        ]
+        return [(*key, size) for key, ends in self._ends.items() for size in sorted(set(ends))]
 
     def rows(self) -> list[TrafficRow]:
         """All rows, largest traffic first, ties by name so that two runs print the same."""
-        rows = [TrafficRow(*key, entry[0], entry[1]) for key, entry in self._counts.items()]
+        rows = [TrafficRow(*key, calls, self._bytes[key]) for key, calls in self._calls.items()]
         return sorted(rows, key=lambda r: (-r.bytes, -r.calls, r.group, r.group_size, r.op))
 
     def copy(self) -> TrafficCounter:
-        """An independent snapshot."""
-        other = TrafficCounter()
-        other._counts = {key: list(value) for key, value in self._counts.items()}
-        other._ways = dict(self._ways)
-        return other
+        """Its counts so far, for ``since``."""
+        return self.since(TrafficCounter())
 
     def since(self, earlier: TrafficCounter) -> TrafficCounter:
-        """What was added after ``earlier`` was copied from this tally."""
+        """What was counted after ``earlier`` was copied from this tally."""
         delta = TrafficCounter()
-        for key, (calls, size, *ends) in self._counts.items():
-            before = earlier._counts.get(key, (0, 0))
-            if calls != before[0]:
-                delta._counts[key] = [calls - before[0], size - before[1], *ends]
+        delta._calls = self._calls - earlier._calls
+        delta._bytes = self._bytes - earlier._bytes
         return delta
 
 

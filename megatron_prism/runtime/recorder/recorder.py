@@ -441,51 +441,34 @@ def report_to(recorder: Recorder, changes: ProcessChanges) -> None:
         changes.set(cuda, "watcher", recorder)
 
 
-def _wrap(
-    changes: ProcessChanges,
-    owner: Any,
-    name: str,
-    before: Callable[..., bool],
-    after: Callable[[], None] | None = None,
-) -> None:
-    """``before`` says whether there is anything to report; then ``after`` is told of the return."""
-    original = getattr(owner, name)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        told = before(self, *args, **kwargs)
-        made = original(self, *args, **kwargs)
-        if told and after is not None:
-            after()
-        return made
-
-    call.__name__, call.__doc__ = name, original.__doc__
-    changes.set(owner, name, call)
-
-
 def _wrap_cuda(recorder: Recorder, changes: ProcessChanges) -> None:
-    """The methods of streams, events and tensors that order or wait."""
-    stream, event, tensor = torch.cuda.Stream, torch.cuda.Event, torch.Tensor
+    """The functions and methods of streams, events and tensors that order or wait."""
+    resumed, set_stream = recorder.host_resumed, torch.cuda.set_stream
 
-    records = lambda self, stream=None: recorder.event_recorded(id(self), stream)  # noqa: E731
-    _wrap(changes, event, "record", records)
-    waits = lambda self, stream=None: recorder.event_waited(id(self), stream)  # noqa: E731
-    _wrap(changes, event, "wait", waits, recorder.wait_issued)
-    resumed = recorder.host_resumed
-    _wrap(changes, event, "synchronize", lambda self: recorder.host_waited("event"), resumed)
-    _wrap(changes, stream, "synchronize", lambda self: recorder.host_waited("stream"), resumed)
-    for name in _READS:
-        _wrap(changes, tensor, name, _read(recorder, name), resumed)
-    _wrap_functions(recorder, changes)
+    def wrap(
+        owner: Any, name: str, before: Callable[..., bool], after: Callable[[], None] | None = None
+    ) -> None:
+        """``before`` says whether there is anything to report; then ``after`` is called behind."""
+        original = getattr(owner, name)
 
+        def call(*args: Any, **kwargs: Any) -> Any:
+            heard = before(*args, **kwargs)
+            made = original(*args, **kwargs)
+            if heard and after is not None:
+                after()
+            return made
 
-def _wrap_functions(recorder: Recorder, changes: ProcessChanges) -> None:
-    synchronize, set_stream = torch.cuda.synchronize, torch.cuda.set_stream
+        call.__name__, call.__doc__ = name, original.__doc__
+        changes.set(owner, name, call)
 
-    def synchronized(device: Any = None) -> None:
-        told = recorder.host_waited("device")
-        synchronize(device)
-        if told:
-            recorder.host_resumed()
+    def wrap_wait(owner: Any, name: str, note: str) -> None:
+        wrap(owner, name, lambda *args, **kwargs: recorder.host_waited(note), resumed)
+
+    def wrap_read(name: str) -> None:
+        def waits(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+            return self.is_cuda and recorder.host_waited(name.strip("_"))
+
+        wrap(torch.Tensor, name, waits, resumed)
 
     def switched(stream: Any) -> None:
         if stream is None:  # torch does nothing then
@@ -493,15 +476,15 @@ def _wrap_functions(recorder: Recorder, changes: ProcessChanges) -> None:
         # a segment that began on one stream and ended on another would be the time between streams
         recorder.cut(lambda: set_stream(stream))
 
-    changes.set(torch.cuda, "synchronize", synchronized)
+    event, tell = torch.cuda.Event, recorder.wait_issued
+    wrap(event, "record", lambda self, stream=None: recorder.event_recorded(id(self), stream))
+    wrap(event, "wait", lambda self, stream=None: recorder.event_waited(id(self), stream), tell)
+    wrap_wait(event, "synchronize", "event")
+    wrap_wait(torch.cuda.Stream, "synchronize", "stream")
+    wrap_wait(torch.cuda, "synchronize", "device")
+    for name in _READS:
+        wrap_read(name)
     changes.set(torch.cuda, "set_stream", switched)
-
-
-def _read(recorder: Recorder, name: str) -> Callable[..., bool]:
-    def before(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        return self.is_cuda and recorder.host_waited(name.strip("_"))
-
-    return before
 
 
 # -- fields of a c10d call -------------------------------------------------------------------------

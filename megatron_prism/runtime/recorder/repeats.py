@@ -122,10 +122,7 @@ class Repeats:
         inputs : what it is given;  stored: where it leaves what the job reports
         give   : hands ``inputs`` to the model, as the forward does
         """
-
-        def step() -> StepValue:
-            return self._forward(key, run, inputs, stored, give)
-
+        step = partial(self._forward, key, run, inputs, stored, give)
         return self.sections.call("forward", key[0], step, whole=True)
 
     def _forward(
@@ -158,10 +155,7 @@ class Repeats:
         self, key: Key, run: Callable[[], StepValue], inputs: StepValue, others: StepValue
     ) -> StepValue:
         """The result of ``run()``, the backward of ``key``; ``others``: outputs and gradients."""
-
-        def step() -> StepValue:
-            return self._backward(key, run, inputs, others)
-
+        step = partial(self._backward, key, run, inputs, others)
         return self.sections.call("backward", key[0], step, whole=True)
 
     def _backward(
