@@ -94,17 +94,6 @@ def multi_tensor_sgd(chunk: int, flag: object, lists: Lists, *numbers: Values) -
 
 
 @kernel()
-def multi_tensor_unscale_l2norm(
-    chunk: int, flag: object, lists: Lists, inverse: Tensor, each: bool = False
-) -> tuple[Tensor, Tensor]:
-    """multi_tensor/l2norm.cpp:55 @v2.18"""
-    norms = multi_tensor_l2norm(chunk, flag, lists, each)
-    for norm in norms:
-        fill(norm, lambda norm=norm: norm * inverse)  # type: ignore[misc]
-    return norms
-
-
-@kernel()
 def multi_tensor_l2norm(
     chunk: int, flag: object, lists: Lists, each: bool = False
 ) -> tuple[Tensor, Tensor]:

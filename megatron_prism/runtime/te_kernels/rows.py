@@ -1,4 +1,4 @@
-"""Kernels that take rows by themselves: norms, softmax, activations, dropout, rotary embeddings."""
+"""Kernels that take rows by themselves: norms, softmax, activations, rotary embeddings."""
 
 from __future__ import annotations
 
@@ -273,35 +273,6 @@ def swap_first_dims(x: Tensor, out: Tensor | None = None) -> Tensor:
     out = new([x.shape[1], x.shape[0], *x.shape[2:]], x.dtype) if out is None else out
     fused("copy_", 0, x, out)
     return fill(out, lambda: x.transpose(0, 1))
-
-
-_BITS = 1 << torch.arange(8)
-
-
-@kernel()
-def dropout_fwd(x: Values, probability: float, out: Values = None) -> list[Tensor]:
-    """dropout.cpp:22 @v2.18: a bit an element is the mask"""
-    source = parts(x)[0]
-    assert source is not None
-    out = new(source.shape, x.dtype) if out is None else out
-    mask = new(source.numel() // 8)
-    fill(mask, lambda: ((torch.rand(len(mask), 8) >= probability) * _BITS).sum(-1))
-    fused("native_dropout", 0, source, out, mask)
-    return [fill(out, lambda: _dropped(source, mask, probability)), mask]
-
-
-def _dropped(x: Tensor, mask: Tensor, probability: float) -> Tensor:
-    return x.reshape(-1, 8) * ((mask[:, None] & _BITS) > 0) / (1 - probability)
-
-
-@kernel()
-def dropout_bwd(
-    grad: Tensor, mask: Tensor, probability: float, out: Tensor | None = None
-) -> Tensor:
-    """dropout.cpp:73 @v2.18"""
-    out = torch.empty_like(grad) if out is None else out
-    fused("native_dropout_backward", 0, grad, mask, out)
-    return fill(out, lambda: _dropped(grad, mask, probability))
 
 
 # -- rotary embeddings, of queries or keys alone or of both with the values ------------------------
