@@ -39,7 +39,8 @@ JOBS = {
         moe_pad_expert_input_to_capacity=true moe_aux_loss_coeff=0.01
     """,
     "tp2 cp2 pp2, sequence parallel": """
-        tp=2 cp=2 pp=2 sequence_parallel=true transformer_impl=transformer_engine
+        tp=2 cp=2 pp=2 sequence_parallel=true
+        transformer_impl=transformer_engine cp_comm_type=all_gather
         global_batch_size=2 num_layers=2
     """,
 }

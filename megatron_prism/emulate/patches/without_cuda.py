@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.devices import kernels, local_layers
