@@ -23,8 +23,6 @@ from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.files import write_whole
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Programs
-    from megatron_prism.core.recipe import Recipe
     from megatron_prism.emulate.script_job import Job
     from megatron_prism.hang.dumps import DumpSet
     from megatron_prism.hang.fault_plan import Fault
@@ -147,21 +145,67 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     dumps = logs.together(dumps, args.logs or ())
     later = None if args.then is None else logs.read_folder(Path(args.then))
     found, dumps = judge.diagnose_dumps(dumps, later), later or dumps
-    if args.job:
-        return _of_script(args, dumps, found, settings.get("programs"))
-    if not settings:
+    if not args.job and not settings:
         return found
     with tempfile.TemporaryDirectory() as place:
-        recipe = None
-        if "recipe" in settings:
-            from megatron_prism.core import recipe as recipes
+        path = Path(settings.get("programs", Path(place, "slices")))
+        known = "programs" in settings
+        job = (_of_script(args, dumps, path, known) if args.job
+               else _of_recipe(settings, overrides, path, known))  # fmt: skip
+        return _on_programs(dumps, found, job, path, args.confirm)
 
-            recipe = recipes.load(settings["recipe"], overrides)
-        programs = _job(recipe, settings.get("programs"), Path(place))
-        if "tier" in settings:  # of the suspect's run; programs are of the recipe's own
-            recipe = recipe.changed({"prism.tier": settings["tier"]}) if recipe else None
-        path = Path(settings.get("programs", place))
-        return _on_programs(dumps, found, recipe, programs, path, args.confirm)
+
+def _of_script(args: argparse.Namespace, dumps: DumpSet, path: Path, known: bool) -> Job:
+    """The job of a script's command line; captured into ``path`` unless that is ``known``."""
+    from megatron_prism.emulate import confirm, script_job
+
+    job = confirm.script_job(args.job, args.ours, dumps)
+    if not known:
+        size = ["--prism-world-size", str(job.world.size), "--prism-tier", job.tier]
+        script_job.capture_command_line(args.job[0], [*size, *job.ours, *job.words[1:]], path,
+                                        console(stderr=True))  # fmt: skip
+    return job
+
+
+def _of_recipe(
+    settings: dict[str, str], overrides: list[str], path: Path, known: bool
+) -> Job | None:
+    """The job of the recipe that is named, on the tier of the suspect's run; captured into ``path``
+    on its own tier unless that is ``known``."""
+    from megatron_prism.core import recipe as recipes
+    from megatron_prism.emulate import recipe_job
+
+    if "recipe" not in settings:
+        return None
+    recipe = recipes.load(settings["recipe"], overrides)
+    if not known:
+        recipe_job.capture(recipe, path, console=console(stderr=True), keep=False)
+    tier = {"prism.tier": settings["tier"]} if "tier" in settings else {}
+    return recipe_job.job_of(recipe.changed(tier) if tier else recipe)
+
+
+def _on_programs(
+    dumps: DumpSet, found: Diagnosis, job: Job | None, path: Path, confirm: bool
+) -> Diagnosis:
+    """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.hang.diagnose import judged
+
+    programs = open_programs(path)
+    if confirm and job is not None and not programs.world.same_places(job.world):
+        name = job.source.get("recipe", "the script")
+        raise UsageError(f"{path} is of {programs.world}, {name} of {job.world}",
+                         fix="its sizes, too: world_size=16")  # fmt: skip
+    found, placed = judged(dumps, found, programs)
+    if not confirm or job is None:
+        return found
+    from megatron_prism.emulate import confirm as trials
+
+    trial = trials.confirm(job, programs, path, dumps, found, placed,
+                           console(stderr=True))  # fmt: skip
+    return dataclasses.replace(
+        found, tried=(*placed.lines, *trial.lines), confirmed=trial.confirmed
+    )
 
 
 def has_observation(words: list[str]) -> bool:
@@ -207,62 +251,6 @@ def _job_of_dumps(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
          "prism hang --dumps DIR -- pretrain_gpt.py …"),
     )  # fmt: skip
     return settings, overrides
-
-
-def _of_script(
-    args: argparse.Namespace, dumps: DumpSet, found: Diagnosis, captured: str | None
-) -> Diagnosis:
-    """The verdict tried on the programs and the real code of a script's job."""
-    from megatron_prism.core.slices import open_programs
-    from megatron_prism.emulate import confirm, script_job
-
-    job = confirm.script_job(args.job, args.ours, dumps)
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(captured or Path(place, "slices"))
-        if captured is None:
-            size = ["--prism-world-size", str(job.world.size), "--prism-tier", job.tier]
-            script_job.capture_command_line(args.job[0], [*size, *job.ours, *job.words[1:]], path,
-                                            console(stderr=True))  # fmt: skip
-        return _on_programs(dumps, found, job, open_programs(path), path, args.confirm)
-
-
-def _on_programs(
-    dumps: DumpSet,
-    found: Diagnosis,
-    job: Recipe | Job | None,
-    programs: Programs,
-    path: Path,
-    confirm: bool,
-) -> Diagnosis:
-    """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
-    from megatron_prism.hang.diagnose import judged
-
-    if confirm and job is not None and not programs.world.same_places(job.world):
-        name = getattr(job, "name", "the script")
-        raise UsageError(f"{path} is of {programs.world}, {name} of {job.world}",
-                         fix="its sizes, too: world_size=16")  # fmt: skip
-    found, placed = judged(dumps, found, programs)
-    if not confirm or job is None:
-        return found
-    from megatron_prism.emulate import confirm as trials
-
-    trial = trials.confirm(job, programs, path, dumps, found, placed,
-                           console(stderr=True))  # fmt: skip
-    return dataclasses.replace(
-        found, tried=(*placed.lines, *trial.lines), confirmed=trial.confirmed
-    )
-
-
-def _job(recipe: Recipe | None, path: str | None, place: Path) -> Programs:
-    """The programs of the job, captured now in ``place`` if only a recipe is named."""
-    from megatron_prism.core.slices import open_programs
-
-    if path is not None:
-        return open_programs(path)
-    from megatron_prism.emulate import recipe_job
-
-    assert recipe is not None, "the job's programs or its recipe"
-    return recipe_job.capture(recipe, place, console=console(stderr=True), keep=False)
 
 
 def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, PlantedFaults | None]:

@@ -15,7 +15,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -109,7 +110,7 @@ def spoil_tensors(fault: Fault, tensors: Sequence[torch.Tensor], what: str) -> N
             tensor.data[first] = float(fault.kind)
             continue
         bits = 8 * tensor.element_size()
-        bit = fault.number("bit", bits - 2) or 0  # below the sign: the highest of the exponent
+        bit = fault.number("bit", bits - 2)  # below the sign: the highest of the exponent
         if bit >= bits:
             raise UnsupportedError(f"{fault}: {what} has {bits} bits", fix=f"bit={bits - 2}")
         word = tensor.data[first].reshape(1).clone().view(_WORDS[tensor.element_size()])
@@ -120,19 +121,17 @@ def spoil_tensors(fault: Fault, tensors: Sequence[torch.Tensor], what: str) -> N
 def leave(fault: Fault) -> None | NoReturn:
     """The rank raises, ends or stands still."""
     if fault.kind in ("gil", "sigstop") or (fault.kind == "data_stall" and "s" not in fault.params):
-        sys.stderr.write(
-            f"prism: this process (pid {os.getpid()}) now hangs for good, as {fault} says: "
-            "end it with kill -9; a verdict without waiting is prism hang DIR fault=…\n"
-        )
-        sys.stderr.flush()
+        print(f"prism: this process (pid {os.getpid()}) now hangs for good, as {fault} says: end "
+              "it with kill -9; a verdict without waiting is prism hang DIR fault=…",
+              file=sys.stderr, flush=True)  # fmt: skip
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
     elif fault.kind == "exit":
-        exit_status.leave(fault.number("code", 1) or 0)
+        exit_status.leave(fault.number("code", 1))
     elif fault.kind == "gil":
         ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock while it waits
     elif fault.kind == "data_stall":
-        time.sleep(fault.number("s", 1 << 30) or 0)
+        time.sleep(fault.number("s", 1 << 30))
     elif fault.kind == "data_end":
         raise StopIteration("[prism-fault] the data loader ended")
     elif fault.kind == "oom":
@@ -145,6 +144,7 @@ def leave(fault: Fault) -> None | NoReturn:
 _GOES_ON = (*VALUES, "delay", "slow", "data_stall", "env")  # wrong, or late, and no rank waits
 _LOST = ("drop", "p2p_lost", "skip_microbatch")
 
+Model = torch.nn.Module | Sequence[torch.nn.Module]
 Make = Callable[[str, "Answer"], "Answer"]  # of a collective and its answer
 
 
@@ -164,9 +164,7 @@ class Injector:
         self.first: dict[str, int] = {}  # fault -> the train step in which it fired
         self.survived: dict[str, str] = {}  # fault -> the call after which this rank went on
         self.sequence: Counter[tuple[str, bool]] = Counter()
-        self.groups: dict[
-            str, PrismGroup
-        ] = {}  # description -> the group of this rank, once it was used
+        self.groups: dict[str, PrismGroup] = {}  # description -> this rank's, once it was used
         self.steps = 0  # train steps that began
         self._since = time.perf_counter()  # the last call came back
         self._watched = False
@@ -180,73 +178,54 @@ class Injector:
                         for f in calls]  # fmt: skip
         self._slow = [FaultMatcher(f) for f in faults if f.kind == "slow"]
         self.faults = tuple(faults)
-        for fault in faults:
-            if fault.kind == "env":
-                self._environment(fault)
+        for fault in (f for f in faults if f.kind == "env"):
+            for name, value in fault.params.items():
+                self._say(fault, CallLabel(f"{name}={value}", ""), 0)
+                if not dry:
+                    os.environ[name] = value
 
     def _possible(self, fault: Fault) -> None:
-        if fault.kind in ("gpu_error", "nic"):
-            raise UnsupportedError(
-                f"{fault}: a running rank cannot be made to do that",
-                fix=f"prism hang DIR fault={fault}",
-            )
-        if fault.kind == "gpu_hang" and self.tier != "cuda":
-            raise UnsupportedError(f"{fault} needs a CUDA device", fix="--prism-tier cuda")
-        if fault.kind == "oom" and "at_bytes" in fault.params and self.live is None:
-            raise UnsupportedError(f"{fault} is for tier meta", fix="--prism-tier meta")
-        if fault.kind in VALUES and self.tier == "meta":
-            raise UnsupportedError(f"{fault}: tier meta has shapes only, and no values",
-                                   fix="--prism-tier cpu")  # fmt: skip
-
-    def _environment(self, fault: Fault) -> None:
-        for name, value in fault.params.items():
-            self._say(fault, CallLabel(f"{name}={value}", ""), 0)
-            if not self.dry:
-                os.environ[name] = value
+        of_bytes = fault.kind == "oom" and "at_bytes" in fault.params
+        for broken, what, fix in (
+            (fault.kind in ("gpu_error", "nic"), "a running rank cannot be made to do that",
+             f"prism hang DIR fault={fault}"),
+            (fault.kind == "gpu_hang" and self.tier != "cuda", "it needs a CUDA device",
+             "--prism-tier cuda"),
+            (of_bytes and self.live is None, "it is for tier meta", "--prism-tier meta"),
+            (fault.kind in VALUES and self.tier == "meta",
+             "tier meta has shapes only, and no values", "--prism-tier cpu"),
+        ):  # fmt: skip
+            if broken:
+                raise UnsupportedError(f"{fault}: {what}", fix=fix)
 
     # -- what the guard says ----------------------------------------------------------------------
-    def begin(
-        self,
-        model: torch.nn.Module | list[torch.nn.Module] | tuple[torch.nn.Module, ...] | None,
-        labels: Callable[[], CallLabel],
-    ) -> None:
+    def begin(self, model: Model | None, labels: Callable[[], CallLabel]) -> None:
         """A train step starts.  ``labels``: where the rank is, while its model runs."""
         self.steps += 1
         self._since = time.perf_counter()
-        if self._tensors and not self._watched and model is not None:
-            self._watched = True
-            self._watch(model, labels)
-
-    def _watch(
-        self,
-        model: torch.nn.Module | list[torch.nn.Module] | tuple[torch.nn.Module, ...],
-        labels: Callable[[], CallLabel],
-    ) -> None:
-        chunks: list[torch.nn.Module] = list(model) if isinstance(model, (list, tuple)) else [model]
+        if model is None or self._watched:
+            return
+        self._watched = True
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         for finder in self._tensors:
-            chosen = chunks
-            if finder.fault.params["tensor"] == "loss":
-                chosen = [c for c in chunks if _last(c)]
-                if not chosen:
-                    raise UsageError(f"{finder.fault}: rank {self.rank} has no loss",
-                                     fix="a rank of the last stage, or tensor=act")  # fmt: skip
-
-            def spoil(
-                module: torch.nn.Module,
-                inputs: object,
-                output: object,
-                finder: FaultMatcher = finder,
-            ) -> None:
-                call = labels()
-                if finder.hit(call):
-                    self._say(finder.fault, call, finder.seen)
-                    if not self.dry:
-                        tensors = output if isinstance(output, (list, tuple)) else [output]
-                        found = [t for t in tensors if isinstance(t, torch.Tensor)]
-                        spoil_tensors(finder.fault, found, "the model's output")
-
+            chosen = [c for c in chunks if finder.fault.params["tensor"] == "act" or _last(c)]
+            if not chosen:
+                raise UsageError(f"{finder.fault}: rank {self.rank} has no loss",
+                                 fix="a rank of the last stage, or tensor=act")  # fmt: skip
             for chunk in chosen:
-                chunk.register_forward_hook(spoil)
+                chunk.register_forward_hook(partial(self._spoil, finder, labels))
+
+    def _spoil(
+        self, finder: FaultMatcher, labels: Callable[[], CallLabel],
+        module: torch.nn.Module, inputs: object, output: object,
+    ) -> None:  # fmt: skip
+        call = labels()
+        if finder.hit(call):
+            self._say(finder.fault, call, finder.seen)
+            if not self.dry:
+                tensors = output if isinstance(output, (list, tuple)) else [output]
+                tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+                spoil_tensors(finder.fault, tensors, "the model's output")
 
     def record(
         self, group: PrismGroup, op: str, make: Make, answer: Answer, args: Args, kwargs: Kwargs,
@@ -264,9 +243,8 @@ class Injector:
                 if self._hit(finder, partner, call):
                     self._say(finder.fault, call, self.sequence[group.desc, pair], group)
                     if not self.dry:
-                        return self._fire(
-                            finder.fault, group, op, make, answer, list(args), dict(kwargs)
-                        )
+                        how = op, make, answer, list(args), dict(kwargs)
+                        return self._fire(finder.fault, group, *how)
             return make(op, answer)(group, *args, **kwargs)
         finally:
             self._since = time.perf_counter()
@@ -274,7 +252,7 @@ class Injector:
     def _hit(self, finder: FaultMatcher, partner: FaultMatcher | None, call: CallLabel) -> bool:
         fault = finder.fault
         if self.live is not None and fault.kind == "oom" and "at_bytes" in fault.params:
-            return self.live.now > (fault.number("at_bytes") or 0) and not self.fired[str(fault)]
+            return self.live.now > fault.number("at_bytes") and not self.fired[str(fault)]
         if fault.kind == "skip_microbatch":
             return call.microbatch == (fault.select.microbatch or 0) and finder.matches(call)
         other = partner is not None and partner.hit(call)
@@ -300,39 +278,35 @@ class Injector:
         self.first[str(fault)] = call.iteration
         what = "would fire" if self.dry else "fired"
         at = f" mb={call.microbatch}" if call.microbatch >= 0 else ""
-        sys.stderr.write(
-            f"[prism-fault] {what} id={fault} kind={fault.kind} rank={self.rank} "
-            f"iter={call.iteration}{at} op={call.op} group={call.group} seq={seq} "
-            f"site={call.site}\n"
-        )
-        sys.stderr.flush()
+        print(f"[prism-fault] {what} id={fault} kind={fault.kind} rank={self.rank} "
+              f"iter={call.iteration}{at} op={call.op} group={call.group} seq={seq} "
+              f"site={call.site}", file=sys.stderr, flush=True)  # fmt: skip
         if self.truth is not None and not self.dry:
-            fields = {"fault": str(fault), "kind": fault.kind, "where": "local", "rank": self.rank,
-                      "iteration": call.iteration, "microbatch": call.microbatch,
-                      "chunk": call.chunk, "phase": call.phase, "op": call.op, "group": call.group,
-                      "members": list(group.ranks) if group is not None else [], "seq": seq,
-                      "site": call.site}  # fmt: skip
+            line = truth_line(fault=str(fault), kind=fault.kind, where="local", rank=self.rank,
+                              members=list(group.ranks) if group is not None else [], seq=seq,
+                              **asdict(call))  # fmt: skip
             with self.truth.open("a", encoding="utf-8") as file:  # the process may end with it
-                file.write(truth_line(**fields) + "\n")
+                file.write(line + "\n")
 
     def check_fired(self) -> None:
         """UsageError for a fault that never happened."""
+        matchers = [*(matcher for matcher, _ in self.finders), *self._tensors]
         for fault in self.faults:
-            if not self.fired[str(fault)] or str(fault) in self._held:
-                half = "only one of the two calls came; " if str(fault) in self._held else ""
-                finders = (f for f in (*(f for f, _ in self.finders), *self._tensors)
-                           if f.fault == fault)  # fmt: skip
-                seen = max((finder.seen for finder in finders), default=0)
-                fix, wanted = FIX, 1 if fault.select.iteration is None else fault.select.iteration
-                if self.steps and not 1 <= wanted <= self.steps:
-                    fix = f"iter= from 1 to {self.steps}"
-                elif 0 < seen <= (fault.select.nth or 0):
-                    fix = f"nth= from 0 to {seen - 1}"
-                raise UsageError(
-                    f"{fault} never fired on rank {self.rank}: {half}{self.steps} iterations ran, "
-                    f"and {seen} calls in them fit, whichever nth= says",
-                    fix=fix,
-                )
+            half = str(fault) in self._held
+            if self.fired[str(fault)] and not half:
+                continue
+            seen = max((m.seen for m in matchers if m.fault == fault), default=0)
+            fix, wanted = FIX, 1 if fault.select.iteration is None else fault.select.iteration
+            if self.steps and not 1 <= wanted <= self.steps:
+                fix = f"iter= from 1 to {self.steps}"
+            elif 0 < seen <= (fault.select.nth or 0):
+                fix = f"nth= from 0 to {seen - 1}"
+            raise UsageError(
+                f"{fault} never fired on rank {self.rank}: "
+                f"{'only one of the two calls came; ' * half}{self.steps} iterations ran, "
+                f"and {seen} calls in them fit, whichever nth= says",
+                fix=fix,
+            )
 
     # -- what happens -----------------------------------------------------------------------------
     def _fire(
@@ -344,9 +318,8 @@ class Injector:
         alone = group.size() < 2 and kind not in ("group", "swap")  # nobody waits for it there
         others = len(group.local) > 1 and not group.has_virtual
         if kind not in _GOES_ON and not (others or alone):
-            self.survived[str(fault)] = f"{op} #{self.sequence[group.desc, op in _PAIR]} of " + (
-                group.desc
-            )
+            number = self.sequence[group.desc, op in ("send", "recv")]
+            self.survived[str(fault)] = f"{op} #{number} of {group.desc}"
         if kind in _LOST:
             return CompletedWork(outs)
         if kind == "swap":
@@ -367,7 +340,7 @@ class Injector:
         elif kind in VALUES:
             spoil_tensors(fault, ins, f"{op} of {group.desc}")
         elif kind == "delay":
-            time.sleep((fault.number("ms", 1000) or 0) / 1000)
+            time.sleep(fault.number("ms", 1000) / 1000)
         elif kind == "gpu_hang":
             torch.cuda._sleep(1 << 62)
         else:
@@ -375,14 +348,9 @@ class Injector:
         return call(group, *args, **kwargs)
 
     def _swap(
-        self,
-        fault: Fault,
-        group: PrismGroup,
-        call: Answer,
-        args: Args,
-        kwargs: Kwargs,
+        self, fault: Fault, group: PrismGroup, call: Answer, args: Args, kwargs: Kwargs,
         outs: Sequence[torch.Tensor],
-    ) -> dist.Work | None:
+    ) -> dist.Work | None:  # fmt: skip
         """The first of the two calls is held until the second was made."""
         held = self._held.pop(str(fault), None)
         if held is None:
@@ -398,9 +366,6 @@ class Injector:
             if named_group(fault.params["to"], desc) and other is not group:
                 return other
         raise UnsupportedError(f"{fault}: rank {self.rank} has used no such group yet", fix="to=tp")
-
-
-_PAIR = ("send", "recv")
 
 
 def _partner(fault: Fault) -> Fault:

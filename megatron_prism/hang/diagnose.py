@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import claimed, no_collector
 from megatron_prism.core.ops import IS_COLLECTIVE, Op
 from megatron_prism.core.program import Programs
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from megatron_prism.hang.export import ExportSettings
-    from megatron_prism.replay.timeline import Timeline
 
 _SHOWN = 16  # ranks whose places are in the verdict
 Progress = Callable[[str, float], object]  # what is done, and which part of it, 0 to 1
@@ -157,11 +156,7 @@ def diagnose_faults(
             told("writing the dumps of all ranks")
             export.write(state, out, force=force)
     verdict = diagnose_stall(state, told=lambda part: told("the dumps of all ranks", part))
-    if not state.finished:
-        with contextlib.suppress(PrismError):  # programs that hang anyway, a machine too small
-            first = first_watchdog(state, price(programs).timeline)
-            verdict = dataclasses.replace(verdict, watchdog=first)
-    elif any(fault.only_time for fault in planned):
+    if state.finished and any(fault.only_time for fault in planned):
         told("replaying both worlds")
         verdict = dataclasses.replace(verdict, tried=(_cost(programs, planted),))
     return PlantedDiagnosis(verdict, planted)
@@ -177,7 +172,7 @@ def _cost(programs: Programs, planted: PlantedFaults) -> str:
             f"the replay on {healthy.machine.name}; nobody's watchdog fires")  # fmt: skip
 
 
-_SAID = ("name", "dtype", "reduce", "peer", "root", "num_in", "num_out", "batch")
+_COMPARED = ("name", "dtype", "reduce", "peer", "root", "num_in", "num_out", "batch")
 _RECORDED = (64, 0)  # calls of each rank that are judged around the first that waits; 0: all
 
 
@@ -197,14 +192,14 @@ class _Jury:
         self.graph = graph
         world = graph.programs.world
         self.stage = np.asarray(world._along("pp", np.arange(world.size)))
-        self._said: dict[tuple[int, str, bool], bytes] = {}
+        self._calls: dict[tuple[int, str, bool], bytes] = {}
 
-    def says(self, rank: int, group: str, together: bool = False) -> bytes:
+    def calls(self, rank: int, group: str, together: bool = False) -> bytes:
         """What ``rank`` calls in its group (of any description: ""), as one value; ``together``:
         only what all members call."""
         classes = self.graph.classes
         key = (classes.programs[classes.of[rank]], group, together)
-        if key not in self._said:
+        if key not in self._calls:
             program = self.graph.programs.programs[key[0]]
             indices = np.sort(np.concatenate(list(program.groups().values()) or [np.empty(0, int)]))
             if group:
@@ -214,16 +209,15 @@ class _Jury:
             ops = program.ops[indices]
             splits = [program.splits[i] if i >= 0 else None for i in ops["splits"].tolist()]
             names = [program.strings[i] for i in ops["group"].tolist()]
-            said = [tuple(row) for row in ops[list(_SAID)].tolist()]
-            self._said[key] = repr((said, splits, names)).encode()
-        return self._said[key]
+            self._calls[key] = repr((ops[list(_COMPARED)].tolist(), splits, names)).encode()
+        return self._calls[key]
 
     def odd(self, ranks: set[int], group: str) -> list[int]:
         """Those of ``ranks`` with whom no more siblings agree than with another call, where that
         is not all of them; else members whom a strict majority of the group contradicts."""
-        found = [r for r in sorted(ranks) if self._outvoted(r, self._siblings(r), group)]
-        if found and (len(found) < len(ranks) or len(ranks) == 1):
-            return found
+        outvoted = [r for r in sorted(ranks) if self._outvoted(r, self._siblings(r), group)]
+        if outvoted and (len(outvoted) < len(ranks) or len(ranks) == 1):
+            return outvoted
         members = self.members(group, min(ranks))
         return [r for r in members if self._outvoted(r, members, group, together=True)]
 
@@ -233,15 +227,13 @@ class _Jury:
         return [] if known is None else known.group(rank).tolist()
 
     def _siblings(self, rank: int) -> list[int]:
-        classes = self.graph.classes
-        same = self.stage == self.stage[rank]
-        kinds, first, counts = np.unique(classes.of[same], return_index=True, return_counts=True)
-        ranks = np.flatnonzero(same)[first]
-        return np.repeat(ranks, counts).tolist() if len(kinds) > 1 else []
+        """Its stage, unless all of it runs one program."""
+        ranks = np.flatnonzero(self.stage == self.stage[rank])
+        return ranks.tolist() if len(np.unique(self.graph.classes.of[ranks])) > 1 else []
 
     def _outvoted(self, rank: int, others: list[int], group: str, together: bool = False) -> bool:
-        votes = Counter(self.says(r, group, together) for r in others)
-        mine = votes.pop(self.says(rank, group, together), 0)
+        votes = Counter(self.calls(r, group, together) for r in others)
+        mine = votes.pop(self.calls(rank, group, together), 0)
         most = max(votes.values(), default=0)
         return 2 * most > len(others) if together else most >= max(1, mine)
 
@@ -322,32 +314,3 @@ def diagnose_stall(
     graph = world_graph.build(state.programs)
     seen = _mismatch(graph, findings) if (findings := graph.check()) else found
     return seen if seen.culprits else found
-
-
-def first_watchdog(state: StalledJob, healthy: Timeline) -> str:
-    """Whose watchdog would fire first, when, and what it prints; "" if nobody is left to say it.
-
-    healthy : the Timeline of the programs without a fault; a call is issued when its rank is ready
-    for it there.  Ranks whose programs a fault changed are left out: their own times are unknown
-    """
-    waits = []
-    for rank in range(state.programs.world.size):
-        fault = state.faults.get(rank)
-        kept = int(state.programs.program_of[rank]) < len(healthy.graph.programs.programs)
-        if not kept or fault is not None and fault.silent:
-            continue
-        ready = healthy.dag.ready_of[int(healthy.graph.classes.of[rank])][-1]
-        done, program = state.done[rank], state.programs.of(rank)
-        for index in range(state.issued[rank]):
-            name = program.strings[program.ops["group"][index]] if ready[index] >= 0 else ""
-            if not done[index] and name and len(state.groups[name].group(rank)) > 1:
-                waits.append((int(healthy.node_end[ready[index]]) - healthy.begin, rank, name))
-                break
-    if not waits:
-        return ""
-    when, rank, name = min(waits)
-    dump = of_value(export.dump_of(state, rank), rank)
-    entry = next(e for e in dump.entries if not e.done and e.desc == name and e.op != "coalesced")
-    due = when / 1e9 + entry.timeout_ms / 1e3
-    return (f"modelled: rank {rank}, {due:.3f} s after the iteration began: "
-            + analyze.message(rank, entry))  # fmt: skip

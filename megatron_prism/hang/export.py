@@ -8,7 +8,6 @@ issued calls, since a standstill knows no time.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -44,7 +43,6 @@ class ExportSettings(TypedDict, total=False):
     active_only: bool
     stacks: bool
     timing: bool
-    version: str
     last: int
 
 
@@ -56,12 +54,10 @@ def write(
     state: StalledJob,
     folder: str | os.PathLike[str],
     *,
-    prefix: str = "_dump_",
-    as_json: bool = False,
     force: bool = False,
     **how: Unpack[ExportSettings],
 ) -> Path:
-    """One file per rank that leaves a dump, all or none; ``how`` as in ``dump_of``.
+    """A file ``_dump_R`` per rank that leaves a dump, all or none; ``how`` as in ``dump_of``.
 
     UsageError as from ``check_free``; ``force`` replaces older dumps and touches nothing else.
     """
@@ -71,13 +67,9 @@ def write(
     # half of them would be another hang, so they are moved in when all are there
     with tempfile.TemporaryDirectory(prefix=_HIDDEN, dir=folder) as hidden:
         for rank, value in dumps_of(state, **how):
-            if as_json:
-                name, data = f"{rank}.json", json.dumps(value | {"nccl_comm_state": {}}).encode()
-            else:
-                name, data = str(rank), pickle.dumps(value, protocol=2)
-            Path(hidden, f"{prefix}{name}").write_bytes(data)
+            Path(hidden, f"_dump_{rank}").write_bytes(pickle.dumps(value, protocol=2))
         for path in folder.iterdir():
-            if re.fullmatch(rf"{re.escape(prefix)}\d+(\.json)?", path.name) and path.is_file():
+            if re.fullmatch(r"_dump_\d+", path.name) and path.is_file():
                 path.unlink()
         for path in Path(hidden).iterdir():
             path.rename(folder / path.name)
@@ -88,13 +80,10 @@ def check_free(folder: Path, force: bool) -> None:
     """UsageError unless dumps may be written into ``folder``: an empty or a new one, or any with
     ``force``."""
     check_writable(folder)
-    if not folder.exists():
-        return
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is no folder", fix="name another one with -o DIR")
-    if not force and any(
-        not path.name.startswith((_HIDDEN, ".claim")) for path in folder.iterdir()
-    ):
+    there = folder.iterdir() if folder.exists() and not force else ()
+    if any(not path.name.startswith((_HIDDEN, ".claim")) for path in there):
         raise UsageError(f"{folder} is not empty", fix="--force, or another folder")
 
 
@@ -102,28 +91,19 @@ def dumps_of(
     state: StalledJob, **how: Unpack[ExportSettings]
 ) -> Iterator[tuple[int, dict[str, object]]]:
     """(rank, its dump) of every rank that leaves one; ``how`` as in ``dump_of``."""
-    names = _numbers(state)
     for rank in range(state.programs.world.size):
         fault = state.faults.get(rank)
         if fault is None or not fault.silent:
-            yield rank, dump_of(state, rank, names, **how)
-
-
-def _numbers(state: StalledJob) -> dict[tuple[str, int], int]:
-    """(description, number of the group) -> its name, counting in the order of descriptions."""
-    keys = [(name, i) for name, group in state.groups.items() for i in range(len(group.start) - 1)]
-    return {key: number for number, key in enumerate(keys)}
+            yield rank, dump_of(state, rank, **how)
 
 
 def dump_of(
     state: StalledJob,
     rank: int,
-    names: dict[tuple[str, int], int] | None = None,
     *,
     active_only: bool = False,
     stacks: bool = True,
     timing: bool = False,
-    version: str = "2.10",
     last: int = 0,
 ) -> dict[str, object]:
     """The dump of ``rank`` as torch would pickle it.
@@ -132,17 +112,15 @@ def dump_of(
     timing      : what has started is known to have (TORCH_NCCL_ENABLE_TIMING)
     last        : so many calls before the first that is outstanding, and from it on; 0 is all
     """
-    names = _numbers(state) if names is None else names
-    writer = _Writer(state, rank, names, timing)
+    writer = _Writer(state, rank, timing)
     entries = writer.entries(last)
     if active_only:
         entries = [e for e in entries if not e["retired"]]
     if not stacks:
         entries = [{k: v for k, v in e.items() if k != "frames"} for e in entries]
-    library = "comm_lib_version" if version == "2.10" else "nccl_version"
     return {
-        "version": version,
-        library: "2.27.3",
+        "version": "2.10",
+        "comm_lib_version": "2.27.3",
         "pg_config": writer.config,
         "pg_status": writer.status,
         "entries": entries,
@@ -200,19 +178,19 @@ class _Table:
 class _Writer:
     """One rank's calls."""
 
-    def __init__(
-        self, state: StalledJob, rank: int, names: dict[tuple[str, int], int], timing: bool
-    ) -> None:
+    def __init__(self, state: StalledJob, rank: int, timing: bool) -> None:
         self.state, self.rank, self.timing = state, rank, timing
         self.program, self.number = state.programs.of(rank), int(state.programs.program_of[rank])
         self.config: dict[str, dict[str, str]] = {}
+        first = 0  # groups are numbered in the order of descriptions
         for name, group in state.groups.items():
             if (place := int(group.group_of[rank])) >= 0:
-                number = str(names[name, place])
+                number = str(first + place)
                 if (name, place) not in state.said:
                     state.said[name, place] = str(group.group(rank).tolist())
                 ranks = state.said[name, place]
                 self.config[number] = {"name": number, "desc": name, "ranks": ranks}
+            first += len(group.start) - 1
         self.ids = {config["desc"]: i for i, config in enumerate(self.config.values())}
         self.named = {c["desc"]: (number, c["desc"]) for number, c in self.config.items()}
         key = ("calls", self.number, *self.ids)

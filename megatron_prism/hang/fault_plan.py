@@ -14,13 +14,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from megatron_prism.core import foreign
 from megatron_prism.core.call_selector import CallSelector, NthCall
-from megatron_prism.core.errors import UsageError, did_you_mean
+from megatron_prism.core.errors import UsageError, did_you_mean, refuse
 from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel, Op
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import World, format_ranks
@@ -60,14 +60,11 @@ KINDS: dict[str, tuple[tuple[str, ...], str]] = {
     "env": (("NAME",), "an environment variable that the other ranks do not have"),
 }
 MESSAGES = ("p2p_lost", "p2p_dup", "p2p_swap")
-# NVRx (shared_utils/inject_fault.py) and Megatron's --fault-injector-fault-types
-ALIASES = {"gpu_error": "gpu_error", "gpu_sleep": "gpu_hang", "workload_exc": "exception",
-            "async_exc": "exception", "signal_exc": "exception", "os_abort": "segfault",
-            "lock_gil": "gil", "sigint": "exception", "sigterm": "exit"}  # fmt: skip
 VALUES = ("nan", "inf", "bitflip")  # of data: programs have none
 TENSORS = ("loss", "act", "grad")  # what of a rank they happen to; without, what a call gives
 WATCHDOG_MS = 600_000  # Megatron's --distributed-timeout-minutes; who is later than that is lost
-
+_WHOLE = ("n", "rows", "code", "at_bytes", "ms", "s", "after", "bit", "latency_us")
+_FACTORS = ("factor", "bw_factor")
 FIX = "write KIND@rank=R[,iter=I,mb=M,chunk=C,group=G,op=NAME,nth=N,site=REGEX][:PARAM=VALUE]"
 
 
@@ -80,7 +77,7 @@ class Fault:
     params: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        how = ",".join(f"{k}={v}" for k, v in self.params.items())
+        how = _assignments(self.params)
         return f"{self.kind}@{self.select}" + (f":{how}" if how else "")
 
     def ranks(self, world: World, seed: int = 0) -> tuple[int, ...]:
@@ -112,26 +109,13 @@ class Fault:
                              fix=f"{which}=0/{size}")  # fmt: skip
         return tuple(found)
 
-    def number(self, name: str, default: int | None = None) -> int | None:
-        """A parameter that is a number."""
-        text = self.params.get(name)
-        if text is None:
-            return default
-        if not re.fullmatch(r"-?\d{1,18}", text):
-            raise UsageError(f"{self}: {name}={text} is no number", fix=f"{name}=16")
-        return int(text)
+    def number(self, name: str, default: int = 0) -> int:
+        """A parameter that is a whole number."""
+        return int(self.params.get(name, default))
 
     def factor(self, name: str, default: float = 1.0) -> float:
         """A parameter that is a number above 0, perhaps with a fraction."""
-        text = self.params.get(name)
-        if text is None:
-            return default
-        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or float(text) <= 0:
-            raise UsageError(
-                f"{self}: {name}={text} is no factor",
-                fix=f"{name}={default / 2:g}" if name == "bw_factor" else f"{name}=1.5",
-            )
-        return float(text)
+        return float(self.params.get(name, default))
 
     def of(self, ranks: Iterable[int]) -> Fault:
         """The same for ``ranks`` of its ranks."""
@@ -143,7 +127,7 @@ class Fault:
         if self.kind == "delay":
             return self.number("ms", 1000)
         if self.kind == "data_stall" and "s" in self.params:
-            return 1000 * (self.number("s") or 0)
+            return 1000 * self.number("s")
         return None
 
     @property
@@ -156,73 +140,68 @@ class Fault:
 def parse(text: str) -> Fault:
     """One fault as a person writes it.  UsageError says what is wrong with it."""
     head, *rest = re.split(r":(?=[A-Za-z_]\w*=)", text.strip(), maxsplit=1)
-    kind, at, where = head.partition("@")
-    kind = ALIASES.get(kind.lower(), kind.lower())
-    if kind not in KINDS:
-        known = did_you_mean(kind, KINDS, f"one of {', '.join(KINDS)}")
-        raise UsageError(f"{text!r}: there is no fault {kind}", fix=known)
-    if not at or not where:
-        raise UsageError(f"{text!r} does not say where", fix=FIX)
-    select = CallSelector.parse(where, repr(text))
-    if not select.rank:
-        raise UsageError(f"{text!r} names no rank", fix="rank=5, rank=pp=1,tp=0 or rank=any:1")
-    params = {}
+    kind, _, where = head.partition("@")
+    kind = kind.lower()
+    refuse(
+        (kind not in KINDS, f"{text!r}: there is no fault {kind}",
+         did_you_mean(kind, KINDS, f"one of {', '.join(KINDS)}")),
+        (not where, f"{text!r} does not say where", FIX),
+    )  # fmt: skip
+    select, takes = CallSelector.parse(where, repr(text)), KINDS[kind][0]
     words = rest[0].split(",") if rest else []
-    for word in [",".join(words)] if kind == "env" and words else words:
-        key, equals, value = word.partition("=")
-        if (
-            not equals
-            or not (value or kind == "env")
-            or key not in KINDS[kind][0]
-            and kind != "env"
-        ):
-            known = ", ".join(KINDS[kind][0]) or "none"
-            raise UsageError(f"{text!r}: {kind} has no parameter {word}", fix=f"it takes: {known}")
-        params[key] = value
+    params = dict(word.partition("=")[::2] for word in (words if kind != "env" else rest))
+    for key, value in params.items() if kind != "env" else ():
+        refuse(
+            (not value or key not in takes, f"{text!r}: {kind} has no parameter {key}={value}",
+             f"it takes: {', '.join(takes) or 'none'}"),
+            (key in _WHOLE and not re.fullmatch(r"-?\d{1,18}", value),
+             f"{text!r}: {key}={value} is no number", f"{key}=16"),
+            (key in _WHOLE and key != "rows" and value.startswith("-"),
+             f"{text!r}: {key} is below 0", f"{key}=16"),
+            (key in _FACTORS and not _FACTOR.fullmatch(value),
+             f"{text!r}: {key}={value} is no factor", f"{key}=0.5"),
+        )  # fmt: skip
     fault = Fault(kind, select, params)
-    _check(text, kind, select, params)
-    _check_numbers(text, fault)
+    _check(text, fault)
     return fault
 
 
-def _check(text: str, kind: str, select: CallSelector, params: Mapping[str, str]) -> None:
+_FACTOR = re.compile(r"(?=.*[1-9])\d{1,9}(\.\d{1,9})?")  # above 0
+_OTHER_CALL = re.compile(r"[A-Za-z_-]+:[a-z_]+(:\d+)?")
+
+
+def _check(text: str, fault: Fault) -> None:
+    """UsageError for what is missing, or too much."""
+    kind, select, params = fault.kind, fault.select, fault.params
+    to, tensor = params.get("to", ""), params.get("tensor", "grad")
     known = {"dtype": DTYPES, "reduce_op": REDUCE, "op": NAMES}.get(kind)
-    if known is not None and params.get("to", "") not in ("", *known):
-        raise UsageError(f"{text!r}: {kind} cannot be {params['to']}",
-                         fix=f"to= one of {', '.join(filter(None, known))}")  # fmt: skip
-    if kind == "swap" and not re.fullmatch(r"[A-Za-z_-]+:[a-z_]+(:\d+)?", params.get("with", "")):
-        raise UsageError(f"{text!r}: swap with what?", fix="with=ep:all_to_all:0")
-    if kind == "oom" and not ("at_bytes" in params or select.phase):
-        raise UsageError(f"{text!r}: how much memory is there, or when does it run out?",
-                         fix=":at_bytes=85899345920, or phase=backward")  # fmt: skip
-    if kind == "group" and "to" not in params:
-        raise UsageError(f"{text!r}: in which group then?", fix="to=tp")
-    if kind == "env" and not params:
-        raise UsageError(f"{text!r}: which variable?", fix="env@rank=3:NCCL_ALGO=Ring")
-    if kind in ("slow", "nic", "env") and (replace(select, nth=None, op="", site="") != select):
-        raise UsageError(f"{text!r}: {kind} happens to no single call, so nth=, op= and site= are "
-                         "too much", fix=f"{kind}@rank={select.rank}")  # fmt: skip
-    of_model = params.get("tensor", "grad") != "grad"
-    if of_model and replace(select, op="", group="", site="") != select:
-        raise UsageError(f"{text!r}: the model's output is no call, so op=, group= and site= are "
-                         "too much", fix=f"{kind}@rank={select.rank},mb=0:tensor=loss")  # fmt: skip
-    if params.get("tensor", "loss") not in TENSORS:
-        raise UsageError(f"{text!r}: there is no tensor {params['tensor']}",
-                         fix=f"tensor= one of {', '.join(TENSORS)}")  # fmt: skip
-
-
-def _check_numbers(text: str, fault: Fault) -> None:
-    """Parameters that are numbers, now and not when the fault happens."""
-    for name in ("n", "rows", "code", "at_bytes", "ms", "s", "after", "bit", "latency_us"):
-        if (fault.number(name, 0) or 0) < 0 and name != "rows":
-            raise UsageError(f"{text!r}: {name} is below 0", fix=f"{name}=16")
-    for name in ("factor", "bw_factor"):
-        fault.factor(name)
-    if fault.kind == "slow" and fault.factor("factor", 0.5) < 1:
-        raise UsageError(f"{text!r}: how much slower?", fix="slow@rank=3:factor=1.5")
-    if fault.kind == "nic" and (not fault.params or fault.factor("bw_factor") > 1):
-        raise UsageError(f"{text!r}: how much slower?",
-                         fix="nic@rank=0-7:bw_factor=0.5,latency_us=50")  # fmt: skip
+    single = replace(select, nth=None, op="", site="") != select
+    refuse(
+        (not select.rank, f"{text!r} names no rank", "rank=5, rank=pp=1,tp=0 or rank=any:1"),
+        (known is not None and to not in ("", *known), f"{text!r}: {kind} cannot be {to}",
+         f"to= one of {', '.join(filter(None, known or ()))}"),
+        (kind == "root" and not (to or "0").isdecimal(), f"{text!r}: to={to} is no number", "to=1"),
+        (kind == "swap" and not _OTHER_CALL.fullmatch(params.get("with", "")),
+         f"{text!r}: swap with what?", "with=ep:all_to_all:0"),
+        (kind == "oom" and not ("at_bytes" in params or select.phase),
+         f"{text!r}: how much memory is there, or when does it run out?",
+         ":at_bytes=85899345920, or phase=backward"),
+        (kind == "group" and not to, f"{text!r}: in which group then?", "to=tp"),
+        (kind == "env" and not params, f"{text!r}: which variable?",
+         "env@rank=3:NCCL_ALGO=Ring"),
+        (kind in ("slow", "nic", "env") and single,
+         f"{text!r}: {kind} happens to no single call, so nth=, op= and site= are too much",
+         f"{kind}@rank={select.rank}"),
+        (tensor not in TENSORS, f"{text!r}: there is no tensor {tensor}",
+         f"tensor= one of {', '.join(TENSORS)}"),
+        (tensor != "grad" and replace(select, op="", group="", site="") != select,
+         f"{text!r}: the model's output is no call, so op=, group= and site= are too much",
+         f"{kind}@rank={select.rank},mb=0:tensor=loss"),
+        (kind == "slow" and fault.factor("factor", 2) < 1, f"{text!r}: how much slower?",
+         "slow@rank=3:factor=1.5"),
+        (kind == "nic" and (not params or fault.factor("bw_factor") > 1),
+         f"{text!r}: how much slower?", "nic@rank=0-7:bw_factor=0.5,latency_us=50"),
+    )  # fmt: skip
 
 
 class FaultMatcher(NthCall):
@@ -238,12 +217,15 @@ class FaultMatcher(NthCall):
         op, kind = self.select.op, self.fault.kind
         if call.microbatch < self.after or not self.select.fits(call):
             return False
-        if kind in VALUES and self.fault.params.get("tensor") == "grad" and not _gradients(call):
+        gradients = call.op in ("reduce_scatter", "all_reduce") and (
+            "DATA_PARALLEL_GROUP" in call.group
+        )  # of a replica, reduced with those of the others
+        if kind in VALUES and self.fault.params.get("tensor") == "grad" and not gradients:
             return False
         pair = call.op in ("send", "recv")
         if kind in MESSAGES and not pair or kind == "splits" and call.op != "all_to_all":
             return False
-        if kind in ("reduce_op", "root") and not _takes(kind, call.op):
+        if call.op not in {"root": _ROOTED, "reduce_op": _REDUCING}.get(kind, (call.op,)):
             return False
         if kind in VALUES and not op and call.op == "broadcast":
             return False  # token numbers and masks of a batch have no NaN
@@ -251,15 +233,6 @@ class FaultMatcher(NthCall):
             return False  # asked of collectives, unless a message is named
         # the sizes of an all-to-all are its splits
         return not (kind == "shape" and call.op in ("all_to_all", "barrier"))
-
-
-def _gradients(call: CallLabel) -> bool:
-    """Whether gradients of a replica are reduced with those of the others."""
-    return call.op in ("reduce_scatter", "all_reduce") and "DATA_PARALLEL_GROUP" in call.group
-
-
-def _takes(kind: str, op: str) -> bool:
-    return op in (_ROOTED if kind == "root" else _REDUCING)
 
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -277,7 +250,7 @@ def changed_call(fault: Fault, call: Op, place: int, size: int) -> Op:
     kind, to = fault.kind, fault.params.get("to")
     if kind == "shape":
         whole = max(call.num_in, call.num_out)
-        new = fault.number("n", whole // 2 if whole > 1 else whole + 1) or 0
+        new = fault.number("n", whole // 2 if whole > 1 else whole + 1)
 
         def scaled(now: int) -> int:  # what grows in a gather shrinks with its part
             return now if now < 0 else new * now // whole if whole else new
@@ -286,7 +259,7 @@ def changed_call(fault: Fault, call: Op, place: int, size: int) -> Op:
     if kind == "dtype":
         return replace(call, dtype=to or ("bf16" if call.dtype == "fp32" else "fp32"))
     if kind == "root":
-        return replace(call, root=fault.number("to", (call.root + 1) % max(1, size)) or 0)
+        return replace(call, root=fault.number("to", (call.root + 1) % max(1, size)))
     if kind == "reduce_op":
         return replace(call, reduce=to or ("sum" if call.reduce == "max" else "max"))
     if kind == "op":
@@ -300,31 +273,19 @@ def changed_call(fault: Fault, call: Op, place: int, size: int) -> Op:
         return replace(call, peer=-call.peer)
     if call.splits is None or size < 2:
         raise UsageError(f"{fault}: that all-to-all says nothing of splits", fix="another nth")
-    sent, rows = list(call.splits[0]), fault.number("rows", 1) or 0
+    sent, rows = list(call.splits[0]), fault.number("rows", 1)
     others = [member for member in range(size) if member != place or size == 2]
     giver, taker = sorted(others, key=lambda member: -sent[member])[:2]
     sent[giver], sent[taker] = sent[giver] - rows, sent[taker] + rows  # the total stays as it is
     return replace(call, splits=(tuple(sent), call.splits[1]))
 
 
-TRUTH = "prism.fault-truth/1"
-
-
-def parse_nvrx(text: str) -> Fault:
-    """``FAULT:RANK:ITER[:NODES]`` of NVRx's fault-injection loop."""
-    match = re.fullmatch(r"([A-Za-z_]+):(\d+):(\d+)(:\d+)?", text.strip())
-    if match is None:
-        raise UsageError(f"{text!r} is no FAULT:RANK:ITER:NODES", fix=FIX)
-    return parse(f"{match[1].lower()}@rank={match[2]},iter={match[3]}")
-
-
-_Scalar = str | int | float | bool | None
-_Row = str | dict[str, str | int | float | bool | None | dict[str, _Scalar] | list[int | str]]
+_Row = str | dict[str, str | int | float | dict[str, str | int | float]]
 _Plan = Annotated[list[_Row], msgspec.Meta(min_length=1, max_length=10_000)]
 
 
 def load_plan(path: str | Path) -> tuple[Fault, ...]:
-    """A YAML list of faults: texts, or mappings with ``kind``, ``at`` and ``with``-like params."""
+    """A YAML list of faults: texts, or mappings with ``kind``, ``at`` and parameters."""
     import yaml
 
     with foreign.reading(path, "a plan of faults", "a YAML list: - drop@rank=3,group=tp,nth=1"):
@@ -333,40 +294,21 @@ def load_plan(path: str | Path) -> tuple[Fault, ...]:
         except yaml.YAMLError as error:
             raise ValueError(f"it is no YAML: {error}") from None
         rows = foreign.shaped(stored, _Plan)
-    found: list[Fault] = []
-    for row in rows:
-        if isinstance(row, dict) and any(k.startswith("fault-injector-") for k in row):
-            found += of_megatron({k[15:].replace("-", "_"): v for k, v in row.items()})
-            continue
-        if isinstance(row, dict):
-            row = dict(row)
-            kind, where = row.pop("kind", ""), row.pop("at", "")
-            if isinstance(where, dict):
-                where = ",".join(f"{k}={v}" for k, v in where.items())
-            params = ",".join(f"{k}={v}" for k, v in row.items())
-            row = f"{kind}@{where}" + (f":{params}" if params else "")
-        found.append(parse(row) if "@" in row else parse_nvrx(row))
-    return tuple(found)
+    return tuple(parse(row if isinstance(row, str) else _text(dict(row))) for row in rows)
 
 
-def of_megatron(settings: Mapping[str, object]) -> tuple[Fault, ...]:
-    """Megatron's ``--fault-injector-*`` (core/fault_injector.py @0.18): ranks, fault-types,
-    delay-start-iteration.  What is timed in seconds there has no place in an emulated job."""
+def _text(row: dict[str, Any]) -> str:
+    """A row of a plan as a person would write it."""
+    kind, where = row.pop("kind", ""), row.pop("at", "")
+    where = where if not isinstance(where, dict) else _assignments(where)
+    return f"{kind}@{where}" + (f":{_assignments(row)}" if row else "")
 
-    def words(key: str, default: str) -> list[str]:
-        given = settings.get(key, default)
-        if isinstance(given, dict) or given is None:
-            raise UsageError(f"fault-injector-{key} is no list", fix="fault-injector-ranks: [1, 2]")
-        return list(map(str, given if isinstance(given, list) else str(given).split()))
 
-    ranks = ",".join(words("ranks", f"any:{settings.get('num_ranks', 1)}"))
-    after = settings.get("delay_start_iteration")
-    where = f"rank={ranks}" + (f",iter={after}" if after else "")
-    names = ",".join(words("fault_types", "exception")).split(",")
-    return tuple(parse(f"{name.lower()}@{where}") for name in names if name)
+def _assignments(values: Mapping[str, object]) -> str:
+    return ",".join(f"{key}={value}" for key, value in values.items())
 
 
 def truth_line(**fields: object) -> str:
     """One injected fault as a line of JSON: ``fault`` as it was asked for, its ``kind``, ``where``
     it happened (local, virtual, programs), and the call that was hit as it should have been."""
-    return json.dumps({"schema": TRUTH, **fields})
+    return json.dumps({"schema": "prism.fault-truth/1", **fields})

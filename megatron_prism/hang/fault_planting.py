@@ -90,7 +90,6 @@ EDITS: dict[str, Callable[[Groups, Fault, int, list[Op], int], None]] = {
 }
 
 _SILENT = ("exception", "exit", "sigkill", "segfault", "sigstop", "data_end", "nan", "oom")
-_HOST = (*_SILENT, "gil", "data_stall")
 _ELSEWHERE = {  # what programs know nothing of
     "inf": "programs have no values", "bitflip": "programs have no values",
     "env": "programs do not say what a variable would change",
@@ -164,35 +163,34 @@ def plant(programs: Programs, faults: Iterable[Fault], seed: int = 0) -> Planted
         if fault.kind in _ELSEWHERE:
             raise UsageError(f"{fault}: {_ELSEWHERE[fault.kind]}",
                              fix=f"on a run: --prism-fault {fault}")  # fmt: skip
-        before = len(planter.hits)
-        ranks = fault.ranks(programs.world, seed)
+        before, ranks = len(planter.hits), fault.ranks(programs.world, seed)
         for rank in ranks:
             planter.one(fault, rank)
         if fault.kind == "nic":
-            latency = 1000 * (fault.number("latency_us", 0) or 0)
+            latency = 1000 * fault.number("latency_us")
             planter.edits.append(whatif.slow_nic(ranks, fault.factor("bw_factor"), latency))
         elif fault.kind == "slow":
             factor, meant = fault.factor("factor", 2), partial(_segments, fault)
             planter.edits.append(whatif.slow_ranks(ranks, factor, meant))
         if len(planter.hits) == before:
-            raise UsageError(
-                f"{fault} never fires: no such call on {_few(ranks)}",
-                fix=_known_group(fault, programs.of(ranks[0])) or FIX,
-            )
-    return planter.result()
+            others = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
+            groups, wanted = programs.of(ranks[0]).groups(), fault.select.group
+            known = f"group= one of {', '.join(sorted(groups))}, or {', '.join(short_names())}"
+            named = not wanted or any(named_group(wanted, name) for name in groups)
+            raise UsageError(f"{fault} never fires: no such call on rank {ranks[0]}{others}",
+                             fix=FIX if named else known)  # fmt: skip
+    changed = with_ops(programs, planter.edited)
+    return PlantedFaults(changed, planter.stops, tuple(planter.hits), tuple(planter.edits))
 
 
-def _known_group(fault: Fault, program: Program) -> str:
-    """Which groups there are, if ``fault`` names another."""
-    groups = sorted({op.group for op in program if op.group})
-    wanted = fault.select.group
-    if not wanted or any(named_group(wanted, name) for name in groups):
-        return ""
-    return f"group= one of {', '.join(groups)}, or {', '.join(short_names())}"
-
-
-def _few(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" + (f" and {len(ranks) - 1} others" if len(ranks) > 1 else "")
+def with_ops(programs: Programs, edited: Mapping[int, Sequence[Op]]) -> Programs:
+    """``programs`` where each rank of ``edited`` has those ops."""
+    of, made = programs.program_of.copy(), list(programs.programs)
+    for rank, ops in edited.items():
+        if list(ops) != list(programs.of(rank)):
+            of[rank] = len(made)
+            made.append(Program.from_ops(rank, ops))
+    return dataclasses.replace(programs, programs=tuple(made), program_of=of)
 
 
 class _Planter:
@@ -204,95 +202,69 @@ class _Planter:
         self.hits: list[FaultedCall] = []
         self.edits: list[Edit] = []
 
-    def ops(self, rank: int) -> list[Op]:
-        if rank not in self.edited:
-            self.edited[rank] = list(self.programs.of(rank))
-        return self.edited[rank]
-
     def one(self, fault: Fault, rank: int) -> None:
-        if fault.kind == "nic":
+        kind, program = fault.kind, self.programs.of(rank)
+        if kind == "nic":
             what = "every call between nodes"
-            self.hits.append(FaultedCall(str(fault), "nic", rank, -1, what, "", (), 0, "-", ""))
+            self.hits.append(FaultedCall(str(fault), kind, rank, -1, what, "", (), 0, "-", ""))
             return
-        ops = self.ops(rank)
-        of_bytes = fault.kind == "oom" and "at_bytes" in fault.params
-        at = self._oom(fault, rank) if of_bytes else self._find(fault, ops)
+        ops = self.edited.setdefault(rank, list(program))
+        of_bytes = kind == "oom" and "at_bytes" in fault.params
+        at = _out_of_memory(fault, program) if of_bytes else _place(fault, ops)
         if at is None:
             return
-        self._note(fault, rank, ops, at)
-        if fault.kind == "nan" and "int" in ops[at].dtype:
-            raise UsageError(f"{fault}: {ops[at].name} of {ops[at].group} moves {ops[at].dtype}, "
+        op = ops[at]
+        members = tuple(map(int, self.groups[op.group].group(rank))) if op.group else ()
+        self.hits.append(FaultedCall(str(fault), kind, rank, at, op.name, op.group, members,
+                                     _seq(ops, at), op.label, op.site))  # fmt: skip
+        if kind == "nan" and "int" in op.dtype:
+            raise UsageError(f"{fault}: {op.name} of {op.group} moves {op.dtype}, "
                              "which cannot be NaN", fix="another call: op=all_reduce")  # fmt: skip
-        if not fault.only_time and fault.kind in (*_HOST, "delay"):  # beyond all patience
-            self._stop(rank, host=at, silent=fault.kind in _SILENT)
-        elif fault.kind == "gpu_hang":
-            self._stop(rank, device=at)
-        elif fault.kind == "gpu_error":
-            self._stop(rank, blind=at, host=min(at + 5, len(ops)))
-        elif fault.kind == "slow":
-            program = self.programs.of(rank)
+        if kind in _SILENT:
+            self.stops[rank] = stall.RankFault(host=at, silent=True)
+        elif kind == "gil" or kind in ("delay", "data_stall") and not fault.only_time:
+            self.stops[rank] = stall.RankFault(host=at)
+        elif kind == "gpu_hang":
+            self.stops[rank] = stall.RankFault(device=at)
+        elif kind == "gpu_error":
+            self.stops[rank] = stall.RankFault(blind=at, host=min(at + 5, len(ops)))
+        elif kind == "slow":
             chosen = program.ops[_segments(fault, program)]
             if not any((chosen[key] > 0).any() for key in ("ns", "flops", "traffic")):
                 raise UsageError(f"{fault}: the programs do not say how long segments take",
                                  fix="capture them: prism capture")  # fmt: skip
-        elif fault.kind in CHANGES:
-            group = self.groups[ops[at].group]
-            place, size = int(group.position[rank]), len(group.group(rank))
-            ops[at] = changed_call(fault, ops[at], place, size)
+        elif kind in CHANGES:
+            ops[at] = changed_call(fault, op, members.index(rank), len(members))
         else:
-            EDITS[fault.kind](self.groups, fault, rank, ops, at)
+            EDITS[kind](self.groups, fault, rank, ops, at)
 
-    def _stop(self, rank: int, **how: object) -> None:
-        self.stops[rank] = stall.RankFault(**how)  # type: ignore[arg-type]
 
-    def _find(self, fault: Fault, ops: list[Op]) -> int | None:
-        finder = FaultMatcher(fault)
-        anything = bool(fault.select.op) or fault.kind not in ("gpu_hang", "slow")
-        for index, op in enumerate(ops):
-            talks = bool(IS_CALL[CODE[op.name]])
-            if not talks and (op.name != fault.select.op and anything):
-                continue
-            if finder.hit(op.call_label):
-                return index
+def _place(fault: Fault, ops: list[Op]) -> int | None:
+    """The op that ``fault`` hits: a call, unless its selector names another op."""
+    finder = FaultMatcher(fault)
+    anything = not fault.select.op and fault.kind in ("gpu_hang", "slow")
+    for index, op in enumerate(ops):
+        meant = anything or bool(IS_CALL[CODE[op.name]]) or op.name == fault.select.op
+        if meant and finder.hit(op.call_label):
+            return index
+    return None
+
+
+def _out_of_memory(fault: Fault, program: Program) -> int | None:
+    """The first op at which more lives than there is memory."""
+    if not len(program.allocations):
+        raise UsageError(f"{fault}: the programs say nothing of memory",
+                         fix="capture them on tier meta")  # fmt: skip
+    over = np.flatnonzero(program.live_bytes() > fault.number("at_bytes"))
+    if not over.size:
         return None
-
-    def _oom(self, fault: Fault, rank: int) -> int | None:
-        """Before the first op at which more lives than there is memory."""
-        program, limit = self.programs.of(rank), fault.number("at_bytes")
-        if not len(program.allocations):
-            raise UsageError(f"{fault}: the programs say nothing of memory",
-                             fix="capture them on tier meta")  # fmt: skip
-        over = np.flatnonzero(program.live_bytes() > limit)
-        if not over.size:
-            return None
-        return min(int(program.allocations["before"][over[0]]), len(program) - 1)
-
-    def _note(self, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-        op = ops[at]
-        members: tuple[int, ...] = ()
-        if op.group:
-            members = tuple(map(int, self.groups[op.group].group(rank)))
-        self.hits.append(
-            FaultedCall(str(fault), fault.kind, rank, at, op.name, op.group, members, _seq(ops, at),
-                op.label, op.site)
-        )  # fmt: skip
-
-    def result(self) -> PlantedFaults:
-        base = self.programs
-        of, made = base.program_of.copy(), list(base.programs)
-        for rank, ops in self.edited.items():
-            if ops != list(base.of(rank)):
-                of[rank] = len(made)
-                made.append(Program.from_ops(rank, ops))
-        programs = dataclasses.replace(base, programs=tuple(made), program_of=of)
-        return PlantedFaults(programs, dict(self.stops), tuple(self.hits), tuple(self.edits))
+    return min(int(program.allocations["before"][over[0]]), len(program) - 1)
 
 
 def _seq(ops: list[Op], at: int) -> int:
     """Place among the collectives, or the messages, of the group: batches are one launch."""
     pair, group = ops[at].name in ("send", "recv"), ops[at].group
-    seen: set[object] = set()
-    for i, op in enumerate(ops[: at + 1]):
-        if op.group == group and IS_CALL[CODE[op.name]] and (op.name in ("send", "recv")) == pair:
-            seen.add(("batch", op.batch) if op.batch >= 0 else i)
-    return len(seen)
+    mine = [(op.batch, -1 if op.batch >= 0 else i) for i, op in enumerate(ops[: at + 1])
+            if op.group == group and IS_CALL[CODE[op.name]]
+            and (op.name in ("send", "recv")) == pair]  # fmt: skip
+    return len(set(mine))

@@ -8,7 +8,7 @@ names nobody.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -62,59 +62,38 @@ class Mismatch:
 def find_mismatches(state: JobState) -> list[Mismatch]:
     """Calls that somebody waits in and that members of their group make differently, of each group
     the first; earliest first."""
-    calls = CallTable(state)
-    found = [*_messages(calls)]
+    found = [*_messages(state)]
     groups = set[str]()
     waits = {e.launch: e for c in state.outstanding.values() for e in c if not e.pair}
     for (name, _, seq), entry in sorted(waits.items(), key=lambda wait: wait[0][2]):
         members = state.groups[name].ranks if name not in groups else ()
-        here = {r: made for r in members if (made := calls.at(r, entry.desc, seq))}
-        if here and (odd := _compare(calls, here)) is not None:
+        here = {r: made for r in members if (made := state.at(r, entry.desc, seq))}
+        if here and (odd := _compare(state, here)) is not None:
             groups.add(name)
             found.append(odd)
     return sorted(found, key=lambda odd: odd.entry.created_ns)
 
 
-class CallTable:
-    """What ranks called: (description, number) -> entries; made once for each rank."""
-
-    def __init__(self, state: JobState) -> None:
-        self.state = state
-        self._made: dict[int, dict[tuple[str, int], list[Entry]]] = {}
-
-    def at(self, rank: int, desc: str, seq: int) -> list[Entry]:
-        """The calls of ``rank`` that have that number: several where they are coalesced."""
-        if rank not in self._made:
-            made = self._made[rank] = defaultdict(list)
-            for e in self.state.dumps[rank].entries if rank in self.state.dumps else ():
-                if e.to < 0 and e.op != "coalesced":
-                    made[e.desc, e.seq].append(e)
-        return self._made[rank].get((desc, seq), [])
-
-    def others(self, *but: Entry) -> Iterator[Entry]:
-        """The job's calls and messages, without these."""
-        entries = itertools.chain.from_iterable(d.entries for d in self.state.dumps.values())
-        return (e for e in entries if e.op != "coalesced" and all(e is not one for one in but))
-
-    def onward(self, rank: int, like: Entry) -> list[Signature]:
-        """What it called from ``like`` on in its group of that description."""
-        calls = (self.at(rank, like.desc, seq) for seq in itertools.count(like.seq))
-        return list(map(signature, itertools.takewhile(bool, calls)))
-
-    def before(self, rank: int, like: Entry) -> list[tuple[str, ...]]:
-        """The operations of its last calls before ``like`` in its group of that description."""
-        numbers = range(like.seq - _LAST, like.seq)
-        return [tuple(e.op for e in self.at(rank, like.desc, n)) for n in numbers]
+def _onward(state: JobState, rank: int, like: Entry) -> list[Signature]:
+    """What it called from ``like`` on in its group of that description."""
+    calls = (state.at(rank, like.desc, seq) for seq in itertools.count(like.seq))
+    return list(map(signature, itertools.takewhile(bool, calls)))
 
 
-def _compare(table: CallTable, calls: Calls) -> Mismatch | None:
+def _before(state: JobState, rank: int, like: Entry) -> list[tuple[str, ...]]:
+    """The operations of its last calls before ``like`` in its group of that description."""
+    numbers = range(like.seq - _LAST, like.seq)
+    return [tuple(e.op for e in state.at(rank, like.desc, n)) for n in numbers]
+
+
+def _compare(state: JobState, calls: Calls) -> Mismatch | None:
     """How the members who made one call differ in it, and who of them is wrong."""
     signatures = {rank: signature(entries) for rank, entries in calls.items()}
     one, *others = dict.fromkeys(signatures.values())
     first = next(iter(calls.values()))[0]
-    if not others and len(calls) == len(table.state.groups[first.group].ranks):
-        return _totals(table.state, calls)
-    usual, why = _right_call(table, calls, signatures)
+    if not others and len(calls) == len(state.groups[first.group].ranks):
+        return _totals(state, calls)
+    usual, why = _right_call(state, calls, signatures)
     if not others and usual in (None, one):
         return None
     texts = {rank: _text(entries) for rank, entries in calls.items()}
@@ -122,50 +101,50 @@ def _compare(table: CallTable, calls: Calls) -> Mismatch | None:
         return Mismatch(_kind(one, others[0]), first, (), tuple(calls), _differ(texts))
     odd = tuple(r for r, s in signatures.items() if s != usual)
     model = next((calls[r] for r, s in signatures.items() if s == usual), calls[odd[0]])
-    kind = _skipped_or_extra(table, calls[odd[0]][0], odd[0], usual, calls.keys())
+    kind = _skipped_or_extra(state, calls[odd[0]][0], odd[0], usual, calls.keys())
     text = f"{_differ({odd[0]: texts[odd[0]]})}, {why} {_text(model)}"
     kind, voted = kind or _kind(signatures[odd[0]], usual), why.endswith("others")
     return Mismatch(kind, model[0], odd, tuple(calls), text, voted)
 
 
 def _right_call(
-    table: CallTable, calls: Calls, signatures: dict[int, Signature]
+    state: JobState, calls: Calls, signatures: dict[int, Signature]
 ) -> tuple[Signature | None, str]:
     """(the call that is right, who else makes it): by a strict majority of the members, those
     without a dump counted; with the siblings at that number; by what members call next; by the
     job's other calls."""
     first = next(iter(calls.values()))[0]
     votes = Counter(signatures.values())
-    unseen = len(table.state.groups[first.group].ranks) - len(calls)
+    unseen = len(state.groups[first.group].ranks) - len(calls)
     known = set(votes) if len(votes) > 1 else None
-    for more in ((), _elsewhere(table, first, set(calls), known)):
+    for more in ((), _elsewhere(state, first, set(calls), known)):
         votes.update(more)
         usual, count = votes.most_common(1)[0]
         if 2 * count > votes.total() + unseen:
             return usual, f"{count} others"
     if known is None:
         return None, ""
-    right = {s for r, s in signatures.items() if _is_numbered_as_siblings(table, r, first, calls)}
+    right = {s for r, s in signatures.items() if _is_numbered_as_siblings(state, r, first, calls)}
     if len(right) == 1 and 2 * sum(s in right for s in signatures.values()) >= len(calls):
         return right.pop(), "the others, who make the next calls as siblings do,"
-    rank = _replaced(table, calls)
+    rank = _replaced(state, calls)
     return (None if rank is None else signatures[rank]), "as nobody else, the other"
 
 
-def _is_numbered_as_siblings(table: CallTable, rank: int, call: Entry, members: Calls) -> bool:
+def _is_numbered_as_siblings(state: JobState, rank: int, call: Entry, members: Calls) -> bool:
     """Whether a later call of ``rank`` in that group has the number that siblings give it, and is
     unlike its neighbours: so it left out none before it and made none too many."""
-    siblings = [r for r in table.state.siblings_of(rank) if r not in members]
-    mine = table.onward(rank, call)
+    siblings = [r for r in state.siblings_of(rank) if r not in members]
+    mine = _onward(state, rank, call)
     for place in range(1, len(mine)):
         if mine[place] not in (*mine[place - 1 : place], *mine[place + 1 : place + 2]):
-            calls = (table.at(r, call.desc, call.seq + place) for r in siblings)
+            calls = (state.at(r, call.desc, call.seq + place) for r in siblings)
             if {signature(one) for one in calls if one} == {mine[place]}:
                 return True
     return False
 
 
-def _replaced(table: CallTable, calls: Calls) -> int | None:
+def _replaced(state: JobState, calls: Calls) -> int | None:
     """Who of two makes the right call, where one of them replaced it by one that nobody else in
     the job makes.
 
@@ -175,22 +154,22 @@ def _replaced(table: CallTable, calls: Calls) -> int | None:
     if len(calls) != 2 or len(set(map(len, calls.values()))) > 1:
         return None
     (one, a), (other, b) = ((rank, entries[0]) for rank, entries in calls.items())
-    mine, theirs = table.onward(one, a), table.onward(other, a)
+    mine, theirs = _onward(state, one, a), _onward(state, other, a)
     replaced = len(mine) > 1 < len(theirs) and _alike_from(mine[1:], theirs[1:])
     shifted = _alike_from(mine[1:], theirs) or _alike_from(theirs[1:], mine)
     if not replaced and (shifted or a.op != b.op) or shifted and a.op != b.op:
         return None
-    odd = _unlike_the_job(table, (a, b), (sum(a.numbers, ()), sum(b.numbers, ())))
+    odd = _unlike_the_job(state, (a, b), (sum(a.numbers, ()), sum(b.numbers, ())))
     return None if odd is None else (other, one)[odd]
 
 
 def _skipped_or_extra(
-    table: CallTable, call: Entry, rank: int, usual: Signature, members: Collection[int]
+    state: JobState, call: Entry, rank: int, usual: Signature, members: Collection[int]
 ) -> str:
     """Whether ``rank`` calls here what the others call next, or next what they call here; "" if
     neither is known."""
-    state, mine = table.state, table.onward(rank, call)
-    alike = (table.onward(r, call) for r in {*members, *state.siblings_of(rank)})
+    mine = _onward(state, rank, call)
+    alike = (_onward(state, r, call) for r in {*members, *state.siblings_of(rank)})
     theirs = max((calls for calls in alike if calls[:1] == [usual]), key=len, default=[])
     if _alike_from(mine[1:], theirs[1:]):
         return ""
@@ -200,25 +179,24 @@ def _skipped_or_extra(
 
 
 def _elsewhere(
-    table: CallTable, like: Entry, here: set[int], known: set[Signature] | None
+    state: JobState, like: Entry, here: set[int], known: set[Signature] | None
 ) -> Iterator[Signature]:
     """What siblings of the ranks ``here`` call at this place of their own groups, of what is
     ``known``: those whose calls before it are alike, since numbers say nothing where siblings make
     calls of their own."""
-    state = table.state
-    mine = [table.before(rank, like) for rank in sorted(here)]
+    mine = [_before(state, rank, like) for rank in sorted(here)]
     for role in {state.role.get(rank, 0) for rank in here}:
         for rank in state.siblings[role]:
-            entries = [] if rank in here else table.at(rank, like.desc, like.seq)
+            entries = [] if rank in here else state.at(rank, like.desc, like.seq)
             found = signature(entries)
             if entries and (known is None or found in known):
-                before = table.before(rank, like)
+                before = _before(state, rank, like)
                 if any(_fit(before, one) for one in mine):
                     yield found
 
 
 def _unlike_the_job(
-    table: CallTable, pair: tuple[Entry, Entry], sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    state: JobState, pair: tuple[Entry, Entry], sizes: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> int | None:
     """Which of two calls looks like nothing else in the job: 0, 1 or None.  First whole calls are
     compared, then their operations, the job's half precision, and numbers of elements: those that
@@ -231,7 +209,8 @@ def _unlike_the_job(
         lambda e: not e.pair and (e.desc, e.op, e.dtypes),
         lambda e: set(e.dtypes) <= _HALVES and e.dtypes[:1],
     )
-    others = list(table.others(*pair))
+    others = [e for dump in state.dumps.values() for e in dump.entries
+              if e.op != "coalesced" and e is not pair[0] and e is not pair[1]]  # fmt: skip
     for look in looks:
         heard = set(map(look, others))
         known = [bool(look(e)) and look(e) in heard for e in pair]
@@ -290,9 +269,8 @@ def _totals(state: JobState, calls: dict[int, list[Entry]]) -> Mismatch | None:
     return Mismatch("splits", first, uneven if alone else (), tuple(sums), text)
 
 
-def _messages(table: CallTable) -> Iterator[Mismatch]:
+def _messages(state: JobState) -> Iterator[Mismatch]:
     """Sends and receives at the head of both sides that do not fit."""
-    state = table.state
     for rank in state.outstanding:
         send = next((e for e in state.outstanding[rank] if e.op == "send"), None)
         mate = state.mate(rank, send) if send else None
@@ -303,7 +281,7 @@ def _messages(table: CallTable) -> Iterator[Mismatch]:
         if a == b:
             yield from _unbatched(state, (rank, send), (peer, mate))
             continue
-        alone = _unlike_the_job(table, (send, mate), sizes)
+        alone = _unlike_the_job(state, (send, mate), sizes)
         odd = () if alone is None else ((rank, peer)[alone],)
         text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
         kind = "dtype" if a[0] == b[0] else "shape"

@@ -85,6 +85,7 @@ class JobState:
         self.outstanding: dict[int, list[Entry]] = {}
         self._waited: dict[Launch, Mapping[str, Sequence[int]]] = {}
         self._opened: dict[int, frozenset[Key]] = {}
+        self._numbered: dict[int, dict[tuple[str, int], list[Entry]]] = {}
         self._collect_groups(found.listed)
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
         self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
@@ -182,6 +183,15 @@ class JobState:
         """Its calls and messages that are recorded, without the records that close batches: these
         have the number of a collective that came before them."""
         return [e for e in self.dumps[rank].entries if e.op != "coalesced"]
+
+    def at(self, rank: int, desc: str, seq: int) -> list[Entry]:
+        """The collectives of ``rank`` that have that number: several where they are coalesced."""
+        if rank not in self._numbered:
+            rows = self._numbered[rank] = defaultdict(list)
+            for e in self.dumps[rank].entries if rank in self.dumps else ():
+                if not e.pair and e.op != "coalesced":
+                    rows[e.desc, e.seq].append(e)
+        return self._numbered[rank].get((desc, seq), [])
 
     def counts(self, rank: int) -> dict[str, int]:
         """Description -> collectives that ``rank`` has issued."""

@@ -1,6 +1,7 @@
 """Dumps are read whatever their format, what is foreign is refused, and nothing in them runs."""
 
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -37,8 +38,17 @@ class Evil:
         return self.call
 
 
-def written(folder, **how):
-    return export.write(STATE, folder / "d", **how)
+def written(folder, prefix="_dump_", version="2.10", as_json=False, **how):
+    """Dumps as other releases and settings leave them."""
+    folder = export.write(STATE, folder / "d", **how)
+    for path in folder.iterdir():
+        value = pickle.loads(path.read_bytes()) | {"version": version}
+        path.unlink()
+        if as_json:
+            (folder / f"{prefix}{path.name[6:]}.json").write_text(json.dumps(value))
+        else:
+            (folder / f"{prefix}{path.name[6:]}").write_bytes(pickle.dumps(value, protocol=2))
+    return folder
 
 
 @pytest.mark.parametrize("version", VERSIONS)

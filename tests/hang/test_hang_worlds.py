@@ -286,32 +286,6 @@ def test_markdown_and_page_say_the_verdict_and_let_nothing_through(tmp_path, cap
     assert "not overwritten" in capsys.readouterr().err
 
 
-def test_whose_watchdog_would_fire_first_in_a_world_of_programs(tmp_path, capsys):
-    """Segments of 3 and 1 s: rank 0 waits first, in B, though ranks 2 and 3 lack A."""
-    text = """prism-program 1
-world size=4
-group A 0,1;2,3
-group B 0,1,2,3
-program ranks=0-1
-- compute ns=1000000000
-- all_reduce A bf16 n=4 reduce=sum
-- all_reduce B bf16 n=8 reduce=sum
-program ranks=2-3
-- compute ns=3000000000
-- all_reduce A bf16 n=4 reduce=sum
-- all_reduce B bf16 n=8 reduce=sum
-"""
-    (tmp_path / "w").write_text(text)
-    words = ["hang", str(tmp_path / "w"), "fault=gil@rank=3,nth=0", "--json"]
-    assert cli.main(words) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [row["rank"] for row in found["culprits"]] == [3]
-    assert found["watchdog"].startswith("modelled: rank 0, 601.0")
-    assert "[Rank 0] Watchdog caught" in found["watchdog"]
-    assert "SeqNum=1, OpType=ALLREDUCE, NumelIn=8, NumelOut=8" in found["watchdog"]
-    assert "of B ran for 600000" in found["watchdog"]
-
-
 def test_the_trace_has_a_track_per_rank_and_arrows_along_the_waits(tmp_path, capsys):
     where = str(HERE / "worlds" / "moe.txt")
     words = ["hang", where, "fault=gil@rank=12,group=tp,nth=1", "--json"]

@@ -347,9 +347,6 @@ O all_reduce MINE fp32 n=1 reduce=max stream=s1
 PLAN = """- drop@rank=3,group=tp,nth=1
 - kind: drop
   at: {rank: 5, group: tp, nth: 1}
-- exit:1:0
-- fault-injector-ranks: [1, 2]
-  fault-injector-fault-types: exception
 """
 NCCL = """# nccl-tests version 2.17.9 nccl-headers=22809 nccl-library=22809
 # Collective test starting: all_reduce_perf
