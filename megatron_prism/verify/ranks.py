@@ -11,51 +11,23 @@ import contextlib
 import importlib
 import json
 import os
+import pickle
 import re
 import signal
 import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
-from megatron_prism.core.world import World
 from megatron_prism.emulate.workers import Json, die_with_parent
+from megatron_prism.verify import shrink
+from megatron_prism.verify.shrink import SmallRun
 
 _PATIENCE = 300  # seconds after which ranks count as hanging
 _PREPARED = ("torch", "torch.distributed.fsdp", "transformers", "wandb")
-Sizes = Json
-
-
-@dataclass(frozen=True)
-class SmallRun:
-    """One run of a small copy.
-
-    folder   : for what its ranks keep; made here
-    words    : script and arguments of the job
-    job, copy, here : the job's world, the copy's, this run's
-    left_out : of ``shrink.PARTS``
-    rounded  : whether its parameters start one rounding away
-    """
-
-    folder: str
-    words: Sequence[str]
-    job: Sizes
-    copy: Sizes
-    here: Sizes
-    left_out: Sequence[str] = ()
-    iterations: int = 3
-    layers: int = 2
-    rounded: bool = False
-
-
-def sizes_of(world: World) -> Sizes:
-    """What ``World`` is made of."""
-    return {n: getattr(world, n) for n in ("size", "tp", "pp", "cp", "ep", "etp", "order")}
 
 
 class RankError(PrismError):
@@ -77,7 +49,6 @@ class Server:
             [python, "-W", "ignore", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env=mine,
         )
 
@@ -93,14 +64,14 @@ class Server:
         asked, answers = self._process.stdin, self._process.stdout
         assert asked is not None
         assert answers is not None
-        asked.write(json.dumps(asdict(run)) + "\n")
+        pickle.dump(run, asked)
         asked.flush()
         line = answers.readline()
         answer = json.loads(line or '{"message": "the server of ranks ended", "kind": ""}')
         if "message" in answer:
             fix = answer.get("fix") or "--keep DIR keeps what every rank printed"
             raise RankError(answer["message"], fix, answer["kind"], answer.get("exit_code", 1))
-        return Path(run.folder)
+        return run.folder
 
 
 def _serve() -> None:
@@ -108,24 +79,24 @@ def _serve() -> None:
     for name in _PREPARED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for line in iter(sys.stdin.readline, ""):
-        print(json.dumps(_train(SmallRun(**json.loads(line)))), flush=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            print(json.dumps(_train(pickle.load(sys.stdin.buffer))), flush=True)
 
 
 def _train(run: SmallRun) -> Json:
-    folder, size = Path(run.folder), int(run.here["size"])
-    folder.mkdir(parents=True, exist_ok=True)
+    run.folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    pids = {_fork(run, rank, size, port): rank for rank in range(size)}
+    pids = {_fork(run, rank, port): rank for rank in range(run.here.size)}
     failed: Json = {}
     while pids:
         pid, status = os.wait()
         rank = pids.pop(pid, None)
         if rank is None or not status or failed:
             continue
-        file = folder / f"rank-{rank}.error"
+        file = run.folder / f"rank-{rank}.error"
         if file.exists():
             failed = json.loads(file.read_text())
         else:
@@ -137,18 +108,18 @@ def _train(run: SmallRun) -> Json:
     return failed or {"done": True}
 
 
-def _fork(run: SmallRun, rank: int, size: int, port: int) -> int:
+def _fork(run: SmallRun, rank: int, port: int) -> int:
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
         die_with_parent()
-        log = os.open(f"{run.folder}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(run.folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(log, stream)
         signal.alarm(_PATIENCE)
-        _rank(run, rank, size, port)
+        _rank(run, rank, port)
         status = 0
     except BaseException as error:
         traceback.print_exc()
@@ -157,45 +128,36 @@ def _fork(run: SmallRun, rank: int, size: int, port: int) -> int:
         if isinstance(error, PrismError):
             said |= {"message": error.message, "fix": error.fix, "exit_code": error.exit_code}
         elif isinstance(error, SystemExit):
-            text = Path(f"{run.folder}/rank-{rank}.log").read_text(errors="replace")
+            text = (run.folder / f"rank-{rank}.log").read_text(errors="replace")
             reported = re.findall(r"^prism: error: (.+)\n(?:  fix: (.+)\n)?", text, re.MULTILINE)
             message, fix = (reported or [(f"exit status {first}", None)])[-1]
             said |= {"message": message, "fix": fix or None, "exit_code": error.code}
-        Path(f"{run.folder}/rank-{rank}.error").write_text(json.dumps(said))
+        (run.folder / f"rank-{rank}.error").write_text(json.dumps(said))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def _rank(run: SmallRun, rank: int, size: int, port: int) -> None:
+def _rank(run: SmallRun, rank: int, port: int) -> None:
     """Train as one rank, and keep what it does."""
     from megatron_prism.emulate import launch, patch
     from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.verify import shrink
     from megatron_prism.verify.record import StepRecorder, patches_of
 
+    size = run.here.size
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
     }  # fmt: skip
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    job, copy, here = (World(**sizes) for sizes in (run.job, run.copy, run.here))
-    recorder = StepRecorder(Path(run.folder), rank)
-    made = patches_of(
-        recorder, job, copy, here, run.left_out, run.iterations, run.layers, run.rounded
-    )
-    context = patch.PatchContext(
-        start=_never,
-        monitor=TrainingMonitor(),
-        meta=False,
-        local_ranks=(rank,),
-        rank=rank,
-    )
-    patch.apply(made, context)
+    recorder = StepRecorder(run.folder, rank)
+    ranks = {"local_ranks": (rank,), "rank": rank}
+    context = patch.PatchContext(start=_never, monitor=TrainingMonitor(), meta=False, **ranks)
+    patch.apply(patches_of(recorder, run), context)
     ours = ["--prism-tier", "cpu", "--prism-world-size", str(size)]
     try:
-        launch.run_script([*ours, "--", *run.words, *shrink.sizes_as_words(here)])
+        launch.run_script([*ours, "--", *run.words, *shrink.sizes_as_words(run.here)])
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_prism.core.world import World
 from megatron_prism.emulate.patch import Original, PatchContext, Patches
 from megatron_prism.emulate.workers import Json
 from megatron_prism.verify import shrink
+from megatron_prism.verify.shrink import SmallRun
 
 Shard = tuple[str, list[int], list[int], np.ndarray]  # key, offset, shape of the whole, data
 Model = Sequence[Any]  # of Megatron: chunks of a stage
@@ -82,8 +82,8 @@ def whole_buffers(model: Model, of_gradients: bool) -> dict[torch.nn.Parameter, 
 
 
 def shards(model: Model, values: Values, only: bool) -> Iterator[Shard]:
-    """What a checkpoint would have of ``values`` in
-    place of the parameters; ``only``: less what are no parameters."""
+    """What a checkpoint would have of ``values`` in place of the parameters; ``only``: less what
+    are no parameters."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from torch.utils._pytree import tree_leaves
@@ -115,33 +115,20 @@ def shards(model: Model, values: Values, only: bool) -> Iterator[Shard]:
                 parameter.data = data
 
 
-def patches_of(
-    recorder: StepRecorder,
-    job: World,
-    copy: World,
-    here: World,
-    left_out: Sequence[str],
-    iterations: int,
-    layers: int,
-    rounded: bool,
-) -> Patches:
-    """What makes this rank's job the small one, and keeps what it does.
-
-    Args: as of ``shrink.shrink`` and ``shrink.lay_out``;
-        rounded: whether every parameter starts one rounding away, to measure what roundings do
-    """
+def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
+    """What makes this rank's job the small one, and keeps what it does."""
     patches = Patches()
 
     @patches.instead("megatron.training.arguments:parse_args", at=":88 @0.16.1; :116 @0.19.0")
     def small(context: PatchContext, original: Original, *args: object, **kwargs: object) -> object:
         """A small copy of the job trains."""
         parsed = original(*args, **kwargs)
-        changes = shrink.shrink(parsed, job, copy, iterations, layers)
-        recorder.facts["parts"] = shrink.parts_of(parsed, copy)
+        changes = shrink.shrink(parsed, run.job, run.copy, run.iterations, run.layers)
+        recorder.facts["parts"] = shrink.parts_of(parsed, run.copy)
         recorder.facts["changes"] = [
             [one.name, _text(one.before), _text(one.after), one.why] for one in changes
         ]
-        shrink.lay_out(parsed, here, left_out)
+        shrink.lay_out(parsed, run.here, run.left_out)
         return parsed
 
     @patches.instead("megatron.training.training:train_step", at=":1603 @0.16.1; :2336 @0.19.0")
@@ -151,7 +138,7 @@ def patches_of(
         model, optimizer = call.arguments["model"], call.arguments["optimizer"]
         if not recorder.iteration:
             _keep_parameters(recorder, model)
-            if rounded:
+            if run.rounded:
                 _round_otherwise(model)
         recorder.iteration += 1
         schedule, update = call.arguments["forward_backward_func"], optimizer.step
@@ -181,7 +168,7 @@ def patches_of(
         finally:
             optimizer.step = update
         recorder.facts["norms"].append(None if result[5] is None else float(result[5]))
-        if recorder.iteration in (1, iterations):
+        if recorder.iteration in (1, run.iterations):
             _keep_parameters(recorder, model)
         return result
 

@@ -8,11 +8,12 @@ from its sizes, which are the same with every part left out: the reference has n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import UsageError, WorldError
 from megatron_prism.core.world import World
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY, EXPERTS, SAMPLES = 64, 4, 32, 256, 4, 8
@@ -129,6 +130,29 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
+class SmallRun:
+    """One run of a small copy.
+
+    folder   : for what its ranks keep; made here
+    words    : script and arguments of the job
+    job, copy, here : the job's world, the copy's, this run's
+    left_out : of ``shrink.PARTS``
+    layers   : that it has at least
+    rounded  : whether every parameter starts one rounding away, to measure what roundings do
+    """
+
+    folder: Path
+    words: Sequence[str]
+    job: World
+    copy: World
+    here: World
+    left_out: Sequence[str] = ()
+    iterations: int = ITERATIONS
+    layers: int = 2
+    rounded: bool = False
+
+
+@dataclass(frozen=True)
 class Shrunk:
     """One argument that the copy has changed; ``why``: a size, or the reason in ``_DROPPED``."""
 
@@ -167,22 +191,24 @@ def small_world(world: World, dp_known: bool, wide_pipeline: bool = False) -> Wo
     return World(size=model * dp, order=world.order, **sizes)
 
 
+_WITHOUT = {
+    "tp": {"tp": 1, "etp": 1},
+    "pp": {"pp": 1},
+    "cp": {"cp": 1},
+    "dp": {"ep": 1},
+    "ep": {"ep": 1},
+}  # a dimension -> what else is 1 without it
+
+
 def without(world: World, part: str) -> World | None:
     """``world`` with the dimension ``part`` (``tp``, ``dp`` …) at 1; None where it is not above."""
-    if part not in ("tp", "pp", "cp", "ep", "dp") or getattr(world, part) == 1:
+    if part not in _WITHOUT or getattr(world, part) == 1:
         return None
-    if part in ("tp", "pp", "cp"):
-        size = world.size // getattr(world, part)
-        more = {part: 1, **({"etp": 1} if part == "tp" else {})}
-    elif part == "dp":
-        size, more = world.size // world.dp, {"ep": 1}
-    else:
-        size, more = world.size, {"ep": 1}
-    sizes = {name: getattr(world, name) for name in ("tp", "pp", "cp", "ep", "etp")} | more
-    rest = size // sizes["pp"]
-    if rest % (sizes["ep"] * sizes["etp"]):
+    size = world.size // (1 if part == "ep" else getattr(world, part))
+    try:
+        return replace(world, size=size, **_WITHOUT[part])
+    except WorldError:
         return None
-    return World(size=size, order=world.order, **sizes)
 
 
 class _Shrinking:
@@ -315,8 +341,7 @@ def parts_of(args: object, copy: World) -> list[str]:
 
 
 def lay_out(args: object, here: World, left_out: Iterable[str]) -> None:
-    """Put the world of a run into a copy's arguments, and leave out what is asked for and what
-    cannot be without a dimension.
+    """Leave out of a copy's arguments what is asked for and what cannot be without a dimension.
 
     Args:
         here: the copy's world, a part of it, or one rank.
@@ -329,14 +354,6 @@ def lay_out(args: object, here: World, left_out: Iterable[str]) -> None:
         off |= PARTS[name] if name in asked else {}
     off |= _OF_PIPELINES if here.pp == 1 else {}
     off |= _OF_CONTEXTS if here.cp == 1 else {}
-    off |= {
-        "tensor_model_parallel_size": here.tp,
-        "pipeline_model_parallel_size": here.pp,
-        "context_parallel_size": here.cp,
-        "expert_model_parallel_size": here.ep,
-    }
-    if getattr(args, "expert_tensor_parallel_size", None) is not None:
-        off["expert_tensor_parallel_size"] = here.etp
     for name, value in off.items():
         if hasattr(args, name):
             setattr(args, name, value)

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.units import counted
 from megatron_prism.core.world import World
 from megatron_prism.verify import shrink
 from megatron_prism.verify.compare import Kept, LayoutComparison, LayoutDifference
-from megatron_prism.verify.ranks import RankError, Server, SmallRun, sizes_of
+from megatron_prism.verify.ranks import RankError, Server
+from megatron_prism.verify.shrink import SmallRun
 
 Say = Callable[[str], None]
 _NOT_HERE = (
@@ -99,26 +101,22 @@ def verify(line: Line, against: Line | None, folder: Path, say: Say, *, bisect: 
     copy = _copy(line)
     verdict = Verdict(line.words, line.world, copy)
     layers = 2 if against is None else 4
-    job = SmallRun(
-        "", line.words, sizes_of(line.world), sizes_of(copy), sizes_of(copy), layers=layers
-    )
+    job = SmallRun(folder, line.words, line.world, copy, copy, layers=layers)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server(line.python))
 
         def kept(name: str, run: SmallRun, by: Server = server) -> Kept:
-            world = World(**run.here)
-            say(f"{name}: {world.size} rank{'s' * (world.size > 1)}")
-            place = by.run(replace(run, folder=str(folder / name.replace(" ", "-"))))
-            return Kept(place, world)
+            say(f"{name}: {counted(run.here.size, 'rank')}")
+            place = by.run(replace(run, folder=folder / name.replace(" ", "-")))
+            return Kept(place, run.here)
 
         try:
             if against is None:
-                one, parts = sizes_of(shrink.one_rank(copy)), tuple(shrink.PARTS)
-                second, by = replace(job, here=one, left_out=parts), server
+                one = shrink.one_rank(copy)
+                second, by = replace(job, here=one, left_out=tuple(shrink.PARTS)), server
             else:
-                its = sizes_of(_copy(against))
-                second = replace(job, words=against.words, job=sizes_of(against.world), copy=its,
-                                 here=its)  # fmt: skip
+                its, words = _copy(against), against.words
+                second = replace(job, words=words, job=against.world, copy=its, here=its)
                 by = stack.enter_context(Server(against.python))
             name = "reference" if against is None else "other job"
             other = kept(name, second, by)
@@ -186,7 +184,7 @@ def _bisect(
             continue
         run = replace(job, left_out=(part,), iterations=iterations)
         if here is not None:
-            run = replace(run, here=sizes_of(here))
+            run = replace(run, here=here)
         verdict.tried.append(part)
         try:
             found = kept(f"without {part.lstrip('-')}", run)
