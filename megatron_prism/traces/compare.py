@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,17 +138,9 @@ def compare_traces(paths: Sequence[str | os.PathLike[str]], predicted: Timeline)
         return TraceComparison(pairings, None)
     found = both.imported()
     real = price(found.programs).timeline
-    ranks = [
-        _rank(predicted, real, one, busy) for one, busy in zip(pairings, found.busy, strict=True)
-    ]
-    times = Times(
-        float(predicted.iteration_ns),
-        float(real.iteration_ns),
-        float(found.iteration_ns.mean()),
-        tuple(ranks),
-        predicted,
-        real,
-    )
+    ranks = tuple(_rank(predicted, real, *one) for one in zip(pairings, found.busy, strict=True))
+    means = predicted.iteration_ns, real.iteration_ns, found.iteration_ns.mean()
+    times = Times(*map(float, means), ranks, predicted, real)
     return TraceComparison(pairings, times, tuple(found.notes))
 
 
@@ -169,57 +161,42 @@ def _rank(
     late = theirs.idle + theirs.compute - float(busy.sum())
     parts.append(Difference("host: what is left", ours.idle, late))
     calls = [op for op, _ in pairing.pairs]
-    took = _lasting(predicted, a)
-    took[predicted.graph.program_list[a].ops["name"] != CODE["compute"]] = 0
-    steps = [_steps(predicted, a, calls, took), _steps(real, b, calls, busy)]
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for one, other in zip(*steps, strict=True):
-        for what, first, second in (
-            (f"computing before {one.what}", one.before, other.before),
-            (f"{one.what} on the wire", one.wire, other.wire),
-            (f"{one.what} waiting for others", one.wait, other.wait),
-        ):
-            row = sums[what]
-            row[0], row[1], row[2] = row[0] + first, row[1] + second, row[2] + 1
-    ops = [Difference(what, p, r, int(count)) for what, (p, r, count) in sums.items()]
+    program, spans = predicted.graph.program_list[a], predicted.spans(a)
+    took = np.zeros(len(program))
+    took[spans["op"]] = spans["end"] - spans["start"]
+    took[program.ops["name"] != CODE["compute"]] = 0
+    steps = np.stack([_steps(predicted, a, calls, took), _steps(real, b, calls, busy)], axis=-1)
+    sums: dict[str, list[np.ndarray]] = defaultdict(list)
+    for call, step in zip(_names_of(program, calls), steps, strict=True):
+        whats = f"computing before {call}", f"{call} on the wire", f"{call} waiting for others"
+        for what, both in zip(whats, step, strict=True):
+            sums[what].append(both)
+    ops = [
+        Difference(what, *np.sum(all_, axis=0).tolist(), len(all_)) for what, all_ in sums.items()
+    ]
     ops.sort(key=lambda row: -abs(row.error))
     return RankComparison(pairing.rank, tuple(parts), tuple(ops))
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A call and what was computed since the one before it; the last is the iteration's end."""
-
-    what: str
-    before: float
-    wire: float
-    wait: float
-
-
-def _lasting(timeline: Timeline, index: int) -> np.ndarray:
-    """float64 [ops]: ns that each takes."""
-    spans, took = timeline.spans(index), np.zeros(len(timeline.graph.program_list[index]))
-    took[spans["op"]] = spans["end"] - spans["start"]
-    return took
+def _names_of(program: Program, calls: Sequence[int]) -> Iterator[str]:
+    """What each call is, and the iteration's end."""
+    for row in program.ops[calls]:
+        step = label(PHASE_NAMES[row["phase"]], -1, -1)
+        where = f" in {step}" if step != "-" else ""
+        yield f"{NAMES[row['name']]} {program.strings[row['group']]}{where}"
+    yield "the end"
 
 
 def _steps(
     timeline: Timeline, index: int, calls: Sequence[int], computed: np.ndarray
-) -> list[_Step]:
-    """``calls``: ops of class ``index``; ``computed``: float64 [ops] ns of computing in each."""
-    program: Program = timeline.graph.program_list[index]
+) -> np.ndarray:
+    """float64 [calls + 1, 3] ns of class ``index``: computed since the call before, on the wire,
+    waiting; the last row is the iteration's end.  ``computed``: float64 [ops] ns."""
     spans = timeline.spans(index)
-    at = np.full(len(program), -1, dtype=np.int64)
+    at = np.full(len(computed), -1, dtype=np.int64)
     at[spans["op"]] = np.arange(len(spans))
+    own = spans[at[list(calls)]]
     until = np.concatenate(([0.0], np.cumsum(computed)))
-    found, since = list[_Step](), 0
-    for op in calls:
-        row, span = program.ops[op], spans[at[op]]
-        step = label(PHASE_NAMES[row["phase"]], -1, -1)
-        what = f"{NAMES[row['name']]} {program.strings[row['group']]}" + f" in {step}" * (
-            step != "-"
-        )
-        wire, wait = float(span["end"] - span["start"]), float(span["start"] - span["ready"])
-        found.append(_Step(what, float(until[op] - until[since]), wire, wait))
-        since = op
-    return [*found, _Step("the end", float(until[-1] - until[since]), 0.0, 0.0)]
+    before = np.diff(until[[0, *calls, -1]])
+    wire, wait = own["end"] - own["start"], own["start"] - own["ready"]
+    return np.stack([before, np.append(wire, 0.0), np.append(wait, 0.0)], axis=1)

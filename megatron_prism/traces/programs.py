@@ -14,6 +14,7 @@ given the largest one whose members were all in the call at the same time, in ev
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections import Counter, defaultdict
@@ -61,21 +62,23 @@ class Imported:
     notes    : what did not align and what was inferred, in words
     busy     : per traced rank float64 [ops] ns in which the work of each segment ran, on average;
         beside a capture only
-    wire     : float64 [iterations, matched calls] ns once all who are traced have come; nan: nobody
-        is
+    wire     : float64 [iterations, matched calls] ns since all who are traced have come; nan: none
     skew     : per traced rank float64 [iterations, calls] ns that it waited for the others
     whole    : bool [matched calls]: every member is traced
     """
 
-    programs: Programs
-    measured: list[Measured]
     graph: WorldGraph
+    measured: list[Measured]
     call_op: list[np.ndarray]
     notes: list[str]
     busy: list[np.ndarray] = field(default_factory=list)
     wire: np.ndarray = field(default_factory=lambda: np.empty(0))
     skew: list[np.ndarray] = field(default_factory=list)
     whole: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+    @property
+    def programs(self) -> Programs:
+        return self.graph.programs
 
     @property
     def ranks(self) -> list[int]:
@@ -178,10 +181,9 @@ class _Names:
             for key, (desc, ranks) in one.recorded.groups.items():
                 name = desc if desc not in ("", "undefined") and descs[desc] <= 1 else ""
                 if not name:
-                    name, again = _shape(ranks, world.size), 1
-                    while name in members:
-                        again += 1
-                        name = f"{_shape(ranks, world.size)}_{again}"
+                    shape = _shape(ranks, world.size)
+                    others = (f"{shape}_{again}" for again in itertools.count(2))
+                    name = next(n for n in itertools.chain((shape,), others) if n not in members)
                 named[key] = name = re.sub(r"[\s\"#=]", "_", name)
                 members[name] = tuple(ranks)
                 if len(ranks) > 1:
@@ -224,68 +226,62 @@ def _shape(ranks: Sequence[int], size: int) -> str:
 
 # -- groups that the trace does not name ----------------------------------------------------------
 def _guess_groups(measured: list[Measured], names: _Names, notes: list[str]) -> list[list[str]]:
-    """Per rank and call the group; inferred where the trace has none."""
-    found = [
-        [names.named[i].get(call.group, "") for call in one.calls] for i, one in enumerate(measured)
-    ]
-    where = {one.recorded.rank: i for i, one in enumerate(measured)}
-    guessed = Counter[str]()
+    """Per rank and call the group; inferred where the trace has none: the largest that fits all
+    calls of a kind, else the largest that fits this one."""
+    where = {one.recorded.rank: one for one in measured}
+    guessed, found = Counter[str](), []
     for i, one in enumerate(measured):
+        groups = [names.named[i].get(call.group, "") for call in one.calls]
+        found.append(groups)
         largest = sorted(names.members[i].items(), key=lambda item: -len(item[1]))
         by_key: dict[object, list[int]] = defaultdict(list)
         for k, call in enumerate(one.calls):
-            if not call.group or call.group not in names.named[i]:
+            if not call.group or not groups[k]:
                 by_key[call.key].append(k)
-        for key, places in by_key.items():
-            fits = {
-                name: _feasible(measured, where, i, ranks, key, places) for name, ranks in largest
-            }
+        for places in by_key.values():
+            fits = {name: _feasible(where, one, ranks, places) for name, ranks in largest}
+            whole = [name for name, fitting in fits.items() if fitting.all()]
             for at, k in enumerate(places):
-                name = next((n for n, ok in fits.items() if ok.all()), None)
-                name = name or next((n for n, ok in fits.items() if ok[at]), None)
-                if name is None:
-                    own = one.recorded.rank
-                    what = f"rank {own}: call {k}, {one.calls[k]}, is of no known group"
+                own = whole or [name for name, fitting in fits.items() if fitting[at]]
+                if not own:
+                    what = (
+                        f"rank {one.recorded.rank}: call {k}, {one.calls[k]}, is of no known group"
+                    )
                     fix = "the traces of all ranks, or a capture of the job: --slices DIR"
                     raise PrismError(what, fix=fix)
-                found[i][k] = name
-                guessed[name] += 1
+                groups[k] = own[0]
+                guessed[own[0]] += 1
     if guessed:
-        said = ", ".join(f"{count} in {name}" for name, count in guessed.most_common())
-        notes.append(f"the traces name no groups: inferred from who was in a call at once ({said})")
+        counts = ", ".join(f"{count} in {name}" for name, count in guessed.most_common())
+        how = "inferred from who was in a call at once"
+        notes.append(f"the traces name no groups: {how} ({counts})")
     return found
 
 
 def _feasible(
-    measured: list[Measured],
-    where: Mapping[int | None, int],
-    own: int,
-    ranks: tuple[int, ...],
-    key: object,
-    places: list[int],
+    where: Mapping[int | None, Measured], own: Measured, ranks: Sequence[int], places: list[int]
 ) -> np.ndarray:
-    """bool [places]: whether the members of a group may have made these calls together."""
-    call, no = measured[own].calls[places[0]], np.zeros(len(places), bool)
+    """bool [places]: whether the members of a group may have made these calls of one kind
+    together."""
+    call, yes = own.calls[places[0]], np.ones(len(places), bool)
+    rank = own.recorded.rank or 0
     if call.op in ("send", "recv"):
-        if not 0 <= call.peer < len(ranks) or ranks[call.peer] == measured[own].recorded.rank:
-            return no
-        other = where.get(ranks[call.peer])
-        if other is None:
-            return ~no
-        back = "recv" if call.op == "send" else "send"
-        here = ranks.index(measured[own].recorded.rank or 0)
-        there = [c for c in measured[other].calls if (c.op, c.peer) == (back, here)]
-        return ~no if len(there) >= len(places) else no
+        if not 0 <= call.peer < len(ranks) or ranks[call.peer] == rank:
+            return ~yes
+        if (other := where.get(ranks[call.peer])) is None:
+            return yes
+        back = "recv" if call.op == "send" else "send", ranks.index(rank)
+        return yes & (sum((c.op, c.peer) == back for c in other.calls) >= len(places))
     if any(rank not in where for rank in ranks):
-        return ~no if len(ranks) == measured[own].recorded.world else no
-    begun, done = [], []
-    for one in (measured[where[rank]] for rank in ranks):
-        mine = [k for k, c in enumerate(one.calls) if c.key == key]
-        if len(mine) != len(places):
-            return no
-        begun.append(one.begun[:, mine])
-        done.append(one.done[:, mine])
-    return np.asarray((np.max(begun, axis=0) <= np.min(done, axis=0)).all(axis=0))
+        return yes & (len(ranks) == own.recorded.world)
+    spans = []
+    for one in (where[rank] for rank in ranks):
+        alike = [k for k, c in enumerate(one.calls) if c.key == call.key]
+        if len(alike) != len(places):
+            return ~yes
+        spans.append((one.begun[:, alike], one.done[:, alike]))
+    begun, done = (np.array(times) for times in zip(*spans, strict=True))
+    return np.asarray((begun.max(axis=0) <= done.min(axis=0)).all(axis=0))
 
 
 # -- programs -------------------------------------------------------------------------------------
@@ -376,11 +372,10 @@ def _joined(
     of = stand_in_for(world, [program.rank for program in programs])
     source = {"from": "traces", "device": _device(one.recorded for one in ranked)}
     lists = {name: ranks for name, ranks in names.lists.items() if name in used}
-    joined = Programs(world, programs, of, lists, source)
-    graph = build(joined)
+    graph = build(Programs(world, programs, of, lists, source))
     fix = "profile the same iterations on every rank; without groups (gloo): --slices DIR"
     graph.check_fits(fix)
-    return Imported(joined, ranked, graph, call_op, notes)
+    return Imported(graph, ranked, call_op, notes)
 
 
 def _device(found: Iterable[Recorded]) -> str:
@@ -651,10 +646,9 @@ class Paired:
             raise UsageError(what, fix="trace one rank of every stage: --profile-ranks") from error
         device = _device(one.recorded for one in measured)
         source = {**captured.source, "from": "traces", "device": device}
-        joined = Programs(world, tuple(programs), of, captured.groups, source)
-        graph = build(joined)
+        graph = build(Programs(world, tuple(programs), of, captured.groups, source))
         graph.check_fits()
-        return _with_wire(Imported(joined, measured, graph, call_op, notes, busy))
+        return _with_wire(Imported(graph, measured, call_op, notes, busy))
 
 
 def paired(paths: Sequence[str | os.PathLike[str]], captured: Programs) -> Paired:
@@ -701,11 +695,11 @@ def _recorded(paths: Sequence[str | os.PathLike[str]]) -> list[Recorded]:
     """Every rank in these files and folders."""
     found: list[Recorded] = []
     for path in map(Path, paths):
-        if path.is_dir() and not any(_TRACE.search(p.name) for p in path.iterdir()):
-            found += read_dumps(path)
-            continue
-        inside = sorted(p for p in path.iterdir() if _TRACE.search(p.name)) if path.is_dir() else []
-        found += [one for file in inside or [path] for one in read_trace(file)]
+        files = [path]
+        if path.is_dir():
+            files = sorted(p for p in path.iterdir() if _TRACE.search(p.name))
+            found += [] if files else read_dumps(path)
+        found += [one for file in files for one in read_trace(file)]
     return found
 
 

@@ -309,10 +309,8 @@ def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], in
         early = ~known & (device[:, 3] < found.launch[:, 0].min())
         if early.any():
             before = int(device[early, 1].max())
-            notes.append(
-                f"{int(early.sum()):,} of {len(device):,} kernels were launched before the "
-                "profiler began and are left out"
-            )
+            count = f"{int(early.sum()):,} of {len(device):,} kernels"
+            notes.append(f"{count} were launched before the profiler began and are left out")
             device, place, known, launched = (x[~early] for x in (device, place, known, launched))
     if lost := int((~known).sum()):
         notes.append(f"{lost:,} of {len(device):,} kernels have no launch: ordered by their start")
@@ -344,13 +342,11 @@ def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], in
         else:
             calls.append(_call(one, found.groups, span))
     if strange := int((talks & ~explained).sum()):
-        notes.append(
-            f"{strange:,} kernels of NCCL belong to no call of torch.distributed: they "
-            "count as computing"
-        )
-    rest = ~explained
-    order = np.argsort(launched[rest], kind="stable")
-    work = _Work(launched[rest][order], device[rest, 0][order], device[rest, 1][order])
+        where = "belong to no call of torch.distributed: they count as computing"
+        notes.append(f"{strange:,} kernels of NCCL {where}")
+    rest = np.flatnonzero(~explained)
+    rest = rest[np.argsort(launched[rest], kind="stable")]
+    work = _Work(launched[rest], device[rest, 0], device[rest, 1])
     for one in (part for parts in bare.values() for part in parts):
         issued = one.first.start
         over = work.done_before(int(np.searchsorted(work.launch, issued)), issued)
@@ -487,19 +483,17 @@ def _iterations(found: Recorded, work: _Work, calls: list[Call], idle: int) -> l
     on_host = not len(found.device)
     low = min(work.launch[:1].tolist() + [c.issued for c in calls], default=0)
     steps = found.steps or [(0, low, 1 << 62)]
+    untils = [*(begin for _, begin, _ in steps[1:]), steps[-1][2]]
     made = []
-    for place, (number, begin, end) in enumerate(steps):
-        last = place + 1 == len(steps)
-        until = steps[place + 1][1] if not last else end
+    for (number, begin, end), until in zip(steps, untils, strict=True):
         part = work.part(begin, until)
         own = [call for call in calls if begin <= call.issued < until]
         if not len(part.launch) and not own:
             continue
-        starts = part.start.tolist() + [c.start for c in own]
-        ends = part.end.tolist() + [c.end for c in own]
-        first = begin if on_host and found.steps else min(starts)
-        over = end if on_host and found.steps else max(ends)
-        made.append(_Iteration(number, first, over, part, own, on_host))
+        if not (on_host and found.steps):
+            begin = min(*part.start.tolist(), *(c.start for c in own), 1 << 62)
+            end = max(*part.end.tolist(), *(c.end for c in own), 0)
+        made.append(_Iteration(number, begin, end, part, own, on_host))
     if made:
         made[0].begin = max(made[0].begin, idle)
     for one, following in zip(made, made[1:], strict=False):
@@ -516,15 +510,10 @@ def _alike(made: list[_Iteration], notes: list[str]) -> list[_Iteration]:
     for one, key in zip(made, keys, strict=True):
         if key == usual:
             continue
-        at = next(
-            (i for i, (a, b) in enumerate(zip(key, usual, strict=False)) if a != b),
-            min(len(key), len(usual)),
-        )
+        at = next(i for i, (a, b) in enumerate(itertools.zip_longest(key, usual)) if a != b)
         shown = f"call {at} is {one.calls[at]}" if at < len(key) else f"it ends after {at} calls"
-        notes.append(
-            f"iteration {one.number} is left out: its calls are not those of {count} "
-            f"others; {shown}"
-        )
+        why = f"its calls are not those of {count} others; {shown}"
+        notes.append(f"iteration {one.number} is left out: {why}")
     return [one for one, key in zip(made, keys, strict=True) if key == usual]
 
 
@@ -535,11 +524,8 @@ def _tokens(made: Sequence[_Iteration]) -> list[Moment]:
         Counter(one.resumes[k] and one.resumes[k][0] for one in made).most_common(1)[0][0]
         for k in range(count)
     ]
-    at_once = [
-        2 * sum(one.resumes[k] == (k, int(one.place[k])) for one in made) >= len(made)
-        for k in range(count)
-    ]
     waits: dict[int, list[int]] = defaultdict(list)
+    at_once = set[int]()  # calls that are waited for before anything else
     last, calls, place = count - 1, made[0].calls, made[0].place
     for k in reversed(range(count)):
         pair = calls[k].op in ("send", "recv")
@@ -548,13 +534,15 @@ def _tokens(made: Sequence[_Iteration]) -> list[Moment]:
         stretch = votes[k]
         if stretch is not None:  # messages one after the other are on their way together
             stretch = max(stretch, last if pair else k)
-            at_once[k] &= stretch == k
-            waits[stretch].append(k)
+            waits[stretch].insert(0, k)
+            alone = sum(one.resumes[k] == (k, int(one.place[k])) for one in made)
+            if stretch == k and 2 * alone >= len(made):
+                at_once.add(k)
     tokens, slots = [Moment("segment", 0)], itertools.count(1)
     for k in range(count):
         tokens.append(Moment("call", k))
-        for other in sorted(waits[k]):
-            if not (other == k and at_once[k]):
+        for other in waits[k]:
+            if not (other == k and k in at_once):
                 tokens.append(Moment("segment", next(slots)))
             tokens.append(Moment("wait", other))
         tokens.append(Moment("segment", next(slots)))
@@ -576,9 +564,8 @@ def measure(found: Recorded, plan: Plan | None = None) -> Measured:
     work, calls, idle = (_on_host if on_host else _on_device)(found, notes)
     if plan is None:
         if lost := [call for call in calls if not call.kernel and not call.moves_nothing]:
-            notes.append(
-                f"{len(lost):,} calls have no kernel and are left out, the first of them {lost[0]}"
-            )
+            which = f"the first of them {lost[0]}"
+            notes.append(f"{len(lost):,} calls have no kernel and are left out, {which}")
         calls = [call for call in calls if call.kernel]
     made = _iterations(found, work, calls, idle)
     if not made:
