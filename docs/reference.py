@@ -25,7 +25,7 @@ def commands() -> str:
         text = inspect.getdoc(command.function) or ""
         parts.append(f"## prism {name}\n\n```text\n{text}\n```\n")
         if not command.raw:
-            parts.append(_table(_rows(cli._parser(name))))
+            parts.append(_table(_rows(cli.parser(name))))
         else:
             parts.append("Its flags are [those of a job](flags.md).\n")
     return "\n".join(parts)

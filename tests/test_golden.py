@@ -38,7 +38,7 @@ TIMES = {
         *CALIBRATED,
     ],
     "predict-public": ["predict", "JOB", "--samples", "100", "--variability", "public"],
-    "classes": ["classes", "JOB"],
+    "classes": ["show", "JOB"],
     "check": ["check", "JOB"],
     "hang": ["hang", "JOB"],
     "hang-drop": ["hang", "JOB", "fault=drop@rank=1,nth=2"],

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import snapshot, what_ifs
-from megatron_prism.cli.output import check_outputs, write_data, write_outputs
-from megatron_prism.core.errors import UsageError
+from megatron_prism.cli.output import Answer
+from megatron_prism.core.errors import PrismError, UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.ask.compare import Answer, Job
+    from megatron_prism.ask.compare import Answer as Compared
+    from megatron_prism.ask.compare import Job
     from megatron_prism.graph.difference import ComparedOp
     from megatron_prism.memory.snapshot import Snapshot
 
 _PAYLOADS = "payload-*.bin"  # of a recording
 
 
-def compare(args: argparse.Namespace) -> int:
+def compare(args: argparse.Namespace) -> Answer:
     """What differs between A and B: time with its interval, memory by part, sizes, ops.
 
     prism compare A B                       slices or programs of two jobs, releases, layouts
@@ -43,39 +44,41 @@ def compare(args: argparse.Namespace) -> int:
     paths, words = list[str](), list[list[str]]()
     for word in args.paths:
         path, own = what_ifs.split(word)
+        if not path and len(paths) == 1 and not words[0]:
+            path = paths[0]  # the same job without and with them
         if path or not paths:
             paths.append(path)
             words.append(own)
-        else:  # of the last one; of one alone: the same job without and with them
-            if len(paths) == 1 and len(args.paths) > 1 and not words[0]:
-                paths.append(paths[0])
-                words.append([])
+        else:
             words[-1] += own
     if len(paths) < 2 or "" in paths:
         raise UsageError("compare what with what?", fix="prism compare A B")
-    check_outputs([args.html, args.trace], args.force, paths)
     if any(Path(path).is_dir() and any(Path(path).glob(_PAYLOADS)) for path in paths):
         return _recordings(args, paths)
-    from megatron_prism.traces.compare import TraceComparison
+    answer, problem = _compared(args, paths, words), None
+    try:
+        getattr(answer, "compared", None)  # of traces
+    except PrismError as error:
+        problem = error
 
-    found = _compared(args, paths, words)
-    if not write_data(args, found.to_json(), found.to_rows()):
-        print(found.to_text(), end="")
+    def page() -> None:
+        print(answer.to_text(), end="")
         if not any(map(snapshot.is_snapshot, paths)) and not paths[-1].endswith(".json"):
             print(what_ifs.machine_note(what_ifs.open_job(paths[-1], True), args.machine), end="")
-        print(f"next: prism fit {paths[-1]}")
-    if isinstance(found, TraceComparison):
-        found.compared  # noqa: B018 # a PrismError where calls are not paired
-    outputs = {"to_html": args.html, "to_chrome_trace": args.trace}
-    for method, place in outputs.items():
-        if place is not None and not hasattr(found, method):
-            raise UsageError(f"there is nothing to draw in {place}", fix="leave it out")
-    write_outputs(args.force, *((place, getattr(found, method))
-                                for method, place in outputs.items() if place))  # fmt: skip
-    return int(args.exit_code and not getattr(found, "same", False))
+
+    return Answer(
+        answer.to_json,
+        page,
+        answer.to_rows,
+        next=f"prism fit {paths[-1]}",
+        status=int(args.exit_code and not getattr(answer, "same", False)),
+        html=getattr(answer, "to_html", None),
+        trace=getattr(answer, "to_chrome_trace", None),
+        problem=problem,
+    )
 
 
-def _compared(args: argparse.Namespace, paths: list[str], words: list[list[str]]) -> Answer:
+def _compared(args: argparse.Namespace, paths: list[str], words: list[list[str]]) -> Compared:
     from megatron_prism.ask.compare import compare as compare_jobs
     from megatron_prism.memory import baseline
     from megatron_prism.memory.snapshot import compare as compare_snapshot
@@ -125,7 +128,7 @@ def _tail(place: Path) -> bytes:
         return file.read()
 
 
-def _recordings(args: argparse.Namespace, paths: Sequence[str]) -> int:
+def _recordings(args: argparse.Namespace, paths: Sequence[str]) -> Answer:
     """What calls of two recordings delivered, op by op; exit status 1 if it differs."""
     from megatron_prism.core.world import format_ranks
     from megatron_prism.graph.difference import difference
@@ -139,15 +142,18 @@ def _recordings(args: argparse.Namespace, paths: Sequence[str]) -> int:
         ranks = (format_ranks(sorted(run)) for run in runs)
         raise UsageError(f"the recordings are of ranks {', and '.join(ranks)}: none is in both",
                          fix="record a rank of both")  # fmt: skip
-    made = [difference(rank, runs[0][rank](), runs[1][rank](), args.norm) for rank in both]
-    found = [one for one in made if one is not None]
-    value = {"ranks": both, "differences": [one.to_json() for one in found]}
-    if not write_data(args, value, [one.to_json() for one in found]):
-        print("\n".join(one.to_text() for one in found), end="")
-        alike = [rank for rank in both if all(one.rank != rank for one in found)]
-        if alike:
+    compared = {rank: difference(rank, runs[0][rank](), runs[1][rank](), args.norm)
+                for rank in both}  # fmt: skip
+    differences = [one for one in compared.values() if one is not None]
+    rows = [one.to_json() for one in differences]
+
+    def page() -> None:
+        print("\n".join(one.to_text() for one in differences), end="")
+        if alike := [rank for rank, one in compared.items() if one is None]:
             print(f"alike: rank{'s' * (len(alike) > 1)} {format_ranks(alike)}")
-    return int(bool(found))
+
+    return Answer(lambda: {"ranks": both, "differences": rows}, page, lambda: rows,
+                  status=int(bool(rows)))  # fmt: skip
 
 
 def _run(path: str) -> dict[int, Callable[[], list[ComparedOp]]]:

@@ -6,21 +6,20 @@ import argparse
 import pickle
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import snapshot
-from megatron_prism.cli.output import check_outputs, write_data, write_outputs
+from megatron_prism.cli.output import Answer, check_outputs
 from megatron_prism.cli.what_ifs import machine_note
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_prism.ask.fit import Fit
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.program import Program, Programs
     from megatron_prism.memory.baseline import Draws
 
 
-def fit(args: argparse.Namespace) -> int:
+def fit(args: argparse.Namespace) -> Answer | int:
     """Does the job fit into its GPUs, what is the peak made of, and which flag makes it fit?
 
     prism fit DIR --limit 80GB
@@ -42,7 +41,7 @@ def fit(args: argparse.Namespace) -> int:
     from megatron_prism.memory.baseline import first_program
 
     path = args.programs
-    check_outputs([args.out, args.html], args.force, [path])
+    check_outputs([args.out], args.force, [path])
     if snapshot.is_snapshot(path):
         return snapshot.explain(args, path, args.top)
     programs = open_programs(path, partial=True)
@@ -64,12 +63,15 @@ def fit(args: argparse.Namespace) -> int:
         raise UsageError(f"there is no class {name}", fix=f"use {', '.join(found.memory.classes)}")
     if args.out is not None:
         _write_snapshot(args, first_program(programs, found.memory.classes[name]))
-    write_outputs(args.force, (args.html, found.to_html))
-    if not write_data(args, found.to_json(), found.to_rows()):
-        print(found.to_text(name, args.top), end="")
-        print(machine_note(programs, args.machine), end="")
-        print(f"next: {_next(args, found, programs)}")
-    return 0 if found.fits else 1
+    note = machine_note(programs, args.machine)
+    return Answer(
+        found.to_json,
+        lambda: print(found.to_text(name, args.top) + note, end=""),
+        found.to_rows,
+        next=_next(args, found, programs),
+        status=int(not found.fits),
+        html=found.to_html,
+    )
 
 
 def warn_absent(programs: Programs) -> None:
@@ -98,13 +100,11 @@ def draws_of(args: argparse.Namespace) -> Draws | None:
     return Draws(routing.law(args.routing or "uniform"), args.draws, args.capacity, limit)
 
 
-def _write_snapshot(args: argparse.Namespace, program: object) -> None:
+def _write_snapshot(args: argparse.Namespace, program: Program) -> None:
     """What pytorch.org/memory_viz shows of one class."""
     from megatron_prism.core.files import whole_file
-    from megatron_prism.core.program import Program
     from megatron_prism.memory import peaks
 
-    assert isinstance(program, Program)
     with whole_file(args.out, force=args.force) as file:
         pickle.dump(peaks.viz_snapshot(program), file)
     print(f"wrote {args.out}: open it at https://pytorch.org/memory_viz", file=sys.stderr)
@@ -116,16 +116,14 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     best = next((one for one in found.changes if one.fits), None)
     if found.fits or best is None:
         return shlex.join(["prism", "replay", str(args.programs), *machine])
-    limit = ["--limit", args.limit] if args.limit else []
-    words = shlex.split(best.words)
-    if words[0].startswith("PYTORCH_CUDA_ALLOC_CONF="):
-        alloc = ["--alloc", words[0].partition("=")[2]]
-        return shlex.join(["prism", "fit", str(args.programs), *limit, *machine, *alloc])
+    ask = ["prism", "fit", *(["--limit", args.limit] if args.limit else []), *machine]
+    variable, _, value = best.words.partition("=")
+    if variable == "PYTORCH_CUDA_ALLOC_CONF":
+        return shlex.join([*ask, str(args.programs), "--alloc", value])
     if args.line:
-        more = ["--prism-job-flags", best.words]
-        return shlex.join(["prism", "fit", *limit, *machine, *args.given, *more, *args.line])
-    recipe, out = programs.source.get("recipe"), Path(f"{args.programs}-changed")
-    if recipe is not None:
-        return f"{shlex.join(['prism', 'capture', recipe, *words, '-o', str(out)])} && " + (
-            shlex.join(["prism", "fit", str(out), *limit, *machine]))  # fmt: skip
-    return shlex.join(["prism", "compare", str(args.programs), str(out)])
+        return shlex.join([*ask, *args.given, "--prism-job-flags", best.words, *args.line])
+    recipe, out = programs.source.get("recipe"), f"{args.programs}-changed"
+    if recipe is None:
+        return shlex.join(["prism", "compare", str(args.programs), out])
+    capture = ["prism", "capture", recipe, *shlex.split(best.words), "-o", out]
+    return f"{shlex.join(capture)} && {shlex.join([*ask, out])}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, steps, write_data, write_outputs
+from megatron_prism.cli.output import Answer, check_outputs, console, steps, write_outputs
 from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.files import write_whole
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _AGAIN_S = 5.0  # between two looks at a running job
 
 
-def hang(args: argparse.Namespace) -> int:
+def hang(args: argparse.Namespace) -> Answer | int:
     """Who made the job hang?  Culprits, not victims, with what speaks for it.
 
     prism hang DIR              from what lies there: Flight Recorder dumps, one per rank (also gz,
@@ -98,16 +98,20 @@ def hang(args: argparse.Namespace) -> int:
         found = _of_dumps(args)
     else:
         found, planted = _of_programs(args)
-    write_outputs(args.force, (args.markdown, found.to_markdown), (args.html, found.to_html),
-                  (args.trace, found.to_chrome_trace))  # fmt: skip
-    more = {} if planted is None else {"planted": [str(hit) for hit in planted.hits]}
+    write_outputs(args.force, (args.markdown, found.to_markdown))
+    hits = planted.hits if planted is not None else ()
+    more = {} if planted is None else {"planted": [str(hit) for hit in hits]}
     if args.watch and args.json:  # a line, for what reads logs
         print(json.dumps(found.to_json()))
-    elif not write_data(args, found.to_json() | more, found.to_rows()):
-        for hit in planted.hits if planted is not None else ():
-            print(f"planted: {hit}")
-        print(found)
-    return int(found.exit_code)
+        return int(found.exit_code)
+    return Answer(
+        lambda: found.to_json() | more,
+        lambda: print(*[f"planted: {hit}" for hit in hits], found, sep="\n"),
+        found.to_rows,
+        status=int(found.exit_code),
+        html=found.to_html,
+        trace=found.to_chrome_trace,
+    )
 
 
 def _live(args: argparse.Namespace) -> Diagnosis:

@@ -3,6 +3,7 @@
 One table of commands; each is a function of at most 40 lines whose docstring is its help.  stdout
 gets the result, stderr the talk.  Exit status: 0 done, 1 a finding (such as a job that did not
 train), 2 bad usage, 70 a mistake of ours.
+A command answers with an ``Answer``, which is delivered here, or prints and returns its status.
 Nothing here imports torch: a command imports what it needs when it runs.
 """
 
@@ -24,21 +25,21 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.compare import compare
 from megatron_prism.cli.fit import fit
 from megatron_prism.cli.hang import hang, has_observation
-from megatron_prism.cli.mcp import mcp
 from megatron_prism.cli.memory import ACTIONS, memory
 from megatron_prism.cli.output import (
+    Answer,
     check_outputs,
     check_working_directory,
     console,
+    deliver,
     output_failed,
     prepare,
     print_table,
     visible,
-    write_data,
 )
 from megatron_prism.cli.patches import patches
 from megatron_prism.cli.predict import predict
-from megatron_prism.cli.programs import calibrate, capture, check, classes, show
+from megatron_prism.cli.programs import calibrate, capture, check, show
 from megatron_prism.cli.replay import replay
 from megatron_prism.cli.sweep import sweep
 from megatron_prism.cli.traces import import_
@@ -53,6 +54,8 @@ from megatron_prism.report.columns import folded
 OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
 FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
 PROGRAMS = ("programs",), {"metavar": "PATH", "help": "folder of slices, file of programs, or text"}
+RECIPE = ("recipe",), {"metavar": "RECIPE", "help": "a YAML file, or a shipped recipe"}
+RECIPE_OR_JOB = RECIPE[0], {**RECIPE[1], "nargs": "?"}
 JSON = ("--json",), {"action": "store_true", "help": "print the result as JSON"}
 CSV = ("--csv",), {"metavar": "FILE", "type": Path, "help": "its table to write, one row a line"}
 
@@ -114,16 +117,14 @@ def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         from megatron_prism.emulate import options as flags
 
-        parser = _parser("run")
-        flags.add_flags(parser)
-        parser.print_help()
+        flags.add_flags(parser("run")).print_help()
         return 0 if argv else 2
     from megatron_prism.emulate import launch
 
     return launch.run_script(list(argv))
 
 
-def emulate(args: argparse.Namespace) -> int:
+def emulate(args: argparse.Namespace) -> Answer:
     """Run a recipe: build the model with megatron-core and train one rank per stage, no GPU needed.
 
     RECIPE is a YAML file or the name of a shipped recipe (prism recipes).  Prints, per stage,
@@ -138,19 +139,19 @@ def emulate(args: argparse.Namespace) -> int:
     result = recipe_job.emulate(
         recipe, out, force=args.force, console=console(stderr=args.json), verbose=args.verbose
     )
-    write_data(args, result.to_json(), [dict(one) for one in result.ranks])
-    return 0
+    return Answer(result.to_json, lambda: None, lambda: [dict(one) for one in result.ranks])
 
 
-def recipes(args: argparse.Namespace) -> int:
+def recipes(args: argparse.Namespace) -> Answer:
     """List the recipes that come with the package, one line each."""
     from megatron_prism.core import recipe
 
-    rows = {name: recipe.summary(file) for name, file in recipe.shipped().items()}
-    if write_data(args, rows, [{"recipe": name, "shows": text} for name, text in rows.items()]):
-        return 0
-    print_table(("recipe", "what it shows"), rows.items())
-    return 0
+    shows = {name: recipe.summary(file) for name, file in recipe.shipped().items()}
+    return Answer(
+        lambda: shows,
+        lambda: print_table(("recipe", "what it shows"), shows.items()),
+        lambda: [{"recipe": name, "shows": text} for name, text in shows.items()],
+    )
 
 
 def completion(args: argparse.Namespace) -> int:
@@ -162,29 +163,36 @@ def completion(args: argparse.Namespace) -> int:
         import shtab
     except ModuleNotFoundError as error:
         raise UsageError("completion is made by shtab", fix="pip install shtab") from error
+    from megatron_prism.emulate import options as flags
+
+    paths = dict.fromkeys(("FILE", "PATH", "PATH|key=value", "RECIPE"), shtab.FILE)
+    paths |= dict.fromkeys(("DIR", "DIR2"), shtab.DIRECTORY)
     whole = argparse.ArgumentParser(prog="prism")
     commands = whole.add_subparsers()
     for name, command in COMMANDS.items():
-        first = (inspect.getdoc(command.function) or "").partition("\n")[0]
-        one = commands.add_parser(name, help=first, add_help=False)
+        one = commands.add_parser(name, help=command.summary, add_help=False)
         _add_arguments(one, name)
-        if command.raw or command.job or command.programs is not None:
-            from megatron_prism.emulate import options as flags
-
+        if command.raw or command.takes_line:
             flags.add_flags(one)
         for action in one._actions:
-            if action.metavar in _PATHS:
-                action.complete = _PATHS[str(action.metavar)]  # type: ignore[attr-defined]
+            if action.metavar in paths:
+                action.complete = paths[str(action.metavar)]  # type: ignore[attr-defined]
     print(shtab.complete(whole, args.shell))
     return 0
 
 
-_PATHS = {  # metavar -> what shtab offers
-    **dict.fromkeys(("FILE", "PATH", "PATH|key=value", "RECIPE"), {"bash": "_shtab_compgen_files",
-                     "zsh": "_files", "tcsh": "f"}),
-    **dict.fromkeys(("DIR", "DIR2"), {"bash": "_shtab_compgen_dirs", "zsh": "_files -/",
-                     "tcsh": "d"}),
-}  # fmt: skip
+def mcp(args: argparse.Namespace) -> int:
+    """Serve the questions to agents, on stdin and stdout (Model Context Protocol).
+
+    prism mcp                 does it fit, how long and why, who hangs, which calls
+    prism mcp --run           also captures jobs and evaluates layouts: runs their code here
+
+    The tools' arguments are those of the commands; a job is named by its folder of slices.
+    """
+    from megatron_prism.cli.mcp_server import server
+
+    server(args.run, parser, ask).run()
+    return 0
 
 
 @dataclass(frozen=True)
@@ -193,17 +201,27 @@ class Command:
     takes a launch line, and the flags of ``prism run`` before it; ``programs``: place of a word in
     whose stead a launch line may stand, whose job is then captured."""
 
-    function: Callable[..., int]
+    function: Callable[..., Answer | int]
     arguments: tuple[Argument, ...] = ()
     raw: bool = False
     job: bool = False
     programs: int | None = None
 
+    @property
+    def summary(self) -> str:
+        """What it does, in a line."""
+        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+
+    @property
+    def takes_line(self) -> bool:
+        """Whether a launch line may be among its words."""
+        return self.job or self.programs is not None
+
 
 COMMANDS = {  # name -> what argparse needs
     "run": Command(run, raw=True),
-    "emulate": Command(emulate, ((("recipe",), {"metavar": "RECIPE"}), OUT, VERBOSE, OVERRIDES)),
-    "capture": Command(capture, ((("recipe",), {"metavar": "RECIPE", "nargs": "?"}), OUT,
+    "emulate": Command(emulate, (RECIPE, OUT, VERBOSE, OVERRIDES)),
+    "capture": Command(capture, (RECIPE_OR_JOB, OUT,
         OVERRIDES), job=True),
     "show": Command(show, (PROGRAMS,
         _option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
@@ -215,7 +233,6 @@ COMMANDS = {  # name -> what argparse needs
         (("--keep",), {"metavar": "DIR", "type": Path, "help": "what ranks kept and printed"}),
         (("--no-bisect",), {"action": "store_true", "help": "do not look for the flag"})),
           job=True),
-    "classes": Command(classes, (PROGRAMS,), programs=0),
     "check": Command(check, (PROGRAMS,), programs=0),
     "hang": Command(hang, ((("programs",), {**PROGRAMS[1], "nargs": "?"}),
         _settings("fault=KIND@…, or changes of --recipe"),
@@ -265,7 +282,7 @@ COMMANDS = {  # name -> what argparse needs
     "import": Command(import_, (
         (("traces",), {"metavar": "TRACE", "nargs": "+", "help": "files, or folders of them"}),
         (("--slices",), {"metavar": "DIR", "help": "captured programs of the same job"}), OUT)),
-    "sweep": Command(sweep, ((("recipe",), {"metavar": "RECIPE", "nargs": "?"}),
+    "sweep": Command(sweep, (RECIPE_OR_JOB,
         _settings("axes: tp=1,2,4 pp=auto"), OUT, MACHINE, LIMIT,
         _option("objective", arguments.name, "NAME", "time, tokens_per_gpu, p95 or cost"),
         _option("price", arguments.number("--price 2.5"), "2.5", "of a GPU for an hour"),
@@ -324,15 +341,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:  # `prism world … | head`, a full disk, a place that cannot be used
         failed = output_failed(error)
-        if failed is None and words[:1] == ["run"]:  # of the script: as Python says it
-            raise
-        return last_resort(error, f"prism {' '.join(words)}") if failed is None else failed
+        return _unexpected(error, words) if failed is None else failed
     except Exception as error:
-        if (by_signal := _ended_by(error)) is not None:
-            return by_signal
-        if words[:1] == ["run"]:  # of the script: as Python says it
-            raise
-        return last_resort(error, f"prism {' '.join(words)}")
+        by_signal = _ended_by(error)
+        return _unexpected(error, words) if by_signal is None else by_signal
+
+
+def _unexpected(error: Exception, words: list[str]) -> int:
+    """The exit status of a mistake of ours; one of a script is raised, as Python says it."""
+    if words[:1] == ["run"]:
+        raise error
+    return last_resort(error, f"prism {' '.join(words)}")
 
 
 def _ended_by(error: BaseException | None) -> int | None:
@@ -347,12 +366,9 @@ def _ended_by(error: BaseException | None) -> int | None:
 
 
 # what a command was called -> what it is called now, with the words behind it
-_RENAMED = {("memory", "explain"): "fit", ("memory", "diff"): "compare", ("diff",): "compare"}
+_RENAMED = {("memory", "explain"): "fit", ("memory", "diff"): "compare", ("diff",): "compare",
+            ("classes",): "show"}  # fmt: skip
 _NOW_COMPARE = ("--against", "--explain")  # options of replay, predict and sweep
-_FORMER = {
-    "schedule": "prism capture tiny-gpt_1cpu num_layers=4 world_size=4 pp=4 prism.tier=meta "
-    "-o DIR, then prism replay DIR --html page.html draws the pipeline"
-}
 
 
 def _dispatch(words: list[str]) -> int:
@@ -365,26 +381,30 @@ def _dispatch(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     for old, new in _RENAMED.items():
         if tuple(words[: len(old)]) == old:
-            now = [_as_option(word) for word in words[len(old) :]]
-            fix = " ".join(["prism", new, *now])
+            fix = " ".join(["prism", new, *map(_as_option, words[len(old) :])])
             raise UsageError(f"prism {' '.join(old)} is now prism {new}", fix=fix)
     if name not in COMMANDS:
-        fix = _FORMER.get(name) or did_you_mean(name, COMMANDS, f"use one of {', '.join(COMMANDS)}")
+        fix = did_you_mean(name, COMMANDS, f"use one of {', '.join(COMMANDS)}")
         raise UsageError(f"there is no command {name}", fix=fix)
     command = COMMANDS[name]
     if command.raw:
-        return command.function(rest)
-    line = list[str]()
-    if command.job or command.programs is not None:
-        rest, line = _split_at_line(name, rest)
-    if "-h" in rest or "--help" in rest:
-        _parser(name).print_help()
+        return command.function(rest)  # type: ignore[return-value]
+    if {"-h", "--help"} & set(_split_at_line(name, rest)[0]):
+        parser(name).print_help()
         return 0
     with unwinding(), visible():
-        args = _parse_job(name, rest, line)
-        if hasattr(args, "csv"):
-            check_outputs([args.csv], args.force)  # before the work, not after
-        return command.function(args)
+        args, answer = ask(name, rest)
+        return answer if isinstance(answer, int) else deliver(args, answer)
+
+
+def ask(name: str, words: list[str]) -> tuple[argparse.Namespace, Answer | int]:
+    """The arguments of command ``name`` and what it answers; files that cannot be written are
+    refused before the work."""
+    args = read_words(name, words)
+    outputs = [getattr(args, one, None) for one in ("csv", "html", "trace")]
+    inputs = getattr(args, "paths", None) or [getattr(args, "programs", None)]
+    check_outputs(outputs, getattr(args, "force", False), [one for one in inputs if one])
+    return args, COMMANDS[name].function(args)
 
 
 def _as_option(word: str) -> str:
@@ -397,25 +417,31 @@ def _as_option(word: str) -> str:
 
 def _split_at_line(name: str, words: list[str]) -> tuple[list[str], list[str]]:
     """(words of command ``name``, a launch line) in ``words``."""
+    if not COMMANDS[name].takes_line:
+        return words, []
     from megatron_prism.emulate import options
     from megatron_prism.emulate.launch_line import split_line
 
-    actions = _parser(name)._actions
+    actions = parser(name)._actions
     alone = {option for one in actions if one.nargs == 0 for option in one.option_strings}
     return split_line(words, alone | options.alone())
 
 
-def _parse_job(name: str, rest: list[str], line: list[str]) -> argparse.Namespace:
-    """As ``_parse``; ``job`` gets the script of the launch line and its arguments, ``ours`` the
-    flags of ``prism run``.  A command that reads programs gets those of the job, captured now,
-    unless it reads dumps or logs of the job."""
+def read_words(name: str, words: list[str]) -> argparse.Namespace:
+    """The arguments of command ``name``, behind which a launch line may stand.
+
+    ``job`` gets the script of that line and its arguments, ``ours`` the flags of ``prism run``.  A
+    command that reads programs gets those of the job, captured now, unless it reads dumps or logs
+    of the job.
+    """
+    rest, line = _split_at_line(name, words)
     job, ours, given = list[str](), list[str](), list[str]()
     if line:
         from megatron_prism.emulate import options
         from megatron_prism.emulate.job_line import job_of
 
-        found, rest = options.split(rest)
-        given = [word for _, some in found for word in some]
+        flags, rest = options.split(rest)
+        given = [word for _, some in flags for word in some]
         launched, job = job_of(line, given)
         ours = [*given, *launched]
     place = COMMANDS[name].programs
@@ -448,41 +474,45 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}", fix=f"see {self.prog} --help")
 
 
-def _parser(name: str) -> _Parser:
-    parser = _Parser(
+def parser(name: str) -> _Parser:
+    """What reads the words of command ``name``."""
+    made = _Parser(
         prog=f"prism {name}",
         description=inspect.getdoc(COMMANDS[name].function),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_arguments(parser, name)
-    return parser
+    _add_arguments(made, name)
+    return made
+
+
+_SILENT = ("completion", "mcp")  # answer neither people nor files
 
 
 def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    common = () if COMMANDS[name].raw or name == "completion" else (CSV, FORCE, JSON)
+    common = () if COMMANDS[name].raw or name in _SILENT else (CSV, FORCE, JSON)
     for flags, settings in (*COMMANDS[name].arguments, *common):
         parser.add_argument(*flags, **settings)
 
 
 def _parse(name: str, words: list[str]) -> argparse.Namespace:
-    """Options and key=value words may come in any order."""
-    parser = _parser(name)
-    options = [flag for action in parser._actions for flag in action.option_strings]
+    """The arguments of command ``name``; options and key=value words may come in any order."""
+    reader = parser(name)
+    options = [flag for action in reader._actions for flag in action.option_strings]
     for word in words:
         if (now := _as_option(word)) != shlex.quote(word) and now.partition(" ")[0] in options:
             raise UsageError(f"{word} is an option of prism {name}", fix=now)
-    args, rest = parser.parse_known_intermixed_args(words)
-    for at, word in enumerate(rest):
-        if "=" in word and hasattr(args, "settings"):
+    args, rest = reader.parse_known_intermixed_args(words)
+    takes_settings = hasattr(args, "settings")
+    for word, following in zip(rest, [*rest, "…"][1:], strict=True):
+        if "=" in word and takes_settings:
             args.settings.append(word)  # --seq-length=4096, as Megatron has it
             continue
         if word in _NOW_COMPARE:
             raise UsageError(f"prism {name} {word} is now prism compare", fix="prism compare A B")
         fix = f"see prism {name} --help"
-        if hasattr(args, "settings") and word.startswith("--"):
-            value = next(iter(rest[at + 1 :]), "…")
-            fix = f"of the job itself: {word[2:].replace('-', '_')}={value}"
+        if takes_settings and word.startswith("--"):
+            fix = f"of the job itself: {word[2:].replace('-', '_')}={following}"
         raise UsageError(
             f"prism {name} has no option {word}", fix=did_you_mean(word, options, fix, cutoff=0.7)
         )
@@ -492,7 +522,7 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
 GROUPS = {
     "run a rank of the job": ("run", "emulate", "capture", "import", "recipes"),
     "ask": ("fit", "replay", "compare", "sweep", "predict", "verify", "world"),
-    "debug": ("hang", "check", "show", "classes"),
+    "debug": ("hang", "check", "show"),
     "maintain": ("memory", "calibrate", "patches", "completion", "mcp"),
 }
 
@@ -503,17 +533,15 @@ def _overview() -> str:
     for group, names in GROUPS.items():
         lines += ["", group]
         for name in names:
-            first = (COMMANDS[name].function.__doc__ or "").partition("\n")[0]
-            lines += folded(f"  {name:{width}}  {first}", width + 4)
+            lines += folded(f"  {name:{width}}  {COMMANDS[name].summary}", width + 4)
     return "\n".join([*lines, "", "prism COMMAND --help says more; prism --version says which."])
 
 
 def _version() -> str:
-    parts = []
     release = megatron_release()
-    parts.append("no megatron-core" if release == UNKNOWN else f"megatron-core {release}")
+    core = "no megatron-core" if release == UNKNOWN else f"megatron-core {release}"
     try:
-        parts.append(f"torch {metadata.version('torch')}")
+        torch = f"torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:
-        parts.append("no torch")
-    return f"prism {megatron_prism.__version__} ({', '.join(parts)})"
+        torch = "no torch"
+    return f"prism {megatron_prism.__version__} ({core}, {torch})"

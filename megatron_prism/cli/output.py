@@ -1,4 +1,4 @@
-"""Printing for commands: a console, tables, JSON and progress, the same for all of them.
+"""What a command answers, as text, JSON, a table or a page: the same for all of them.
 
 rich is imported on first use, so that ``prism --version`` and usage errors stay instant.
 """
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -24,8 +25,6 @@ from megatron_prism.core.units import format_bytes, format_share
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from megatron_prism.core.program import Programs
 
 _FOLDED = 24  # columns that a cell folded over several lines has at least
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
@@ -155,9 +154,50 @@ def exact(num_bytes: int) -> str:
     return f"{format_bytes(num_bytes)} ({num_bytes:,} B)"
 
 
-def write_data(
-    args: argparse.Namespace, value: object, rows: Iterable[Mapping[str, object]] | None = None
-) -> bool:
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command answers; each form is made when it is asked for.
+
+    value       : what ``--json`` prints
+    page        : prints it for people
+    rows        : its table, for ``--csv``
+    next        : what to type next
+    status      : exit status
+    html, trace : pages to write
+    problem     : raised once all of it is out
+    """
+
+    value: Callable[[], Any]
+    page: Callable[[], object]
+    rows: Callable[[], Iterable[Row]] | None = None
+    next: str = ""
+    status: int = 0
+    html: Callable[[], str] | None = None
+    trace: Callable[[], str] | None = None
+    problem: PrismError | None = None
+
+
+def deliver(args: argparse.Namespace, answer: Answer) -> int:
+    """Print the answer as it was asked for, and write its files; the exit status."""
+    for name, make in (("html", answer.html), ("trace", answer.trace)):
+        if (path := getattr(args, name, None)) is not None:
+            if make is None:
+                raise UsageError(f"there is nothing to draw in {path}", fix="leave it out")
+            write_outputs(args.force, (path, make))
+    rows = answer.rows() if args.csv is not None and answer.rows is not None else None
+    if not write_data(args, answer.value() if args.json else None, rows):
+        answer.page()
+        if answer.next:
+            print(f"next: {answer.next}")
+    if answer.problem is not None:
+        raise answer.problem
+    return answer.status
+
+
+def write_data(args: argparse.Namespace, value: object, rows: Iterable[Row] | None = None) -> bool:
     """Print ``value`` if JSON is wanted, and say so; write ``rows``, its table, if CSV is wanted.
 
     A cell that is a mapping becomes a column for each key (``at.phase``), a list JSON.
@@ -168,14 +208,13 @@ def write_data(
         writer = csv.DictWriter(text, list(dict.fromkeys(key for row in flat for key in row)))
         writer.writeheader()
         writer.writerows(flat)
-        write_whole(args.csv, text.getvalue(), force=args.force)
-        console(stderr=True).print(f"wrote {args.csv}")
+        write_outputs(args.force, (args.csv, text.getvalue))
     if args.json:
         print_json(value)
     return bool(args.json)
 
 
-def _flat(row: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+def _flat(row: Row, above: str = "") -> Iterator[tuple[str, object]]:
     for key, value in row.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{key}.")
@@ -205,21 +244,21 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
 @contextlib.contextmanager
 def steps() -> Iterator[Callable[[str, float], None]]:
-    """As ``progress``, for several things after another: what it gives is also told what is done.
+    """As ``progress``, for several things after another: what it gives also takes what is done.
 
     A bar begins with the first word of its work.
     """
     with contextlib.ExitStack() as bars:
         running: dict[str, Callable[[float], None]] = {}
 
-        def told(what: str, part: float) -> None:
+        def show(what: str, part: float) -> None:
             if what not in running:
                 bars.close()
                 running.clear()
                 running[what] = bars.enter_context(progress(what))
             running[what](part)
 
-        yield told
+        yield show
 
 
 def check_outputs(asked: Sequence[Path | None], force: bool, inputs: Sequence[str] = ()) -> None:
@@ -235,7 +274,8 @@ def check_outputs(asked: Sequence[Path | None], force: bool, inputs: Sequence[st
         check_not_taken(path, force)
         check_writable(path.absolute().parent, "")
         slices = [path.parent] if path.suffix == ".prism" else []
-        if any(_same(place, one) for place in (path, *slices) for one in inputs):
+        there = [place for place in (path, *slices) if place.exists()]
+        if any(os.path.exists(one) and place.samefile(one) for place in there for one in inputs):
             raise UsageError(f"{path} is what is read", fix="name another file to write")
 
 
@@ -245,24 +285,3 @@ def write_outputs(force: bool, *outputs: tuple[Path | None, Callable[[], str]]) 
         if path is not None:
             write_whole(path, text(), force=force)
             console(stderr=True).print(f"wrote {path}")
-
-
-def _same(path: Path, other: str) -> bool:
-    return path.exists() and os.path.exists(other) and path.samefile(other)
-
-
-def warn_without_times(programs: Programs) -> None:
-    """Say it where no segment says how long it takes or what it computes, as in programs by hand:
-    what is added up then are calls and the shortest kernel."""
-    from megatron_prism.core.ops import CODE
-
-    segments = [one.ops[one.ops["name"] == CODE["compute"]] for one in programs.programs]
-    if not any(map(len, segments)):
-        return
-    known = any((rows[key] > 0).any() for rows in segments for key in ("ns", "flops", "traffic"))
-    if not known:
-        console(stderr=True).print(
-            "prism: warning: no segment says how long it takes or what it computes: each counts as "
-            "the shortest kernel, and what follows is no job's time. prism capture RECIPE -o DIR "
-            "has what a job computes"
-        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
-from megatron_prism.cli.output import console, print_table, write_data
+from megatron_prism.cli.output import Answer, console, print_table
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 
 
-def patches(args: argparse.Namespace) -> int:
+def patches(args: argparse.Namespace) -> Answer:
     """List what an emulated job changes in Megatron, and what this release lacks.
 
     prism patches
@@ -29,22 +30,22 @@ def patches(args: argparse.Namespace) -> int:
             f"there is no megatron.core in {where}" if roots else "megatron-core is not installed",
             fix="--megatron CHECKOUT, the folder that holds megatron/core",
         )
-    found = patch.statuses(PATCHES, roots)
-    missing = [one for one in found if one.fatal]
+    statuses = patch.statuses(PATCHES, roots)
     rows = [
         {"patch": one.patch.name, "purpose": one.patch.purpose, "state": one.state,
          "target": f"{one.patch.module}:{one.target}", "why": one.why,
          "reason": one.patch.reason, "read_at": one.patch.source}
-        for one in found
+        for one in statuses
     ]  # fmt: skip
-    if write_data(
-        args, {"schema": "prism.patches/1", "megatron_core": release, "targets": rows}, rows
-    ):
-        return 1 if missing else 0
-    head = ("patch", "purpose", "state", "target")
-    shown = [(r["patch"], r["purpose"], r["state"], f"{r['target']}  {r['why']}") for r in rows]
-    print_table(head, shown)
-    counts = {state: sum(one.state == state for one in found) for state in patch.STATES}
-    said = ", ".join(f"{count} {state}" for state, count in counts.items())
-    console().print(f"\nmegatron-core {release}: {said}")
-    return 1 if missing else 0
+
+    def page() -> None:
+        cells = [(*(r[key] for key in ("patch", "purpose", "state")), f"{r['target']}  {r['why']}")
+                 for r in rows]  # fmt: skip
+        print_table(("patch", "purpose", "state", "target"), cells)
+        counts = Counter(one.state for one in statuses)
+        listed = ", ".join(f"{counts[state]} {state}" for state in patch.STATES)
+        console().print(f"\nmegatron-core {release}: {listed}")
+
+    value = {"schema": "prism.patches/1", "megatron_core": release, "targets": rows}
+    missing = any(one.fatal for one in statuses)
+    return Answer(lambda: value, page, lambda: rows, status=int(missing))

@@ -1,7 +1,7 @@
 """``prism predict``: how long iterations take when durations vary.
 
 Prints quantiles of the iteration time with their intervals, what moves them, and where a slow GPU
-hurts, as text, JSON or a page.  Without torch.
+hurts.  Without torch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import what_ifs
-from megatron_prism.cli.output import (
-    check_outputs,
-    console,
-    print_table,
-    steps,
-    write_data,
-    write_outputs,
-)
-from megatron_prism.core import units
+from megatron_prism.cli.output import Answer, console, print_table, steps
+from megatron_prism.core.units import format_change, format_ns
 
 if TYPE_CHECKING:
     from megatron_prism.predict import Prediction
@@ -40,56 +33,45 @@ Rows = list[tuple[str, ...]]
 
 def show(result: Prediction, verbose: bool) -> None:
     """The prediction; ``verbose``: also what every time rests on."""
-    out, spread = console(), result.variability
+    out = console()
     out.print(result.graph)
-    out.print(
-        f"  without variation  {units.format_ns(round(result.steady))}  (as prism replay has it)"
-    )
+    out.print(f"  without variation  {format_ns(round(result.steady))}  (as prism replay has it)")
     if result.steady_high > result.steady_low:
-        low, high = (units.format_ns(round(ns)) for ns in (result.steady_low, result.steady_high))
+        low, high = (format_ns(round(ns)) for ns in (result.steady_low, result.steady_high))
         between = f"{low} to {high}"
         out.print(f"                     {between}, nine times in ten: prism replay says why")
     out.print(
         f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
     )
     out.print(f"                     of {result.replicas:,} copies of the model counts")
-    rows: Rows = []
-    for one in result.quantiles:
-        over = "" if one.ns is None else units.format_change(one.ns / result.steady - 1)
-        between = f"needs {one.needed:,} samples"
-        if one.ns is not None:
-            between = f"{ms(one.low)} to {ms(one.high)}"
-        rows.append((f"p{100 * one.level:g}", ms(one.ns), over, between))
+    rows: Rows = [
+        (f"p{100 * one.level:g}", ms(one.ns), "", f"needs {one.needed:,} samples")
+        if one.ns is None else
+        (f"p{100 * one.level:g}", ms(one.ns), format_change(one.ns / result.steady - 1),
+         f"{ms(one.low)} to {ms(one.high)}")
+        for one in result.quantiles
+    ]  # fmt: skip
     print_table(("iteration", "", "over that", "95 % interval of the draws"), rows)
     p95 = next((one.ns for one in result.quantiles if one.level == 0.95), None)
     if p95 is not None:
         out.print("\nwhat moves p95")
-        rows = [
-            (f"{part} spread {getattr(spread, part):.2g} halved",
-             ms(p95 + ns - result.halved_from), _change(ns - result.halved_from))
-            for part, ns in sorted(result.halved.items(), key=lambda item: item[1])
-            if getattr(spread, part)
-        ]  # fmt: skip
-        rows += [
-            (
-                f"one GPU of {result.classes[index]} takes {result.slow_by:g} x as long",
-                ms(p95 + ns - result.slow_from),
-                _change(ns - result.slow_from),
-            )
-            for index, ns in result.slow.items()
-        ]
+        halved = sorted(result.halved.items(), key=lambda item: item[1])
+        spreads = {part: getattr(result.variability, part) for part, _ in halved}
+        moves = [(f"{part} spread {spreads[part]:.2g} halved", ns - result.halved_from)
+                 for part, ns in halved if spreads[part]]  # fmt: skip
+        moves += [(f"one GPU of {result.classes[index]} takes {result.slow_by:g} x as long",
+                   ns - result.slow_from) for index, ns in result.slow.items()]  # fmt: skip
+        rows = [(what, ms(p95 + change), _change(change)) for what, change in moves]
         print_table(("if", "p95", "change"), rows)
     out.print(f"\nspreads: {result.source}")
     out.print(f"calls: {result.calls}")
-    if verbose:
-        out.print("durations: " + "\n           ".join(result.durations))
-    else:
-        short = dict.fromkeys(text.partition(" (")[0] for text in result.durations)
-        out.print("durations: " + "\n           ".join(short) + " (-v says more)")
+    short = dict.fromkeys(text.partition(" (")[0] for text in result.durations)
+    listed = "\n           ".join(result.durations if verbose else short)
+    out.print(f"durations: {listed}{'' if verbose else ' (-v says more)'}")
     out.print("not in it: contention, drift of a rank between two calls")
 
 
-def predict(args: argparse.Namespace) -> int:
+def predict(args: argparse.Namespace) -> Answer:
     """The distribution of the iteration time over clusters and iterations, after PRISM.
 
     prism predict DIR
@@ -105,22 +87,22 @@ def predict(args: argparse.Namespace) -> int:
     """
     from megatron_prism.predict import predict
 
-    check_outputs([args.html], args.force, [args.programs])
     how = {"machine": args.machine, "calibration": args.calibration}
     programs = what_ifs.open_job(args.programs)
     priced = what_ifs.priced(programs, args.settings, "predict", **how)
-    with steps() as told:
+    with steps() as progress:
         found = predict(
             priced,
             variability=args.variability,
             samples=args.samples,
             seed=args.seed,
             slow_by=args.slow,
-            progress=told,
+            progress=progress,
         )
-    write_outputs(args.force, (args.html, found.to_html))
-    if write_data(args, found.to_json(), [dataclasses.asdict(one) for one in found.quantiles]):
-        return 0
-    show(found, args.verbose)
-    print(what_ifs.machine_note(programs, args.machine), end="")
-    return 0
+
+    def page() -> None:
+        show(found, args.verbose)
+        print(what_ifs.machine_note(programs, args.machine), end="")
+
+    rows = [dataclasses.asdict(one) for one in found.quantiles]
+    return Answer(found.to_json, page, lambda: rows, html=found.to_html)

@@ -1,7 +1,7 @@
-"""``prism capture``, ``show``, ``diff``, ``check`` …: programs of a world.
+"""``prism capture``, ``show``, ``check`` and ``calibrate``: programs of a world.
 
-In : a recipe, or programs as a folder of slices, a file or a text.  Out: a page of text or JSON.
-Nothing here imports torch; only ``capture`` starts processes that do.
+In : a recipe, or programs as a folder of slices, a file or a text.  Nothing here imports torch;
+only ``capture`` and ``calibrate`` start processes that do.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli.output import check_outputs, console, print_table, write_data
+from megatron_prism.cli.output import Answer, check_outputs, console, print_table
 from megatron_prism.core import job_settings
-from megatron_prism.core.errors import UsageError
-from megatron_prism.core.units import counted, format_share
+from megatron_prism.core.errors import UsageError, refuse
+from megatron_prism.core.units import counted, format_bytes, format_share
 
 if TYPE_CHECKING:
     from megatron_prism.core.ops import Op
     from megatron_prism.core.program import Program, Programs
 
-_AROUND = 6  # ops before and after what ``around=`` names
+_AROUND = 6  # ops before and after what ``--around`` names
 
 
-def capture(args: argparse.Namespace) -> int:
+def capture(args: argparse.Namespace) -> Answer:
     """Record what one rank per stage does in an iteration, into a folder of slices.
 
     prism capture llama3-70b_1024gpu_tp8pp4vp5_h200 -o llama [key=value ...]
@@ -32,48 +31,39 @@ def capture(args: argparse.Namespace) -> int:
     prism capture -o mine --prism-world-size 1024 -- pretrain_gpt.py <its arguments>
 
     A slice that is finished is kept: start the same command again after an interruption and it goes
-    on from there.  world.prism in the folder is the whole world; see prism show, classes and check.
+    on from there.  world.prism in the folder is the whole world; see prism show and check.
 
     A script runs as it is, once for every rank that is needed: as many at once as there are cores,
     or one on a GPU.  --prism-tier meta needs no GPU and is the default where there is none.  The
     last arguments stop it after a few iterations.  The flags are those of prism run.
     """
-    if args.out is None:
-        raise UsageError("a capture needs a folder", fix="-o DIR")
+    refuse(
+        (args.out is None, "a capture needs a folder", "-o DIR"),
+        (not args.job and args.recipe is None, "capture what?",
+         "prism capture RECIPE -o DIR, or -o DIR -- pretrain_gpt.py …"),
+        (args.job and (args.recipe or args.settings),
+         f"{args.recipe or ' '.join(args.settings[:1])} does not go with a script",
+         "prism capture -o DIR -- SCRIPT"),
+    )  # fmt: skip
+    talk = console(stderr=args.json)
     if args.job:
-        return _capture_script(args)
-    if args.recipe is None:
-        raise UsageError(
-            "capture what?", fix="prism capture RECIPE -o DIR, or -o DIR -- pretrain_gpt.py …"
-        )
-    from megatron_prism.core import recipe as recipes
-    from megatron_prism.emulate import recipe_job
+        from megatron_prism.emulate import script_job
 
-    recipe = recipes.load(args.recipe, args.settings)
-    talk = console(stderr=args.json)
-    captured = recipe_job.capture(recipe, args.out, force=args.force, console=talk)
-    _given_programs(args, captured)
-    return 0
+        (script, *rest), words = args.job, args.ours
+        script_job.capture_command_line(script, [*words, *rest], args.out, talk, force=args.force)
+    else:
+        from megatron_prism.core import recipe as recipes
+        from megatron_prism.emulate import recipe_job
 
-
-def _capture_script(args: argparse.Namespace) -> int:
-    from megatron_prism.emulate import script_job
-
-    (script, *rest), words = args.job, args.ours
-    if args.recipe is not None or args.settings:
-        word = args.recipe or args.settings[0]
-        raise UsageError(f"{word} does not go with a script", fix="prism capture -o DIR -- SCRIPT")
-    talk = console(stderr=args.json)
-    script_job.capture_command_line(script, [*words, *rest], args.out, talk, force=args.force)
-    if args.json or args.csv:
-        from megatron_prism.core.slices import open_programs
-
-        _given_programs(args, open_programs(args.out))
-    return 0
+        recipe = recipes.load(args.recipe, args.settings)
+        recipe_job.capture(recipe, args.out, force=args.force, console=talk)
+    out = str(args.out)
+    return Answer(lambda: _classes(out).value(), lambda: None, lambda: _classes(out).rows(),
+                  next=f"prism fit {out}")  # fmt: skip
 
 
-def show(args: argparse.Namespace) -> int:
-    """Show programs: how many ops of which kind, or the ops of some ranks.
+def show(args: argparse.Namespace) -> Answer:
+    """Show programs: which ranks are equivalent and why, or the ops of some ranks.
 
     prism show DIR
     prism show DIR --rank 0 --around 2F0    ops of rank 0 near microbatch 2's forward of chunk 0
@@ -87,99 +77,102 @@ def show(args: argparse.Namespace) -> int:
     from megatron_prism.core.slices import open_programs
 
     given = [key for key in ("rank", "around", "group") if getattr(args, key) is not None]
-    if args.text and (given or args.json):
-        other = "--json" if args.json else f"--{given[0]}"
-        raise UsageError(f"--text is all of them, and {other} not", fix="leave one out")
-    programs = open_programs(args.programs)
+    other = "--json" if args.json else f"--{given[0]}" if given else ""
+    refuse(
+        (args.text and other, f"--text is all of them, and {other} not", "leave one out"),
+        (args.rank is None and given, f"{other} shows ops of a rank", f"--rank 0 {other} …"),
+    )
     if args.text:
-        print(dump(programs), end="")
-        return 0
+        programs = open_programs(args.programs)
+        return Answer(lambda: None, lambda: print(dump(programs), end=""))
     if args.rank is None:
-        if given:
-            raise UsageError(f"--{given[0]} shows ops of a rank", fix=f"--rank 0 --{given[0]} …")
-        if not _given_programs(args, programs):
-            _overview(programs)
-        return 0
-    found = {
+        return _classes(args.programs)
+    programs = open_programs(args.programs)
+    ops = {
         rank: _ops(programs, rank, args.around, args.group)
         for rank in programs.world.select(args.rank)
     }
-    rows = [
-        {"rank": rank, "index": index, "step": op.label, **dataclasses.asdict(op)}
-        for rank, ops in found.items()
-        for index, op in ops.items()
-    ]
-    if not write_data(args, rows, rows):
-        for rank, ops in found.items():
-            _print_ops(programs, rank, ops)
-    return 0
+
+    def page() -> None:
+        for rank, each in ops.items():
+            _print_ops(programs, rank, each)
+
+    def rows() -> list[dict[str, object]]:
+        return [
+            {"rank": rank, "index": index, "step": op.label, **dataclasses.asdict(op)}
+            for rank, each in ops.items()
+            for index, op in each.items()
+        ]
+
+    return Answer(rows, page, rows)
 
 
-def _given_programs(args: argparse.Namespace, programs: Programs) -> bool:
-    """``given`` a line for every program; ``peak_bytes`` is null where none was recorded."""
+def _classes(path: str) -> Answer:
+    """The equivalent ranks of a world and their programs; ``peak_bytes`` is null where none was
+    recorded."""
+    from megatron_prism.core.slices import open_programs
     from megatron_prism.core.world import format_ranks
+    from megatron_prism.graph import world_graph
 
-    rows: list[dict[str, object]] = [
-        {
-            "ranks": format_ranks(programs.ranks_of(index).tolist()),
-            "captured_as": program.rank,
-            "ops": len(program),
-            "peak_bytes": _peak(program),
-            "counts": dict(program.counts()),
-        }
-        for index, program in enumerate(programs.programs)
-    ]
-    source = {key: job_settings.short(value) for key, value in programs.source.items()}
-    value = {"world": str(programs.world), "source": source, "programs": rows}
-    return write_data(args, value, rows)
+    graph = world_graph.build(open_programs(path))
+    classes, source = graph.classes, graph.programs.source
+
+    def rows() -> list[dict[str, object]]:
+        return [
+            {
+                "class": index,
+                "ranks": format_ranks(classes.ranks(index).tolist()),
+                "count": classes.counts[index],
+                "captured_as": program.rank,
+                "ops": len(program),
+                "peak_bytes": _peak(program),
+                "reason": classes.reasons[index],
+                "counts": dict(program.counts()),
+            }
+            for index, program in enumerate(graph.program_list)
+        ]
+
+    def page() -> None:
+        out = console()
+        out.print(str(graph))
+        width = max(map(len, source), default=0)
+        for key, value in source.items():
+            out.print(f"  {key:<{width}}  {job_settings.short(value)}")
+        print_table(
+            ("class", "count", "captured as", "ops", "live peak", "because of", "ranks"),
+            [(str(r["class"]), f"{r['count']:,}", f"rank {r['captured_as']}", f"{r['ops']:,}",
+              "not recorded" if r["peak_bytes"] is None else format_bytes(r["peak_bytes"]),
+              str(r["reason"]), str(r["ranks"])) for r in rows()],
+        )  # fmt: skip
+
+    def value() -> dict[str, object]:
+        short = {key: job_settings.short(one) for key, one in source.items()}
+        return {"world": str(graph.programs.world), "source": short, "classes": rows()}
+
+    return Answer(value, page, rows, next=f"prism fit {path}")
 
 
 def _peak(program: Program) -> int | None:
     return int(program.live_bytes().max(initial=0)) if len(program.allocations) else None
 
 
-def _overview(programs: Programs) -> None:
-    from megatron_prism.core.units import format_bytes
-    from megatron_prism.core.world import format_ranks
-
-    out = console()
-    out.print(str(programs.world))
-    width = max(map(len, programs.source), default=0)
-    for key, value in programs.source.items():
-        out.print(f"  {key:<{width}}  {job_settings.short(value)}")
-    rows = []
-    for index, program in enumerate(programs.programs):
-        counts = ", ".join(f"{count:,} {name}" for name, count in program.counts().items())
-        peak = _peak(program)
-        shown = "not recorded" if peak is None else format_bytes(peak)
-        rows.append((format_ranks(programs.ranks_of(index).tolist()), f"{len(program):,}", shown,
-                     counts))  # fmt: skip
-    print_table(("ranks", "ops", "live peak", "of which"), rows)
-
-
 def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -> dict[int, Op]:
     """The ops of ``rank`` that are meant, by their place in its program."""
     from megatron_prism.core.groups import named_group
 
-    program = programs.of(rank)
-    ops = list(program)
-    wanted = range(len(ops))
+    ops = list(programs.of(rank))
     groups = sorted({op.group for op in ops if op.group})
-    meant = {name for name in groups if group is not None and named_group(group, name)}
+    meant = {name for name in groups if group is None or named_group(group, name)}
     if group is not None and not meant:
-        raise UsageError(
-            f"rank {rank} has no call in a group {group}",
-            fix=f"there are {', '.join(groups) or 'none'}",
-        )
+        raise UsageError(f"rank {rank} has no call in a group {group}",
+                         fix=f"there are {', '.join(groups) or 'none'}")  # fmt: skip
+    wanted = range(len(ops))
     if around is not None:
-        near = [
-            i for i, op in enumerate(ops) if around in (op.label, op.label + "0")
-        ]  # of one chunk
+        near = [i for i, op in enumerate(ops) if around in (op.label, f"{op.label}0")]
         if not near:
             labels = list(dict.fromkeys(op.label for op in ops))
-            raise UsageError(
-                f"rank {rank} has no step {around}", fix=f"there are {', '.join(labels[:8])} …"
-            )
+            raise UsageError(f"rank {rank} has no step {around}",
+                             fix=f"there are {', '.join(labels[:8])} …")  # fmt: skip
         wanted = range(max(0, near[0] - _AROUND), min(len(ops), near[-1] + _AROUND + 1))
     return {i: ops[i] for i in wanted if group is None or ops[i].group in meant}
 
@@ -195,81 +188,37 @@ def _print_ops(programs: Programs, rank: int, ops: dict[int, Op]) -> None:
         print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")
 
 
-def classes(args: argparse.Namespace) -> int:
-    """Show which ranks are equivalent, and why each class is one.
-
-    prism classes DIR
-    """
-    from megatron_prism.core.slices import open_programs
-    from megatron_prism.core.world import format_ranks
-    from megatron_prism.graph import world_graph as graph
-
-    made = graph.build(open_programs(args.programs))
-    found = made.classes
-    rows = [
-        {
-            "class": index,
-            "ranks": format_ranks(found.ranks(index).tolist()),
-            "count": found.counts[index],
-            "captured_as": made.program_list[index].rank,
-            "ops": len(made.program_list[index]),
-            "reason": found.reasons[index],
-        }
-        for index in range(len(found))
-    ]
-    if write_data(args, {"world": str(made.programs.world), "classes": rows}, rows):
-        return 0
-    console().print(str(made))
-    print_table(
-        ("class", "count", "captured as", "ops", "because of", "ranks"),
-        [
-            (str(r["class"]), f"{r['count']:,}", f"rank {r['captured_as']}", f"{r['ops']:,}",
-             str(r["reason"]), str(r["ranks"]))
-            for r in rows
-        ],
-    )  # fmt: skip
-    return 0
-
-
-def check(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> Answer:
     """Do all ranks' calls fit together?  Explains every mismatch; exit status 1 if there is one.
 
     prism check DIR
     """
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.graph import world_graph as graph
+    from megatron_prism.graph import world_graph
     from megatron_prism.hang import diagnose
 
-    made = graph.build(open_programs(Path(args.programs)))
-    found = made.check()
-    # calls that match may still wait in a circle
-    circle = None if found else diagnose.diagnose_graph(made)
-    if circle is not None and circle.verdict == "healthy":
-        circle = None
+    graph = world_graph.build(open_programs(args.programs))
+    findings = graph.check()
     rows: list[dict[str, object]] = [
         {"kind": f.kind, "group": f.group, "ranks": f.ranks, "call": f.number,
          "picture": f.picture, "likely": f.likely}
-        for f in found
+        for f in findings
     ]  # fmt: skip
-    if circle is not None:
-        ranks = [culprit.rank for culprit in circle.culprits]
-        rows.append({"kind": circle.verdict, "group": circle.group, "ranks": ranks,
+    texts = [f"\n{finding}" for finding in findings]
+    texts.append(f"\n{counted(len(rows), 'mismatch')}" if rows else "every call is matched")
+    if not findings:  # calls that match may still wait in a circle
+        circle = diagnose.diagnose_graph(graph)
+        if circle.verdict != "healthy":
+            ranks = [culprit.rank for culprit in circle.culprits]
+            rows = [{"kind": circle.verdict, "group": circle.group, "ranks": ranks,
                      "call": circle.seq, "picture": "\n".join(circle.chain),
-                     "likely": circle.headline()})  # fmt: skip
-    if write_data(args, rows, rows):
-        return 1 if rows else 0
-    print(made)
-    for finding in found:
-        print(f"\n{finding}")
-    if circle is not None:
-        print(f"\nevery call is matched, and still: {circle}")
-        return 1
-    count = f"{len(found)} mismatch{'es' * (len(found) != 1)}"
-    print(f"\n{count}" if found else "every call is matched")
-    return 1 if found else 0
+                     "likely": circle.headline()}]  # fmt: skip
+            texts = [f"\nevery call is matched, and still: {circle}"]
+    return Answer(lambda: rows, lambda: print(graph, *texts, sep="\n"), lambda: rows,
+                  status=int(bool(rows)))  # fmt: skip
 
 
-def calibrate(args: argparse.Namespace) -> int:
+def calibrate(args: argparse.Namespace) -> Answer:
     """Measure how long calls take among this host's devices, for prism replay, predict and pacing.
 
     prism calibrate -o h200x4.json [--processes 4]
@@ -282,56 +231,54 @@ def calibrate(args: argparse.Namespace) -> int:
     nccl-tests measured, on any number of hosts; --node-gpus 72 says how many GPUs NVLink joins
     where that is more than a host has.
     """
+    if args.out is None and not args.host:
+        raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
+    check_outputs([args.out], args.force, args.from_nccl_tests or ())
     if args.host:
         return _host(args)
-    if args.out is None:
-        raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
     if args.from_nccl_tests:
         return _from_nccl_tests(args)
     from megatron_prism.emulate import calibrate as calibrating
 
     talk = console(stderr=args.json)
     calibrating.calibrate(args.out, args.processes, force=args.force, console=talk)
-    write_data(args, json.loads(args.out.read_text(encoding="utf-8")))
-    return 0
+    return Answer(lambda: json.loads(args.out.read_text(encoding="utf-8")), lambda: None)
 
 
-def _host(args: argparse.Namespace) -> int:
+def _host(args: argparse.Namespace) -> Answer:
     """The index of this host: printed, and written if a file is named."""
     from megatron_prism.core.files import write_whole
     from megatron_prism.emulate import host_benchmark
 
-    check_outputs([args.out], args.force)
-    out = console(stderr=args.json)
-    out.print(f"measuring this host for {args.seconds} s")
-    found = host_benchmark.measure(args.seconds)
-    out.print(
-        f"host index {found.index:.3f}, spread {format_share(found.spread, 0)}: {found.source}"
-    )
-    for name, times in found.parts.items():
-        out.print(f"  {name:<9} {times:.3f} x as long as the reference host")
+    console(stderr=args.json).print(f"measuring this host for {args.seconds} s")
+    host = host_benchmark.measure(args.seconds)
     if args.out is not None:
-        write_whole(args.out, found.to_json(), force=args.force)
-        out.print(f"wrote {args.out}; prism replay DIR host={args.out}")
-    write_data(args, json.loads(found.to_json()))
-    return 0
+        write_whole(args.out, host.to_json(), force=args.force)
+
+    def page() -> None:
+        print(f"host index {host.index:.3f}, spread {format_share(host.spread, 0)}: {host.source}")
+        for name, times in host.parts.items():
+            print(f"  {name:<9} {times:.3f} x as long as the reference host")
+        if args.out is not None:
+            print(f"wrote {args.out}")
+
+    then = "" if args.out is None else f"prism replay DIR host={args.out}"
+    return Answer(lambda: json.loads(host.to_json()), page, next=then)
 
 
-def _from_nccl_tests(args: argparse.Namespace) -> int:
+def _from_nccl_tests(args: argparse.Namespace) -> Answer:
     from megatron_prism.core.files import write_whole
     from megatron_prism.replay.costs import nccl_tests
 
-    check_outputs([args.out], args.force, args.from_nccl_tests)
     runs = [nccl_tests.read(file) for file in args.from_nccl_tests]
     stored = nccl_tests.calibration(runs, args.node_gpus)
     write_whole(args.out, json.dumps(stored, indent=1) + "\n", force=args.force)
-    out = console(stderr=args.json)
-    for run in runs:
-        where = "one host" if run.per_node == run.ranks else f"{run.per_node} per host"
-        out.print(
-            f"{run.path}: {run.op}, {counted(run.ranks, 'rank')}, {where}, "
-            f"{counted(len(run.rows), 'size')}"
-        )
-    out.print(f"wrote {args.out}: {stored['source']}")
-    write_data(args, stored)
-    return 0
+
+    def page() -> None:
+        for run in runs:
+            where = "one host" if run.per_node == run.ranks else f"{run.per_node} per host"
+            ranks, sizes = counted(run.ranks, "rank"), counted(len(run.rows), "size")
+            print(f"{run.path}: {run.op}, {ranks}, {where}, {sizes}")
+        print(f"wrote {args.out}: {stored['source']}")
+
+    return Answer(lambda: stored, page)

@@ -1,7 +1,4 @@
-"""``prism replay``: when everything happens, and what the iteration's time is made of.
-
-Prints a page of text or JSON, and writes an HTML page and a trace for ui.perfetto.dev on request.
-"""
+"""``prism replay``: when everything happens, and what the iteration's time is made of."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ import argparse
 from typing import cast
 
 from megatron_prism.cli import what_ifs
-from megatron_prism.cli.output import check_outputs, write_data, write_outputs
+from megatron_prism.cli.output import Answer, Row
 
 
-def replay(args: argparse.Namespace) -> int:
+def replay(args: argparse.Namespace) -> Answer:
     """Replay an iteration of the whole world: its time, bubble, critical path and their provenance.
 
     prism replay DIR
@@ -39,14 +36,15 @@ def replay(args: argparse.Namespace) -> int:
       tp=4 pp=2 …               says which slices that needs: ranks of other sizes run other kernels
       microbatches=32           captured steps in the order of Megatron's scheduler
     """
-    check_outputs([args.html, args.trace], args.force, [args.programs])
     how = {"machine": args.machine, "calibration": args.calibration, "iterations": args.iterations}
     programs = what_ifs.open_job(args.programs)
     timeline = what_ifs.priced(programs, args.settings, "replay", **how).timeline
-    write_outputs(args.force, (args.html, timeline.to_html), (args.trace, timeline.to_chrome_trace))
-    metrics = timeline.to_json() if args.json or args.csv else {}
-    if not write_data(args, metrics, cast("list[dict[str, object]]", metrics.get("classes"))):
-        print(timeline.to_text(verbose=args.verbose), end="")
-        print(what_ifs.machine_note(programs, args.machine), end="")
-        print(f"next: prism fit {args.programs}")
-    return 0
+    note = what_ifs.machine_note(programs, args.machine)
+    return Answer(
+        timeline.to_json,
+        lambda: print(timeline.to_text(verbose=args.verbose) + note, end=""),
+        lambda: cast("list[Row]", timeline.to_json()["classes"]),
+        next=f"prism fit {args.programs}",
+        html=timeline.to_html,
+        trace=timeline.to_chrome_trace,
+    )

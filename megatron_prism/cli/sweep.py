@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_prism.cli.output import check_outputs, console, print_json, write_outputs
+from megatron_prism.cli.output import Answer, console, write_outputs
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_prism.sweep.sweep import Sweep
 
 
-def sweep(args: argparse.Namespace) -> int:
+def sweep(args: argparse.Namespace) -> Answer | int:
     """Rank the layouts of a recipe's job: time, memory, and the command line to start each with.
 
     prism sweep RECIPE tp=1,2,4,8 pp=auto vpp=1,2,5 micro_batch_size=1,2 recompute=none,full -o DIR
@@ -52,7 +52,6 @@ def sweep(args: argparse.Namespace) -> int:
         how["limit"] = device_limit(args.limit)[0]
     if args.out is None:
         raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
-    check_outputs([args.csv, args.html], args.force)
     talk = console(stderr=True)
     if args.slurm is not None:
         talk.print(_array_job(args))
@@ -60,13 +59,16 @@ def sweep(args: argparse.Namespace) -> int:
     if args.join:
         how["part"] = "join"
     made = run(job, given, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
-    _print(made, args)
     write_outputs(args.force, (args.csv, made.to_csv))
-    if args.html is not None:
-        links = _write_timelines(made, args.html, args.force)
-        write_whole(args.html, made.to_html(links), force=args.force)
-        talk.print(f"wrote {args.html}, and {len(links)} timelines beside it")
-    return 0 if made.rows else 1
+    places = [str(args.out / row.result["slices"]) for row in made.rows[:2]]
+    words = ["prism", "compare" if len(places) > 1 else "fit", *places]
+    return Answer(
+        made.to_json,
+        lambda: print(made.to_text(), end=""),
+        next=shlex.join(words) if places else "",
+        status=0 if made.rows else 1,
+        html=lambda: made.to_html(_write_timelines(made, args.html)),
+    )
 
 
 _OWN = ("machine", "limit", "objective", "price", "part", "address", "trials", "workers")
@@ -78,7 +80,7 @@ def _own(args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key in _OWN if (value := getattr(args, key)) is not None}
 
 
-def _write_timelines(made: Sweep, page: Path, force: bool) -> dict[str, str]:
+def _write_timelines(made: Sweep, page: Path) -> dict[str, str]:
     """Write ``PAGE_timelines/RANK.html`` of the points that matter; key -> where it is."""
     from megatron_prism.sweep.sweep import front
 
@@ -136,13 +138,3 @@ def _array_job(args: argparse.Namespace) -> str:
     write_whole(path, text, force=True)
     joined = f"{shlex.join([*words, '--join'])} {job}".strip()
     return f"wrote {path}: sbatch {path}; when it has ended: {joined}"
-
-
-def _print(made: Sweep, args: argparse.Namespace) -> None:
-    if args.json:
-        print_json(made.to_json())
-        return
-    print(made.to_text(), end="")
-    places = [str(args.out / row.result["slices"]) for row in made.rows[:2]]
-    if places:
-        print("next:", shlex.join(["prism", "compare" if len(places) > 1 else "fit", *places]))

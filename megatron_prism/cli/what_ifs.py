@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -15,27 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import console, warn_without_times
+from megatron_prism.cli.output import console
 from megatron_prism.core.errors import UnitError, UnsupportedError
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
-    from megatron_prism.replay.priced_graph import PricedGraph, WhatIf
-
-_SIZES = ("tp", "cp", "pp", "ep", "etp", "vpp")
-_SEVERAL = ("slow", "faster", "nccl")
-_KEYS = ("dp", "slow", "faster", "moved", "host", "nccl", "network", *_SIZES, "microbatches")
-
-
-def split(word: str) -> tuple[str, list[str]]:
-    """(path, what-ifs) of ``DIR,slow=517:1.2``; a comma before a key that is none of ours, as in
-    ``slow=pp=3,tp=0:2``, belongs to the value.  The path is "" where there are what-ifs alone."""
-    if os.path.exists(word):
-        return word, []
-    path, *words = re.split(rf",(?=(?:{'|'.join(_KEYS)})=)", word)
-    if path.partition("=")[0] in _KEYS:
-        return "", [path, *words]
-    return path, words
+    from megatron_prism.replay.priced_graph import PricedGraph
 
 
 def open_job(path: str, partial: bool = False) -> Programs:
@@ -46,13 +32,29 @@ def open_job(path: str, partial: bool = False) -> Programs:
 
     if os.path.exists(path) or path not in recipe.shipped():
         programs = open_programs(path, partial=partial)
-        warn_without_times(programs)
+        _warn_without_times(programs)
         return programs
     from megatron_prism.emulate import recipe_job
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "slices"
         return recipe_job.capture(recipe.load(path, []), folder, console=console(stderr=True))
+
+
+def _warn_without_times(programs: Programs) -> None:
+    """Say it where no segment says how long it takes or what it computes, as in programs by hand:
+    what is added up then are calls and the shortest kernel."""
+    from megatron_prism.core.ops import CODE
+
+    segments = [one.ops[one.ops["name"] == CODE["compute"]] for one in programs.programs]
+    known = ((rows[key] > 0).any() for rows in segments for key in ("ns", "flops", "traffic"))
+    if any(map(len, segments)) and not any(known):
+        print(
+            "prism: warning: no segment says how long it takes or what it computes: each counts as "
+            "the shortest kernel, and what follows is no job's time. prism capture RECIPE -o DIR "
+            "has what a job computes",
+            file=sys.stderr,
+        )
 
 
 def machine_note(programs: Programs, machine: str | None) -> str:
@@ -69,17 +71,20 @@ def priced(programs: Programs, words: Sequence[str], command: str, **how: Any) -
     """The programs with the what-ifs; ``how``: other arguments of ``price``."""
     from megatron_prism.replay import whatif
     from megatron_prism.replay.plausibility import check_plausible
-    from megatron_prism.replay.priced_graph import price
+    from megatron_prism.replay.priced_graph import WhatIf, price
 
-    settings = _read(words, command)
+    settings = arguments.read(words, _READERS, command, several=_SEVERAL)
     sizes = {key: settings.pop(key) for key in _SIZES if key in settings}
     wanted = settings.pop("microbatches", None)
     whatif.check_sizes(programs, sizes, settings.get("dp"), wanted)
-    found = price(programs, what_if=_what_if(**settings), **how)
+    what_if = WhatIf(**{
+        key: tuple(value) if key in _SEVERAL else value for key, value in settings.items()
+    })  # fmt: skip
+    as_captured = price(programs, what_if=what_if, **how)
     if wanted is None:
-        return found
-    other = price(_with_microbatches(programs, wanted), what_if=_what_if(**settings), **how)
-    check_plausible(other.timeline, found.timeline)
+        return as_captured
+    other = price(_with_microbatches(programs, wanted), what_if=what_if, **how)
+    check_plausible(other.timeline, as_captured.timeline)
     return other
 
 
@@ -97,44 +102,36 @@ def _with_microbatches(programs: Programs, wanted: int) -> Programs:
     return with_microbatches(programs, wanted)
 
 
-def _read(words: Sequence[str], command: str) -> dict[str, Any]:
-    """Fields of a what-if, sizes and microbatches."""
-    keys: dict[str, arguments.Reader] = {
-        "dp": arguments.count(1, 1 << 24, "dp=64"),
-        "slow": _slow,
-        "faster": _faster,
-        "moved": arguments.name,
-        "host": arguments.name,
-        "nccl": arguments.name,
-        "network": arguments.name,
-        **dict.fromkeys(_SIZES, arguments.count(1, 1 << 20, "tp=4")),
-        "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
-    }
-    return arguments.read(words, keys, command, several=_SEVERAL)
+def _pair(what: str, example: str) -> arguments.Reader:
+    """Reads ``what:factor``; a range of ranks may have a step, which is not the factor."""
+
+    def reader(text: str) -> tuple[str, str]:
+        head, _, factor = text.rpartition(":")
+        if not head:
+            raise UnitError(f"it needs {what} and a factor", fix=example)
+        return head, factor
+
+    return reader
 
 
-def _slow(text: str) -> tuple[str, str]:
-    """``ranks:factor``; a range of ranks may have a step, which is not the factor."""
-    ranks, colon, factor = text.rpartition(":")
-    if not colon or not ranks:
-        raise UnitError("it needs ranks and a factor", fix="slow=517:1.2, slow=pp=3,tp=0:1.2")
-    return ranks, factor
+_SIZES = ("tp", "cp", "pp", "ep", "etp", "vpp")
+_SEVERAL = ("slow", "faster", "nccl")
+_READERS: dict[str, arguments.Reader] = {
+    "dp": arguments.count(1, 1 << 24, "dp=64"),
+    "slow": _pair("ranks", "slow=517:1.2, slow=pp=3,tp=0:1.2"),
+    "faster": _pair("calls", "faster=all_reduce@default_pg:2"),
+    **dict.fromkeys(("moved", "host", "nccl", "network"), arguments.name),
+    **dict.fromkeys(_SIZES, arguments.count(1, 1 << 20, "tp=4")),
+    "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
+}
 
 
-def _faster(text: str) -> tuple[str, str]:
-    """``calls:factor``; calls are a collective, a group or ``collective@group``."""
-    what, colon, factor = text.rpartition(":")
-    if not colon:
-        raise UnitError("it needs calls and a factor", fix="faster=all_reduce@default_pg:2")
-    return what, factor
-
-
-def _what_if(
-    slow: Sequence[tuple[str, str]] = (),
-    faster: Sequence[tuple[str, str]] = (),
-    nccl: Sequence[str] = (),
-    **others: Any,
-) -> WhatIf:
-    from megatron_prism.replay.priced_graph import WhatIf
-
-    return WhatIf(slow=tuple(slow), faster=tuple(faster), nccl=tuple(nccl), **others)
+def split(word: str) -> tuple[str, list[str]]:
+    """(path, what-ifs) of ``DIR,slow=517:1.2``; a comma before a key that is none of ours, as in
+    ``slow=pp=3,tp=0:2``, belongs to the value.  The path is "" where there are what-ifs alone."""
+    if os.path.exists(word):
+        return word, []
+    path, *words = re.split(rf",(?=(?:{'|'.join(_READERS)})=)", word)
+    if path.partition("=")[0] in _READERS:
+        return "", [path, *words]
+    return path, words

@@ -65,8 +65,9 @@ def parse_count(text: str | int) -> int:
 
 
 def counted(count: int, what: str) -> str:
-    """``1 rank``, ``1,023 ranks``."""
-    return f"{count:,} {what}{'s' * (count != 1)}"
+    """``1 rank``, ``1,023 ranks``, ``2 classes``."""
+    plural = "es" if what.endswith(("s", "ch")) else "s"
+    return f"{count:,} {what}{plural * (count != 1)}"
 
 
 def format_share(part: float, digits: int = 1) -> str:

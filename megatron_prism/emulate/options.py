@@ -475,7 +475,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def value_of(flag: str, words: Sequence[str]) -> str:
     """The value of ``flag`` among ``words``, the last one; empty without one."""
     found = ""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         if name == flag:
             found = value if equals else following

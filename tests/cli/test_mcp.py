@@ -2,7 +2,6 @@
 what the job needs."""
 
 import asyncio
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from helpers.pretrain import JOB, SCRIPT
 from helpers.programs import healthy
 
 import megatron_prism as prism
+from megatron_prism.cli import main as cli
 from megatron_prism.cli import mcp_server
 from megatron_prism.core.world import World
 from megatron_prism.hang.fault_plan import parse
@@ -26,7 +26,7 @@ def asked(*questions, run=False, connection=None):
     """What the server answers to (tool, arguments), one after the other; "" asks for its tools."""
 
     async def drive():
-        async with mcp.Client(connection or mcp_server.server(run)) as client:
+        async with mcp.Client(connection or mcp_server.server(run, cli.parser, cli.ask)) as client:
             return [
                 await client.call_tool(tool, given) if tool else (await client.list_tools()).tools
                 for tool, given in questions
@@ -50,19 +50,17 @@ def test_what_runs_or_writes_is_there_on_request_alone():
     assert not any(one.annotations.read_only_hint for one in every if one not in safe)
 
 
-def test_schemas_are_the_signatures_of_the_public_functions():
+def test_schemas_are_the_arguments_of_the_commands():
     (tools,) = asked(("", {}), run=True)
     schemas = {one.name: one.input_schema for one in tools}
-    for name, function in (("replay", prism.replay), ("hang", prism.hang),
-                           ("sweep", prism.sweep)):  # fmt: skip
-        arguments = inspect.signature(function).parameters
+    for name in ("replay", "hang", "sweep"):
+        actions = {one.dest: one for one in cli.parser(name)._actions}
         for argument, schema in schemas[name]["properties"].items():
             assert schema["description"], (name, argument)
-            assert schema.get("default", inspect.Parameter.empty) == arguments[argument].default
+            assert argument == "line" or schema.get("default") == actions[argument].default
     assert schemas["replay"]["required"] == ["programs"]
-    assert schemas["replay"]["properties"]["programs"]["type"] == "string"
-    assert set(schemas["hang"]["properties"]) == {"dumps", "programs", "then"}
-    assert "told" not in schemas["sweep"]["properties"]  # a function of Python
+    assert not {"json", "csv", "html", "force", "out"} & set(schemas["hang"]["properties"])
+    assert {"out", "line"} < set(schemas["sweep"]["properties"])
 
 
 def test_from_dumps_to_the_verdict(tmp_path):
@@ -76,10 +74,10 @@ def test_from_dumps_to_the_verdict(tmp_path):
 def test_questions_about_slices_and_errors_to_act_on():
     replay, slower, calls, fit, same = answers(
         ("replay", {"programs": GOLDEN, "machine": "h100"}),
-        ("replay", {"programs": GOLDEN, "what_if": {"slow": {"0": 3}}}),
+        ("replay", {"programs": GOLDEN, "settings": ["slow=0:3"], "iterations": 2}),
         ("calls", {"programs": GOLDEN, "selector": "0F all_reduce group=tp", "rank": 1}),
         ("fit", {"programs": GOLDEN, "limit": 10 << 20, "machine": "h200"}),
-        ("compare", {"a": GOLDEN, "b": GOLDEN}),
+        ("compare", {"paths": [GOLDEN, GOLDEN]}),
     )
     assert fit["figures"]["fits"] is False
     assert {one["difference"] for one in same["figures"]["parts"] if isinstance(one, dict)} == {0}

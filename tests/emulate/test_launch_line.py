@@ -148,10 +148,7 @@ def test_a_line_stands_in_place_of_programs(words, expected, monkeypatch, tmp_pa
     (tmp_path / "a.py").touch()
     monkeypatch.setattr(cli, "_captured", lambda job, ours: "CAPTURED")
     name, *rest = words
-    rest, line = cli._split_at_line(
-        name, [*rest, *"torchrun --nproc-per-node 2 a.py --lr 1".split()]
-    )
-    args = cli._parse_job(name, rest, line)
+    args = cli.read_words(name, [*rest, *"torchrun --nproc-per-node 2 a.py --lr 1".split()])
     words = (getattr(args, "programs", None), *getattr(args, "settings", ()))
     programs = getattr(args, "paths", None) or [word for word in words if word]
     assert (programs or args.job) == expected

@@ -259,7 +259,8 @@ def test_a_launch_line_behind_dumps_is_the_job_that_left_them(how, tmp_path, mon
     (tmp_path / "pretrain_gpt.py").touch()
     monkeypatch.setattr(cli, "_captured", None)
     line = ["torchrun", "--nproc-per-node", "2", str(tmp_path / "pretrain_gpt.py"), "--bf16"]
-    args = cli._parse_job("hang", [*([how] if how[0] == "-" else []), str(tmp_path)], line)
+    words = [*([how] if how[0] == "-" else []), str(tmp_path), *line]
+    args = cli.read_words("hang", words)
     assert (args.job, args.ours[:2]) == (line[3:], ["--prism-world-size", "2"])
 
 

@@ -36,7 +36,7 @@ def test_each_has_a_test():
     assert documented <= set(metamorphic.ABOUT)
 
 
-@pytest.mark.parametrize("name", sorted(what_ifs._KEYS))
+@pytest.mark.parametrize("name", sorted(what_ifs._READERS))
 def test_each_setting_of_the_command_is_documented(name):
     """So that the walk above meets it."""
     assert name in of_the_help() | {"tp", "cp", "pp", "ep", "etp", "vpp"}
