@@ -109,22 +109,7 @@ def of_family(world: World, name: str) -> Membership:
     except WorldError as error:
         what = f"a program uses the group {name}, and who is in it is not known"
         raise ProgramError(what, fix=f"add a line: group {name} 0,1;2,3") from error
-    if row.pick == "world":
-        return _regular(name, np.arange(world.size)[None], world.size)
-    axes, sizes = world._grids[row.grid]
-    # The first axis varies fastest, so numpy's last: reverse, then move the group's axes last,
-    # keeping their order (the first of them fastest)
-    cube = np.arange(world.size).reshape(sizes[::-1])
-    names = axes[::-1]
-    kept = [i for i, axis in enumerate(names) if axis not in row.axes]
-    spanned = [i for i, axis in enumerate(names) if axis in row.axes]
-    count = int(np.prod([cube.shape[i] for i in spanned], dtype=np.int64))
-    matrix = cube.transpose(kept + spanned).reshape(-1, count)
-    if row.pick == "ends":
-        matrix = matrix[:, [0, -1]] if count > 1 else matrix
-    elif row.pick == "first":
-        matrix = matrix[:, :1]
-    return _regular(name, matrix, world.size)
+    return _regular(name, world.members(row), world.size)
 
 
 def _regular(name: str, matrix: np.ndarray, size: int) -> Membership:

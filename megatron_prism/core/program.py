@@ -7,17 +7,17 @@ Programs are what capture writes and analysis reads.  ``ops.py`` says what an op
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import numpy.typing
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import ProgramError
@@ -26,23 +26,23 @@ from megatron_prism.core.ops import (
     ALLOCATION,
     CODE,
     CODED,
-    DTYPE_NAMES,
     IS_CALL,
     IS_COLLECTIVE,
     IS_PAIR,
     ITEM_SIZE,
     NAMES,
     OP,
-    PHASE_NAMES,
-    REDUCE,
     TEXTS,
+    UNKNOWN,
     Op,
     limits,
 )
 from megatron_prism.core.world import World
 
-_HANDLE = list(OP.names or ()).index("handle")
-
+_PLACE = {name: place for place, name in enumerate(OP.names or ())}
+# the row of an op that says nothing: codes of "", of the main stream, and -1
+_BLANK = [-1 if name in UNKNOWN else 0 for name in _PLACE]
+_BLANK[_PLACE["stream"]] = 1
 
 Splits = tuple[tuple[int, ...], tuple[int, ...]]  # to and from every member
 
@@ -68,72 +68,27 @@ class Builder:
         return len(self._rows)
 
     def _text(self, text: str) -> int:
-        found = self._strings.get(text)
-        if found is None:
-            found = self._strings[text] = len(self._strings)
-        return found
+        return self._strings.setdefault(text, len(self._strings))
 
-    def add(
-        self,
-        name: str,
-        group: str = "",
-        dtype: str = "",
-        num_in: int = -1,
-        num_out: int = -1,
-        reduce: str = "",
-        peer: int = 0,
-        root: int = -1,
-        splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-        stream: str = "main",
-        handle: int = -1,
-        batch: int = -1,
-        phase: str = "",
-        microbatch: int = -1,
-        chunk: int = -1,
-        ns: int = -1,
-        flops: int = -1,
-        traffic: int = -1,
-        host: int = -1,
-        lead: int = -1,
-        products: int = -1,
-        kernels: int = -1,
-        shape: str = "",
-        site: str = "",
-        note: str = "",
-    ) -> int:
-        """Append one op (the fields of Op, unchecked); returns its index."""
-        at = -1 if splits is None else self._splits.setdefault(splits, len(self._splits))
-        self._rows.append(
-            (
-                CODE[name],
-                PHASE_NAMES.index(phase),
-                DTYPE_NAMES.index(dtype),
-                REDUCE.index(reduce),
-                chunk,
-                *map(self._text, (stream, group, shape, site, note)),
-                microbatch,
-                peer,
-                root,
-                at,
-                handle,
-                batch,
-                kernels,
-                num_in,
-                num_out,
-                ns,
-                flops,
-                traffic,
-                host,
-                lead,
-                products,
-            )
-        )
+    def add(self, name: str, group: str = "", **values: Any) -> int:
+        """Append one op, ``values`` being fields of Op (unchecked); returns its index."""
+        row = [*_BLANK]
+        row[_PLACE["name"]] = CODE[name]
+        for field_, value in (("group", group), *values.items()):
+            if field_ in TEXTS:
+                value = self._text(value)
+            elif field_ in CODED:
+                value = CODED[field_].index(value)
+            elif field_ == "splits":
+                value = -1 if value is None else self._splits.setdefault(value, len(self._splits))
+            row[_PLACE[field_]] = value
+        self._rows.append(tuple(row))
         return len(self._rows) - 1
 
     def settle(self, index: int) -> None:
         """Op ``index`` was not asynchronous after all: it has no handle."""
-        row = self._rows[index]
-        self._rows[index] = (*row[:_HANDLE], -1, *row[_HANDLE + 1 :])
+        row, place = self._rows[index], _PLACE["handle"]
+        self._rows[index] = (*row[:place], -1, *row[place + 1 :])
 
     def memory(self, storage: int, num_bytes: int, note: str = "", stream: int = 0) -> None:
         """Storage ``storage`` came to be (bytes > 0) or went (bytes < 0) before the next op, on
@@ -361,7 +316,11 @@ class Program:
 
 FORMAT = 4  # of the file; raised when its content changes meaning
 SUFFIX = ".prism"
-_OPTIONAL = {  # array -> type and shape; -1 is any length
+FIX = "a file that prism capture wrote, or a text that starts with prism-program"
+Shape = tuple[int, ...]
+_COLUMNS: dict[str, tuple[np.typing.DTypeLike, Shape]] = {  # type and shape; -1 is any length
+    "ops": (OP, (-1,)),
+    "allocations": (ALLOCATION, (-1,)),
     "samples": (np.int64, (-1, -1)),
     "hosts": (np.int64, (-1,)),
     "streams": (np.int16, (-1,)),
@@ -370,7 +329,10 @@ _OPTIONAL = {  # array -> type and shape; -1 is any length
     "routes": (np.int64, (-1, 4)),
     "earlier": (np.int64, (-1, 2)),
 }
-
+_ALWAYS = ("ops", "allocations")  # the others are written where there is anything
+_MEMBERS = re.compile(rf"program_of|(?:{'|'.join(_COLUMNS)})\d{{1,7}}")
+_Ranks = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
+_Counts = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 59)], ...]
 
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]  # description -> groups of global ranks
 
@@ -392,7 +354,7 @@ class Programs:
     world: World
     programs: tuple[Program, ...]
     program_of: np.ndarray
-    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
     source: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
     partial: bool = False
@@ -457,68 +419,39 @@ class Programs:
         return (int(found[1]), int(found[2])) if found else (0, 16)
 
 
-def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """Write ``programs`` to one file, whole or not at all; UsageError if the place is taken."""
-    path = Path(path)
-    arrays: dict[str, np.ndarray] = {"program_of": programs.program_of}
-    heads = []
-    for i, program in enumerate(programs.programs):
-        arrays[f"ops{i}"], arrays[f"allocations{i}"] = program.ops, program.allocations
-        known = ((name, getattr(program, name)) for name in _OPTIONAL)
-        arrays |= {f"{name}{i}": array for name, array in known if array.size}
-        heads.append({"rank": program.rank, "strings": program.strings, "splits": program.splits})
-    head = {
-        "format": FORMAT,
-        "world": {one.name: getattr(programs.world, one.name) for one in fields(World) if one.init},
-        "groups": {name: list(map(list, groups)) for name, groups in programs.groups.items()},
-        "source": dict(programs.source),
-        "programs": heads,
-    }
-    arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
-    with whole_file(path, force=force) as file:
-        write = np.savez_compressed if _small(arrays) else np.savez
-        write(file, **arrays)  # type: ignore[arg-type] # no array is called allow_pickle
-    return path
-
-
-def _small(arrays: dict[str, np.ndarray]) -> bool:
-    """Whether packing costs no time worth speaking of (loading must stay under half a second)."""
-    return sum(array.nbytes for array in arrays.values()) < 1 << 24
-
-
-FIX = "a file that prism capture wrote, or a text that starts with prism-program"
-_MEMBERS = re.compile(rf"program_of|(?:ops|allocations|{'|'.join(_OPTIONAL)})\d{{1,7}}")
-_Ranks = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
-_Counts = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 59)], ...]
-
-
 class _ProgramHead(msgspec.Struct):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     strings: tuple[str, ...]
     splits: tuple[tuple[_Counts, _Counts], ...]
 
 
-class _WorldHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Arguments of World."""
-
-    size: int
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    vpp: int | None = None
-    order: str = World.order
-    gpus_per_node: int | None = None
-
-
 class _Head(msgspec.Struct):
     """What a file says in JSON, beside its arrays."""
 
-    world: _WorldHead
+    format: int
+    world: World
     groups: dict[str, tuple[_Ranks, ...]]
     source: dict[str, str]
     programs: list[_ProgramHead]
+
+
+def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Write ``programs`` to one file, whole or not at all; UsageError if the place is taken."""
+    path = Path(path)
+    arrays: dict[str, np.ndarray] = {"program_of": programs.program_of}
+    for i, program in enumerate(programs.programs):
+        columns = {name: getattr(program, name) for name in _COLUMNS}
+        arrays |= {f"{k}{i}": v for k, v in columns.items() if v.size or k in _ALWAYS}
+    heads = [_ProgramHead(one.rank, one.strings, one.splits) for one in programs.programs]
+    groups, source = dict(programs.groups), dict(programs.source)
+    head = msgspec.json.encode(_Head(FORMAT, programs.world, groups, source, heads))
+    arrays["head"] = np.frombuffer(head, dtype=np.uint8)
+    # packing costs little where there is little: loading must stay under half a second
+    small = sum(array.nbytes for array in arrays.values()) < 1 << 24
+    with whole_file(path, force=force) as file:
+        write = np.savez_compressed if small else np.savez
+        write(file, **arrays)  # type: ignore[arg-type] # no array is called allow_pickle
+    return path
 
 
 def load(path: str | os.PathLike[str]) -> Programs:
@@ -533,76 +466,72 @@ def load(path: str | os.PathLike[str]) -> Programs:
         head, arrays = foreign.read_arrays(path, dict[str, Any], _MEMBERS)
         version = head.get("format")
         if version != FORMAT:
-            said = f"format {version}" if isinstance(version, int) else "no format version"
+            which = f"format {version}" if isinstance(version, int) else "no format version"
             fix = "write it again with this release, or read it with the one that wrote it"
-            raise ProgramError(f"{path} has {said}; this release reads {FORMAT}", fix=fix)
+            raise ProgramError(f"{path} has {which}; this release reads {FORMAT}", fix=fix)
         return _assemble(foreign.shaped(head, _Head), arrays)
 
 
 def _assemble(head: _Head, arrays: dict[str, np.ndarray]) -> Programs:
     """ValueError and KeyError for what is damaged."""
+    _check_array("program_of", arrays["program_of"], np.int32, (-1,))
     programs = tuple(_checked(i, one, arrays) for i, one in enumerate(head.programs))
-    of = arrays["program_of"]
-    if of.dtype != np.int32 or of.ndim != 1:
-        raise ValueError(f"its program_of are {of.dtype} {of.shape}, not int32")
-    world = World(**msgspec.structs.asdict(head.world))
-    if any(one.rank >= world.size for one in programs):
-        raise ValueError(f"a program is of a rank outside a world of {world.size}")
-    return Programs(world, programs, of, head.groups, head.source)
+    if any(one.rank >= head.world.size for one in programs):
+        raise ValueError(f"a program is of a rank outside a world of {head.world.size}")
+    return Programs(head.world, programs, arrays["program_of"], head.groups, head.source)
+
+
+def _check_array(what: str, array: np.ndarray, dtype: np.typing.DTypeLike, shape: Shape) -> None:
+    """ValueError unless ``array`` has this type and shape."""
+    fits = len(shape) == array.ndim and all(
+        side in (-1, size) for side, size in zip(shape, array.shape, strict=True)
+    )
+    if array.dtype != dtype or not fits:
+        raise ValueError(f"{what} are {array.dtype} {array.shape}")
 
 
 def _checked(i: int, head: _ProgramHead, arrays: dict[str, np.ndarray]) -> Program:
     """Program ``i`` of a file.  ValueError and KeyError for what is damaged."""
-    ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
-    if (ops.dtype, allocations.dtype, ops.ndim, allocations.ndim) != (OP, ALLOCATION, 1, 1):
-        raise ValueError(f"the columns of program {i} are not ours")
-    segments = int((ops["name"] == CODE["compute"]).sum())
-    own = {"samples": (-1, segments), "streams": allocations.shape, "routed": (allocations.size, 2)}
-    optional: dict[str, Any] = {}
-    for name, (dtype, shape) in _OPTIONAL.items():
-        found = arrays.get(f"{name}{i}")
-        if found is None:
-            continue
-        shape = own.get(name, shape)
-        fits = found.ndim == len(shape) and all(
-            side in (-1, got) for got, side in zip(found.shape, shape, strict=True)
-        )
-        if found.dtype != dtype or not fits:
-            raise ValueError(f"{name} of program {i} are {found.dtype} {found.shape}")
-        optional[name] = found
-    made = Program(head.rank, ops, head.strings, head.splits, allocations, **optional)
-    if made.hosts.size and not made.samples.size:
+    columns = {name: arrays[f"{name}{i}"] for name in _COLUMNS
+               if name in _ALWAYS or f"{name}{i}" in arrays}  # fmt: skip
+    for name, array in columns.items():
+        _check_array(f"{name} of program {i}", array, *_COLUMNS[name])
+    program = Program(head.rank, strings=head.strings, splits=head.splits, **columns)
+    segments = int((program.ops["name"] == CODE["compute"]).sum())
+    events = len(program.allocations)
+    for name, rows in (("samples", segments), ("streams", events), ("routed", events)):
+        if name in columns and columns[name].shape[name == "samples"] != rows:
+            raise ValueError(f"{name} of program {i} are {columns[name].shape}, not of {rows}")
+    if program.hosts.size and not program.samples.size:
         raise ValueError(f"program {i} has times of the host, and none of its segments")
-    if wrong := _wrong(made):
+    if wrong := _wrong(program):
         raise ValueError(f"program {i} has {wrong}")
-    return made
+    return program
 
 
 def _wrong(program: Program) -> str:
     """The first value that a program cannot have, in words; the text form has the same bounds."""
-    texts, splits = len(program.strings) - 1, len(program.splits) - 1
-    most = dict.fromkeys(TEXTS, texts) | {"splits": splits}
-    bounds = {name: (-1 if name == "splits" else 0, top) for name, top in most.items()}
+    texts, most = (0, len(program.strings) - 1), limits("bytes")[1]
+    bounds = dict.fromkeys(TEXTS, texts) | {"splits": (-1, len(program.splits) - 1)}
     bounds |= {name: (0, len(known) - 1) for name, known in CODED.items()}
+    memory, routed, routes = program.allocations, program.routed, program.routes
     columns = [
-        (name, program.ops[name], bounds.get(name) or limits(name)) for name in OP.names or ()
+        *((name, program.ops[name], bounds.get(name) or limits(name)) for name in OP.names or ()),
+        ("note", memory["note"], texts),
+        ("bytes", memory["bytes"], (-most, most)),
+        ("before", memory["before"], (0, len(program))),
+        ("samples", program.samples, limits("ns")),
+        ("hosts", program.hosts, (0, limits("host")[1])),
+        ("routed", routed[:, 0], (-1, max(-1, len(routes) - 2))),
+        ("grown", routed[:, 1], (-most, most)),
+        ("routes", routes, (0, most)),
+        ("more", routes[1:, 3] if routed.size else routes[:0], (1, most)),
+        ("routing", routes[:1] if routed.size else routes[:0], (1, most)),
     ]
-    columns.append(("note", program.allocations["note"], (0, texts)))
-    largest = limits("bytes")[1]
-    columns.append(("bytes", program.allocations["bytes"], (-largest, largest)))
-    columns.append(("before", program.allocations["before"], (0, len(program))))
-    columns.append(("samples", program.samples, limits("ns")))
-    columns.append(("hosts", program.hosts, (0, limits("host")[1])))
-    columns.append(("routed", program.routed[:, 0], (-1, max(-1, len(program.routes) - 2))))
-    columns.append(("grown", program.routed[:, 1], (-largest, largest)))
-    columns.append(("routes", program.routes, (0, largest)))
-    if program.routed.size:
-        columns.append(("more", program.routes[1:, 3], (1, largest)))
-        columns.append(("routing", program.routes[:1], (1, largest)))
     for name, values, (low, high) in columns:
         if values.size and not (low <= values.min() and values.max() <= high):
             value = values.min() if values.min() < low else values.max()
             return f"{name} {value} outside {low} to {high}"
-    if (np.diff(program.allocations["before"]) < 0).any():
+    if (np.diff(memory["before"]) < 0).any():
         return "allocations that are not in the order of its ops"
     return ""

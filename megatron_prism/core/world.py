@@ -23,16 +23,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from megatron_prism.core.errors import WorldError
 from megatron_prism.core.units import counted
-
-if TYPE_CHECKING:
-    import numpy as np
 
 STAGES = "stages"  # selects the first rank of every pipeline stage
 HELP = (
@@ -41,62 +40,6 @@ HELP = (
 )
 _NUMBERS = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>\d+))?)?")
 _CONDITION = re.compile(r"(?P<axis>[a-z]+)\s*=\s*(?P<value>\d+)")
-
-
-class HasRanks(Protocol):
-    """What a selector needs of a world; ``World`` is the one that has it."""
-
-    @property
-    def stages(self) -> range: ...
-    def rank_at(self, **coordinates: int) -> int: ...
-    def check_rank(self, rank: int) -> int: ...
-    def matching(self, **coordinates: int) -> np.ndarray: ...
-
-
-def select(world: HasRanks, text: str) -> tuple[int, ...]:
-    """Ranks that ``text`` names, ascending, each once.
-
-    WorldError with the fix when it names none, one outside the world, or cannot be read.
-    """
-    ranks: set[int] = set()
-    for selector in text.split(";"):
-        terms = [term.strip() for term in selector.split(",")]
-        if terms == [STAGES]:
-            ranks.update(world.rank_at(pp=stage) for stage in world.stages)
-        elif any("=" in term for term in terms):
-            ranks.update(_by_coordinates(world, selector.strip(), terms))
-        else:
-            for term in terms:
-                ranks.update(_by_number(world, term, text))
-    return tuple(sorted(ranks))
-
-
-def _by_coordinates(world: HasRanks, selector: str, terms: list[str]) -> list[int]:
-    wanted: dict[str, int] = {}
-    for term in terms:
-        match = _CONDITION.fullmatch(term)
-        if match is None or match["axis"] in wanted:
-            what = "is given twice" if match else "is no condition like pp=3"
-            raise WorldError(f"selector {selector!r}: {term!r} {what}", fix=HELP)
-        wanted[match["axis"]] = int(match["value"])
-    found: list[int] = world.matching(**wanted).tolist()
-    if not found:
-        message = f"selector {selector!r}: no rank of {world} has all of these"
-        raise WorldError(message, fix="drop one condition")
-    return found
-
-
-def _by_number(world: HasRanks, term: str, text: str) -> range:
-    match = _NUMBERS.fullmatch(term)
-    if match is None:
-        raise WorldError(f"ranks {text!r}: {term!r} is no rank, range or condition", fix=HELP)
-    first = world.check_rank(int(match["first"]))
-    last = first if match["last"] is None else world.check_rank(int(match["last"]))
-    step = 1 if match["step"] is None else int(match["step"])
-    if last < first or step < 1:
-        fix = f"write {last}-{first}" if last < first else "use a step of at least 1"
-        raise WorldError(f"ranks {text!r}: {term!r} is an empty range", fix=fix)
-    return range(first, last + 1, step)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -186,45 +129,28 @@ FAMILIES = (
 
 
 def orthogonal_rank_groups(
-    world_size: int,
-    parallel_size: Sequence[int],
-    mask: Sequence[bool],
-    containing: Iterable[int] | None = None,
-) -> list[list[int]]:
-    """Every group whose members differ only in the masked axes; the first axis varies fastest.
+    parallel_size: Sequence[int], mask: Sequence[bool], containing: Iterable[int] | None = None
+) -> np.ndarray:
+    """Every group whose members differ only in the masked axes, int64 [groups, members].
 
-    The same lists of Python ints, in the same order, as Megatron's own
+    The first axis varies fastest.  The same groups, in the same order, as Megatron's own
     generate_masked_orthogonal_rank_groups (megatron/core/parallel_state.py:251 @core_v0.16.1,
-    unchanged @core_v0.19.0), which walks every rank in Python.  With ``containing`` only the
-    groups that hold one of these ranks are built, whatever the size of the world.  Beware where
-    the *list* is used and not its members: Megatron counts and concatenates all tp-ep-pp groups to
-    make INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP (:1332 @core_v0.16.1).
-
-    Raises WorldError where Megatron asserts: more groups than the sizes can number.
+    unchanged @core_v0.19.0), which walks every rank in Python.  With ``containing`` only those that
+    hold one of these ranks are built, whatever the size of the world.  Beware where the *list* is
+    used and not its members: Megatron counts and concatenates all tp-ep-pp groups to make
+    INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP (:1332 @core_v0.16.1).
     """
     sizes, kept = np.asarray(parallel_size, dtype=np.int64), np.asarray(mask, dtype=bool)
     strides = np.cumprod(np.concatenate(([1], sizes[:-1]))).astype(np.int64)
-    group_size = int(np.prod(sizes[kept]))
-    num_groups = world_size // group_size
-    if num_groups > (possible := int(np.prod(sizes[~kept]))):
-        product = f"{' x '.join(map(str, sizes))} = {int(np.prod(sizes))}"
-        what = f"sizes {product} number {possible} groups of {group_size}, not {num_groups}"
-        raise WorldError(what, fix="pass sizes whose product is the world size")
     if containing is None:
-        firsts = _corners(sizes[~kept], strides[~kept])[:num_groups]
+        firsts = _corners(sizes[~kept], strides[~kept])
     else:
         ranks = np.fromiter(containing, dtype=np.int64)
-        if ranks.size and not (ranks.min() >= 0 and ranks.max() < world_size):
-            outside = sorted(set(ranks[(ranks < 0) | (ranks >= world_size)].tolist()))
-            what = f"ranks {outside} are outside a world of {counted(world_size, 'rank')}"
-            raise WorldError(what, fix=f"choose ranks from 0 to {world_size - 1}")
         where = (ranks[:, None] // strides % sizes)[:, ~kept]  # int64 [ranks, axes not spanned]
         # Groups are numbered over the axes they do not span, the first fastest; since strides grow
         # along the axes, that is also the order of their lowest ranks.
         firsts = np.unique(where @ strides[~kept])
-        if num_groups < possible:
-            firsts = np.intersect1d(firsts, _corners(sizes[~kept], strides[~kept])[:num_groups])
-    groups: list[list[int]] = (firsts[:, None] + _corners(sizes[kept], strides[kept])).tolist()
+    groups: np.ndarray = firsts[:, None] + _corners(sizes[kept], strides[kept])
     return groups
 
 
@@ -245,7 +171,6 @@ def family(desc: str) -> Family:
     raise WorldError(what, fix=f"use one of {', '.join(row.desc for row in FAMILIES)}")
 
 
-AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 # What Megatron passes; --use-tp-pp-dp-mapping gives tp-cp-ep-pp-dp (training/initialize.py:378
 # @core_v0.16.1)
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -263,6 +188,7 @@ class Coordinates(NamedTuple):
     edp: int
 
 
+AXES = Coordinates._fields
 Ranks = TypeVar("Ranks", int, np.ndarray)  # one of them or many
 
 
@@ -290,29 +216,27 @@ class World:
     vpp: int | None = None
     order: str = DEFAULT_ORDER
     gpus_per_node: int | None = None
-    _grids: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = field(
-        init=False, repr=False, compare=False, hash=False
-    )
 
     def __post_init__(self) -> None:
         if self.etp is None:
             object.__setattr__(self, "etp", self.tp)
         _check_sizes(self)
-        axes = _ordered_axes(self)
-        dense = {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
-        expert = {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": self.edp, "pp": self.pp}
-        grids = {
-            "dense": (axes, tuple(dense[a] for a in axes)),
-            "expert": (axes, tuple(expert[a] for a in axes)),
-        }
-        object.__setattr__(self, "_grids", grids)
-        if self._stride("dense", "pp") != self._stride("expert", "pp"):
-            apart = " and ".join(f"{self._stride(g, 'pp')} ({g} layers)" for g in grids)
+        strides = [self._stride(grid, "pp") for grid in ("dense", "expert")]
+        if strides[0] != strides[1]:
+            apart = f"{strides[0]} (dense layers) and {strides[1]} (expert layers)"
             fix = f"use the order {DEFAULT_ORDER}, or etp x ep = tp x cp = {self.tp * self.cp}"
             raise WorldError(f"order {self.order}: stages are {apart} ranks apart", fix=fix)
 
-    # -- sizes
-    # ---------------------------------------------------------------------------------------
+    @cached_property
+    def _grids(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+        """The axes of each grid, fastest first, and their sizes."""
+        axes = _ordered_axes(self)
+        dense = {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
+        expert = {"tp": self.etp or self.tp, "cp": 1, "ep": self.ep, "dp": self.edp, "pp": self.pp}
+        grids = {"dense": dense, "expert": expert}
+        return {name: (axes, tuple(sizes[a] for a in axes)) for name, sizes in grids.items()}
+
+    # -- sizes -------------------------------------------------------------------------------------
 
     @property
     def dp(self) -> int:
@@ -355,8 +279,7 @@ class World:
             text += f"; nodes of {self.gpus_per_node}"
         return text
 
-    # -- ranks and coordinates
-    # -----------------------------------------------------------------------
+    # -- ranks and coordinates ---------------------------------------------------------------------
 
     def _stride(self, grid: str, axis: str) -> int:
         axes, sizes = self._grids[grid]
@@ -410,12 +333,50 @@ class World:
         return int(found[0])
 
     def select(self, text: str) -> tuple[int, ...]:
-        """Ranks that a selector names, ascending: ``0,517`` · ``0-127:8`` · ``pp=3,tp=0;5`` ·
-        ``stages``."""
-        return select(self, text)
+        """Ranks that a selector names, ascending, each once: ``0,517`` · ``0-127:8`` ·
+        ``pp=3,tp=0;5`` · ``stages``.
 
-    # -- groups
-    # --------------------------------------------------------------------------------------
+        WorldError with the fix when it names none, one outside the world, or cannot be read.
+        """
+        ranks: set[int] = set()
+        for selector in text.split(";"):
+            terms = [term.strip() for term in selector.split(",")]
+            if terms == [STAGES]:
+                ranks.update(self.rank_at(pp=stage) for stage in self.stages)
+            elif any("=" in term for term in terms):
+                ranks.update(self._by_coordinates(selector.strip(), terms))
+            else:
+                for term in terms:
+                    ranks.update(self._by_number(term, text))
+        return tuple(sorted(ranks))
+
+    def _by_coordinates(self, selector: str, terms: list[str]) -> list[int]:
+        wanted: dict[str, int] = {}
+        for term in terms:
+            match = _CONDITION.fullmatch(term)
+            if match is None or match["axis"] in wanted:
+                what = "is given twice" if match else "is no condition like pp=3"
+                raise WorldError(f"selector {selector!r}: {term!r} {what}", fix=HELP)
+            wanted[match["axis"]] = int(match["value"])
+        ranks: list[int] = self.matching(**wanted).tolist()
+        if not ranks:
+            message = f"selector {selector!r}: no rank of {self} has all of these"
+            raise WorldError(message, fix="drop one condition")
+        return ranks
+
+    def _by_number(self, term: str, text: str) -> range:
+        match = _NUMBERS.fullmatch(term)
+        if match is None:
+            raise WorldError(f"ranks {text!r}: {term!r} is no rank, range or condition", fix=HELP)
+        first = self.check_rank(int(match["first"]))
+        last = self.check_rank(int(match["last"] or first))
+        step = int(match["step"] or 1)
+        if last < first or step < 1:
+            fix = f"write {last}-{first}" if last < first else "use a step of at least 1"
+            raise WorldError(f"ranks {text!r}: {term!r} is an empty range", fix=fix)
+        return range(first, last + 1, step)
+
+    # -- groups ------------------------------------------------------------------------------------
 
     def groups(
         self, rank: int, *, megatron: tuple[int, int] = (0, 16), gloo: bool = True
@@ -436,17 +397,18 @@ class World:
     def group(self, rank: int, which: Family | str) -> tuple[int, ...] | None:
         """This rank's group of one family (or group_desc), ascending; None if it is in none."""
         row = family(which) if isinstance(which, str) else which
-        self.check_rank(rank)
-        if row.pick == "world":
-            return tuple(range(self.size))
-        axes, sizes = self._grids[row.grid]
-        mask = [axis in row.axes for axis in axes]
-        (members,) = orthogonal_rank_groups(self.size, sizes, mask, containing=(rank,))
-        if row.pick == "ends":
-            members = members[:1] + members[1:][-1:]
-        elif row.pick == "first":
-            members = members[:1]
+        (members,) = self.members(row, containing=(self.check_rank(rank),)).tolist()
         return tuple(members) if rank in members else None
+
+    def members(self, row: Family, containing: Iterable[int] | None = None) -> np.ndarray:
+        """All groups of a family, int64 [groups, members], or those whose slice holds one of
+        ``containing``."""
+        if row.pick == "world":
+            return np.arange(self.size)[None]
+        axes, sizes = self._grids[row.grid]
+        groups = orthogonal_rank_groups(sizes, [axis in row.axes for axis in axes], containing)
+        last = groups.shape[1] - 1
+        return groups[:, {"ends": sorted({0, last}), "first": [0]}.get(row.pick, slice(None))]
 
 
 def implied_size(tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None) -> int:
@@ -459,19 +421,12 @@ def _ordered_axes(world: World) -> tuple[str, ...]:
     sizes = {"tp": world.tp, "cp": world.cp, "dp": world.dp, "pp": world.pp, "ep": world.ep}
     named = world.order.lower().split("-")
     absent = [axis for axis in sizes if axis not in named]
-    if (
-        len(set(named)) != len(named)
-        or not set(named) <= set(sizes)
-        or any(sizes[a] > 1 for a in absent)
-    ):
-        missing = [f"{a} {sizes[a]}" for a in absent if sizes[a] > 1]
-        what = (
-            f"leaves out {', '.join(missing)}"
-            if missing
-            else "is not made of tp, cp, ep, dp, pp, each once"
-        )
-        message = f"order {world.order!r} {what}"
-        raise WorldError(message, fix=f"use {DEFAULT_ORDER} or tp-cp-ep-pp-dp")
+    missing = [f"{axis} {sizes[axis]}" for axis in absent if sizes[axis] > 1]
+    if missing or len(named) + len(absent) != len(sizes):
+        what = "is not made of tp, cp, ep, dp, pp, each once"
+        what = f"leaves out {', '.join(missing)}" if missing else what
+        fix = f"use {DEFAULT_ORDER} or tp-cp-ep-pp-dp"
+        raise WorldError(f"order {world.order!r} {what}", fix=fix)
     return (*named, *absent)
 
 
@@ -509,7 +464,7 @@ def _sizes_that_work(world: World, names: tuple[str, ...]) -> str:
     """The nearest world sizes and the nearest values of one axis that satisfy both grids."""
     unit = implied_size(world.tp, world.cp, world.pp, world.ep, world.etp)
     below, above = world.size // unit * unit, (world.size // unit + 1) * unit
-    sizes = f"size={below} or size={above}" if below else f"size={above}"
+    sizes = " or ".join(f"size={size}" for size in (below, above) if size)
     # the axis to blame: the largest one that is no power of two, as clusters mostly are
     axis = max(names, key=lambda name: ((value := getattr(world, name)) & (value - 1) > 0, value))
     old = getattr(world, axis)
@@ -520,11 +475,9 @@ def _sizes_that_work(world: World, names: tuple[str, ...]) -> str:
         new |= {axis: value, **({"etp": value} if linked else {})}
         return world.size % implied_size(**new) == 0
 
-    top, bottom = min(old - 1, world.size), old + 1  # and a mistyped 10**20 is no long search
-    lower = next((v for v in range(top, max(0, top - _NEAR), -1) if works(v)), None)
-    end = min(2 * old, world.size, old + _NEAR)
-    higher = next((v for v in range(bottom, end + 1) if works(v)), None)
-    others = [f"{axis}={value}" for value in (lower, higher) if value is not None]
-    return sizes + (
-        f", or keep {counted(world.size, 'rank')} with {' or '.join(others)}" if others else ""
-    )
+    top = min(old - 1, world.size)  # and a mistyped 10**20 is no long search
+    lower = filter(works, range(top, max(0, top - _NEAR), -1))
+    higher = filter(works, range(old + 1, min(2 * old, world.size, old + _NEAR) + 1))
+    others = [f"{axis}={value}" for values in (lower, higher) for value in islice(values, 1)]
+    kept = f", or keep {counted(world.size, 'rank')} with {' or '.join(others)}"
+    return sizes + (kept if others else "")

@@ -49,7 +49,8 @@ def _fast_groups(module: ModuleType, context: PatchContext) -> None:
         offset = getattr(self, "rank_offset", 0)
         if offset:
             return original(self, token)
-        return orthogonal_rank_groups(self.world_size, self.ordered_size, mask, containing=wanted)
+        groups: list[list[int]] = orthogonal_rank_groups(self.ordered_size, mask, wanted).tolist()
+        return groups
 
     def create_group(original: Original, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and context.rank not in ranks:
