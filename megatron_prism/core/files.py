@@ -8,8 +8,8 @@ behind, as
 Whoever works minutes for a folder claims it before (``claimed``): a second run into it is refused
 at once.
 
->>> with ArtefactFolder("out/llama") as folder:                                    # doctest: +SKIP
-...     folder.write_json("summary.json", {"ranks": 4})
+>>> with artefact_folder("out/llama") as folder:                                   # doctest: +SKIP
+...     write_json(folder / "summary.json", {"ranks": 4})
 >>> with whole_file("out/page.html") as file:                                      # doctest: +SKIP
 ...     file.write(b"<html>")
 """
@@ -17,6 +17,7 @@ at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import json
@@ -31,7 +32,6 @@ import threading
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, TypeVar
 
 from megatron_prism.core.errors import UsageError
@@ -123,130 +123,79 @@ def rendered(renderer: str, result: object, kind: type[T], **how: object) -> T:
     return found
 
 
-class ArtefactFolder:
-    """Context manager for one artefact folder.
+@contextlib.contextmanager
+def artefact_folder(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[Path]:
+    """The folder to write an artefact into; renamed to ``path`` when the block has ended well.
 
-    path  : where it will be; its parents are made
-    force : replace what is there (kept until the new one is complete)
-
-    ``work`` is the folder to write into until the block ends.  Raises UsageError at entry when the
-    place is taken or cannot be written.
+    Its parents are made; ``force`` replaces what is there, which is kept until then.  UsageError at
+    entry when the place is taken or cannot be written.
     """
-
-    def __init__(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        self.path = Path(path).absolute()
-        self.force = force
-        self.work = self.path  # the hidden folder while the block runs, the final one afterwards
-        self._unwinding = contextlib.ExitStack()
-
-    def __enter__(self) -> ArtefactFolder:
-        with contextlib.ExitStack() as stack:
-            self.check_free(self.path, self.force)
-            stack.enter_context(claimed(self.path))
-            self._clear_leftovers()
-            self.check_free(self.path, self.force)
-            self._begin(stack)
-            self._unwinding = stack.pop_all()
-        return self
-
-    def _begin(self, stack: contextlib.ExitStack) -> None:
-        name = f"{self._hidden()}{os.getpid()}-{secrets.token_hex(4)}"
-        work = self.path.with_name(name)
+    path = Path(path).absolute()
+    check_free(path, force)
+    with claimed(path), unwinding():
+        _clear_leftovers(path)
+        check_free(path, force)
+        work = path.with_name(f"{_hidden(path)}{os.getpid()}-{secrets.token_hex(4)}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             work.mkdir()
         except OSError as error:
-            what = f"cannot write to {self.path.parent}: {error.strerror}"
+            what = f"cannot write to {path.parent}: {error.strerror}"
             raise UsageError(what, fix="name a folder you may write to with -o DIR") from error
-        self.work = work
-        stack.enter_context(unwinding())
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        work, self.work = self.work, self.path
         try:
-            if kind is None:
-                self._put_in_place(work)
+            yield work
+            check_free(path, force)  # somebody else may have finished meanwhile
+            _put_in_place(work, path)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-            self._unwinding.close()
 
-    @staticmethod
-    def check_free(path: str | os.PathLike[str], force: bool = False) -> None:
-        """UsageError unless an artefact may be put at ``path``: call it before any long work."""
-        path = Path(path).absolute()
-        if not os.path.lexists(path):
-            check_writable(path.parent)
-            return
+
+def check_free(path: str | os.PathLike[str], force: bool = False) -> None:
+    """UsageError unless an artefact may be put at ``path``: call it before any long work."""
+    path = Path(path).absolute()
+    if os.path.lexists(path):
+        another = "name another place with -o DIR"
         if path.is_symlink() or not path.is_dir():
-            what = f"{path} exists and is no folder"
-            raise UsageError(what, fix="name another place with -o DIR")
+            raise UsageError(f"{path} exists and is no folder", fix=another)
         if not force and any(path.iterdir()):
-            what = f"{path} exists already"
-            raise UsageError(what, fix="name another place with -o DIR, or replace it with --force")
-        check_writable(path.parent)
+            raise UsageError(f"{path} exists already", fix=f"{another}, or replace it with --force")
+    check_writable(path.parent)
 
-    def write_text(self, name: str, text: str) -> Path:
-        """Write one UTF-8 file, making its folders; returns where it lies for now."""
-        target = self._inside(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8", newline="\n")
-        return target
 
-    def write_json(self, name: str, value: object) -> Path:
-        """Write one JSON file, keys in the order given; ValueError for NaN and infinity."""
-        return self.write_text(name, json.dumps(value, indent=2, allow_nan=False) + "\n")
+def write_json(path: Path, value: object) -> None:
+    """Write one JSON file, keys in the order given; ValueError for NaN and infinity."""
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
-    def write_bytes(self, name: str, data: bytes) -> Path:
-        """Write one binary file, making its folders."""
-        target = self._inside(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-        return target
 
-    def _inside(self, name: str) -> Path:
-        if self.work == self.path:
-            raise RuntimeError("an ArtefactFolder is written to inside its with block")
-        if os.path.isabs(name) or ".." in Path(name).parts:
-            raise ValueError(f"{name!r} would be written outside the artefact folder")
-        return self.work / name
+def _put_in_place(work: Path, path: Path) -> None:
+    """Rename ``work`` to its final name; an older artefact steps aside and goes after it."""
+    old = work.with_name(work.name + ".old")
+    if path.exists():
+        path.rename(old)
+    try:
+        work.rename(path)
+    except OSError:
+        if old.exists():
+            old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
-    def _put_in_place(self, work: Path) -> None:
-        """Rename ``work`` to its final name; an older artefact steps aside and goes after it."""
-        self.check_free(self.path, self.force)  # somebody else may have finished meanwhile
-        old = work.with_name(work.name + ".old")
-        if self.path.exists():
-            self.path.rename(old)
-        try:
-            work.rename(self.path)
-        except OSError:
-            if old.exists():
-                old.rename(self.path)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
 
-    def _hidden(self) -> str:
-        """What names of hidden folders start with; other hosts' processes are not ours to judge."""
-        return f".{self.path.name}.partial-{socket.gethostname()}-"
+def _hidden(path: Path) -> str:
+    """What names of hidden folders start with; other hosts' processes are not ours to judge."""
+    return f".{path.name}.partial-{socket.gethostname()}-"
 
-    def _clear_leftovers(self) -> None:
-        """Remove hidden folders of this artefact whose process is gone (killed with -9)."""
-        if not self.path.parent.is_dir():
-            return
-        for leftover in self.path.parent.iterdir():
-            if not leftover.name.startswith(self._hidden()):
-                continue
-            pid = leftover.name.removeprefix(self._hidden()).split("-")[0]
-            if not pid.isdigit() or _alive(int(pid)):
-                continue
-            if leftover.suffix == ".old" and not self.path.exists():
-                leftover.rename(self.path)  # killed between the two renames: the old one returns
-            else:
-                shutil.rmtree(leftover, ignore_errors=True)
+
+def _clear_leftovers(path: Path) -> None:
+    """Remove hidden folders of this artefact whose process is gone (killed with -9)."""
+    for leftover in path.parent.iterdir() if path.parent.is_dir() else ():
+        pid = leftover.name.removeprefix(_hidden(path)).split("-")[0]
+        if not leftover.name.startswith(_hidden(path)) or not pid.isdigit() or _alive(int(pid)):
+            continue
+        if leftover.suffix == ".old" and not path.exists():
+            leftover.rename(path)  # killed between the two renames: the old one returns
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -312,26 +261,19 @@ def check_not_taken(path: Path, force: bool) -> None:
 def check_writable(folder: Path, where: str = "-o DIR") -> None:
     """UsageError unless ``folder``, or the nearest of its parents that exists, takes new files."""
     place = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
-    why = None
-    if not place.is_dir():
-        why = f"{place} is no folder"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        why = f"{place} may not be written"
-    else:
-        try:  # root may write everywhere, and yet /proc takes no files
-            tempfile.TemporaryFile(dir=place).close()
-        except OSError as error:
-            why = f"{place} takes no files: {error.strerror}"
-    if why is not None:
+    try:  # root may write everywhere, and yet /proc takes no files
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
         fix = "name a folder you may write to" + (f" with {where}" if where else "")
-        raise UsageError(f"cannot write to {folder}: {why}", fix=fix)
+        what = f"cannot write to {folder}: {place} takes no files: {error.strerror}"
+        raise UsageError(what, fix=fix) from None
 
 
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return error.errno == errno.EPERM
     return True

@@ -59,8 +59,9 @@ Word = re.Match[str]
 
 def dump(programs: Programs) -> str:
     """The text form of a world's programs."""
-    sizes, plain = vars(programs.world), World(programs.world.size)
-    shown = {k: sizes[k] for k in _WORLD if k == "size" or sizes[k] != getattr(plain, k)}
+    world, plain = programs.world, World(programs.world.size)
+    sizes = {name: getattr(world, name) for name in _WORLD}
+    shown = {k: v for k, v in sizes.items() if k == "size" or v != getattr(plain, k)}
     lines = [f"prism-program {VERSION}", f"world {_pairs(shown)}"]
     if programs.source:
         lines.append(f"source {_pairs(programs.source)}")

@@ -20,7 +20,7 @@ from rich.table import Table
 from megatron_prism.core import job_settings
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import ArtefactFolder
+from megatron_prism.core.files import artefact_folder, write_json
 from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
 from megatron_prism.core.recipe import Recipe
@@ -186,8 +186,8 @@ def emulate(
     """
     console, recipe = console or Console(), recipes.given(recipe)
     ranks = ranks_of(recipe)
-    folder = contextlib.nullcontext() if out is None else ArtefactFolder(Path(out), force=force)
-    with folder:
+    folder = contextlib.nullcontext() if out is None else artefact_folder(out, force=force)
+    with folder as work:
         head(recipe, ranks, console)
         start = time.perf_counter()
         job = job_of(recipe)
@@ -195,11 +195,11 @@ def emulate(
         summaries = workers.run(tasks, console, num_workers)
         result = EmulationResult(recipe, summaries, time.perf_counter() - start)
         body(recipe, summaries, result.wall_s, console, verbose)
-        if isinstance(folder, ArtefactFolder):
-            folder.write_json("summary.json", result.to_json())
-            folder.write_json("recipe.json", asdict(recipe))
+        if work is not None:
+            write_json(work / "summary.json", result.to_json())
+            write_json(work / "recipe.json", asdict(recipe))
             for summary in summaries:
-                folder.write_json(f"rank-{summary['rank']:06d}.json", summary)
+                write_json(work / f"rank-{summary['rank']:06d}.json", summary)
     if out is not None:
         console.print(f"wrote {out}")
     return result

@@ -40,13 +40,13 @@ def parts_of(found: dict[str, int]) -> dict[str, int | None]:
 
 def add_to(run: Run, session: Session) -> None:
     """Have ``--prism-out`` written.  UsageError, in the words of our flags, if it may not be."""
-    from megatron_prism.core.files import ArtefactFolder
+    from megatron_prism.core.files import check_free
 
     out = run.options.out
     if out is None or run.options.process:
         return
     try:
-        ArtefactFolder.check_free(out, run.options.force)
+        check_free(out, run.options.force)
     except UsageError as error:
         fix = (error.fix or "").replace("-o DIR", "--prism-out DIR")
         fix = fix.replace("--force", "--prism-force")
@@ -347,11 +347,11 @@ def _paced(pacing: Json) -> list[str]:
 
 def write_folder(out: Path, force: bool, files: dict[str, str]) -> None:
     """Write ``files`` into folder ``out``: all of them or nothing."""
-    from megatron_prism.core.files import ArtefactFolder
+    from megatron_prism.core.files import artefact_folder
 
-    with ArtefactFolder(out, force=force) as folder:
+    with artefact_folder(out, force=force) as folder:
         for name, text in files.items():
-            folder.write_text(name, text)
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _finite(value: object) -> object:

@@ -21,7 +21,7 @@ import megatron_prism
 from megatron_prism.cli import main as cli
 from megatron_prism.core import foreign, program
 from megatron_prism.core.errors import ProgramError, RecipeError, UsageError
-from megatron_prism.core.files import ArtefactFolder
+from megatron_prism.core.files import artefact_folder
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.recipe import load
 from megatron_prism.emulate import recipe_job
@@ -85,9 +85,9 @@ def test_billion_laughs_in_yaml_are_refused(tmp_path):
     file = tmp_path / "laughs.yaml"
     rows = [f"- &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 10)}]" for i in range(10)]
     file.write_text("\n".join(["- &a [x,x,x,x,x,x,x,x,x,x]", *rows]))
-    with pytest.raises(UsageError, match="means more than 100,000 values"):
+    with pytest.raises(UsageError, match="is an alias"):
         load_plan(str(file))
-    with pytest.raises(RecipeError, match="means more than 100,000 values"):
+    with pytest.raises(RecipeError, match="is an alias"):
         load(file)
 
 
@@ -125,7 +125,7 @@ def test_members_are_bounded_before_they_are_read(members, monkeypatch):
         copy.write_bytes(path.read_bytes())
         with zipfile.ZipFile(copy, "a") as archive, warnings.catch_warnings(action="ignore"):
             archive.writestr(name, data)  # a duplicate name is the point
-        with pytest.raises(ProgramError, match=r"bytes for a shape|is unknown|there twice"):
+        with pytest.raises(ProgramError, match=r"too large to be|is unknown|there twice"):
             program.load(copy)
 
 
@@ -223,6 +223,6 @@ def test_a_killed_command_leaves_nothing(number, after_s, tmp_path):
     assert not any(map(alive, below))
     left = [path for path in tmp_path.rglob("*") if path.name != "out"]
     assert all(number == signal.SIGKILL and ".e." in str(path) for path in left)
-    with ArtefactFolder(tmp_path / "out" / "e") as folder:
-        folder.write_text("summary.json", "{}")
+    with artefact_folder(tmp_path / "out" / "e") as folder:
+        (folder / "summary.json").write_text("{}")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["e"]

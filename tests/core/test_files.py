@@ -10,30 +10,36 @@ import textwrap
 import pytest
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import ArtefactFolder, claimed, whole_file, write_whole
+from megatron_prism.core.files import (
+    artefact_folder,
+    check_free,
+    claimed,
+    whole_file,
+    write_json,
+    write_whole,
+)
 
 
 def write(path, text="x", force=False):
-    with ArtefactFolder(path, force=force) as folder:
-        folder.write_text("report.txt", text)
+    with artefact_folder(path, force=force) as folder:
+        (folder / "report.txt").write_text(text)
 
 
 def test_appears_at_the_end_with_everything_in_it(tmp_path):
     final = tmp_path / "runs" / "one"
-    with ArtefactFolder(final) as folder:
-        folder.write_json("summary.json", {"b": 1, "a": [2]})
-        folder.write_text("stages/0.txt", "zero")
-        folder.write_bytes("program.bin", b"\0")
+    with artefact_folder(final) as folder:
+        write_json(folder / "summary.json", {"b": 1, "a": [2]})
+        (folder / "zero.txt").write_text("zero")
         assert not final.exists()
     assert json.loads((final / "summary.json").read_text()) == {"b": 1, "a": [2]}
-    assert (final / "stages" / "0.txt").read_text() == "zero"
+    assert (final / "zero.txt").read_text() == "zero"
     assert [p.name for p in final.parent.iterdir()] == ["one"]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_nothing_is_left_when_the_block_fails(tmp_path, error):
-    with pytest.raises(error), ArtefactFolder(tmp_path / "one") as folder:  # noqa: PT012
-        folder.write_text("report.txt", "half")
+    with pytest.raises(error), artefact_folder(tmp_path / "one") as folder:  # noqa: PT012
+        (folder / "report.txt").write_text("half")
         raise error
     assert list(tmp_path.iterdir()) == []
 
@@ -42,7 +48,7 @@ def test_a_taken_place_is_refused_before_any_work(tmp_path):
     write(tmp_path / "one", "first")
     with (
         pytest.raises(UsageError, match="exists already") as error,
-        ArtefactFolder(tmp_path / "one"),
+        artefact_folder(tmp_path / "one"),
     ):
         pytest.fail("the block must not run")
     assert error.value.exit_code == 2
@@ -53,7 +59,7 @@ def test_a_taken_place_is_refused_before_any_work(tmp_path):
 
 def test_force_replaces_and_keeps_the_old_one_on_failure(tmp_path):
     write(tmp_path / "one", "first")
-    with pytest.raises(ValueError, match="boom"), ArtefactFolder(tmp_path / "one", force=True):
+    with pytest.raises(ValueError, match="boom"), artefact_folder(tmp_path / "one", force=True):
         raise ValueError("boom")
     assert (tmp_path / "one" / "report.txt").read_text() == "first"
     write(tmp_path / "one", "second", force=True)
@@ -64,9 +70,9 @@ def test_force_replaces_and_keeps_the_old_one_on_failure(tmp_path):
 def killed_while_writing(path, number):
     code = f"""
         import sys, time
-        from megatron_prism.core.files import ArtefactFolder
-        with ArtefactFolder({str(path)!r}) as folder:
-            folder.write_text("report.txt", "half")
+        from megatron_prism.core.files import artefact_folder
+        with artefact_folder({str(path)!r}) as folder:
+            (folder / "report.txt").write_text("half")
             print("ready", flush=True)
             time.sleep(60)
     """
@@ -100,8 +106,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(tmp_path, pla
     locked = tmp_path / "locked"
     monkeypatch.setattr(os, "access", lambda p, mode: p != locked and real(p, mode))
     with pytest.raises(UsageError, match="cannot write to"):
-        ArtefactFolder.check_free(tmp_path / place)
-    ArtefactFolder.check_free(tmp_path / "new" / "deep" / "one")
+        check_free(tmp_path / place)
+    check_free(tmp_path / "new" / "deep" / "one")
     assert not (tmp_path / "new").exists()
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.files import ArtefactFolder
+from megatron_prism.core.files import artefact_folder
 from megatron_prism.emulate import recipe_job
 
 pytest.importorskip("megatron.core")
@@ -239,7 +239,7 @@ def test_a_killed_job_leaves_no_folder_and_no_worker(tmp_path):
         assert time.monotonic() < deadline, "the worker outlived its parent"
         time.sleep(0.1)
     assert not out.exists()
-    with ArtefactFolder(out):  # the place is free for the next run
+    with artefact_folder(out):  # the place is free for the next run
         pass
 
 
