@@ -22,8 +22,8 @@ step counts as that step's.  It does not see what no tensor holds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -129,20 +129,18 @@ class ClassMemory:
 
 def peak(program: Program) -> Peak | None:
     """The peak of one program; None if it recorded no allocations."""
-    events = program.allocations
-    if not events.size or not len(program):
+    if not program.allocations.size or not len(program):
         return None
     live = program.live_bytes()
     top = int(live.argmax())
-    ops = np.minimum(events["before"], len(program) - 1)
-    index, note = int(ops[top]), program.strings[events["note"][top]]
-    return Peak(
-        num_bytes=int(live[top]),
-        op=program[index],
-        index=index,
-        site=_split(note)[2],
-        holdings=holdings_at(program, top),
-    )
+    index = op_at(program, top)
+    held, site = holdings_at(program, top), site_of(program, top)
+    return Peak(int(live[top]), program[index], index, site, held)
+
+
+def op_at(program: Program, event: int) -> int:
+    """The op that the allocation ``event`` comes before; the last one for what comes behind it."""
+    return min(int(program.allocations["before"][event]), len(program) - 1)
 
 
 def known_peak(program: Program) -> Peak:
@@ -184,10 +182,10 @@ def ends_of_steps(program: Program) -> np.ndarray:
     return found
 
 
-_Key = tuple[str, str, str]  # kind, module, site
+Key = tuple[str, str, str]  # kind, module, site
 
 
-def _owners(program: Program) -> tuple[np.ndarray, np.ndarray, list[_Key]]:
+def _owners(program: Program) -> tuple[np.ndarray, np.ndarray, list[Key]]:
     """(the storage of every event, the origin of every storage, origins)."""
     events = program.allocations
     _, born, which = np.unique(events["storage"], return_index=True, return_inverse=True)
@@ -208,18 +206,25 @@ def _owners(program: Program) -> tuple[np.ndarray, np.ndarray, list[_Key]]:
     return which, of.ravel(), keys
 
 
+def grouped(rows: Iterable[tuple[Key, int, int]]) -> tuple[HeldMemory, ...]:
+    """Bytes and storages by origin, largest first, out of (origin, bytes, storages)."""
+    sums: dict[Key, list[int]] = {}
+    for key, num_bytes, count in rows:
+        entry = sums.setdefault(key, [0, 0])
+        entry[0] += num_bytes
+        entry[1] += count
+    held = (HeldMemory(*key, num_bytes, count) for key, (num_bytes, count) in sums.items())
+    return tuple(sorted(held, key=lambda one: (-abs(one.num_bytes), one.key)))
+
+
 def holdings_at(program: Program, top: int) -> tuple[HeldMemory, ...]:
     """What is alive after event ``top``, by kind, module and site."""
     which, of, keys = _owners(program)
     held = np.zeros(of.size, dtype=np.int64)
     np.add.at(held, which[: top + 1], program.allocations["bytes"][: top + 1])
-    total: dict[_Key, list[int]] = {}
-    for one in np.flatnonzero(held > 0).tolist():
-        entry = total.setdefault(keys[of[one]], [0, 0])
-        entry[0] += int(held[one])
-        entry[1] += 1
-    made = [HeldMemory(*key, num_bytes=size, count=n) for key, (size, n) in total.items()]
-    return tuple(sorted(made, key=lambda h: (-h.num_bytes, h.key)))
+    alive = np.flatnonzero(held > 0)
+    pairs = zip(of[alive].tolist(), held[alive].tolist(), strict=True)
+    return grouped((keys[origin], size, 1) for origin, size in pairs)
 
 
 def live_by(
@@ -262,22 +267,16 @@ def growth(program: Program) -> Retained | None:
     ids, born, which = np.unique(events["storage"], return_index=True, return_inverse=True)
     change = np.zeros(ids.size, dtype=np.int64)
     np.add.at(change, which.ravel()[stands:], events["bytes"][stands:])
-    total: dict[tuple[str, str, str], list[int]] = {}
-    sites: dict[tuple[str, str, str], str] = {}
+    rows, sites = [], dict[Key, str]()
     for one in np.flatnonzero(change):
         kind, module, site = _split(program.strings[events["note"][born[one]]])
         # what the model or the optimizer owns is the same wherever it was made
         key = kind or "other", _NUMBER.sub("*", module), "" if kind else site
-        entry = total.setdefault(key, [0, 0])
-        entry[0] += int(change[one])
-        entry[1] += 1 if change[one] > 0 else -1
+        rows.append((key, int(change[one]), 1 if change[one] > 0 else -1))
         sites[key] = site or sites.get(key, "")
-    made = [
-        HeldMemory(*key[:2], site=sites[key], num_bytes=size, count=max(n, 0))
-        for key, (size, n) in total.items()
-        if size > 0
-    ]
-    return Retained(num_bytes, tuple(sorted(made, key=lambda h: (-h.num_bytes, h.key))))
+    origins = (replace(one, site=sites[one.key], count=max(one.count, 0))
+               for one in grouped(rows) if one.num_bytes > 0)  # fmt: skip
+    return Retained(num_bytes, tuple(origins))
 
 
 def overflow(
@@ -289,11 +288,9 @@ def overflow(
     if full is None:
         full = allocator.replay_requests(program.history.tolist(), settings, limit).full
         return None if full is None else Overflow(None, "", full.size, full.reserved)
-    row = program.allocations[full.event]
-    at = min(int(row["before"]), len(program) - 1)
-    site = _split(program.strings[row["note"]])[2]
-    held = holdings_at(program, full.event)
-    return Overflow(program[at] if at else None, site, full.size, full.reserved, held)
+    at, held = op_at(program, full.event), holdings_at(program, full.event)
+    op = program[at] if at else None
+    return Overflow(op, site_of(program, full.event), full.size, full.reserved, held)
 
 
 def viz_snapshot(program: Program) -> dict[str, object]:
@@ -308,20 +305,19 @@ def viz_snapshot(program: Program) -> dict[str, object]:
             file, _, line = site.rpartition(":")
             frame = {"filename": file or site or "before the iteration", "name": module or kind,
                      "line": int(line) if line.isdigit() else 0}  # fmt: skip
-            made = {"action": "alloc", "addr": address, "size": size, "stream": 0,
-                    "time_us": before, "frames": [frame]}  # fmt: skip
+            events.append({"action": "alloc", "addr": address, "size": size, "stream": 0,
+                           "time_us": before, "frames": [frame]})  # fmt: skip
+            alive.setdefault(storage, []).append(events[-1])
             address += size
-            alive.setdefault(storage, []).append(made)
-            events.append(made)
-            continue
-        for made in alive.pop(storage, ()):
-            gone = {**made, "time_us": before}
-            events += ({**gone, "action": "free_requested"}, {**gone, "action": "free_completed"})
+        else:
+            events += [{**born, "time_us": before, "action": action}
+                       for born in alive.pop(storage, ())
+                       for action in ("free_requested", "free_completed")]  # fmt: skip
     return {"segments": [], "device_traces": [events], "allocator_settings": {},
             "external_annotations": []}  # fmt: skip
 
 
-def _origin(note: str, stands: bool, phase: str, beyond: bool, kept: bool) -> _Key:
+def _origin(note: str, stands: bool, phase: str, beyond: bool, kept: bool) -> Key:
     """Whose a storage is.
 
     Args:
@@ -419,43 +415,29 @@ class Estimate:
 
 
 def _has(settings: _Settings, *names: str) -> bool:
-    return any(settings.get(name, "0") not in ("0", "None", "False") for name in names)
-
-
-def _routes(settings: _Settings) -> bool:
-    """Whether the router's choices decide how large tensors are."""
-    experts = _has(settings, "num_experts", "num_moe_experts")
-    return experts and not _has(settings, "moe_pad_expert_input_to_capacity")
-
-
-def _captures_graphs(settings: _Settings) -> bool:
-    graphs = settings.get("cuda_graph_impl", "none") not in ("none", "None")
-    return graphs or _has(settings, "enable_cuda_graph", "external_cuda_graph")
-
-
-def _packs_unfused(settings: _Settings) -> bool:
-    packed = _has(settings, "sft", "sequence_packing_scheduler", "use_packed_sequence")
-    return packed and settings.get("attention_backend") == "unfused"
+    return any(settings.get(name, "0") not in ("0", "None", "False", "none") for name in names)
 
 
 _RULES: tuple[tuple[Callable[[_Settings], bool], Estimate], ...] = (
-    # of NVIDIA's published peaks of MoE jobs (docs/measurements.md)
-    (_routes, Estimate("routing: other ranks send experts as many tokens as this one", -15, 10)),
+    # the router's choices decide how large tensors are: of NVIDIA's published peaks of MoE jobs
+    # (docs/measurements.md)
+    (lambda s: _has(s, "num_experts", "num_moe_experts")
+     and not _has(s, "moe_pad_expert_input_to_capacity"),
+     Estimate("routing: other ranks send experts as many tokens as this one", -15, 10)),
     # one job is known: 2 % above the figure without graphs (docs/measurements.md)
-    (_captures_graphs, Estimate("CUDA graphs: what they keep is not counted", 0, 10)),
+    (lambda s: _has(s, "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+     Estimate("CUDA graphs: what they keep is not counted", 0, 10)),
     # by the sources; no GPU has run them beside this
-    (
-        lambda settings: settings.get("fp8_recipe") == "mxfp8",
-        Estimate("mxfp8: scales and copies as on Blackwell", -5, 5),
-    ),
+    (lambda s: s.get("fp8_recipe") == "mxfp8",
+     Estimate("mxfp8: scales and copies as on Blackwell", -5, 5)),
     # gathered activations are in them on a GPU, and are counted here
-    (
-        lambda settings: _has(settings, "tp_comm_overlap"),
-        Estimate("--tp-comm-overlap: userbuffers are no part of it", -10, 0),
-    ),
+    (lambda s: _has(s, "tp_comm_overlap"),
+     Estimate("--tp-comm-overlap: userbuffers are no part of it", -10, 0)),
     # scores and their mask, of the longest sequence
-    (_packs_unfused, Estimate("unfused attention of packed sequences: counted as fused", 0, 150)),
-)
+    (lambda s: _has(s, "sft", "sequence_packing_scheduler", "use_packed_sequence")
+     and s.get("attention_backend") == "unfused",
+     Estimate("unfused attention of packed sequences: counted as fused", 0, 150)),
+)  # fmt: skip
 
 
 def estimates(arguments: str | None) -> tuple[Estimate, ...]:
@@ -470,33 +452,29 @@ def described(provenance: str, found: tuple[Estimate, ...]) -> str:
 
 
 _LESS = re.compile(  # flags of what needs less
-    "fp8|fp4|dtype|precision_aware|offload|recompute_modules|moe_latent|variant|fsdp|_freq"
+    "fp8|fp4|dtype|precision_aware|offload|moe_latent|variant|fsdp|_freq"
 )
 
 
 def memory_bound(recipe: Recipe) -> int:
-    """Bytes that a rank of the first stage surely has allocated at its peak: the large matrices,
-    their gradients and optimizer state, and what every layer must keep for backward.
+    """Bytes that a rank of the first stage surely has allocated: the large matrices, their
+    gradients and optimizer state.
 
-    Matrices only: norms, biases, workspaces and the allocator come on top.  Precision-aware
-    optimizers and FP8 parameters would need less, so with flags like theirs (``_LESS``) only
-    weights and gradients in two bytes count.
+    Matrices only: norms, biases, activations, workspaces and the allocator come on top.
+    Precision-aware optimizers and FP8 parameters would need less, so with flags like theirs
+    (``_LESS``) only weights and gradients in two bytes count.
     """
     given = recipe.hybrid_override_pattern or recipe.pipeline_model_parallel_layout
     layers = 0 if given else _first_layers(recipe)  # else the embedding alone is counted
-    known = not given and not any(map(_LESS.search, recipe.flags))
     dense, experts = _matrices(recipe, layers)
-    t, world = recipe, recipe.world
-    weight = 2 if t.bf16 else 4
-    grad = 2 if t.bf16 and t.grad_reduce_in_bf16 else 4
-    state = (12 if t.bf16 else 8) if t.optimizer == "adam" else 0
-    if not known:
+    if given or any(map(_LESS.search, recipe.flags)):
         return (dense + experts) * 4
-    total = (dense + experts) * (weight + grad)
+    t, world = recipe, recipe.world
+    each = (2 if t.bf16 else 4) + (2 if t.bf16 and t.grad_reduce_in_bf16 else 4)
+    state = (12 if t.bf16 else 8) if t.optimizer == "adam" else 0
     # the distributed optimizer splits over dp x cp, experts' over expert dp
     split = (world.dp * world.cp, world.edp) if t.use_distributed_optimizer else (1, 1)
-    total += dense * state // split[0] + experts * state // split[1]
-    return total + _activations(recipe, layers)
+    return (dense + experts) * each + dense * state // split[0] + experts * state // split[1]
 
 
 def _first_layers(recipe: Recipe) -> int:
@@ -534,30 +512,3 @@ def _matrices(recipe: Recipe, layers: int) -> tuple[int, int]:
     width = (m.moe_ffn_hidden_size or recipe.ffn_size) // (p.etp or p.tp)
     experts = m.num_experts // p.ep * m.hidden_size * width * products
     return layers * attention + embedding, layers * experts
-
-
-def _activations(recipe: Recipe, layers: int) -> int:
-    """Bytes that the layers of the first stage keep when it has most microbatches in flight."""
-    m, p = recipe, recipe.world
-    tokens = m.seq_length // p.cp * m.micro_batch_size
-    element = 2 if m.bf16 else 4
-    boundary = tokens * m.hidden_size // (p.tp if m.sequence_parallel else 1)
-    kept = boundary  # the layer's input
-    if m.recompute_granularity != "full" and not m.num_experts:
-        query = recipe.head_size * m.num_attention_heads
-        keys = recipe.head_size * recipe.groups
-        if m.multi_latent_attention:
-            query, keys = m.num_attention_heads * m.v_head_dim, 0
-        # what a product multiplies with and what attention and activation need for backward: both
-        # norms' inputs and outputs; queries, keys, values and output; the MLP's two products
-        wide = recipe.ffn_size * (3 if m.swiglu else 2)
-        kept += 3 * boundary + tokens * (2 * query + 2 * keys + wide) // p.tp
-    fewest = max(layers // p.chunks - recipe.account_for_embedding_in_pipeline_split, 0)
-    one = fewest * kept * element
-    if m.recompute_granularity == "full":
-        per_group = m.recompute_num_layers or 1
-        kept_layers = fewest // per_group if m.recompute_method == "uniform" else 0
-        one = kept_layers * boundary * element
-    vpp, count = p.vpp or 1, recipe.num_microbatches
-    ahead = (p.pp - 1) * 2 + (vpp - 1) * p.pp if p.vpp and p.pp > 1 else p.pp - 1
-    return int(min(ahead + 1, count * vpp) * one)
