@@ -25,7 +25,6 @@ PARTS = {
     "megatron_prism.hang.analyze.diagnose_dumps": {
         "hang/diagnose.py", "cli/hang.py", "emulate/confirm.py",
     },
-    "megatron_prism.memory.baseline.measure": set(),
 }  # fmt: skip
 
 

@@ -245,10 +245,9 @@ def _settings(jobs: Sequence[object]) -> list[Setting]:
     said: list[dict[str, str]] = []
     for one in jobs:
         source = one.source if isinstance(one, Programs) else one.job  # type: ignore[attr-defined]
-        text = next((source[key] for key in job_settings.KEYS if key in source), "")
         sizes = {"world": str(one.world)} if isinstance(one, Programs) else {}
         rest = {key: value for key, value in source.items() if key not in job_settings.KEYS}
-        said.append({**sizes, **job_settings.plain(text), **rest})
+        said.append({**sizes, **job_settings.plain(job_settings.line_of(source)), **rest})
     return [
         Setting(name, said[0].get(name), said[1].get(name))
         for name in {**said[0], **said[1]}

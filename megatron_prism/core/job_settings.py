@@ -47,11 +47,16 @@ def plain(text: str) -> dict[str, str]:
     }
 
 
+def line_of(source: Mapping[str, str]) -> str:
+    """The line of a job's settings; "" where its source has none."""
+    return next((source[key] for key in KEYS if key in source), "")
+
+
 def job_name(source: Mapping[str, str]) -> str:
     """What a job trains: its recipe's model, else its layers; "" if its source does not say."""
     if recipe := source.get("recipe"):
         return recipe.partition("_")[0]
-    known = plain(next((source[key] for key in KEYS if key in source), ""))
+    known = plain(line_of(source))
     if not {"num_layers", "hidden_size"} <= known.keys():
         return ""
     experts = known.get("num_experts", "None")

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, cast
 
 import msgspec
 
@@ -130,8 +131,7 @@ class MemoryReport:
     @property
     def provenance(self) -> dict[str, str]:
         """Level -> what its bytes are made of, and what of it is estimated."""
-        text = next((self.job[key] for key in job_settings.KEYS if key in self.job), None)
-        unknown = estimates(text)
+        unknown = estimates(job_settings.line_of(self.job))
         allocated = described(PROVENANCE["peak_allocated"], unknown)
         return {**PROVENANCE, "peak_allocated": allocated, "peak_device": self.device}
 
@@ -155,30 +155,6 @@ class MemoryReport:
             "classes": dict(self.classes),
             "provenance": self.provenance,
         }
-
-
-def peak_memory(
-    programs: Programs,
-    *,
-    alloc_conf: str = "",
-    device: str | os.PathLike[str] | nccl_buffers.BufferCalibration | None = nccl_buffers.DEFAULT,
-    draws: Draws | None = None,
-) -> MemoryReport:
-    """Find the peak memory of every class of ranks, and what is alive then.
-
-    Args:
-        programs: what ``load`` or ``capture`` returned.
-        alloc_conf: PYTORCH_CUDA_ALLOC_CONF of the job.
-        device: what context, libraries and NCCL take: a shipped calibration, a file, or None:
-            device bytes are unknown.
-        draws: iterations of an MoE job to draw the routing of.
-
-    Raises:
-        UsageError: the programs recorded no memory or did not train.
-    """
-    if device is not None and not isinstance(device, nccl_buffers.BufferCalibration):
-        device = nccl_buffers.read(device)
-    return measure(programs, alloc_conf, device, draws)
 
 
 @dataclass(frozen=True)
@@ -231,15 +207,24 @@ class Draws:
     limit: int | None = None
 
 
-def measure(
+def peak_memory(
     programs: Programs,
+    *,
     alloc_conf: str = "",
-    device: nccl_buffers.BufferCalibration | None = None,
+    device: str | os.PathLike[str] | nccl_buffers.BufferCalibration | None = nccl_buffers.DEFAULT,
     draws: Draws | None = None,
 ) -> MemoryReport:
-    """The figures of ``programs``; ``device`` says what processes and communicators take.
+    """Find the peak memory of every class of ranks, and what is alive then.
 
-    UsageError if they recorded no memory or did not train, or where there is nothing to draw.
+    Args:
+        programs: what ``load`` or ``capture`` returned.
+        alloc_conf: PYTORCH_CUDA_ALLOC_CONF of the job.
+        device: what context, libraries and NCCL take: a shipped calibration, a file, or None:
+            device bytes are unknown.
+        draws: iterations of an MoE job to draw the routing of.
+
+    Raises:
+        UsageError: the programs recorded no memory or did not train, or there is nothing to draw.
     """
     settings = allocator.Settings.parse(alloc_conf)
     optimizer = CODED["phase"].index("optimizer")
@@ -247,22 +232,18 @@ def measure(
         if not (program.ops["phase"] == optimizer).any():
             what = f"rank {program.rank} made no optimizer step: such a run is no baseline"
             raise UsageError(what, fix="capture a whole iteration: prism capture RECIPE -o DIR")
-    world = programs.world
-    job = {**programs.source, "world": str(world), "alloc_conf": alloc_conf}
-    device = device or nccl_buffers.BufferCalibration()
+    job = {**programs.source, "world": str(programs.world), "alloc_conf": alloc_conf}
+    if not isinstance(device, nccl_buffers.BufferCalibration):
+        known = nccl_buffers.BufferCalibration()
+        device = known if device is None else nccl_buffers.read(device)
     classes: dict[str, ClassMemoryFigures] = {}
     for one in analyse(programs, settings):
         beyond = nccl_buffers.beyond_reserved(programs, one.program, device)
-        classes[one.name] = {
-            **_figures(one),
-            "nccl": beyond.nccl,
-            "nccl_between": None if beyond.between is None else list(beyond.between),
-            "peak_device": None if beyond.num_bytes is None else one.reserved + beyond.num_bytes,
-        }
+        figures = classes[one.name] = _figures(one, beyond)
         if draws is not None:
-            more = (classes[one.name]["peak_device"] or one.reserved) - one.peak.num_bytes
+            more = needed(figures) - one.peak.num_bytes
             program = programs.programs[one.program]
-            classes[one.name]["drawn"] = _drawn(program, draws, _capacity(job, draws), more)
+            figures["drawn"] = _drawn(program, draws, _capacity(job, draws), more)
     if draws is not None and not any(one["drawn"] for one in classes.values()):
         what = "the slices do not say which allocations depend on routing"
         fix = "an MoE job on tier meta with an alltoall or allgather dispatcher, --train-iters 4"
@@ -274,8 +255,7 @@ def _capacity(job: Mapping[str, str], draws: Draws) -> float | None:
     """What is asked for, else what the job's arguments say."""
     if draws.capacity is not None:
         return draws.capacity
-    text = next((job[key] for key in job_settings.KEYS if key in job), "")
-    for name, value in job_settings.values(text).items():
+    for name, value in job_settings.values(job_settings.line_of(job)).items():
         if name.replace("-", "_").endswith("moe_expert_capacity_factor") and value != "None":
             return float(value)
     return None
@@ -301,20 +281,13 @@ def _drawn(
     }
 
 
-def _origin(h: HeldMemory) -> BaselineOrigin:
-    return {
-        "kind": h.kind,
-        "module": h.module,
-        "site": h.site,
-        "num_bytes": h.num_bytes,
-        "count": h.count,
-    }
+def _origins(holdings: tuple[HeldMemory, ...]) -> list[BaselineOrigin]:
+    """The largest."""
+    return [cast(BaselineOrigin, asdict(one)) for one in holdings[:TOP]]
 
 
-def _figures(one: ClassMemory) -> ClassMemoryFigures:
-    top, op = one.peak, one.peak.op
-    listed = [_origin(h) for h in top.holdings[:TOP]]
-    left = sum(h.num_bytes for h in top.holdings[TOP:])
+def _figures(one: ClassMemory, beyond: nccl_buffers.BeyondReserved) -> ClassMemoryFigures:
+    top, op, device = one.peak, one.peak.op, beyond.num_bytes
     return {
         "ranks": one.ranks,
         "count": one.count,
@@ -329,11 +302,14 @@ def _figures(one: ClassMemory) -> ClassMemoryFigures:
             "op": op.name,
             "site": top.site,
         },
-        "by_category": dict(top.by_kind),
-        "top": listed,
-        "smaller": left,
+        "by_category": top.by_kind,
+        "top": _origins(top.holdings),
+        "smaller": sum(h.num_bytes for h in top.holdings[TOP:]),
         "growth": None if one.growth is None else one.growth.num_bytes,
-        "growth_top": [] if one.growth is None else [_origin(h) for h in one.growth.origins[:TOP]],
+        "growth_top": [] if one.growth is None else _origins(one.growth.origins),
+        "nccl": beyond.nccl,
+        "nccl_between": None if beyond.between is None else list(beyond.between),
+        "peak_device": None if device is None else one.reserved + device,
     }
 
 
@@ -357,9 +333,8 @@ def first_program(programs: Programs, one: ClassMemoryFigures) -> Program:
 
 def save(baseline: MemoryReport, path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write it, whole or not at all; UsageError if the place is taken."""
-    value = {"schema": SCHEMA, **asdict(baseline)}
-    del value["device"]
-    value["provenance"] = baseline.provenance
+    value = {"schema": SCHEMA, "job": baseline.job, "classes": baseline.classes,
+             "provenance": baseline.provenance}  # fmt: skip
     return write_whole(path, json.dumps(value, indent=1, sort_keys=True) + "\n", force=force)
 
 
@@ -411,24 +386,21 @@ def compare(
     """
     if not any_job:
         _same_job(before.job, after.job)
-    found = []
-    names = dict.fromkeys([*after.classes, *before.classes])
-    for name in names:
+    changes = []
+    for name in dict.fromkeys([*after.classes, *before.classes]):
         old, new = before.classes.get(name), after.classes.get(name)
-        one = _change(name, old, new, tol_bytes)
-        found.append(one)
-        if new is not None and (new.get("growth") or 0) > leak_bytes:
-            left = tuple(
-                Growth(h["kind"], h["module"], h["site"], h["num_bytes"]) for h in new["growth_top"]
-            )
-            found.append(Change("leaks", name, new["ranks"], 0, new["growth"], {}, left))
-        if new is not None and limit is not None:
-            device = new.get("peak_device")
-            level = "reserved" if device is None else "device"
-            if (size := new["peak_reserved"] if device is None else device) > limit:
-                ranks = new["ranks"]
-                found.append(Change("over", name, ranks, limit, size, {}, (), level=level))
-    return found
+        changes.append(_change(name, old, new, tol_bytes))
+        if new is None:
+            continue
+        if (new.get("growth") or 0) > leak_bytes:
+            left = tuple(Growth(h["kind"], h["module"], h["site"], h["num_bytes"])
+                         for h in new["growth_top"])  # fmt: skip
+            changes.append(Change("leaks", name, new["ranks"], 0, new["growth"], {}, left))
+        if limit is not None and (size := needed(new)) > limit:
+            level = "reserved" if new.get("peak_device") is None else "device"
+            over = Change("over", name, new["ranks"], limit, size, {}, (), level=level)
+            changes.append(over)
+    return changes
 
 
 def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
@@ -447,13 +419,11 @@ def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
 def _change(
     name: str, old: ClassMemoryFigures | None, new: ClassMemoryFigures | None, tol_bytes: int
 ) -> Change:
-    if old is None or new is None:
-        there = new if old is None else old
-        assert there is not None
-        size = there["peak_allocated"]
-        if old is None:
-            return Change("appeared", name, there["ranks"], None, size, {}, ())
-        return Change("vanished", name, there["ranks"], size, None, {}, ())
+    if old is None:
+        assert new is not None
+        return Change("appeared", name, new["ranks"], None, new["peak_allocated"], {}, ())
+    if new is None:
+        return Change("vanished", name, old["ranks"], old["peak_allocated"], None, {}, ())
     first, second = old["peak_allocated"], new["peak_allocated"]
     what = "same" if first == second else "shrunk" if second < first else "grown"
     if what == "grown" and second - first <= tol_bytes:
@@ -463,24 +433,21 @@ def _change(
     moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
     if old["count"] != new["count"]:
         moved += f"{'; ' if moved else ''}{old['count']} -> {counted(new['count'], 'rank')}"
-    return Change(what, name, new["ranks"], first, second, kinds, _origins(old, new), moved)
+    return Change(what, name, new["ranks"], first, second, kinds, _growths(old, new), moved)
 
 
-def _origins(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, ...]:
+def _growths(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, ...]:
     """What each origin holds more; a line that only moved within its file is the same origin."""
-    exact: dict[tuple[str, str, str], int] = {}
+    exact: Counter[tuple[str, str, str]] = Counter()
     for sign, side in ((-1, old), (1, new)):
         for h in side["top"]:
-            key = (h["kind"], h["module"], h["site"])
-            exact[key] = exact.get(key, 0) + sign * h["num_bytes"]
-    total: dict[tuple[str, str, str], tuple[int, int, str]] = {}
+            exact[h["kind"], h["module"], h["site"]] += sign * h["num_bytes"]
+    lines: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
     for (kind, module, site), size in exact.items():
-        key = (kind, module, re.sub(r":\d+$", "", site))
-        whole, most, shown = total.get(key, (0, -1, site))
-        if size > most:
-            most, shown = size, site
-        total[key] = (whole + size, most, shown)
+        lines.setdefault((kind, module, re.sub(r":\d+$", "", site)), []).append((size, site))
     rest = new["smaller"] - old["smaller"]
-    found = [Growth(k, m, shown, size) for (k, m, _), (size, _, shown) in total.items() if size]
-    found += [Growth("other", "smaller ones", "", rest)] if rest else []
+    found = [Growth("other", "smaller ones", "", rest)] if rest else []
+    for (kind, module, _), moved in lines.items():
+        if size := sum(size for size, _ in moved):
+            found.append(Growth(kind, module, max(moved, key=lambda one: one[0])[1], size))
     return tuple(sorted(found, key=lambda g: (-g.num_bytes, g.kind, g.module, g.site)))

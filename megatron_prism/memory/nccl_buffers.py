@@ -16,8 +16,11 @@ together.  Between hosts nothing was measured: such groups are taken as their pa
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from operator import sub
 from pathlib import Path
 from statistics import median_low
 from typing import Annotated, Literal
@@ -153,16 +156,14 @@ class BufferCalibration:
         """For reports: what device bytes are made of."""
         if self.process is None:
             return "unknown: no calibration of context, workspaces and NCCL"
+        process = f"{self.process:,} B"
         if not self.alone:
-            return (
-                f"unknown: a process takes {self.process:,} B beyond reserved without NCCL "
-                f"({self.source}), its communicators are not measured"
-            )
-        return (
-            f"modelled: reserved, {self.process:,} B of context and libraries, and the job's "
-            f"communicators as measured for {self.measured[0]} to {self.measured[-1]} ranks "
-            f"({self.source}); larger ones and other hosts extrapolated"
-        )
+            return (f"unknown: a process takes {process} beyond reserved without NCCL "
+                    f"({self.source}), its communicators are not measured")  # fmt: skip
+        ranks = f"{self.measured[0]} to {self.measured[-1]} ranks ({self.source})"
+        return (f"modelled: reserved, {process} of context and libraries, and the job's "
+                f"communicators as measured for {ranks}; larger ones and other hosts "
+                "extrapolated")  # fmt: skip
 
 
 # -- the calibration file -------------------------------------------------------------------------
@@ -221,38 +222,27 @@ def _calibration(stored: _Stored) -> BufferCalibration:
     cells = {(row.case, row.ranks, row.repeat, row.step): row.bytes for row in stored.rows}
     start = sum(median_low(size) for (case, *_), size in cells.items() if case == "start")
     process = stored.process.bytes if stored.process else start or None
-    turns: dict[tuple[int, int], dict[str, int]] = {}
-    for (case, size, repeat, step), found in cells.items():
-        if case == "in turn":
-            turns.setdefault((size, repeat), {})[step] = median_low(found)
     alone: dict[tuple[str, int], int] = {}
-    once = _once(cells)
-    for (size, repeat), steps in turns.items():
-        if repeat == 0:
+    paid: Counter[int] = Counter()  # of each rank, the first time and not the second
+    for (case, size, repeat, step), taken in cells.items():
+        if case == "in turn" and repeat == 0:
+            again = cells.get((case, size, 1, step), taken)
+            paid.update(dict(enumerate(map(sub, taken, again))))
+        if (case, step) != ("in turn", "init") or repeat == 0:
             continue
-        alone["init", size] = init = max(0, steps["init"])
-        collective = [n for step, n in steps.items() if not step.startswith(("neighb", "all_to"))]
-        alone["all", size] = max(0, sum(collective) - init)
-        for kind, step in _ALONE.items():
-            cell = cells.get(("alone", size, 0, step))
-            if cell is not None:  # of neighbours rank 0 has one, those between two
-                taken = cell[0] if kind == "peer" else median_low(cell)
-                alone[kind, size] = max(0, taken - init)
-        pair = cells.get(("alone", size, 0, "unbatched_16MiB"))
-        if pair is not None and size == 2 and len(pair) == 2:
+        init = alone["init", size] = max(0, median_low(taken))
+        turn = {cell[3]: median_low(found) for cell, found in cells.items()
+                if cell[:3] == (case, size, repeat)}  # fmt: skip
+        together = sum(n for name, n in turn.items() if not name.startswith(("neighb", "all_to")))
+        alone["all", size] = max(0, together - init)
+        for kind, name in _ALONE.items():
+            if (cell := cells.get(("alone", size, 0, name))) is not None:
+                # of neighbours rank 0 has one, those between two
+                alone[kind, size] = max(0, (cell[0] if kind == "peer" else median_low(cell)) - init)
+        pair = cells.get(("alone", size, 0, "unbatched_16MiB"), [])
+        if len(pair) == size == 2:
             alone["out", 2], alone["in", 2] = (max(0, taken - init) for taken in pair)
-    return BufferCalibration(process, once, alone, stored.source)
-
-
-def _once(cells: dict[tuple[str, int, int, str], list[int]]) -> int:
-    """What a process pays the first time and not the second, in all the sizes it took part in."""
-    paid: dict[int, int] = {}
-    for (case, size, repeat, step), found in cells.items():
-        again = cells.get((case, size, 1, step))
-        if case == "in turn" and repeat == 0 and again is not None:
-            for rank, (first, second) in enumerate(zip(found, again, strict=False)):
-                paid[rank] = paid.get(rank, 0) + first - second
-    return max(0, *paid.values(), 0)
+    return BufferCalibration(process, max(0, *paid.values(), 0), alone, stored.source)
 
 
 _ALONE = {
@@ -297,32 +287,28 @@ class ConnectedCommunicators:
         """
         message = op in ("send", "recv")
         pair = message and not batched and distance > 0
-        key = (group, distance if pair else 0)
+        key, peers = (group, distance if pair else 0), self._peers.setdefault(group, set())
         before = self._made.get(key)
         one = before or Communicator(
             f"{group} pair" if pair else group, 2 if pair else size, local=local
         )
-        kinds, peers = one.kinds, self._peers.setdefault(group, set())
+        kinds = one.kinds
         if pair:
             kinds = kinds | {"out" if op == "send" else "in"}
         elif message:
             peers.add(distance)
         elif op in _EXCHANGES:
             peers.update(range(1, size))
+        elif op in _REDUCES:
+            kinds = kinds | {"small" if num_bytes <= SMALL else "large"}
         else:
-            kinds = kinds | {_kind(op, num_bytes)}
+            kinds = kinds | {"ring"}
         now = self._made[key] = replace(one, kinds=kinds, peers=0 if pair else len(peers - {0}))
         return before, now
 
     def all(self) -> tuple[Communicator, ...]:
         """All of them."""
         return tuple(self._made.values())
-
-
-def _kind(op: str, num_bytes: int) -> str:
-    if op not in _REDUCES:
-        return "ring"
-    return "small" if num_bytes <= SMALL else "large"
 
 
 def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
@@ -337,7 +323,7 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     everyone = range(programs.world.size)
     host = programs.world.gpus_per_node or _HOST
     used.add(WORLD_GROUP, len(everyone), "barrier", 0, local=_on_host(everyone, rank, host))
-    groups: dict[str, Sequence[int]] = {WORLD_GROUP: everyone}
+    members = cache(lambda group: _members(programs, group, rank))
     calls = ops[(ops["name"] >= CODE["mark"] + 1) & (ops["group"] != 0)]
     columns = [calls[key].tolist() for key in ("name", "group", "peer", "dtype", "num_in")]
     batches = (calls["batch"] >= 0).tolist()
@@ -345,16 +331,14 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
         set(zip(*columns, batches, strict=True))
     ):
         group = program.strings[text]
-        if group not in groups:
-            groups[group] = _members(programs, group, rank)
-        members = groups[group]
-        size = len(members)
+        ranks = members(group)
+        size = len(ranks)
         distance = peer % size if IS_PAIR[code] else 0
         if distance or not IS_PAIR[code]:
             num_bytes = num_in * int(ITEM_SIZE[dtype])
             if distance and not batched:  # they have a communicator of their own
-                members = (rank, members[(members.index(rank) + distance) % size])
-            local = _on_host(members, rank, host)
+                ranks = (rank, ranks[(ranks.index(rank) + distance) % size])
+            local = _on_host(ranks, rank, host)
             used.add(group, size, NAMES[code], num_bytes, distance, batched, local)
     return used.all()
 
@@ -390,8 +374,6 @@ def _on_host(members: Sequence[int], rank: int, host: int) -> int:
 
 
 def _members(programs: Programs, group: str, rank: int) -> Sequence[int]:
-    if group in programs.groups:
-        known = of_lists(group, programs.groups[group], programs.world.size)
-    else:
-        known = of_family(programs.world, group)
-    return tuple(int(member) for member in known.group(rank))
+    size, lists = programs.world.size, programs.groups.get(group)
+    known = of_family(programs.world, group) if lists is None else of_lists(group, lists, size)
+    return tuple(known.group(rank).tolist())

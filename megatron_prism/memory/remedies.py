@@ -98,7 +98,7 @@ def remedies(
     """
     before, found = peaks.known_peak(program), []
     segments = _segments(program, settings)
-    values = job_settings.plain(next((job[key] for key in job_settings.KEYS if key in job), ""))
+    values = job_settings.plain(job_settings.line_of(job))
     granularity, modules = _applied(values)
     refused = [*modules] if _has_no_biases(values) else [*modules, "mlp"]
     for one in _KNOWN:

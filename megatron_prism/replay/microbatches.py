@@ -108,8 +108,7 @@ def _deferred(source: Mapping[str, str], fewest: int) -> int:
     """How many first microbatches leave a gradient to the end of the iteration
     (core/pipeline_parallel/utils.py drain_embedding_wgrad_compute; limit 0: all of them).
     ProgramError if every one does."""
-    text = next((source[key] for key in job_settings.KEYS if key in source), "")
-    given = job_settings.plain(text)
+    given = job_settings.plain(job_settings.line_of(source))
     if "defer_embedding_wgrad_compute" not in given:
         return 0
     limit = int(given.get("wgrad_deferral_limit", 0))

@@ -320,11 +320,12 @@ def folder_of_slices(path):
 
 # -- good examples --------------------------------------------------------------------------------
 H200 = machine.machine("h200")
-MEASURED = baseline.measure(
-    program_text.parse(
+MEASURED = peak_memory(
+    device=None,
+    programs=program_text.parse(
         "prism-program 1\nworld size=1\nprogram rank=0\n- alloc storage=1 bytes=5MiB note=x\n"
         "0F0 compute ns=5us\nO compute ns=1us\n- free storage=1 bytes=5MiB\n"
-    )
+    ),
 )
 TEXT = """prism-program 1
 world size=4 tp=2 pp=2

@@ -181,7 +181,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200")
     quiet = Console(file=io.StringIO())
     plain = recipe_job.capture(recipe, tmp_path / "plain", console=quiet)
-    before = memory_baseline.measure(plain)
+    before = memory_baseline.peak_memory(plain, device=None)
     for one in before.classes.values():
         kinds = one["by_category"]
         assert all(kinds[k] > 0 for k in ("param", "grad", "optim", "act"))
@@ -193,7 +193,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     path = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     planted = recipe_job.capture(recipe, tmp_path / "planted", console=quiet)
-    changes = memory_baseline.compare(before, memory_baseline.measure(planted))
+    changes = memory_baseline.compare(before, memory_baseline.peak_memory(planted, device=None))
     assert [(c.name, c.what) for c in changes] == [("pp=0", "grown"), ("pp=1", "same")]
     grown = changes[0]
     copy = 64 // 2 * 256 * 2  # seq / tp, hidden, bf16
@@ -202,7 +202,9 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     assert {g.kind for g in hoarded} == {"act", "other"}  # of this iteration, and of earlier ones
     assert all(g.num_bytes % copy == 0 for g in hoarded), grown
     assert sum(g.num_bytes for g in hoarded) >= 4 * 2 * 2 * copy  # layers, microbatches in flight
-    every = memory_baseline.compare(before, memory_baseline.measure(planted), leak_bytes=4096)
+    every = memory_baseline.compare(
+        before, memory_baseline.peak_memory(planted, device=None), leak_bytes=4096
+    )
     leak = next(c for c in every if c.what == "leaks")
     assert (leak.name, len(every)) == ("pp=0", 3)  # and what the copies' graphs hold on to
     ours = [g for g in leak.origins if g.module.endswith("decoder.layers.*.mlp")]
@@ -225,7 +227,7 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", UNEVEN)
     made = recipe_job.capture(recipe, tmp_path / "s", console=Console(file=io.StringIO()))
-    now = memory_baseline.measure(made)
+    now = memory_baseline.peak_memory(made, device=None)
     reserved = {name: one["peak_reserved"] for name, one in now.classes.items()}
     *others, most = sorted(reserved.values())
     assert reserved["pp=3"] == most
