@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
@@ -67,23 +67,13 @@ class Settings:
             key, colon, value = (word.strip() for word in part.partition(":"))
             if not colon or not key or not value:
                 raise UsageError(f"{part!r} is no option:value", fix="expandable_segments:True")
-            if key == "expandable_segments":
-                if value not in ("True", "False"):
-                    what = f"expandable_segments cannot be {value}"
-                    raise UsageError(what, fix="expandable_segments:True")
-                found["expandable"] = value == "True"
-            elif key == "max_split_size_mb":
-                found["max_split"] = _whole(key, value, 21) * MIB
-            elif key == "max_non_split_rounding_mb":
-                found["max_non_split"] = _whole(key, value, 21) * MIB
-            elif key == "roundup_power2_divisions":
-                found["divisions"] = _divisions(key, value)
-            elif key == "backend" and value == "native" or key in _HARMLESS:
-                continue
-            elif key in _KNOWN:
+            if key in _OPTIONS:
+                name, read = _OPTIONS[key]
+                found[name] = read(key, value)
+            elif key in _KNOWN and (key, value) != ("backend", "native"):
                 what = f"{key} of PYTORCH_CUDA_ALLOC_CONF is not modelled"
                 raise UnsupportedError(what, fix="leave it out")
-            else:
+            elif key not in (*_KNOWN, *_HARMLESS):
                 what = f"PYTORCH_CUDA_ALLOC_CONF has no {key}"
                 raise UsageError(what, fix="expandable_segments:True")
         return Settings(**found)  # type: ignore[arg-type]
@@ -100,41 +90,48 @@ class Settings:
         return -(-num_bytes // ROUND) * ROUND
 
 
-def _whole(key: str, value: str, least: int) -> int:
-    if not value.isdecimal() or len(value) > 18 or int(value) < least:
-        raise UsageError(f"{key} cannot be {value}", fix=f"{key}:{max(least, 128)}")
-    return int(value)
+def _flag(key: str, value: str) -> bool:
+    if value not in ("True", "False"):
+        raise UsageError(f"{key} cannot be {value}", fix=f"{key}:True")
+    return value == "True"
+
+
+def _megabytes(key: str, value: str) -> int:
+    if not value.isdecimal() or len(value) > 18 or int(value) < 21:
+        raise UsageError(f"{key} cannot be {value}", fix=f"{key}:128")
+    return int(value) * MIB
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
     """``4`` for all sizes, or ``[256:1,512:2,>:4]``: up to 256 MB, 512 MB, beyond."""
+
+    def power(text: str) -> int:
+        if not text.isdecimal() or len(text) > 18 or int(text).bit_count() != 1:
+            what = f"{key}: {text} is no power of two"
+            raise UsageError(what, fix=f"{key}:4, or {key}:[256:1,512:2,>:4]")
+        return int(text)
+
     inner = re.fullmatch(r"\[(.*)\]", value)
-    if inner is None:
-        return (_power(key, value),) * _INTERVALS
-    found = [0] * _INTERVALS
-    last, given = 0, ""
-    for part in inner[1].split(","):
+    parts = [0] * _INTERVALS
+    last, given = 0, "" if inner else value
+    for part in inner[1].split(",") if inner else ():
         size, colon, given = (word.strip() for word in part.partition(":"))
         if size == ">":
             break
         if not colon:
             raise UsageError(f"{key} cannot be {value}", fix=f"{key}:[256:1,512:2,>:4]")
-        end = _power(key, size).bit_length()  # 1 MB is interval 0
-        for interval in range(last, min(end, _INTERVALS)):
-            found[interval] = _power(key, given)
-        last = end
-    for interval in range(last, _INTERVALS):  # beyond the last one named, too
-        found[interval] = _power(key, given)
-    return tuple(found)
+        end = min(power(size).bit_length(), _INTERVALS)  # 1 MB is interval 0
+        parts[last:end] = [power(given)] * (end - last)
+        last = max(last, end)
+    return (*parts[:last], *[power(given)] * (_INTERVALS - last))  # beyond the last one, too
 
 
-def _power(key: str, value: str) -> int:
-    if not value.isdecimal() or len(value) > 18 or int(value).bit_count() != 1:
-        what = f"{key}: {value} is no power of two"
-        raise UsageError(what, fix=f"{key}:4, or {key}:[256:1,512:2,>:4]")
-    return int(value)
-
-
+_OPTIONS: dict[str, tuple[str, Callable[[str, str], object]]] = {
+    "expandable_segments": ("expandable", _flag),
+    "max_split_size_mb": ("max_split", _megabytes),
+    "max_non_split_rounding_mb": ("max_non_split", _megabytes),
+    "roundup_power2_divisions": ("divisions", _divisions),
+}
 SMALL = 1 * MIB  # up to here from the small pool
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from here a segment of its own, in multiples of 2 MiB
@@ -252,11 +249,10 @@ def allocated_by_span(
     """
     levels: list[int] = []
     state = replay_requests(events, settings, levels=levels)
-    found: dict[str, int] = {}
+    most: dict[str, int] = {}
     for name, start, end in spans:
-        most = max(levels[max(start - 1, 0) : end], default=0)
-        found[name] = max(found.get(name, 0), most)
-    return state, found
+        most[name] = max(most.get(name, 0), *levels[max(start - 1, 0) : end], 0)
+    return state, most
 
 
 class CachingAllocator:
@@ -277,7 +273,7 @@ class CachingAllocator:
         block = self._best(size, pool) or self._more(size, pool)
         rest = block.size - size
         if self._splits(pool, size, rest):
-            self._split(block, size)
+            self._give(self._cut(block, size))
         block.free = False
         state = self.state
         state.allocated += block.size
@@ -328,20 +324,11 @@ class CachingAllocator:
         if first >= last:
             return
         self._take(block)
-        for at in (first, last):  # a piece before the pages, the pages, a piece behind them
-            if block.address < at < block.address + block.size:
-                size = at - block.address
-                rest = Block(at, block.size - size, block.pool, False, block, block.after)
-                if block.after is not None:
-                    block.after.before = rest
-                elif self.ends.get(block.pool) is block:
-                    self.ends[block.pool] = rest
-                block.size, block.after = size, rest
-                if block.address != first:
-                    self._give(block)
-                block = rest
-        if block.address != first:
-            self._give(block)
+        if block.address < first:
+            block, before = self._cut(block, first - block.address), block
+            self._give(before)
+        if last < block.address + block.size:
+            self._give(self._cut(block, last - block.address))
         self.state.reserved -= last - first
 
     # -- free blocks ------------------------------------------------------------------------------
@@ -377,14 +364,15 @@ class CachingAllocator:
         self._take(block)
         return block
 
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.pool, True, block, block.after)
+    def _cut(self, block: Block, size: int) -> Block:
+        """Leave ``size`` bytes of ``block``; the rest of it, a block of its own."""
+        rest = Block(block.address + size, block.size - size, block.pool, False, block, block.after)
         if block.after is not None:
             block.after.before = rest
         elif self.ends.get(block.pool) is block:
             self.ends[block.pool] = rest
         block.size, block.after = size, rest
-        self._give(rest)
+        return rest
 
     def _join(self, left: Block, right: Block) -> Block:
         left.size += right.size
@@ -428,14 +416,16 @@ class CachingAllocator:
     def _grow(self, size: int, pool: Pool) -> Block:
         """Pages at the end of the pool's only segment; a free block there is used first."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
-        end = self.ends.get(pool)
-        have = end.size if end is not None and end.free else 0
-        more = -(-(size - have) // page) * page
-        if self.limit is not None and self.state.reserved + more > self.limit:
-            self.release()  # which may have taken the end, or some of it
+
+        def missing() -> tuple[Block | None, int]:
             end = self.ends.get(pool)
             have = end.size if end is not None and end.free else 0
-            more = -(-(size - have) // page) * page
+            return end, -(-(size - have) // page) * page
+
+        end, more = missing()
+        if self.limit is not None and self.state.reserved + more > self.limit:
+            self.release()  # which may have taken the end, or some of it
+            end, more = missing()
         if end is None:
             block = self._segment(more, pool)
             self.ends[pool] = block
