@@ -11,9 +11,9 @@ import ast
 import importlib.metadata
 import importlib.util
 import re
+import symtable
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,18 +21,6 @@ Release = tuple[int, int]
 TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # tag core_v0.19.0 reports 0.19.1
 UNKNOWN = "unknown"  # the release where there is no megatron.core
 _VERSION = ("MAJOR", "MINOR", "PATCH")
-
-
-@dataclass(frozen=True)
-class Definition:
-    """A name that a module binds: ``kind`` is class, function or other (imported, assigned).
-
-    members : of a class, those of its own body; complete: whether it inherits from nothing else
-    """
-
-    kind: str
-    members: frozenset[str] = frozenset()
-    complete: bool = True
 
 
 def locate(module: str, roots: Sequence[str] | None = None) -> Path | None:
@@ -94,37 +82,6 @@ def read_source(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-@lru_cache(maxsize=256)
-def _definitions(source: str) -> dict[str, Definition]:
-    found: dict[str, Definition] = {}
-    _collect(ast.parse(source).body, found)
-    return found
-
-
-def _collect(body: list[ast.stmt], found: dict[str, Definition]) -> None:
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            own: dict[str, Definition] = {}
-            _collect(node.body, own)
-            found[node.name] = Definition("class", frozenset(own), not node.bases)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found[node.name] = Definition("function")
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                found[(alias.asname or alias.name).partition(".")[0]] = Definition("other")
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                for name in ast.walk(target):
-                    if isinstance(name, ast.Name):
-                        found[name.id] = Definition("other")
-        else:  # what is bound under if, try and with is bound in the module
-            for part in ("body", "orelse", "finalbody"):
-                _collect(getattr(node, part, []), found)
-            for handler in getattr(node, "handlers", []):
-                _collect(handler.body, found)
-
-
 def fields_of_class(module: str, name: str) -> dict[str, tuple[str, object]]:
     """Of a dataclass in a module of Megatron's: field -> (its type as written, its default, None
     where that is computed); none where Megatron is not installed."""
@@ -140,6 +97,11 @@ def fields_of_class(module: str, name: str) -> dict[str, tuple[str, object]]:
     return found
 
 
+@lru_cache(maxsize=256)
+def _symbols(source: str) -> symtable.SymbolTable:
+    return symtable.symtable(source, "module", "exec")
+
+
 def lookup(path: Path, target: str) -> str:
     """What is wrong with ``name`` or ``Class.member`` in the source of a module; "": nothing.
 
@@ -147,30 +109,19 @@ def lookup(path: Path, target: str) -> str:
     inherit.
     """
     source, (name, _, member) = read_source(path), target.partition(".")
-    if _plainly(source, name, member):  # parsing all that is patched takes half a second
-        return ""
-    found = _definitions(source).get(name)
-    if found is None:
+    symbols = _symbols(source)
+    if name not in symbols.get_identifiers() or not symbols.lookup(name).is_local():
         return f"{path.name} defines no {name}"
-    if not member or found.kind == "other" or member in found.members:
+    spaces = symbols.lookup(name).get_namespaces()
+    if not member or not spaces:
         return ""
-    if found.kind == "function":
+    if spaces[0].get_type() == "function":
         return f"{name} is a function now, not a class"
-    if found.complete and not hasattr(object, member):
-        return f"class {name} has no {member}"
-    return ""
-
-
-def _plainly(source: str, name: str, member: str) -> bool:
-    """Whether the source has the lines of a definition, where most of them are."""
-    if not member:
-        return bool(re.search(rf"^(?:async )?def {name}\b", source, re.MULTILINE))
-    begin = re.search(rf"^class {name}\b.*$", source, re.MULTILINE)
-    if begin is None:
-        return False
-    end = re.compile(r"^(?:class|def|async|@|[A-Za-z_])", re.MULTILINE).search(source, begin.end())
-    body = source[begin.end() : end.start() if end else None]
-    return bool(re.search(rf"^    (?:async )?def {member}\b", body, re.MULTILINE))
+    inherits = re.search(rf"^\s*class {name}\s*\(\s*[^)\s]", source, re.MULTILINE)
+    members = (one for one in spaces[0].get_symbols() if one.is_local())
+    if inherits or hasattr(object, member) or member in {one.get_name() for one in members}:
+        return ""
+    return f"class {name} has no {member}"
 
 
 def engine_version() -> str:
