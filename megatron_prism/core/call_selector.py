@@ -8,25 +8,17 @@ does not, and ``NthCall``, which is told of a rank's calls one by one and says w
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_prism.core.collectives import TABLE
-from megatron_prism.core.errors import UsageError, did_you_mean
+from megatron_prism.core.errors import UsageError, did_you_mean, refuse
 from megatron_prism.core.groups import named_group, short_names
 from megatron_prism.core.ops import NAMES, PHASES, CallLabel
 from megatron_prism.core.world import AXES
 
-_FIELDS = {
-    "rank": "rank",
-    "iter": "iteration",
-    "mb": "microbatch",
-    "chunk": "chunk",
-    "phase": "phase",
-    "group": "group",
-    "op": "op",
-    "nth": "nth",
-    "site": "site",
-}
+_FIELDS = {"rank": "rank", "iter": "iteration", "mb": "microbatch"}
+_FIELDS |= {name: name for name in ("chunk", "phase", "group", "op", "nth", "site")}
 _KEYS = {**_FIELDS, "iteration": "iteration", "microbatch": "microbatch"}
 _NUMBERS = ("iteration", "microbatch", "chunk", "nth")
 _PHASE_OF = {letter: phase for phase, letter in PHASES.items()}
@@ -72,41 +64,11 @@ class CallSelector:
         """
         subject = subject or repr(text)
         fields: dict[str, str] = {}
-
-        def add(field: str, value: str) -> None:
-            if field in fields and field != "rank":
-                raise UsageError(f"{subject}: {field} is named twice", fix=_FIX)
-            fields[field] = f"{fields['rank']},{value}" if field in fields else value
-
         for word in text.replace(",", " ").split():
-            step = re.fullmatch(r"(\d*)([FBWOG])(\d*)|-", word)
-            key, equals, value = word.partition("=")
-            if key == "layer":
-                raise UsageError(f"{subject}: calls do not say of which layer they are",
-                                 fix="nth=N counts them, site=REGEX is their line")  # fmt: skip
-            if step:
-                add("phase", _PHASE_OF[step[2] or "-"])
-                for field, number in (("microbatch", step[1]), ("chunk", step[3])):
-                    if number:
-                        add(field, number)
-            elif word in NAMES:
-                add("op", word)
-            elif word.startswith("@") or re.fullmatch(r"\S+\.py:\d+", word):
-                add("site", re.escape(word.removeprefix("@")) + r"(?!\d)")
-            elif word in ("of", "at"):
-                continue
-            elif _RANKS.fullmatch(word) or key in ("node", "rail") or _of_axis(key, value, fields):
-                add("rank", word)
-            elif equals and key in _KEYS and value:
-                add(_KEYS[key], value)
-            elif re.fullmatch(r"[A-Z][A-Z_0-9]{4,}|default_pg", word):
-                add("group", word)
-            else:
-                raise UsageError(f"{subject}: {word!r} is not understood", fix=_meant(word) or _FIX)
-        for field in _NUMBERS:
-            if not re.fullmatch(r"[0-9]{1,18}", fields.get(field, "0")):
-                raise UsageError(f"{subject}: {field}={fields[field]} is no number",
-                                 fix=f"{field}=1")  # fmt: skip
+            for field, value in _read(word, fields, subject):
+                if field in fields and field != "rank":
+                    raise UsageError(f"{subject}: {field} is named twice", fix=_FIX)
+                fields[field] = f"{fields['rank']},{value}" if field in fields else value
         _check(fields, subject)
         return CallSelector(**{k: int(v) if k in _NUMBERS else v for k, v in fields.items()})  # type: ignore[arg-type]
 
@@ -128,28 +90,52 @@ class CallSelector:
         )
 
 
-def _of_axis(key: str, value: str, fields: dict[str, str]) -> bool:
-    """Whether ``key=value`` is a coordinate of the ranks (``pp=1``)."""
-    return key in AXES and key not in fields and value.isdigit()
+def _read(word: str, fields: Mapping[str, str], subject: str) -> list[tuple[str, str]]:
+    """The fields that a word gives, with their values; ``fields`` are those before it."""
+    key, equals, value = word.partition("=")
+    if step := re.fullmatch(r"(\d*)([FBWOG])(\d*)|-", word):
+        numbers = [("microbatch", step[1]), ("chunk", step[3])]
+        return [("phase", _PHASE_OF[step[2] or "-"]), *(one for one in numbers if one[1])]
+    if word in NAMES:
+        return [("op", word)]
+    if word.startswith("@") or re.fullmatch(r"\S+\.py:\d+", word):
+        return [("site", re.escape(word.removeprefix("@")) + r"(?!\d)")]
+    if word in ("of", "at"):
+        return []
+    axis = key in AXES and key not in fields and value.isdigit()  # a coordinate of the ranks
+    if axis or key in ("node", "rail") or _RANKS.fullmatch(word):
+        return [("rank", word)]
+    if equals and key in _KEYS and value:
+        return [(_KEYS[key], value)]
+    if re.fullmatch(r"[A-Z][A-Z_0-9]{4,}|default_pg", word):
+        return [("group", word)]
+    if key == "layer":
+        what = f"{subject}: calls do not say of which layer they are"
+        raise UsageError(what, fix="nth=N counts them, site=REGEX is their line")
+    raise UsageError(f"{subject}: {word!r} is not understood", fix=_meant(word) or _FIX)
 
 
-def _check(fields: dict[str, str], subject: str) -> None:
+def _check(fields: Mapping[str, str], subject: str) -> None:
     """UsageError for a value that no call has."""
-    if fields.get("op", NAMES[0]) not in NAMES:
-        raise UsageError(f"{subject}: there is no op {fields['op']}",
-                         fix=_meant(fields["op"]) or "op=all_reduce, op=send …")  # fmt: skip
-    if fields.get("phase", "") not in PHASES:
-        raise UsageError(f"{subject}: there is no phase {fields['phase']}",
-                         fix=f"phase= one of {', '.join(filter(None, PHASES))}")  # fmt: skip
-    ranks = fields.get("rank", "")
-    if re.search(r"node|rail", ranks) and not _HOSTS.fullmatch(ranks):
-        raise UsageError(f"{subject}: {ranks} is not understood",
-                         fix="node=2, rail=3, node=2/4 with 4 GPUs to a node")  # fmt: skip
+    op, phase, ranks = (fields.get(name, "") for name in ("op", "phase", "rank"))
+    pattern = ""
     try:
         re.compile(fields.get("site", ""))
     except re.error as error:
-        raise UsageError(f"{subject}: site is no pattern: {error}",
-                         fix="@mappings.py:31, or site=mappings") from None  # fmt: skip
+        pattern = str(error)
+    numbers = [(name, fields[name]) for name in _NUMBERS if name in fields]
+    refuse(
+        *((not re.fullmatch("[0-9]{1,18}", value), f"{subject}: {name}={value} is no number",
+           f"{name}=1") for name, value in numbers),
+        (op and op not in NAMES, f"{subject}: there is no op {op}",
+         _meant(op) or "op=all_reduce, op=send …"),
+        (phase not in PHASES, f"{subject}: there is no phase {phase}",
+         f"phase= one of {', '.join(filter(None, PHASES))}"),
+        (re.search(r"node|rail", ranks) and not _HOSTS.fullmatch(ranks),
+         f"{subject}: {ranks} is not understood",
+         "node=2, rail=3, node=2/4 with 4 GPUs to a node"),
+        (pattern, f"{subject}: site is no pattern: {pattern}", "@mappings.py:31, or site=mappings"),
+    )  # fmt: skip
 
 
 def _meant(word: str) -> str:
