@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.cli.fit import draws_of, warn_absent
 from megatron_prism.cli.output import check_outputs, exact, write_data
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import UsageError, refuse
 
 if TYPE_CHECKING:
-    from megatron_prism.memory.baseline import Change, MemoryReport
+    from megatron_prism.memory.baseline import Change
 
 _SHOWN = 8  # origins of a growth
 
@@ -24,32 +24,27 @@ _SHOWN = 8  # origins of a growth
 def describe(change: Change) -> str:
     """A few lines about one class."""
     head = f"{change.name} (ranks {change.ranks}): {change.what}"
-    before, after = change.before or 0, change.after or 0  # None is said otherwise
-    if change.what == "appeared":
-        return f"{head}: {exact(after)}, and the baseline has no such class"
-    if change.what == "vanished":
-        return f"{head}: the baseline has {exact(before)}"
-    grown = after - before
-    if change.what == "leaks":
-        return "\n".join([f"{head} {after:,} B an iteration", *_origins(change)])
-    if change.what == "over":
-        return (
-            f"{head} the limit: {change.level} {exact(after)} (modelled), "
-            f"{exact(grown)} above {exact(before)}"
-        )
-    lines = [f"{head} {grown:+,} B: {exact(before)} -> {exact(after)}"]
+    before, after = exact(change.before or 0), exact(change.after or 0)  # None is said otherwise
+    grown = (change.after or 0) - (change.before or 0)
+    match change.what:
+        case "appeared":
+            return f"{head}: {after}, and the baseline has no such class"
+        case "vanished":
+            return f"{head}: the baseline has {before}"
+        case "over":
+            level = f"{change.level} {after} (modelled)"
+            return f"{head} the limit: {level}, {exact(grown)} above {before}"
+        case "leaks":
+            lines = [f"{head} {change.after:,} B an iteration"]
+        case _:
+            lines = [f"{head} {grown:+,} B: {before} -> {after}"]
     if change.moved:
         lines.append(f"  peak moved: {change.moved}")
     if change.by_kind:
         lines.append("  " + ", ".join(f"{k} {v:+,} B" for k, v in change.by_kind.items()))
-    return "\n".join([*lines, *_origins(change)])
-
-
-def _origins(change: Change) -> list[str]:
-    return [
-        f"  {g.num_bytes:+15,} B  {g.kind:5}  {g.site or '?'}  {g.module}"
-        for g in sorted(change.origins, key=lambda g: -abs(g.num_bytes))[:_SHOWN]
-    ]
+    for g in sorted(change.origins, key=lambda g: -abs(g.num_bytes))[:_SHOWN]:
+        lines.append(f"  {g.num_bytes:+15,} B  {g.kind:5}  {g.site or '?'}  {g.module}")
+    return "\n".join(lines)
 
 
 def annotation(change: Change, path: str) -> str:
@@ -81,24 +76,52 @@ def memory(args: argparse.Namespace) -> int:
     context, libraries and NCCL (default h200), a file of benchmarks/tools/device_memory.py, or
     none.
     """
-    if args.out is not None and args.action != "record":
-        raise UsageError(f"-o has no effect on memory {args.action}", fix="prism memory record")
-    if args.github and args.action != "check":
-        raise UsageError(f"--github has no effect on memory {args.action}", fix="memory check")
-    if args.action != "record" and args.baseline is None:
-        fix = f"prism memory {args.action} {args.programs} --baseline FILE, or prism fit"
-        raise UsageError(f"prism memory {args.action} needs a baseline", fix=fix)
-    return _RUN[args.action](args)
-
-
-def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.memory.baseline import peak_memory
+    from megatron_prism.memory import baseline
 
+    record, check = args.action == "record", args.action == "check"
+    fix = f"prism memory {args.action} {args.programs} --baseline FILE, or prism fit"
+    refuse(
+        (args.out and not record, f"-o has no effect on memory {args.action}",
+         "prism memory record"),
+        (args.github and not check, f"--github has no effect on memory {args.action}",
+         "memory check"),
+        (not record and not args.baseline, f"prism memory {args.action} needs a baseline", fix),
+        (record and not args.out, "a baseline needs a file to write", "-o FILE.json"),
+    )  # fmt: skip
+    limit = limit_of(args.limit, args.headroom) if check else None
+    before = None
+    if record:
+        check_outputs([Path(args.out)], args.force, [args.programs])
+    else:
+        before = baseline.load(args.baseline)  # a file that is no baseline is not replaced
     programs = open_programs(args.programs, partial=True)
     warn_absent(programs)
+    alloc = (args.alloc or "") if before is None else before.job.get("alloc_conf", "")
     known = None if args.device == "none" else args.device
-    return peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
+    after = baseline.peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
+    if before is None:
+        path = baseline.save(after, args.out, force=args.force)
+        if not write_data(args, json.loads(path.read_text(encoding="utf-8")), after.to_rows()):
+            print(f"{after.to_text()}wrote {args.out}")
+        return 0
+    leak = baseline.LEAK if args.leak is None or not check else args.leak
+    changes = baseline.compare(before, after, tol_bytes=args.tol if check else 0, limit=limit,
+                               leak_bytes=leak, any_job=not check)  # fmt: skip
+    status = _report(args, changes)
+    if not check:
+        baseline.save(after, args.baseline, force=True)
+        if not args.json:
+            print(f"updated {args.baseline}")
+        return 0
+    if limit is not None and not args.json:
+        if any(change.what == "over" for change in changes):
+            print(f"next: prism fit {args.programs} --limit {args.limit}")
+        else:
+            device = all(one.get("peak_device") is not None for one in after.classes.values())
+            what = "device bytes" if device else "reserved bytes only, device is unknown"
+            print(f"every class fits into {exact(limit)} ({what}, modelled)")
+    return status
 
 
 def limit_of(limit: str | None, headroom: int | None) -> int | None:
@@ -113,55 +136,6 @@ def limit_of(limit: str | None, headroom: int | None) -> int | None:
     if (headroom or 0) >= max(most, 1):
         raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
     return most - (headroom or 0)
-
-
-def _record(args: argparse.Namespace) -> int:
-    from megatron_prism.memory import baseline as memory_baseline
-
-    if args.out is None:
-        raise UsageError("a baseline needs a file to write", fix="-o FILE.json")
-    check_outputs([Path(args.out)], args.force, [args.programs])
-    made = _measure(args, args.alloc or "")
-    path = memory_baseline.save(made, args.out, force=args.force)
-    if write_data(args, json.loads(path.read_text(encoding="utf-8")), made.to_rows()):
-        return 0
-    print(made.to_text(), end="")
-    print(f"wrote {args.out}")
-    return 0
-
-
-def _check(args: argparse.Namespace) -> int:
-    from megatron_prism.memory import baseline as memory_baseline
-
-    limit = limit_of(args.limit, args.headroom)
-    leak = memory_baseline.LEAK if args.leak is None else args.leak
-    before = memory_baseline.load(args.baseline)
-    after = _measure(args, before.job.get("alloc_conf", ""))
-    changes = memory_baseline.compare(
-        before, after, tol_bytes=args.tol, limit=limit, leak_bytes=leak
-    )
-    status = _report(args, changes)
-    if limit is not None and not args.json:
-        if any(change.what == "over" for change in changes):
-            print(f"next: prism fit {args.programs} --limit {args.limit}")
-        else:
-            known = all(one.get("peak_device") is not None for one in after.classes.values())
-            what = "device bytes" if known else "reserved bytes only, device is unknown"
-            print(f"every class fits into {exact(limit)} ({what}, modelled)")
-    return status
-
-
-def _update(args: argparse.Namespace) -> int:
-    from megatron_prism.memory import baseline as memory_baseline
-
-    before = memory_baseline.load(args.baseline)  # a file that is no baseline is not replaced
-    after = _measure(args, before.job.get("alloc_conf", ""))
-    changes = memory_baseline.compare(before, after, any_job=True)
-    _report(args, changes)
-    memory_baseline.save(after, args.baseline, force=True)
-    if not args.json:
-        print(f"updated {args.baseline}")
-    return 0
 
 
 def _report(args: argparse.Namespace, changes: list[Change]) -> int:
@@ -181,6 +155,3 @@ def _report(args: argparse.Namespace, changes: list[Change]) -> int:
         print(f"smaller than {path}: prism memory update keeps it that way")
     print(f"{len(failed)} failure{'s'[len(failed) == 1 :]}" if failed else "no class grew")
     return 1 if failed else 0
-
-
-_RUN = {"record": _record, "check": _check, "update": _update}

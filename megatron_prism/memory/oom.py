@@ -14,7 +14,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.memory import allocator
-from megatron_prism.memory.peaks import HeldMemory, changes, holdings_at, site_of
+from megatron_prism.memory.peaks import HeldMemory, changes, holdings_at, op_at, site_of
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
@@ -60,19 +60,15 @@ class Candidate:
 
 def parse(text: str) -> Said:
     """Read torch's words.  UsageError if they do not say what was asked for."""
-    found: dict[str, int] = {}
-    step = 0
-    for key, pattern in _SAYS.items():
-        if match := pattern.search(text):
-            unit = _UNITS[match[2]]
-            found[key] = round(float(match[1]) * unit)
-            step = unit // 200 + 1 if key == "asked" else step
-    if "asked" not in found:
+    matches = {key: pattern.search(text) for key, pattern in _SAYS.items()}
+    sizes = {k: round(float(m[1]) * _UNITS[m[2]]) for k, m in matches.items() if m}
+    asked = matches["asked"]
+    if asked is None:
         raise UsageError(
             "the text says no 'Tried to allocate … GiB'",
             fix="oom='Tried to allocate 17.58 GiB. … 51.75 GiB is allocated by PyTorch …'",
         )
-    return Said(error=step, **found)
+    return Said(error=_UNITS[asked[2]] // 200 + 1, **sizes)
 
 
 def candidates(program: Program, said: Said) -> list[Candidate]:
@@ -83,7 +79,7 @@ def candidates(program: Program, said: Said) -> list[Candidate]:
         size = int(events["bytes"][at])
         if abs(size - said.asked) > said.error or not events["before"][at]:
             continue
-        op = program[min(int(events["before"][at]), len(program) - 1)]
+        op = program[op_at(program, at)]
         holdings = holdings_at(program, at)
         states = sum(h.num_bytes for h in holdings if h.module in STATES)
         in_use = int(live[at]) - size

@@ -18,7 +18,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from os import PathLike
 from typing import Any
@@ -30,7 +30,7 @@ from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import EMPTIED
 from megatron_prism.core.program import Builder, Program
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
-from megatron_prism.memory.peaks import HeldMemory, Peak, holdings_at, known_peak
+from megatron_prism.memory.peaks import HeldMemory, Peak, grouped, holdings_at, known_peak
 
 _MOST = 1 << 31  # bytes of a snapshot, unpacked
 _FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
@@ -158,19 +158,18 @@ def read(path: str | PathLike[str], device: int | None = None) -> Snapshot:
 
 
 def _of(file: _File, device: int | None) -> Snapshot:
-    held = [segment.total_size for segment in file.segments]
     if device is None:
-        sums = {one.device: 0 for one in file.segments}
-        for one, size in zip(file.segments, held, strict=True):
-            sums[one.device] += size
-        traced = [len(trace) for trace in file.device_traces]
-        device = max(sums, key=sums.__getitem__) if sums else traced.index(max(traced, default=0))
+        held: Counter[int] = Counter()
+        for one in file.segments:
+            held[one.device] += one.total_size
+        traced = Counter({number: len(trace) for number, trace in enumerate(file.device_traces)})
+        ((device, _),) = (held or traced).most_common(1) or [(0, 0)]
     segments = [one for one in file.segments if one.device == device]
     events = file.device_traces[device] if device < len(file.device_traces) else []
     conf = str(file.allocator_settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
     settings = Settings.parse(conf)
     if any(segment.is_expandable for segment in segments) and not settings.expandable:
-        settings = Settings(True, settings.divisions, settings.max_split, settings.max_non_split)
+        settings = replace(settings, expandable=True)
     return _History(settings, events).run(segments)
 
 
@@ -209,8 +208,8 @@ class _History:
         if stood:
             self._mark()
         at_end = sum(segment.total_size for segment in segments)
-        real = at_end - sum(_GROWS.get(e.action, 0) * e.size for e in self.events)
-        most, failed = real, None
+        sizes = [at_end - sum(_GROWS.get(e.action, 0) * e.size for e in self.events)]
+        oom: tuple[_Event, AllocationSite, int] | None = None
         for event in self.events:
             if event.action == "alloc":
                 place = self.place(event.frames)
@@ -219,32 +218,34 @@ class _History:
             elif event.action in ("free_requested", "free_completed"):
                 self._goes(event)
             elif event.action in _GROWS:
-                real += _GROWS[event.action] * event.size
-                most = max(most, real)
+                sizes.append(sizes[-1] + _GROWS[event.action] * event.size)
                 if event.action == "segment_alloc":
                     self.machine.placed = event.addr  # of equal blocks the lowest is taken
                 if event.action == "segment_free" and self.machine.release():
                     self.requests.append((EMPTIED, 0, 0))
             elif event.action == "oom":
-                place = self.place(event.frames)
-                failed = event.size, place, self.iteration, event.device_free
+                oom = event, self.place(event.frames), self.iteration
         self._mark()
         program = self.builder.build(0)
         free = [block.size for segment in segments for block in segment.blocks
                 if block.state == "inactive"]  # fmt: skip
+        failed = None
+        if oom is not None:
+            event, place, iteration = oom
+            label = program[len(program) - 1].label
+            failed = FailedRequest(event.size, place.site, iteration, label, event.device_free)
         return Snapshot(
             program=program,
             iterations=tuple(self.iterations),
             requests=tuple(self.requests),
             reserved=at_end,
-            peak_reserved=most if self.events else None,
+            peak_reserved=max(sizes) if self.events else None,
             modelled=self.machine.state.peak_reserved,
             free=(sum(free), max(free, default=0)),
             settings=self.machine.settings,
             whole=not stood,
-            failed=None if failed is None else FailedRequest(
-                failed[0], failed[1].site, failed[2], program[len(program) - 1].label, failed[3]),
-        )  # fmt: skip
+            failed=failed,
+        )
 
     def _stood(self, segments: Sequence[_Segment]) -> Iterator[_Block]:
         """Blocks that were alive when the history began: what is freed or alive and was never
@@ -323,28 +324,27 @@ def _line(site: str) -> int:
     return int(site.rpartition(":")[2] or 0)
 
 
+# functions of Megatron, and the phase of what they call; the first that is there counts
+_PHASES = {
+    "evaluate": "",
+    "backward": "backward",
+    "backward_step": "backward",
+    "forward_step": "forward",
+    "finalize_model_grads": "sync",
+}
+
+
 def _place(frames: Any) -> AllocationSite:
     rows = [(str(f["filename"]), str(f["name"]), int(f["line"])) for f in frames]
     names = {name for _, name, _ in rows}
-    site = other = ""
-    for file, _, line in rows:
-        if ours := _OURS.search(file):
-            site = f"{ours[1] or ours[2]}:{line}"
-            break
-        if not other and not _LIBRARY.search(file):
-            other = f"{file.rpartition('site-packages/')[2]}:{line}"
+    ours = ((_OURS.search(file), line) for file, _, line in rows)
+    others = (f"{file.rpartition('site-packages/')[2]}:{line}"
+              for file, _, line in rows if not _LIBRARY.search(file))  # fmt: skip
+    sites = (f"{match[1] or match[2]}:{line}" for match, line in ours if match)
+    site = next(sites, "") or next(others, "")
     optimizer = any("optimizer" in file for file, _, _ in rows)
-    phase = ""
-    if "evaluate" in names:
-        pass
-    elif names & {"backward", "backward_step"}:
-        phase = "backward"
-    elif "forward_step" in names:
-        phase = "forward"
-    elif "finalize_model_grads" in names:
-        phase = "sync"
-    elif optimizer and "step" in names:
-        phase = "optimizer"
+    step = "optimizer" if optimizer and "step" in names else ""
+    phase = next((_PHASES[name] for name in _PHASES if name in names), step)
     kind = ""
     if site.startswith(_BUFFER) and rows[0][1] == "__init__":
         kind = "buffer"
@@ -352,7 +352,7 @@ def _place(frames: Any) -> AllocationSite:
         kind = "optim"
     elif not phase and names & _BUILDERS and "get_cublas_workspace" not in names:
         kind = "param"
-    return AllocationSite(site or other, phase, kind, bool(rows))
+    return AllocationSite(site, phase, kind, bool(rows))
 
 
 @dataclass(frozen=True)
@@ -387,17 +387,10 @@ class SnapshotGrowth:
 
 def grown(earlier: Snapshot, later: Snapshot) -> SnapshotGrowth:
     """What is alive at the end of ``later`` and was not at the end of ``earlier``."""
-    ends = [{one.key: one for one in holdings_at(each.program, len(each.program.allocations) - 1)}
-            for each in (earlier, later)]  # fmt: skip
-    found = []
-    for key in {**ends[0], **ends[1]}:
-        sizes, counts = [], []
-        for end in ends:
-            sizes.append(end[key].num_bytes if key in end else 0)
-            counts.append(end[key].count if key in end else 0)
-        if sizes[0] != sizes[1]:
-            found.append(HeldMemory(*key, sizes[1] - sizes[0], counts[1] - counts[0]))
-    return SnapshotGrowth(tuple(sorted(found, key=lambda one: (-abs(one.num_bytes), one.key))))
+    rows = [(one.key, sign * one.num_bytes, sign * one.count)
+            for sign, program in ((-1, earlier.program), (1, later.program))
+            for one in holdings_at(program, len(program.allocations) - 1)]  # fmt: skip
+    return SnapshotGrowth(tuple(one for one in grouped(rows) if one.num_bytes))
 
 
 # -- beside the slices of the same job -------------------------------------------------------------
@@ -441,13 +434,12 @@ class SnapshotComparison:
 
     def to_json(self) -> dict[str, object]:
         """What ``prism compare SNAPSHOT SLICES --json`` prints; bytes."""
-        real, emulated = self.real.by_kind, self.emulated.by_kind
+        of_kind = {row["kind"]: [row["real"], row["emulated"]] for row in self.to_rows()}
+        only = {"only_real": self.only_real, "only_emulated": self.only_emulated}
         return {"schema": "prism.memory_alignment/1", "real": self.real.num_bytes,
                 "emulated": self.emulated.num_bytes, "common": self.common,
-                "asked": self.asked, "aligned": self.aligned,
-                "by_category": {kind: [real[kind], emulated[kind]] for kind in real},
-                "only_real": [asdict(one) for one in self.only_real],
-                "only_emulated": [asdict(one) for one in self.only_emulated]}  # fmt: skip
+                "asked": self.asked, "aligned": self.aligned, "by_category": of_kind,
+                **{name: [asdict(one) for one in each] for name, each in only.items()}}  # fmt: skip
 
     def to_text(self) -> str:
         """The same as text."""
