@@ -207,7 +207,7 @@ def test_what_is_no_program_says_so(text, says):
     [
         ({"ops0": {"name": 200}}, "name 200 outside 0 to 17"),
         ({"ops1": {"lead": 1 << 62}}, "program 1 has lead"),
-        ({"head": {"source": {"a": 1}}}, r"source\[\.\.\.\]: expected a str, not an int"),
+        ({"head": {"source": {"a": 1}}}, r"source\[\.\.\.\]: expected `str`, got `int`"),
     ],
 )
 def test_a_file_of_values_that_no_program_has(tmp_path, odd, says):

@@ -136,9 +136,9 @@ def test_replicas_that_are_not_alike_are_one():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"gpu": -1}, "gpu: expected a float >= 0.0"),
-        ({"gpu": "x"}, "gpu: expected a float, not a str"),
-        ({"step": 2}, "step: expected a float <= 1.0"),
+        ({"gpu": -1}, "gpu: expected `float` >= 0.0"),
+        ({"gpu": "x"}, "gpu: expected `float`, got `str`"),
+        ({"step": 2}, "step: expected `float` <= 1.0"),
         ({"what": 1}, "what: unknown"),
     ],
 )
