@@ -16,8 +16,9 @@ import bisect
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -99,8 +100,12 @@ def remedies(
     before, found = peaks.known_peak(program), []
     segments = _segments(program, settings)
     values = job_settings.plain(job_settings.line_of(job))
-    granularity, modules = _applied(values)
-    refused = [*modules] if _has_no_biases(values) else [*modules, "mlp"]
+    granularity = values.get("recompute_granularity", "")
+    modules = re.findall(r"\w+", values.get("recompute_modules", "core_attn"))
+    modules = modules if granularity == "selective" else []
+    # with biases the backward of a recomputed MLP starts itself without end (docs/limitations)
+    biases = values.get("add_bias_linear") not in ("false", "False")
+    refused = [*modules, "mlp"] if biases and "disable_bias_linear" not in values else modules
     for one in _KNOWN:
         if one.module in refused or granularity == "full":
             continue
@@ -115,29 +120,16 @@ def remedies(
     return tuple(sorted(found, key=lambda remedy: -remedy.freed))
 
 
-def _applied(values: Mapping[str, str]) -> tuple[str, list[str]]:
-    """(granularity, modules) of what the job recomputes."""
-    granularity = values.get("recompute_granularity", "")
-    modules = re.findall(r"\w+", values.get("recompute_modules", "core_attn"))
-    return granularity, modules if granularity == "selective" else []
-
-
-def _has_no_biases(values: Mapping[str, str]) -> bool:
-    """With biases the backward of a recomputed MLP starts itself without end (docs/limitations)."""
-    return "disable_bias_linear" in values or values.get("add_bias_linear") in ("false", "False")
-
-
 def _words(modules: Sequence[str], recipe: bool) -> str:
     """What recomputes ``modules``, or whole layers."""
     given = {"granularity": "selective" if modules else "full"}
     if not modules:
         given |= {"method": "uniform", "num-layers": "1"}
+    named = {"modules": " ".join(modules)} if modules else {}
     if recipe:
-        words = [f"recompute_{key.replace('-', '_')}={text}" for key, text in given.items()]
-        named = shlex.quote(f"recompute_modules={' '.join(modules)}")
-        return " ".join([*words, named] if modules else words)
-    words = [f"--recompute-{key} {text}" for key, text in given.items()]
-    return " ".join(words + [f"--recompute-modules {' '.join(modules)}"] * bool(modules))
+        pairs = {key.replace("-", "_"): text for key, text in {**given, **named}.items()}
+        return " ".join(shlex.quote(f"recompute_{key}={text}") for key, text in pairs.items())
+    return " ".join(f"--recompute-{key} {text}" for key, text in {**given, **named}.items())
 
 
 def _segments(program: Program, settings: allocator.Settings | None) -> int:
@@ -162,13 +154,13 @@ class _Lives:
         born: dict[int, int] = {}
         gone: dict[int, int] = {}
         resized = set()
+        ops, before = program.ops, events["before"].tolist()
         moves = zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True)
         for at, (storage, size) in enumerate(moves):
             lives = born if size > 0 else gone
             if storage in lives:
                 resized.add(storage)
             lives[storage] = at
-        ops, before = program.ops, events["before"].tolist()
         op = np.minimum(events["before"], len(program) - 1).tolist()
         turns = list(zip(ops["microbatch"].tolist(), ops["chunk"].tolist(), strict=True))
         phases = ops["phase"].tolist()
@@ -186,42 +178,31 @@ class _Lives:
         return _Lives(born, gone, kept)
 
 
-@dataclass
-class _Region:
-    """A forward of the part: its first and last event, those of the layer that it is in."""
-
-    first: int
-    last: int
-    begin: int
-    end: int
-
-
-def _regions(program: Program, how: Recomputation) -> list[_Region]:
-    """Every forward of the part in every microbatch."""
-    events, parts, layers = program.allocations, {}, {}
-    for note in np.unique(events["note"]).tolist():
-        module = peaks.module_of(program.strings[note])
-        if (found := _LAYER.match(module)) is not None:
-            layers[note] = found[0]
-        if (found := how.part.match(module)) is not None:
-            parts[note] = found[0], how.inside.search(module) is not None
+def _regions(program: Program, how: Recomputation) -> list[tuple[int, int, int, int]]:
+    """(first and last event of the part, of its layer) of every forward in every microbatch."""
+    events, ops = program.allocations, program.ops
     op = np.minimum(events["before"], len(program) - 1)
-    labels = [program.ops[key][op] for key in ("microbatch", "chunk")]
-    mine = program.ops["phase"][op] == _FORWARD
-    mine &= (events["before"] > 0) & (events["bytes"] > 0)
-    regions: dict[tuple[str, int, int], list[int]] = {}
-    whole: dict[tuple[str, int, int], list[int]] = {}
-    real = {}
-    for at in np.flatnonzero(mine & np.isin(events["note"], [*parts, *layers])).tolist():
-        note, turn = int(events["note"][at]), (int(labels[0][at]), int(labels[1][at]))
-        layer = layers.get(note, "")
-        whole.setdefault((layer, *turn), [at, at])[1] = at
-        if note in parts:
-            part, inside = parts[note]
-            regions.setdefault((part, *turn), [at, at])[1] = at
+    mine = (ops["phase"][op] == _FORWARD) & (events["before"] > 0) & (events["bytes"] > 0)
+    parts: dict[Hashable, list[int]] = {}
+    layers: dict[Hashable, list[int]] = {}
+    layer_of: dict[Hashable, Hashable] = {}
+
+    @cache
+    def names(note: int) -> tuple[str, str, bool]:
+        module = peaks.module_of(program.strings[note])
+        layer, part = _LAYER.match(module), how.part.match(module)
+        inside = how.inside.search(module) is not None
+        return layer[0] if layer else "", part[0] if part else "", inside
+
+    for at in np.flatnonzero(mine).tolist():
+        layer, part, inside = names(int(events["note"][at]))
+        turn = int(ops["microbatch"][op[at]]), int(ops["chunk"][op[at]])
+        layers.setdefault((layer, turn), [at, at])[1] = at
+        if part:
+            parts.setdefault((part, turn), [at, at])[1] = at
             if inside:
-                real[(part, *turn)] = (layer, *turn)
-    return [_Region(*regions[key], *whole[layer]) for key, layer in real.items()]
+                layer_of[part, turn] = layer, turn
+    return [(*parts[key], *layers[layer]) for key, layer in layer_of.items()]  # type: ignore[misc]
 
 
 def _begin(program: Program, ends: np.ndarray, event: int) -> int:
@@ -263,8 +244,7 @@ def _reruns(
 ) -> Iterator[_Rerun]:
     ends = peaks.ends_of_steps(program)
     releases = sorted(lives.gone[one] for one in lives.kept)
-    for region in _regions(program, how):
-        first, last = region.first, region.last
+    for first, last, begin, end in _regions(program, how):
         mine = {row[1]: row for row in rows[first : last + 1] if row[2] > 0}
         while (
             last + 1 < len(rows)
@@ -280,7 +260,7 @@ def _reruns(
         # its backward begins behind what the part after it lets go, in its own step at the earliest
         behind = bisect.bisect_left(releases, frees[0])
         start = max(releases[behind - 1] + 1 if behind else 0, _begin(program, ends, frees[0]))
-        yield _Rerun(first, last, region.begin, region.end, mine, kept, frees, start)
+        yield _Rerun(first, last, begin, end, mine, kept, frees, start)
 
 
 def reruns(program: Program, how: Recomputation) -> Iterator[tuple[int, list[tuple[int, bool]]]]:
