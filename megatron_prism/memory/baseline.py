@@ -1,6 +1,6 @@
 """Baselines of a job's memory: measured, written, read and compared.
 
-In : ClassMemory of every class, and where they are from.  Out: JSON that a person reviews (sorted
+In : the programs of a job, and what its devices take.  Out: JSON that a person reviews (sorted
 keys, whole bytes, one value a line), or Changes between two of them.  One-sided: growth of
 allocated bytes beyond the tolerance fails, shrinking only says that the baseline may be updated;
 reserved is reported and not guarded, since it is modelled.  Baselines of another job, version or
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, cast
 
 import msgspec
+import numpy as np
 
 from megatron_prism.core import foreign, job_settings
 from megatron_prism.core.errors import UsageError
@@ -26,8 +27,18 @@ from megatron_prism.core.files import rendered, write_whole
 from megatron_prism.core.ops import CODED
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import counted
+from megatron_prism.core.world import format_ranks
+from megatron_prism.graph.classes import equal_programs
 from megatron_prism.memory import allocator, nccl_buffers, routing
-from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse, described, estimates
+from megatron_prism.memory.peaks import (
+    KINDS,
+    class_name,
+    described,
+    estimates,
+    growth,
+    known_peak,
+    reserved,
+)
 
 if TYPE_CHECKING:
     from megatron_prism.memory.peaks import HeldMemory
@@ -236,13 +247,18 @@ def peak_memory(
     if not isinstance(device, nccl_buffers.BufferCalibration):
         known = nccl_buffers.BufferCalibration()
         device = known if device is None else nccl_buffers.read(device)
+    of = programs.program_of
+    same = np.where(of < 0, -1, equal_programs(programs.programs)[of])
     classes: dict[str, ClassMemoryFigures] = {}
-    for one in analyse(programs, settings):
-        beyond = nccl_buffers.beyond_reserved(programs, one.program, device)
-        figures = classes[one.name] = _figures(one, beyond)
+    for first in np.sort(np.unique(same, return_index=True)[1]).tolist():
+        if (index := int(same[first])) < 0:
+            continue
+        program, ranks = programs.programs[index], np.flatnonzero(same == index).tolist()
+        beyond = nccl_buffers.beyond_reserved(programs, index, device)
+        name = class_name(programs.world, ranks)
+        figures = classes[name] = _figures(program, ranks, settings, beyond)
         if draws is not None:
-            more = needed(figures) - one.peak.num_bytes
-            program = programs.programs[one.program]
+            more = needed(figures) - figures["peak_allocated"]
             figures["drawn"] = _drawn(program, draws, _capacity(job, draws), more)
     if draws is not None and not any(one["drawn"] for one in classes.values()):
         what = "the slices do not say which allocations depend on routing"
@@ -286,14 +302,20 @@ def _origins(holdings: tuple[HeldMemory, ...]) -> list[BaselineOrigin]:
     return [cast(BaselineOrigin, asdict(one)) for one in holdings[:TOP]]
 
 
-def _figures(one: ClassMemory, beyond: nccl_buffers.BeyondReserved) -> ClassMemoryFigures:
-    top, op, device = one.peak, one.peak.op, beyond.num_bytes
+def _figures(
+    program: Program,
+    ranks: list[int],
+    settings: allocator.Settings,
+    beyond: nccl_buffers.BeyondReserved,
+) -> ClassMemoryFigures:
+    top, left, between = known_peak(program), growth(program), reserved(program, settings)
+    op, segments = top.op, sum(between) // 2
     return {
-        "ranks": one.ranks,
-        "count": one.count,
+        "ranks": format_ranks(ranks),
+        "count": len(ranks),
         "peak_allocated": top.num_bytes,
-        "peak_reserved": one.reserved,
-        "reserved_between": list(one.between),
+        "peak_reserved": segments,
+        "reserved_between": list(between),
         "at": {
             "step": op.label,
             "phase": op.phase,
@@ -305,11 +327,11 @@ def _figures(one: ClassMemory, beyond: nccl_buffers.BeyondReserved) -> ClassMemo
         "by_category": top.by_kind,
         "top": _origins(top.holdings),
         "smaller": sum(h.num_bytes for h in top.holdings[TOP:]),
-        "growth": None if one.growth is None else one.growth.num_bytes,
-        "growth_top": [] if one.growth is None else _origins(one.growth.origins),
+        "growth": None if left is None else left.num_bytes,
+        "growth_top": [] if left is None else _origins(left.origins),
         "nccl": beyond.nccl,
         "nccl_between": None if beyond.between is None else list(beyond.between),
-        "peak_device": None if device is None else one.reserved + device,
+        "peak_device": None if beyond.num_bytes is None else segments + beyond.num_bytes,
     }
 
 

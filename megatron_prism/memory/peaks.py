@@ -31,9 +31,8 @@ import numpy as np
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import BEGUN, PHASE_NAMES, Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.program import Program
 from megatron_prism.core.world import AXES, World, format_ranks
-from megatron_prism.graph.classes import equal_programs
 from megatron_prism.memory import allocator
 
 if TYPE_CHECKING:
@@ -106,25 +105,6 @@ class Overflow:
         if self.op is None:
             return "before the iteration"
         return f"in {self.op.label} {self.op.name} {self.site}".rstrip()
-
-
-@dataclass(frozen=True)
-class ClassMemory:
-    """Memory of the ranks of one class: peak of allocated, and reserved as modelled.
-
-    between : least and most reserved: the device keeps up, or the host is far ahead of it
-    program : index of the program that they run
-    growth  : what an iteration leaves behind, ``growth``
-    """
-
-    name: str
-    ranks: str
-    count: int
-    peak: Peak
-    reserved: int
-    between: tuple[int, int]
-    program: int = 0
-    growth: Retained | None = None
 
 
 def peak(program: Program) -> Peak | None:
@@ -344,7 +324,6 @@ def _origin(note: str, stands: bool, phase: str, beyond: bool, kept: bool) -> Ke
     return kind, module, site
 
 
-# -- all classes ----------------------------------------------------------------------------------
 def class_name(world: World, ranks: Sequence[int]) -> str:
     """``pp=0``: the coordinates that all of ``ranks`` and nobody else share; else the ranks."""
     chosen = np.asarray(ranks)
@@ -362,23 +341,6 @@ def class_name(world: World, ranks: Sequence[int]) -> str:
     if int(alike.sum()) == chosen.size:
         return ";".join(words)
     return f"ranks={format_ranks(chosen.tolist())}"
-
-
-def analyse(
-    programs: Programs, settings: allocator.Settings | None = None
-) -> tuple[ClassMemory, ...]:
-    """Memory of every class that has a program; UsageError if one recorded no allocations."""
-    of = programs.program_of
-    same = np.where(of < 0, -1, equal_programs(programs.programs)[of])
-    found = []
-    for index in np.unique(same[same >= 0]):
-        program = programs.programs[index]
-        ranks = np.flatnonzero(same == index)
-        top, between = known_peak(program), reserved(program, settings)
-        name, shown = class_name(programs.world, ranks.tolist()), format_ranks(ranks.tolist())
-        found.append(ClassMemory(name, shown, ranks.size, top, sum(between) // 2, between,
-                                 int(index), growth(program)))  # fmt: skip
-    return tuple(sorted(found, key=lambda one: int(re.split(r"\D", one.ranks, maxsplit=1)[0])))
 
 
 def reserved(program: Program, settings: allocator.Settings | None = None) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from megatron_prism.core.errors import ProgramError
 from megatron_prism.core.program import Builder, Programs
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import World
+from megatron_prism.memory import baseline as memory_baseline
 from megatron_prism.memory import peaks
 
 TEXT = """
@@ -108,11 +109,11 @@ def test_classes_of_equal_programs_are_one():
         made.world, (*made.programs, dataclasses.replace(made.programs[0], rank=1)), [0, 2, 1, 1]
     )
     for programs in (made, twice):
-        classes = peaks.analyse(programs)
-        assert [(c.name, c.ranks, c.count) for c in classes] == [
+        classes = memory_baseline.peak_memory(programs).classes
+        assert [(name, c["ranks"], c["count"]) for name, c in classes.items()] == [
             ("pp=0", "0,1", 2), ("pp=1", "2,3", 2)
         ]  # fmt: skip
-        assert all(c.reserved >= c.peak.num_bytes for c in classes)
+        assert all(c["peak_reserved"] >= c["peak_allocated"] for c in classes.values())
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,6 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
 
     from megatron_prism.core import recipe as recipes
     from megatron_prism.emulate import recipe_job
-    from megatron_prism.memory import baseline as memory_baseline
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200")
     quiet = Console(file=io.StringIO())
@@ -223,7 +223,6 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
 
     from megatron_prism.core import recipe as recipes
     from megatron_prism.emulate import recipe_job
-    from megatron_prism.memory import baseline as memory_baseline
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", UNEVEN)
     made = recipe_job.capture(recipe, tmp_path / "s", console=Console(file=io.StringIO()))
@@ -275,12 +274,11 @@ def test_every_stream_has_a_pool_of_its_own(tmp_path):
     made = builder.build(0)
     assert made.streams.tolist() == [0, 0, 1]
     world = Programs.one_per_rank([made], World(1))
-    (found,) = peaks.analyse(world)
-    assert (found.peak.num_bytes, found.reserved) == (40 << 20, 80 << 20)
+    assert (peaks.peak(made).num_bytes, peaks.reserved(made)[0]) == (40 << 20, 80 << 20)
     path = program.save(world, tmp_path / "w.prism")
-    assert peaks.analyse(program.load(path))[0].reserved == 80 << 20
+    assert peaks.reserved(program.load(path).programs[0])[0] == 80 << 20
     alone = dataclasses.replace(made, streams=made.streams[:0])
-    assert peaks.analyse(Programs.one_per_rank([alone], World(1)))[0].reserved == 40 << 20
+    assert peaks.reserved(alone)[0] == 40 << 20
     odd = dataclasses.replace(made, streams=made.streams[:2])
     path = program.save(Programs.one_per_rank([odd], World(1)), tmp_path / "x.prism")
     with pytest.raises(ProgramError, match="streams of program 0 are "):
