@@ -57,7 +57,8 @@ def explain(args: argparse.Namespace, path: str, top: int) -> int:
     print(f"{Path(path).name}: iterations 1 to {taken.iterations[-1]}, history since {since}")
     if taken.failed is not None:
         _print_failed(taken)
-    print(f"peak {exact(peak.num_bytes)} in {_when(taken, peak)}, {peak.site}")
+    when = f"iteration {taken.iterations[peak.index]}, {peak.op.label}"
+    print(f"peak {exact(peak.num_bytes)} in {when}, {peak.site}")
     print("  " + ", ".join(f"{k} {units.format_bytes(v)}" for k, v in peak.by_kind.items() if v))
     most = taken.peak_reserved
     if most is not None:
@@ -83,10 +84,6 @@ def _figures(taken: Snapshot, peak: Peak) -> dict[str, object]:
 def _free(taken: Snapshot) -> str:
     free, largest = map(units.format_bytes, taken.free)
     return f"{free} of it in free blocks, the largest {largest}"
-
-
-def _when(taken: Snapshot, peak: Peak) -> str:
-    return f"iteration {taken.iterations[peak.index]}, {peak.op.label}"
 
 
 def _print_failed(taken: Snapshot) -> None:

@@ -48,10 +48,6 @@ class Collective:
     reduces: bool = False
     rooted: bool = False
 
-    def payload(self, bytes_in: int, bytes_out: int) -> int:
-        """Message size in bytes as nccl-tests counts it: the larger side of the call."""
-        return max(bytes_in, bytes_out)
-
     def wire_bytes(self, payload: int, n: int) -> int:
         """Fewest bytes one rank must send for a message of ``payload`` bytes among ``n`` ranks.
 
@@ -62,15 +58,9 @@ class Collective:
             raise ValueError(f"a group has at least one rank, not {n}")
         if n == 1 or self.name == "barrier":
             return 0
-        numerator, denominator = {
-            "all_reduce": (2 * (n - 1), n),
-            "all_gather": (n - 1, n),
-            "reduce_scatter": (n - 1, n),
-            "all_to_all": (n - 1, n),
-            "gather": (n - 1, n),
-            "scatter": (n - 1, n),
-        }.get(self.name, (1, 1))
-        return -(-payload * numerator // denominator)
+        if self.name in ("broadcast", "reduce", "send", "recv"):
+            return payload
+        return -(-payload * (n - 1) * (1 + (self.name == "all_reduce")) // n)
 
 
 TABLE: tuple[Collective, ...] = (

@@ -25,7 +25,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -439,9 +438,8 @@ def _check_sizes(world: World) -> None:
     """WorldError unless all sizes are whole numbers >= 1 and both grids divide the world."""
     for name in ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "gpus_per_node"):
         value = getattr(world, name)
-        if name in ("vpp", "gpus_per_node") and value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not whole and not (name in ("vpp", "gpus_per_node") and value is None):
             what = f"{name} must be a whole number of at least 1, not {value!r}"
             raise WorldError(what, fix=f"{name}=1")
     if world.size > MOST_RANKS:
@@ -454,30 +452,12 @@ def _check_sizes(world: World) -> None:
         if world.size % product:
             arithmetic = " x ".join(f"{name} {getattr(world, name)}" for name in names)
             what = f"{arithmetic} = {product} does not divide {counted(world.size, 'rank')}"
-            raise WorldError(what, fix=_sizes_that_work(world, names))
+            raise WorldError(what, fix=_sizes_that_work(world))
 
 
-_NEAR = 1 << 16  # how far from a size we look for one that works
-
-
-def _sizes_that_work(world: World, names: tuple[str, ...]) -> str:
-    """The nearest world sizes and the nearest values of one axis that satisfy both grids."""
+def _sizes_that_work(world: World) -> str:
+    """The nearest world sizes that satisfy both grids."""
     unit = implied_size(world.tp, world.cp, world.pp, world.ep, world.etp)
     below, above = world.size // unit * unit, (world.size // unit + 1) * unit
     sizes = " or ".join(f"size={size}" for size in (below, above) if size)
-    # the axis to blame: the largest one that is no power of two, as clusters mostly are
-    axis = max(names, key=lambda name: ((value := getattr(world, name)) & (value - 1) > 0, value))
-    old = getattr(world, axis)
-    linked = axis == "tp" and world.etp == world.tp
-
-    def works(value: int) -> bool:
-        new = {name: getattr(world, name) for name in ("tp", "cp", "pp", "ep", "etp")}
-        new |= {axis: value, **({"etp": value} if linked else {})}
-        return world.size % implied_size(**new) == 0
-
-    top = min(old - 1, world.size)  # and a mistyped 10**20 is no long search
-    lower = filter(works, range(top, max(0, top - _NEAR), -1))
-    higher = filter(works, range(old + 1, min(2 * old, world.size, old + _NEAR) + 1))
-    others = [f"{axis}={value}" for values in (lower, higher) for value in islice(values, 1)]
-    kept = f", or keep {counted(world.size, 'rank')} with {' or '.join(others)}"
-    return sizes + (kept if others else "")
+    return f"{sizes}, or parallel sizes whose product divides {counted(world.size, 'rank')}"

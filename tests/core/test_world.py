@@ -115,7 +115,7 @@ def test_a_bad_selector_says_what_to_type(text, says):
     ("sizes", "says"),
     [
         ({"size": 64, "tp": 8, "pp": 3}, "tp 8 x cp 1 x pp 3 = 24 does not divide 64 ranks"),
-        ({"size": 64, "tp": 8, "pp": 3}, "size=48 or size=72, or keep 64 ranks with pp=2 or pp=4"),
+        ({"size": 64, "tp": 8, "pp": 3}, "size=48 or size=72, or parallel sizes"),
         ({"size": 64, "tp": 8, "ep": 3}, "etp 8 x ep 3 x pp 1 = 24 does not divide 64 ranks"),
         ({"size": 8, "vpp": 2}, "nothing to interleave"),
         ({"size": 8, "tp": 0}, "tp must be a whole number"),

@@ -170,10 +170,8 @@ def test_sizes_that_do_not_divide_the_world_show_the_arithmetic():
     for part in ("8", "4", "32", "48"):
         assert part in caught.value.message
     assert caught.value.exit_code == 2
-    assert caught.value.fix == (
-        "--prism-world-size=32 or --prism-world-size=64, or keep 48 ranks with "
-        "--tensor-model-parallel-size=6 or --tensor-model-parallel-size=12"
-    )
+    sizes = "--prism-world-size=32 or --prism-world-size=64"
+    assert caught.value.fix == f"{sizes}, or parallel sizes whose product divides 48 ranks"
 
 
 @pytest.mark.parametrize("size", ["0", "-8"])
