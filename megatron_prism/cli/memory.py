@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli.fit import draws_of, warn_absent
-from megatron_prism.cli.output import check_outputs, exact, write_data
+from megatron_prism.cli.output import Answer, check_outputs, exact
 from megatron_prism.core.errors import UsageError, refuse
 
 if TYPE_CHECKING:
-    from megatron_prism.memory.baseline import Change
+    from megatron_prism.memory.baseline import Change, MemoryReport
 
 _SHOWN = 8  # origins of a growth
 
@@ -61,7 +61,7 @@ def annotation(change: Change, path: str) -> str:
 ACTIONS = ("record", "check", "update")
 
 
-def memory(args: argparse.Namespace) -> int:
+def memory(args: argparse.Namespace) -> Answer:
     """Guard every rank's peak memory by a baseline, as in CI; whether a job fits: prism fit.
 
     prism memory record DIR -o memory.json [--alloc expandable_segments:True] [--device h200]
@@ -76,9 +76,6 @@ def memory(args: argparse.Namespace) -> int:
     context, libraries and NCCL (default h200), a file of benchmarks/tools/device_memory.py, or
     none.
     """
-    from megatron_prism.core.slices import open_programs
-    from megatron_prism.memory import baseline
-
     record, check = args.action == "record", args.action == "check"
     fix = f"prism memory {args.action} {args.programs} --baseline FILE, or prism fit"
     refuse(
@@ -89,39 +86,62 @@ def memory(args: argparse.Namespace) -> int:
         (not record and not args.baseline, f"prism memory {args.action} needs a baseline", fix),
         (record and not args.out, "a baseline needs a file to write", "-o FILE.json"),
     )  # fmt: skip
-    limit = limit_of(args.limit, args.headroom) if check else None
-    before = None
-    if record:
-        check_outputs([Path(args.out)], args.force, [args.programs])
-    else:
-        before = baseline.load(args.baseline)  # a file that is no baseline is not replaced
+    return _record(args) if record else _compare(args)
+
+
+def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.memory.baseline import peak_memory
+
     programs = open_programs(args.programs, partial=True)
     warn_absent(programs)
-    alloc = (args.alloc or "") if before is None else before.job.get("alloc_conf", "")
     known = None if args.device == "none" else args.device
-    after = baseline.peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
-    if before is None:
-        path = baseline.save(after, args.out, force=args.force)
-        if not write_data(args, json.loads(path.read_text(encoding="utf-8")), after.to_rows()):
-            print(f"{after.to_text()}wrote {args.out}")
-        return 0
+    return peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
+
+
+def _record(args: argparse.Namespace) -> Answer:
+    from megatron_prism.memory import baseline
+
+    check_outputs([Path(args.out)], args.force, [args.programs])
+    after = _measure(args, args.alloc or "")
+    path = baseline.save(after, args.out, force=args.force)
+    return Answer(
+        lambda: json.loads(path.read_text(encoding="utf-8")),
+        lambda: print(f"{after.to_text()}wrote {args.out}"),
+        after.to_rows,
+    )
+
+
+def _compare(args: argparse.Namespace) -> Answer:
+    """Check, or update, which takes any job's."""
+    from megatron_prism.memory import baseline
+
+    check = args.action == "check"
+    limit = limit_of(args.limit, args.headroom) if check else None
+    before = baseline.load(args.baseline)  # a file that is no baseline is not replaced
+    after = _measure(args, before.job.get("alloc_conf", ""))
     leak = baseline.LEAK if args.leak is None or not check else args.leak
     changes = baseline.compare(before, after, tol_bytes=args.tol if check else 0, limit=limit,
                                leak_bytes=leak, any_job=not check)  # fmt: skip
-    status = _report(args, changes)
+    failed = [change for change in changes if change.fails]
+    rows = [asdict(change) | {"fails": change.fails} for change in changes]
+    value = {"schema": "prism.memory_changes/1", "against": str(args.baseline),
+             "failures": len(failed), "changes": rows}  # fmt: skip
     if not check:
         baseline.save(after, args.baseline, force=True)
-        if not args.json:
+    known = all(one.get("peak_device") is not None for one in after.classes.values())
+    over = any(change.what == "over" for change in changes)
+
+    def page() -> None:
+        _print(args, changes)
+        if not check:
             print(f"updated {args.baseline}")
-        return 0
-    if limit is not None and not args.json:
-        if any(change.what == "over" for change in changes):
-            print(f"next: prism fit {args.programs} --limit {args.limit}")
-        else:
-            device = all(one.get("peak_device") is not None for one in after.classes.values())
-            what = "device bytes" if device else "reserved bytes only, device is unknown"
+        elif limit is not None and not over:
+            what = "device bytes" if known else "reserved bytes only, device is unknown"
             print(f"every class fits into {exact(limit)} ({what}, modelled)")
-    return status
+
+    words = f"prism fit {args.programs} --limit {args.limit}" if over else ""
+    return Answer(lambda: value, page, lambda: rows, words, int(check and bool(failed)))
 
 
 def limit_of(limit: str | None, headroom: int | None) -> int | None:
@@ -138,20 +158,13 @@ def limit_of(limit: str | None, headroom: int | None) -> int | None:
     return most - (headroom or 0)
 
 
-def _report(args: argparse.Namespace, changes: list[Change]) -> int:
-    path = str(args.baseline)
+def _print(args: argparse.Namespace, changes: list[Change]) -> None:
     failed = [change for change in changes if change.fails]
-    shown = [asdict(change) | {"fails": change.fails} for change in changes]
-    value = {"schema": "prism.memory_changes/1", "against": path, "failures": len(failed),
-             "changes": shown}  # fmt: skip
-    if write_data(args, value, shown):
-        return 1 if failed else 0
     for change in changes:
         if change.what != "same":
             print(describe(change))
             if args.github and change.fails:
-                print(annotation(change, path))
+                print(annotation(change, args.baseline))
     if any(change.what == "shrunk" for change in changes) and not failed:
-        print(f"smaller than {path}: prism memory update keeps it that way")
+        print(f"smaller than {args.baseline}: prism memory update keeps it that way")
     print(f"{len(failed)} failure{'s'[len(failed) == 1 :]}" if failed else "no class grew")
-    return 1 if failed else 0

@@ -471,5 +471,5 @@ def _growths(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, 
     found = [Growth("other", "smaller ones", "", rest)] if rest else []
     for (kind, module, _), moved in lines.items():
         if size := sum(size for size, _ in moved):
-            found.append(Growth(kind, module, max(moved, key=lambda one: one[0])[1], size))
+            found.append(Growth(kind, module, max(moved, key=lambda one: max(one[0], -1))[1], size))
     return tuple(sorted(found, key=lambda g: (-g.num_bytes, g.kind, g.module, g.site)))
