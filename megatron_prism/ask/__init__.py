@@ -2,4 +2,5 @@
 
 fit.py      whether a job fits, what its peak is made of, what frees enough: ``prism.fit``
 compare.py  two jobs, or a job and what was recorded of it: ``prism.compare``
+scale.py    what changes between two sizes of a job
 """

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
+from megatron_prism.ask.scale import ScaleChange, scale_changes
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import rendered
@@ -67,6 +68,7 @@ class Comparison:
     changes    : B's peaks against A's, by class
     first      : of the ranks that both have: the ops in which they differ first; None if they are
                  of other sizes
+    scale      : what else changes then
     """
 
     names: tuple[str, str]
@@ -80,6 +82,7 @@ class Comparison:
     changes: tuple[Change, ...]
     first: tuple[FirstDifference, ...] | None
     timelines: tuple[Timeline, Timeline] | None = field(repr=False, default=None)
+    scale: tuple[ScaleChange, ...] = ()
 
     @cached_property
     def same(self) -> bool:
@@ -108,6 +111,7 @@ class Comparison:
             "parts": self.to_rows(),
             "changes": [asdict(one) for one in self.changes],
             "first": None if self.first is None else [one.to_json() for one in self.first],
+            "scale": [asdict(one) for one in self.scale],
             "sources": [list(one.prices.used()) for one in self.timelines or ()],
         }
 
@@ -200,6 +204,7 @@ def _jobs(
         names, tuple(_settings(programs)), iterations, why, found, tuple(times), memory,
         tuple(_kinds(*memory)) if memory else (),
         tuple(_changes(*memory)) if memory else (), first, timelines,
+        scale_changes(*timed) if timed and first is None else (),
     )  # fmt: skip
 
 

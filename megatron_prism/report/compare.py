@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_prism.memory.baseline import Change
 
 _NAMES = {**PARTS, "device": "= device"}
-_SETTINGS, _CLASSES, _ORIGINS = 12, 8, 6  # shown of each
+_SETTINGS, _CLASSES, _ORIGINS, _SCALE = 12, 8, 6, 24  # shown of each
 
 
 def render_text(found: Comparison) -> str:
@@ -115,6 +115,12 @@ def _change(change: Change) -> Iterator[str]:
 
 
 def _ops(found: Comparison) -> Iterator[str]:
+    if found.scale:
+        yield "what changes with scale"
+    for change in found.scale[:_SCALE]:
+        yield from folded(f"  {with_short_names(str(change))}", 4)
+    if len(found.scale) > _SCALE:
+        yield f"  and {len(found.scale) - _SCALE} more: --json has all"
     if found.first is None:
         return
     if not found.first:
