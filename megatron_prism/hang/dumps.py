@@ -15,15 +15,14 @@ import re
 import signal
 import threading
 import zlib
-from array import array
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -178,8 +177,8 @@ def entries_of(raw: Sequence[_RawEntry]) -> tuple[Entry, ...]:
         if record is None or calls is None:  # of an older release
             record, calls = _first(row.record_id, row.id, number), _first(calls, row.seq_id)
         seq = calls if to < 0 else row.p2p_seq_id
-        made.append((record, group, desc, op, _known(seq), calls, to, numbers, dtypes, state, done,
-                     where, _known(timeout), _known(row.time_created_ns)))  # fmt: skip
+        made.append((record, group, desc, op, _first(seq), calls, to, numbers, dtypes, state, done,
+                     where, _first(timeout), _first(row.time_created_ns)))  # fmt: skip
     return tuple(map(Entry._make, made))
 
 
@@ -340,10 +339,6 @@ def _first(*values: int | None) -> int:
     return next((value for value in values if value is not None), -1)
 
 
-def _known(value: int | None) -> int:
-    return -1 if value is None else value
-
-
 def _numbers(sizes: _Sizes) -> tuple[int, ...]:
     """Elements of each tensor."""
     counts = (math.prod(shape[:64]) for shape in sizes or ())
@@ -447,17 +442,15 @@ def dump_files(folder: Path) -> dict[int, Path]:
     there = [p for p in paths if _may_be_dump(p.name) and p.is_file()]
     if not there:
         raise DumpError(f"no file in {folder} has a name that ends in a rank", fix=_instead(paths))
-    found, twice = _by_rank(there, _RANK)
-    if twice:  # rank_3_20260817 of a job whose name stands in front
-        other, still = _by_rank(there, _LOOSE)
-        found, twice = (found, twice) if still else (other, still)
-    if twice:
-        rank, one, another = twice
-        raise DumpError(
-            f"{one.name} and {another.name} in {folder} are both of rank {rank}",
-            fix="keep the dumps of one hang per folder, each named after its global rank",
-        )
-    return found
+    named = [_by_rank(there, word) for word in (_RANK, _LOOSE)]
+    for found in named:  # the second: rank_3_20260817 of a job whose name stands in front
+        if len(found) == len(there):
+            return {rank: paths[0] for rank, paths in found.items()}
+    rank, paths = next(row for row in named[0].items() if len(row[1]) > 1)
+    raise DumpError(
+        f"{paths[0].name} and {paths[1].name} in {folder} are both of rank {rank}",
+        fix="keep the dumps of one hang per folder, each named after its global rank",
+    )
 
 
 def has_dumps(folder: Path) -> bool:
@@ -471,18 +464,13 @@ def _may_be_dump(name: str) -> bool:
     return name[0] != "." and bool(_FILE.search(name) or worded)
 
 
-def _by_rank(
-    paths: list[Path], word: re.Pattern[str]
-) -> tuple[dict[int, Path], tuple[int, Path, Path] | None]:
-    """(rank -> file, two of one rank); the rank stands behind the last ``word``, or at the end."""
-    found: dict[int, Path] = {}
+def _by_rank(paths: list[Path], word: re.Pattern[str]) -> dict[int, list[Path]]:
+    """rank -> its files; the rank stands behind the last ``word``, or at the end."""
+    found: dict[int, list[Path]] = defaultdict(list)
     for path in paths:
         ends = _FILE.search(path.name)
-        rank = int((word.findall(path.name) or [ends[1] if ends else -1])[-1])
-        if rank in found:
-            return found, (rank, found[rank], path)
-        found[rank] = path
-    return found, None
+        found[int((word.findall(path.name) or [ends[1] if ends else -1])[-1])].append(path)
+    return found
 
 
 def rank_of_name(name: str) -> int | None:
@@ -495,12 +483,9 @@ def _instead(paths: list[Path]) -> str:
     """What to do about a folder in which no file is a dump."""
     if any(_PACKED.search(path.name) for path in paths):
         return "unpack the files: gunzip, unzstd or tar xf"
-    folders = [p for p in paths if p.is_dir() and os.access(p, os.R_OK | os.X_OK)]
-    inside = [p for p in folders if any(_FILE.search(f.name) and f.is_file() for f in p.iterdir())]
-    if not inside:
-        return FIX
-    if len(inside) == 1:
-        return f"name its folder {inside[0]}"
+    inside = [p for p in paths if os.access(p, os.R_OK | os.X_OK) and has_dumps(p)]
+    if len(inside) < 2:
+        return f"name its folder {inside[0]}" if inside else FIX
     several = ", ".join(str(p) for p in inside[:4]) + (" …" if len(inside) > 4 else "")
     return f"one of its folders ({several}), or, if they are a folder per node, put all into one"
 
@@ -577,7 +562,11 @@ def of_value(value: object, rank: int) -> Dump:
     groups = {str(n): _group(str(n), g) for n, g in (top.pg_config or {}).items() if g != "[]"}
     raw = top.entries or []
     entries = entries_of(raw)
-    status = {str(i): _status(s) for i, s in (top.pg_status or {}).items()}
+    status = {
+        str(i): Status(_first(s.last_enqueued_collective), _first(s.last_started_collective),
+                       _first(s.last_completed_collective))
+        for i, s in (top.pg_status or {}).items()
+    }  # fmt: skip
     dead = _aborted_ids(raw, status, len(groups))
     if dead:
         raw = [e for e in raw if str(e.pg_id) not in dead]
@@ -603,29 +592,17 @@ def of_value(value: object, rank: int) -> Dump:
 def _group(name: str, config: _RawGroup | str) -> Group:
     if isinstance(config, str):
         raise ValueError(f"pg_config {name:.20}: expected an object, not a str")
-    desc = (config.desc or "")[:200]
-    if isinstance(config.ranks, str):  # thousands of dumps say the same of their largest groups
-        return _group_of_text(name, desc, config.ranks)
-    return _made(name, desc, tuple(config.ranks))
+    ranks = config.ranks if isinstance(config.ranks, str) else tuple(config.ranks)
+    return _shared_group(name, (config.desc or "")[:200], ranks)
 
 
-@lru_cache(maxsize=4096)
-def _group_of_text(name: str, desc: str, ranks: str) -> Group:
-    return _made(name, desc, tuple(map(int, re.findall(r"-?[0-9]{1,9}", ranks))))
-
-
-def _made(name: str, desc: str, members: tuple[int, ...]) -> Group:
+@lru_cache(maxsize=4096)  # thousands of dumps say the same of their largest groups
+def _shared_group(name: str, desc: str, ranks: str | tuple[int, ...]) -> Group:
+    numbers = re.findall(r"-?[0-9]{1,9}", ranks) if isinstance(ranks, str) else ranks
+    members = tuple(map(int, numbers))
     if len(set(members)) != len(members) or any(not 0 <= r < 1 << 31 for r in members):
         raise ValueError(f"group {name:.20} has members that cannot be")
     return Group(name, desc, members)
-
-
-def _status(row: _RawStatus) -> Status:
-    return Status(
-        _first(row.last_enqueued_collective),
-        _first(row.last_started_collective),
-        _first(row.last_completed_collective),
-    )
 
 
 def _aborted_ids(raw: Sequence[_RawEntry], status: Mapping[str, Status], groups: int) -> set[str]:
@@ -660,13 +637,8 @@ def _names_of_ids(
     return {i: name for i, name in known.items() if i in status}
 
 
-Packed = tuple[Any, ...]  # the fields of a Dump, its entries by columns
-
-_MOST = 8
-_AHEAD = 4  # dumps for each worker that are under way, so that none waits for the next
+_MOST = 8  # processes
 _EACH = 24  # dumps for which another process pays: it takes 0.3 s to start
-_WORDS = [f in ("group", "desc", "op", "numbers", "dtypes", "state", "done", "site")
-          for f in Entry._fields]  # fmt: skip
 
 
 def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSet:
@@ -684,23 +656,18 @@ def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSe
         return gather(loaded)
 
 
-def _loaded(
-    files: dict[int, Path], processes: int
-) -> Generator[tuple[int, Dump | DumpError], None, None]:
-    """(rank, its dump), ranks ascending; few are under way, so that none waits in memory."""
-    todo, running = iter(sorted(files)), deque[tuple[int, Future[Packed | DumpError]]]()
+_Loaded = Generator[tuple[int, Dump | DumpError], None, None]
+
+
+def _loaded(files: dict[int, Path], processes: int) -> _Loaded:
+    """(rank, its dump), ranks ascending."""
     largest = max(file.stat().st_size for file in files.values())
-    context = multiprocessing.get_context("spawn")
+    ranks, context = sorted(files), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _start_worker) as pool:
         try:
-            while True:
-                for rank in itertools.islice(todo, _AHEAD * processes - len(running)):
-                    running.append((rank, pool.submit(_load, rank, files[rank], largest)))
-                if not running:
-                    return
-                rank, one = running.popleft()
-                packed = one.result()
-                yield rank, packed if isinstance(packed, DumpError) else _unpack(packed)
+            paths = [files[rank] for rank in ranks]
+            loaded = pool.map(_load, ranks, paths, itertools.repeat(largest))
+            yield from zip(ranks, loaded, strict=True)
         except BrokenProcessPool as error:
             raise DumpError(
                 f"a process that read the dumps in {next(iter(files.values())).parent} was killed",
@@ -723,24 +690,6 @@ def _end_with(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-def _load(rank: int, file: Path, largest: int) -> Packed | DumpError:
+def _load(rank: int, file: Path, largest: int) -> Dump | DumpError:
     with bounded_memory(largest), no_collector():
-        found = load(rank, file)
-    return found if isinstance(found, DumpError) else _pack(found)
-
-
-def _pack(dump: Dump) -> Packed:
-    """Pickle writes a repeated object once, and an array as its bytes."""
-    columns = list(zip(*dump.entries, strict=True))
-    packed = [c if word else array("q", c) for c, word in zip(columns, _WORDS, strict=False)]
-    rest = dump.notes, dump.ids, dump.unnamed, dump.written_ns, dump.messages
-    return dump.rank, dump.version, dump.groups, dump.status, packed, *rest
-
-
-def _unpack(packed: Packed) -> Dump:
-    rank, version, groups, status, columns, *rest = packed
-    share: dict[int, int] = {}  # a number of 8 bytes is 32 as an object
-    lists = [c if word else list(map(share.setdefault, c, c))
-             for c, word in zip(columns, _WORDS, strict=False)]  # fmt: skip
-    entries = tuple(map(Entry._make, zip(*lists, strict=True)))
-    return Dump(rank, version, groups, status, entries, *rest)
+        return load(rank, file)

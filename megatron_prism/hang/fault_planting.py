@@ -35,10 +35,27 @@ from megatron_prism.replay.whatif import Edit
 Groups = Mapping[str, Membership]
 
 
+def left_out(ops: Sequence[Op], at: int) -> list[Op]:
+    """Without op ``at`` and the wait for it."""
+    handle = ops[at].handle
+    return [op for i, op in enumerate(ops)
+            if i != at and not (op.name == "wait" and op.handle == handle >= 0)]  # fmt: skip
+
+
+def twice(ops: Sequence[Op], at: int) -> list[Op]:
+    """With op ``at`` made once more before it."""
+    return [*ops[:at], dataclasses.replace(ops[at], handle=-1), *ops[at:]]
+
+
+def exchanged(ops: Sequence[Op], at: int, other: int) -> list[Op]:
+    """With two ops in each other's places."""
+    new = list(ops)
+    new[at], new[other] = ops[other], ops[at]
+    return new
+
+
 def _drop(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    gone = ops.pop(at)
-    if gone.handle >= 0:
-        ops[:] = [op for op in ops if not (op.name == "wait" and op.handle == gone.handle)]
+    ops[:] = left_out(ops, at)
 
 
 def _skip(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
@@ -55,8 +72,7 @@ def _swap(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> No
              if op.name == name and op.group and named_group(group, op.group)]  # fmt: skip
     if wanted >= len(found) or found[wanted] == at:
         raise UsageError(f"{fault}: rank {rank} has no such other call", fix="with=ep:all_to_all:0")
-    other = found[wanted]
-    ops[at], ops[other] = ops[other], ops[at]
+    ops[:] = exchanged(ops, at, found[wanted])
 
 
 def _group(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
@@ -67,7 +83,7 @@ def _group(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> N
 
 
 def _dup(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    ops.insert(at, dataclasses.replace(ops[at], handle=-1))
+    ops[:] = twice(ops, at)
 
 
 def _late(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
@@ -179,7 +195,8 @@ def plant(programs: Programs, faults: Iterable[Fault], seed: int = 0) -> Planted
             named = not wanted or any(named_group(wanted, name) for name in groups)
             raise UsageError(f"{fault} never fires: no such call on rank {ranks[0]}{others}",
                              fix=FIX if named else known)  # fmt: skip
-    changed = with_ops(programs, planter.edited)
+    edited = {r: ops for r, ops in planter.edited.items() if ops != list(programs.of(r))}
+    changed = with_ops(programs, edited)
     return PlantedFaults(changed, planter.stops, tuple(planter.hits), tuple(planter.edits))
 
 
@@ -187,9 +204,8 @@ def with_ops(programs: Programs, edited: Mapping[int, Sequence[Op]]) -> Programs
     """``programs`` where each rank of ``edited`` has those ops."""
     of, made = programs.program_of.copy(), list(programs.programs)
     for rank, ops in edited.items():
-        if list(ops) != list(programs.of(rank)):
-            of[rank] = len(made)
-            made.append(Program.from_ops(rank, ops))
+        of[rank] = len(made)
+        made.append(Program.from_ops(rank, ops))
     return dataclasses.replace(programs, programs=tuple(made), program_of=of)
 
 

@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import IS_CALL, IS_COLLECTIVE, Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.program import Programs
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
 from megatron_prism.hang.alignment import Alignment, Place, as_dumped, key, seen
 from megatron_prism.hang.dumps import DumpSet, Entry
+from megatron_prism.hang.fault_planting import exchanged, left_out, twice, with_ops
 from megatron_prism.hang.mismatch import find_mismatches
 from megatron_prism.hang.siblings import Way, batches_of, kind_of_change, way_text
 from megatron_prism.hang.state import JobState, call_text
@@ -47,7 +48,7 @@ class _Hypothesis:
     kind: str
     text: str
     index: int = -1
-    ops: tuple[Op, ...] | None = None
+    ops: Sequence[Op] | None = None
     fault: stall.RankFault | None = None
 
 
@@ -76,7 +77,7 @@ class Confirmation:
     stops: dict[int, int] = field(default_factory=dict)
 
 
-_Edit = tuple[str, str, int, tuple[Op, ...]]  # kind, what its rank does, at which op, its calls
+_Edit = tuple[str, str, int, Sequence[Op]]  # kind, what its rank does, at which op, its calls
 
 
 def explain(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Diagnosis:
@@ -284,16 +285,11 @@ class _Explainer:
     # -- what hypotheses lead to ------------------------------------------------------------------
     def _outcome(self, whys: Sequence[_Hypothesis]) -> _Outcome:
         """Run all ranks until nobody can go on."""
-        of, made = self.programs.program_of.copy(), list(self.programs.programs)
-        calls, faults = list(self.calls), dict[int, stall.RankFault]()
-        for why in whys:
-            if why.ops is not None:
-                of[why.rank] = len(made)
-                made.append(Program.from_ops(why.rank, why.ops))
-                calls.append(self._calls_of(why.ops))
-            elif why.fault is not None:
-                faults[why.rank] = why.fault
-        programs = dataclasses.replace(self.programs, programs=tuple(made), program_of=of)
+        faults = {why.rank: why.fault for why in whys if why.fault is not None}
+        edited = {why.rank: why.ops for why in whys if why.ops is not None}
+        programs = with_ops(self.programs, edited)
+        of, new = programs.program_of, programs.programs[len(self.calls) :]
+        calls = [*self.calls, *map(self._calls_of, new)]
         after = stall.run_until_stalled(programs, faults)
         self.tried += 1
         ends, same, issued = list(after.issued), set[int](), dict[int, int]()
@@ -411,28 +407,25 @@ class _Explainer:
             yield from _as_in_dump(ops, calls, entry)
         for i in calls:
             op = ops[i]
-            rest = (*ops[:i], *ops[i + 1 :])
-            left = (o for o in rest if not (o.name == "wait" and o.handle == op.handle >= 0))
             text = f"left out op {i} of its program, {op.name} of {op.group}"
-            yield "skipped call", text, i, tuple(left)
+            yield "skipped call", text, i, left_out(ops, i)
         for i in calls:
             op = ops[i]
             text = f"makes op {i} of its program twice, {op.name} of {op.group}"
-            yield "extra call", text, i, (*ops[:i], dataclasses.replace(op, handle=-1), *ops[i:])
+            yield "extra call", text, i, twice(ops, i)
             start = self.groups[op.group].start
             if op.name in ("send", "recv") and 2 * op.peer % int(start[1] - start[0]):
                 text = f"makes op {i} of its program, {op.name}, with the other neighbour"
                 turned = dataclasses.replace(op, peer=-op.peer)
-                yield "order", text, i, (*ops[:i], turned, *ops[i + 1 :])
+                yield "order", text, i, [*ops[:i], turned, *ops[i + 1 :]]
         for i, j in itertools.pairwise(calls):
             if self._key(ops[i]) != self._key(ops[j]):
-                yield _exchanged(ops, i, j)
+                yield _order(ops, i, j)
 
 
-def _exchanged(ops: list[Op], i: int, j: int) -> _Edit:
-    new = list(ops)
-    new[i], new[j] = ops[j], ops[i]
-    return "order", f"makes ops {i} and {j} of its program the other way round", i, tuple(new)
+def _order(ops: list[Op], i: int, j: int) -> _Edit:
+    text = f"makes ops {i} and {j} of its program the other way round"
+    return "order", text, i, exchanged(ops, i, j)
 
 
 def _as_in_dump(ops: list[Op], calls: list[int], entry: Entry) -> Iterator[_Edit]:
@@ -446,11 +439,11 @@ def _as_in_dump(ops: list[Op], calls: list[int], entry: Entry) -> Iterator[_Edit
             continue
         fields = zip(("operation", "dtype", "shape"), key(op), seen(entry), strict=True)
         text = f"calls {call_text(entry)} where its program has {op.name} (op {i})"
-        new = (*ops[:i], as_dumped(op, entry), *ops[i + 1 :])
+        new = [*ops[:i], as_dumped(op, entry), *ops[i + 1 :]]
         yield next(kind for kind, a, b in fields if a != b), text, i, new
-        yield from (_exchanged(ops, i, j) for j in mine[place + 1 :] if key(ops[j]) == seen(entry))
+        yield from (_order(ops, i, j) for j in mine[place + 1 :] if key(ops[j]) == seen(entry))
     if mine and not entry.pair and all(key(ops[i]) != seen(entry) for i in mine):
         added = dataclasses.replace(as_dumped(ops[mine[0]], entry), handle=-1, batch=-1)
         text = f"calls {call_text(entry)}, which its program has nowhere"
         for i in calls:
-            yield "extra call", text, i, (*ops[:i], added, *ops[i:])
+            yield "extra call", text, i, [*ops[:i], added, *ops[i:]]
