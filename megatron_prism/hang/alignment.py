@@ -22,6 +22,7 @@ from megatron_prism.hang.state import JobState
 
 _STRETCH = 256  # calls of the history that are compared
 _DTYPES = {word: name for name, word in export.DTYPE_WORDS.items()}
+Key = tuple[object, ...]  # operation, dtype, elements
 _UNSIZED = ("all_to_all", "barrier")  # their sizes differ from iteration to iteration
 
 
@@ -52,12 +53,12 @@ class Place:
         return f"rank {self.rank}: {when}last issued {what}"
 
 
-def key(op: Op) -> tuple[object, ...]:
+def key(op: Op) -> Key:
     size = -1 if op.name in _UNSIZED else max(op.num_in, op.num_out)
     return op.name, export.DTYPE_WORDS.get(op.dtype, "Float"), size
 
 
-def seen(entry: Entry) -> tuple[object, ...]:
+def seen(entry: Entry) -> Key:
     sizes = [n for side in entry.numbers for n in side]
     size = -1 if entry.op in _UNSIZED else max(sizes, default=-1)
     return entry.op, next(iter(entry.dtypes), ""), size
@@ -76,22 +77,13 @@ def as_dumped(op: Op, entry: Entry) -> Op:
     )  # fmt: skip
 
 
-class _Fifo:
-    """The calls of one program in one group: keys, and how many were issued up to every call."""
-
-    def __init__(self, keys: list[tuple[object, ...]]) -> None:
-        self.keys = keys
-
-    def counts(self, seen: list[tuple[object, ...]]) -> set[int]:
-        """After how many calls of the iteration ``seen`` can be the last ones; 0 is a whole one."""
-        size = len(self.keys)
-        seen = seen[-size:]
-        return {
-            count % size
-            for count in range(1, size + 1)
-            if all(self.keys[(count - 1 - back) % size] == key
-                   for back, key in enumerate(reversed(seen)))
-        }  # fmt: skip
+def _counts(keys: list[Key], last: list[Key]) -> set[int]:
+    """After how many of an iteration's calls ``keys`` the last ones can be ``last``; 0 is a whole
+    one."""
+    size = len(keys)
+    return {count % size for count in range(1, size + 1)
+            if all(keys[(count - 1 - back) % size] == key
+                   for back, key in enumerate(last[: -size - 1 : -1]))}  # fmt: skip
 
 
 class Alignment:
@@ -99,14 +91,14 @@ class Alignment:
 
     def __init__(self, state: JobState, programs: Programs) -> None:
         self.state, self.programs = state, programs
-        self.fifos: dict[int, dict[tuple[str, bool], _Fifo]] = {}
-        self.orders: dict[int, list[tuple[object, ...]]] = {}
+        self.fifos: dict[int, dict[tuple[str, bool], list[Key]]] = {}
+        self.orders: dict[int, list[Key]] = {}
         self.steps: dict[int, list[tuple[int, dict[tuple[str, bool], int]]]] = {}
         for number, program in enumerate(programs.programs):
             self._read(number, list(program))
 
     def _read(self, number: int, ops: list[Op]) -> None:
-        keys: dict[tuple[str, bool], list[tuple[object, ...]]] = defaultdict(list)
+        keys: dict[tuple[str, bool], list[Key]] = defaultdict(list)
         steps: list[tuple[int, dict[tuple[str, bool], int]]] = []
         for index, op in enumerate(ops):
             if op.group:
@@ -114,7 +106,7 @@ class Alignment:
                 keys[group].append(key(op))
                 steps.append((index, {g: len(k) for g, k in keys.items()}))
         self.orders[number] = [(op.group, *key(op)) for op in ops if op.group]
-        self.fifos[number] = {g: _Fifo(k) for g, k in keys.items()}
+        self.fifos[number] = dict(keys)
         self.steps[number] = steps
 
     def places(self) -> dict[int, Place]:
@@ -125,18 +117,16 @@ class Alignment:
         """Steps of the program of ``rank`` after which its dump may have been taken."""
         number, dump = int(self.programs.program_of[rank]), self.state.dumps[rank]
         fifos, steps = self.fifos[number], self.steps[number]
-        calls: dict[tuple[str, bool], list[tuple[object, ...]]] = defaultdict(list)
-        order: list[tuple[object, ...]] = []
+        calls: dict[tuple[str, bool], list[Key]] = defaultdict(list)
+        order: list[Key] = []
         for e in dump.entries:
             if e.op != "coalesced" and (e.desc, e.pair) in fifos:
                 calls[e.desc, e.pair].append(seen(e))
                 order.append((e.desc, *seen(e)))
-        allowed = {g: fifos[g].counts(s) for g, s in calls.items()}
-        found = [
-            step
-            for step, (_, counts) in enumerate(steps)
-            if all(counts.get(g, 0) % len(fifos[g].keys) in c for g, c in allowed.items())
-        ]
+        allowed = {g: _counts(fifos[g], s) for g, s in calls.items()}
+        found = [step for step, (_, counts) in enumerate(steps)
+                 if all(counts.get(g, 0) % len(fifos[g]) in c for g, c in allowed.items())
+                 ]  # fmt: skip
         if not any(e.done for e in dump.entries):
             return found
         if dump.entries[-1].record < len(dump.entries):  # all since the job began
@@ -159,7 +149,7 @@ class Alignment:
                 return index
         return self.steps[number][0][0]
 
-    def _stretch(self, number: int, step: int, order: list[tuple[object, ...]]) -> int:
+    def _stretch(self, number: int, step: int, order: list[Key]) -> int:
         """How many of the last calls are those of the program up to ``step``, going backwards."""
         calls = self.orders[number]
         for back, key in enumerate(reversed(order)):
@@ -187,7 +177,7 @@ class Alignment:
             group = self.state.groups.get(name)
             if member != rank or group is None or (group.desc, False) not in self.fifos[number]:
                 continue
-            size = len(self.fifos[number][group.desc, False].keys)
+            size = len(self.fifos[number][group.desc, False])
             if size > best:
                 best, found = size, 1 + (count - counts.get((group.desc, False), 0)) // size
         return max(0, found)

@@ -40,22 +40,18 @@ _TYPES = {
 }  # fmt: skip
 
 
-def first(state: JobState) -> str:
-    """The sentence."""
-    waits = [
-        (entry.created_ns + entry.timeout_ms * 1_000_000, rank, entry)
-        for rank, calls in state.outstanding.items()
-        for entry in calls
-        if entry.created_ns > consistency.EPOCH_NS and entry.timeout_ms > 0
-    ]
+def first_watchdog(state: JobState) -> str:
+    """Whose watchdog fires first, and what it prints; "" where no call has a time."""
+    waits = [(e.created_ns + e.timeout_ms * 10**6, rank, e)
+             for rank, calls in state.outstanding.items() for e in calls
+             if e.created_ns > consistency.EPOCH_NS and e.timeout_ms > 0]  # fmt: skip
     if not waits:
         return ""
-    begin = min(entry.created_ns for _, _, entry in waits)
     due, rank, entry = min(waits, key=lambda wait: wait[:2])
-    after = (due - begin) / 1e9
-    batched = bool(is_batched(state, rank, entry))
+    after = (due - min(e.created_ns for _, _, e in waits)) / 1e9
     return (f"rank {rank}, {after:.1f} s after the first call that waits was issued: "
-            + message(rank, entry, batched) + _audit(state))  # fmt: skip
+            + _message(rank, entry, bool(is_batched(state, rank, entry)))
+            + _audit(state))  # fmt: skip
 
 
 def _audit(state: JobState) -> str:
@@ -73,7 +69,7 @@ def stop_options(rank: int, call: str, site: str, more: str = "") -> str:
     return f"--prism-ranks {rank} --prism-break '{call}{at}{more}'"
 
 
-def message(rank: int, entry: Entry, batched: bool = False) -> str:
+def _message(rank: int, entry: Entry, batched: bool) -> str:
     """What the watchdog of ``rank`` prints about ``entry``, or the batch in which it is."""
     ins, outs = (0, 0) if batched and entry.pair else (sum(side) for side in entry.numbers)
     kind = "COALESCED" if batched else _TYPES.get(entry.op, entry.op.upper())
@@ -98,7 +94,7 @@ def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
     with no_collector():  # there are millions of entries, and no cycles
         parted = consistency.consistent_dumps(found if then is None else then)
         judge = _Judge(parted)
-        made = replace(judge.verdict(), watchdog=first(judge.state))
+        made = replace(judge.verdict(), watchdog=first_watchdog(judge.state))
         made = (consistency.unless_running(made, parted, judge.differ, judge.excused)
                 if then is None else consistency.unless_moved(made, found, then))  # fmt: skip
         return replace(made, decides=what_decides(made, judge.state))
@@ -161,22 +157,16 @@ class _Judge:
         entered = [odd for odd in odds if self._all_came(odd.entry)]
         self.split = any(not odd.ranks for odd in entered)
         found: dict[int, Culprit] = {}
-        did: tuple[Callable[[], list[Culprit]], ...] = (
-            self._ended,
-            self._outside,
-            lambda: self._odd(entered),
-            self._stuck,
-            lambda: self._ordered(odds),
-            lambda: self._odd(odds),
-            lambda: self._odd(siblings.find_broken_rhythms(state)),
-            lambda: self._few() if not odds or found else [],
-        )
-        for step in did:  # what a rank did needs no wait that leads to it
-            self._add(found, step)
-        if not found or self._held(found):
-            self._add(found, self._never_started, self._held(found))
-        if not found or self._held(found):
-            self._add(found, self._gone, self._held(found))
+        self._add(found, self._ended)  # what a rank did needs no wait that leads to it
+        self._add(found, self._outside)
+        self._add(found, lambda: self._odd(entered))
+        self._add(found, self._stuck)
+        self._add(found, lambda: self._ordered(odds))
+        self._add(found, lambda: self._odd(siblings.find_broken_rhythms(state)))
+        self._add(found, lambda: self._few() if not odds or found else [])
+        for step in (self._never_started, self._gone):
+            if not found or self._held(found):
+                self._add(found, step, self._held(found))
         if not found:
             self._add(found, lambda: self._ordered(odds, queued=True))
         if not found:
@@ -188,11 +178,9 @@ class _Judge:
         return self._result(named[0].kind, named)
 
     def _add(
-        self,
-        found: dict[int, Culprit],
-        step: Callable[[], list[Culprit]],
+        self, found: dict[int, Culprit], step: Callable[[], list[Culprit]],
         left: Collection[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add whom ``step`` names, with its evidence; beside others only who holds some of those
         ``left``, if there are any, and ranks without a dump only where they explain all waits."""
         kept, first = len(self.evidence), self.first
@@ -251,19 +239,13 @@ class _Judge:
         self.evidence += [f"{ranks_text(ranks)}: {text}" for text, ranks in rows[:8]]
         if 2 * len(rows[0][1]) > len(stacks):
             self.among = tuple(rank for _, ranks in rows[1:] for rank in ranks)
-        return replace(
-            self._result("undetermined", []),
-            missing=(
-                "dumps: a stack is of one moment, and says nothing of what the device waits for",
-            ),
-        )
+        missing = "dumps: a stack is of one moment, and says nothing of what the device waits for"
+        return replace(self._result("undetermined", []), missing=(missing,))
 
     def _grouped(self) -> list[Culprit]:
         """Who was started with other parallel sizes than most."""
-        why = (
-            "has other members in {} than the rest list: compare its parallel sizes and world size"
-        )
-        found = [Culprit(rank, "groups", why.format(group.desc))
+        found = [Culprit(rank, "groups", f"has other members in {group.desc} than the rest list: "
+                         "compare its parallel sizes and world size")
                  for rank, group in self.parted.otherwise.items()]  # fmt: skip
         self.evidence += [f"rank {c.rank} {c.why}" for c in found[:4]]
         self.doubt = True  # or dumps of another job
@@ -308,68 +290,75 @@ class _Judge:
 
     def _hosts(self) -> list[Culprit]:
         """Enqueue-late, and not because of its own waits."""
-        state, found = self.state, dict[int, tuple[Entry, str]]()
+        state, found = self.state, dict[int, Entry]()
         away = self.excused - self.parted.new.keys()  # their logs say where they wait
         for (_, rank), entry in sorted(state.lates.items(), key=lambda late: issue_order(late[1])):
-            if rank in {*found, *away} or rank not in state.dumps:
-                continue
-            if not state.outstanding[rank]:
-                found[rank] = (entry, "it waits for nobody")
-            elif any(e.launch in self.differ for e in state.outstanding[rank]):
-                continue  # members differ in a call in which it waits
-            elif not self.split and siblings.is_behind_replicas(state, rank):
-                found[rank] = (entry, "ranks with the same calls outstanding went on")
+            if rank in state.dumps and rank not in found and (
+                not state.outstanding[rank] or siblings.is_behind_replicas(state, rank)
+            ):  # fmt: skip
+                found[rank] = entry
         for rank, entry in waits.ranks_without_message(state):
-            found.setdefault(rank, (entry, "it waits for nobody"))
+            found.setdefault(rank, entry)
         for rank in (*state.mute(), *state.hidden, *away):
             found.pop(rank, None)
-        idle = {r for r, (_, why) in found.items() if why == "it waits for nobody"}
-        extra = self._extra(idle)
-        if extra:
+        idle = {rank for rank in found if not state.outstanding[rank]}
+        if extra := self._extra(idle):
             return extra
-        ahead = siblings.ranks_ahead(state, idle - self.parted.new.keys())
-        beyond = waits.waiting_for_dead(state, idle - ahead, waits.dead_ranks(state, ()))
-        if len(beyond) > 1:  # one may as well be stuck, and the other's file be lost
-            text = f"ranks {format_ranks(sorted(beyond))} may wait outside NCCL (gloo, the store)"
-            self.evidence.append(f"{text} for {format_ranks(state.missing)}")
-            ahead, idle = ahead | beyond, idle - beyond
         work = {rank: e.text for rank, events in state.events.items() for e in events
                 if e.kind == "at work"}  # fmt: skip
-        free = [rank for rank, calls in state.outstanding.items() if not calls]
-        few = 2 * len(free) < len(state.dumps)  # who enters a save alone errs, as who gets no data
-        for rank in sorted(idle - ahead - work.keys()):
-            if not siblings.is_between_iterations(state, rank):
+        excused, blamed = self._excuse(idle, work), list[Culprit]()
+        for rank, entry in found.items():
+            if rank in excused:
                 continue
-            self.evidence.append(f"rank {rank} waits outside NCCL (gloo, the store, files, data), "
-                                 "or is stuck: it stands between two iterations")  # fmt: skip
-            if not few:
-                self.among = (*self.among, rank)
-                ahead, idle = ahead | {rank}, idle - {rank}
-        self.excused |= ahead
-        if idle and (text := waits.why_hosts_wait(state, idle, ahead)):
-            self.doubt = True
-            self.evidence.append(text)
-        if one := waits.lacking_member(state, idle):
-            text = f"ranks {format_ranks(sorted(idle))} wait for nobody, and rank {one[0]} went on"
-            self.evidence.append(f"{text}: they may wait for it in {one[1]}, outside NCCL")
-            self.among = (*self.among, one[0], *idle)
-            self.excused |= idle
-            ahead = ahead | idle
-        blamed = []
-        for rank, (entry, why) in found.items():
-            if rank in ahead:
-                continue
-            kind, what = "host stuck", "never came to"
-            if rank not in idle and state.skipped(rank, entry):
-                kind, what, why = "skipped call", "skips", "its siblings made it before others"
-            if rank not in idle and len(state.siblings_of(rank)) == 2:
-                self.doubt = True
-                self.evidence.append(f"rank {rank} has one sibling: either of them may err")
+            kind, what, why = "host stuck", "never came to", "it waits for nobody"
+            if rank not in idle:
+                why = "ranks with the same calls outstanding went on"
+                if state.skipped(rank, entry):
+                    kind, what, why = "skipped call", "skips", "its siblings made it before others"
+                if len(state.siblings_of(rank)) == 2:
+                    self._doubt(f"rank {rank} has one sibling: either of them may err")
             text = f"{what} {call_text(entry)}; {why}"
             text += f"; its stack: {work[rank]}" if rank in work else ""
             self._note(entry, f"rank {rank} {text}")
             blamed.append(Culprit(rank, kind, text))
         return [b for b in blamed if b.rank not in self.parted.new] or blamed
+
+    def _excuse(self, idle: set[int], work: Collection[int]) -> set[int]:
+        """Those of ``idle`` who may wait for another outside NCCL; ``work``: whose stacks say
+        that they do not."""
+        state = self.state
+        ahead = siblings.ranks_ahead(state, idle - self.parted.new.keys())
+        apart = waits.waiting_for_dead(state, idle - ahead, waits.dead_ranks(state, ()))
+        if len(apart) > 1:  # one may as well be stuck, and the other's file be lost
+            text = f"ranks {format_ranks(sorted(apart))} may wait outside NCCL (gloo, the store)"
+            self.evidence.append(f"{text} for {format_ranks(state.missing)}")
+        else:
+            apart = set()
+        # who enters a save alone errs, as who gets no data
+        alone = 2 * sum(not calls for calls in state.outstanding.values()) < len(state.dumps)
+        for rank in sorted(idle - ahead - apart - set(work)):
+            if siblings.is_between_iterations(state, rank):
+                self.evidence.append(f"rank {rank} waits outside NCCL (gloo, the store, files, "
+                                     "data), or is stuck: it stands between two "
+                                     "iterations")  # fmt: skip
+                self.among = (*self.among, *[rank] * (not alone))
+                apart |= set() if alone else {rank}
+        excused, idle = ahead | apart, idle - apart
+        self.excused |= excused
+        if idle and (text := waits.why_hosts_wait(state, idle, excused)):
+            self._doubt(text)
+        if one := waits.lacking_member(state, idle):
+            text = f"ranks {format_ranks(sorted(idle))} wait for nobody, and rank {one[0]} went on"
+            self.evidence.append(f"{text}: they may wait for it in {one[1]}, outside NCCL")
+            self.among = (*self.among, one[0], *idle)
+            self.excused |= idle
+            return excused | idle
+        return excused
+
+    def _doubt(self, text: str) -> None:
+        """Who is named may be a victim of something that dumps lack."""
+        self.doubt = True
+        self.evidence.append(text)
 
     def _extra(self, idle: set[int]) -> list[Culprit]:
         """A few who wait in a call that most, done with all of theirs, never make."""
@@ -382,9 +371,8 @@ class _Judge:
             return []
         for rank, entry in came.items():
             self._note(entry, f"rank {rank} waits in {call_text(entry)}, which nobody else makes")
-        self.doubt = True
-        self.evidence.append(f"or ranks {format_ranks(sorted(idle))} are held up before it (files, "
-                             "data, gloo): they wait for nobody")  # fmt: skip
+        self._doubt(f"or ranks {format_ranks(sorted(idle))} are held up before it (files, data, "
+                    "gloo): they wait for nobody")  # fmt: skip
         return [Culprit(r, "extra call", f"makes {call_text(e)} alone") for r, e in came.items()]
 
     def _gone(self) -> list[Culprit]:
@@ -409,13 +397,12 @@ class _Judge:
         # of those who differ in one call, it says nothing that all of them are at odds with others
         if about is None or not odd or (among and (among <= odd.keys() or among.isdisjoint(odd))):
             return []
-        if not (ranks := waits.ranks_where_waits_end(self.state, sorted(among & set(odd) or odd))):
+        if not (ranks := waits.ranks_where_waits_end(self.state, sorted(odd))):
             return []
         text = f"issues {about.text} otherwise than its siblings"
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-        if doubts := waits.supporting_evidence(self.state, ranks):
-            self.doubt = True
-            self.evidence += doubts
+        for doubt in waits.supporting_evidence(self.state, ranks):
+            self._doubt(doubt)
         self.first = odds[0].entry if odds else siblings.call_of(self.state, about, ranks[0])
         if self.first is not None:
             self.evidence.append(f"first: {call_text(self.first)}")
@@ -435,8 +422,7 @@ class _Judge:
     def _nobody(self, odds: list[Mismatch]) -> Diagnosis:
         self.evidence += map(str, odds[:3])
         if odds:
-            self.first = odds[0].entry
-            self.among = self.among or odds[0].among
+            self.first, self.among = odds[0].entry, self.among or odds[0].among
         state, cycle = self.state, waits.smallest_cycle(self.state)
         ends = waits.last_waited_for(state)
         if cycle:

@@ -25,6 +25,7 @@ from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import waits
 from megatron_prism.hang.dumps import Dump, DumpSet, Group, Launch
+from megatron_prism.hang.siblings import fewest_at_odds
 from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Diagnosis
 
@@ -148,21 +149,16 @@ def unless_moved(verdict: Diagnosis, before: DumpSet, after: DumpSet) -> Diagnos
     """
     both = sorted(before.dumps.keys() & after.dumps.keys())
     moved = [rank for rank in both if position(before.dumps[rank]) != position(after.dumps[rank])]
-    if not both:
-        text = "no rank left a dump in both sets: what moved is not known"
-    else:
-        text = (
-            f"{len(moved)} of {counted(len(both), 'rank')} made calls, or saw one end, in between"
-        )
+    text = f"{len(moved)} of {counted(len(both), 'rank')} made calls, or saw one end, in between"
+    text = text if both else "no rank left a dump in both sets: what moved is not known"
     evidence = (text, *verdict.evidence)
     if both and len(moved) == len(both):
         return Diagnosis("healthy", evidence=evidence, missing=verdict.missing)
-    left = tuple(culprit for culprit in verdict.culprits if culprit.rank not in moved)
     if not moved and both:
         return replace(verdict, evidence=evidence)
-    candidates = tuple(c.rank for c in left) or verdict.candidates
-    return replace(verdict, verdict="undetermined", culprits=(), candidates=candidates,
-                   confidence="possible", evidence=evidence)  # fmt: skip
+    left = tuple(culprit.rank for culprit in verdict.culprits if culprit.rank not in moved)
+    return replace(verdict, verdict="undetermined", culprits=(), confidence="possible",
+                   candidates=left or verdict.candidates, evidence=evidence)  # fmt: skip
 
 
 def position(dump: Dump) -> tuple[object, ...]:
@@ -174,30 +170,21 @@ def position(dump: Dump) -> tuple[object, ...]:
 def _free_of(state: JobState, ranks: Collection[int], differ: Collection[Launch]) -> list[int]:
     """Who waits, and in the end for none of ``ranks``, nor for somebody of whom dumps do not say
     what it waits for."""
-    back = defaultdict[int, set[int]](set)
-    for rank, others in waits.whom_calls_need(state, differ=differ).items():
-        for other in others:
-            back[other].add(rank)
+    back = waits.reversed_edges(waits.whom_calls_need(state, differ=differ))
     unknown = {*state.hidden, *state.mute(), *(back.keys() - state.dumps.keys())}
-    # messages have no number in common: which of its own answers this one nobody knows
-    asked = {r for r in state.outstanding if (e := state.head(r)) and e.pair
-             and state.other(r, e) in ranks}  # fmt: skip
-    reached = waits.reached_from({*ranks, *unknown, *asked}, back)
+    reached = waits.reached_from({*ranks, *unknown}, back)
     return [r for r, calls in state.outstanding.items() if calls and r not in reached]
 
 
 def _by_chance(verdict: Diagnosis, state: JobState) -> bool:
     """Whether they are too many to have stopped by themselves, and no group or stage as a whole,
     which may wait for what dumps do not show.  Hosts and devices do not stand for one reason."""
-    stuck: dict[str, set[int]] = defaultdict(set)
-    for culprit in verdict.culprits:
-        if culprit.kind in ("host stuck", "device stuck"):
-            stuck[culprit.kind].add(culprit.rank)
-    ranks = set[int]().union(*stuck.values())
+    stuck = [c for c in verdict.culprits if c.kind in _STILL]
+    ranks = {c.rank for c in stuck}
     most = min(_FEW, -(-len(state.dumps) // _EIGHT))
     units = (*(g.ranks for g in state.groups.values()), *state.siblings.values())
     whole = any(ranks == set(unit) != state.dumps.keys() for unit in units)
-    return len(stuck) > 1 or len(ranks) > most and not whole
+    return len({c.kind for c in stuck}) > 1 or len(ranks) > most and not whole
 
 
 def _named(found: DumpSet) -> DumpSet:
@@ -206,23 +193,21 @@ def _named(found: DumpSet) -> DumpSet:
     number is whose."""
     if not any(dump.unnamed for dump in found.dumps.values()):
         return found
-    told: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
+    known: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
     kinds = {rank: tuple(sorted(g.desc for g in d.groups.values()))
              for rank, d in found.dumps.items()}  # fmt: skip
     for rank, dump in found.dumps.items():
-        known = ((i, dump.groups[n].desc) for i, n in dump.ids.items() if n in dump.groups)
-        told[kinds[rank]].update(known)
+        rows = ((i, dump.groups[n].desc) for i, n in dump.ids.items() if n in dump.groups)
+        known[kinds[rank]].update(rows)
     dumps = dict(found.dumps)
     for rank, dump in found.dumps.items():
-        kind, descs = kinds[rank], dict(told[kinds[rank]])
-        sure = len(set(descs.values())) == len(descs) == len(told[kind])
-        if not dump.unnamed or not sure or len(set(kind)) < len(kind):
-            continue  # they contradict each other, or descriptions do not tell groups apart
+        rows, descs = known[kinds[rank]], dict(known[kinds[rank]])
         names = {group.desc: name for name, group in dump.groups.items()}
-        more = {names[descs[i]]: s for i, s in dump.unnamed.items() if i in descs}
-        notes = tuple(note for note in dump.notes if "cannot be named" not in note)
-        notes = notes if len(more) == len(dump.unnamed) else dump.notes
-        dumps[rank] = replace(dump, status={**more, **dump.status}, notes=notes)
+        if len(rows) == len(descs) == len(set(descs.values())) and len(names) == len(kinds[rank]):
+            more = {names[descs[i]]: s for i, s in dump.unnamed.items() if i in descs}
+            notes = tuple(note for note in dump.notes if len(more) < len(dump.unnamed)
+                          or "cannot be named" not in note)  # fmt: skip
+            dumps[rank] = replace(dump, status={**more, **dump.status}, notes=notes)
     return replace(found, dumps=dumps)
 
 
@@ -232,12 +217,8 @@ def _told_apart(found: DumpSet) -> DumpSet:
     shared = set[str]()
     for dump in found.dumps.values():
         names = {(g.name, g.desc) for g in dump.groups.values() if len(g.ranks) != 1}
-        if len({desc for _, desc in names}) < len(names):
-            shared |= {
-                desc
-                for desc, n in Counter(d for _, d in names).items()
-                if n > 1 and "_GROUP" not in desc
-            }  # Megatron's own words stay
+        counts = Counter(desc for _, desc in names)  # Megatron's own words stay
+        shared |= {desc for desc, n in counts.items() if n > 1 and "_GROUP" not in desc}
     if not shared:
         return found
     dumps = {}
@@ -250,6 +231,11 @@ def _told_apart(found: DumpSet) -> DumpSet:
     return replace(found, dumps=dumps)
 
 
+def _counts_collectives(state: JobState, group: Group) -> bool:
+    """Whether its counters are of collectives alone."""
+    return group.name not in state.pairs and not group.desc.startswith(_MIXED)
+
+
 def _without(found: DumpSet, apart: Collection[int]) -> JobState:
     kept = {rank: dump for rank, dump in found.dumps.items() if rank not in apart}
     return JobState(replace(found, dumps=kept))
@@ -257,22 +243,17 @@ def _without(found: DumpSet, apart: Collection[int]) -> JobState:
 
 def _aborted(state: JobState) -> dict[int, str]:
     """Ranks that say a call ended in which more of its members, several, still wait -> that."""
-    first: dict[str, tuple[int, str]] = {}
-    for calls in state.outstanding.values():
-        for e in calls:
-            if e.op in _JOINT and (e.group not in first or e.seq < first[e.group][0]):
-                first[e.group] = (e.seq, e.op)
+    calls = sorted((e.group, e.seq, e.op) for calls in state.outstanding.values() for e in calls
+                   if e.op in _JOINT)  # fmt: skip
+    first = {name: (seq, op) for name, seq, op in reversed(calls)}
     found: dict[int, str] = {}
     for name, (seq, op) in first.items():
         group = state.groups[name]
-        if name in state.pairs or group.desc.startswith(_MIXED):
+        if not _counts_collectives(state, group):
             continue
         ended = [r for r in group.ranks if state.completed.get((name, r), -1) >= seq]
-        wait = [
-            r
-            for r in group.ranks
-            if state.enqueued.get((name, r), -1) >= seq > state.completed.get((name, r), -1)
-        ]
+        wait = [r for r in group.ranks if state.completed.get((name, r), -1) < seq <=
+                state.enqueued.get((name, r), -1)]  # fmt: skip
         # an abort leaves nothing outstanding, and who waits elsewhere has not been through one
         absent = [r for r in group.ranks if r in state.dumps
                   and state.enqueued.get((name, r), -1) < seq]  # fmt: skip
@@ -313,15 +294,7 @@ def _other_groups(found: DumpSet) -> dict[int, Group]:
                 for other in others:
                     at_odds[other].add(rank)
                     where.setdefault(other, groups[other])
-    odd = set[int]()
-    while most := max(map(len, at_odds.values()), default=0):
-        worst = [rank for rank, others in at_odds.items() if len(others) == most]
-        if len(worst) > 1 and not all(at_odds[worst[0]] == at_odds[rank] for rank in worst):
-            return {r: where[r] for r, others in at_odds.items() if others or r in odd}
-        odd |= set(worst)
-        for rank in worst:
-            for other in at_odds.pop(rank):
-                at_odds[other].discard(rank)
+    odd, _ = fewest_at_odds(at_odds, dict.fromkeys(at_odds, 1))
     return {rank: where[rank] for rank in sorted(odd)}
 
 
@@ -342,16 +315,14 @@ def _stale(state: JobState) -> tuple[dict[int, str], dict[int, str], dict[int, s
     new: dict[int, str] = {}
     ahead: dict[int, str] = {}
     for name, group in state.groups.items():
-        if name in state.pairs or group.desc.startswith(_MIXED):
+        if not _counts_collectives(state, group):
             continue
         done = [(state.completed.get((name, r), -1), r) for r in group.ranks if r in state.dumps]
         last, where = max(done, default=(-1, -1))
         for _, rank in done:
             # of its calls that is not there
             first = max(1, state.enqueued.get((name, rank), last) + 1)
-            if first > last or rank in found or rank in new:
-                continue
-            if not _joint(state, name, first, last):
+            if first > last or rank in {*found, *new} or not _joint(state, name, first, last):
                 continue
             calls = f"#{first}" if first == last else f"#{first} to #{last}"
             ended = f"{calls} of {group.desc} ended on rank {where}"

@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import claimed, no_collector
-from megatron_prism.core.ops import IS_COLLECTIVE, Op
+from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Programs
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import stall, world_graph
@@ -36,11 +35,6 @@ from megatron_prism.hang.hypotheses import Confirmation
 from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
 from megatron_prism.replay.priced_graph import WhatIf, price
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from megatron_prism.hang.export import ExportSettings
 
 _SHOWN = 16  # ranks whose places are in the verdict
 Progress = Callable[[str, float], object]  # what is done, and which part of it, 0 to 1
@@ -172,7 +166,6 @@ def _cost(programs: Programs, planted: PlantedFaults) -> str:
             f"the replay on {healthy.machine.name}; nobody's watchdog fires")  # fmt: skip
 
 
-_COMPARED = ("name", "dtype", "reduce", "peer", "root", "num_in", "num_out", "batch")
 _RECORDED = (64, 0)  # calls of each rank that are judged around the first that waits; 0: all
 
 
@@ -184,77 +177,18 @@ def diagnose_graph(graph: WorldGraph) -> Diagnosis:
     return diagnose_stall(stall.run_until_stalled(graph.programs))
 
 
-class _Jury:
-    """Who of some ranks is the odd one?  Siblings (ranks of the same stage) that call otherwise
-    decide first, then the other members of the group; without a majority nobody is odd."""
-
-    def __init__(self, graph: WorldGraph) -> None:
-        self.graph = graph
-        world = graph.programs.world
-        self.stage = np.asarray(world._along("pp", np.arange(world.size)))
-        self._calls: dict[tuple[int, str, bool], bytes] = {}
-
-    def calls(self, rank: int, group: str, together: bool = False) -> bytes:
-        """What ``rank`` calls in its group (of any description: ""), as one value; ``together``:
-        only what all members call."""
-        classes = self.graph.classes
-        key = (classes.programs[classes.of[rank]], group, together)
-        if key not in self._calls:
-            program = self.graph.programs.programs[key[0]]
-            indices = np.sort(np.concatenate(list(program.groups().values()) or [np.empty(0, int)]))
-            if group:
-                indices = program.groups().get(group, indices[:0])
-            if together:
-                indices = indices[IS_COLLECTIVE[program.ops["name"][indices]]]
-            ops = program.ops[indices]
-            splits = [program.splits[i] if i >= 0 else None for i in ops["splits"].tolist()]
-            names = [program.strings[i] for i in ops["group"].tolist()]
-            self._calls[key] = repr((ops[list(_COMPARED)].tolist(), splits, names)).encode()
-        return self._calls[key]
-
-    def odd(self, ranks: set[int], group: str) -> list[int]:
-        """Those of ``ranks`` with whom no more siblings agree than with another call, where that
-        is not all of them; else members whom a strict majority of the group contradicts."""
-        outvoted = [r for r in sorted(ranks) if self._outvoted(r, self._siblings(r), group)]
-        if outvoted and (len(outvoted) < len(ranks) or len(ranks) == 1):
-            return outvoted
-        members = self.members(group, min(ranks))
-        return [r for r in members if self._outvoted(r, members, group, together=True)]
-
-    def members(self, group: str, rank: int) -> list[int]:
-        """Whom ``rank`` meets in ``group``; a wait for nothing is of no group."""
-        known = self.graph.groups.get(group)
-        return [] if known is None else known.group(rank).tolist()
-
-    def _siblings(self, rank: int) -> list[int]:
-        """Its stage, unless all of it runs one program."""
-        ranks = np.flatnonzero(self.stage == self.stage[rank])
-        return ranks.tolist() if len(np.unique(self.graph.classes.of[ranks])) > 1 else []
-
-    def _outvoted(self, rank: int, others: list[int], group: str, together: bool = False) -> bool:
-        votes = Counter(self.calls(r, group, together) for r in others)
-        mine = votes.pop(self.calls(rank, group, together), 0)
-        most = max(votes.values(), default=0)
-        return 2 * most > len(others) if together else most >= max(1, mine)
-
-
 def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
-    jury = _Jury(graph)
-    odd: Counter[int] = Counter()
-    for finding in findings:
-        odd.update(jury.odd(set(finding.ranks), finding.group))
-    ranks: list[int] = []
-    if odd:
-        rank, _ = odd.most_common(1)[0]
-        alike = graph.classes.ranks(int(graph.classes.of[rank])).tolist()
-        ranks = sorted({*alike, *(r for r, n in odd.items() if n == odd[rank])})
-    first = next((f for f in findings if odd.keys() & set(f.ranks)), findings[0])
-    members = jury.members(first.group, first.ranks[0])
+    """By calls that do not match: the rank that is the odd one in most of them, and all of its
+    class."""
+    votes = Counter(rank for finding in findings for rank in _odd(graph, finding))
+    classes = graph.classes
+    named = {int(classes.of[r]) for r, n in votes.items() if n == max(votes.values())}
+    ranks = sorted(r for number in named for r in classes.ranks(number).tolist())
+    first = next((f for f in findings if votes.keys() & set(f.ranks)), findings[0])
     line = next((x for x in first.picture.splitlines() if "<-- here" in x), first.picture)
-    op = line.partition(f"#{first.number} ")[2].split()
-    name = op[1] if len(op) > 1 else ""
-    victims = [Waiting(r, tuple(ranks), name, first.group, first.number)
-               for r in members if r not in ranks]  # fmt: skip
+    words = [*line.partition(f"#{first.number} ")[2].split(), "", ""]
+    victims = [Waiting(r, tuple(ranks), words[1], first.group, first.number)
+               for r in _members(graph, first) if r not in ranks]  # fmt: skip
     evidence = [f"{f.kind} in {f.group}, call #{f.number}: {f.likely}" for f in findings]
     if not ranks:
         evidence.append("no majority, among the members or the ranks of their stages, says which "
@@ -264,12 +198,32 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
         tuple(Culprit(r, _kind(graph, first, r), first.likely) for r in ranks),
         tuple(victims),
         first.group,
-        name,
+        words[1],
         first.number,
         "certain" if ranks else "possible",
         evidence=tuple(evidence),
         chain=tuple(first.picture.splitlines()),
     )
+
+
+def _odd(graph: WorldGraph, finding: Finding) -> list[int]:
+    """Votes: who of its ranks runs another program than most of its stage; else, where a group has
+    a majority, both ranks, and more the one that others contradict."""
+    world, of = graph.programs.world, graph.programs.program_of
+    stages = world._along("pp", np.arange(world.size))
+    odd = []
+    for rank in set(finding.ranks):
+        counts = Counter(of[stages == stages[rank]].tolist())
+        odd += [rank] * (counts[int(of[rank])] < max(counts.values()))
+    if len(odd) == 1:
+        return odd
+    return [*finding.ranks, finding.ranks[1]] if len(_members(graph, finding)) > 2 else []
+
+
+def _members(graph: WorldGraph, finding: Finding) -> list[int]:
+    """Who meets in the call of ``finding``; a wait for nothing is of no group."""
+    known = graph.groups.get(finding.group)
+    return [] if known is None else known.group(finding.ranks[0]).tolist()
 
 
 def _kind(graph: WorldGraph, finding: Finding, rank: int) -> str:
@@ -285,19 +239,18 @@ def diagnose_stall(
     state: StalledJob,
     healthy: Programs | None = None,
     told: Callable[[float], None] | None = None,
-    **how: Unpack[ExportSettings],
 ) -> Diagnosis:
-    """The verdict from the dumps that ``state`` leaves; ``how`` as in flight_export.dump_of.
+    """The verdict from the dumps that ``state`` leaves.
 
     healthy : the programs of the job; they decide between ranks of which dumps cannot tell
     told    : is told which part of the dumps is there, 0 to 1: 1,024 ranks may take a minute
     """
     if state.finished:
         return Diagnosis("healthy")
-    for last in (how["last"],) if "last" in how else _RECORDED:
-        dumps, how["last"] = {}, last
+    for last in _RECORDED:
+        dumps = {}
         with no_collector():
-            for rank, value in export.dumps_of(state, **how):
+            for rank, value in export.dumps_of(state, last=last):
                 dumps[rank] = of_value(value, rank)
                 if told is not None:
                     told((rank + 1) / state.programs.world.size)

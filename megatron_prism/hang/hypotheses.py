@@ -317,7 +317,7 @@ class _Explainer:
             fifo = self.overlay.fifos[int(self.programs.program_of[rank])].get((desc, False))
             if desc in earlier and fifo is not None and name not in self.state.pairs:
                 more = max(0, self.state.enqueued[name, rank]) - now - earlier[desc]
-                whole, rest = divmod(more, len(fifo.keys))
+                whole, rest = divmod(more, len(fifo))
                 turns[-1 if rest else whole + earlier.get("", 0)] += 1
         usual = max(turns.values(), default=0)
         return turns.total() - usual

@@ -203,19 +203,21 @@ def judge(before: Look, after: Look) -> Diagnosis:
 
 def still(before: Look, after: Look) -> bool:
     """Whether no rank made a call and no operation was launched between two looks."""
-    both = before.dumps.dumps.keys() & after.dumps.dumps.keys()
-    moved = any(
-        position(before.dumps.dumps[r]) != position(after.dumps.dumps[r]) for r in sorted(both)
-    )
-    ras = before.ras, after.ras
-    return not moved and (ras[0] is None or ras[1] is None or ras[0].counts == ras[1].counts)
+    was, now = before.dumps.dumps, after.dumps.dumps
+    moved = any(position(was[r]) != position(now[r]) for r in was.keys() & now.keys())
+    return not moved and not _ras_moved(before, after)
+
+
+def _ras_moved(before: Look, after: Look) -> bool:
+    ras, was = after.ras, before.ras
+    return ras is not None and was is not None and ras.counts != was.counts
 
 
 def _said_by_ras(before: Look, after: Look) -> list[str]:
     if after.ras is None:
         return []
-    moved = before.ras is not None and before.ras.counts != after.ras.counts
-    text = "moved" if moved else "did not move" if before.ras is not None else "were read once"
+    text = "did not move" if before.ras is not None else "were read once"
+    text = "moved" if _ras_moved(before, after) else text
     return [f"RAS: counts of operations {text}", *(f"RAS: {line}" for line in after.ras.lost[:8]),
             *(f"RAS: {line}" for line in after.ras.behind[:8])]  # fmt: skip
 
@@ -225,12 +227,12 @@ def _by_ras(before: Look, after: Look) -> Diagnosis:
     missing = ["dumps: no recorder on this host can be asked; next time TORCH_FR_BUFFER_SIZE=2000 "
                f"and {_PIPE}=/tmp/nccl_pipe_rank_"]  # fmt: skip
     missing += [f"rank {r}: {why}" for r, why in list(after.dumps.unreadable.items())[:4]]
-    ras, was = after.ras, before.ras
-    if ras is not None and was is not None and ras.counts != was.counts:
+    if _ras_moved(before, after):
         return Diagnosis("healthy", evidence=("operations were launched in between",),
                          missing=tuple(missing))  # fmt: skip
     ranks = {w.pid: w.rank for w in after.found.values()}
-    late = tuple(sorted({ranks[pid] for pid in (ras.pids if ras else ()) if pid in ranks}))
+    pids = after.ras.pids if after.ras is not None else ()
+    late = tuple(sorted({ranks[pid] for pid in pids if pid in ranks}))
     return Diagnosis("undetermined", confidence="possible", missing=tuple(missing),
                      candidates=late)  # fmt: skip
 
@@ -249,17 +251,16 @@ def stacks(suspects: list[Worker]) -> Iterator[str]:
 
 def prometheus(verdict: Diagnosis, at: Look) -> str:
     """The verdict for node_exporter's textfile collector."""
-    still = int(verdict.verdict != "healthy")
-    rows: list[tuple[str, str, list[tuple[str, object]]]] = [
-        ("prism_hang_still", "whether nothing moved between two looks", [("", still)]),
-        ("prism_hang_ranks", "ranks on this host", [("", len(at.found))]),
-        ("prism_hang_waiting", "ranks that wait", [("", len(verdict.victims))]),
-        ("prism_hang_look_seconds", "time of the last look", [("", f"{at.when:.0f}")]),
-        ("prism_hang_culprit", "who is named",
-         [(f'{{rank="{c.rank}",kind="{c.kind}"}}', 1) for c in verdict.culprits]),
-    ]  # fmt: skip
-    return "".join(
-        f"# HELP {name} {what}\n# TYPE {name} gauge\n"
-        + "".join(f"{name}{labels} {value}\n" for labels, value in values)
-        for name, what, values in rows
-    )
+    culprits = [(f'{{rank="{c.rank}",kind="{c.kind}"}}', 1) for c in verdict.culprits]
+    text = ""
+    for name, what, values in (
+        ("still", "whether nothing moved between two looks",
+         [("", int(verdict.verdict != "healthy"))]),
+        ("ranks", "ranks on this host", [("", len(at.found))]),
+        ("waiting", "ranks that wait", [("", len(verdict.victims))]),
+        ("look_seconds", "time of the last look", [("", int(at.when))]),
+        ("culprit", "who is named", culprits),
+    ):  # fmt: skip
+        text += f"# HELP prism_hang_{name} {what}\n# TYPE prism_hang_{name} gauge\n"
+        text += "".join(f"prism_hang_{name}{labels} {value}\n" for labels, value in values)
+    return text

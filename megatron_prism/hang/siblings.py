@@ -7,9 +7,9 @@ named.  A rank's own earlier iterations are siblings, too.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_prism.hang.dumps import Entry
@@ -26,9 +26,8 @@ class Conflict(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class _Issued:
-    """What a rank issued, comparable between siblings.
+class _Issued(NamedTuple):
+    """What a rank issued, comparable between siblings; equal for ranks that issued the same.
 
     order: its recorded calls -> their places;  ended: of the collectives among them that ended
     messages: (description, number) -> what was issued as one
@@ -41,27 +40,44 @@ class _Issued:
     counts: Mapping[str, int]
     waits: tuple[Key, ...]
 
-    @classmethod
-    def of(cls, state: JobState, rank: int) -> _Issued:
-        order: dict[Key, int] = {}
-        ended: dict[Key, int] = {}
-        messages: dict[tuple[str, int], Way] = {}
-        for place, e in enumerate(e for e in state.dumps[rank].entries if e.op != "coalesced"):
-            order.setdefault(key_of(e), place)
-            if e.done and not e.pair:
-                ended[key_of(e)] = place
-        for e in state.messages(rank):
-            way = (*messages.get((e.desc, e.seq), ()), (e.op, state.step(rank, e)))
-            messages[e.desc, e.seq] = way
-        pairs = {state.groups[name].desc for name in state.pairs & state.groups.keys()}
-        counts = {desc: n for desc, n in state.counts(rank).items() if desc not in pairs}
-        waits = tuple(key_of(e) for e in state.outstanding[rank] if not e.pair)
-        return cls(order, ended, messages, counts, waits)
-
     def same(self) -> object:
         """What is equal for ranks that issued the same."""
-        return tuple(map(tuple, (self.order, self.messages.items(), self.counts.items(),
-                                 self.waits)))  # fmt: skip
+        return tuple(tuple(x.items() if isinstance(x, dict) else x) for x in self)
+
+
+def _issued(state: JobState, rank: int) -> _Issued:
+    order: dict[Key, int] = {}
+    messages: dict[tuple[str, int], Way] = {}
+    calls = state.issued(rank)
+    for place, e in enumerate(calls):
+        order.setdefault(key_of(e), place)
+    ended = {key_of(e): at for at, e in enumerate(calls) if e.done and not e.pair}
+    for e in state.messages(rank):
+        way = (*messages.get((e.desc, e.seq), ()), (e.op, state.step(rank, e)))
+        messages[e.desc, e.seq] = way
+    pairs = {state.groups[name].desc for name in state.pairs & state.groups.keys()}
+    counts = {desc: n for desc, n in state.counts(rank).items() if desc not in pairs}
+    waits = tuple(key_of(e) for e in state.outstanding[rank] if not e.pair)
+    return _Issued(order, ended, messages, counts, waits)
+
+
+def fewest_at_odds(
+    at_odds: dict[int, set[int]], sizes: Mapping[int, int]
+) -> tuple[dict[int, int], bool]:
+    """(the fewest without whom nobody is at odds -> with how many they are, whether there was one
+    choice of them); ``sizes``: for how many ranks each stands."""
+    fewest: dict[int, int] = {}
+    while any(at_odds.values()):
+        others = {r: sum(sizes[x] for x in s) for r, s in at_odds.items() if s}
+        best = max(others[r] / sizes[r] for r in others)
+        worst = [r for r in others if others[r] / sizes[r] == best]
+        if any(at_odds[r] != at_odds[worst[0]] for r in worst):
+            return fewest | {r: others[r] for r in others}, False
+        for rank in worst:
+            fewest[rank] = others[rank]
+            for other in at_odds.pop(rank):
+                at_odds[other].discard(rank)
+    return fewest, True
 
 
 def find_order_conflicts(
@@ -77,37 +93,26 @@ def find_order_conflicts(
     about: Conflict | None = None
     for ranks in state.siblings.values():
         kinds: dict[object, list[int]] = defaultdict(list)
-        issued = {rank: _Issued.of(state, rank) for rank in ranks}
+        issued = {rank: _issued(state, rank) for rank in ranks}
         for rank in ranks:
             kinds[issued[rank].same()].append(rank)
         alike = {group[0]: group for group in kinds.values()}
-        heads, at_odds = list(alike)[:64], defaultdict[int, set[int]](set)
-        for i, a in enumerate(heads):
-            for b in heads[:i]:
-                one, two = issued[a], issued[b]
-                if _exchanged(one.ended, two.ended):
-                    continue  # all members agreed: siblings rightly differ, as with more modules
-                what = _conflict(one, two)
-                if what is None and queued:
-                    what = _early(one, two) or _early(two, one)
-                if what:
-                    at_odds[a].add(b)
-                    at_odds[b].add(a)
-                    about = about or what
-        alone: dict[int, int] = {}
-        while any(at_odds.values()):
-            score = {r: sum(len(alike[x]) for x in s) / len(alike[r])
-                     for r, s in at_odds.items() if s}  # fmt: skip
-            best = max(score.values())
-            worst = [r for r, s in score.items() if s == best]
-            if len(worst) > 1:
-                return {}, about
-            group = alike[worst[0]]
-            alone |= dict.fromkeys(group, int(best * len(group)))
-            for other in at_odds.pop(worst[0]):
-                at_odds[other].discard(worst[0])
+        at_odds = defaultdict[int, set[int]](set)
+        for b, a in itertools.combinations(list(alike)[:64], 2):
+            one, two = issued[a], issued[b]
+            if _exchanged(one.ended, two.ended):
+                continue  # all members agreed: siblings rightly differ, as with more modules
+            what = _conflict(one, two)
+            if what is None and queued:
+                what = _early(one, two) or _early(two, one)
+            if what:
+                at_odds[a].add(b)
+                at_odds[b].add(a)
+                about = about or what
+        heads, sure = fewest_at_odds(at_odds, {head: len(group) for head, group in alike.items()})
+        alone = {rank: count for head, count in heads.items() for rank in alike[head]}
         found |= alone
-        if 3 * len(alone) > len(ranks):
+        if not sure or 3 * len(alone) > len(ranks):
             return {}, about
     return found, about
 

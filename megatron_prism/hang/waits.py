@@ -49,21 +49,12 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
     Ranks that wait for each other only and make the calls of their programs do not stand still: so
     where no device does, each such circle holds somebody who errs, and who is in none is a victim.
     """
-    ahead = {
-        r: set[int]().union(
-            *(
-                b
-                for e in {e.launch: e for e in calls}.values()
-                for b in state.blockers(r, e).values()
-            )
-        )
-        - {r}
-        for r, calls in state.outstanding.items()
-    }  # a host may stand at another than the first
-    back: dict[int, set[int]] = defaultdict(set)
-    for rank, others in ahead.items():
-        for other in others:
-            back[other].add(rank)
+    ahead = dict[int, set[int]]()
+    for rank, calls in state.outstanding.items():  # a host may stand at another than the first
+        launches = {e.launch: e for e in calls}.values()
+        blockers = (b for e in launches for b in state.blockers(rank, e).values())
+        ahead[rank] = set[int]().union(*blockers) - {rank}
+    back = reversed_edges(ahead)
     found = []
     for rank in ranks:
         reached = reached_from([rank], ahead)
@@ -80,6 +71,15 @@ def reached_from(start: Iterable[int], edges: Mapping[int, Collection[int]]) -> 
         more = set(edges.get(queue.pop(), ())) - found
         found |= more
         queue += more
+    return found
+
+
+def reversed_edges(edges: Mapping[int, Collection[int]]) -> dict[int, set[int]]:
+    """Who is before whom, of who is behind whom."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for rank, others in edges.items():
+        for other in others:
+            found[other].add(rank)
     return found
 
 

@@ -19,52 +19,43 @@ _MOST = 64  # victims in the table
 
 def _sections(found: Diagnosis) -> list[tuple[str, tuple[str, ...]]]:
     """(title, lines), the evidence first."""
-    rows = [
-        ("Evidence", found.evidence),
+    return [("Evidence", found.evidence), *((title, lines) for title, lines in (
         ("Who waits for whom", found.chain),
         ("Places in the programs", found.places),
         ("Tried on the programs", found.tried),
         ("First watchdog to fire", (found.watchdog,) if found.watchdog else ()),
         ("Missing, and what to set next time", found.missing),
-    ]
-    return [(title, lines) for title, lines in rows if lines or title == "Evidence"]
+    ) if lines)]  # fmt: skip
 
 
 def _victims(found: Diagnosis, victims: Sequence[Waiting]) -> list[tuple[str, ...]]:
     """(ranks, waits in, for) with the ranks that wait alike in one row."""
     alike: dict[tuple[str, str], list[int]] = {}
     for victim in victims:
-        call = f"{victim.op} #{victim.seq} of {victim.group}"
         waits = format_ranks(victim.waits_for)
         if not waits:  # all have come, and their calls do not fit
-            waits = f"the call of {_ranks([one.rank for one in found.culprits])}"
-            waits = waits if found.culprits else "a call that does not fit"
+            culprits = _ranks([one.rank for one in found.culprits])
+            waits = f"the call of {culprits}" if found.culprits else "a call that does not fit"
+        call = f"{victim.op} #{victim.seq} of {victim.group}"
         alike.setdefault((call, waits), []).append(victim.rank)
-    rows: list[tuple[str, ...]] = [
-        (format_ranks(ranks), call, others) for (call, others), ranks in alike.items()
-    ]
-    return rows[:_MOST]
+    return [(format_ranks(ranks), *row) for row, ranks in alike.items()][:_MOST]
 
 
 def markdown(found: Diagnosis) -> str:
     """For an issue or a chat: headings, tables, code for whatever the job named itself."""
     lines = [f"**{_plain(found.headline())}**", "", f"confidence: {found.confidence}", ""]
-    if found.culprits:
-        lines += ["| culprit | class | why |", "|---|---|---|"]
-        lines += [f"| {c.rank} | {_plain(c.kind)} | {_plain(c.why)} |" for c in found.culprits]
-        lines.append("")
-    if found.victims:
-        lines += ["| victims | wait in | for |", "|---|---|---|"]
-        lines += [
-            "| " + " | ".join(map(_plain, row)) + " |" for row in _victims(found, found.victims)
-        ]
-        lines.append("")
-    for title, rows in _sections(found):
-        if not rows:
-            continue
-        fence = "`" * (max((len(m) for row in rows for m in re.findall("`+", row)), default=2) + 1)
-        fence = fence if len(fence) > 2 else "```"
-        lines += [f"### {title}", "", fence, *rows, fence, ""]
+    culprits = [(str(c.rank), c.kind, c.why) for c in found.culprits]
+    victims = _victims(found, found.victims)
+    for head, rows in (
+        ("| culprit | class | why |", culprits), ("| victims | wait in | for |", victims)
+    ):  # fmt: skip
+        if rows:
+            lines += [head, "|---|---|---|"]
+            lines += ["| " + " | ".join(map(_plain, row)) + " |" for row in rows] + [""]
+    for title, texts in _sections(found):
+        longest = max((len(m) for text in texts for m in re.findall("`+", text)), default=0)
+        fence = "`" * max(3, longest + 1)
+        lines += [f"### {title}", "", fence, *texts, fence, ""] if texts else []
     return "\n".join(lines)
 
 
