@@ -43,6 +43,7 @@ ROUTER = "megatron/core/transformer/moe/router.py"
 EXTENSIONS = "megatron/core/extensions/transformer_engine.py"
 TE = "--transformer-impl transformer_engine --moe-grouped-gemm"
 OPTIMIZER = "megatron/core/optimizer/optimizer.py"
+MTP = "megatron/core/transformer/multi_token_prediction.py"
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,16 @@ FAULTS = (
           f"{MOE} {SP} {TE} --expert-tensor-parallel-size 1", World(8, tp=4, etp=1), EXTENSIONS,
           "        param.allreduce = not use_expert_pgs\n", "        param.allreduce = True\n",
           r"experts", fixed="#5916"),
+    Fault("shards of experts are not counted in the norm", f"{MOE} {SP} {TE} {EP}",
+          World(32, tp=4, ep=8), EXTENSIONS,
+          "            param.tensor_model_parallel = is_partitioned\n", "            pass\n",
+          r"^gradient norm", fixed="#5916"),
+    Fault("the gradient of MTP's projection is summed over tp", f"{SP} --mtp-num-layers 1",
+          World(4, tp=4), MTP, "hidden_states = gather_from_tensor_model_parallel_region(",
+          "hidden_states = all_gather_last_dim_from_tensor_parallel_region(", r"mtp|embedding",
+          ("    gather_from_tensor_model_parallel_region,\n",
+           "    gather_from_tensor_model_parallel_region,\n"
+           "    all_gather_last_dim_from_tensor_parallel_region,\n"), fixed="06e9f28b30"),
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ as the third run shows, they follow from it.  Numpy only.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -58,7 +59,7 @@ class Shard:
 class LayoutDifference:
     """The first value that is another one.
 
-    what   : loss, routing, gradient, gradient norm, parameter, evaluation
+    what   : loss, routing, gradient, gradient norm, exp_avg, exp_avg_sq, parameter, evaluation
     where  : the parameter, microbatch or layer; place: rank and part of the whole
     error  : relative, and what it may be
     notes  : what is known of it: a factor, ranks that do not agree
@@ -195,8 +196,17 @@ class LayoutComparison:
             steps += [
                 ("loss", i, self._losses, self.tolerance),
                 ("routing", i, self._routed, self.tolerance),
-                ("gradient", i, self._gradients, self.tolerance),
+                (
+                    "gradient",
+                    i,
+                    functools.partial(self._like_gradients, "gradient"),
+                    self.tolerance,
+                ),
                 ("gradient norm", i, self._norms, self.tolerance),
+                *(
+                    (state, i, functools.partial(self._like_gradients, state), 2 * self.tolerance)
+                    for state in ("exp_avg", "exp_avg_sq")
+                ),
                 ("parameter", i, self._parameters, UPDATED),
             ]
         if len(self.other.facts[0]["norms"]) == self.iterations:  # evaluation is of the end
@@ -261,10 +271,13 @@ class LayoutComparison:
                 floor = _norm(self.rounded.routed[place] - wanted)
                 yield _Value(f"layer {place[1]}", "all ranks", got, wanted, 1.0, floor)
 
-    def _gradients(self, iteration: int) -> Iterator[_Value]:
-        wanted = self.other.wholes("gradient", iteration)
-        rounded = self.rounded.wholes("gradient", iteration)
-        got = self.job.tensors("gradient", iteration)
+    def _like_gradients(self, what: str, iteration: int) -> Iterator[_Value]:
+        """Gradients, or states of the optimizer, which are sums of them and of their squares."""
+        wanted = self.other.wholes(what, iteration)
+        rounded = self.rounded.wholes(what, iteration)
+        got = self.job.tensors(what, iteration)
+        if not wanted:
+            return
         usual = _mean(np.concatenate([whole.ravel() for whole in wanted.values()]))
         for key in reversed(wanted):  # backward
             whole, moved = wanted[key], rounded[key] - wanted[key]

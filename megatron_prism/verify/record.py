@@ -1,4 +1,4 @@
-"""What a rank keeps of its training: losses, gradients, norms, parameters, routing.
+"""What a rank keeps of its training: losses, gradients, norms, parameters, Adam's states, routing.
 
 Gradients and parameters are named, and their place in the whole is said, by Megatron's own
 ``sharded_state_dict``: for the time of that call every parameter holds its gradient, so whatever
@@ -26,6 +26,7 @@ Shard = tuple[str, list[int], list[int], np.ndarray]  # key, offset, shape of th
 Model = Sequence[Any]  # of Megatron: chunks of a stage
 Values = Mapping[torch.nn.Parameter, torch.Tensor]
 LAST_BIT = 2.0**-24  # of float32: half the distance of two neighbours at 1
+STATES = ("exp_avg", "exp_avg_sq")  # of Adam
 
 
 class StepRecorder:
@@ -78,6 +79,34 @@ def whole_buffers(model: Model, of_gradients: bool) -> dict[torch.nn.Parameter, 
                     view = parameter.main_grad if of_gradients else parameter.data
                     start = view.storage_offset() - kept.storage_offset()
                     found[parameter] = data[start : start + view.numel()].view(view.shape)
+    return found
+
+
+def whole_states(model: Model, optimizer: Any, name: str) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """One of Adam's states of every parameter as copies that are complete on this rank."""
+    own: dict[
+        torch.nn.Parameter, tuple[int, torch.Tensor]
+    ] = {}  # from where on, what this rank has
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(one, "model_param_gbuf_map"):  # the distributed one
+            for parameter in one.model_param_gbuf_map:
+                start = one._get_model_param_range_map(parameter)["param"].start
+                state = one._get_main_param_and_optimizer_states(parameter)
+                own[parameter] = start, state[name]
+        else:
+            own |= {parameter: (0, state[name]) for parameter, state in one.optimizer.state.items()}
+    found = {}
+    for chunk in model:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for parameter in (one for bucket in group.buckets for one in bucket.params_list):
+                whole = torch.zeros(parameter.numel())
+                if parameter in own:
+                    start, part = own[parameter]
+                    whole[start : start + part.numel()] = part.reshape(-1)
+                if group.ddp_config.use_distributed_optimizer:
+                    owners = group.intra_distributed_optimizer_instance_group
+                    torch.distributed.all_reduce(whole, group=owners)
+                found[parameter] = whole.view(parameter.shape)
     return found
 
 
@@ -170,6 +199,9 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
         recorder.facts["norms"].append(None if result[5] is None else float(result[5]))
         if recorder.iteration in (1, run.iterations):
             _keep_parameters(recorder, model)
+            for name in STATES if optimizer.config.optimizer == "adam" else ():
+                for found in shards(model, whole_states(model, optimizer, name), True):
+                    recorder.tensor(name, *found)
         return result
 
     @patches.instead("megatron.training.training:evaluate", at=":2754 @0.16.1; :3800 @0.19.0")

@@ -23,7 +23,8 @@ SEVERAL_BUCKETS = 12_000  # parameters of a bucket of gradients: a small stage h
 Off = dict[str, object]  # arguments -> what they are without a part
 
 # Parts of a composition that change how a job is computed and not what, innermost first: without
-# the last ones, the first ones may be refused.
+# the last ones, the first ones may be refused.  --cross-entropy-loss-fusion is none: Megatron's own
+# rounds the logits' gradient to bf16 in every format (fusions/fused_cross_entropy.py:82 @main).
 PARTS: dict[str, Off] = {
     "--overlap-param-gather-with-optimizer-step": {
         "overlap_param_gather_with_optimizer_step": False},
@@ -35,7 +36,6 @@ PARTS: dict[str, Off] = {
     "--moe-token-dispatcher-type": {"moe_token_dispatcher_type": "allgather",
                                     "moe_shared_expert_overlap": False},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": False},
-    "--cross-entropy-loss-fusion": {"cross_entropy_loss_fusion": False},
     "recomputation": {"recompute_granularity": None, "recompute_method": None,
                       "recompute_num_layers": None, "recompute_activations": False},
     "--overlap-grad-reduce": {"overlap_grad_reduce": False, "overlap_param_gather": False,
@@ -254,7 +254,7 @@ def shrink(args: object, job: World, copy: World, iterations: int, layers: int) 
     if getattr(backend, "name", "") in ("flash", "fused"):
         small.set("attention_backend", type(backend)["auto"], _KERNELS)
     _interleave(small, job, copy, layers)
-    _resize(small, copy)
+    _resize(small, job, copy)
     samples = max(SAMPLES, copy.dp * copy.pp)  # of one microbatch each, in every layout the same
     for name, value in {
         "global_batch_size": samples * small.get("micro_batch_size"),
@@ -308,15 +308,16 @@ def _interleave(small: _Shrinking, job: World, copy: World, least: int) -> None:
         small.set(each, chunks, "sizes")
 
 
-def _resize(small: _Shrinking, copy: World) -> None:
+def _resize(small: _Shrinking, job: World, copy: World) -> None:
     """Narrow the model and its samples."""
     for name, most in _AT_MOST.items():
         if (value := small.get(name)) is not None and value > most:
             small.set(name, most, "sizes")
     sizes: Off = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "seq_length": SEQUENCE,
              "encoder_seq_length": None, "max_position_embeddings": SEQUENCE}  # fmt: skip
-    if small.get("group_query_attention"):
-        sizes["num_query_groups"] = max(2, copy.tp)
+    if small.get("group_query_attention"):  # fewer groups than tp stay fewer
+        few = small.get("num_query_groups") < job.tp
+        sizes["num_query_groups"] = 1 if few else max(2, copy.tp)
     if small.get("num_experts"):
         sizes["num_experts"] = EXPERTS
     if small.get("overlap_grad_reduce"):

@@ -37,7 +37,8 @@ def verdict(tmp_path, script, world, *flags, bisect=False):
 
 
 def test_a_healthy_layout_is_the_same_job(tmp_path):
-    flags = ["--pipeline-model-parallel-size", "4", "--use-distributed-optimizer"]
+    flags = ["--pipeline-model-parallel-size", "4", "--use-distributed-optimizer",
+             "--cross-entropy-loss-fusion"]  # fmt: skip
     found = verdict(tmp_path, stock_jobs.TINY, World(64, tp=8, pp=4), *flags)
     assert found.difference is None
     assert found.same

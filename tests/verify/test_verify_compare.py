@@ -12,13 +12,14 @@ RIGHT = np.random.default_rng(1).normal(size=(4, 6))
 ROWS = 2  # of a rank
 
 
-def written(folder, world, gradient_of, norm=1.0, loss=5.0):
+def written(folder, world, gradient_of, norm=1.0, loss=5.0, squares=1.0):
     """A run whose ranks hold ``gradient_of(rank)``: (offset, data) of one matrix."""
     folder.mkdir()
     for rank in range(world.size):
         dp = world.coordinates(rank).dp
         parts = [("parameter", 0, [0, 0], np.zeros(RIGHT.shape)),
-                 ("gradient", 1, *gradient_of(rank))]  # fmt: skip
+                 ("gradient", 1, *gradient_of(rank)),
+                 ("exp_avg_sq", 1, [0, 0], squares * RIGHT**2)]  # fmt: skip
         facts = {
             "rank": rank, "norms": [norm], "routed": {}, "evaluation": {},
             "losses": [[1, k, {"lm loss": [loss * 8 * (1 + dp + world.dp * k), 8]}]
@@ -68,6 +69,12 @@ def test_a_norm_that_counts_twice_says_so_of_its_square(tmp_path):
     found = first(tmp_path, World(2, tp=2), rows, norm=2**0.5)
     assert (found.what, found.iteration) == ("gradient norm", 1)
     assert found.notes[1].startswith("its square: 2 x: tp")
+
+
+def test_a_state_of_the_optimizer_that_is_another_one_is_named(tmp_path):
+    found = first(tmp_path, World(2, tp=2), rows, squares=3.0)
+    assert (found.what, found.where) == ("exp_avg_sq", "layers.0.linear.weight")
+    assert found.notes[0] == "3 x"
 
 
 def test_losses_come_first(tmp_path):

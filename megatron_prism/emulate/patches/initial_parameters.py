@@ -95,7 +95,8 @@ def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             for call in calls:
                 call(whole)
-            shard.data.copy_(whole[shard.global_slice()[along:]])
+            starts = zip(shard.global_offset[along:], shard.local_shape, strict=True)
+            shard.data.copy_(whole[tuple(slice(start, start + n) for start, n in starts)])
         filled.add(shard.data.untyped_storage()._cdata)
     return [
         name
