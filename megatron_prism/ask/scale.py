@@ -56,6 +56,11 @@ class _Calls:
         distinct = {tuple(sorted(one.items())) for one in self.elements.values()}
         return " or ".join(_sizes(one) for one in sorted(distinct))
 
+    def words(self) -> dict[str, str]:
+        """By the ``kind`` of a change of them."""
+        types, ways = (", ".join(sorted(some)) for some in (self.types, self.ways))
+        return {"type": types, "elements": self.sizes, "way": ways}
+
 
 def _sizes(some: tuple[tuple[int, int], ...]) -> str:
     words = [f"{count:,} x {size:,}" if count > 1 else f"{size:,}" for size, count in some]
@@ -87,7 +92,7 @@ def _of_groups(a: PricedGraph, b: PricedGraph) -> Iterable[ScaleChange]:
     """Sizes of groups, and how many nodes they span."""
     both: list[dict[str, str]] = []
     for one in (a, b):
-        shapes = defaultdict(set)
+        shapes: dict[str, set[tuple[int, int]]] = defaultdict(set)
         for kind in one.graph.call_kinds.kinds:
             members = np.array(one.graph.groups[kind.group].group(int(kind.ranks[0])))
             shape = shape_of(CallKind(kind.name, kind.group, members, False), one.machine)
@@ -101,9 +106,9 @@ def _of_groups(a: PricedGraph, b: PricedGraph) -> Iterable[ScaleChange]:
         }
         both.append({group: " or ".join(some) for group, some in words.items()})
     for group in sorted({**both[0], **both[1]}):
-        sizes = [one.get(group, "none") for one in both]
-        if sizes[0] != sizes[1]:
-            yield ScaleChange("group", group, *sizes)
+        of_a, of_b = (one.get(group, "none") for one in both)
+        if of_a != of_b:
+            yield ScaleChange("group", group, of_a, of_b)
 
 
 def _calls(one: PricedGraph, stage: int) -> dict[_Line, _Calls]:
@@ -137,13 +142,10 @@ def _of_stage(a: Mapping[_Line, _Calls], b: Mapping[_Line, _Calls]) -> Iterable[
         name, group, site = line
         what = f"{name} of {group}" + f" at {site}" * bool(site)
         if line not in a or line not in b:
-            sizes = [some[line].sizes or "some" if line in some else "none" for some in (a, b)]
-            yield ScaleChange("code", what, *sizes)
+            sizes, others = (one[line].sizes or "some" if line in one else "none" for one in (a, b))
+            yield ScaleChange("code", what, sizes, others)
             continue
-        for kind, one, other in (
-            ("type", *(", ".join(sorted(some[line].types)) for some in (a, b))),
-            ("elements", a[line].sizes, b[line].sizes),
-            ("way", *(", ".join(sorted(some[line].ways)) for some in (a, b))),
-        ):
-            if one != other:
-                yield ScaleChange(kind, what, one, other)
+        of_b = b[line].words()
+        for kind, words in a[line].words().items():
+            if words != of_b[kind]:
+                yield ScaleChange(kind, what, words, of_b[kind])

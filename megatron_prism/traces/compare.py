@@ -139,8 +139,9 @@ def compare_traces(paths: Sequence[str | os.PathLike[str]], predicted: Timeline)
     found = both.imported()
     real = price(found.programs).timeline
     ranks = tuple(_rank(predicted, real, *one) for one in zip(pairings, found.busy, strict=True))
-    means = predicted.iteration_ns, real.iteration_ns, found.iteration_ns.mean()
-    times = Times(*map(float, means), ranks, predicted, real)
+    iterations = predicted.iteration_ns, real.iteration_ns, found.iteration_ns.mean()
+    ours, replayed, measured = map(float, iterations)
+    times = Times(ours, replayed, measured, ranks, predicted, real)
     return TraceComparison(pairings, times, tuple(found.notes))
 
 

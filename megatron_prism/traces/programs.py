@@ -162,7 +162,7 @@ def _world(measured: Sequence[Measured]) -> World:
     }
     size = measured[0].recorded.world
     try:
-        return World(size, **sizes)
+        return World(size, **sizes)  # type: ignore[arg-type]
     except WorldError:
         return World(size)
 
@@ -315,8 +315,9 @@ def _program(
             where[token.of] = len(builder)
             handle = -1 if token.of in at_once else len(builder)
             peer = (call.peer - place) % len(members[name]) if call.peer >= 0 else 0
-            how = {"peer": peer, "root": call.root, "handle": handle, "batch": call.batch}
-            builder.add(call.op, name, call.dtype, call.num_in, call.num_out, **how)
+            sizes = {"num_in": call.num_in, "num_out": call.num_out}
+            places = {"peer": peer, "root": call.root, "handle": handle, "batch": call.batch}
+            builder.add(call.op, group=name, dtype=call.dtype, **sizes, **places)
     builder.add("mark", note=f"rank {rank}'s own times")  # ranks that run the same stay apart
     samples = one.segments[:, kept]
     return dataclasses.replace(builder.build(rank), samples=samples), where
@@ -628,7 +629,8 @@ class Paired:
         """
         measured = _shared([one.measured for one in self.ranks])
         notes, finished = list[str](), list[tuple[Program, np.ndarray, np.ndarray]]()
-        for one, one.measured in zip(self.ranks, measured, strict=True):
+        for one, part in zip(self.ranks, measured, strict=True):
+            one.measured = part
             if one.pairing.share < 0.5:
                 fix = "capture the job that was traced, with the same arguments"
                 raise PrismError(str(one.pairing), fix=fix)

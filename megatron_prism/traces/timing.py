@@ -20,7 +20,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -146,9 +146,11 @@ class Measured:
     def part(self, numbers: Sequence[int], origin: int) -> Measured:
         """Some of its iterations, with times since ``origin``."""
         rows = [self.numbers.index(number) for number in numbers]
-        of = {name: getattr(self, name)[rows] for name in ("segments", "busy", "totals")}
-        begun, done = self.begun[rows] - origin, self.done[rows] - origin
-        return replace(self, numbers=list(numbers), begun=begun, done=done, **of)
+        tables = self.segments, self.busy, self.begun - origin, self.done - origin, self.totals
+        segments, busy, begun, done, totals = (table[rows] for table in tables)
+        found, calls, tokens, notes = self.recorded, self.calls, self.tokens, self.notes
+        times = segments, busy, begun, done, totals
+        return Measured(found, list(numbers), calls, tokens, *times, notes)
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -521,8 +523,8 @@ def _tokens(made: Sequence[_Iteration]) -> list[Moment]:
     """What happens in which order, as most iterations have it."""
     count = len(made[0].calls)
     votes = [
-        Counter(one.resumes[k] and one.resumes[k][0] for one in made).most_common(1)[0][0]
-        for k in range(count)
+        Counter(found and found[0] for found in each).most_common(1)[0][0]
+        for each in ([one.resumes[k] for one in made] for k in range(count))
     ]
     waits: dict[int, list[int]] = defaultdict(list)
     at_once = set[int]()  # calls that are waited for before anything else

@@ -152,8 +152,9 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
     }  # fmt: skip
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     recorder = StepRecorder(run.folder, rank)
-    ranks = {"local_ranks": (rank,), "rank": rank}
-    context = patch.PatchContext(start=_never, monitor=TrainingMonitor(), meta=False, **ranks)
+    context = patch.PatchContext(
+        start=_never, monitor=TrainingMonitor(), meta=False, local_ranks=(rank,), rank=rank
+    )
     patch.apply(patches_of(recorder, run), context)
     ours = ["--prism-tier", "cpu", "--prism-world-size", str(size)]
     try:

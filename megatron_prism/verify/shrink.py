@@ -206,7 +206,7 @@ def without(world: World, part: str) -> World | None:
         return None
     size = world.size // (1 if part == "ep" else getattr(world, part))
     try:
-        return replace(world, size=size, **_WITHOUT[part])
+        return replace(world, size=size, **_WITHOUT[part])  # type: ignore[arg-type]
     except WorldError:
         return None
 
