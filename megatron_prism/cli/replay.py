@@ -33,7 +33,6 @@ def replay(args: argparse.Namespace) -> Answer:
       network=rails             calls of a rank share its NIC and its NVLinks; network=fat-tree:4:
                                 and those above leaf switches, a fourth as many (4 to 1
                                 oversubscribed); network=none: not even if the recipe says so
-      tp=4 pp=2 …               says which slices that needs: ranks of other sizes run other kernels
       microbatches=32           captured steps in the order of Megatron's scheduler
     """
     how = {"machine": args.machine, "calibration": args.calibration, "iterations": args.iterations}

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import console
@@ -69,14 +69,11 @@ def machine_note(programs: Programs, machine: str | None) -> str:
 
 def priced(programs: Programs, words: Sequence[str], command: str, **how: Any) -> PricedGraph:
     """The programs with the what-ifs; ``how``: other arguments of ``price``."""
-    from megatron_prism.replay import whatif
     from megatron_prism.replay.plausibility import check_plausible
     from megatron_prism.replay.priced_graph import WhatIf, price
 
     settings = arguments.read(words, _READERS, command, several=_SEVERAL)
-    sizes = {key: settings.pop(key) for key in _SIZES if key in settings}
     wanted = settings.pop("microbatches", None)
-    whatif.check_sizes(programs, sizes, settings.get("dp"), wanted)
     what_if = WhatIf(**{
         key: tuple(value) if key in _SEVERAL else value for key, value in settings.items()
     })  # fmt: skip
@@ -114,14 +111,18 @@ def _pair(what: str, example: str) -> arguments.Reader:
     return reader
 
 
-_SIZES = ("tp", "cp", "pp", "ep", "etp", "vpp")
+def _size(text: str) -> NoReturn:
+    fix = "capture them with that size, or let prism sweep do it"
+    raise UnitError("ranks of another size run other kernels", fix=fix)
+
+
 _SEVERAL = ("slow", "faster", "nccl")
 _READERS: dict[str, arguments.Reader] = {
     "dp": arguments.count(1, 1 << 24, "dp=64"),
     "slow": _pair("ranks", "slow=517:1.2, slow=pp=3,tp=0:1.2"),
     "faster": _pair("calls", "faster=all_reduce@default_pg:2"),
     **dict.fromkeys(("moved", "host", "nccl", "network"), arguments.name),
-    **dict.fromkeys(_SIZES, arguments.count(1, 1 << 20, "tp=4")),
+    **dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "vpp"), _size),
     "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
 }
 

@@ -29,7 +29,7 @@ from megatron_prism.emulate import nvlink_keepalive, script_job
 from megatron_prism.emulate.capture import source_of
 from megatron_prism.emulate.script_job import Job
 from megatron_prism.replay import whatif
-from megatron_prism.replay.answer_times import AnswerTimes, kept
+from megatron_prism.replay.answer_times import AnswerTimes, build_answer_times
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 from megatron_prism.replay.costs.host import call_ns
 from megatron_prism.replay.costs.machine import machines, named_in
@@ -182,7 +182,7 @@ class Pace(TrainingListener):
             what_if=WhatIf(slow=slow, alone=tuple(options.ranks)),
         )
         world, prices = self._priced.graph, self._priced.prices
-        self.table = kept(world, prices, list(options.ranks), folder)
+        self.table = build_answer_times(world, prices, list(options.ranks))
         used = np.unique(prices.collective_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
         self.program, self.options = program, options

@@ -8,22 +8,20 @@ replay, a check, a memory curve) is exactly what it would be for each of its ran
 Colour refinement (Paige & Tarjan 1987; Berkholz, Bonsma & Grohe 2017): start from the programs,
 split by what a rank sees in its groups, repeat until nothing splits.  A group's members are told
 apart by a sum of random 64-bit words per colour, so that a round costs O(ranks) whatever the sizes
-of the groups; the result is then proved group by group with the colours themselves.
+of the groups: of 131,072 ranks two unlike groups are taken for alike once in 10^9 worlds.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from megatron_prism.core.groups import Membership, of_family, of_lists
 from megatron_prism.core.program import Program, Programs
-
-if TYPE_CHECKING:
-    from megatron_prism.core.program import Splits
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Classes:
     counts: tuple[int, ...]
     members: tuple[Mapping[str, tuple[tuple[int, int], ...]], ...] = ()
     partners: tuple[Mapping[tuple[str, int], int], ...] = ()
-    reasons: tuple[str, ...] = field(default=())
+    reasons: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.representatives)
@@ -82,41 +80,39 @@ def partition(
     groups = memberships(programs) if groups is None else groups
     same = equal_programs(programs.programs)
     start = same[programs.program_of].astype(np.uint64)
-    sets: dict[int, list[int]] = {}
+    sets = defaultdict[int, list[int]](list)
     for number, ranks in enumerate(apart):
         for rank in ranks:
-            sets.setdefault(int(rank), []).append(number)
+            sets[int(rank)].append(number)
     known: dict[tuple[int, ...], int] = {}
     for rank, numbers in sets.items():
-        key = (int(start[rank]), *numbers)
-        start[rank] = len(same) + known.setdefault(key, len(known))
+        start[rank] = len(same) + known.setdefault((int(start[rank]), *numbers), len(known))
     colour, first = _renumber(start)
     reasons = ["its program" if len(first) > 1 else "all ranks run one program"] * len(first)
     while True:
         signature, seen = _signatures(colour, first, programs, groups)
         finer, heads = _renumber(signature)
         if len(heads) == len(first):
-            break
-        reasons = _explain(colour, first, finer, heads, reasons, seen)
+            return _describe(colour, first, programs, groups, reasons, same)
+        parents = colour[heads].tolist()
+        reasons = [
+            # the first thing in which it differs from its parent's lowest rank
+            next((name for name, column in seen if column[head] != column[first[parent]]),
+                 reasons[parent])
+            for head, parent in zip(heads, parents, strict=True)
+        ]  # fmt: skip
         colour, first = finer, heads
-    _prove(colour, first, groups, seen)
-    return _describe(colour, first, programs, groups, reasons, same)
 
 
 def equal_programs(programs: tuple[Program, ...]) -> np.ndarray:
     """int32 [programs]: the first program that is the same but for its rank."""
-    strings, splits = _vocabulary(programs)
+    strings = list(dict.fromkeys(text for program in programs for text in program.strings))
+    splits = list(dict.fromkeys(split for program in programs for split in program.splits))
     known: dict[bytes, int] = {}
     return np.array(
         [known.setdefault(p.columns(strings, splits), i) for i, p in enumerate(programs)],
         dtype=np.int32,
     )
-
-
-def _vocabulary(programs: tuple[Program, ...]) -> tuple[list[str], list[Splits]]:
-    strings = list(dict.fromkeys(text for program in programs for text in program.strings))
-    splits = list(dict.fromkeys(split for program in programs for split in program.splits))
-    return strings, splits
 
 
 def _renumber(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -166,24 +162,6 @@ def _signatures(
     return total, seen
 
 
-def _explain(
-    colour: np.ndarray,
-    first: np.ndarray,
-    finer: np.ndarray,
-    heads: np.ndarray,
-    reasons: list[str],
-    seen: list[tuple[str, np.ndarray]],
-) -> list[str]:
-    """Why each new colour is one: the first thing in which it differs from its parent's lowest."""
-    found = []
-    for head in heads:
-        parent = int(colour[head])
-        elder = first[parent]
-        what = next((name for name, column in seen if column[head] != column[elder]), None)
-        found.append(reasons[parent] if what is None else what)
-    return found
-
-
 def _describe(
     colour: np.ndarray,
     first: np.ndarray,
@@ -193,55 +171,30 @@ def _describe(
     same: np.ndarray,
 ) -> Classes:
     runs = [programs.of(rank) for rank in first]
-    known: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {}  # counted once per group
 
-    def count(name: str, rank: int) -> tuple[tuple[int, int], ...]:
-        key = (name, int(groups[name].group_of[rank]))
-        if key not in known:
-            known[key] = _count(colour[groups[name].group(rank)])
-        return known[key]
+    @cache  # classes of one group share one value
+    def count(name: str, index: int) -> tuple[tuple[int, int], ...]:
+        group = groups[name]
+        members = group.members[group.start[index] : group.start[index + 1]]  # none of group -1
+        found, counts = np.unique(colour[members], return_counts=True)
+        return tuple(zip(found.tolist(), counts.tolist(), strict=True))
 
     members = tuple(
-        {name: count(name, rank) for name in sorted(program.groups())}
+        {name: count(name, int(groups[name].group_of[rank])) for name in sorted(program.groups())}
         for rank, program in zip(first, runs, strict=True)
     )
     partners: list[dict[tuple[str, int], int]] = [{} for _ in first]
     for name, offset in sorted({pair for program in runs for pair in program.partners}):
         peer = groups[name].peers(offset)
-        for index, (rank, program) in enumerate(zip(first, runs, strict=True)):
+        for rank, program, mine in zip(first, runs, partners, strict=True):
             if (name, offset) in program.partners:
-                partners[index][name, offset] = int(colour[peer[rank]]) if peer[rank] >= 0 else -1
+                mine[name, offset] = int(colour[peer[rank]]) if peer[rank] >= 0 else -1
     return Classes(
         of=colour,
-        representatives=tuple(int(rank) for rank in first),
-        programs=tuple(int(same[programs.program_of[rank]]) for rank in first),
+        representatives=tuple(first.tolist()),
+        programs=tuple(same[programs.program_of[first]].tolist()),
         counts=tuple(np.bincount(colour, minlength=len(first)).tolist()),
         members=members,
         partners=tuple(partners),
         reasons=tuple(reasons),
     )
-
-
-def _count(colours: np.ndarray) -> tuple[tuple[int, int], ...]:
-    found, counts = np.unique(colours, return_counts=True)
-    return tuple(zip(found.tolist(), counts.tolist(), strict=True))
-
-
-def _prove(
-    colour: np.ndarray,
-    first: np.ndarray,
-    groups: Mapping[str, Membership],
-    seen: list[tuple[str, np.ndarray]],
-) -> None:
-    """Assert that no two things were taken for alike by an accident of the random words."""
-    words = _mixed(np.arange(len(first), dtype=np.uint64))[colour]
-    for name, column in seen:
-        assert np.array_equal(column, column[first[colour]]), f"collision at {name}"
-    for name, group in groups.items():
-        sizes, sums = group.group_sizes, group.sums(words)
-        for n in np.unique(sizes):
-            chosen = np.flatnonzero(sizes == n)
-            rows = colour[group.members[group.start[chosen][:, None] + np.arange(n)]]
-            rows.sort(axis=1)
-            _, model, inverse = np.unique(sums[chosen], return_index=True, return_inverse=True)
-            assert np.array_equal(rows, rows[model[inverse.ravel()]]), f"collision in {name}"

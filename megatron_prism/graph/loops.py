@@ -69,22 +69,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def transposed(start: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(first, after): after[first[i]:first[i + 1]] are the nodes whose predecessor is i."""
     n = len(start) - 1
-    counts = np.bincount(before, minlength=n)
-    first = np.concatenate(([0], np.cumsum(counts)))
-    if len(before) <= SMALL:  # sorting beats the interpreted loop, and loses to the compiled one
-        followers = np.repeat(np.arange(n, dtype=np.int64), np.diff(start))
-        return first, followers[np.argsort(before, kind="stable")]
-    after = np.empty(len(before), dtype=np.int64)
-    run(_transpose, [start, before], [first[:-1].copy(), after])
-    return first, after
-
-
-def _transpose(start, before, place, after):  # type: ignore[no-untyped-def]
-    for node in range(len(start) - 1):
-        for edge in range(start[node], start[node + 1]):
-            previous = before[edge]
-            after[place[previous]] = node
-            place[previous] += 1
+    first = np.concatenate(([0], np.cumsum(np.bincount(before, minlength=n))))
+    followers = np.repeat(np.arange(n, dtype=np.int64), np.diff(start))
+    return first, followers[np.argsort(before, kind="stable")]
 
 
 def order(waiting: np.ndarray, first: np.ndarray, after: np.ndarray) -> np.ndarray:

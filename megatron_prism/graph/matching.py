@@ -9,6 +9,8 @@ after it follows from it.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,34 +74,32 @@ def signature(program: Program, indices: np.ndarray) -> np.ndarray:
     return np.stack([np.asarray(column, dtype=np.int64) for column in columns], axis=1)
 
 
-def diagnose(
-    a: np.ndarray, b: np.ndarray, ranks: tuple[int, int]
-) -> tuple[str, tuple[int, int], str]:
-    """(kind, (entry, entry), what probably happened) of two FIFOs that differ."""
+def diagnose(a: np.ndarray, b: np.ndarray, ranks: tuple[int, int]) -> tuple[str, int, str]:
+    """(kind, entry, what probably happened) of two FIFOs that differ."""
+    one, other = ranks
     both = min(len(a), len(b))
     differ = np.flatnonzero((a[:both] != b[:both]).any(axis=1))
     k = int(differ[0]) if differ.size else both
     if k == both:
-        return _shorter(a, b, k, ranks)
+        more, less, rows = (one, other, a) if len(a) > len(b) else (other, one, b)
+        what = f"rank {less} stops {abs(len(a) - len(b))} calls before rank {more}"
+        return "missing", k, f"{what}, at {_call(rows[k])}"
     if sorted(map(tuple, a[k:])) == sorted(map(tuple, b[k:])):
-        return "order", (k, k), f"rank {ranks[1]} makes the same calls in another order"
-    if _same(a[k + 1 :], b[k:]) and not _same(a[k + 1 :], b[k + 1 :]):
-        return "missing", (k, k), f"rank {ranks[1]} never calls {_call(a[k])} #{k + 1}"
-    if _same(a[k:], b[k + 1 :]) and not _same(a[k + 1 :], b[k + 1 :]):
-        return "missing", (k, k), f"rank {ranks[1]} calls {_call(b[k])} and rank {ranks[0]} never"
-    fields = [f for f, x, y in zip(_FIELDS, a[k], b[k], strict=True) if x != y]
-    shown = "; ".join(_differ(f, a[k], b[k], ranks) for f in fields)
-    return fields[0], (k, k), shown
+        return "order", k, f"rank {other} makes the same calls in another order"
+    if not _same(a[k + 1 :], b[k + 1 :]):
+        if _same(a[k + 1 :], b[k:]):
+            return "missing", k, f"rank {other} never calls {_call(a[k])} #{k + 1}"
+        if _same(a[k:], b[k + 1 :]):
+            return "missing", k, f"rank {other} calls {_call(b[k])} and rank {one} never"
+    fields, shown = np.flatnonzero(a[k] != b[k]).tolist(), []
+    for field in fields:
+        texts, unit = _TEXTS.get(field), " elements" if _FIELDS[field] == "shape" else ""
+        x, y = (texts[row[field]] if texts else int(row[field]) for row in (a[k], b[k]))
+        shown.append(f"{_FIELDS[field]}: {x}{unit} on rank {one}, {y}{unit} on rank {other}")
+    return _FIELDS[fields[0]], k, "; ".join(shown)
 
 
-def _shorter(
-    a: np.ndarray, b: np.ndarray, k: int, ranks: tuple[int, int]
-) -> tuple[str, tuple[int, int], str]:
-    more, less = (0, 1) if len(a) > len(b) else (1, 0)
-    row = (a, b)[more][k]
-    left = abs(len(a) - len(b))
-    what = f"rank {ranks[less]} stops {left} calls before rank {ranks[more]}, at {_call(row)}"
-    return "missing", (k, k), what
+_TEXTS = {0: NAMES, 1: DTYPE_NAMES, 3: REDUCE}  # of the columns of _FIELDS
 
 
 def _same(x: np.ndarray, y: np.ndarray) -> bool:
@@ -108,121 +108,89 @@ def _same(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 def _call(row: np.ndarray) -> str:
-    words = [NAMES[row[0]], DTYPE_NAMES[row[1]]]
-    return " ".join(word for word in words if word)
+    return " ".join(filter(None, (NAMES[row[0]], DTYPE_NAMES[row[1]])))
 
 
-def _differ(field: str, x: np.ndarray, y: np.ndarray, ranks: tuple[int, int]) -> str:
-    column = _FIELDS.index(field)
-    texts: dict[str, tuple[str, ...]] = {
-        "operation": NAMES,
-        "dtype": DTYPE_NAMES,
-        "reduce op": REDUCE,
-    }
-    known = texts.get(field)
-    shown = [str(known[v[column]]) if known else str(int(v[column])) for v in (x, y)]
-    unit = " elements" if field == "shape" else ""
-    return f"{field}: {shown[0]}{unit} on rank {ranks[0]}, {shown[1]}{unit} on rank {ranks[1]}"
-
-
+# -- splits ---------------------------------------------------------------------------------------
 _GATHER = CODE["all_gather"]
+Disagreement = tuple[str, int, tuple[int, int], str]  # group, entry, two ranks, what is likely
 
 
-def check_splits(
+def _check_splits(
     programs: Programs, classes: Classes, groups: Mapping[str, Membership]
-) -> Iterator[tuple[str, int, tuple[int, int], str]]:
-    """Disagreements between what i sends to j and what j expects from i."""
+) -> Iterator[Disagreement]:
+    """Disagreements between what i sends to j and what j expects from i, in one group of each
+    arrangement of classes by position."""
     explicit = {
         program.strings[code]
         for program in programs.programs
         for code in np.unique(program.ops["group"][program.ops["splits"] >= 0])
     }
     for name in sorted(explicit - {""}):  # splits of what is no call mean nothing
-        for ranks in _arrangements(groups[name], classes.of):
-            table = [_Fifo(programs.of(int(rank)), name) for rank in ranks]
-            yield from _compare(name, ranks, table)
+        seen = set[bytes]()
+        for start, end in itertools.pairwise(groups[name].start.tolist()):
+            ranks = groups[name].members[start:end]
+            if (key := classes.of[ranks].tobytes()) not in seen:
+                seen.add(key)
+                members = [programs.of(int(rank)) for rank in ranks]
+                fifos = [program.collectives(name).tolist() for program in members]
+                for number, ops in enumerate(zip(*fifos, strict=False)):
+                    calls = list(zip(members, ops, strict=True))
+                    if found := _compare_splits(ranks.tolist(), calls):
+                        yield name, number, *found
 
 
-def _arrangements(group: Membership, of: np.ndarray) -> Iterator[np.ndarray]:
-    """One group of each arrangement of classes by position."""
-    seen: set[bytes] = set()
-    for index in range(len(group.start) - 1):
-        ranks = group.members[group.start[index] : group.start[index + 1]]
-        key = of[ranks].tobytes()
-        if key not in seen:
-            seen.add(key)
-            yield ranks
-
-
-class _Fifo:
-    """The collectives of one program in one group, their splits in elements."""
-
-    def __init__(self, program: Program, name: str) -> None:
-        self.indices = program.collectives(name)
-        self.program = program
-
-    def broken(self, number: int) -> str | None:
-        """In words, why the splits cannot be those of the tensor; None if they can."""
-        row = self.program.ops[self.indices[number]]
-        gathers = row["name"] == _GATHER
-        for side, name in enumerate(("num_in", "num_out") if row["splits"] >= 0 else ()):
-            total, rows = int(row[name]), self.program.splits[row["splits"]][side]
-            whole = rows[0] if gathers and side == 0 and rows else sum(rows)
-            if total >= 0 and (total != whole if gathers or not whole else total % whole):
-                what = ("sends", "receives")[side]
-                return f"{what} {total} elements and gives {whole} rows of them to its members"
+def _compare_splits(
+    ranks: list[int], calls: Sequence[tuple[Program, int]]
+) -> tuple[tuple[int, int], str] | None:
+    """Two ranks and what is wrong with the splits of one call of all members; absent ones say
+    nothing."""
+    for rank, call in zip(ranks, calls, strict=True):
+        if text := _broken(*call):
+            return (ranks[0], rank), f"rank {rank} {text}"
+    sides = [[_elements(*call, side) for call in calls] for side in (0, 1)]
+    for rank, row in zip([*ranks, *ranks], itertools.chain(*sides), strict=True):
+        if row is not None and len(row) != len(ranks):
+            text = f"rank {rank} gives {len(row)} splits for a group of {len(ranks)}"
+            return (ranks[0], rank), text
+    if any(row is None for row in itertools.chain(*sides)):
         return None
-
-    def elements(self, number: int, side: int) -> np.ndarray | None:
-        """Elements to (side 0) or from (side 1) every member; None if the call does not say."""
-        row = self.program.ops[self.indices[number]]
-        if row["splits"] < 0:
-            return None
-        rows = np.array(self.program.splits[row["splits"]][side], dtype=np.int64)
-        if row["name"] == _GATHER:  # elements, and everybody gets the same
-            return rows
-        total = int(row["num_in"] if side == 0 else row["num_out"])
-        whole = int(rows.sum())
-        return rows * (total // whole) if whole else rows
+    sent, wanted = np.array(sides[0]), np.array(sides[1]).T
+    if np.array_equal(sent, wanted):
+        return None
+    i, j = np.argwhere(sent != wanted)[0].tolist()
+    return (ranks[i], ranks[j]), (
+        f"rank {ranks[i]} sends {sent[i, j]} elements to rank {ranks[j]}, which expects "
+        f"{wanted[i, j]}"
+    )
 
 
-def _compare(
-    name: str, ranks: np.ndarray, table: list[_Fifo]
-) -> Iterator[tuple[str, int, tuple[int, int], str]]:
-    for number in range(min(len(fifo.indices) for fifo in table)):
-        broken = [(r, text) for r, fifo in zip(ranks, table, strict=True)
-                  if (text := fifo.broken(number))]  # fmt: skip
-        if broken:
-            rank, text = broken[0]
-            yield name, number, (int(ranks[0]), int(rank)), f"rank {rank} {text}"
-            continue
-        sides = [fifo.elements(number, way) for way in (0, 1) for fifo in table]
-        known = [side for side in sides if side is not None and len(side) == len(ranks)]
-        if len(known) < len(sides):
-            yield from _incomplete(name, number, ranks, sides)
-            continue
-        sent, wanted = np.stack(known[: len(table)]), np.stack(known[len(table) :]).T
-        if not np.array_equal(sent, wanted):
-            i, j = map(int, np.argwhere(sent != wanted)[0])
-            text = (
-                f"rank {ranks[i]} sends {sent[i, j]} elements to rank {ranks[j]}, which expects "
-                f"{wanted[i, j]}"
-            )
-            yield name, number, (int(ranks[i]), int(ranks[j])), text
+def _broken(program: Program, op: int) -> str | None:
+    """In words, why the splits of a call cannot be those of the tensor; None if they can."""
+    row = program.ops[op]
+    gathers = row["name"] == _GATHER
+    for side, name in enumerate(("num_in", "num_out") if row["splits"] >= 0 else ()):
+        total, rows = int(row[name]), program.splits[row["splits"]][side]
+        whole = rows[0] if gathers and side == 0 and rows else sum(rows)
+        if total >= 0 and (total != whole if gathers or not whole else total % whole):
+            what = ("sends", "receives")[side]
+            return f"{what} {total} elements and gives {whole} rows of them to its members"
+    return None
 
 
-def _incomplete(
-    name: str, number: int, ranks: np.ndarray, sides: list[np.ndarray | None]
-) -> Iterator[tuple[str, int, tuple[int, int], str]]:
-    """Splits of the wrong length are an error; absent ones say nothing."""
-    for place, side in enumerate(sides):
-        if side is not None and len(side) != len(ranks):
-            rank = int(ranks[place % len(ranks)])
-            text = f"rank {rank} gives {len(side)} splits for a group of {len(ranks)}"
-            yield name, number, (int(ranks[0]), rank), text
-            return
+def _elements(program: Program, op: int, side: int) -> np.ndarray | None:
+    """Elements to (side 0) or from (side 1) every member; None if the call does not say."""
+    row = program.ops[op]
+    if row["splits"] < 0:
+        return None
+    rows = np.array(program.splits[row["splits"]][side], dtype=np.int64)
+    whole = int(rows.sum())
+    if row["name"] == _GATHER or not whole:  # elements, and everybody gets the same
+        return rows
+    return rows * (int(row[("num_in", "num_out")[side]]) // whole)
 
 
+# -- findings -------------------------------------------------------------------------------------
 _OF_OPS = ("handle", "batch")  # kinds that are about any op, not about a call
 
 
@@ -259,11 +227,10 @@ def check(programs: Programs, classes: Classes, groups: Mapping[str, Membership]
     checker = _Checker(programs, classes, groups)
     if found := list(checker.alone()):
         return found
-    found = [*checker.collectives(), *checker.pairs()]
-    found = _wrong_groups(found, checker)
+    found = checker.with_wrong_groups([*checker.collectives(), *checker.pairs()])
     if not found:  # rows are compared entry by entry, which a missing entry would make nonsense
-        for name, number, ranks, likely in check_splits(programs, classes, groups):
-            found.append(checker.finding("splits", name, ranks, (number, number), likely))
+        for name, number, ranks, likely in _check_splits(programs, classes, groups):
+            found.append(checker.finding("splits", name, ranks, number, likely))
     return found
 
 
@@ -282,19 +249,15 @@ class _Checker:
         """The program of class ``index``."""
         return self.programs.programs[self.classes.programs[index]]
 
-    def fifo(self, index: int, name: str) -> np.ndarray:
-        """Indices of the collectives of class ``index`` in its group ``name``."""
-        return self.program(index).collectives(name)
-
     def alone(self) -> Iterator[Finding]:
         """What is wrong with a program by itself; one finding per program."""
-        seen: set[int] = set()
-        for index, number in enumerate(self.classes.programs):
-            found = None if number in seen else unsound(self.program(index))
-            seen.add(number)
-            if found is not None:
-                name = self.program(index)[found[1]].group or "no group"
-                yield self._one(index, name, np.arange(len(self.program(index))), *found)
+        first = {number: i for i, number in reversed([*enumerate(self.classes.programs)])}
+        for index in sorted(first.values()):
+            program = self.program(index)
+            if (found := unsound(program)) is not None:
+                kind, op, likely = found
+                name = program[op].group or "no group"
+                yield self._one(index, name, np.arange(len(program)), kind, op, likely)
 
     def _one(
         self, index: int, name: str, indices: np.ndarray, kind: str, at: int, likely: str
@@ -313,61 +276,73 @@ class _Checker:
         met: set[tuple[str, int, int]] = set()
         done: dict[tuple[str, int], object] = {}  # classes of one group share one ``counts``
         for index, members in enumerate(self.classes.members):
+            rank, program = self.classes.representatives[index], self.program(index)
             for name, counts in members.items():
+                group, fifo = self.groups[name].group(rank), program.collectives(name)
                 if not counts:
-                    yield self._stranger(index, name)
+                    op = program[int(program.groups()[name][0])]
+                    picture = f"  rank {rank}\n  {format_op(op)}   <-- here"
+                    likely = f"rank {rank} is in no group called {name} and cannot call it"
+                    yield Finding("wrong group", name, (rank, rank), 1, picture, likely)
                     continue
-                roots = self.program(index).ops["root"][self.fifo(index, name)]
-                size = len(self.groups[name].group(self.classes.representatives[index]))
-                if (outside := roots >= size).any():
+                roots = program.ops["root"][fifo]
+                if (outside := roots >= len(group)).any():
                     at = int(outside.argmax())
-                    likely = f"there is no group rank {roots[at]} in a group of {size}"
-                    yield self._one(index, name, self.fifo(index, name), "root", at, likely)
+                    likely = f"there is no group rank {roots[at]} in a group of {len(group)}"
+                    yield self._one(index, name, fifo, "root", at, likely)
                 if (name, id(counts)) in done:
                     continue
                 done[name, id(counts)] = counts
                 model = self._majority(counts)
                 for other, _ in counts:
-                    key = (name, model, other)
-                    if other == model or key in met:
-                        continue
-                    met.add(key)
-                    found = self._compare(index, name, model, other)
-                    if found is not None:
-                        yield found
+                    if other != model and (name, model, other) not in met:
+                        met.add((name, model, other))
+                        yield from self._compare(group, name, model, other)
 
     def _majority(self, counts: Sequence[tuple[int, int]]) -> int:
         """The class that is not the odd one: its program runs on most members, then ranks."""
-        here: Counter[int] = Counter()
+        here, programs = Counter[int](), self.classes.programs
         for index, count in counts:
-            here[self.classes.programs[index]] += count
+            here[programs[index]] += count
         return max(
             (index for index, _ in counts),
-            key=lambda i: (
-                here[self.classes.programs[i]],
-                self.spread[self.classes.programs[i]],
-                -i,
-            ),
+            key=lambda i: (here[programs[i]], self.spread[programs[i]], -i),
         )
 
-    def _stranger(self, index: int, name: str) -> Finding:
-        rank = self.classes.representatives[index]
-        first = int(self.program(index).groups()[name][0])
-        picture = f"  rank {rank}\n  {format_op(self.program(index)[first])}   <-- here"
-        likely = f"rank {rank} is in no group called {name} and cannot call it"
-        return Finding("wrong group", name, (rank, rank), 1, picture, likely)
+    def _compare(self, group: np.ndarray, name: str, model: int, other: int) -> Iterator[Finding]:
+        a, b = (
+            signature(program, program.collectives(name))
+            for program in map(self.program, (model, other))
+        )
+        if not np.array_equal(a, b):
+            of = self.classes.of[group]
+            ranks = (int(group[of == model][0]), int(group[of == other][0]))
+            kind, at, likely = diagnose(a, b, ranks)
+            yield self.finding(kind, name, ranks, at, likely)
 
-    def _compare(self, index: int, name: str, model: int, other: int) -> Finding | None:
-        ours, theirs = self.fifo(model, name), self.fifo(other, name)
-        a = signature(self.program(model), ours)
-        b = signature(self.program(other), theirs)
-        if np.array_equal(a, b):
-            return None
-        group = self.groups[name].group(self.classes.representatives[index])
-        of = self.classes.of[group]
-        ranks = (int(group[of == model][0]), int(group[of == other][0]))
-        kind, at, likely = diagnose(a, b, ranks)
-        return self.finding(kind, name, ranks, at, likely)
+    def with_wrong_groups(self, found: list[Finding]) -> list[Finding]:
+        """A call missing in one group and too many in another, by one rank: it took the wrong
+        group."""
+        result = list(found)
+        for one, other in itertools.permutations([f for f in found if f.kind == "missing"], 2):
+            if one.ranks[1] != other.ranks[1] or one not in result or other not in result:
+                continue
+            (program, wanted), (_, made) = self._sides(one)
+            (_, usual), (theirs, surplus) = self._sides(other)
+            if len(made) < len(wanted) and len(surplus) > len(usual):
+                lacking = signature(program, wanted[[one.number - 1]])
+                extra = signature(theirs, surplus[[other.number - 1]])
+                if np.array_equal(lacking[:, :4], extra[:, :4]):
+                    likely = f"rank {one.ranks[1]} makes the call of {one.group} in {other.group}"
+                    changed = dataclasses.replace(one, kind="wrong group", likely=likely)
+                    result[result.index(one)] = changed
+                    result.remove(other)
+        return result
+
+    def _sides(self, one: Finding) -> list[tuple[Program, np.ndarray]]:
+        """Of both ranks of a finding the program and its collectives in that group."""
+        programs = map(self.programs.of, one.ranks)
+        return [(program, program.collectives(one.group)) for program in programs]
 
     # -- p2p --------------------------------------------------------------------------------------
     def pairs(self) -> Iterator[Finding]:
@@ -381,73 +356,51 @@ class _Checker:
 
     def _pair(self, index: int, name: str, offset: int, size: int) -> Iterator[Finding]:
         rank = self.classes.representatives[index]
-        group = self.groups[name].group(rank)
         place = int(self.groups[name].position[rank])
-        peer = int(group[(place + offset) % size])
-        other = int(self.classes.of[peer])
+        peer = int(self.groups[name].group(rank)[(place + offset) % size])
+        program, its = self.program(index), self.programs.of(peer)
         for out, back in (("send", "recv"), ("recv", "send")):
-            ours = self.towards(index, name, offset, size, out)
-            theirs = self.towards(other, name, -offset % size, size, back)
+            ours = _towards(program, name, offset, size, out)
+            theirs = _towards(its, name, -offset % size, size, back)
             columns = [1, 2]  # dtype and count; batches are each rank's own affair
-            a = signature(self.program(index), ours)[:, columns]
-            b = signature(self.program(other), theirs)[:, columns]
+            a, b = signature(program, ours)[:, columns], signature(its, theirs)[:, columns]
             if np.array_equal(a, b) or (out == "recv" and len(theirs)):
                 continue  # a receive without any send is reported here, all else by the sender
-            both = min(len(a), len(b))
-            differ = np.flatnonzero((a[:both] != b[:both]).any(axis=1))
+            at = min(len(a), len(b))
+            differ = np.flatnonzero((a[:at] != b[:at]).any(axis=1))
             if differ.size:
                 at = int(differ[0])
-                what = "dtype" if a[at, 0] != b[at, 0] else "shape"
+                kind = "dtype" if a[at, 0] != b[at, 0] else "shape"
                 likely = f"rank {rank} sends what rank {peer} does not expect"
-                yield self.finding(what, name, (rank, peer), (at, at), likely, out, back)
             else:
-                many, few = (out, back) if len(a) > len(b) else (back, out)
-                doer, idler = (rank, peer) if len(a) > len(b) else (peer, rank)
+                many, few, doer, idler = out, back, rank, peer
+                if len(a) < len(b):
+                    many, few, doer, idler = back, out, peer, rank
                 kind = f"unmatched {'receive' if many == 'recv' else 'send'}"
                 likely = f"rank {doer} posts {abs(len(a) - len(b))} more {many} than rank {idler} "
-                yield self.finding(
-                    kind, name, (rank, peer), (both, both), f"{likely}posts {few}", out, back
-                )
-
-    def towards(self, index: int, name: str, offset: int, size: int, what: str) -> np.ndarray:
-        """Indices of the ``what`` (send or recv) of class ``index`` to the member ``offset`` on."""
-        program = self.program(index)
-        found = program.groups().get(name, np.empty(0, dtype=np.int64))
-        ops = program.ops[found]
-        chosen: np.ndarray = found[(ops["name"] == CODE[what]) & (ops["peer"] % size == offset)]
-        return chosen
+                likely += f"posts {few}"
+            yield self.finding(kind, name, (rank, peer), at, likely, ours, theirs)
 
     # -- pictures ---------------------------------------------------------------------------------
     def finding(
-        self,
-        kind: str,
-        name: str,
-        ranks: tuple[int, int],
-        at: tuple[int, int],
-        likely: str,
-        *whats: str,
+        self, kind: str, name: str, ranks: tuple[int, int], at: int, likely: str, *ops: np.ndarray
     ) -> Finding:
-        """A Finding whose picture shows entry ``at[i]`` of rank ``ranks[i]`` and its neighbours."""
-        columns = []
-        for side, (rank, number) in enumerate(zip(ranks, at, strict=True)):
-            index = int(self.classes.of[rank])
-            if whats:
-                size = len(self.groups[name].group(rank))
-                step = self._distance(name, rank, ranks[1 - side], size)
-                indices = self.towards(index, name, step, size, whats[side])
-            else:
-                indices = self.fifo(index, name)
-            columns.append(_column(self.program(index), indices, rank, number))
-        width = max(len(line) for line in columns[0])
-        lines = [
-            f"  {a:{width}}   {b}".rstrip() for a, b in zip(columns[0], columns[1], strict=True)
-        ]
+        """A Finding whose picture shows entry ``at`` of both ranks and its neighbours; ``ops``: of
+        each rank the entries, default the collectives of the group."""
+        programs = [self.programs.of(rank) for rank in ranks]
+        entries = ops or [program.collectives(name) for program in programs]
+        left, right = map(_column, programs, entries, ranks, (at, at))
+        width = max(map(len, left))
+        lines = [f"  {a:{width}}   {b}".rstrip() for a, b in zip(left, right, strict=True)]
         lines[2] += "   <-- here"
-        return Finding(kind, name, ranks, at[0] + 1, "\n".join(lines), likely)
+        return Finding(kind, name, ranks, at + 1, "\n".join(lines), likely)
 
-    def _distance(self, name: str, rank: int, peer: int, size: int) -> int:
-        position = self.groups[name].position
-        return int(position[peer] - position[rank]) % size
+
+def _towards(program: Program, name: str, offset: int, size: int, what: str) -> np.ndarray:
+    """Indices of the ``what`` (send or recv) of a program to the member ``offset`` on."""
+    found = program.groups().get(name, np.empty(0, dtype=np.int64))
+    ops = program.ops[found]
+    return np.asarray(found[(ops["name"] == CODE[what]) & (ops["peer"] % size == offset)])
 
 
 def _column(
@@ -463,36 +416,3 @@ def _column(
         else:
             lines.append("(nothing before)" if at < 0 else "(nothing more)")
     return lines
-
-
-def _wrong_groups(found: list[Finding], checker: _Checker) -> list[Finding]:
-    """A call missing in one group and too many in another, by one rank: it took the wrong group."""
-    result = list(found)
-    for one in found:
-        for other in found:
-            if one.group == other.group or one not in result or other not in result:
-                continue
-            if one.kind != "missing" or other.kind != "missing" or one.ranks[1] != other.ranks[1]:
-                continue
-            lacks = f"rank {one.ranks[1]} never calls" in one.likely or "stops" in one.likely
-            if not lacks or not _is_extra(checker, one, other):
-                continue
-            likely = f"rank {one.ranks[1]} makes the call of {one.group} in {other.group}"
-            result[result.index(one)] = Finding(
-                "wrong group", one.group, one.ranks, one.number, one.picture, likely
-            )
-            result.remove(other)
-    return result
-
-
-def _is_extra(checker: _Checker, lacking: Finding, extra: Finding) -> bool:
-    """Whether the odd rank's surplus entry in ``extra`` is the entry it lacks in ``lacking``."""
-    wanted = checker.fifo(int(checker.classes.of[lacking.ranks[0]]), lacking.group)
-    program = checker.program(int(checker.classes.of[lacking.ranks[0]]))
-    surplus = checker.fifo(int(checker.classes.of[extra.ranks[1]]), extra.group)
-    theirs = checker.program(int(checker.classes.of[extra.ranks[1]]))
-    if lacking.number > len(wanted) or extra.number > len(surplus):
-        return False
-    a = signature(program, wanted[[lacking.number - 1]])
-    b = signature(theirs, surplus[[extra.number - 1]])
-    return np.array_equal(a[:, :4], b[:, :4])

@@ -239,8 +239,10 @@ class _Joiner:
             if not found.size or not size:
                 continue
             places, names = program.ops["peer"][found] % size, program.ops["name"][found]
+            partners = graph.classes.partners[index].items()
+            others = {offset % size: other for (group, offset), other in partners if group == name}
             for offset in sorted({*places.tolist()}):
-                other = self._partner(index, name, offset, size)
+                other = others[offset]
                 for what in ("send", "recv"):
                     chosen = found[(places == offset) & (names == CODE[what])]
                     # a message is named by its sender, its receiver and the way between them
@@ -248,13 +250,6 @@ class _Joiner:
                     ends = (index, other) if what == "send" else (other, index)
                     if chosen.size:
                         self._add(index, chosen, (name, way, ends), 2)
-
-    def _partner(self, index: int, name: str, offset: int, size: int) -> int:
-        """The class ``offset`` places further in the group of class ``index``'s representative."""
-        group, classes = self.graph.groups[name], self.graph.classes
-        rank = classes.representatives[index]
-        members = group.group(rank)
-        return int(classes.of[members[(int(group.position[rank]) + offset) % size]])
 
     def _table(self, of: list[np.ndarray], sides: np.ndarray) -> MatchedCalls:
         """The inverse of ``of``, sends before receives."""

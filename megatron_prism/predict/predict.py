@@ -283,4 +283,4 @@ def _with_slow(
     """Iteration times, ns [count], if ranks of the first replica are slow, which is drawn again;
     the others are as in ``each`` [count, replicas]."""
     one = sampler.draw(spread, len(each), slow=slow, replicas=range(1), progress=progress)
-    return np.maximum(one[:, 0], each[:, 1:].max(axis=1, initial=0))
+    return np.asarray(np.maximum(one[:, 0], each[:, 1:].max(axis=1, initial=0)))

@@ -20,8 +20,7 @@ nothing else.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,42 +29,27 @@ import numpy as np
 
 from megatron_prism.graph import loops
 from megatron_prism.graph.issue_graph import JOIN, LEAD, IssueGraph
-from megatron_prism.graph.world_graph import WorldGraph
+from megatron_prism.graph.world_graph import CallKind, WorldGraph
 from megatron_prism.predict.distributions import Distribution, largest
 from megatron_prism.predict.variability import CallSpread, Variability
 from megatron_prism.replay import timeline
 from megatron_prism.replay.timeline import Timeline
 
 
-def _together(graph: WorldGraph) -> int:
-    """Ranks of a stage that make up one replica."""
+def replicas(graph: WorldGraph) -> tuple[int, int, tuple[int, ...]]:
+    """(independent replicas, ranks of a stage that make up one, members of each class in one)."""
     world = graph.programs.world
     etp = world.tp if world.etp is None else world.etp
-    return math.lcm(world.tp * world.cp, etp * world.ep)
-
-
-def replicas(graph: WorldGraph) -> tuple[int, tuple[int, ...]]:
-    """(independent replicas, members of each class in one)."""
-    world = graph.programs.world
-    count = max(1, world.size // (world.pp * _together(graph)))
+    together = math.lcm(world.tp * world.cp, etp * world.ep)
+    count = max(1, world.size // (world.pp * together))
     if any(ranks % count for ranks in graph.classes.counts):
         count = 1  # not alike: the whole world waits for all of itself
-    return count, tuple(ranks // count for ranks in graph.classes.counts)
-
-
-def replica_of(graph: WorldGraph, ranks: np.ndarray) -> np.ndarray:
-    """The replica that each rank is in."""
-    world = graph.programs.world
-    if replicas(graph)[0] == 1:
-        return np.zeros(len(ranks), dtype=np.int64)
-    tp, cp, dp = (np.asarray(world._along(axis, ranks)) for axis in ("tp", "cp", "dp"))
-    return np.asarray((tp + world.tp * (cp + world.cp * dp)) // _together(graph))
+    return count, together, tuple(ranks // count for ranks in graph.classes.counts)
 
 
 LANES = 512  # a power of two
 ROWS = 256  # times LANES draws of each kind.  A node's are LANES in a row, from where a hash says:
 # nodes that share some of them do so in different iterations
-_FEW = 8  # predecessors up to which implied waits are looked for three steps back
 THREADS = 2
 
 
@@ -167,15 +151,8 @@ def _latest(  # type: ignore[no-untyped-def]
                 begin = late[before[first]]
             else:
                 begin = latest
-                if after == first:
-                    latest[:] = np.float32(0.0)
-                else:
-                    one, less = late[before[first]], spare[first]
-                    other, gap = late[before[first + 1]], spare[first + 1]
-                    for lane in range(LANES):
-                        x, y = one[lane] - less, other[lane] - gap
-                        latest[lane] = x if x > y else y
-                for edge in range(first + 2, after):
+                latest[:] = none if after > first else np.float32(0.0)
+                for edge in range(first, after):
                     other, gap = late[before[edge]], spare[edge]
                     for lane in range(LANES):
                         x, y = latest[lane], other[lane] - gap
@@ -208,101 +185,55 @@ def _latest(  # type: ignore[no-untyped-def]
 
 
 def build(dag: IssueGraph, durations: np.ndarray, classes: int) -> Paths:
-    """Compact form of ``dag``, whose nodes take ``durations`` (ns) in the replay."""
-    waits = _points_gone(dag, _implied_gone(dag))
+    """Compact form of ``dag``, whose nodes take ``durations`` (ns) in the replay: without points in
+    time that wait for one node only."""
     begin, end = timeline.evaluate(dag, durations)
+    counts, nodes = np.diff(dag.start), np.arange(len(dag))
+    point = (dag.kind == JOIN) & (counts == 1)
+    stands_for = nodes.copy()
+    stands_for[point] = dag.before[dag.start[:-1][point]]
+    while (further := stands_for[stands_for] != stands_for).any():
+        stands_for[further] = stands_for[stands_for[further]]
     place = np.empty(len(dag), dtype=np.int64)
-    place[dag.order] = np.arange(len(dag))
-    kept = np.fromiter(waits, dtype=np.int64, count=len(waits))
-    order = kept[np.lexsort((place[kept], begin[kept]))]
-    slot, last = _slots(order.tolist(), waits)
-    counts = [len(waits[n]) for n in order.tolist()]
-    before = np.array([p for n in order.tolist() for p in waits[n]], dtype=np.int64)
-    owner = dag.owner[order].astype(np.int64)
-    ends = _ends(dag, order, waits)
+    place[dag.order] = nodes
+    order = nodes[~point][np.lexsort((place[~point], begin[~point]))]
+    counts = counts[order]
+    start = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    edges = np.repeat(dag.start[order] - start[:-1], counts) + np.arange(start[-1])
+    before, reader = stands_for[dag.before[edges]], np.repeat(order, counts)
+    slot = np.array(_slots(order.tolist(), start.tolist(), before.tolist()))
+    # which nodes nothing of their own iteration waits for, of the last two
+    back = int(dag.iteration.max(initial=0)) - dag.iteration
+    within = before[dag.iteration[before] == dag.iteration[reader]]
+    ends = np.where(np.isin(order, within) | (back[order] > 1), 0, 2 - back[order])
     until = [int(end[order[ends == which]].max(initial=0)) for which in (0, 1, 2)]
+    owner = dag.owner[order].astype(np.int64)
     return Paths(
         lasts=durations[order].astype(np.float64),
         row=np.where(owner < 0, classes, owner + (classes + 1) * (dag.kind[order] >= LEAD)),
         node=order,
-        slot=np.array([slot[n] for n in order.tolist()], dtype=np.int64),
-        start=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
-        before=np.array([slot[p] for p in before.tolist()], dtype=np.int64),
-        spare=(np.repeat(begin[order], counts) - end[before]).astype(np.float32),
-        ends=ends,
+        slot=slot[order],
+        start=start,
+        before=slot[before],
+        spare=(begin[reader] - end[before]).astype(np.float32),
+        ends=ends.astype(np.uint8),
         margin=(np.array(until)[ends] - end[order]).astype(np.float32),
         steady=until[2] - until[1],
     )
 
 
-def _ends(dag: IssueGraph, order: np.ndarray, waits: dict[int, list[int]]) -> np.ndarray:
-    """uint8 [n]: which nodes nothing of their own iteration waits for, of the last two."""
-    within = {p for node, before in waits.items() for p in before
-              if dag.iteration[p] == dag.iteration[node]}  # fmt: skip
-    back = int(dag.iteration.max(initial=0)) - dag.iteration[order]
-    last = np.array([node not in within for node in order.tolist()], dtype=bool)
-    return np.where(last & (back < 2), 2 - back, 0).astype(np.uint8)
-
-
-def _implied_gone(dag: IssueGraph) -> dict[int, list[int]]:
-    """node -> predecessors, of nodes that are kept: waits that another wait implies are left out
-    (looked for three steps back), and so are points in time that wait for one node only."""
-    start, before = dag.start.tolist(), dag.before.tolist()
-    point = (dag.kind == JOIN).tolist()
-    found: list[Sequence[int]] = [()] * len(dag)
-    kept: dict[int, list[int]] = {}
-    for node in dag.order.tolist():
-        waits: set[int] = set()
-        for p in before[start[node] : start[node + 1]]:
-            waits.add(found[p][0] if point[p] and len(found[p]) == 1 else p)
-        if len(waits) > 1:
-            deep = len(waits) <= _FEW
-            for p in list(waits):
-                _discard(waits, found[p], found, 2 if deep else 0)
-        found[node] = sorted(waits)
-        if not (point[node] and len(waits) == 1):
-            kept[node] = found[node]
-    return kept
-
-
-def _points_gone(dag: IssueGraph, waits: dict[int, list[int]]) -> dict[int, list[int]]:
-    """``waits`` without points in time that one node of the same iteration waits for: it waits for
-    what they wait for."""
-    readers = Counter(p for before in waits.values() for p in before)
-    point, iteration = dag.kind == JOIN, dag.iteration
-    kept = dict(waits)
-    for node, before in waits.items():
-        inner = [p for p in before if point[p] and readers[p] == 1]
-        inner = [p for p in inner if iteration[p] == iteration[node]]
-        if inner:
-            kept[node] = sorted({*before, *(q for p in inner for q in kept[p])} - {*inner})
-            for p in inner:
-                del kept[p]
-    return kept
-
-
-def _discard(waits: set[int], nodes: Sequence[int], found: list[Sequence[int]], deep: int) -> None:
-    for node in nodes:
-        waits.discard(node)
-        if deep and len(found[node]) <= _FEW:
-            _discard(waits, found[node], found, deep - 1)
-
-
-def _slots(order: list[int], waits: dict[int, list[int]]) -> tuple[dict[int, int], dict[int, int]]:
-    """(node -> slot, node -> the last node that reads it)."""
-    last = {p: i for i, node in enumerate(order) for p in waits[node]}
-    free: list[int] = []
-    slot: dict[int, int] = {}
-    most = 0
+def _slots(order: list[int], start: list[int], before: list[int]) -> list[int]:
+    """Of every node where its end is kept, until the last node that reads it."""
+    last = dict(zip(before, np.repeat(np.arange(len(order)), np.diff(start)).tolist(), strict=True))
+    free, slot, most = list[int](), [0] * (1 + max(order, default=0)), 0
     for i, node in enumerate(order):
-        if free:
-            slot[node] = free.pop()
-        else:
-            slot[node], most = most, most + 1
-        free += [slot[p] for p in waits[node] if last[p] == i]
+        if not free:
+            free, most = [most], most + 1
+        slot[node] = free.pop()
+        free += [slot[p] for p in {*before[start[i] : start[i + 1]]} if last[p] == i]
         if node not in last:
             free.append(slot[node])
-    return slot, last
+    return slot
 
 
 _AT_ONCE = 1 << 16  # draws whose factors are kept at a time
@@ -328,12 +259,17 @@ class Sampler:
     ) -> None:
         self.timeline, self.graph, self.seed = timeline, timeline.graph, seed
         self.calls = calls
-        self.replicas, self.members = replicas(self.graph)
-        self.op = timeline.dag.op
+        self.replicas, self._together, self.members = replicas(self.graph)
         self._table: tuple[Any, np.ndarray] = (None, np.zeros((ROWS, LANES), np.float32))
         self.paths = build(timeline.dag, timeline.durations, len(self.members))
-        self.crossing = self._crossing()
-        self.kind = self._kinds()
+        meets = self.paths.row == len(self.members)
+        calls_of = timeline.dag.op[self.paths.node[meets]]
+        self.kind = np.where(meets, 0, 1)  # place of a node's distribution in ``shapes``
+        if calls is not None:
+            self.kind[meets] = np.where(calls.kind >= 0, calls.kind + 2, 0)[calls_of]
+        # meetings of groups that have members in several replicas
+        self.crossing = np.zeros(len(meets), dtype=bool)
+        self.crossing[meets] = self.graph.calls_where(self._crosses)[calls_of]
 
     @property
     def hosted(self) -> bool:
@@ -394,9 +330,7 @@ class Sampler:
     def _issuing(self, curve: _Curve, count: int, replica: int) -> np.ndarray:
         """float64 [classes, count]: the factor of the slowest member's host."""
         found = np.ones((len(self.members), count))
-        if not self.hosted or np.ptp(curve[1]) == 0:
-            return found
-        for index, members in enumerate(self.members):
+        for index, members in enumerate(self.members if self.hosted and np.ptp(curve[1]) else ()):
             rng = np.random.default_rng([self.seed, _HOSTS, replica, index])
             found[index] = np.interp(largest(rng, members, (count,)), *curve)
         return found
@@ -421,21 +355,11 @@ class Sampler:
         sampled = () if self.calls is None else self.calls.shapes
         return (spread.of("call"), spread.of("segment"), *sampled)
 
-    def _kinds(self) -> np.ndarray:
-        """int64 [nodes]: place of a node's distribution in ``shapes``."""
-        meets = self.paths.row == len(self.members)
-        found = np.where(meets, 0, 1)
-        if self.calls is not None:
-            kind = self.calls.kind[self.op[self.paths.node[meets]]]
-            found[meets] = np.where(kind >= 0, kind + 2, 0)
-        return found
-
-    def _crossing(self) -> np.ndarray:
-        """bool [nodes]: meetings of groups that have members in several replicas."""
-        found = np.zeros(len(self.paths.lasts), dtype=bool)
-        nodes = np.flatnonzero(self.paths.row == len(self.members))
-        several = self.graph.calls_where(
-            lambda kind: not kind.is_pair and np.ptp(replica_of(self.graph, kind.ranks)) > 0
-        )
-        found[nodes] = several[self.op[self.paths.node[nodes]]]
-        return found
+    def _crosses(self, kind: CallKind) -> bool:
+        """Whether a group has members in several replicas."""
+        if kind.is_pair or self.replicas == 1:
+            return False
+        world = self.graph.programs.world
+        tp, cp, dp = (np.asarray(world._along(axis, kind.ranks)) for axis in ("tp", "cp", "dp"))
+        places = (tp + world.tp * (cp + world.cp * dp)) // self._together
+        return bool(np.ptp(places) > 0)

@@ -28,18 +28,12 @@ the gradient norm joins all ranks of a model, the gradients all replicas.
 
 from __future__ import annotations
 
-import hashlib
-import zipfile
-import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.files import whole_file
+from megatron_prism.core.errors import PrismError
 from megatron_prism.graph import loops
 from megatron_prism.graph.issue_graph import MEET, IssueGraph, build_issue_graph
 from megatron_prism.graph.world_graph import WorldGraph
@@ -318,7 +312,12 @@ def _table(
     known = [c[cause[c] != START] for c in chosen]
     every = np.concatenate([*known, np.empty(0, dtype=np.int64)])
     causes = cause[every]
-    member, op, of = _members(dag, classes, cut, number)
+    members = [np.empty((3, 0), dtype=np.int64)]
+    for index, cls in enumerate(classes):
+        where = dag.node_of[cls][-1]
+        ops = np.flatnonzero((dag.ready_of[cls][-1] >= 0) & cut[where])
+        members.append(np.stack([np.full(len(ops), index), ops, number[dag.op[where[ops]]]]))
+    member, op, of = np.concatenate(members, axis=1).astype(np.int32)
     return AnswerTimes(
         tuple(local),
         member,
@@ -333,40 +332,6 @@ def _table(
     )
 
 
-def kept(graph: WorldGraph, prices: Prices, local: Sequence[int], folder: Path) -> AnswerTimes:
-    """As ``build_answer_times``, from a file in ``folder`` if the same was asked before.
-
-    The file's name is a digest of all that decides the table.  One that cannot be read is made
-    anew; a folder that cannot be written is left without.
-    """
-    path = folder / f".releases-{_digest(graph, prices, local)}.npz"
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-            found = {name: stored[name] for name in _COLUMNS}
-            return AnswerTimes(tuple(local), loose=int(stored["loose"]), **found)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        made = build_answer_times(graph, prices, local)
-    columns = {name: getattr(made, name) for name in _COLUMNS}
-    with suppress(UsageError), whole_file(path, force=True) as written:
-        np.savez(written, allow_pickle=False, loose=made.loose, **columns)
-    return made
-
-
-_COLUMNS = ("member", "op", "of", "own", "start", "cause", "back", "weight")
-_FORMAT = b"releases 1"
-
-
-def _digest(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> str:
-    meet = graph.matched_calls
-    found = hashlib.sha1(_FORMAT + repr(list(local)).encode())
-    for program in graph.program_list:
-        found.update(program.ops.tobytes() + repr(program.strings).encode())
-    arrays = [meet.start, meet.classes, meet.ops, prices.collective_ns, graph.classes.of]
-    for array in (*arrays, *meet.of, *prices.compute, *prices.lead, *prices.host):
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()[:20]
-
-
 def cuts(dag: IssueGraph, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """bool [n] each: the local interactions; what takes no time of its own because it is local.
 
@@ -378,18 +343,3 @@ def cuts(dag: IssueGraph, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarra
     local = np.bincount(of, weights=mine[dag.before], minlength=len(dag)).astype(np.int64)
     meets = (dag.kind == MEET) & (local > 0)
     return meets & (local < counts), mine | (meets & (local == counts))
-
-
-def _members(
-    dag: IssueGraph, classes: Sequence[int], cut: np.ndarray, number: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(member, op, of) of AnswerTimes: which op of which local rank is which interaction."""
-    member, op, of = [], [], []
-    for index, cls in enumerate(classes):
-        where = dag.node_of[cls][-1]
-        for i in np.flatnonzero(dag.ready_of[cls][-1] >= 0).tolist():
-            if cut[where[i]]:
-                member.append(index)
-                op.append(i)
-                of.append(int(number[dag.op[where[i]]]))
-    return tuple(np.array(c, dtype=np.int32) for c in (member, op, of))  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -170,24 +171,30 @@ class _Variations:
     def all(self) -> list[Uncertainty]:
         """Of every source that moves the iteration."""
         found = [self.host(), self.unmeasured_overlap(), self.untimed()]
-        chosen: dict[str, list[tuple[Range, np.ndarray]]] = {}
+        ranges: tuple[Range, ...] = RANGES
+        if self.tier == "cuda" and not self._delayed:
+            ranges = (*RANGES, CLOCKS)
+        chosen = defaultdict[str, list[tuple[Range, np.ndarray]]](list)
         for code, text in enumerate(self.prices.sources):
             mine = (self.codes == code) & ~self.hosts
-            one = self._range(text)
+            one = next((one for one in ranges if one.begins in text), None)
             if one is not None and mine.any():
-                chosen.setdefault(one.what, []).append((one, mine))
+                chosen[one.what].append((one, mine))
         for what, parts in chosen.items():
+            ends = []
+            for end in ("low", "high"):
+                durations = self.durations.copy()
+                for one, mine in parts:
+                    durations[mine] = np.rint(durations[mine] * getattr(one, end))
+                ends.append(self._longer(durations))
             why = "; ".join(dict.fromkeys(one.why for one, _ in parts))
             fix = "prism calibrate there, then --calibration FILE" if what == "calls" else ""
-            found.append(self._scaled(what, parts, why, fix))
+            found.append(Uncertainty(what, max(0, -ends[0]), max(0, ends[1]), why, fix))
         return [one for one in found if one is not None]
 
-    def _range(self, text: str) -> Range | None:
-        for one in RANGES:
-            if one.begins in text:
-                return one
-        measured = CLOCKS.begins in text
-        return CLOCKS if measured and self.tier == "cuda" and not self._delayed else None
+    def _longer(self, durations: np.ndarray) -> int:
+        """ns by which the iteration is longer if nodes take ``durations``."""
+        return self.timeline.iteration_with(durations) - self.base
 
     @property
     def _delayed(self) -> bool:
@@ -250,7 +257,7 @@ class _Variations:
         if self.tier not in ("cuda", "meta") or not len(graph.matched_calls):
             return None
         slower = corrected_once(self.timeline, factors, "assumed")
-        high = self.timeline.iteration_with(durations_of(self.dag, slower)) - self.base
+        high = self._longer(durations_of(self.dag, slower))
         why = "nobody measured how much calls and computing slow each other down"
         fix = "prism calibrate on two or more GPUs, then --calibration FILE"
         return Uncertainty("overlap", 0, max(0, high), why, fix)
@@ -265,22 +272,11 @@ class _Variations:
             return None  # or nothing is known, which commands say
         durations = self.durations.copy()
         durations[mine] = longest = int(durations[segments & ~mine].max())
-        high = self.timeline.iteration_with(durations) - self.base
+        high = self._longer(durations)
         part = f"{format_share(mine.sum() / segments.sum(), 0)} of the segments say"
         why = f"{part} neither how long they take nor what they compute: the shortest kernel is "
         why += f"the least, the longest segment that is known ({format_ns(longest)}) the most"
         return Uncertainty("no time", 0, max(0, high), why, "capture them: prism capture RECIPE")
-
-    def _scaled(
-        self, what: str, parts: list[tuple[Range, np.ndarray]], why: str, fix: str
-    ) -> Uncertainty:
-        ends = []
-        for end in ("low", "high"):
-            durations = self.durations.copy()
-            for one, mine in parts:
-                durations[mine] = np.rint(durations[mine] * getattr(one, end))
-            ends.append(self.timeline.iteration_with(durations) - self.base)
-        return Uncertainty(what, max(0, -ends[0]), max(0, ends[1]), why, fix)
 
 
 def _apart(*times: float) -> float:

@@ -802,8 +802,9 @@ class _Extension:
             for number in [*queue][: max(0, len(queue) - stays[origin])]:
                 end = len(self.source)
                 add(origin, number, -live[number], end, 0, last_birth[origin], True)
-        changes = [row[:4] for row in rows], [row[4] for row in rows], [row[5] for row in rows]
-        return tuple(map(np.array, changes, (old.dtype, np.int64, bool)))  # type: ignore[return-value]
+        changes = np.array([row[:4] for row in rows], dtype=old.dtype)
+        captured, early = np.array([row[4:] for row in rows], dtype=np.int64).reshape(-1, 2).T
+        return changes, captured, early.astype(bool)
 
     def _history(self, new: np.ndarray, changes: np.ndarray, early: np.ndarray) -> np.ndarray:
         """All requests since the process began: those before the iteration as captured, then those

@@ -168,38 +168,30 @@ def simulate_network(
         When every node began and ended, int64 [n] ns; -1: never.
     """
     n = len(dag)
-    start, port = _ports(dag, links)
-    first, after = dag.followers
+    start, port = np.zeros(n + 1, dtype=np.int64), np.empty(0, dtype=np.int64)
+    if links is not None:  # of every node: port[start[i]:start[i + 1]]
+        meets = np.flatnonzero(dag.kind == MEET)  # iteration after iteration, all matched calls
+        start[1:][meets] = np.diff(links.start)[dag.op[meets]]
+        start = np.cumsum(start)
+        port = np.tile(links.of, len(meets) // max(1, len(links.start) - 1))
     begin, end = np.full(n, -1, dtype=np.int64), np.full(n, -1, dtype=np.int64)
-    count = int(port.max(initial=-1)) + 1
-    where = np.repeat(np.arange(n, dtype=np.int64), np.diff(start))
-    given = [first, after, durations, start, port, where]
-    nodes = [np.zeros(n, dtype=np.int64) for _ in range(5)]
-    slots = [np.full(len(port), -1, dtype=np.int64) for _ in range(2)]
-    per_link = [np.full(count, -1, dtype=np.int64), *np.zeros((3, count), dtype=np.int64)]
-    loops.run(_play, given, [np.diff(dag.start), begin, end, *nodes, *slots, *per_link])
+    users = np.zeros(int(port.max(initial=-1)) + 1, dtype=np.int64)
+    nodes = [np.zeros(n, dtype=np.int64) for _ in range(6)]
+    given = [*dag.followers, durations, start, port]
+    loops.run(_play, given, [np.diff(dag.start), begin, end, *nodes, users])
     return begin, end
 
 
-def _ports(dag: IssueGraph, links: Links | None) -> tuple[np.ndarray, np.ndarray]:
-    """The links of every node: (int64 [n + 1] slices of, int64 [total])."""
-    if links is None:
-        return np.zeros(len(dag) + 1, dtype=np.int64), np.empty(0, dtype=np.int64)
-    counts = np.zeros(len(dag), dtype=np.int64)
-    meets = np.flatnonzero(dag.kind == MEET)  # iteration after iteration, all matched calls each
-    counts[meets] = np.diff(links.start)[dag.op[meets]]
-    iterations = len(meets) // max(1, len(links.start) - 1)
-    return np.concatenate(([0], np.cumsum(counts))), np.tile(links.of, iterations)
-
-
 def _play(  # type: ignore[no-untyped-def]
-    first, after, durations, start, port, where, waiting, begin, end, stack,
-    due, left, rate, since, following, leading, head, users, dirty, queue,
+    first, after, durations, start, port,
+    waiting, begin, end, stack, due, left, rate, since, moving, users,
 ):  # fmt: skip
-    """The loop.  ``stack`` holds what begins now (node) and what ends now (-1 - node)."""
+    """The loop.  ``stack`` holds what begins now (node) and what ends now (-1 - node), ``moving``
+    the transfers that are on links."""
     heap = [(0, -1)]  # (when, node); an entry whose time is not ``due`` any more is skipped
     heap.pop()
-    now = top = dirties = 0
+    now = top = count = 0
+    changed = False  # whether a transfer came or went
     for node in range(len(waiting)):
         if waiting[node] == 0:
             stack[top] = node
@@ -209,12 +201,21 @@ def _play(  # type: ignore[no-untyped-def]
             top -= 1
             entry = stack[top]
             node = entry if entry >= 0 else -1 - entry
+            shares = start[node] < start[node + 1] and durations[node] > 0
+            if shares:
+                changed = True
+                for slot in range(start[node], start[node + 1]):
+                    users[port[slot]] += 1 if entry >= 0 else -1
             if entry >= 0:
                 begin[node] = now
                 if durations[node] == 0:
                     stack[top] = -1 - node
                     top += 1
-                elif start[node] == start[node + 1]:
+                elif shares:
+                    left[node], rate[node], since[node] = durations[node] * SHARES, 0, now
+                    moving[count] = node
+                    count += 1
+                else:
                     due[node] = now + durations[node]
                     heapq.heappush(heap, (due[node], node))
             else:
@@ -224,14 +225,11 @@ def _play(  # type: ignore[no-untyped-def]
                     if waiting[after[edge]] == 0:
                         stack[top] = after[edge]
                         top += 1
-            if start[node] < start[node + 1] and durations[node] > 0:
-                left[node], rate[node], since[node] = durations[node] * SHARES, 0, now
-                dirties = _move(node, entry >= 0, start, port, following, leading, head, users,
-                                dirty, queue, dirties)  # fmt: skip
-        if dirties and not (heap and heap[0][0] == now):  # this moment is over
-            _share(now, heap, start, port, where, due, left, rate, since, following, head, users,
-                   dirty, queue, dirties)  # fmt: skip
-            dirties = 0
+        if changed and not (heap and heap[0][0] == now):  # this moment is over
+            changed = False
+            count = _share(
+                now, heap, start, port, end, due, left, rate, since, moving, users, count
+            )
         if not heap:
             break
         now, node = heapq.heappop(heap)
@@ -241,49 +239,24 @@ def _play(  # type: ignore[no-untyped-def]
             top += 1
 
 
-def _move(  # type: ignore[no-untyped-def]
-    node, joins, start, port, following, leading, head, users, dirty, queue, dirties
-):
-    """Put a transfer on its links' lists, or take it off; returns how many links are dirty."""
-    for slot in range(start[node], start[node + 1]):
-        link = port[slot]
-        if joins:
-            following[slot], leading[slot] = head[link], -1
-            if head[link] >= 0:
-                leading[head[link]] = slot
-            head[link] = slot
-            users[link] += 1
-        else:
-            if following[slot] >= 0:
-                leading[following[slot]] = leading[slot]
-            if leading[slot] >= 0:
-                following[leading[slot]] = following[slot]
-            else:
-                head[link] = following[slot]
-            users[link] -= 1
-        if not dirty[link]:
-            dirty[link], queue[dirties] = 1, link
-            dirties += 1
-    return dirties
-
-
 def _share(  # type: ignore[no-untyped-def]
-    now, heap, start, port, where, due, left, rate, since, following, head, users, dirty, queue,
-    dirties,
-):  # fmt: skip
-    """New speeds, and ends, for whatever is on a link on which somebody came or went."""
-    for place in range(dirties):
-        dirty[queue[place]] = 0
-        slot = head[queue[place]]
-        while slot >= 0:
-            node = where[slot]
-            most = 1
-            for other in range(start[node], start[node + 1]):
-                most = max(most, users[port[other]])
-            speed = SHARES // most
-            if rate[node] != speed:
-                left[node] -= (now - since[node]) * rate[node]
-                rate[node], since[node] = speed, now
-                due[node] = now - (-left[node] // speed)
-                heapq.heappush(heap, (due[node], node))
-            slot = following[slot]
+    now, heap, start, port, end, due, left, rate, since, moving, users, count
+):
+    """New speeds, and ends, for all that is on links; returns how many are."""
+    kept = 0
+    for place in range(count):
+        node = moving[place]
+        if end[node] >= 0:
+            continue
+        moving[kept] = node
+        kept += 1
+        most = 1
+        for slot in range(start[node], start[node + 1]):
+            most = max(most, users[port[slot]])
+        speed = SHARES // most
+        if rate[node] != speed:
+            left[node] -= (now - since[node]) * rate[node]
+            rate[node], since[node] = speed, now
+            due[node] = now - (-left[node] // speed)
+            heapq.heappush(heap, (due[node], node))
+    return kept

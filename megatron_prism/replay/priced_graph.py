@@ -435,10 +435,7 @@ def _edits(
     for words, factor in _pairs(what_if.faster):
         edits.append(whatif.faster_calls(factor, *_calls(words)))
     if topology is not None:
-        leaf = there.gpus_per_node * topology.leaf_nodes
-        nothing = f"no call leaves a leaf of {leaf:,} GPUs, so nothing is oversubscribed"
-        reach = (leaf, nothing) if topology.oversubscription > 1 else None
-        edits.append(Edit(f"calls share links: {topology}", reach=reach))
+        edits.append(Edit(f"calls share links: {topology}"))
     if nccl:
         settings = str(parse(programs.source.get(NCCL_ENV, ""), *nccl))
         text = f"NCCL with {' '.join(nccl)}"
@@ -486,16 +483,18 @@ def _name(machine: MachineLike) -> str:
 
 def machine_of(programs: Programs) -> str:
     """The machine that the programs were measured on, or that their recipe names."""
-    settings = job_settings.values(programs.source.get("settings", ""))
-    hardware = settings.get("hardware.name", "")
-    return default_machine(programs.source.get("device", ""), hardware)
+    return default_machine(*_named(programs))
 
 
 def machine_is_assumed(programs: Programs) -> bool:
     """Whether neither the programs nor their recipe name the machine of ``machine_of``."""
+    return not any(map(named_in, _named(programs)))
+
+
+def _named(programs: Programs) -> tuple[str, str]:
+    """Device and recipe's hardware, in their words."""
     settings = job_settings.values(programs.source.get("settings", ""))
-    said = (programs.source.get("device", ""), settings.get("hardware.name", ""))
-    return not any(map(named_in, said))
+    return programs.source.get("device", ""), settings.get("hardware.name", "")
 
 
 def _check_machine(programs: Programs, machine: MachineLike | None) -> None:

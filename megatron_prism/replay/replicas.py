@@ -18,9 +18,9 @@ from megatron_prism.core import shard
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.groups import WORLD_GROUP
 from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, SHARED
-from megatron_prism.core.program import Program, Programs, Splits
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.graph.classes import memberships, partition
+from megatron_prism.graph.classes import equal_programs, memberships, partition
 from megatron_prism.replay.costs.kernels import scaled_kernels
 from megatron_prism.replay.whatif import with_assumption, without_unused
 
@@ -65,7 +65,14 @@ def with_data_parallel(programs: Programs, dp: int) -> Programs:
     differ = _differ(running, _places(old))
     if differ and programs.source.get("tier") == "cuda":
         running = _kinds(programs)[running]
-    _check_alike(running, _places(old))
+    for stage, other, replica in _differ(running, _places(old)):
+        one, unlike = _places(old)[stage, other, [0, replica]].tolist()
+        raise ProgramError(
+            f"ranks {one} and {unlike} differ in nothing but the replica, and run different "
+            "programs",
+            fix="change the size first and slow ranks down after that; uneven experts need a "
+            "capture of the new size",
+        )
     of = np.empty(world.size, dtype=np.int32)
     of[_places(world)] = running[first][:, :, None]
     bare = dataclasses.replace(programs, world=world, program_of=of)
@@ -116,19 +123,14 @@ def _places(world: World) -> np.ndarray:
 def _kinds(programs: Programs) -> np.ndarray:
     """int32 [programs]: of every measured program the first that differs from it in times, and in
     how the parameters are shared out, alone."""
-    kinds, strings, splits = dict[bytes, int](), list[str](), list[Splits]()
+    plain = []
     for program in programs.programs:
-        strings += [text for text in program.strings if text not in strings]
-        splits += [split for split in program.splits if split not in splits]
-    found = np.empty(len(programs.programs), dtype=np.int32)
-    for index, program in enumerate(programs.programs):
         bare = shard.without_shard(program) if shard.is_sharded(program) else program
         ops = bare.ops.copy()
         for name in _TOOK:
             ops[name] = -1
-        key = dataclasses.replace(bare, ops=ops).columns(strings, splits)
-        found[index] = kinds.setdefault(key, index)
-    return found
+        plain.append(dataclasses.replace(bare, ops=ops))
+    return equal_programs(tuple(plain))
 
 
 def _differ(running: np.ndarray, places: np.ndarray) -> list[list[int]]:
@@ -137,33 +139,21 @@ def _differ(running: np.ndarray, places: np.ndarray) -> list[list[int]]:
     return found
 
 
-def _check_alike(running: np.ndarray, places: np.ndarray) -> None:
-    if differ := _differ(running, places):
-        stage, other, replica = differ[0]
-        ranks = places[stage, other, [0, replica]].tolist()
-        raise ProgramError(
-            f"ranks {ranks[0]} and {ranks[1]} differ in nothing but the replica, and run different "
-            "programs",
-            fix="change the size first and slow ranks down after that; uneven experts need a "
-            "capture of the new size",
-        )
-
-
+@dataclasses.dataclass(frozen=True)
 class _Resizer:
-    """One program, and the sizes of its groups before and after."""
+    """One program, and the sizes of its groups before and after.
 
-    def __init__(
-        self,
-        program: Program,
-        sizes: dict[str, tuple[int, int]],
-        old: World,
-        new: World,
-        here: int,
-        there: int,
-    ) -> None:
-        self.given, self.sizes, self.old, self.new = program, sizes, old, new
-        self.here, self.there = here, there
-        self.buckets: set[tuple[int, int]] = set()
+    here, there : the rank, and the one that runs the program in the new world
+    buckets     : sizes of groups before and after whose members share out buckets
+    """
+
+    given: Program
+    sizes: dict[str, tuple[int, int]]
+    old: World
+    new: World
+    here: int
+    there: int
+    buckets: set[tuple[int, int]] = dataclasses.field(default_factory=set)
 
     @property
     def sharded(self) -> bool:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -24,7 +23,7 @@ from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import CODE, IS_CALL, NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.slices import WHAT_IF
-from megatron_prism.core.world import World, format_ranks
+from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay.costs import Prices, price_ops, relabelled
 from megatron_prism.replay.costs.collectives import Calibration
@@ -45,14 +44,12 @@ class Edit:
     ranks    : whom it sets apart: they are in other classes than the rest
     programs : what it makes of the programs
     prices   : what it makes of the prices on a machine
-    reach    : where no call leaves blocks of so many ranks it changes nothing, in words
     """
 
     text: str = ""
     ranks: tuple[int, ...] = ()
     programs: Callable[[Programs], Programs] = lambda programs: programs
     prices: _Prices = lambda graph, prices, machine: prices
-    reach: tuple[int, str] | None = None
 
 
 def edited(programs: Programs, edits: Iterable[Edit]) -> WorldGraph:
@@ -62,7 +59,6 @@ def edited(programs: Programs, edits: Iterable[Edit]) -> WorldGraph:
         WorldError: a rank that does not exist.
         PrismError: calls of the ranks do not fit together.
     """
-    edits = list(edits)
     apart = []
     for edit in edits:
         programs = edit.programs(programs)
@@ -72,31 +68,29 @@ def edited(programs: Programs, edits: Iterable[Edit]) -> WorldGraph:
             apart.append([programs.world.check_rank(rank) for rank in edit.ranks])
     graph = build(programs, apart)
     graph.check_fits()
-    for ranks, text in dict.fromkeys(edit.reach for edit in edits if edit.reach):
-        if not graph.calls_where(lambda kind, ranks=ranks: kind.spans(ranks)).any():  # type: ignore[misc]
-            programs = with_assumption(programs, text)
-    return dataclasses.replace(graph, programs=programs)
+    return graph
 
 
 def modelled_calls(programs: Programs) -> Edit:
     """Without the times that calls took: in another world they take others."""
 
-    def calls(program: Program) -> np.ndarray:
-        return np.asarray(IS_CALL[program.ops["name"]])
+    def is_call(ops: np.ndarray) -> np.ndarray:
+        return np.asarray(IS_CALL[ops["name"]])
 
-    def changed(program: Program) -> Program:
-        ops = program.ops.copy()
-        ops["ns"][calls(program)] = -1
-        return dataclasses.replace(program, ops=ops)
-
-    if not any((one.ops["ns"][calls(one)] >= 0).any() for one in programs.programs):
+    if not any((one.ops["ns"][is_call(one.ops)] >= 0).any() for one in programs.programs):
         return Edit()
-    return Edit(
-        "calls as modelled, not as they were traced",
-        programs=lambda given: dataclasses.replace(
-            given, programs=tuple(map(changed, given.programs))
-        ),
-    )
+    text = "calls as modelled, not as they were traced"
+    return Edit(text, programs=lambda given: _without_times(given, is_call))
+
+
+def _without_times(programs: Programs, chosen: Callable[[np.ndarray], np.ndarray]) -> Programs:
+    """Programs whose ``chosen`` ops do not say how long they take."""
+    changed = []
+    for program in programs.programs:
+        ops = program.ops.copy()
+        ops["ns"][chosen(ops)] = -1
+        changed.append(dataclasses.replace(program, ops=ops))
+    return dataclasses.replace(programs, programs=tuple(changed))
 
 
 def without_unused(programs: Programs) -> Programs:
@@ -234,10 +228,10 @@ def moved(here: Machine, calibration: Calibration | None, there: Machine) -> Edi
     """
 
     def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
-        unknown = tuple(map(_unmeasured, graph.programs.programs))
-        bare = dataclasses.replace(
-            graph, programs=dataclasses.replace(graph.programs, programs=unknown)
+        unknown = _without_times(
+            graph.programs, lambda ops: (ops["flops"] >= 0) | (ops["traffic"] >= 0)
         )
+        bare = dataclasses.replace(graph, programs=unknown)
         new = price_ops(graph, there, calibration)
         # both by roofline alone: one of them may have no op table
         base, roof = (price_ops(bare, dataclasses.replace(one, ops="")) for one in (here, there))
@@ -264,13 +258,6 @@ def with_assumption(programs: Programs, what: str) -> Programs:
     return dataclasses.replace(programs, source={**programs.source, WHAT_IF: text})
 
 
-def _unmeasured(program: Program) -> Program:
-    ops = program.ops.copy()
-    known = (ops["flops"] >= 0) | (ops["traffic"] >= 0)
-    ops["ns"][known] = -1
-    return dataclasses.replace(program, ops=ops)
-
-
 _MOST = 10**6  # times as long; more is none that anybody means, and 64 bits of ns end
 
 
@@ -290,59 +277,6 @@ def parse_factor(factor: Fraction | float | str) -> Fraction:
 def _scaled(ns: np.ndarray, factor: Fraction) -> np.ndarray:
     """ns times factor, rounded up."""
     return -(-ns * factor.numerator // factor.denominator)
-
-
-SIZES = {  # of the model, with Megatron's flag
-    "tp": "--tensor-model-parallel-size",
-    "cp": "--context-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "ep": "--expert-model-parallel-size",
-    "etp": "--expert-tensor-parallel-size",
-    "vpp": "--num-virtual-stages-per-pipeline-rank",
-}
-
-
-_MODEL = ("tp", "cp", "pp")  # the ranks of one replica
-
-
-def check_sizes(
-    programs: Programs,
-    wanted: Mapping[str, int],
-    dp: int | None = None,
-    microbatches: int | None = None,
-) -> None:
-    """UsageError unless ``wanted`` (of ``SIZES``) is what was captured, for ranks of other sizes
-    run other kernels: it says which slices would tell, as many as there are stages; ``dp`` and
-    ``microbatches``: of that world, None: as captured."""
-    old = programs.world
-    changed = {axis: size for axis, size in wanted.items() if size != getattr(old, axis)}
-    if not changed:
-        return
-    sizes: dict[str, int | None] = {axis: getattr(old, axis) for axis in SIZES}
-    sizes.update(wanted)
-    if "tp" in changed and "etp" not in wanted and old.etp == old.tp:
-        sizes["etp"] = sizes["tp"]
-    size = (dp or old.dp) * math.prod(wanted.get(axis, getattr(old, axis)) for axis in _MODEL)
-    new = World(size, order=old.order, **sizes)  # type: ignore[arg-type]
-    ranks = format_ranks(int(new.matching(pp=stage)[0]) for stage in range(new.pp))
-    asked = " ".join(f"{axis}={size}" for axis, size in changed.items())
-    some = f"rank {ranks}" if new.pp == 1 else f"ranks {ranks}, one a stage"
-    batch = f"N ({microbatches} microbatches)"
-    if "recipe" in programs.source:
-        words = " ".join(f"{axis}={size}" for axis, size in changed.items())
-        words += f" world_size={new.size}"
-        words += f" global_batch_size={batch}" if microbatches else ""
-        fix = f"prism capture {programs.source['recipe']} -o DIR {words}"
-    else:
-        words = " ".join(f"{SIZES[axis]} {size}" for axis, size in changed.items())
-        words += f" --global-batch-size {batch}" if microbatches else ""
-        fix = f"the job with {words} --prism-world-size {new.size} --prism-capture DIR"
-        fix += f" --prism-ranks {ranks}" if new.pp == 1 else f", for each --prism-ranks of {ranks}"
-    raise UsageError(
-        f"{asked}: ranks of another size run other kernels, which slices of {old} do not have; "
-        f"{new} needs slices of {some}",
-        fix=f"{fix}; then prism replay DIR",
-    )
 
 
 def oversubscribed(

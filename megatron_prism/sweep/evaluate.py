@@ -106,8 +106,9 @@ def run(
     for number in ended:
         done += len(left.pop(number))
         told(done)
+    killed = {"by": FAILED, "reason": f"its worker was killed {_TRIES} times"}
     for family in left.values():
-        _failed(family, results, f"its worker was killed {_TRIES} times")
+        _store(family, results, lambda point: {**_head(point), **killed})
 
 
 def _here(left: dict[int, Family], given: Given, workers: int) -> Iterator[int]:
@@ -158,11 +159,14 @@ def _on_ray(left: dict[int, Family], given: Given, workers: int, address: str) -
 
 def _work(family: Family, settings: SweepSettings, results: Path) -> None:
     """In a worker: evaluate what is not there yet."""
+    _store(family, results, lambda point: evaluate(point, settings))
+
+
+def _store(family: Family, results: Path, figures: Callable[[SweepPoint], Figures]) -> None:
     for point in family:
         place = results / f"{point.key}.json"
         if not place.exists():
-            found = evaluate(point, settings)
-            write_whole(place, json.dumps(found, indent=1) + "\n", force=True)
+            write_whole(place, json.dumps(figures(point), indent=1) + "\n", force=True)
 
 
 def _capture_server() -> CaptureServer:
@@ -173,24 +177,18 @@ def _capture_server() -> CaptureServer:
     return _server
 
 
-def _failed(family: Family, results: Path, why: str) -> None:
-    for point in family:
-        place = results / f"{point.key}.json"
-        if not place.exists():
-            found = {"key": point.key, "axes": dict(point.axes), "by": FAILED, "reason": why}
-            write_whole(place, json.dumps(found, indent=1) + "\n")
+def _head(point: SweepPoint) -> Figures:
+    return {"key": point.key, "axes": dict(point.axes)}
 
 
 def evaluate(point: SweepPoint, settings: SweepSettings) -> Figures:
     """The result of a point: its figures, or ``by`` and ``reason``."""
     assert point.layout is not None
-    head = {"key": point.key, "axes": dict(point.axes)}
+    head = _head(point)
     try:
         programs, base = _programs(point.layout, settings)
         memory = _memory(programs, point.layout, base, settings)
-        over = settings.limit is not None and memory["bytes"] > settings.limit
-        if over:
-            raise _OutOfMemory(_too_much(memory["bytes"], settings.limit or 0, memory["stage"]))
+        _check_fits(memory["bytes"], memory["stage"], settings.limit)
         timeline = _timeline(programs, base, point.layout, settings)
         slices = _slices(point.layout, base)
         return {**head, **_times(timeline, settings), "memory": memory, "slices": slices}
@@ -200,8 +198,10 @@ def evaluate(point: SweepPoint, settings: SweepSettings) -> Figures:
         return {**head, "by": FAILED, "reason": error.message}
 
 
-def _too_much(num_bytes: int, limit: int, stage: str) -> str:
-    return f"{stage} needs {format_bytes(num_bytes)}, limit {format_bytes(limit)}"
+def _check_fits(num_bytes: int, stage: str, limit: int | None) -> None:
+    if limit is not None and num_bytes > limit:
+        what = f"{stage} needs {format_bytes(num_bytes)}, limit {format_bytes(limit)}"
+        raise _OutOfMemory(what)
 
 
 # -- slices ---------------------------------------------------------------------------------------
@@ -284,8 +284,8 @@ def _captured(base: JobLayout, family: Path, limit: int | None) -> Programs:
             path.unlink(missing_ok=True)
     for stage in base.world.stages:
         slice_ = base.capture(folder, stage, _capture_server, more if beside else None)
-        if limit is not None:
-            _check_fits(slice_, stage, limit)
+        if limit is not None and (top := peak(load(slice_).programs[0])) is not None:
+            _check_fits(top.num_bytes, f"stage {stage}", limit)
     made = base.assembled(folder)
     whole.touch()
     names = {path.name for path in folder.glob("slice-*")}
@@ -298,12 +298,6 @@ def _whole(family: Path, base: JobLayout) -> Path:
     """The file that says that the folder beside it has every slice of ``base``, and how many
     microbatches the iterations before had."""
     return family / f"dp{base.world.dp}-m{base.num_microbatches}.whole"
-
-
-def _check_fits(path: Path, stage: int, limit: int) -> None:
-    top = peak(load(path).programs[0])
-    if top is not None and top.num_bytes > limit:
-        raise _OutOfMemory(_too_much(top.num_bytes, limit, f"stage {stage}"))
 
 
 def _changed(programs: Programs, layout: JobLayout) -> Programs:

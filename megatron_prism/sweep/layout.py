@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +29,8 @@ from megatron_prism.emulate.recipe_server import CaptureServer
 _MANY = 8  # times as many microbatches as stages: the schedule has shown its period twice
 
 
-class JobLayout(ABC):
-    """One layout, with its replicas and batch.
-
-    world            : its sizes
-    micro_batch_size : sequences of a microbatch
-    global_batch_size: of an iteration
-    """
+class _Sizes:
+    """World, microbatch and batch of a layout; what its result is stored under."""
 
     world: World
     micro_batch_size: int
@@ -47,43 +41,13 @@ class JobLayout(ABC):
         return self.global_batch_size // (self.micro_batch_size * self.world.dp)
 
     @property
-    @abstractmethod
-    def fewest(self) -> int:
-        """Microbatches of which any other number follows, as Megatron's scheduler has them."""
-
-    @property
     def key(self) -> str:
         """Of its result among stored ones."""
         return _digest(self.content())
 
-    @abstractmethod
     def content(self) -> object:
         """All that decides its result, as JSON."""
-
-    @abstractmethod
-    def resized(self, dp: int, microbatches: int) -> JobLayout:
-        """The same layout with other replicas and microbatches."""
-
-    @abstractmethod
-    def family(self) -> str:
-        """The same for layouts that differ in replicas and batch alone, of one release of ours."""
-
-    @abstractmethod
-    def command(self) -> list[str]:
-        """Script and arguments that train it."""
-
-    @abstractmethod
-    def capture(
-        self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
-    ) -> Path:
-        """The slice of a stage's first rank, which is in ``folder`` then, and others maybe.
-
-        more : where a recipe's slices of ``fewest`` microbatches go, which cost little beside
-        """
-
-    @abstractmethod
-    def assembled(self, folder: Path) -> Programs:
-        """The world, of the slices of all stages."""
+        raise NotImplementedError
 
 
 def _digest(content: object) -> str:
@@ -94,7 +58,7 @@ _BY_LAYER = re.compile("_layout|_pattern|_freq|_in_bf16|cp_comm_type")  # flags 
 
 
 @dataclass(frozen=True)
-class RecipeLayout(JobLayout):
+class RecipeLayout(_Sizes):
     """A recipe's."""
 
     recipe: Recipe
@@ -113,28 +77,35 @@ class RecipeLayout(JobLayout):
 
     @property
     def fewest(self) -> int:
+        """Microbatches of which any other number follows, as Megatron's scheduler has them."""
         return fewest(self.world, _MANY * self.world.pp, self.recipe.flags)
 
     def content(self) -> object:
         return dataclasses.asdict(self.recipe)
 
     def resized(self, dp: int, microbatches: int) -> RecipeLayout:
+        """The same layout with other replicas and microbatches."""
         size = self.world.size // self.world.dp * dp
         batch = self.recipe.micro_batch_size * dp * microbatches
         return RecipeLayout(self.recipe.changed(world_size=size, global_batch_size=batch))
 
     def family(self) -> str:
+        """The same for layouts that differ in replicas and batch alone, of one release of ours."""
         sizes = {"global_batch_size", "prism.world_size"}
         kept = {k: v for k, v in self.recipe.settings(text_of).items() if k not in sizes}
         return _digest({**source_of(self.recipe), "settings": kept, "prism": __version__})
 
     def command(self) -> list[str]:
+        """Script and arguments that train it."""
         script = "hybrid" if self.recipe.hybrid_override_pattern else "gpt"
         return [f"pretrain_{script}.py", *self.recipe.megatron_words()]
 
     def capture(
         self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
     ) -> Path:
+        """The slice of a stage's first rank, which is in ``folder`` then, and others maybe;
+        ``more``: where a recipe's slices of ``fewest`` microbatches go, which cost little beside.
+        """
         rank = self.world.rank_at(pp=stage)
         path = SliceStore(folder, self.world, {}).path(rank)
         if not path.exists():
@@ -151,11 +122,12 @@ class RecipeLayout(JobLayout):
         return () if unlike else tuple(range(2, self.world.pp - 1))
 
     def assembled(self, folder: Path) -> Programs:
+        """The world, of the slices of all stages."""
         return assemble(folder)
 
 
 @dataclass(frozen=True)
-class ScriptLayout(JobLayout):
+class ScriptLayout(_Sizes):
     """A stock script's.
 
     script : its path
@@ -214,10 +186,6 @@ class ScriptLayout(JobLayout):
     def command(self) -> list[str]:
         return [self.script, *self.words]
 
-    def _job(self) -> script_job.Job:
-        argv = [*with_option(self.ours, "--prism-world-size", self.world.size), *self.words]
-        return script_job.Job.of(self.script, argv, self.world, "meta")
-
     def capture(
         self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
     ) -> Path:
@@ -228,8 +196,10 @@ class ScriptLayout(JobLayout):
         return path
 
     def _record(self, folder: Path, ranks: Sequence[int]) -> None:
+        argv = [*with_option(self.ours, "--prism-world-size", self.world.size), *self.words]
         try:
-            script_job.record(self._job(), folder, ranks)
+            job = script_job.Job.of(self.script, argv, self.world, "meta")
+            script_job.record(job, folder, ranks)
         except PrismError as error:  # the log's end has Megatron's words
             raise PrismError(_refusal(error.message), fix=error.fix) from error
 
@@ -243,6 +213,9 @@ class ScriptLayout(JobLayout):
                 if not missing:
                     raise
                 self._record(folder, missing)
+
+
+JobLayout = RecipeLayout | ScriptLayout
 
 
 def _refusal(message: str) -> str:

@@ -49,7 +49,6 @@ _ASKED = 8  # trials before Optuna hears of them
 OBJECTIVES = ("time", "tokens_per_gpu", "p95", "cost")
 
 Axes = Mapping[str, Sequence[Value] | str] | Sequence[str]
-Result = Figures
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Row:
 
     rank: int
     equal: bool
-    result: Result
+    result: Figures
     cost: float | None
     slower: tuple[float, float, float] = (0.0, 0.0, 0.0)
     best: float = 0.0
@@ -223,11 +222,26 @@ def sweep(
         folder.absolute(), machine, limit, nccl_buffers.DEFAULT, objective == "p95"
     )
     shares = _shares(part)
-    execute = partial(run, workers=workers or 2, address=address)
+    execute = partial(run, settings=settings, workers=workers or 2, address=address)
+
+    def evaluated(points: list[SweepPoint]) -> Sweep:
+        told(f"{len(points)} points")
+        points = _pruned(points, settings, told)
+        found = _results([p for p in points if not p.by], settings, execute, shares, told)
+        dropped = []
+        for point in points:
+            one = found.get(point.key, {})
+            if point.by or "by" in one:
+                dropped.append(point if point.by else point.dropped(one["by"], one["reason"]))
+        layouts = {p.key: p.layout for p in points if not p.by and p.layout is not None}
+        rows = ranked([one for one in found.values() if "by" not in one], objective, price)
+        return Sweep(
+            job.name, objective, nodes.name, limit, values, tuple(rows), tuple(dropped),
+            {key: layout.command() for key, layout in layouts.items()},
+            lambda key: timeline_of(layouts[key], settings),
+        )  # fmt: skip
+
     with claimed(folder, inside=True) if not part else contextlib.nullcontext():
-        evaluated = partial(
-            _evaluated, job.name, values, settings, objective, price, execute, shares, told
-        )
         if trials:
             return _searched(job, values, trials, objective, evaluated)
         return evaluated(space.points(job, values))
@@ -282,57 +296,39 @@ def _shares(part: str) -> tuple[int, int]:
     return int(which), int(of)
 
 
-def _evaluated(
-    name: str,
-    values: Mapping[str, Sequence[Value]],
+def _results(
+    left: Sequence[SweepPoint],
     settings: SweepSettings,
-    objective: str,
-    price: float | None,
     execute: Callable[..., None],
     shares: tuple[int, int],
     told: Callable[[str], None],
-    points: list[SweepPoint],
-) -> Sweep:
-    """The points, ranked; those of other shares if they are there."""
-    folder, limit = settings.folder, settings.limit
-    told(f"{len(points)} points")
-    points = _pruned(points, settings, told)
-    results = folder / "results" / _run_name(settings)
-    left = [point for point in points if not point.by]
-    which, of = shares
-    mine = [point for family in _families(left)[which::of] for point in family]
-    if shares == (1, 1):
-        mine = []
-    families = _families([p for p in mine if not _is_there(results / f"{p.key}.json")])
-    waiting = sum(map(len, families))
-    told(f"{len(mine)} to evaluate, {len(mine) - waiting} of them are there already; "
+) -> dict[str, Figures]:
+    """By key of a point its figures, or ``by`` and ``reason``; those of other shares if they are
+    there.  One that failed or is damaged is removed, to be made again."""
+    folder, (which, of) = settings.folder / "results" / _run_name(settings), shares
+    families = [] if shares == (1, 1) else _families(left)[which::of]
+    mine, missing = [point for family in families for point in family], []
+    for point in mine:
+        one = _read(folder, point)
+        if one["by"] in (FAILED, _ABSENT) if "by" in one else "sources" not in one:
+            (folder / f"{point.key}.json").unlink(missing_ok=True)
+            missing.append(point)
+    families = _families(missing)
+    told(f"{len(mine)} to evaluate, {len(mine) - len(missing)} of them are there already; "
          f"{len(families)} distinct programs")  # fmt: skip
-    execute(families, settings, results, told=lambda done: told(f"{done} of {waiting} evaluated"))
-    found = {point.key: _read(results, point) for point in left}
-    for point in left:  # a sweep over other axes may have evaluated it
-        found[point.key]["axes"] = dict(point.axes)
-    good = [one for one in found.values() if "by" not in one]
-    dropped = [
-        point.dropped(found[point.key]["by"], found[point.key]["reason"])
-        if not point.by else point
-        for point in points
-        if point.by or "by" in found[point.key]
-    ]  # fmt: skip
-    layouts = {p.key: p.layout for p in left if p.layout is not None}
-    commands = {key: layout.command() for key, layout in layouts.items()}
-    rows = tuple(ranked(good, objective, price))
-    nodes = read_machine(settings.machine)
-    return Sweep(
-        name, objective, nodes.name, limit, values, rows, tuple(dropped), commands,
-        lambda key: timeline_of(layouts[key], settings),
-    )  # fmt: skip
+    execute(families, results=folder, told=lambda done: told(f"{done} of {len(missing)} evaluated"))
+    # a sweep over other axes may have evaluated it
+    return {point.key: {**_read(folder, point), "axes": dict(point.axes)} for point in left}
+
+
+_ABSENT = "not evaluated"
 
 
 def _read(results: Path, point: SweepPoint) -> Figures:
     try:
         found: Figures = json.loads((results / f"{point.key}.json").read_text())
     except (OSError, ValueError):  # of another part, which has not come to it yet
-        return {"key": point.key, "by": "not evaluated", "reason": "its part has not run"}
+        return {"key": point.key, "by": _ABSENT, "reason": "its part has not run"}
     return found
 
 
@@ -356,35 +352,23 @@ def _pruned(
     store = settings.folder / "megatron_checks.json"
     release = f"megatron-core {megatron_release()}"
     try:
-        known = json.loads(store.read_text())
+        refusals: dict[str, str] = json.loads(store.read_text()).get(release, {})
     except (OSError, ValueError):
-        known = {}
-    known = known.get(release, {})
-    if any(not p.by and p.key not in known for p in points):
+        refusals = {}
+    asked = {p.key: p.layout for p in points if not p.by and p.layout and p.key not in refusals}
+    if asked:
         told("asking Megatron")
         with contextlib.closing(CaptureServer()) as server:
-            asked = refused_by_megatron([p for p in points if p.key not in known], server)
-        known |= {p.key: p.reason for p in asked if p.by in ("", MEGATRON)}
-        store.write_text(json.dumps({release: known}, indent=1))
+            for keys in (list(asked)[i : i + _AT_ONCE] for i in range(0, len(asked), _AT_ONCE)):
+                some = [asked[key] for key in keys]
+                recipes = [one.recipe for one in some if isinstance(one, RecipeLayout)]
+                commands, sizes = [o.command() for o in some], [o.world.size for o in some]
+                refusals |= zip(keys, server.check(recipes, commands, sizes), strict=True)
+        store.write_text(json.dumps({release: refusals}, indent=1))
     return [
-        p.dropped(MEGATRON, known[p.key]) if not p.by and known.get(p.key) else p for p in points
-    ]
-
-
-def refused_by_megatron(points: Sequence[SweepPoint], server: CaptureServer) -> list[SweepPoint]:
-    """The points, those that Megatron refuses with its words."""
-    left = [point for point in points if not point.by and point.layout is not None]
-    refusals: dict[str, str] = {}
-    for start in range(0, len(left), _AT_ONCE):
-        some = left[start : start + _AT_ONCE]
-        asked = [point.layout for point in some if point.layout is not None]
-        recipes = [one.recipe for one in asked if isinstance(one, RecipeLayout)]
-        said = server.check(
-            recipes, [one.command() for one in asked], [one.world.size for one in asked]
-        )
-        refusals |= dict(zip((point.key for point in some), said, strict=True))
-    return [
-        point.dropped(MEGATRON, refusals[point.key]) if refusals.get(point.key) else point
+        point.dropped(MEGATRON, refusals[point.key])
+        if not point.by and refusals.get(point.key)
+        else point
         for point in points
     ]
 
@@ -411,39 +395,22 @@ def _families(points: Sequence[SweepPoint]) -> list[list[SweepPoint]]:
     return list(found.values())
 
 
-def _is_there(path: Path) -> bool:
-    """Whether a point has a result; one that failed or is damaged is removed, to be made again."""
-    try:
-        found = json.loads(path.read_text())
-        good = "sources" in found or found["by"] != FAILED
-    except KeyError:
-        good = False
-    except (OSError, ValueError):
-        good = False
-    if not good:
-        path.unlink(missing_ok=True)
-    return good
-
-
 def _run_name(settings: SweepSettings) -> str:
     """Of results that may be compared: everything beside the points that decides them."""
     content = dataclasses.asdict(settings) | {"folder": "", "megatron": megatron_release()}
-    content |= versions() | {
-        "prism": __version__,
-        "costs": dataclasses.asdict(read_machine(settings.machine)),
-    }
-    digest = hashlib.sha1(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-    return digest[:12]
+    content |= versions() | {"prism": __version__, "costs": vars(read_machine(settings.machine))}
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha1(text.encode()).hexdigest()[:12]
 
 
 # -- the order ------------------------------------------------------------------------------------
-def cost_of(result: Result, price: float | None) -> float | None:
+def _cost(result: Figures, price: float | None) -> float | None:
     """Of 10^9 tokens; ``price`` is of a GPU for an hour."""
     tokens = result["tokens_per_gpu"]
     return None if price is None or not tokens else price * 1e9 / (3600 * tokens)
 
 
-def _score(result: Result, objective: str) -> float:
+def _score(result: Figures, objective: str) -> float:
     """Smaller is better."""
     if objective == "p95" and result["p95_ns"] is not None:
         return float(result["p95_ns"])
@@ -452,7 +419,7 @@ def _score(result: Result, objective: str) -> float:
     return float(result["iteration_ns"])
 
 
-def ranked(results: Sequence[Result], objective: str, price: float | None = None) -> list[Row]:
+def ranked(results: Sequence[Figures], objective: str, price: float | None = None) -> list[Row]:
     """Best first.  What is unknown of the machine is the same for all points."""
     scored = sorted(results, key=lambda one: (_score(one, objective), str(one["key"])))
     estimates = []
@@ -465,14 +432,14 @@ def ranked(results: Sequence[Result], objective: str, price: float | None = None
         least = estimates[0].ns or 1
         slower = place.slower_ns / least, place.low_ns / least, place.high_ns / least
         rank, equal = 1 + groups.index(place.group), groups.count(place.group) > 1
-        rows.append(Row(rank, equal, one, cost_of(one, price), slower, place.best))
+        rows.append(Row(rank, equal, one, _cost(one, price), slower, place.best))
     return rows
 
 
-def front(results: Sequence[Result]) -> list[Result]:
+def front(results: Sequence[Figures]) -> list[Figures]:
     """Points that no other one beats in both iteration time and memory, fastest first."""
     order = sorted(results, key=lambda one: (one["iteration_ns"], one["memory"]["bytes"]))
-    found: list[Result] = []
+    found: list[Figures] = []
     for one in order:
         if not found or one["memory"]["bytes"] < found[-1]["memory"]["bytes"]:
             found.append(one)

@@ -32,7 +32,7 @@ def test_each_has_a_test():
     for path in HERE.glob("test_*.py"):
         importlib.import_module(f"metamorphic.{path.stem}")
     documented = of_the_page() | of_the_help() - {"NCCL_ALGO"}
-    assert {"dp", "microbatches", "slow", "nccl", "tp", "network"} <= documented
+    assert {"dp", "microbatches", "slow", "nccl", "network"} <= documented
     assert documented <= set(metamorphic.ABOUT)
 
 

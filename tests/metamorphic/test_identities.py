@@ -24,13 +24,11 @@ def of_itself(name, programs):
         "moved": "moved=h100",
         "network": "network=none",
         "dp": f"dp={world.dp}",
-        "tp": f"tp={world.tp}",
-        "pp": f"pp={world.pp}",
     }[name]
 
 
-@about("slow", "faster", "moved", "network", "dp", "tp", "pp")
-@pytest.mark.parametrize("name", ["slow", "faster", "moved", "network", "dp", "tp", "pp"])
+@about("slow", "faster", "moved", "network", "dp")
+@pytest.mark.parametrize("name", ["slow", "faster", "moved", "network", "dp"])
 @pytest.mark.parametrize("job", JOBS)
 def test_nothing_changed_is_nothing_changed(job, name):
     programs = stored(job)

@@ -10,8 +10,8 @@ from oracles.naive_replay import prices_of, random_programs
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.graph import issue_graph, world_graph
-from megatron_prism.replay import answer_times, timeline
-from megatron_prism.replay.answer_times import START, build_answer_times, cuts, kept, terms
+from megatron_prism.replay import timeline
+from megatron_prism.replay.answer_times import START, build_answer_times, cuts, terms
 
 SEEDS = st.integers(0, 2**32)
 ITERATIONS = 6
@@ -123,21 +123,3 @@ def test_a_lockstep_peer_needs_one_term_a_call():
     assert np.diff(table.start).tolist() == [1] * 50
     assert table.weight.tolist() == [107] * 50
     assert table.back.tolist() == [1] + [0] * 49
-
-
-def test_a_table_is_kept(tmp_path, monkeypatch):
-    made, local = world_of(7)
-    prices = prices_of(made)
-    first = kept(made, prices, local, tmp_path)
-    (file,) = tmp_path.iterdir()
-    monkeypatch.setattr(answer_times, "build_answer_times", None)  # not asked again
-    again = kept(made, prices, local, tmp_path)
-    for field in dataclasses.fields(first):
-        one, other = getattr(first, field.name), getattr(again, field.name)
-        assert np.array_equal(one, other), field.name
-    monkeypatch.undo()
-    slower = dataclasses.replace(prices, collective_ns=prices.collective_ns + 1)
-    assert not np.array_equal(kept(made, slower, local, tmp_path).own, first.own)
-    assert len(list(tmp_path.iterdir())) == 2
-    file.write_bytes(file.read_bytes()[:100])
-    assert np.array_equal(kept(made, prices, local, tmp_path).weight, first.weight)

@@ -101,17 +101,3 @@ def test_networks_that_cannot_be_are_refused(word, says, capsys):
     said = capsys.readouterr().err
     assert says in said
     assert "fix:" in said
-
-
-@pytest.mark.parametrize(
-    ("what_if", "says"),
-    [
-        ({"network": "fat-tree:4"}, "no call leaves a leaf of 256 GPUs"),
-        ({"network": "rails"}, "no call leaves"),
-    ],
-)
-def test_a_network_that_no_call_gets_to_is_said(what_if, says):
-    here, there = iteration(ONE, nodes=1), iteration(ONE, nodes=1, **what_if)
-    assert there.iteration_ns == here.iteration_ns
-    assert (says in there.graph.programs.source["what-if"]) is (what_if != {"network": "rails"})
-    assert says not in iteration(ONE, nodes=64, **what_if).graph.programs.source["what-if"]

@@ -251,29 +251,7 @@ def test_scaling_refuses_what_it_cannot_know():
     assert with_data_parallel(programs, 2) is programs
 
 
-@pytest.mark.parametrize(
-    ("words", "needs"),
-    [
-        (
-            ["tp=4"],
-            [
-                "16 ranks",
-                "slices of ranks 0,8,",
-                "tiny-gpt_1cpu -o DIR tp=4 world_size=16",
-            ],
-        ),
-        (["pp=4", "dp=4"], ["32 ranks", "0-24:8", "pp=4"]),
-        (["vpp=2"], ["8 ranks", "0,4,", "vpp=2"]),
-        (
-            ["pp=1", "dp=4", "microbatches=8"],
-            ["slices of rank 0", "world_size=8 global_batch_size=N (8 microbatches)"],
-        ),
-    ],
-)
-def test_sizes_that_were_not_captured_say_which_slices_they_need(words, needs, capsys):
-    """dense_pp2 is tp 2, dp 2, pp 2."""
-    job = str(GOLDEN / "dense_pp2")
-    assert cli.main(["replay", job, *words]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert [text for text in needs if text not in said] == []
-    assert cli.main(["replay", job, "tp=2", "pp=2", "cp=1"]) == 0
+@pytest.mark.parametrize("word", ["tp=4", "pp=4", "vpp=2"])
+def test_sizes_that_were_not_captured_are_refused(word, capsys):
+    assert cli.main(["replay", str(GOLDEN / "dense_pp2"), word]) == 2
+    assert "capture them with that size" in capsys.readouterr().err
