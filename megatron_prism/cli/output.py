@@ -183,7 +183,8 @@ class Answer:
 def deliver(args: argparse.Namespace, answer: Answer) -> int:
     """Print the answer as it was asked for, and write its files; the exit status."""
     for name, make in (("html", answer.html), ("trace", answer.trace)):
-        if (path := getattr(args, name, None)) is not None:
+        path = getattr(args, name, None)
+        if path is not None and answer.problem is None:
             if make is None:
                 raise UsageError(f"there is nothing to draw in {path}", fix="leave it out")
             write_outputs(args.force, (path, make))
