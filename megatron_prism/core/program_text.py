@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from megatron_prism.core import units
-from megatron_prism.core.errors import PrismError, ProgramError, did_you_mean
-from megatron_prism.core.ops import DTYPES, NAMES, PHASES, REDUCE, Op, limits
+from megatron_prism.core.errors import PrismError, ProgramError, WorldError, did_you_mean
+from megatron_prism.core.ops import DTYPES, NAMES, PHASES, REDUCE, UNKNOWN, Op, limits
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.world import MOST_RANKS, World, format_ranks
 
@@ -44,7 +44,6 @@ _UNITS: dict[str, tuple[dict[str, int], Callable[[str], int]]] = {
     **dict.fromkeys(TIMES, (_SHORT_NS, units.parse_ns)),
     **dict.fromkeys(("traffic", "bytes"), (units.BINARY, units.parse_bytes)),
 }
-_TEXT_COLUMNS = ("stream", "shape", "note")
 # key=value words of a line in their order: key -> column
 _COLUMNS = {
     "in": "num_in",
@@ -125,7 +124,6 @@ _LABEL = re.compile(r"(?P<mb>\d+)?(?P<phase>[A-Z-])(?P<chunk>\d+)?")
 _TOKEN = re.compile(r'[^\s"#]*"(?:[^"\\]|\\.)*"|[^\s#]+|#.*')
 _QUOTED = re.compile(r'[^\s"#]*"(?:[^"\\]|\\.)*"')
 _MEMBERS = re.compile(r"\d{1,18}(,\d{1,18})*(;\d{1,18}(,\d{1,18})*)*")
-_SPLITS = re.compile(r"\d{1,17}(,\d{1,17})*")
 _LETTERS = {letter: phase for phase, letter in PHASES.items()}
 
 
@@ -137,6 +135,49 @@ def _unquoted(text: str) -> str:
 
 def _ranks(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
+
+
+def _rows(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,17}(,\d{1,17})*", text):
+        raise ProgramError(f"{text!r} are no rows", fix="to=4,4 from=4,4")
+    return _ranks(text)
+
+
+def _reduction(text: str) -> str:
+    if text not in REDUCE:
+        raise ProgramError(f"there is no reduction {text}", fix=f"use {', '.join(REDUCE[1:])}")
+    return text
+
+
+def _number(column: str, most: int | None = None) -> Callable[[str], int]:
+    """What reads a number for ``column``."""
+    read = _UNITS[column][1] if column in _UNITS else units.parse_count
+    low, high = limits(column)
+
+    def number(text: str) -> int:
+        value = int(text) if re.fullmatch(r"-?\d{1,18}", text) else read(text)
+        if not low <= value <= high:
+            fix = f"write {low} to {high}"
+            raise ProgramError(f"{text[:40]} is out of range", fix=fix)
+        if most is not None and value > most:
+            raise ProgramError("that is too large a world", fix=f"at most {most:,}")
+        return int(value)
+
+    return number
+
+
+Readers = Mapping[str, Callable[[str], Any]]
+_READERS: Readers = {
+    **{key: _number(column) for key, column in _COLUMNS.items() if column in UNKNOWN},
+    "peer": _number("peer"),
+    **dict.fromkeys(("stream", "shape", "note"), str),
+    **dict.fromkeys(("to", "from"), _rows),
+    "n": _number("num_in"),
+    "reduce": _reduction,
+}
+_MEMORY: Readers = {"storage": _number("storage"), "bytes": _number("bytes"), "note": str}
+_SIZES: Readers = {name: _number("rank", MOST_RANKS if name == "size" else None)
+                   for name in _WORLD if name != "order"} | {"order": str}  # fmt: skip
 
 
 def parse(text: str, name: str = "program") -> Programs:
@@ -205,48 +246,42 @@ class _Reader:
             what = f"version {version} of the text form is not known"
             self.fail(words[-1], what, f"this release reads version {VERSION}")
 
-    def _pairs(self, words: list[Word]) -> Iterator[tuple[Word, str, str]]:
-        seen = set()
+    def _values(self, words: list[Word], what: str, readers: Readers | None = None) -> Fields:
+        """The key=value words of ``what``; without ``readers`` any text of any key."""
+        values: Fields = {}
         for word in words:
-            key, equals, value = word[0].partition("=")
-            if not equals or not value:
+            key, equals, text = word[0].partition("=")
+            if not equals or not text:
                 self.fail(word, f"{word[0]!r} is not key=value", "write it like size=8")
-            if key in seen:
+            if key in values:
                 self.fail(word, f"{key} is given twice", "leave one of them out")
-            seen.add(key)
-            yield word, key, _unquoted(value)
+            if readers is not None and key not in readers:
+                known = [f"{name}=" for name in readers]
+                fix = did_you_mean(f"{key}=", known, f"use {' '.join(known)}")
+                self.fail(word, f"{what} has no {key}", fix)
+            values[key] = self._read(
+                word, _unquoted(text), str if readers is None else readers[key]
+            )
+        return values
 
-    def _number(self, word: Word, value: str, column: str) -> int:
-        """A number for ``column``."""
-        read = _UNITS[column][1] if column in _UNITS else units.parse_count
+    def _read(self, word: Word, text: str, reader: Callable[[str], Any]) -> Any:
         try:
-            number = int(value) if re.fullmatch(r"-?\d{1,18}", value) else read(value)
+            return reader(text)
         except PrismError as error:
             self.fail(word, error.message, error.fix or "write a whole number")
-        low, high = limits(column)
-        if not low <= number <= high:
-            self.fail(word, f"{value[:40]} is out of range", f"write {low} to {high}")
-        return int(number)
 
     def _world(self, head: Word, words: list[Word]) -> None:
-        values: Fields = {}
-        for word, key, value in self._pairs(words):
-            if key not in _WORLD:
-                self.fail(word, f"a world has no {key}", f"use {', '.join(_WORLD)}")
-            values[key] = value if key == "order" else self._number(word, value, "rank")
-            if key == "size" and values[key] > MOST_RANKS:
-                self.fail(word, "that is too large a world", f"at most {MOST_RANKS:,}")
         before = self.world
         try:
-            self.world = World(**values)
-        except (PrismError, TypeError) as error:
+            self.world = World(**self._values(words, "a world", _SIZES))
+        except (WorldError, TypeError) as error:
             self.fail(head, str(getattr(error, "message", error)), "world size=8 tp=2 pp=2")
         if before is not None:
             self.fail(head, "there is a world already", "a file holds one world")
         self.of = np.full(self.world.size, -1, dtype=np.int32)
 
     def _source(self, head: Word, words: list[Word]) -> None:
-        self.source |= {key: value for _, key, value in self._pairs(words)}
+        self.source |= self._values(words, "a source")
 
     def _group(self, head: Word, words: list[Word]) -> None:
         if len(words) < 2:
@@ -262,20 +297,12 @@ class _Reader:
     def _program(self, head: Word, words: list[Word]) -> None:
         if self.world is None:
             self.fail(head, "the world must come first", "write: world size=8 tp=2")
-        rank, ranks = -1, tuple[int, ...]()
-        for word, key, value in self._pairs(words):
-            if key == "rank":
-                rank = self._number(word, value, "rank")
-            elif key == "ranks":
-                try:
-                    ranks = self.world.select(value)
-                except PrismError as error:
-                    self.fail(word, error.message, error.fix or "ranks=0-3")
-            else:
-                self.fail(word, f"a program has no {key}", "program rank=0 ranks=0-3")
-        if rank < 0 and not ranks:
+        readers = {"rank": _number("rank"), "ranks": self.world.select}
+        values = self._values(words, "a program", readers)
+        if not values:
             self.fail(head, "whose program is this?", "program rank=0 ranks=0-3")
-        rank = rank if rank >= 0 else ranks[0]
+        ranks = values.get("ranks", ())
+        rank = values["rank"] if "rank" in values else ranks[0]
         if rank >= self.world.size:
             self.fail(head, f"rank {rank} is outside a world of {self.world.size}", "rank=0")
         mine = list(ranks or (rank,))
@@ -292,84 +319,48 @@ class _Reader:
         if len(words) < 2:
             self.fail(words[0], "a line is LABEL OP …", "0F0 compute ns=412us")
         label, name, *rest = words
-        values = self._label(label)
+        match = _LABEL.fullmatch(label[0])
+        if match is None or match["phase"] not in _LETTERS:
+            fix = "2F0 (microbatch, F/B/W, chunk), O, G, -"
+            self.fail(label, f"{label[0]!r} is no label", fix)
         if name[0] in ("alloc", "free"):
-            self._memory(builder, name, rest)
+            values = {"note": "", **self._values(rest, "an allocation", _MEMORY)}
+            if len(values) < len(_MEMORY):
+                self.fail(name, "storage and bytes are needed", "alloc storage=1 bytes=2MiB")
+            sign = 1 if name[0] == "alloc" else -1
+            builder.memory(values["storage"], sign * values["bytes"], values["note"])
             return
         if name[0] not in NAMES:
             self._unknown(name, "op", NAMES)
-        builder.add(name[0], **values, **self._fields(name, rest))
+        place: Fields = {"phase": _LETTERS[match["phase"]]}
+        for key, text in (("microbatch", match["mb"]), ("chunk", match["chunk"])):
+            if text:
+                place[key] = self._read(label, text, _number(key))
+        builder.add(name[0], **place, **self._fields(name, rest))
 
     def _unknown(self, word: Word, what: str, known: Sequence[str]) -> NoReturn:
         fix = did_you_mean(word[0], known, f"use one of {', '.join(filter(None, known))}")
         self.fail(word, f"there is no {what} {word[0]}", fix)
 
-    def _label(self, word: Word) -> Fields:
-        match = _LABEL.fullmatch(word[0])
-        if match is None or match["phase"] not in _LETTERS:
-            fix = "2F0 (microbatch, F/B/W, chunk), O, G, -"
-            self.fail(word, f"{word[0]!r} is no label", fix)
-        return {
-            "phase": _LETTERS[match["phase"]],
-            "microbatch": self._number(word, match["mb"] or "-1", "microbatch"),
-            "chunk": self._number(word, match["chunk"] or "-1", "chunk"),
-        }
-
-    def _memory(self, builder: Builder, action: Word, words: list[Word]) -> None:
-        values = {key: value if key == "note" else self._number(word, value, _memory_column(key))
-                  for word, key, value in self._pairs(words)}  # fmt: skip
-        note = values.pop("note", "")
-        if set(values) != {"storage", "bytes"}:
-            self.fail(action, "storage and bytes are needed", "alloc storage=1 bytes=2MiB")
-        sign = 1 if action[0] == "alloc" else -1
-        builder.memory(values["storage"], sign * values["bytes"], note)
-
     def _fields(self, name: Word, words: list[Word]) -> Fields:
-        values: Fields = {}
-        seen: set[str] = set()
-        for word in words:
-            key, equals, value = word[0].partition("=")
-            if equals and key in seen:
-                self.fail(word, f"{key} is given twice", "leave one of them out")
-            seen |= {key} if equals else set()  # a group may be called n
-            if word[0].startswith("@"):
-                values["site"] = word[0][1:]
-            elif not equals and word[0] in DTYPES:
-                values["dtype"] = word[0]
-            elif not equals and "group" not in values:
-                values["group"] = word[0]
-            elif not equals:
-                self._unknown(word, "dtype", list(DTYPES))
-            else:
-                values |= self._field(word, key, _unquoted(value))
-        if values.keys() & {"to", "from"}:
-            if not values.keys() >= {"to", "from"}:
+        pairs = [word for word in words if "=" in word[0] and not word[0].startswith("@")]
+        values = self._values(pairs, "an op", _READERS)
+        if "n" in values:
+            values["in"] = values["out"] = values.pop("n")
+        if splits := [values.pop(key) for key in ("to", "from") if key in values]:
+            if len(splits) != 2:
                 self.fail(name, "splits need to= and from=", "to=4,4 from=4,4")
-            values["splits"] = values.pop("to"), values.pop("from")
-        return values
-
-    def _field(self, word: Word, key: str, value: str) -> Fields:
-        if key == "n":
-            number = self._number(word, value, "num_in")
-            return {"num_in": number, "num_out": number}
-        if key in ("to", "from"):
-            if not _SPLITS.fullmatch(value):
-                self.fail(word, f"{value!r} are no rows", "to=4,4 from=4,4")
-            return {key: _ranks(value)}
-        column = _COLUMNS.get(key, key)
-        if column in _TEXT_COLUMNS:
-            return {column: value}
-        if column == "reduce":
-            if value not in REDUCE:
-                self.fail(word, f"there is no reduction {value}", f"use {', '.join(REDUCE[1:])}")
-            return {column: value}
-        if key not in _COLUMNS:
-            known = [f"{name}=" for name in (*_COLUMNS, "n")]
-            fix = did_you_mean(f"{key}=", known, f"use {' '.join(known)}")
-            self.fail(word, f"an op has no {key}", fix)
-        return {column: self._number(word, value, column)}
-
-
-def _memory_column(key: str) -> str:
-    """Whose bounds ``key`` of an allocation has; others are refused once all are read."""
-    return key if key == "storage" else "bytes"
+            values["splits"] = tuple(splits)
+        columns = {_COLUMNS.get(key, key): value for key, value in values.items()}
+        for word in words:
+            if word[0].startswith("@"):
+                columns["site"] = word[0][1:]
+            elif "=" in word[0]:
+                continue
+            elif word[0] in DTYPES:
+                columns["dtype"] = word[0]
+            elif "group" not in columns:
+                columns["group"] = word[0]
+            else:
+                self._unknown(word, "dtype", list(DTYPES))
+        return columns
