@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _NAME = re.compile(r"\.(?:pickle|pkl)(?:\.gz|\.xz)?$", re.IGNORECASE)
+_SHOWN = 8  # segments
 _RANK = re.compile(r"rank[-_]?0*(\d+)")
 
 
@@ -65,6 +66,11 @@ def explain(args: argparse.Namespace, path: str, top: int) -> int:
         same = "the allocator's rules say the same" if most == taken.modelled else (
             f"the allocator's rules say {exact(taken.modelled)} of these requests")  # fmt: skip
         print(f"reserved {exact(most)} at most: {same}")
+        for whose, sizes in zip(("the process", "the rules"), taken.segments, strict=True):
+            if sizes:
+                listed = ", ".join(map(units.format_bytes, sizes[:_SHOWN]))
+                count = units.counted(len(sizes), "segment")
+                print(f"  {count} at the end of {whose} alone: {listed}")
     print(f"  at the end {exact(taken.reserved)}, {_free(taken)}")
     _print_holdings(peak.holdings[:top])
     print(f"next: prism compare {path} SLICES  (prism capture -o SLICES -- the job's line)")

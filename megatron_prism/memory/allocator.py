@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
@@ -314,6 +314,14 @@ class CachingAllocator:
             elif self.settings.expandable:
                 self._unmap(block)
         return before - state.reserved
+
+    def segment_sizes(self) -> Iterator[int]:
+        """Bytes of every segment."""
+        for block in self.state.first:
+            size, piece = 0, block
+            while piece is not None:
+                size, piece = size + piece.size, piece.after
+            yield size
 
     def _unmap(self, block: Block) -> None:
         """Give back the whole pages of a free block; what comes later is mapped at the end."""

@@ -11,6 +11,7 @@ makes have no Python frames, since autograd runs in a thread of C++.
 
 from __future__ import annotations
 
+import bisect
 import gzip
 import io
 import lzma
@@ -36,9 +37,12 @@ _MOST = 1 << 31  # bytes of a snapshot, unpacked
 _FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
 _PACKED: dict[bytes, Callable[[io.BytesIO], Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
 _OURS = re.compile(r"(?:^|/)(?:megatron/((?:core|training|legacy)/.*)|(transformer_engine/.*))$")
-_LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages/torch|<frozen|<string>|<eval)")
+_LIBRARY = re.compile(
+    r"(?:^|/)(?:torch|site-packages/torch|<frozen|<string>|<eval)|\?\?|\.(?:cpp|so|h)\b"
+)
 _LARGE = 1 << 20  # bytes from which requests are held against each other
-_BUILDERS = {"get_model", "setup_model_and_optimizer"}  # functions that make the parameters
+# functions that make the parameters; of torch.nn.Module: to, cuda, to_empty
+_BUILDERS = {"get_model", "setup_model_and_optimizer", "_apply", "to_empty"}
 _rounded = Settings().rounded
 _BUFFER = "core/distributed/param_and_grad_buffer.py"
 
@@ -66,7 +70,7 @@ class _Segment(msgspec.Struct):
     stream: int = 0
     device: int = 0
     is_expandable: bool = False
-    segment_pool_id: Any = (0, 0)
+    segment_pool_id: tuple[int, ...] = (0, 0)
     blocks: list[_Block] = []
 
 
@@ -108,6 +112,8 @@ class Snapshot:
     requests   : (block, bytes, stream) in order, bytes negative where it is free for others again
     reserved   : bytes of segments at the end;  peak_reserved : the most, None without a history
     modelled   : the most by the allocator's rules from ``requests``
+    segments   : sizes of the segments at the end that the rules do not give, and of those that
+                 only they give
     free       : bytes of free blocks at the end, and of the largest
     whole      : whether the history begins with the first block that is alive
     failed     : where memory ran out
@@ -119,6 +125,7 @@ class Snapshot:
     reserved: int
     peak_reserved: int | None
     modelled: int
+    segments: tuple[tuple[int, ...], tuple[int, ...]]
     free: tuple[int, int]
     settings: Settings
     whole: bool
@@ -170,7 +177,7 @@ def _of(file: _File, device: int | None) -> Snapshot:
     settings = Settings.parse(conf)
     if any(segment.is_expandable for segment in segments) and not settings.expandable:
         settings = replace(settings, expandable=True)
-    return _History(settings, events).run(segments)
+    return _History(settings, events, segments).run(segments)
 
 
 @dataclass
@@ -188,13 +195,18 @@ _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unm
 class _History:
     """Reads events in order and writes the program."""
 
-    def __init__(self, settings: Settings, events: Sequence[_Event]) -> None:
+    def __init__(
+        self, settings: Settings, events: Sequence[_Event], segments: Sequence[_Segment]
+    ) -> None:
         self.events, self.machine, self.builder = events, CachingAllocator(settings), Builder()
         self.requests: list[tuple[int, int, int]] = []
         self.iterations: list[int] = []
         self.alive: dict[int, _Life] = {}  # by address
         self.places: dict[int, AllocationSite] = {}  # by identity of a list of frames
-        self.streams = {0: 0}  # a stream's address -> its number
+        # blocks of a private pool (a captured graph's) are as those of a stream of their own
+        self.pools = sorted((one.address, one.address + one.total_size, tuple(one.segment_pool_id))
+                            for one in segments if any(one.segment_pool_id))  # fmt: skip
+        self.streams: dict[object, int] = {(0, None): 0}  # (a stream, its pool) -> its number
         self.phase, self.iteration = "", 0
         self.steps = {"forward": 0, "backward": 0}  # begun in this iteration
         lines = {place.site for event in events if event.action == "alloc"
@@ -221,7 +233,7 @@ class _History:
                 sizes.append(sizes[-1] + _GROWS[event.action] * event.size)
                 if event.action == "segment_alloc":
                     self.machine.placed = event.addr  # of equal blocks the lowest is taken
-                if event.action == "segment_free" and self.machine.release():
+                if _GROWS[event.action] < 0 and self.machine.release():
                     self.requests.append((EMPTIED, 0, 0))
             elif event.action == "oom":
                 oom = event, self.place(event.frames), self.iteration
@@ -241,11 +253,19 @@ class _History:
             reserved=at_end,
             peak_reserved=max(sizes) if self.events else None,
             modelled=self.machine.state.peak_reserved,
+            segments=((), ()) if stood or not self.events else self._unlike(segments),
             free=(sum(free), max(free, default=0)),
             settings=self.machine.settings,
             whole=not stood,
             failed=failed,
         )
+
+    def _unlike(self, segments: Sequence[_Segment]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self.machine.settings.expandable:  # a segment for each run of pages: not compared
+            return (), ()
+        real = Counter(one.total_size for one in segments)
+        rules = Counter(self.machine.segment_sizes())
+        return tuple((real - rules).elements()), tuple((rules - real).elements())
 
     def _stood(self, segments: Sequence[_Segment]) -> Iterator[_Block]:
         """Blocks that were alive when the history began: what is freed or alive and was never
@@ -298,7 +318,10 @@ class _History:
         number, kind = len(self.requests), place.kind
         if kind == "buffer":
             kind = "grad" if place.site == self.gradients else "param"
-        stream = self.streams.setdefault(stream, len(self.streams))
+        at = bisect.bisect(self.pools, (address, 1 << 62)) - 1
+        private = at >= 0 and address < self.pools[at][1]
+        pool = self.pools[at][2] if private else None
+        stream = self.streams.setdefault((stream, pool), len(self.streams))
         self.machine.malloc(number, size, stream)
         life = _Life(number, size, self.machine.state.live[number][-1].size)
         self.alive[address] = life
@@ -324,14 +347,17 @@ def _line(site: str) -> int:
     return int(site.rpartition(":")[2] or 0)
 
 
-# functions of Megatron, and the phase of what they call; the first that is there counts
-_PHASES = {
-    "evaluate": "",
-    "backward": "backward",
-    "backward_step": "backward",
-    "forward_step": "forward",
-    "finalize_model_grads": "sync",
-}
+# the phase of what functions call, the first that is there: Megatron's, then those of torch, which
+# every framework calls; what autograd calls on its own thread runs in the backward
+_PHASES = tuple(
+    (re.compile(pattern), phase)
+    for pattern, phase in (
+        ("evaluate", ""),
+        ("(?!.*forward).*backward.*|.*autograd::Engine.*|unpack_hook", "backward"),
+        ("forward_step|_wrapped_call_impl", "forward"),
+        ("finalize_model_grads", "sync"),
+    )
+)
 
 
 def _place(frames: Any) -> AllocationSite:
@@ -344,7 +370,9 @@ def _place(frames: Any) -> AllocationSite:
     site = next(sites, "") or next(others, "")
     optimizer = any("optimizer" in file for file, _, _ in rows)
     step = "optimizer" if optimizer and "step" in names else ""
-    phase = next((_PHASES[name] for name in _PHASES if name in names), step)
+    phase = next(
+        (phase for function, phase in _PHASES if any(map(function.fullmatch, names))), step
+    )
     kind = ""
     if site.startswith(_BUFFER) and rows[0][1] == "__init__":
         kind = "buffer"

@@ -27,6 +27,7 @@ def test_peak_and_segments_are_those_that_torch_counted(name):
     if counted["allocated"] is not None:  # it ran out of memory before it could count
         assert (top.num_bytes, found.modelled) == (counted["allocated"], counted["reserved"])
     assert found.whole
+    assert found.segments == ((), ())  # those of the end are the same, one by one
 
 
 def test_phases_follow_from_the_frames():
@@ -99,16 +100,65 @@ def test_recomputation_and_autograds_thread_are_backward(tmp_path):
     assert [op.label for op in program][1::2] == ["0F", "0B", "1F", "1B"]
 
 
+@pytest.mark.parametrize(
+    ("names", "phase"),
+    [
+        # torchtitan, and with it whatever calls torch.nn.Module and Tensor.backward
+        (("_wrapped_call_impl", "forward_backward_step", "train_step", "<module>"), "forward"),
+        (("_engine_run_backward", "backward", "forward_backward_step", "train_step"), "backward"),
+        # hooks and recomputation, which autograd calls on a thread of its own
+        (("foreach_reduce", "post_backward"), "backward"),
+        (("_wrapped_call_impl", "recompute_fn", "unpack_hook"), "backward"),
+        # with C++ frames
+        (("c10::Allocator", "torch::autograd::Engine::thread_main(x)"), "backward"),
+        (("_wrapped_call_impl", "forward_step", "evaluate"), ""),
+        (("_apply", "to_empty", "<module>"), ""),
+    ],
+)
+def test_phases_of_other_frameworks(names, phase):
+    place = snapshot._place([{"filename": "/x/train.py", "name": n, "line": 3} for n in names])
+    assert place.phase == phase
+    assert place.kind == ("param" if "to_empty" in names else "")
+
+
+def test_a_private_pool_takes_nothing_of_others(tmp_path):
+    """As of a CUDA graph: its segment has room, and the next request has another one."""
+    pool = segment((512, "active_allocated"), (2 * MIB - 512, "inactive"), address=1 << 30)
+    other = segment((512, "active_allocated"), (2 * MIB - 512, "inactive"), address=2 << 30)
+    events = [event("segment_alloc", 1 << 30, 2 * MIB), event("alloc", 1 << 30, 512),
+              event("segment_alloc", 2 << 30, 2 * MIB), event("alloc", 2 << 30, 512)]  # fmt: skip
+    shared = snapshot.read(stored(tmp_path, events, [pool, other]))
+    assert (shared.modelled, shared.segments) == (2 * MIB, ((2 * MIB,), ()))
+    apart = {**pool, "segment_pool_id": (0, 1)}
+    found = snapshot.read(stored(tmp_path, events, [apart, other]))
+    assert (found.peak_reserved, found.modelled, found.segments) == (4 * MIB, 4 * MIB, ((), ()))
+
+
+def test_pages_of_an_expandable_segment_are_given_back(tmp_path):
+    at, page = 1 << 40, 20 * MIB
+    whole = {**segment((page, "active_allocated"), size=page, address=at), "is_expandable": True}
+    events = [event("segment_map", at, page), event("alloc", at, page),
+              event("segment_map", at + page, page), event("alloc", at + page, page),
+              event("free_requested", at + page, page), event("free_completed", at + page, page),
+              event("segment_unmap", at + page, page)]  # fmt: skip
+    found = snapshot.read(stored(tmp_path, events, [whole]))
+    assert (found.peak_reserved, found.modelled) == (2 * page, 2 * page)
+    assert (-1, 0, 0) in found.requests  # the cache is emptied here
+
+
 def test_code_and_damage_are_refused(tmp_path):
     path = tmp_path / "one.pickle"
     path.write_bytes(pickle.dumps(print))
     with pytest.raises(UsageError, match="nothing was executed"):
         snapshot.read(path)
-    whole = DENSE.read_bytes()
-    path = tmp_path / "one.pickle.xz"
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UsageError, match="memory snapshot"):
-        snapshot.read(path)
+    for name, whole in (("a.pickle.xz", DENSE.read_bytes()),
+                        ("a.pickle.gz", stored(tmp_path, [], name="b.pickle.gz").read_bytes()),
+                        ("a.pickle", stored(tmp_path, []).read_bytes())):  # fmt: skip
+        path = tmp_path / name
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UsageError, match="memory snapshot") as caught:
+            snapshot.read(path)
+        assert "\n" not in caught.value.message
 
 
 def slices(sizes, states=0):
