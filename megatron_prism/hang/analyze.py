@@ -334,6 +334,13 @@ class _Judge:
             self.evidence.append(f"{text} for {format_ranks(state.missing)}")
         else:
             apart = set()
+        uncreated = {r: desc for r in idle - apart - self.parted.new.keys()
+                     if (desc := siblings.uncreated_group(state, r))}  # fmt: skip
+        if uncreated.keys() < idle:  # who else stands there is late
+            self.evidence += [f"rank {rank} may wait while the communicator of {desc} is created"
+                              for rank, desc in uncreated.items()]  # fmt: skip
+            self.among = (*self.among, *uncreated)
+            apart |= uncreated.keys()
         # who enters a save alone errs, as who gets no data
         alone = 2 * sum(not calls for calls in state.outstanding.values()) < len(state.dumps)
         for rank in sorted(idle - ahead - apart - set(work)):
@@ -401,6 +408,13 @@ class _Judge:
             return []
         text = f"issues {about.text} otherwise than its siblings"
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
+        lines = [
+            set(self.state.groups[n].ranks) for n in self.state.pairs & self.state.groups.keys()
+        ]
+        if not self.state.history and any(len(line.intersection(ranks)) > 1 for line in lines):
+            # each may differ because of the other: counters do not say whose call came first
+            self.among = self.among or tuple(ranks)
+            return []
         for doubt in waits.supporting_evidence(self.state, ranks):
             self._doubt(doubt)
         self.first = odds[0].entry if odds else siblings.call_of(self.state, about, ranks[0])

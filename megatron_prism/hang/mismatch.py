@@ -24,11 +24,14 @@ Sign = tuple[str, tuple[str, ...], object]  # operation, dtypes, shape
 Signature = tuple[Sign, ...]
 
 
-def signature(entries: list[Entry]) -> Signature:
-    """What must be alike."""
+def signature(state: JobState, entries: list[Entry]) -> Signature:
+    """What must be alike.  Logs know no dtypes, and a barrier as the all_reduce that it is."""
+    if state.has_logs:
+        entries = [e._replace(op=_LOGGED.get(e.op, e.op), dtypes=()) for e in entries]
     return tuple((e.op, e.dtypes, e.numbers if e.op in SIZED else ()) for e in entries)
 
 
+_LOGGED = {"barrier": "all_reduce"}
 _LAST = 6  # calls before one, by which siblings are at the same place
 
 
@@ -77,7 +80,7 @@ def find_mismatches(state: JobState) -> list[Mismatch]:
 def _onward(state: JobState, rank: int, like: Entry) -> list[Signature]:
     """What it called from ``like`` on in its group of that description."""
     calls = (state.at(rank, like.desc, seq) for seq in itertools.count(like.seq))
-    return list(map(signature, itertools.takewhile(bool, calls)))
+    return [signature(state, made) for made in itertools.takewhile(bool, calls)]
 
 
 def _before(state: JobState, rank: int, like: Entry) -> list[tuple[str, ...]]:
@@ -88,7 +91,7 @@ def _before(state: JobState, rank: int, like: Entry) -> list[tuple[str, ...]]:
 
 def _compare(state: JobState, calls: Calls) -> Mismatch | None:
     """How the members who made one call differ in it, and who of them is wrong."""
-    signatures = {rank: signature(entries) for rank, entries in calls.items()}
+    signatures = {rank: signature(state, entries) for rank, entries in calls.items()}
     one, *others = dict.fromkeys(signatures.values())
     first = next(iter(calls.values()))[0]
     if not others and len(calls) == len(state.groups[first.group].ranks):
@@ -139,7 +142,7 @@ def _is_numbered_as_siblings(state: JobState, rank: int, call: Entry, members: C
     for place in range(1, len(mine)):
         if mine[place] not in (*mine[place - 1 : place], *mine[place + 1 : place + 2]):
             calls = (state.at(r, call.desc, call.seq + place) for r in siblings)
-            if {signature(one) for one in calls if one} == {mine[place]}:
+            if {signature(state, one) for one in calls if one} == {mine[place]}:
                 return True
     return False
 
@@ -188,7 +191,7 @@ def _elsewhere(
     for role in {state.role.get(rank, 0) for rank in here}:
         for rank in state.siblings[role]:
             entries = [] if rank in here else state.at(rank, like.desc, like.seq)
-            found = signature(entries)
+            found = signature(state, entries)
             if entries and (known is None or found in known):
                 before = _before(state, rank, like)
                 if any(_fit(before, one) for one in mine):

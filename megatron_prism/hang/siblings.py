@@ -206,6 +206,25 @@ def ranks_ahead(state: JobState, idle: Collection[int]) -> set[int]:
     return found
 
 
+def uncreated_group(state: JobState, rank: int) -> str:
+    """The description of a group in whose communicator's creation ``rank`` may wait for another
+    member; "" without one.
+
+    Its first call creates it, without a record: siblings made that call, and are ahead in nothing
+    that ``rank`` has called before.
+    """
+    mine = state.all_counts(rank)
+    for other in state.siblings_of(rank):
+        ahead = _more(state.all_counts(other), mine)
+        for name in state.groups_of[rank] if all(mine[desc] < 1 for desc in ahead) else ():
+            others = state.dumps.keys() & set(state.groups[name].ranks) - {rank}
+            if state.groups[name].desc in ahead and any(
+                state.enqueued.get((name, r), -1) < 1 for r in others
+            ):  # fmt: skip
+                return state.groups[name].desc
+    return ""
+
+
 def is_between_iterations(state: JobState, rank: int) -> bool:
     """Whether siblings made one iteration's calls more than ``rank``, which made whole iterations:
     so do checkpoints, evaluations and data hold a host, for which others may be to blame.

@@ -73,6 +73,7 @@ class JobState:
     completed   : (group, rank) -> how many of them it saw complete
     missing     : ranks that are in some group but left no dump
     role        : rank -> its place in its pipeline
+    has_logs    : whether what some ranks called is known from their logs
     """
 
     def __init__(self, found: DumpSet) -> None:
@@ -97,6 +98,7 @@ class JobState:
         members = {r for g in self.groups.values() for r in g.ranks}
         self.missing = sorted(members - set(self.dumps))
         self.role = stages(self.groups, self.pairs)
+        self.has_logs = any(dump.version == "log" for dump in self.dumps.values())
         self.siblings: dict[int, list[int]] = defaultdict(list)
         for rank in self.dumps:
             self.siblings[self.role.get(rank, 0)].append(rank)

@@ -3,11 +3,13 @@
 import pickle
 
 import pytest
+from helpers import production, random_hangs
 from helpers.dump_values import Dump, verdict
 from helpers.flight_dumps import FULL, GIL, judged, said, values
 from helpers.production import ACTIVE
 
 from megatron_prism.cli import main as cli
+from megatron_prism.graph import stall
 from megatron_prism.hang import analyze
 from megatron_prism.hang.dumps import DumpSet, of_value
 from megatron_prism.hang.state import JobState
@@ -219,3 +221,33 @@ def test_calls_of_a_whole_model_need_everybody():
     named, found = verdict(dumps)
     assert named == set()
     assert "the dump of rank 3 is of an earlier moment" in str(found.evidence)
+
+
+@pytest.mark.parametrize("how", [FULL, ACTIVE], ids=["history", "outstanding"])
+@pytest.mark.parametrize("stuck", [0, 3])
+def test_who_waits_while_a_communicator_is_created_is_not_stuck(stuck, how):
+    """The first call of a group leaves no record before all members are there."""
+    waits = stuck + 8
+
+    def fault(it):
+        at = production.index(it.of(waits, "1"), "all_reduce", production.EMBEDDING)
+        early = production.index(it.of(stuck, "1"), "all_reduce", production.EMBEDDING) - 30
+        stop = production.stands(stuck, part="1", at=early)
+        return production.both(stop, production.stands(waits, part="1", at=at))(it)
+
+    named, found = judged(values(fault, how))
+    assert named == {stuck}
+    assert f"rank {waits} may wait while the communicator" in str(found.evidence)
+
+
+@pytest.mark.parametrize("rank", [9, 13])
+def test_counters_of_one_pipeline_do_not_say_who_of_it_left_the_order(rank):
+    """A rank runs a microbatch more, and replicas have other numbers of them: its neighbours were
+    named with it."""
+    it = production.plain_job(production.dynamic())
+    production.microbatch_more(rank)(it)
+    state = stall.run_until_stalled(it.programs())
+    found = random_hangs.dumps_of(state, **ACTIVE)
+    verdict = analyze.diagnose_dumps(found)
+    assert (verdict.culprits, verdict.exit_code) == ((), 3)
+    assert rank in verdict.candidates

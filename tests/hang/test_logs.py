@@ -6,7 +6,7 @@ import pickle
 import random
 
 import pytest
-from helpers import flight_dumps, random_hangs, rendered_logs
+from helpers import flight_dumps, production, random_hangs, rendered_logs
 from helpers.production import ACTIVE, stands
 from helpers.programs import healthy
 from helpers.random_hangs import WORLDS, named
@@ -229,3 +229,15 @@ def test_stacks_alone_say_who_stands_elsewhere(tmp_path):
     assert (found.verdict, named(found), found.candidates) == ("undetermined", set(), (7,))
     assert found.evidence[0].startswith("ranks 0-6: barrier of save_checkpoint (")
     assert found.evidence[1].startswith("rank 7: _try_get_data (")
+
+
+@pytest.mark.parametrize("rank", [10, 12])
+def test_logs_of_some_and_dumps_of_others_are_compared_by_what_both_know(rank, tmp_path):
+    """Logs know no dtypes: a call of theirs is not another one than that of the dumps."""
+    skipped = production.without_calls(rank, "2", "all_reduce", production.NORM)
+    state = production.standstill(skipped, "moe")
+    values = dict(export.dumps_of(state, **ACTIVE))
+    (tmp_path / "job.log").write_text(rendered_logs.text(values, state.programs.world))
+    dumps = DumpSet({r: of_value(value, r) for r, value in values.items() if r > 7})
+    found = analyze.diagnose_dumps(together(dumps, [tmp_path / "job.log"]))
+    assert named(found) == {rank}
