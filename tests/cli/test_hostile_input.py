@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.mutations import DUMPS
+from helpers.fuzz import DUMPS
 from rich.console import Console
 
 import megatron_prism

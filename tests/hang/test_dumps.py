@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.mutations import STATE
+from helpers.fuzz import STATE
 from helpers.random_hangs import named
 
 from megatron_prism.core.errors import DumpError, UsageError

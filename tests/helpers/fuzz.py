@@ -1,10 +1,9 @@
 """Damaged copies of every kind of file and text that others hand us, and what reads them.
 
 ``PARSERS`` has a row for each kind: good examples, how they are damaged, what reads one.  Damage
-knows the structure: values of a tree are replaced, removed, nested and aliased, words of a text are
-exchanged, columns of an archive are cast and cut; now and then bytes are flipped.
- ``tests/corpus`` has
-what once failed.
+knows the structure: a text, an archive and a file of records are trees too, whose values are
+replaced, removed, nested and aliased; now and then bytes are flipped.  ``tests/corpus`` has what
+once failed.
 """
 
 import contextlib
@@ -24,14 +23,14 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from helpers.mutations import DUMPS
+from helpers import random_hangs
 from helpers.programs import WORLDS, healthy
 
 from megatron_prism.core import foreign, job_settings, program, program_text, recipe, slices, units
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import World
-from megatron_prism.graph import world_graph
-from megatron_prism.hang import analyze, dumps, fault_plan, fault_planting
+from megatron_prism.graph import stall, world_graph
+from megatron_prism.hang import analyze, dumps, export, fault_plan, fault_planting
 from megatron_prism.hang.diagnose import diagnose
 from megatron_prism.memory import allocator, baseline, nccl_buffers
 from megatron_prism.memory.baseline import peak_memory
@@ -96,7 +95,27 @@ def damaged(rng, value, depth=0):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and rng.randrange(2):
         return rng.choice([value + 1, -value, value * 1000, str(value), 0, value - 1])
-    return rng.choice(VALUES)
+    if isinstance(value, bytes):
+        return rng.choice([value[: rng.randrange(300)], value * 2, bytes(1 << 24), b""])
+    if isinstance(value, np.ndarray):
+        return column(rng, value)
+    return rng.choice(WORDS if isinstance(value, str) and rng.randrange(2) else VALUES)
+
+
+def column(rng, array):
+    """Values of it exchanged, its end cut, another type."""
+    how = rng.randrange(4)
+    if how == 0:
+        return array[: rng.randrange(len(array) + 1)] if array.ndim else array
+    if how == 1 and not array.dtype.names:
+        return array.astype(rng.choice(["<i8", "f8", "U3", "?", "<i2", ">i4"]))
+    array = array.copy().reshape(-1)
+    for _ in range(rng.randint(1, 3) if array.size else 0):
+        field = array[rng.choice(array.dtype.names)] if array.dtype.names else array
+        if field.dtype.kind in "iu":
+            low, high = np.iinfo(field.dtype).min, np.iinfo(field.dtype).max
+            field[rng.randrange(len(field))] = rng.choice([low, high, max(low, -1), 0, 1, 7])
+    return array
 
 
 def more(rng, change, value):
@@ -113,7 +132,7 @@ def as_tree(write, read):
             return flipped(rng, data)
         try:
             return write(more(rng, damaged, read(data)))
-        except (RecursionError, ValueError, TypeError, yaml.YAMLError, MemoryError):
+        except (RecursionError, ValueError, TypeError, AttributeError, yaml.YAMLError, MemoryError):
             return flipped(rng, data)  # it cannot be written
 
     return change
@@ -133,83 +152,63 @@ def to_json(value):
     return json.dumps(value).encode()
 
 
-of_json = as_tree(to_json, json.loads)
-of_yaml = as_tree(to_yaml, yaml.safe_load)
-of_pickle = as_tree(lambda value: pickle.dumps(value, protocol=4), pickle.loads)
 _WORD = re.compile(r"([\s=,:@;()/|-]+)")
 
 
-def of_text(rng, data):
-    if rng.randrange(8) == 0:
-        return flipped(rng, data)
-    lines = data.decode(errors="replace").split("\n")
-    for _ in range(rng.choice([1, 1, 2, 4])):
-        place = rng.randrange(len(lines))
-        parts = _WORD.split(lines[place])
-        words = range(0, len(parts), 2)
-        how = rng.randrange(8)
-        if how == 0:
-            lines.insert(place, rng.choice(lines))
-        elif how == 1 and len(lines) > 1:
-            del lines[place]
-        elif how == 2:
-            parts[rng.choice(words)] = parts[rng.choice(words)]
-        elif how == 3:
-            del parts[rng.choice(words)]
-        elif how == 4:
-            one = rng.choice(lines).split()
-            parts += [" ", rng.choice(one) if one else "x"]
-        else:
-            parts[rng.choice(words)] = rng.choice(WORDS)
-        if how > 1:
-            lines[place] = "".join(parts)
-    return "\n".join(lines).encode(errors="replace")
+def to_text(lines):
+    foreign.expanded_size(lines, 1 << 14)
+
+    def joined(value):
+        return "".join(map(joined, value)) if isinstance(value, list) else str(value)
+
+    return "\n".join(map(joined, lines)).encode(errors="replace")
 
 
-def of_archive(rng, data):
-    """Of what ``numpy.savez`` writes: its JSON, its columns, its members."""
-    if rng.randrange(6) == 0:
-        return flipped(rng, data)
-    with np.load(io.BytesIO(data)) as archive:
-        arrays = {name: archive[name] for name in archive.files}
-    extra = {}
-    for _ in range(rng.choice([1, 1, 2])):
-        name = rng.choice(sorted(arrays))
-        column, how = arrays[name], rng.randrange(9)
-        if name == "head" and how < 6:
-            try:
-                text = to_json(damaged(rng, json.loads(column.tobytes())))
-            except ValueError:
-                continue
-            arrays[name] = np.frombuffer(text, dtype=np.uint8)
-        elif how < 4 and column.size:
-            column = arrays[name] = column.copy().reshape(-1)
-            for _ in range(rng.randint(1, 3)):
-                field = column[rng.choice(column.dtype.names)] if column.dtype.names else column
-                if field.dtype.kind in "iu":
-                    low, high = np.iinfo(field.dtype).min, np.iinfo(field.dtype).max
-                    field[rng.randrange(len(field))] = rng.choice(
-                        [low, high, max(low, -1), 0, 1, 7]
-                    )
-        elif how == 4:
-            arrays[name] = column[: rng.randrange(len(column) + 1)] if column.ndim else column
-        elif how == 5 and not column.dtype.names:
-            arrays[name] = column.astype(rng.choice(["<i8", "f8", "U3", "?", "<i2", ">i4"]))
-        elif how == 6:
-            arrays[rng.choice(["x", "ops7", "history0", "../x", name + "0"])] = column
-        elif how == 7 and len(arrays) > 1:
-            del arrays[name]
-        else:
-            extra[rng.choice(["head", "head.npy", "x", "ops0.npy"])] = rng.choice(
-                [b"", b"{}", data[:99]]
-            )
+def of_text_lines(data):
+    return [_WORD.split(line) for line in data.decode(errors="replace").split("\n")]
+
+
+def to_archive(members):
+    """As ``numpy.savez`` writes; what is no column is JSON."""
     file = io.BytesIO()
-    np.savez_compressed(file, **arrays)
-    with zipfile.ZipFile(file, "a") as archive, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, text in extra.items():
-            archive.writestr(name, text, zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a name twice
+        for name, value in members:
+            stored = io.BytesIO()
+            array = isinstance(value, np.ndarray)
+            np.save(stored, value if array else np.frombuffer(to_json(value), dtype=np.uint8))
+            archive.writestr(f"{name}.npy", stored.getvalue())
     return file.getvalue()
+
+
+def of_archive_members(data):
+    with np.load(io.BytesIO(data)) as archive:
+        arrays = [[name, archive[name]] for name in archive.files]
+    return [[n, json.loads(a.tobytes()) if n == "head" else a] for n, a in arrays]
+
+
+def to_payloads(records):
+    """Heads and data as ``PayloadRecorder`` writes them."""
+    parts = [(to_json(head), zlib.compress(data, 1)) for head, data in records]
+    return b"".join(struct.pack("<II", len(h), len(d)) + h + d for h, d in parts)
+
+
+def of_payload_records(data):
+    records, at = [], 0
+    while at < len(data):
+        text, packed = struct.unpack_from("<II", data, at)
+        head = json.loads(data[at + 8 : at + 8 + text])
+        at += 8 + text + packed
+        records.append([head, zlib.decompress(data[at - packed : at])])
+    return records
+
+
+of_json = as_tree(to_json, json.loads)
+of_yaml = as_tree(to_yaml, yaml.safe_load)
+of_pickle = as_tree(lambda value: pickle.dumps(value, protocol=4), pickle.loads)
+of_text = as_tree(to_text, of_text_lines)
+of_archive = as_tree(to_archive, of_archive_members)
+of_payloads = as_tree(to_payloads, of_payload_records)
 
 
 # -- what reads them -------------------------------------------------------------------------------
@@ -229,6 +228,11 @@ def use(programs):
 
 
 SMALL = healthy(WORLDS[1])
+WORLD = random_hangs.WORLDS[0]
+STATE = stall.run_until_stalled(healthy(WORLD), {5: stall.RankFault(host=6)})
+DUMPS = [
+    {r: export.dump_of(STATE, r, active_only=active) for r in range(16)} for active in (False, True)
+]
 
 
 GOOD = {r: dumps.parse(pickle.dumps(v), r) for r, v in DUMPS[0].items() if r != 3}
@@ -285,7 +289,7 @@ def words(path):
             read(text)
         except PrismError as error:
             errors.append(str(error))
-    assert all(len(error) < 5000 for error in errors)
+    assert all(len(error) < 5000 + 2 * len(text) for error in errors)
 
 
 def recorded(path):
@@ -307,7 +311,7 @@ def payloads_of(path):
     folder.mkdir(exist_ok=True)
     file_of(folder, 0).write_bytes(path.read_bytes())
     replayer = PayloadReplayer(folder, 0, {})
-    for key, dtype in (("2 1F0 all_reduce tp #1.0", torch.float32), ("gather #1.0", torch.int64)):
+    for key, dtype in zip(KEYS, (torch.float32, torch.int64), strict=True):
         replayer._fill(key, torch.zeros(4, 8, dtype=dtype))
 
 
@@ -393,55 +397,25 @@ def stored_baseline():
         return baseline.save(MEASURED, Path(folder, "x.json")).read_bytes()
 
 
-def recording():
-    file = io.BytesIO()
-    head = {"format": 3, "rank": 0, "arguments": "x"}
-    np.savez_compressed(
-        file,
-        **{
-            "head": np.frombuffer(json.dumps(head).encode(), dtype=np.uint8),
-            "1 gather tp#0": np.arange(4),
-            "1 route 1#0": np.zeros((2, 1), np.uint8),
-        },
-    )
-    return file.getvalue()
-
-
-def payloads():
-    """Heads and data as ``PayloadRecorder`` writes them."""
-    heads = [{"format": 1, "rank": 0}, {"arguments": "x"},
-             {"key": "2 1F0 all_reduce tp #1.0", "shape": [4, 8], "dtype": "torch.float32"},
-             {"key": "gather #1.0", "shape": [4, 8], "dtype": "torch.int64"}]  # fmt: skip
-    return pack_payloads(
-        [(head, bytes(size)) for head, size in zip(heads, (0, 0, 128, 256), strict=True)]
-    )
-
-
-def pack_payloads(records):
-    parts = [(to_json(head), zlib.compress(data, 1)) for head, data in records]
-    return b"".join(struct.pack("<II", len(h), len(d)) + h + d for h, d in parts)
-
-
-def of_payloads(rng, data):
-    """Of their heads, their data, their lengths."""
-    if rng.randrange(3) == 0:
-        return flipped(rng, data)
-    records, at = [], 0
-    while at < len(data):
-        text, packed = struct.unpack_from("<II", data, at)
-        head = json.loads(data[at + 8 : at + 8 + text])
-        at += 8 + text + packed
-        records.append((head, zlib.decompress(data[at - packed : at])))
-    place = rng.randrange(len(records))
-    head, value = records[place]
-    try:
-        records[place] = rng.choice(
-            [(damaged(rng, head), value), (head, value[: rng.randrange(300)]), (head, value * 2),
-             (head, bytes(rng.choice([0, 1 << 24])))]
-        )  # fmt: skip
-        return pack_payloads(records)
-    except (RecursionError, ValueError, TypeError):
-        return flipped(rng, data)
+RECORDING = to_archive(
+    [
+        ("head", {"format": 3, "rank": 0, "arguments": "x"}),
+        ("1 gather tp#0", np.arange(4)),
+        ("1 route 1#0", np.zeros((2, 1), np.uint8)),
+    ]
+)
+KEYS = "2 1F0 all_reduce tp #1.0", "gather #1.0"
+PAYLOADS = to_payloads(
+    [
+        ({"format": 1, "rank": 0}, b""),
+        ({"arguments": "x"}, b""),
+        (
+            {"key": "2 1F0 all_reduce tp #1.0", "shape": [4, 8], "dtype": "torch.float32"},
+            bytes(128),
+        ),
+        ({"key": "gather #1.0", "shape": [4, 8], "dtype": "torch.int64"}, bytes(256)),
+    ]
+)
 
 
 def shorter(path):
@@ -501,8 +475,8 @@ PARSERS = {
     "NCCL buffers": Parser(nccl_buffers.read, of_json,
                            [(PACKAGE / "memory/device_memory/h200.json").read_bytes()]),
     "baseline": Parser(compared, of_json, [stored_baseline()]),
-    "recording": Parser(recorded, of_archive, [recording()]),
-    "payloads": Parser(payloads_of, of_payloads, [payloads()]),
+    "recording": Parser(recorded, of_archive, [RECORDING]),
+    "payloads": Parser(payloads_of, of_payloads, [PAYLOADS]),
     "words": Parser(words, of_text, lines_of(WORDS_OF_COMMANDS)),
 }  # fmt: skip
 
