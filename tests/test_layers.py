@@ -171,22 +171,14 @@ def test_few_modules_are_beside_the_packages():
     ("file", "code", "says"),
     [
         ("core/a.py", "from megatron_prism.graph import x", "core may not import graph"),
-        ("core/a.py", "import megatron_prism.cli.main", "core may not import cli"),
-        ("memory/a.py", "from megatron_prism.hang import x", "memory may not import hang"),
-        ("runtime/a.py", "from megatron_prism.replay import x", "runtime may not import replay"),
         ("cli/a.py", "from megatron_prism.emulate import x", "cli may not import emulate up here"),
         ("_attach.py", "from megatron_prism.emulate import x", "may not import emulate up here"),
         ("emulate/a.py", "from megatron_prism.cli import x", "emulate may not import cli"),
         ("__init__.py", "from megatron_prism.core import x", "__init__ may not import core"),
         ("core/a.py", "from . import errors", "write absolute imports"),
         ("core/a.py", "def f():\n    import torch", "torch belongs to runtime/*"),
-        ("replay/a.py", "if True:\n    from torch import nn", "torch belongs to runtime/*"),
-        ("core/a.py", "importlib.import_module('torch.nn')", "torch belongs to"),
-        ("emulate/launch.py", "import megatron.core", "megatron belongs to emulate/patches/*"),
-        ("core/world.py", "import yaml", "yaml belongs to core/recipe.py"),
         ("core/units.py", "import numpy as np", "it does without numpy"),
         ("core/world.py", "import scipy", "scipy is no dependency of ours"),
-        ("predict/a.py", "def f():\n    import numba", "numba belongs to graph/loops.py"),
         ("utils.py", "", "utils is in no row"),
     ],
 )
@@ -203,10 +195,8 @@ def test_a_planted_violation_is_found(tmp_path, file, code, says):
     [
         ("cli/a.py", "def f():\n    from megatron_prism.emulate import launch"),
         ("emulate/patches/deep.py", "import megatron.core"),
-        ("runtime/te_kernels/deep.py", "import torch"),
         ("core/a.py", "if TYPE_CHECKING:\n    from megatron_prism.graph import x"),
         ("emulate/a.py", "from megatron_prism import __version__"),
-        ("core/world.py", "import numpy, math"),
     ],
 )
 def test_what_is_allowed_is_not_found(tmp_path, file, code):

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from megatron_prism.core.errors import UsageError
@@ -188,24 +187,6 @@ def test_what_is_timed_does_not_follow_a_clocked_iteration(simulated, wanted):
         if not evaluated:
             assert (len(capture._clocks) >= 2) == (wanted >= 10)
             assert len(timed) >= (3 if wanted in (10, 11) else min(4, wanted - 4))
-
-
-@pytest.mark.parametrize(
-    ("used", "ms", "says"),
-    [
-        (430, (414, 430, 811), False),  # one of three was: nothing follows from it
-        (612, (414, 811), True),
-        (0, (), False),
-    ],
-)
-def test_a_host_that_was_disturbed_is_said(simulated, used, ms, says):
-    capture, _ = simulated("cuda", 11)
-    assert capture.remarks() == ""  # nothing is known before the end
-    ops = {"host": np.array([-1, used / 2 * 1e6, used / 2 * 1e6], dtype=np.int64)}
-    capture.program = SimpleNamespace(hosts=np.array(ms) * 1e6, ops=ops)
-    assert bool(capture.remarks()) == says
-    if says:
-        assert "took 612 ms for an iteration, 414 for the quickest" in capture.remarks()
 
 
 def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated, monkeypatch):

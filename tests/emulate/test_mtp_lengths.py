@@ -57,32 +57,6 @@ def test_what_comes_is_what_the_peer_sends(layout, microbatches):
         assert lengths(layout, stages, stage, microbatches=microbatches)[1] == returned
 
 
-def test_a_flag_without_a_layout_makes_nothing_longer():
-    """--mtp-standalone alone: Megatron asks for shapes, and they are those of one sequence."""
-
-    class Communicator:
-        config = SimpleNamespace(
-            mtp_standalone=True,
-            pipeline_model_parallel_layout=None,
-            context_parallel_size=1,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            hidden_size=8,
-        )
-
-        def _communicate_shapes(self, *asked):
-            return [0, 0, 0], [0, 0, 0]
-
-        def _communicate(self):
-            pass
-
-    context = patching.context()
-    settings = {"seq_length": 32, "micro_batch_size": 3}
-    context.monitor = SimpleNamespace(schedule_settings=lambda: settings)
-    patching.apply("label-receives", SimpleNamespace(P2PCommunicator=Communicator), context)
-    assert Communicator()._communicate_shapes(None, None, True, True) == ([16, 3, 8], [16, 3, 8])
-
-
 @pytest.mark.parametrize(
     ("local", "heads", "answer"), [((1,), True, True), ((1,), False, False), ((0, 1), True, False)]
 )

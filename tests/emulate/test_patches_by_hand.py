@@ -5,7 +5,6 @@ Megatron's modules are stand-ins that have the one function; whether these are M
 for ``tests/megatron/test_copied_command_lines.py``.
 """
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from helpers import patching
 
-from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patch import PatchContext
 from megatron_prism.emulate.patches import outputs
@@ -54,26 +53,6 @@ def test_gradients_are_not_saved_and_that_is_said_once(module, capsys):
     real.save_grads("own", {}, 1, "dgrads")
     assert calls == [("save_grads", "own", {}, 1, "dgrads")]
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("local", "profiler", "left"),
-    [(EMULATED, True, False), (EMULATED, False, True), (REAL, True, True)],
-)
-def test_pytorchs_profiler_is_off_where_ranks_are_virtual(
-    local, profiler, left, module, monkeypatch, capsys
-):
-    names, calls = module
-    settings = SimpleNamespace(profile=True, use_pytorch_profiler=profiler)
-    monkeypatch.setattr(outputs, "megatron_args", lambda: settings)
-    training = names("train")
-    patching.apply("no-traces", training, context(local))
-    training.train("model")
-    assert calls == [("train", "model")]
-    assert settings.profile is left
-    said = capsys.readouterr().err
-    assert ("--use-pytorch-profiler is off" in said and "\n  fix: " in said) is not left
-    assert bool(said) is not left
 
 
 def test_an_iteration_that_megatron_skips_is_counted(module):
@@ -158,98 +137,3 @@ def test_an_iteration_goes_on_from_the_last_checkpoint_before_it(wanted, chosen,
         outputs._last_before(str(tmp_path), wanted, chosen)
     assert "8, 12" in error.value.message
     assert "--prism-iteration 9" in error.value.fix
-
-
-class Adam:
-    """An optimizer of Megatron that makes its states when it is loaded."""
-
-    def __init__(self, stub=False):
-        self.is_stub_optimizer, self.states = stub, 0
-
-    def _init_optimizer_states_with_dummy_values(self):
-        self.states += 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "exists", "made"),
-    [
-        ({"load": "there", "ckpt_format": "torch_dist"}, True, 1),
-        ({"load": "nowhere", "ckpt_format": "torch_dist"}, False, 0),
-        ({"load": "nowhere", "ckpt_format": "fsdp_dtensor"}, False, 1),
-        ({"load": "there", "ckpt_format": "torch_dist", "no_load_optim": True}, True, 0),
-        ({"load": "there", "ckpt_format": "fsdp_dtensor", "finetune": True}, True, 0),
-    ],
-)
-def test_on_shapes_an_optimizer_that_is_loaded_has_states_before_the_first_iteration(
-    monkeypatch, settings, exists, made
-):
-    found = {}
-    shapes = SimpleNamespace(meta=True, say=print, iterations=None, is_real=lambda: False)
-    shapes.replace = lambda module, call: found.update(load_checkpoint=partial(call, None))
-    said = []
-    shapes.say = said.append
-    checkpointing = SimpleNamespace(checkpoint_exists=lambda place: exists)
-    monkeypatch.setattr(outputs, "megatron_args", lambda: SimpleNamespace(**settings))
-    outputs._read_checkpoint(checkpointing, shapes)
-    one, stub = Adam(), Adam(stub=True)
-    chained = SimpleNamespace(chained_optimizers=[one, stub])
-    assert found["load_checkpoint"]("model", chained, "scheduler") == (0, 0)
-    assert (one.states, stub.states) == (made, 0)
-    (line,) = said
-    assert line.startswith(f"--load {settings['load']}")
-    assert ("not read" in line) == exists
-    assert ("are there before the first step" in line) == bool(made)
-
-
-def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
-    """Megatron's build_module makes a new exception of each, once per level."""
-
-    class HybridDeviceOptimizer:
-        def __init__(self):
-            self._init_sub_optimizers()
-
-        def _init_sub_optimizers(self):
-            raise AssertionError("not reached")
-
-    def build_module(module, inside=None):  # as core/transformer/spec_utils.py:119 @0.16.1
-        try:
-            return inside() if inside else module()
-        except Exception as e:
-            raise type(e)(f"{e} when instantiating {module.__name__}") from e
-
-    module = SimpleNamespace(HybridDeviceOptimizer=HybridDeviceOptimizer, build_module=build_module)
-    patching.apply("offloaded-optimizer", module, patching.context())
-    patching.apply("own-words", module, patching.context())
-    with pytest.raises(UnsupportedError, match="--optimizer-cpu-offload") as caught:
-        module.build_module(list, lambda: module.build_module(set, HybridDeviceOptimizer))
-    assert caught.value.fix.endswith("--prism-tier cuda")
-    assert "instantiating" not in str(caught.value)
-
-
-def test_low_precision_is_refused_when_the_configuration_is_made():
-    class Config:
-        def __init__(self, **fields):
-            self.fp8, self.checked = None, False
-            vars(self).update(fields)
-            self.__post_init__()
-
-        def __post_init__(self):
-            self.checked = True
-
-    context = patching.context()
-    patching.apply("no-low-precision", SimpleNamespace(TransformerConfig=Config), context)
-    assert Config().checked  # Megatron's own checks still run
-    assert Config(fp8_param=True).checked  # says nothing without --fp8-format
-    with pytest.raises(UnsupportedError, match="FP8 without a GPU is shapes") as caught:
-        Config(fp8="hybrid", fp8_recipe="delayed")
-    assert "--prism-tier meta" in caught.value.fix
-    context.meta = True
-    assert Config(fp8="hybrid", fp8_recipe="delayed").checked
-    refused = {
-        "FP4": {"fp4": "e2m1"},
-        "FP8 recipe custom": {"fp8": "hybrid", "fp8_recipe": "custom"},
-        "attention in FP8": {"fp8": "hybrid", "fp8_dot_product_attention": True},
-    }
-    for said, fields in refused.items():
-        with pytest.raises(UnsupportedError, match=said):
-            Config(**fields)

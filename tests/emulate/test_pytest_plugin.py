@@ -109,24 +109,6 @@ def test_what_has_no_meaning_fails_in_one_line_and_writes_nothing(pytester, job,
     assert not (pytester.path / "prism_memory").exists()
 
 
-def test_tests_of_a_file_do_not_share_baselines(pytester, job):
-    pytester.makepyfile(
-        test_x="import pytest\n"
-        "@pytest.mark.parametrize('x', ['a/b', 'a b'])\n"
-        "def test_peak(x, prism_memory):\n    prism_memory.check('job.txt')\n"
-        "class TestA:\n    def test_it(self, prism_memory):\n"
-        "        prism_memory.check('job.txt')\n"
-        "class TestB(TestA):\n    pass\n"
-    )
-    run(pytester).assert_outcomes(passed=4)
-    assert sorted(path.name for path in (pytester.path / "prism_memory").iterdir()) == [
-        "test_x-TestA.test_it.json",
-        "test_x-TestB.test_it.json",
-        "test_x-test_peak[a%20b].json",
-        "test_x-test_peak[a%2Fb].json",
-    ]
-
-
 def test_a_named_baseline_is_the_same_from_every_folder(pytester, job, monkeypatch):
     pytester.makeini("[pytest]")
     pytester.makepyfile(

@@ -144,21 +144,6 @@ def test_a_planted_fault_is_found(name):
     assert f"rank {about[0].ranks[0]}" in str(about[0])
 
 
-def test_the_picture():
-    (found,) = planted(FAULTS["dtype"][0])
-    assert str(found) == (
-        "dtype in TENSOR_MODEL_PARALLEL_GROUP, call #2, ranks 4 and 5\n"
-        "  rank 4                                                  rank 5\n"
-        "  #1 0F all_reduce bf16 n=64 reduce=sum @mappings.py:31   "
-        "#1 0F all_reduce bf16 n=64 reduce=sum @mappings.py:31\n"
-        "  #2 1F all_reduce bf16 n=64 reduce=sum @mappings.py:31   "
-        "#2 1F all_reduce fp32 n=64 reduce=sum @mappings.py:31   <-- here\n"
-        "  #3 - broadcast int64 n=5 root=0                         "
-        "#3 - broadcast int64 n=5 root=0\n"
-        "  likely: dtype: bf16 on rank 4, fp32 on rank 5"
-    )
-
-
 def test_a_rank_outside_the_group_it_calls():
     text = """prism-program 1
 world size=3

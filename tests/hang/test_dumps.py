@@ -107,26 +107,6 @@ def test_groups_absent_from_pg_config_are_known_from_calls():
 
 
 @pytest.mark.parametrize(
-    "evil",
-    [
-        Evil(os.system, "touch HIT"),
-        Evil(eval, "open('HIT', 'w')"),
-        {"version": "2.10", "entries": [Evil(os.system, "touch HIT")]},
-        {"version": "2.10", "pg_config": {"0": Evil(exec, "open('HIT', 'w')")}},
-        Evil(print, "x"),
-    ],
-)
-@pytest.mark.parametrize("protocol", [0, 2, 5])
-def test_a_hostile_pickle_is_refused_and_nothing_runs(evil, protocol, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = written(tmp_path)
-    (folder / "_dump_3").write_bytes(pickle.dumps(evil, protocol=protocol))
-    with pytest.raises(DumpError, match="nothing was executed"):
-        read_in_process(folder)
-    assert not (tmp_path / "HIT").exists()
-
-
-@pytest.mark.parametrize(
     ("data", "says"),
     [
         (b"", "no dump, or damaged"),

@@ -84,10 +84,3 @@ def test_pretrain_ends_as_it_would_without_the_attach():
     assert on.returncode == off.returncode
     assert log_on == log_off
     assert on.stderr.splitlines()[-1:] == off.stderr.splitlines()[-1:]
-
-
-@TRAINING
-def test_a_flag_of_ours_is_unknown_to_megatron_without_the_attach():
-    done, _, _ = run("0", "--prism-nothing", "1", script=TINY)
-    assert done.returncode == 2
-    assert "unrecognized arguments: --prism-nothing" in done.stderr

@@ -158,15 +158,6 @@ def test_files_of_variability(tmp_path, change, says):
         read_variability(tmp_path / "none")
 
 
-def test_two_stages_in_closed_form():
-    """Two stages in a row, one microbatch: a sum of two lognormals, by its moments."""
-    made = still(pipeline(World(2, pp=2), microbatches=1))
-    drawn = Sampler(made.timeline).draw(spread(gpu=0.1), 40_000)[:, 0]
-    mean, square = math.exp(0.005), math.exp(0.02) - math.exp(0.01)
-    assert drawn.mean() == pytest.approx(300_000 * mean, rel=0.002)
-    assert drawn.std() == pytest.approx(math.sqrt(square * (1e5**2 + 2e5**2)), rel=0.02)
-
-
 def test_the_slowest_of_n_exponentials_and_a_sum_of_normals():
     ops = [Op("compute", ns=1_000_000), Op("all_reduce", ALL, "bf16", 1, 1, "sum")]
     made = still(same(World(32), ops))
@@ -181,19 +172,6 @@ def test_the_slowest_of_n_exponentials_and_a_sum_of_normals():
     drawn = Sampler(made.timeline).draw(shaped, 20_000)[:, 0]
     assert drawn.mean() == pytest.approx(1e6, rel=0.002)
     assert drawn.std() == pytest.approx(1e6 * 0.02, rel=0.05)
-
-
-@pytest.mark.slow
-def test_intervals_of_predictions_cover_the_closed_form():
-    """Over seeds: a call of all replicas, one draw for all, is all that varies."""
-    made = priced(same(World(2), [Op("all_reduce", ALL, "bf16", 1, 1, "sum")]), 1_000_000).timeline
-    truth = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(0.95))
-    inside = 0
-    for seed in range(250):
-        drawn = Sampler(made, seed).draw(spread(call=0.1), 500).max(axis=1)
-        one = quantile(np.sort(drawn), 0.95)
-        inside += one.low <= truth <= one.high
-    assert 0.93 <= inside / 250 <= 0.97
 
 
 def test_worlds_of_many_classes_try_the_busiest():

@@ -64,15 +64,12 @@ def ns(table, name, shapes, dtype="bfloat16", flops=0, num_bytes=0):
     [
         (("mm", "512x512,512x512t"), 1000),
         (("mm", "512x512,512x512"), 2000),
-        (("mm", "512x512t,512x512"), 3000),
         (("mm", "512x512t,512x512t"), None),  # a layout that was not measured
         (("mm", "2048x512,512x1024t"), 8000),
         (("mm", "768x512,512x512t"), 1500),  # between sizes: a power law is met exactly
         (("addmm", "768,512x512,512x768t"), 1500),
         (("mm", "256x512,512x512t"), None),  # below the measured range
         (("mm", "4096x512,512x512t"), None),  # above it
-        (("mm", "512x512,512x512t", "float16"), 1000),
-        (("mm", "512x512,512x512t", "float32"), None),
         (("_scaled_mm", "512x512,512x512t", "float8_e5m2"), 500),
         (("gemm", "2x256x512,1024x512,2x256x1024", "bfloat16", 2 * 512**2 * 1024), 2000),
         (("gemm", "512x1024,1024x512,512x512", "bfloat16", 2 * 512**2 * 1024), 4000),
@@ -80,21 +77,16 @@ def ns(table, name, shapes, dtype="bfloat16", flops=0, num_bytes=0):
         (("grouped_gemm", "512x512,512x512", "bfloat16", 9), None),
         (("bmm", "8x1024x64,8x64x1024t"), 7000),
         (("baddbmm", "8x1024x1024,8x1024x64,8x64x1024t"), 7000),
-        (("bmm", "8x1024x1024,8x1024x64"), None),  # that form was not measured
         (("bmm", "8x1024x64,8x64x2048"), None),  # no attention
         (("attention", "1024x1x4x64,1024x1x4x64", "bfloat16", 2 * 4 * 1024**2 * 64), 10),
-        (("attention", "1x1024x4x64,1x1024x4x64", "bfloat16", 2 * 4 * 1024**2 * 64), 10),
         (("attention", "1024x1x4x64,1024x1x4x64", "bfloat16", 4 * 4 * 1024**2 * 64), None),
         (("attention_backward", "1024x1x4x64", "bfloat16", 5 * 4 * 1024**2 * 64), None),
         (("add", "99", "bfloat16", 0, 1 << 20), 4000),
         (("add", "99", "bfloat16", 0, 8), 2000),  # the shortest kernel
         (("swiglu", "99", "bfloat16", 0, 1 << 20), 4000),  # moves its data alike
-        (("add", "99", "float32", 0, 1 << 20), None),
-        (("add", "99", "bfloat16", 0, 1 << 31), None),
         (("add", "99", "bfloat16", 7, 1 << 20), None),  # it multiplies: no size tells its time
         (("unheard_of", "99", "bfloat16", 0, 1 << 20), None),
         (("mm", ",512"), None),
-        (("attention", ""), None),
     ],
 )
 def test_a_kernel_is_found_as_it_was_recorded(table, kernel, expected):

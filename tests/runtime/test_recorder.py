@@ -239,23 +239,6 @@ def test_nothing_is_recorded_before_the_start_and_after_the_stop(world):
     assert [(op.name, op.batch) for op in first] == [("barrier", -1), ("barrier", 0)]
 
 
-def test_without_a_recorder_a_call_answers_the_same(world):
-    def run():
-        out, work = torch.zeros(SIZE), dist.all_reduce(torch.ones(3), async_op=True)
-        dist.all_gather_into_tensor(out, torch.full((1,), 2.0))
-        return out.tolist(), work.result()[0].tolist(), world.tally.rows()[-1].calls
-
-    plain = run()
-    recorder = Recorder(RANK, "cpu")
-    world.listen(recorder)
-    inactive = run()
-    recorder.start()
-    recorded = run()
-    assert plain[:2] == inactive[:2] == recorded[:2]
-    world.listen()
-    assert type(dist.all_reduce(torch.ones(1), async_op=True)).__name__ == "CompletedWork"
-
-
 def test_an_error_inside_a_call_leaves_the_recorder_usable(world, recorder):
     def broken(*args):
         raise RuntimeError("inside")

@@ -25,7 +25,6 @@ from megatron_prism.runtime.values import (
     Values,
     rms,
 )
-from megatron_prism.runtime.virtual_world import TrafficRow
 
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 # torch 2.13 renames what Megatron still calls by the old names
@@ -503,22 +502,6 @@ def test_a_collective_without_a_row_is_refused_by_name(world, method):
     with pytest.raises(UnsupportedError, match=f"'{method}' on default_pg has no row") as caught:
         getattr(dist.group.WORLD, method)([numbers(1)])
     assert "collectives.py" in caught.value.fix
-
-
-def test_tally_counts_calls_and_message_sizes(world):
-    group = dist.new_group([4, 5], group_desc="TP")
-    for _ in range(3):
-        dist.all_reduce(torch.zeros(10), group=group)
-    dist.all_gather_into_tensor(torch.zeros(20), torch.zeros(10), group=group)
-    dist.reduce_scatter_tensor(torch.zeros(10), torch.zeros(20), group=group)
-    dist.barrier(group=group)
-    assert world.tally.rows() == [
-        TrafficRow("TP", 2, "all_reduce", 3, 120),
-        TrafficRow("TP", 2, "all_gather", 1, 80),
-        TrafficRow("TP", 2, "reduce_scatter", 1, 80),
-        TrafficRow("TP", 2, "barrier", 1, 0),
-    ]
-    assert group.sequence == 6
 
 
 # -- objects --------------------------------------------------------------------------------------
