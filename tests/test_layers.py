@@ -4,6 +4,7 @@ The table is the architecture.  To change the architecture, change the table in 
 """
 
 import ast
+import functools
 import graphlib
 import pathlib
 import re
@@ -72,6 +73,11 @@ PACKAGES = {
 WITHOUT_NUMPY = {"core/errors.py", "core/units.py", "cli/main.py"}
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported(tree, inside=False):
     """(name, whether in a function, level) of every import that runs, not of those for types."""
     for node in ast.iter_child_nodes(tree):
@@ -105,7 +111,7 @@ def violations(root):
         if me not in MAY_IMPORT and me not in TOP:
             yield f"{file}: {me} is in no row of the table"
             continue
-        for name, inside, level in imported(ast.parse(path.read_text(encoding="utf-8"))):
+        for name, inside, level in imported(parsed(path)):
             top, them = (*name.split("."), "")[:2]
             if level:
                 yield f"{file}: write absolute imports"
@@ -145,7 +151,7 @@ def test_no_files_import_each_other_in_a_circle():
     arrows = {}
     for me, path in files.items():
         if path.name != "__init__.py":  # only hands names on
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            tree = parsed(path)
             names = [(node.module, one.name) for node in ast.walk(tree)
                      if isinstance(node, ast.ImportFrom) for one in node.names]  # fmt: skip
             found = {f"{of}.{name}" if f"{of}.{name}" in files else of for of, name in names}
@@ -213,7 +219,7 @@ def test_no_test_module_imports_another():
     found = [
         f"{path.relative_to(tests)} imports {name}"
         for path in sorted(tests.rglob("*.py"))
-        for name, _, _ in imported(ast.parse(path.read_text(encoding="utf-8")))
+        for name, _, _ in imported(parsed(path))
         if not names.isdisjoint(name.split("."))
     ]
     assert found == []

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import importlib
 import pathlib
 import re
@@ -23,6 +24,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/README
 PAGES += sorted(str(p.relative_to(ROOT.parent)) for p in (ROOT.parent / "docs").rglob("*.md"))
 
 
+@functools.cache
 def parsed(name):
     return ast.parse((ROOT / name).read_text(encoding="utf-8"))
 

@@ -1,6 +1,6 @@
 """How often does the real iteration lie in the interval that a replay prints?
 
-``python -m benchmarks.accuracy.intervals [--json OUT.json]``
+``python -m benchmarks.accuracy.intervals``
 
 Every stored pair of a prediction and a real run counts: replays of slices that one GPU gave (all
 sittings of ``results/h200_x*``, good ones and bad ones), jobs of one GPU's slices against machines
@@ -19,13 +19,11 @@ Exit status 1 below 90 %.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -212,9 +210,6 @@ def between_sittings(pairs: list[Pair]) -> list[tuple[str, int, float, bool]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="write every pair, and whether it holds")
-    args = parser.parse_args()
     pairs = measured()
     print("the same real job, longest over shortest median of all sittings")
     for job, count, ratio, host in between_sittings(pairs):
@@ -236,24 +231,20 @@ def main() -> None:
     kinds = {
         "all": everything,
         "a GPU's slices, no host decides": [o for o in gpu if o.host < never],
-        "a GPU's slices, a slower host would": [
-            o for o in gpu if o.host >= never and not o.waits_for_python
-        ],
+        "a GPU's slices, a slower host would": [o for o in gpu if o.host >= never
+                                                and not o.waits_for_python],
         "a GPU's slices, Python decides": [o for o in gpu if o.waits_for_python],
         "a GPU's kept slices, its GPUs decide": [o for o in beside if not o.waits_for_python],
         "a GPU's kept slices, Python decides": [o for o in beside if o.waits_for_python],
         "no GPU, GPUs decide": [o for o in bare if not o.waits_for_python],
         "no GPU, Python decides": [o for o in bare if o.waits_for_python],
-    }
+    }  # fmt: skip
     rows = []
     for name, each in kinds.items():
         share = 100 * sum(one.holds for one in each) / len(each)
         bound = 90 if name == "all" else None
         rows.append(Row(f"{name}: {len(each)} pairs hold", share, "%", bound, at_least=True))
         rows.append(Row("  median width", 100 * median(o.width for o in each), "%"))
-    if args.json is not None:
-        shown = [{**asdict(one), "holds": one.holds, "width": one.width} for one in everything]
-        args.json.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
     finish("intervals", rows)
 
 

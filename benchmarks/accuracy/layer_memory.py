@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +92,12 @@ for _type, _label in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         )
 
 
-@row("torch LayerNorm")
-def _layer_norm() -> Step:
-    return on(torch.nn.LayerNorm(HIDDEN, device="cuda", dtype=torch.bfloat16), hidden())
-
-
-@row("torch RMSNorm")
-def _rms_norm() -> Step:
-    return on(torch.nn.RMSNorm(HIDDEN, device="cuda", dtype=torch.bfloat16), hidden())
-
-
-@row("torch Linear with bias")
-def _linear() -> Step:
-    return on(torch.nn.Linear(HIDDEN, FFN, device="cuda", dtype=torch.bfloat16), hidden())
-
-
+for _name, _kind, _sizes in (("torch LayerNorm", "LayerNorm", (HIDDEN,)),
+                             ("torch RMSNorm", "RMSNorm", (HIDDEN,)),
+                             ("torch Linear with bias", "Linear", (HIDDEN, FFN))):  # fmt: skip
+    row(_name)(lambda kind=_kind, sizes=_sizes: on(
+        getattr(torch.nn, kind)(*sizes, device="cuda", dtype=torch.bfloat16), hidden()
+    ))  # fmt: skip
 simple("gelu", functional.gelu, lambda: (hidden(FFN),))
 simple("silu and gate", lambda x: functional.silu(x[..., :FFN]) * x[..., FFN:],
        lambda: (hidden(2 * FFN),))  # fmt: skip
@@ -256,25 +247,19 @@ def _bias_dropout() -> Step:
     return on(bias_dropout_add_unfused(True), (hidden(), leaf(HIDDEN)), hidden(), 0.1)
 
 
-def cross_entropy(function: Callable[..., Any]) -> Step:
-    logits, labels = hidden(VOCABULARY), tokens().t().contiguous()
-    return lambda: function(logits * 1, labels)  # logits are no leaf in a job
-
-
-@row("cross entropy of Megatron")
-def _cross_entropy() -> Step:
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    return cross_entropy(vocab_parallel_cross_entropy)
-
-
-@row("cross entropy of Megatron, fused")
-def _fused_cross_entropy() -> Step:
+def cross_entropy(fused: bool) -> Step:
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    group = parallel_state.get_tensor_model_parallel_group()
-    return cross_entropy(lambda x, i: fused_vocab_parallel_cross_entropy(x, i, group))
+    group = (parallel_state.get_tensor_model_parallel_group(),) * fused
+    function = fused_vocab_parallel_cross_entropy if fused else vocab_parallel_cross_entropy
+    logits, labels = hidden(VOCABULARY), tokens().t().contiguous()
+    return lambda: function(logits * 1, labels, *group)  # logits are no leaf in a job
+
+
+row("cross entropy of Megatron")(lambda: cross_entropy(False))
+row("cross entropy of Megatron, fused")(lambda: cross_entropy(True))
 
 
 # -- layers of Megatron ----------------------------------------------------------------------------
@@ -302,41 +287,35 @@ def attention_backend(name: str) -> Any:
     return AttnBackend[name]
 
 
-def layer(
-    te: bool = False,
-    latent: bool = False,
-    experts: int | None = None,
-    grouped: bool = False,
-    qk_norm: bool = False,
-    backend: str = "auto",
-    accumulate: bool = False,
-    packed: bool = False,
-    **options: Any,
-) -> Step:
+def masked() -> torch.Tensor:
+    return torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), 1).bool()
+
+
+def described(te: bool = False, latent: bool = False, experts: int | None = None,
+              backend: str = "auto", **options: Any) -> tuple[Any, Any]:  # fmt: skip
+    """Configuration and parts of GPT's layers."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    own = {"moe_grouped_gemm": options.get("moe_grouped_gemm", False),
+           "qk_layernorm": options.get("qk_layernorm", False)}  # fmt: skip
+    find = "with_transformer_engine" if te else "local"
+    spec = getattr(specs, f"get_gpt_layer_{find}_spec")(
+        num_experts=experts, multi_latent_attention=latent, **own
+    )
+    options["attention_backend"] = attention_backend(backend)
+    return config(latent, num_moe_experts=experts, **options), spec
+
+
+def layer(accumulate: bool = False, packed: bool = False, **options: Any) -> Step:
     """One transformer layer of GPT.
 
     accumulate : weights' gradients are added to fp32 ones that are there already
     packed     : four sequences in one, told apart by their ends
     """
-    from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer import build_module
 
-    options["attention_backend"] = attention_backend(backend)
-    positions = options.pop("rope", False)
-    made = config(latent, num_moe_experts=experts, moe_grouped_gemm=grouped, qk_layernorm=qk_norm,
-                  **options)  # fmt: skip
-    find = "transformer_engine" if te else "local"
-    spec = getattr(specs, f"get_gpt_layer_{'with_' if te else ''}{find}_spec")(
-        num_experts=experts, moe_grouped_gemm=grouped, qk_layernorm=qk_norm,
-        multi_latent_attention=latent,
-    )  # fmt: skip
+    made, spec = described(**options)
     module = build_module(spec, config=made).cuda().bfloat16()
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), 1).bool()
-    rope = None
-    if positions:
-        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-        rope = RotaryEmbedding(HIDDEN // HEADS, 1.0)(SEQUENCE)
     for param in module.parameters() if accumulate else ():
         param.main_grad = torch.zeros(param.shape, device="cuda")
         param.grad_added_to_main_grad = False
@@ -346,34 +325,22 @@ def layer(
         ends = torch.tensor([0, 512, 1024, 3072, 4096], dtype=torch.int32, device="cuda")
         params = PackedSeqParams("thd", ends, ends, max_seqlen_q=2048, max_seqlen_kv=2048)
         return on(module, leaf(SEQUENCE * BATCH, 1, HIDDEN), None, packed_seq_params=params)
-    return on(module, hidden(), mask, rotary_pos_emb=rope)
+    return on(module, hidden(), masked())
 
 
-def model(te: bool = False, latent: bool = False, backend: str = "auto", experts: int | None = None,
-          depth: int = 2, tied: bool = False, rope: bool = True, mtp: bool = False,
-          **options: Any) -> Step:  # fmt: skip
+def model(tied: bool = False, rope: bool = True, mtp: bool = False, **options: Any) -> Step:
     """A whole GPT with its loss."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    options["attention_backend"] = attention_backend(backend)
-    options = {"num_layers": depth, "num_moe_experts": experts, **options}
-    if mtp:
-        options["mtp_num_layers"] = 1
-    made = config(latent, **options)
-    find = "with_transformer_engine" if te else "local"
-    spec = getattr(specs, f"get_gpt_layer_{find}_spec")(
-        num_experts=experts, multi_latent_attention=latent,
-        moe_grouped_gemm=bool(options.get("moe_grouped_gemm")),
-    )  # fmt: skip
+    made, spec = described(num_layers=2, **{"mtp_num_layers": 1} if mtp else {}, **options)
+    te = bool(options.get("te"))
     more = {"mtp_block_spec": specs.get_gpt_mtp_block_spec(made, spec, te)} if mtp else {}
     module = GPTModel(
         made, spec, VOCABULARY, SEQUENCE, share_embeddings_and_output_weights=tied,
         position_embedding_type="rope" if rope else "learned_absolute", **more,
     )  # fmt: skip
-    module = module.cuda().bfloat16()
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), 1).bool()
-    ids = tokens()
+    module, mask, ids = module.cuda().bfloat16(), masked(), tokens()
     return lambda: module(ids, places(), mask, labels=ids)
 
 
@@ -429,18 +396,20 @@ def _embedding() -> Step:
     return on(module.cuda().bfloat16(), tokens(), places())
 
 
+def again(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-_NORM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 _SWIGLU = {"gated_linear_unit": True, "activation_func": functional.silu,
            "add_bias_linear": False, "normalization": "RMSNorm"}  # fmt: skip
-# without biases: a bias that a checkpoint returns becomes its result, and runs it again for ever
-_MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], **_SWIGLU}
-_ROUTED: dict[str, Any] = {
+_EXPERTS: dict[str, Any] = {
     **_SWIGLU, "moe_token_dispatcher_type": "alltoall", "moe_router_topk": 2,
     "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01,
+    "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True,
+    "experts": EXPERTS,
 }  # fmt: skip
-_EXACT = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+_GROUPED = {**_EXPERTS, "moe_grouped_gemm": True}
 _LATENT = {"latent": True, "q_lora_rank": 512, "kv_lora_rank": 256, "qk_head_dim": 64,
            "qk_pos_emb_head_dim": 64, "v_head_dim": 128}  # fmt: skip
 
@@ -453,12 +422,13 @@ LAYERS: dict[str, dict[str, Any]] = {
     "layer, swiglu and RMSNorm": _SWIGLU,
     "layer, squared relu": {"activation_func": lambda x: torch.pow(functional.relu(x), 2),
                             "bias_activation_fusion": False, "add_bias_linear": False},
-    "layer, norms of q and k": {"qk_norm": True},
-    "layer, recompute core attention": {**_CORE, "attention_dropout": 0.1},
-    "layer, recompute MLP": _MLP,
-    "layer, experts with capacity": {**_ROUTED, **_EXACT, "experts": EXPERTS},
+    "layer, norms of q and k": {"qk_layernorm": True},
+    "layer, recompute core attention": {**again("core_attn"), "attention_dropout": 0.1},
+    # without biases: a bias that a checkpoint returns becomes its result, and runs for ever
+    "layer, recompute MLP": {**again("mlp"), **_SWIGLU},
+    "layer, experts with capacity": _EXPERTS,
     "layer, experts with capacity and a shared one": {
-        **_ROUTED, **_EXACT, "experts": EXPERTS, "moe_shared_expert_intermediate_size": FFN},
+        **_EXPERTS, "moe_shared_expert_intermediate_size": FFN},
 }  # fmt: skip
 TE_LAYERS: dict[str, dict[str, Any]] = {
     **{f"layer, {b} attention": {"backend": b} for b in ("flash", "fused", "unfused")},
@@ -467,33 +437,23 @@ TE_LAYERS: dict[str, dict[str, Any]] = {
        for b in ("flash", "fused", "unfused")},
     **{f"layer, {b} attention, groups of heads": {"backend": b, "num_query_groups": 2}
        for b in ("flash", "fused", "unfused")},
-    "layer, unfused, recompute core attention": {"backend": "unfused", **_CORE},
-    "layer, recompute norms": _NORM,
+    "layer, unfused, recompute core attention": {"backend": "unfused", **again("core_attn")},
+    "layer, recompute norms": again("layernorm"),
     "layer, latent attention": _LATENT,
     "layer, latent attention, unfused": {**_LATENT, "backend": "unfused"},
-    "layer, grouped experts with capacity": {**_ROUTED, **_EXACT, "experts": EXPERTS,
-                                             "grouped": True},
-    "layer, grouped experts, permutation fused": {
-        **_ROUTED, **_EXACT, "experts": EXPERTS, "grouped": True, "moe_permute_fusion": True},
-    "layer, grouped experts, router fused": {
-        **_ROUTED, **_EXACT, "experts": EXPERTS, "grouped": True, "moe_router_fusion": True},
+    "layer, grouped experts with capacity": _GROUPED,
+    "layer, grouped experts, permutation fused": {**_GROUPED, "moe_permute_fusion": True},
+    "layer, grouped experts, router fused": {**_GROUPED, "moe_router_fusion": True},
     "layer, gradients accumulated": {"accumulate": True, "gradient_accumulation_fusion": True},
     "layer, grouped experts, gradients accumulated": {
-        **_ROUTED, **_EXACT, "experts": EXPERTS, "grouped": True, "accumulate": True,
-        "gradient_accumulation_fusion": True},
+        **_GROUPED, "accumulate": True, "gradient_accumulation_fusion": True},
     "layer, packed sequences": {"packed": True},
     "layer, window": {"window_size": (256, 0)},
     "layer, softmax off by one": {"softmax_type": "off-by-one", "backend": "unfused"},
-    "layer, recompute attention and MLP": {
-        "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], **_SWIGLU},
-    "layer, recompute activation": {
-        "recompute_granularity": "selective", "recompute_modules": ["moe_act"], **_ROUTED, **_EXACT,
-        "experts": EXPERTS, "grouped": True},
-    "layer, recompute experts": {
-        "recompute_granularity": "selective", "recompute_modules": ["moe"], **_ROUTED, **_EXACT,
-        "experts": EXPERTS, "grouped": True},
-    "layer, recompute up-projections of latent attention": {
-        **_LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+    "layer, recompute attention and MLP": {**again("core_attn", "mlp"), **_SWIGLU},
+    "layer, recompute activation": {**again("moe_act"), **_GROUPED},
+    "layer, recompute experts": {**again("moe"), **_GROUPED},
+    "layer, recompute up-projections of latent attention": {**_LATENT, **again("mla_up_proj")},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "GPT": {},
@@ -553,15 +513,12 @@ def _t5(te: bool, **options: Any) -> Step:
     return on(module, ids, ids, *masks, lm_labels=ids)
 
 
-for _te in (False, True):
-    for _p in (0.0, 0.1):
-        _drop = {"hidden_dropout": _p, "attention_dropout": _p}
-        row(f"{'TE' if _te else 'local'} BERT, dropout {_p}", "te" if _te else "core")(
-            lambda te=_te, o=_drop: _bert(te, **o)
-        )
-        row(f"{'TE' if _te else 'local'} T5, dropout {_p}", "te" if _te else "core")(
-            lambda te=_te, o=_drop: _t5(te, **o)
-        )
+for _te, _p, (_name, _build) in itertools.product(
+    (False, True), (0.0, 0.1), (("BERT", _bert), ("T5", _t5))
+):
+    row(f"{'TE' if _te else 'local'} {_name}, dropout {_p}", "te" if _te else "core")(
+        lambda te=_te, p=_p, of=_build: of(te, hidden_dropout=p, attention_dropout=p)
+    )
 
 
 # -- attention alone, whose backward takes a workspace ---------------------------------------------
@@ -573,8 +530,11 @@ def _attention(
     dropout: float = 0.0,
     deterministic: bool = False,
     backend: str = "fused",
+    bias: str = "no_bias",
+    recipe: str = "",
 ) -> Step:
-    """Transformer Engine's attention; ``sizes`` of a head's queries and values."""
+    """Transformer Engine's attention; ``sizes`` of a head's queries and values, a bias on its
+    scores, a recipe of FP8."""
     from transformer_engine.pytorch import DotProductAttention
 
     attention_backend(backend)
@@ -582,7 +542,12 @@ def _attention(
     module = DotProductAttention(HEADS, sizes, groups, dropout, attn_mask_type=mask)
     q = leaf(sequence, BATCH, HEADS, sizes[0])
     k, v = (leaf(sequence, BATCH, groups, size) for size in sizes)
-    return on(module, q, k, v)
+    added = leaf(1, HEADS, sequence, sequence) if bias == "post_scale_bias" else None
+
+    def run(*qkv: torch.Tensor) -> Any:
+        return module(*qkv, core_attention_bias_type=bias, core_attention_bias=added)
+
+    return _in_fp8(run, recipe, q, k, v, **({"fp8_dpa": True} if recipe else {}))
 
 
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -686,29 +651,12 @@ for _recipe in RECIPES:
         row(f"TE ops, {_name}{_with}", "te")(lambda b=_built, r=_recipe: _operations(r, *b))
 
 
-def _attention_with(backend: str, bias: str = "no_bias", recipe: str = "") -> Step:
-    """Attention with a bias on its scores, or in FP8."""
-    import transformer_engine.pytorch as engine
-
-    attention_backend(backend)
-    module = engine.DotProductAttention(HEADS, 128, HEADS, 0.0, attn_mask_type="causal")
-    inputs = [leaf(SEQUENCE, BATCH, HEADS, 128) for _ in range(3)]
-    added = leaf(1, HEADS, SEQUENCE, SEQUENCE) if bias == "post_scale_bias" else None
-
-    def run(*qkv: torch.Tensor) -> Any:
-        return module(*qkv, core_attention_bias_type=bias, core_attention_bias=added)
-
-    return _in_fp8(run, recipe, *inputs, **({"fp8_dpa": True} if recipe else {}))
-
-
 for _backend in ("fused", "unfused"):
     for _bias in ("post_scale_bias", "alibi"):
         row(f"TE attention, {_bias}, {_backend}", "te")(
-            lambda k=_bias, b=_backend: _attention_with(b, k)
+            lambda k=_bias, b=_backend: _attention(backend=b, bias=k)
         )
-row("TE attention in FP8, DelayedScaling", "te")(
-    lambda: _attention_with("fused", recipe="DelayedScaling")
-)
+row("TE attention in FP8, DelayedScaling", "te")(lambda: _attention(recipe="DelayedScaling"))
 
 
 @row("TE layers, activations offloaded", "te")
@@ -783,27 +731,12 @@ def _forget_backend() -> None:
     chosen.update(dict.fromkeys(chosen), backend_selection_requires_update=True)
 
 
-_NEWER = re.compile("TE ops, .*Float8BlockScaling|TE attention in FP8")  # tried with 2.20
-
-
-def _is_older() -> bool:
-    """Whether the installed Transformer Engine is one that may lack ``_NEWER``."""
-    try:
-        major, minor, *_ = metadata.version("transformer-engine").split(".")
-    except metadata.PackageNotFoundError:
-        return False
-    return (int(major), int(minor)) < (2, 20)
-
-
 def measure(only: str, group: str | None) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
-    older = _is_older()
     gc.collect()
     gc.freeze()  # else every collection looks at what was imported
     for name, (of, build) in ROWS.items():
         if not re.search(only, name) or (group is not None and of != group):
-            continue
-        if older and _NEWER.search(name):
             continue
         step = None
         _forget_backend()

@@ -1,7 +1,7 @@
 """Compare emulation with real jobs on one machine: time and memory.
 
 ``python -m benchmarks.accuracy.run SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
-[--beside 5] [--alone-steps 11] [--between 5] [--learn N] [--more "--global-batch-size 8"]
+[--beside 5] [--alone-steps 11] [--between 5] [--more "--global-batch-size 8"]
 [--json OUT] [--work DIR]``
 
 SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0; the jobs
@@ -20,7 +20,7 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
    steps, so that both see the host drift; iterations in which captures stop are left out;
 2. ``--rounds`` turns of the real job, and of every rank alone with paced peers.
 
-Ranks begin their rounds after as many train steps as the real job has made, or ``--learn``. Every
+Ranks begin their rounds after as many train steps as the real job has made.  Every
 process keeps to one share of the cores, a rank alone to that of its twin in the real job
 (TURNS_PLACES of ``turnstile.py``).  The first iteration of a turn does not count.  Errors are of
 medians; beside them the spread of the real job's turns, and of the emulated ones.  One ``prism
@@ -332,8 +332,7 @@ def measure(turns: Turns, config: str, args: argparse.Namespace) -> dict[str, An
     groups = {"real": [real], "paced": turns.paced_ranks(config)}
     try:
         row |= replayed(turns, config, real)
-        learned = real.steps if args.learn is None else args.learn
-        real.turns = []
+        learned, real.turns = real.steps, []
         if args.rounds and row["captured"]:  # ranks without slices would wait for nothing
             row["whole"] = rounds(turns, list(groups.values()), args.rounds, learned)
             row["groups"] = {
@@ -432,7 +431,6 @@ def main() -> int:
     parser.add_argument("--beside", type=int, default=Turns.beside, help="of turns of phase 1")
     parser.add_argument("--between", type=int, default=0, help="alternate in the captures, too")
     parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
-    parser.add_argument("--learn", type=int, help="steps of paced ranks before their rounds")
     parser.add_argument("--more", default="", help="arguments that every job gets, too")
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
     parser.add_argument("--json", type=Path)

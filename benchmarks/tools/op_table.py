@@ -1,13 +1,13 @@
 """Measure how long the kernels of training steps take on this GPU: a table for ``costs/ops``.
 
-``python -m benchmarks.tools.op_table OUT.json [--limit 140] [--device cuda|cpu] [--dry]``
+``python -m benchmarks.tools.op_table OUT.json [--limit 140] [--only sustained]``
 
 One GPU, two minutes.  Products (forward, dgrad and wgrad layouts) and batched products and fused
 attention are measured on grids of shapes, everything else by size: bytes as the recorder counts
 them, because every op is run on ``meta`` under the recorder's own meter first.  A figure is the
 median of 20, on the device, while the host is ahead.  Products find L2 flushed (their weights come
 from memory); small kernels run in a row, launch gap included, as in a training step.
-``--limit``: seconds after which the rest is left out and named.  ``--dry``: small shapes only.
+``--limit``: seconds after which the rest is left out and named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,25 +45,17 @@ Grid = dict[str, Any]
 class Bench:
     """Clock, random operands and what has been found so far."""
 
-    def __init__(self, device: str, limit: float, dry: bool) -> None:
-        self.cuda, self.device, self.dry = device == "cuda", device, dry
+    def __init__(self, limit: float) -> None:
         self.begin, self.limit = time.monotonic(), limit
         self.left_out: list[str] = []
         self.clocks: list[str] = []
-        size = POOL if self.cuda and not dry else 1 << 22
-        noise = torch.randn(min(size, 1 << 27), device=device).bfloat16()
-        self.pool = noise.repeat(size // noise.numel())  # products of zeros would be faster
-        self.out = torch.empty(size, dtype=torch.bfloat16, device=device)
-        self.flush = torch.empty(1 << 27 if self.cuda else 1, dtype=torch.int8, device=device)
-        self.gap = 0.0
-        if self.cuda:
-            self._warm_up()
-
-    def _warm_up(self) -> None:
-        """Heat the GPU as a job does, and find what an event pair adds to a short kernel."""
-        rows = min(8192, math.isqrt(self.pool.numel()))
-        a, out = (one[: rows * rows].view(rows, rows) for one in (self.pool, self.out))
-        end = time.monotonic() + (0.1 if self.dry else 4)
+        noise = torch.randn(1 << 27, device="cuda").bfloat16()
+        self.pool = noise.repeat(POOL // noise.numel())  # products of zeros would be faster
+        self.out = torch.empty(POOL, dtype=torch.bfloat16, device="cuda")
+        self.flush = torch.empty(1 << 27, dtype=torch.int8, device="cuda")
+        self.gap = 0.0  # what an event pair adds to a short kernel
+        a, out = (one[: 1 << 26].view(8192, 8192) for one in (self.pool, self.out))
+        end = time.monotonic() + 4  # heat the GPU as a job does
         while time.monotonic() < end:
             for _ in range(20):
                 torch.mm(a, a, out=out)
@@ -80,8 +72,6 @@ class Bench:
 
     def cold(self, call: Callable[[], Any], ahead: int = 2_000_000) -> float:
         """Median ns of one call whose data is not in L2; ``ahead``: cycles the host may take."""
-        if not self.cuda:
-            return _host_ns(call)
         once = self._between(call, 1, ahead, flush=True)[0]
         repeats = REPEATS if once < LONG_NS else 7
         return max(
@@ -90,8 +80,6 @@ class Bench:
 
     def hot(self, call: Callable[[], Any], ahead: int = 2_000_000) -> float:
         """Median ns of one of several calls in a row."""
-        if not self.cuda:
-            return _host_ns(call)
         once = self._between(call, 2, ahead)[-1]
         inner = min(20, max(1, round(2e5 / max(once, 1.0))))
 
@@ -126,8 +114,6 @@ class Bench:
 
     def note_clock(self, what: str) -> None:
         """What nvidia-smi says of clock, power and heat now, straight after work."""
-        if not self.cuda:
-            return
         query = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
         command = ["nvidia-smi", query, "--format=csv,noheader", "-i", "0"]
         try:
@@ -141,17 +127,8 @@ class Bench:
         self, *shape: int, out: bool = False, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """A tensor of that shape in the pool, or where results go."""
-        numel = 1
-        for size in shape:
-            numel *= size
-        found = (self.out if out else self.pool)[:numel]
+        found = (self.out if out else self.pool)[: math.prod(shape)]
         return (found if dtype is None else found.to(dtype)).view(*shape)
-
-
-def _host_ns(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter_ns()
-    call()
-    return float(time.perf_counter_ns() - begin)
 
 
 def grid(
@@ -162,7 +139,6 @@ def grid(
     ahead: int = 2_000_000,
 ) -> Grid:
     """{axes, ns}: one figure per combination, the last axis fastest; None where not measured."""
-    axes = [axis[:2] for axis in axes] if bench.dry else list(axes)
     found: list[int | None] = []
     for sizes in itertools.product(*axes):
         ns = None
@@ -199,7 +175,7 @@ def products(bench: Bench) -> dict[str, Grid]:
 
 def products_fp8(bench: Bench) -> dict[str, Grid]:
     """The same in FP8, per-tensor scales, bf16 result: every layout is tn there."""
-    one = torch.ones((), device=bench.device)
+    one = torch.ones((), device="cuda")
     kind = torch.float8_e4m3fn
 
     def make(m: int, n: int, k: int) -> Callable[[], Any]:
@@ -226,7 +202,7 @@ def batched(bench: Bench) -> dict[str, Grid]:
 
         return make
 
-    axes = (BATCHES, (64, 128) if bench.dry else LENGTHS, SIZES_OF_HEADS)
+    axes = (BATCHES, LENGTHS, SIZES_OF_HEADS)
     return {f"bmm {w} bfloat16": grid(bench, f"bmm {w}", axes, form(w)) for w in "knm"}
 
 
@@ -237,7 +213,7 @@ def attention(bench: Bench) -> dict[str, Grid]:
 
     ways = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
     found = {}
-    for way, backend in ways.items() if bench.cuda else [("math", SDPBackend.MATH)]:
+    for way, backend in ways.items():
 
         def run(heads: int, s: int, d: int, backend: Any = backend) -> Any:
             shape = (s, 1, heads, d)
@@ -263,7 +239,7 @@ def attention(bench: Bench) -> dict[str, Grid]:
             gradient = torch.randn_like(out)
             return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
-        axes = (HEADS, (64, 128) if bench.dry else SEQUENCES, SIZES_OF_HEADS)
+        axes = (HEADS, SEQUENCES, SIZES_OF_HEADS)
         for name, make in (("attention", forward), ("attention_backward", backward)):
             key = f"{name} {way} bfloat16"
             try:
@@ -280,7 +256,7 @@ def sustained(bench: Bench) -> list[dict[str, Any]]:
     the last third counts.  The factor is over the smallest share, whose clock is the highest.
     """
     found = []
-    for m, n, k in PRODUCTS if bench.cuda else ():
+    for m, n, k in PRODUCTS:
         a, b, out = bench.view(m, k), bench.view(n, k).t(), bench.view(m, n, out=True)
         x = bench.view(1 << 27)
         y = torch.empty_like(x)
@@ -334,29 +310,17 @@ def _steady(
 def by_size(bench: Bench) -> dict[str, list[list[int]]]:
     """``name dtype`` -> [bytes, ns in a row, ns with L2 flushed], ascending."""
     found: dict[str, dict[int, list[int]]] = {}
-    cases: Iterable[Any] = kernels()
-    if bench.cuda:
-        cases = [*cases, *transformer_engine()]
-    for case in cases:
+    for case in (*kernels(), *transformer_engine()):
         sizes = OPTIMIZER_SIZES if case.large else SIZES
-        for size in sizes[:2] if bench.dry else sizes:
+        for size in sizes:
             if size < case.least or bench.over(f"{case.name} {size}"):
                 continue
             try:
                 key, num_bytes = case.signature(size)
-                call = case.make(size, bench.device)
-                row = [
-                    num_bytes,
-                    round(bench.hot(call, case.ahead)),
-                    round(bench.cold(call, case.ahead)),
-                ]
-            except (
-                RuntimeError,
-                ImportError,
-                TypeError,
-                NotImplementedError,
-                AttributeError,
-            ) as error:
+                call = case.make(size, "cuda")
+                times = (bench.hot(call, case.ahead), bench.cold(call, case.ahead))
+                row = [num_bytes, *map(round, times)]
+            except (RuntimeError, ImportError, TypeError, AttributeError) as error:
                 bench.left_out.append(f"{case.name} {size}: {str(error)[:100]}")
                 break
             found.setdefault(key, {})[num_bytes] = row
@@ -369,15 +333,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out")
     parser.add_argument("--limit", type=float, default=140)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--only", choices=["sustained", "kernels"], help="this part alone")
+    parser.add_argument("--only", choices=["sustained"], help="this part alone")
     args = parser.parse_args()
-    bench = Bench(args.device, args.limit, args.dry)
+    bench = Bench(args.limit)
     bench.note_clock("warm")
     if args.only:
-        part = sustained if args.only == "sustained" else by_size
-        rows = {args.only: part(bench), "clocks": bench.clocks}
+        rows = {args.only: sustained(bench), "clocks": bench.clocks}
         with open(args.out, "w", encoding="utf-8") as file:
             json.dump(rows, file)
         print(rows)
@@ -391,7 +352,7 @@ def main() -> int:
             bench.left_out.append(f"{part.__name__}: {str(error)[:200]}")
         took[part.__name__] = time.monotonic() - bench.begin
     found["sustained"] = sustained(bench)
-    name = torch.cuda.get_device_name() if bench.cuda else "CPU"
+    name = torch.cuda.get_device_name()
     found = {
         "device": name,
         "source": f"{name}, torch {torch.__version__}, {datetime.date.today()}, medians of 20"

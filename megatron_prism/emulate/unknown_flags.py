@@ -1,7 +1,7 @@
 """Flags of a job that its Megatron does not know: of older releases, of forks, or misspelt.
 
-``removed_flags.json``: flag -> (last release that had it, what replaced it); written by
-``benchmarks/tools/removed_flags.py`` from the tags of Megatron-LM.
+``removed_flags.json``: flag -> (last release that had it, what replaced it), from the tags of
+Megatron-LM.
 """
 
 from __future__ import annotations

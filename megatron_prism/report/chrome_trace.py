@@ -8,7 +8,7 @@ not come.  Arrows go from a send to its receive, and from the class that came la
 others.
 
 Format: "Trace Event Format" (Google, 2016): X complete events, s/f flows, M names.  ``ts`` and
-``dur`` are microseconds with three decimals, so nothing is rounded.  Perfetto drops what is before
+``dur`` are microseconds; their three decimals are whole ns.  Perfetto drops what is before
 0 (``TraceSorter::Stream::Push``, trace_sorter.h), and ranks may begin before the last iteration has
 ended elsewhere: so 0 is when the first of them begins, and ``iteration_begins_ns`` says when the
 iteration does.
@@ -16,9 +16,9 @@ iteration does.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -27,152 +27,113 @@ from megatron_prism.core.ops import NAMES, PHASE_NAMES, label
 from megatron_prism.core.program import Program
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
-from megatron_prism.hang.verdict import Diagnosis, Waiting
+from megatron_prism.hang.verdict import Diagnosis
 from megatron_prism.replay.timeline import Timeline
+from megatron_prism.report.metrics import sources_of
 from megatron_prism.traces.compare import TraceComparison
 
-_MOST = 4
-_LENGTH = 1_000_000.0  # us
+_MOST = 4  # arrows from a victim
+_LENGTH = 10**9  # ns of a rank in a hang
+_NOTE = 300  # characters of a note or a list of ranks
+_PLACES = 1000  # more threads than one lane ever needs
+Event = dict[str, object]
 
 
 def render_hang(found: Diagnosis) -> str:
     """Who waits for whom: a thread per rank, an arrow per wait."""
     about = {"made_by": "prism hang", "verdict": found.headline(), "confidence": found.confidence,
              "evidence": list(found.evidence), "missing": list(found.missing)}  # fmt: skip
-    return _file(about, [json.dumps(event) for event in (*_tracks(found), *_wait_arrows(found))])
+    return _file(about, (*_ranks(found), *_wait_arrows(found)))
 
 
-def _tracks(found: Diagnosis) -> Iterator[dict[str, object]]:
+def _ranks(found: Diagnosis) -> Iterator[Event]:
     """Culprits above victims, each in the order of ranks."""
-    culprits = {culprit.rank: culprit for culprit in found.culprits}
-    victims = {victim.rank: victim for victim in found.victims}
-    for place, rank in enumerate([*sorted(culprits), *sorted(victims.keys() - culprits)]):
-        name = f"rank {rank}" + " (culprit)" * (rank in culprits)
-        yield _meta("thread_name", 0, rank, name=name)
-        yield _meta("thread_sort_index", 0, rank, sort_index=place)
-        if rank in culprits:
-            culprit = culprits[rank]
-            yield _span(rank, culprit.kind, "culprit", {"why": culprit.why})
-        else:
-            victim = victims[rank]
-            args = {"group": victim.group, "waits for": format_ranks(sorted(victim.waits_for))}
-            yield _span(rank, _call(victim), "victim", args)
+    spans = {victim.rank: _span(
+        0, victim.rank, 0, _LENGTH, f"{victim.op} #{victim.seq} of {victim.group}", "victim",
+        {"group": victim.group, "waits for": format_ranks(sorted(victim.waits_for))})
+        for victim in found.victims}  # fmt: skip
+    culprits = {one.rank: _span(0, one.rank, 0, _LENGTH, one.kind, "culprit", {"why": one.why})
+                for one in found.culprits}  # fmt: skip
+    for place, rank in enumerate([*sorted(culprits), *sorted(spans.keys() - culprits)]):
+        yield from _thread(0, rank, f"rank {rank}" + " (culprit)" * (rank in culprits), place)
+        yield culprits.get(rank) or spans[rank]
     yield _meta("process_name", 0, 0, name="ranks")
 
 
-def _call(victim: Waiting) -> str:
-    return f"{victim.op} #{victim.seq} of {victim.group}"
-
-
-def _span(rank: int, name: str, kind: str, args: dict[str, str]) -> dict[str, object]:
-    return {"ph": "X", "pid": 0, "tid": rank, "ts": 0.0, "dur": _LENGTH, "name": name, "cat": kind,
-            "args": args}  # fmt: skip
-
-
-def _wait_arrows(found: Diagnosis) -> Iterator[dict[str, object]]:
+def _wait_arrows(found: Diagnosis) -> Iterator[Event]:
     culprits = {culprit.rank for culprit in found.culprits}
     shown = culprits | {victim.rank for victim in found.victims}
-    number = 0
+    numbers = itertools.count(1)
     for victim in found.victims:
         others = [rank for rank in victim.waits_for if rank in shown]
         for other in sorted(others, key=lambda rank: (rank not in culprits, rank))[:_MOST]:
-            number += 1
-            for phase, rank, at in (("s", victim.rank, 0.4), ("f", other, 0.6)):
-                yield {"ph": phase, "pid": 0, "tid": rank, "ts": at * _LENGTH, "id": number,
-                       "name": "waits for", "cat": "waits", "bp": "e"}  # fmt: skip
-
-
-_NOTE = 300  # characters of a note or a list of ranks
-_PLACES = 1000  # more threads than one lane ever needs
+            ends = (0, victim.rank, 0.4 * _LENGTH), (0, other, 0.6 * _LENGTH)
+            yield from _arrow(next(numbers), "waits for", "waits", *ends)
 
 
 def render_timeline(timeline: Timeline) -> str:
     """The last iteration as a Chrome trace."""
-    indices = range(len(timeline.graph.classes))
-    early = max((-_earliest(timeline, i) for i in indices), default=0)
-    tracks = [_Track(timeline, index, early) for index in indices]
-    lines = [json.dumps(event) for track in tracks for event in track.names()]
-    for track in tracks:
-        lines += track.events()
-    lines += _arrows(timeline, tracks)
+    tracks = _tracks([(timeline, index, "") for index in range(len(timeline.graph.classes))])
     about = {
         "made_by": "prism replay",
         "world": str(timeline.graph),
         "iteration_ns": timeline.iteration_ns,
-        "iteration_begins_ns": early,
+        "iteration_begins_ns": max((track.early for track in tracks), default=0),
         "provenance": [text for text in timeline.prices.sources if not text.startswith("none")],
         **{f"slices_{key}": short(value) for key, value in timeline.graph.programs.source.items()},
     }
-    return _file(about, lines)
+    return _file(about, (*_all_of(tracks), *_arrows(timeline, tracks)))
 
 
 def render_pairs(comparison: TraceComparison) -> str:
     """The predicted and the real timeline of every traced rank, one below the other."""
-    lines: list[str] = []
     found = comparison.compared
     both = (("predicted", found.predicted), ("real", found.real))
-    tracks = [
-        (timeline, int(timeline.graph.classes.of[one.rank]), f"rank {one.rank}, {what}")
-        for one in found.ranks
-        for what, timeline in both
-    ]
-    early = max((-_earliest(timeline, index) for timeline, index, _ in tracks), default=0)
-    for number, (timeline, index, title) in enumerate(tracks):
-        track = _Track(timeline, index, early, number, title)
-        lines += [json.dumps(event) for event in track.names()]
-        lines += track.events()
+    tracks = _tracks(
+        [
+            (timeline, int(timeline.graph.classes.of[one.rank]), f"rank {one.rank}, {what}")
+            for one in found.ranks
+            for what, timeline in both
+        ]
+    )
     about = {
         "made_by": "prism compare",
         "predicted_ns": found.predicted_ns,
         "real_ns": found.real_ns,
-        "iteration_begins_ns": early,
+        "iteration_begins_ns": max((track.early for track in tracks), default=0),
     }
-    return _file(about, lines)
+    return _file(about, _all_of(tracks))
 
 
-def _file(about: Mapping[str, object], events: list[str]) -> str:
+def _file(about: Mapping[str, object], events: Iterable[Event]) -> str:
     head = f'{{"displayTimeUnit": "ns", "otherData": {json.dumps(about)},\n"traceEvents": [\n'
-    return head + ",\n".join(events) + "\n]}\n"
-
-
-def _earliest(timeline: Timeline, index: int) -> int:
-    """When a class begins with the iteration; 0 at the latest."""
-    starts = (
-        timeline.spans(index)["ready"].min(initial=0),
-        timeline.host_spans(index)[:, 1].min(initial=0),
-    )
-    return int(min(starts))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a span lies: for arrows."""
-
-    thread: int
-    start: int
-    ready: int
-    end: int
+    return head + ",\n".join(map(json.dumps, events)) + "\n]}\n"
 
 
 class _Track:
     """One class as one process; times are ``early`` ns later than the timeline's."""
 
-    def __init__(
-        self, timeline: Timeline, index: int, early: int, process: int = -1, title: str = ""
-    ) -> None:
+    def __init__(self, timeline: Timeline, index: int, title: str) -> None:
         self.timeline, self.index, self.title = timeline, index, title
-        self.process = index if process < 0 else process
+        self.process, self.early = index, 0
         self.program: Program = timeline.graph.program_list[index]
         self.spans = timeline.spans(index).copy()
-        for column in ("ready", "start", "end"):
-            self.spans[column] += early
         self.hosts = timeline.host_spans(index)
-        self.hosts[:, 1:] += early
         self.threads: dict[int, str] = {}
         self.thread_of = self._spread()
         self.host_thread = len(timeline.lanes) * _PLACES
         if len(self.hosts):
             self.threads[self.host_thread] = "host"
+
+    def begins(self) -> int:
+        """With the iteration; 0 at the latest."""
+        return int(min(self.spans["ready"].min(initial=0), self.hosts[:, 1].min(initial=0)))
+
+    def move(self, early: int, process: int) -> None:
+        self.early, self.process = early, process
+        self.hosts[:, 1:] += early
+        for column in ("ready", "start", "end"):
+            self.spans[column] += early
 
     def _spread(self) -> np.ndarray:
         """A thread for every span: its lane and the first place that is free."""
@@ -191,72 +152,39 @@ class _Track:
             self.threads[int(found[i])] = f"{name} ({place + 1})" if place else name
         return found
 
-    def names(self) -> Iterator[dict[str, object]]:
+    def names(self) -> Iterator[Event]:
         """Process and thread names, sorted as classes and lanes are."""
-        classes = self.timeline.graph.classes
-        ranks = format_ranks(classes.ranks(self.index).tolist())
-        count = classes.counts[self.index]
-        name = self.timeline.graph.class_name(self.index)
-        title = f"{name}: {counted(count, 'rank')} ({_cut(ranks)})"
-        yield _meta("process_name", self.process, 0, name=self.title or title)
+        graph = self.timeline.graph
+        ranks = _cut(format_ranks(graph.classes.ranks(self.index).tolist()))
+        count = counted(graph.classes.counts[self.index], "rank")
+        title = self.title or f"{graph.class_name(self.index)}: {count} ({ranks})"
+        yield _meta("process_name", self.process, 0, name=title)
         yield _meta("process_sort_index", self.process, 0, sort_index=self.process)
         for thread, name in sorted(self.threads.items()):
-            yield _meta("thread_name", self.process, thread, name=name)
-            yield _meta("thread_sort_index", self.process, thread, sort_index=thread)
+            yield from _thread(self.process, thread, name, thread)
 
-    def events(self) -> Iterator[str]:
+    def events(self) -> Iterator[Event]:
         """The spans, each before what lies inside it."""
-        known: dict[tuple[int, ...], str] = {}
-        columns = ("name", "phase", "microbatch", "chunk", "group", "peer", "site", "note", "shape",
-                   "dtype", "num_in", "num_out")  # fmt: skip
-        keys = zip(*(self.program.ops[c][self.spans["op"]].tolist() for c in columns), strict=True)
-        sources = self._sources()
-        rows = zip(self.spans.tolist(), self.thread_of.tolist(), keys, sources, strict=True)
-        for (op, _, ready, start, end), thread, key, source in rows:
-            body = known.get((*key, source))
-            if body is None:
-                body = known[(*key, source)] = self._body(op, source)
-            at = f'"pid": {self.process}, "tid": {thread}'
-            when = f'"ts": {_us(ready)}, "dur": {_us(end - ready)}'
-            yield f'{{"ph": "X", {at}, {when}, {body}, "op": {op}}}}}'
+        sources = sources_of(self.timeline, self.index, self.spans["op"]).tolist()
+        rows = zip(self.spans.tolist(), self.thread_of.tolist(), sources, strict=True)
+        for (op, _, ready, start, end), thread, source in rows:
+            yield _span(self.process, thread, ready, end, *self._said(op, source))
             if start > ready:
-                yield (
-                    f'{{"ph": "X", {at}, "ts": {_us(ready)}, "dur": {_us(start - ready)}, '
-                    f'"name": "waiting", "cat": "waiting"}}'
-                )
-
+                yield _span(self.process, thread, ready, start, "waiting", "waiting")
         for op, start, end in self.hosts.tolist():
             row = self.program.ops[op]
             step = label(PHASE_NAMES[row["phase"]], int(row["microbatch"]), int(row["chunk"]))
-            name = json.dumps(f"issues {NAMES[row['name']]} {step}".removesuffix(" -"))
-            yield (
-                f'{{"ph": "X", "pid": {self.process}, "tid": {self.host_thread}, '
-                f'"ts": {_us(start)}, "dur": {_us(end - start)}, "name": {name}, '
-                f'"cat": "host", "args": {{"op": {op}}}}}'
-            )
+            name = f"issues {NAMES[row['name']]} {step}".removesuffix(" -")
+            yield _span(self.process, self.host_thread, start, end, name, "host", {"op": op})
 
-    def _sources(self) -> list[int]:
-        """Provenance of every span, index into prices.sources."""
-        prices, of = self.timeline.prices, self.timeline.graph.matched_calls.of
-        ops = self.spans["op"]
-        if not len(ops):
-            return []
-        meeting = of[self.index][ops]
-        called = prices.collective_source[meeting] if len(prices.collective_source) else 0
-        found: list[int] = np.where(
-            meeting >= 0, called, prices.compute_source[self.index][ops]
-        ).tolist()
-        return found
-
-    def _body(self, at: int, source: int) -> str:
-        """Name, category, and the arguments as far as the last brace."""
+    def _said(self, at: int, source: int) -> tuple[str, str, Mapping[str, object]]:
+        """Name, category and arguments of a span."""
         op, program = self.program[at], self.program
-        size = int(max(program.bytes_in[at], program.bytes_out[at]))
         args = {
             "step": label(op.phase, op.microbatch, op.chunk),
             "group": op.group,
             "peer": op.peer or None,
-            "bytes": size or None,
+            "bytes": int(max(program.bytes_in[at], program.bytes_out[at])) or None,
             "dtype": op.dtype,
             "shape": op.shape,
             "site": op.site,
@@ -266,54 +194,72 @@ class _Track:
             "duration is": self.timeline.prices.sources[source].partition(" (")[0],
         }
         kept = {key: value for key, value in args.items() if value not in (None, "")}
-        step = f" {args['step']}" if op.phase else ""
-        name = json.dumps(f"{op.name}{step}")
-        category = json.dumps(op.phase or "outside")
-        return f'"name": {name}, "cat": {category}, "args": {json.dumps(kept)[:-1]}'
+        name = f"{op.name} {args['step']}" if op.phase else op.name
+        return name, op.phase or "outside", {**kept, "op": at}
 
-    def places(self) -> dict[int, _Place]:
-        """Where the span of every op lies."""
+    def places(self) -> dict[int, tuple[int, int, int, int]]:
+        """(thread, start, ready, end) of the span of every op."""
         columns = (self.spans[n].tolist() for n in ("op", "start", "ready", "end"))
-        return {
-            op: _Place(thread, start, ready, end)
-            for op, start, ready, end, thread in zip(*columns, self.thread_of.tolist(), strict=True)
-        }
+        rows = zip(*columns, self.thread_of.tolist(), strict=True)
+        return {op: (thread, start, ready, end) for op, start, ready, end, thread in rows}
 
 
-def _arrows(timeline: Timeline, tracks: list[_Track]) -> Iterator[str]:
+def _tracks(wanted: Sequence[tuple[Timeline, int, str]]) -> list[_Track]:
+    """A track of each (timeline, class, title), none of which begins before 0."""
+    tracks = [_Track(*one) for one in wanted]
+    early = max((-track.begins() for track in tracks), default=0)
+    for process, track in enumerate(tracks):
+        track.move(early, process)
+    return tracks
+
+
+def _all_of(tracks: Sequence[_Track]) -> Iterator[Event]:
+    for track in tracks:
+        yield from track.names()
+    for track in tracks:
+        yield from track.events()
+
+
+def _arrows(timeline: Timeline, tracks: Sequence[_Track]) -> Iterator[Event]:
     """Pairs of s and f events between classes; spans without duration get none."""
     meet = timeline.graph.matched_calls
-    places = [track.places() for track in tracks]
-    number = 0
+    places, numbers = [track.places() for track in tracks], itertools.count(1)
     for first in np.flatnonzero(np.diff(meet.start) > 1).tolist():
-        ends = [(c, places[c].get(op)) for c, op in meet.members(first)]
-        there = [(c, place) for c, place in ends if place is not None and place.end > place.start]
+        spans = [(c, *places[c][op]) for c, op in meet.members(first) if op in places[c]]
+        there = [one for one in spans if one[-1] > one[2]]
         if len(there) < 2:
             continue
         row = tracks[there[0][0]].program.ops[meet.ops[meet.start[first]]]
         pair = NAMES[row["name"]] in ("send", "recv")
-        last = there[0] if pair else max(there, key=lambda item: item[1].ready)
+        last = there[0] if pair else max(there, key=lambda one: one[3])
+        name = "message" if pair else "came last"
         for other in there:
-            if other[0] == last[0]:
-                continue
-            number += 1
-            name = "message" if pair else "came last"
-            for phase, (index, place) in (("s", last), ("f", other)):
-                bind = ', "bp": "e"' if phase == "f" else ""
-                at = _us((place.start + place.end) // 2)  # surely inside the span, not on its edge
-                yield (
-                    f'{{"ph": "{phase}", "pid": {index}, "tid": {place.thread}, "ts": {at}, '
-                    f'"id": {number}, "name": "{name}", "cat": "flow"{bind}}}'
-                )
+            if other[0] != last[0]:  # surely inside the spans, not on their edges
+                both = (last, other)
+                ends = [(c, thread, (start + end) // 2) for c, thread, start, _, end in both]
+                yield from _arrow(next(numbers), name, "flow", *ends)
 
 
-def _meta(what: str, process: int, thread: int, **args: object) -> dict[str, object]:
+def _span(process: int, thread: int, start: int, end: int, name: str, kind: str,
+          args: Mapping[str, object] | None = None) -> Event:  # fmt: skip
+    return {"ph": "X", "pid": process, "tid": thread, "ts": start / 1000,
+            "dur": (end - start) / 1000, "name": name, "cat": kind,
+            **({} if args is None else {"args": args})}  # fmt: skip
+
+
+def _arrow(number: int, name: str, kind: str, *ends: tuple[int, int, float]) -> Iterator[Event]:
+    for phase, (process, thread, at) in zip("sf", ends, strict=True):
+        yield {"ph": phase, "pid": process, "tid": thread, "ts": at / 1000, "id": number,
+               "name": name, "cat": kind, "bp": "e"}  # fmt: skip
+
+
+def _thread(process: int, thread: int, name: str, place: int) -> Iterator[Event]:
+    yield _meta("thread_name", process, thread, name=name)
+    yield _meta("thread_sort_index", process, thread, sort_index=place)
+
+
+def _meta(what: str, process: int, thread: int, **args: object) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
-
-
-def _us(ns: int) -> str:
-    """Microseconds with all three decimals; never negative."""
-    return f"{ns // 1000}.{ns % 1000:03d}"
 
 
 def _cut(text: str) -> str:

@@ -130,7 +130,13 @@ def calls_of(timeline: Timeline) -> tuple[tuple[CallTotals, ...], dict[str, floa
     return tuple(sorted(calls, key=lambda call: -(call.moving + call.waiting) * call.ranks)), busy
 
 
-_NO_PEAK = "the machine's file has no peak of the data sheet"
+def sources_of(timeline: Timeline, index: int, ops: np.ndarray) -> np.ndarray:
+    """Provenance of every one of ``ops`` of a class, index into prices.sources."""
+    prices, meeting = timeline.prices, timeline.graph.matched_calls.of[index][ops]
+    called = prices.collective_source[meeting] if len(prices.collective_source) else 0
+    return np.where(meeting >= 0, called, prices.compute_source[index][ops])
+
+
 _RANKS = 60  # characters of a list of ranks
 
 
@@ -247,6 +253,8 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
         on_path[part.source] += part.ns
     whole = (iteration or 1) * size
     between = interval(timeline)
+    knows = np.array([program.knows_host for program in graph.programs.programs])
+    late = sum(part.ns for part in path if part.what.startswith(HOST_PART))
     return Metrics(
         sizes=str(graph.programs.world),
         world=str(graph),
@@ -260,9 +268,9 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
         computing=sum(c.compute * c.count for c in classes) / whole,
         exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
         bubble=sum((sum(c.waiting.values()) + c.idle) * c.count for c in classes) / whole,
-        host=_host(timeline, path),
+        host=late / (iteration or 1) if knows.any() else None,
         hosts=answers_by_host(timeline),
-        host_unknown=_host_unknown(timeline),
+        host_unknown=int((~knows[graph.programs.program_of]).sum()) if knows.any() else 0,
         host_spread=host_spread(graph.programs.programs),
         **_rates(timeline),
         classes=classes,
@@ -274,20 +282,6 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
             if busy[text] or on_path[text]
         ),
     )
-
-
-def _host(timeline: Timeline, path: tuple[PathPart, ...]) -> float | None:
-    programs = timeline.graph.programs.programs
-    if not any(program.knows_host for program in programs):
-        return None
-    hosts = sum(part.ns for part in path if part.what.startswith(HOST_PART))
-    return hosts / (timeline.iteration_ns or 1)
-
-
-def _host_unknown(timeline: Timeline) -> int:
-    programs = timeline.graph.programs
-    known = np.array([one.knows_host for one in programs.programs])
-    return int((~known[programs.program_of]).sum()) if known.any() else 0
 
 
 def _classes(timeline: Timeline) -> list[ClassMetrics]:
@@ -317,42 +311,35 @@ def _classes(timeline: Timeline) -> list[ClassMetrics]:
     return found
 
 
-def _no_mfu(model: bool, peak: bool) -> str:
-    """Why there is none."""
-    if model and peak:
-        return "the slices are of a CPU"
-    return "the slices do not say the model's flops" if peak else _NO_PEAK
-
-
 def _rates(timeline: Timeline) -> dict[str, Value]:
     """Tokens per second, flops per second and GPU, and MFU, as far as the programs say."""
-    graph, source = timeline.graph, timeline.graph.programs.source
+    graph, source, peak = timeline.graph, timeline.graph.programs.source, timeline.prices.peak
     seconds, size = timeline.iteration_ns / 1e9, graph.programs.world.size
-    if not seconds:
-        nothing = Value(None, "nothing takes time")
-        return {"tokens_per_s": nothing, "flops_per_gpu": nothing, "mfu": nothing}
-
-    def given(key: str) -> int | None:
-        text = source.get(key, "")
-        return int(text) if text.isdigit() else None
-
-    tokens = given("tokens_per_iteration")
+    tokens, model = (int(text) if (text := source.get(key, "")).isdigit() else 0
+                     for key in ("tokens_per_iteration", "model_flops_per_iteration"))  # fmt: skip
     flops = sum(
         int(np.maximum(program.ops["flops"], 0).sum()) * count
         for program, count in zip(graph.program_list, graph.classes.counts, strict=True)
     )
-    model, peak = given("model_flops_per_iteration"), timeline.prices.peak
+
+    def rate(amount: float, basis: str, *missing: tuple[bool, str]) -> Value:
+        why = [text for lacks, text in ((not seconds, "nothing takes time"), *missing) if lacks]
+        return Value(None, why[0]) if why else Value(amount / seconds, basis)
+
     return {
-        "tokens_per_s": Value(tokens / seconds, "tokens of the slices / iteration time")
-        if tokens
-        else Value(None, "the slices do not say how many tokens an iteration has"),
-        "flops_per_gpu": Value(flops / seconds / size, "recorded kernels, recomputation included")
-        if flops
-        else Value(None, "the slices recorded no flops"),
-        "mfu": Value(
-            model / seconds / size / peak,
-            f"of {peak / 1e12:,.0f} TFLOP/s dense bf16; model flops as Megatron counts them",
-        )
-        if model and peak and source.get("tier") != "cpu"
-        else Value(None, _no_mfu(bool(model), bool(peak))),
-    }
+        "tokens_per_s": rate(
+            tokens, "tokens of the slices / iteration time",
+            (not tokens, "the slices do not say how many tokens an iteration has"),
+        ),
+        "flops_per_gpu": rate(
+            flops / size, "recorded kernels, recomputation included",
+            (not flops, "the slices recorded no flops"),
+        ),
+        "mfu": rate(
+            model / size / (peak or 1),
+            f"of {(peak or 0) / 1e12:,.0f} TFLOP/s dense bf16; model flops as Megatron counts them",
+            (not peak, "the machine's file has no peak of the data sheet"),
+            (not model, "the slices do not say the model's flops"),
+            (source.get("tier") == "cpu", "the slices are of a CPU"),
+        ),
+    }  # fmt: skip

@@ -3,17 +3,11 @@
 const F = DATA.figures, TOTAL = Math.max(1, F.iteration_ns);
 const sum = (by) => Object.values(by).reduce((a, b) => a + b, 0);
 
-function basis() {
-  const shares = {};
-  for (const source of F.sources) shares[kindOf(source.text)] = (shares[kindOf(source.text)] || 0) + source.path_ns;
-  return Object.entries(shares).filter(([, ns]) => ns).map(([kind, ns]) => `${Math.round(100 * ns / TOTAL)} % ${kind}`).join(", ") || "nothing takes time";
-}
-
 function figures() {
   const value = (found, write) => found.value === null ? null : write(found.value);
   const range = F.high_ns > F.low_ns ? `; ${formatNs(F.low_ns)} to ${formatNs(F.high_ns)}, nine times in ten` : "";
   cards([
-    ["iteration", formatNs(F.iteration_ns), basis() + range],
+    ["iteration", formatNs(F.iteration_ns), F.basis + range],
     ["computing", percent(F.computing), "of all ranks' time"],
     ["exposed", percent(F.exposed), "communication that nothing hides"],
     ["bubble", percent(F.bubble), "waiting for others, or idle"],
@@ -40,12 +34,7 @@ function breakdown(section) {
 }
 
 function critical(section) {
-  const merged = new Map();  // what only differs in the source of its times is one row
-  for (const part of F.path) {
-    const key = [part.phase, part.what, part.group, kindOf(part.source)].join("|"), one = merged.get(key);
-    merged.set(key, one ? { ...one, ns: one.ns + part.ns, count: one.count + part.count } : part);
-  }
-  const path = [...merged.values()].sort((a, b) => b.ns - a.ns);
+  const path = F.path;
   const total = path.reduce((all, part) => all + part.ns, 0) || 1, most = Math.max(1, ...path.map((part) => part.ns));
   const colour = (part) => part.group ? groupColour(part.group) : part.what.startsWith("host") ? "var(--host)" : phaseColour(part.phase);
   const rows = path.map((part) => [`${part.phase} ${part.what}`, groupName(part.group), meters([part.ns / most, colour(part)]),

@@ -5,8 +5,8 @@ In : Timeline, or two of them.  Out: plain text, columns aligned; HTML.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.report import words
 from megatron_prism.report.columns import columns, folded
 from megatron_prism.report.memory import largest, timeline_memory
-from megatron_prism.report.metrics import Metrics, Value, timeline_metrics
+from megatron_prism.report.metrics import Metrics, PathPart, Value, sources_of, timeline_metrics
 from megatron_prism.report.page import Data, render_page
 
 _CLASSES = 24  # classes at all
@@ -133,21 +133,25 @@ def _uncertainty(one: Uncertainty) -> list[str]:
     return lines + ([f"{'':<9} {one.fix}"] if one.fix else [])
 
 
-def _basis(found: Metrics) -> str:
+def shares_of_kinds(found: Metrics) -> str:
+    """``80 % measured, 20 % modelled`` of the critical path."""
     kinds: dict[str, float] = {}
     for source in found.sources:
-        kind = source.text.partition(":")[0]
-        kind += " on a CPU" if source.text.endswith("(cpu)") else ""
+        kind = source.text.partition(":")[0] + " on a CPU" * source.text.endswith("(cpu)")
         kinds[kind] = kinds.get(kind, 0) + source.path_ns
     total = sum(kinds.values())
-    if not total:
-        return "nothing takes time"
     shares = [f"{format_share(ns / total, 0)} {kind}" for kind, ns in kinds.items() if ns]
+    return ", ".join(shares) or "nothing takes time"
+
+
+def _basis(found: Metrics) -> str:
+    if not any(source.path_ns for source in found.sources):
+        return shares_of_kinds(found)
     modelled = any(MODELLED in source.text for source in found.sources)
     late = "as their kernels let expect" if modelled else "as in the slices"
     late = "host never late" if found.host is None else f"hosts as late {late}"
     links = "links shared" if found.links else "no contention"
-    return f"{', '.join(shares)}; {links}, {late}"
+    return f"{shares_of_kinds(found)}; {links}, {late}"
 
 
 def _value(value: Value, write: object) -> str:
@@ -162,43 +166,53 @@ def _accounts(found: Metrics) -> str:
         return ""
     shown = found.classes[:_CLASSES]
     unit, scale = _unit(found.iteration_ns)
-    rows: list[list[str]] = [
-        ["", *(one.name for one in shown)],
-        ["ranks", *(f"{one.count:,}" for one in shown)],
-        ["compute", *(_scaled(one.compute, scale) for one in shown)],
-    ]
+
+    def scaled(ns: int) -> str:
+        return "0" if not ns else f"{ns / scale:,.2f}" if scale > 1 else f"{ns:,}"
+
+    rows: list[list[str]] = []
+
+    def row(what: str, cells: Iterable[int | None], write: Callable[[int], str] = scaled) -> None:
+        rows.append([what, *("unknown" if one is None else write(one) for one in cells)])
+
+    row("ranks", (one.count for one in shown), "{:,}".format)
+    row("compute", (one.compute for one in shown))
     for what in ("exposed", "waiting"):
         for group in found.mean(what):
             values = [getattr(one, what).get(group, 0) for one in shown]
             if any(values):
-                rows.append([f"{what} {short_name(group)}", *(_scaled(v, scale) for v in values)])
-    rows.append(["idle", *(_scaled(one.idle, scale) for one in shown)])
-    rows.append(["= total", *(_scaled(one.total, scale) for one in shown)])
-    rows.append(["compute on critical path", *(_scaled(one.critical, scale) for one in shown)])
-    rows.append(["least slack", *(_scaled(one.slack, scale) for one in shown)])
-    peaks = [one.peak_bytes for one in shown]
-    rows.append(["peak live memory", *("unknown" if p is None else format_bytes(p) for p in peaks)])
+                row(f"{what} {short_name(group)}", values)
+    for name, field in (("idle", "idle"), ("= total", "total"), ("compute on critical path",
+                        "critical"), ("least slack", "slack")):  # fmt: skip
+        row(name, (getattr(one, field) for one in shown))
+    row("peak live memory", (one.peak_bytes for one in shown), format_bytes)
+    rows.insert(0, ["", *(one.name for one in shown)])
     lines = [f"where each rank's iteration went, {unit}", *columns(rows)]
     if len(shown) < len(found.classes):
         lines += ["", f"… and {len(found.classes) - len(shown)} classes more: --json has all"]
     return "\n".join(lines)
 
 
+def merged_path(found: Metrics) -> list[PathPart]:
+    """The critical path with the steps of all provenances together, the largest first; the next
+    table tells those apart."""
+    sums: dict[tuple[str, str, str], PathPart] = {}
+    for part in found.path:
+        key = part.phase, part.what, part.group
+        first = sums.get(key, replace(part, ns=0, count=0))
+        sums[key] = replace(first, ns=first.ns + part.ns, count=first.count + part.count)
+    return sorted(sums.values(), key=lambda part: -part.ns)
+
+
 def _critical_path(found: Metrics) -> str:
     if not found.path:
         return ""
-    total = sum(part.ns for part in found.path)
-    sums: dict[str, list[int]] = {}  # of all provenances together, which the next table tells apart
-    for part in found.path:
-        one = sums.setdefault(f"{part.phase} {part.what} {short_name(part.group)}".rstrip(), [0, 0])
-        one[0] += part.ns
-        one[1] += part.count
-    parts = sorted(sums.items(), key=lambda item: -item[1][0])
+    parts, total = merged_path(found), sum(part.ns for part in found.path)
     rows = [["the critical path", "share", "steps", ""]]
-    for name, (ns, count) in parts[:_PARTS]:
-        rows.append([name, format_share(ns / total), f"{count:,}", format_ns(ns)])
-    rest = sum(ns for _, (ns, _) in parts[_PARTS:])
-    if rest:
+    for one in parts[:_PARTS]:
+        name = f"{one.phase} {one.what} {short_name(one.group)}".rstrip()
+        rows.append([name, format_share(one.ns / total), f"{one.count:,}", format_ns(one.ns)])
+    if rest := sum(one.ns for one in parts[_PARTS:]):
         rows.append(["other", format_share(rest / total), "", format_ns(rest)])
     return "\n".join(columns(rows))
 
@@ -245,12 +259,6 @@ def _unit(ns: int) -> tuple[str, int]:
         if ns >= scale:
             return unit, scale if unit != "s" else 10**9
     return "ns", 1
-
-
-def _scaled(ns: int, scale: int) -> str:
-    if not ns:
-        return "0"
-    return f"{ns / scale:,.2f}" if scale > 1 else f"{ns:,}"
 
 
 # first: index of the first span that it stands for
@@ -361,6 +369,8 @@ def _figures(found: Metrics) -> Data:
     value = asdict(found)
     value["exposed_by_group"] = found.mean("exposed")
     value["waiting_by_group"] = found.mean("waiting")
+    value["path"] = list(map(asdict, merged_path(found)))
+    value["basis"] = shares_of_kinds(found)
     value["all_classes"] = len(found.classes)
     value["classes"] = value["classes"][:TABLE]
     return value
@@ -383,7 +393,8 @@ class _Names:
 
     def lanes(self, index: int, spans: np.ndarray, merged: np.ndarray) -> list[Data]:
         """The columns of every lane of class ``index``."""
-        kinds, steps = self._names(index, spans[merged["first"]])
+        names = np.array(list(self._names(index, spans[merged["first"]])), dtype=np.int64)
+        kinds, steps = names.reshape(-1, 2).T
         lanes = spans["lane"][merged["first"]]
         found = []
         for lane in np.unique(lanes).tolist():
@@ -398,37 +409,27 @@ class _Names:
             found.append({"lane": lane, "count": count, **lists})
         return found
 
-    def _names(self, index: int, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(kind, step) of every span, int64 [n]."""
+    def _names(self, index: int, spans: np.ndarray) -> Iterator[tuple[int, int]]:
+        """(kind, step) of every span."""
         program = self.timeline.graph.program_list[index]
-        prices, of = self.timeline.prices, self.timeline.graph.matched_calls.of[index]
-        rows = program.ops[spans["op"]]
-        size = program.num_bytes[spans["op"]]
-        meeting = of[spans["op"]]
-        called = prices.collective_source[meeting] if len(prices.collective_source) else 0
-        source = np.where(meeting >= 0, called, prices.compute_source[index][spans["op"]])
-        columns = [rows[c].tolist() for c in ("name", "phase", "group", "site", "note")]
-        owners = _notes(program)
-        known: dict[tuple[object, ...], int] = {}
-        kinds, steps = [], []
-        keys = zip(*columns, size.tolist(), source.tolist(), strict=True)
-        for op, fields in zip(spans["op"].tolist(), keys, strict=True):
-            key = (*fields, owners.get(op, ()))
+        rows, size = program.ops[spans["op"]], program.num_bytes[spans["op"]]
+        source = sources_of(self.timeline, index, spans["op"])
+        names = ("phase", "microbatch", "chunk", "name", "group", "site", "note")
+        columns = (spans["op"], size, source, *(rows[name] for name in names))
+        owners, known = _notes(program), dict[tuple[object, ...], int]()
+        for op, num_bytes, code, phase, microbatch, chunk, *fields in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            notes = owners.get(op, ())
+            key = (num_bytes, code, phase, notes, *fields)
             if key not in known:
                 one = program[op]
-                where = words.modules([module_of(program.strings[note]) for note in key[-1]])
-                kind = words.op(one, fields[-2]), one.phase, where, one.site, fields[-1]
+                where = words.modules([module_of(program.strings[note]) for note in notes])
+                kind = words.op(one, num_bytes), one.phase, where, one.site, code
                 known[key] = self.kinds.setdefault(kind, len(self.kinds))
-            kinds.append(known[key])
-        parts = zip(columns[1], rows["microbatch"].tolist(), rows["chunk"].tolist(), strict=True)
-        labels: dict[tuple[int, int, int], int] = {}
-        for part in parts:
-            if part not in labels:
-                phase = PHASE_NAMES[part[0]]
-                both = label(phase, *part[1:]), words.step(phase, *part[1:])
-                labels[part] = self.steps.setdefault(both, len(self.steps))
-            steps.append(labels[part])
-        return np.array(kinds, dtype=np.int64), np.array(steps, dtype=np.int64)
+            step = PHASE_NAMES[phase], microbatch, chunk
+            both = label(*step), words.step(*step)
+            yield known[key], self.steps.setdefault(both, len(self.steps))
 
 
 def _notes(program: Program) -> dict[int, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from megatron_prism.report.replay import render_html
 
 if TYPE_CHECKING:
     from megatron_prism.traces.compare import Difference, Times, TraceComparison
-    from megatron_prism.traces.variance import Variation
+    from megatron_prism.traces.variance import Outlier, Variation
 
 _SHOWN = 12  # rows of what differs most
 
@@ -40,58 +40,35 @@ def render_variation(found: Variation) -> str:
         f"{units.format_change(found.typical_ns / mean - 1)}, without what variation costs",
         "",
     ]
-    rows = [
-        (
-            one.name,
-            _percent(one.spread),
-            f"{_percent(one.low)} to {_percent(one.high)}" if not math.isnan(one.spread) else "",
-        )
-        for one in found.components
-    ]
+    rows = [(one.name, _percent(one.spread), "" if math.isnan(one.spread) else
+             f"{_percent(one.low)} to {_percent(one.high)}")
+            for one in found.components]  # fmt: skip
     lines += columns([("varies between", "spread", "90 % interval"), *rows])
     if found.groups:
-        lines.append("")
-        heads = (
-            "calls of an iteration",
-            "calls",
-            "on the wire",
-            "waiting for the last",
-            "most often last",
-        )
-        cells = [
-            (
-                f"{one.op} {one.group}",
-                f"{one.calls:.3g}",
-                format_ns(one.wire_ns),
-                format_ns(one.skew_ns),
-                f"rank {one.last} ({100 * one.part:.0f} %)" if one.last >= 0 else "not traced",
-            )
-            for one in found.groups
-        ]
-        lines += columns([heads, *cells])
-    lines.append("")
-    for one in found.findings:
-        if one.kind == "iteration":
-            lines.append(
-                f"slow {one.what}, {one.factor:.2f} times as long as usual "
-                f"({format_ns(one.effect_ns)} more)"
-            )
-        elif one.kind == "drift":
-            lines.append(
-                f"drift: {one.what} computes {one.factor:.2f} times as long at the end "
-                "as at the beginning"
-            )
-        else:
-            less, left = one.effect_ns / found.typical_ns, found.typical_ns - one.effect_ns
-            lines.append(
-                f"slow {one.kind}: {one.what} computes {one.factor:.2f} times as long as those "
-                f"that run the same; without that an iteration would take {format_ns(left)} "
-                f"({-100 * less:+.1f} %)"
-            )
+        heads = ("calls of an iteration", "calls", "on the wire", "waiting for the last",
+                 "most often last")  # fmt: skip
+        cells = [(f"{one.op} {one.group}", f"{one.calls:.3g}", format_ns(one.wire_ns),
+                  format_ns(one.skew_ns), "not traced" if one.last < 0 else
+                  f"rank {one.last} ({100 * one.part:.0f} %)")
+                 for one in found.groups]  # fmt: skip
+        lines += ["", *columns([heads, *cells])]
+    lines += ["", *(_finding(one, found.typical_ns) for one in found.findings)]
     if not found.findings:
         lines.append("no GPU, node or iteration stands out")
     lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines) + "\n"
+
+
+def _finding(one: Outlier, typical_ns: float) -> str:
+    if one.kind == "iteration":
+        more = format_ns(one.effect_ns)
+        return f"slow {one.what}, {one.factor:.2f} times as long as usual ({more} more)"
+    computes = f"{one.what} computes {one.factor:.2f} times as long"
+    if one.kind == "drift":
+        return f"drift: {computes} at the end as at the beginning"
+    return (f"slow {one.kind}: {computes} as those that run the same; without that an iteration "
+            f"would take {format_ns(typical_ns - one.effect_ns)} "
+            f"({-100 * one.effect_ns / typical_ns:+.1f} %)")  # fmt: skip
 
 
 def _difference(one: Difference, whole: float) -> tuple[str, ...]:

@@ -145,10 +145,7 @@ def test_classes_that_appear_and_vanish_fail(baseline, job, capsys):
     ("old", "new", "says"),
     [
         ("torch=2.13.0", "torch=2.14.0", "torch 2.13.0, now 2.14.0"),
-        ("recipe=tiny", "recipe=big", "recipe tiny, now big"),
-        ("tier=meta", "tier=cuda", "tier meta, now cuda"),
         (" torch=2.13.0", "", "torch 2.13.0, now unknown"),
-        ("megatron_core=0.16.1", "megatron_core=0.19.2", "megatron_core 0.16.1, now 0.19.2"),
         ("meta", "meta transformer_engine=2.9", "transformer_engine unknown, now 2.9"),
     ],
 )
@@ -212,11 +209,9 @@ def test_a_card_of_80_gb_has_what_its_driver_says(job, capsys):
     [
         ("memory explain DIR limit=80GiB top=3", "prism fit DIR --limit 80GiB --top 3"),
         ("memory diff a b", "prism compare a b"),
-        ("diff a b", "prism compare a b"),
         ("fit DIR limit=80", "--limit 80"),
         ("replay DIR machine=h200", "--machine h200"),
         ("replay DIR --against B", "prism compare A B"),
-        ("predict DIR --against B", "prism compare A B"),
         ("replay DIR --dp 64", "of the job itself: dp=64"),
     ],
 )
@@ -270,19 +265,9 @@ def test_a_run_that_did_not_train_is_no_baseline(job, tmp_path, baseline, capsys
     ("words", "says"),
     [
         (("check", "{job}"), "needs a baseline"),
-        (
-            ("check", "{job}", "--baseline", "none.json"),
-            "cannot read a baseline of memory, none.json",
-        ),
         (("check", "{job}", "--baseline", "{base}", "--tol", "-1"), "below 0"),
         (("check", "{job}", "--baseline", "{base}", "--headroom", "1"), "taken from a limit"),
-        (
-            ("check", "{job}", "--baseline", "{base}", "--limit", "1GiB", "--headroom", "4GiB"),
-            "leaves nothing",
-        ),
-        (("check", "{job}", "--baseline", "{base}", "--limit", "80"), "fix: --limit 80GB"),
         (("record", "{job}", "-o", "x.json", "--github"), "--github has no effect"),
-        (("record", "{job}"), "needs a file to write"),
         (("record", "{job}", "-o", "x.json", "--alloc", "backend:x"), "not modelled"),
     ],
 )
@@ -298,7 +283,6 @@ def test_bad_words(baseline, job, capsys, words, says):
     ("words", "says"),
     [
         (("--class", "pp=7"), "there is no class pp=7"),
-        (("--top", "x"), "--top x: "),
         (("--draws", "5"), "which allocations depend on routing"),
         (("--routing", "uniform"), "--routing belongs to --draws"),
         (("--draws", "5", "--capacity", "0"), "leaves no token"),

@@ -110,10 +110,7 @@ def test_messages_of_both_ways_take_samples_of_exchanges(tmp_path):
     [
         ([1, 2], PrismError, "all_reduce of 1,048,576 bytes among 2 has 2 samples"),
         ([1e6, 0, 2e6, 1e6, 1e6], PrismError, "durations are above 0"),
-        (["x"], UsageError, r"samples\[0\]"),
-        ("many", UsageError, "samples: expected `array"),
         ([1e6, float("nan"), 2e6, 1e6, 1e6], UsageError, "no JSON"),
-        ([10**400] * 8, UsageError, "out of range"),
     ],
 )
 def test_samples_that_cannot_be(tmp_path, samples, error, says):

@@ -1,13 +1,11 @@
 """What the --prism-* flags mean, what they leave to be derived, and how bad input is refused."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from megatron_prism.core.errors import UsageError, WorldError
-from megatron_prism.emulate import launch, launchers, options
+from megatron_prism.emulate import launchers, options
 from megatron_prism.emulate.options import from_command_line
 
 SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
@@ -43,9 +41,6 @@ def test_chunks_are_those_of_the_parsed_arguments(parsed, vpp, order):
     assert (world.tp, world.pp, world.dp, world.vpp, world.order) == (2, 4, 2, vpp, order)
 
 
-# -- without the flag
-
-
 @pytest.mark.parametrize("argv", [[], SIZES, ["--yaml-cfg", "x"], ["--fake-process-group"]])
 def test_without_a_flag_nothing_is_asked_for(argv):
     assert from_command_line(argv, {"WORLD_SIZE": "64", "RANK": "3"}) is None
@@ -59,9 +54,6 @@ def test_a_flag_without_emulation_is_an_error(argv):
     assert "add --prism-emulate" in caught.value.fix
 
 
-# -- defaults
-
-
 @pytest.mark.parametrize(
     ("sizes", "implied"),
     [
@@ -69,11 +61,6 @@ def test_a_flag_without_emulation_is_an_error(argv):
         ("--tensor-model-parallel-size 8", 8),
         ("--context-parallel-size=2 --pipeline-model-parallel-size=3", 6),
         ("--expert-model-parallel-size 8 --tensor-model-parallel-size 2", 16),
-        (
-            "--expert-model-parallel-size 8 --tensor-model-parallel-size 2 "
-            "--expert-tensor-parallel-size 1",
-            8,
-        ),
     ],
 )
 def test_the_parallel_sizes_imply_a_world(sizes, implied):
@@ -96,15 +83,6 @@ def test_torchruns_variables_count_processes_not_ranks(process):
 def test_more_processes_than_the_sizes_imply_are_replicas():
     options = read(env={**TORCHRUN, "WORLD_SIZE": "5"}, sizes=["--tensor-model-parallel-size", "2"])
     assert (options.world.size, options.ranks) == (6, (0, 1, 2, 3, 4))
-
-
-def test_megatrons_other_order():
-    options = read("--use-tp-pp-dp-mapping --prism-world-size 64")
-    assert options.world.order == "tp-cp-ep-pp-dp"
-    assert options.world.coordinates(8).pp == 1
-
-
-# -- ranks
 
 
 @pytest.mark.parametrize(
@@ -161,30 +139,6 @@ def test_a_selector_that_selects_nothing(selector):
     assert caught.value.fix
 
 
-# -- sizes
-
-
-def test_sizes_that_do_not_divide_the_world_show_the_arithmetic():
-    with pytest.raises(WorldError) as caught:
-        read("--prism-world-size 48")
-    for part in ("8", "4", "32", "48"):
-        assert part in caught.value.message
-    assert caught.value.exit_code == 2
-    sizes = "--prism-world-size=32 or --prism-world-size=64"
-    assert caught.value.fix == f"{sizes}, or parallel sizes whose product divides 48 ranks"
-
-
-@pytest.mark.parametrize("size", ["0", "-8"])
-@pytest.mark.parametrize("flag", [SIZES[0], SIZES[2], "--expert-tensor-parallel-size"])
-def test_sizes_are_positive(flag, size):
-    with pytest.raises(WorldError, match=rf"is {size}") as caught:
-        read(sizes=[f"{flag}={size}"])
-    assert "positive" in caught.value.fix
-
-
-# -- other bad input
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -204,9 +158,6 @@ def test_bad_input_is_refused_with_a_fix(line, says):
 
 def test_an_option_of_the_job_that_only_looks_like_ours():
     assert read("--prismatic-init").rank == 0
-
-
-# -- PRISM_ARGS and recipes
 
 
 def test_prism_args_come_first():
@@ -231,37 +182,6 @@ def test_a_recipe_gives_defaults(tmp_path):
     assert (options.tier, options.values, str(options.out)) == ("meta", "noise", "there")
     assert read(given + " --prism-tier cpu --prism-ranks 1").tier == "cpu"
     assert read(given + " --prism-tier cpu --prism-ranks 1").rank == 1
-
-
-# -- Megatron's own parser
-
-
-# -- how it ends
-
-
-def test_a_usage_error_ends_the_process_with_exit_code_2(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "_attached", False)
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--prism-emulate", "--prism-ranks", "9"])
-    monkeypatch.delenv("PRISM_ARGS", raising=False)
-    with pytest.raises(SystemExit) as caught:
-        launch.attach_from_command_line()
-    assert caught.value.code == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert "prism: error: rank 9 is outside a world of 1 rank\n  fix: " in err
-
-
-@pytest.mark.slow
-def test_reading_the_flags_imports_neither_torch_nor_megatron():
-    code = (
-        "import sys\n"
-        "from megatron_prism.emulate.options import from_command_line\n"
-        "assert from_command_line(['--prism-emulate'], {}).rank == 0\n"
-        "assert from_command_line([], {}) is None\n"
-        "print([m for m in ('torch', 'megatron') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(

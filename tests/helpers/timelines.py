@@ -35,14 +35,16 @@ def tiny():
         for m in range(2):
             at = {"phase": "forward", "microbatch": m, "chunk": 0}
             if stage:
-                build.add("recv", PP, "bf16", num_out=4096, peer=-1, **at)
+                build.add("recv", PP, dtype="bf16", num_out=4096, peer=-1, **at)
             build.memory(2 + m, 512)
             build.add("compute", ns=50_000, flops=10**9, kernels=3, note="gemm", **at)
-            build.add("all_reduce", TP, "bf16", 4096, 4096, "sum", site="mappings.py:31", **at)
+            size = {"num_in": 4096, "num_out": 4096, "reduce": "sum"}
+            build.add("all_reduce", TP, dtype="bf16", site="mappings.py:31", **size, **at)
             if not stage:
-                build.add("send", PP, "bf16", num_in=4096, peer=1, **at)
+                build.add("send", PP, dtype="bf16", num_in=4096, peer=1, **at)
         build.memory(2, -512)
-        build.add("all_reduce", "default_pg", "fp32", 1, 1, "sum", phase="optimizer")
+        one = {"num_in": 1, "num_out": 1, "reduce": "sum"}
+        build.add("all_reduce", "default_pg", dtype="fp32", **one, phase="optimizer")
         made.append(build.build(stage * 4))
     world = World(8, tp=2, pp=2)
     return Programs(world, tuple(made), world._along("pp", np.arange(8)), source={"tier": "cpu"})

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.ops import EMPTIED, WAITED
 from megatron_prism.memory.allocator import (
-    CachingAllocator,
     Settings,
     allocated_by_span,
     replay_requests,
@@ -213,16 +212,6 @@ def test_large_blocks_are_kept_for_large_requests():
     assert replay_requests([*free, (1, 70 * MIB)], wide).peak_reserved == 100 * MIB
 
 
-def test_every_stream_has_its_own_pools():
-    machine = CachingAllocator(Settings())
-    machine.malloc(0, 40 * MIB, stream=0)
-    machine.free(0)
-    machine.malloc(1, 40 * MIB, stream=1)
-    assert machine.state.reserved == 80 * MIB
-    machine.malloc(2, 40 * MIB, stream=0)
-    assert machine.state.reserved == 80 * MIB
-
-
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_limit_gives_free_segments_back_before_memory_has_run_out(expandable):
     settings_ = Settings(expandable)
@@ -281,13 +270,6 @@ def test_an_emptied_cache_gives_back_what_is_whole():
     assert replay_requests(events).peak_reserved == 2 * size
     del events[2]
     assert replay_requests(events).peak_reserved == 3 * size
-
-
-def test_what_another_stream_still_uses_is_not_allocated_but_not_free():
-    events = [(0, 40 * MIB, 0, 0), (0, 0, 1, 1), (0, -40 * MIB, 0, 2), (1, 40 * MIB, 0, 3)]
-    made = replay_requests(events)
-    assert (made.allocated, made.peak_allocated) == (40 * MIB, 40 * MIB)
-    assert made.peak_reserved == 80 * MIB
 
 
 def test_peaks_of_spans_count_what_a_block_has_beyond_its_request():

@@ -96,19 +96,6 @@ def test_kernels_belong_to_the_segment_that_launched_them():
     assert busy_ns({"traceEvents": []}, bounds((0, 20)))[0].tolist() == [-1]
 
 
-def test_words_that_keep_links_awake_are_not_the_segments():
-    trace = traced([(0, 100, 50), (5, 152, 20), (10, 174, 30)])
-    alone = busy_ns(trace, bounds((-4, 20), (30, 40))).tolist()
-    for number, launched in enumerate((-3, 35)):  # a thread's, at once, though the device is behind
-        args = {"correlation": 100 + number, "stream": 20}
-        word = {"cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "ts": launched + 2}
-        trace["traceEvents"] += [
-            {"cat": "cuda_runtime", "name": "cudaMemcpyAsync", "ts": launched, "args": args},
-            {**word, "dur": 2, "args": args},
-        ]
-    assert busy_ns(trace, bounds((-4, 20), (30, 40))).tolist() == alone
-
-
 def test_a_kernel_that_starts_at_once_found_the_device_idle():
     trace = traced([(0, 4, 50), (20, 60, 20), (500, 503, 30)])
     assert busy_ns(trace, bounds((-3, 10), (15, 30), (480, 510)))[2].tolist() == [1, 0, 1]

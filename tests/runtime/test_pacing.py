@@ -251,12 +251,6 @@ def test_cuda_graphs_are_refused(device):
     assert not device.log
 
 
-def test_calls_without_virtual_peers_are_left_alone(device):
-    pacer = pacer_of(device, PacedCall("all_reduce", "TP", -1))
-    pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
-    assert device.log == ["main: answer"]
-
-
 def test_a_job_that_strays_is_answered_at_once_until_the_next_iteration(device):
     pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0), PacedCall("all_reduce", "TP", 1))
     pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
@@ -275,14 +269,6 @@ def test_a_job_that_strays_is_answered_at_once_until_the_next_iteration(device):
     assert pacer.tally.strayed == [
         "iteration 1: send of PP where the program has all_reduce of TP (call 1)"
     ]
-
-
-def test_an_iteration_that_ends_early_is_said(device):
-    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0))
-    pacer.begin()
-    pacer.end()
-    assert pacer.tally.paced == 0
-    assert pacer.tally.strayed[0] == "iteration 1: ended before all_reduce of TP (call 0)"
 
 
 def test_what_is_expected_follows_the_program():
@@ -334,11 +320,6 @@ def test_slow_ranks_are_virtual_ones():
 def test_pacing_that_makes_no_sense_is_refused(words, match):
     with pytest.raises(PrismError, match=match):
         check(options_of(*words))
-
-
-def test_pacing_needs_a_gpu():
-    with pytest.raises(UsageError, match="tier meta has none"):
-        check(dataclasses.replace(options_of("--prism-pace", "d"), tier="meta"))
 
 
 def test_stages_without_a_slice_are_missing(tmp_path):
