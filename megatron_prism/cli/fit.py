@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_prism.memory.baseline import Draws
 
 
-def fit(args: argparse.Namespace) -> Answer | int:
+def fit(args: argparse.Namespace) -> Answer:
     """Does the job fit into its GPUs, what is the peak made of, and which flag makes it fit?
 
     prism fit DIR --limit 80GB
@@ -43,10 +43,10 @@ def fit(args: argparse.Namespace) -> Answer | int:
     path = args.programs
     check_outputs([args.out], args.force, [path])
     if snapshot.is_snapshot(path):
-        return snapshot.explain(args, path, args.top)
+        return snapshot.explain(path, args.top)
     programs = open_programs(path, partial=True)
     if args.oom is not None:
-        return snapshot.explain_error(args, programs.programs[0], args.oom, args.top)
+        return snapshot.explain_error(args, programs)
     warn_absent(programs)
     found = fit_programs(
         programs,

@@ -296,6 +296,7 @@ COMMANDS = {  # name -> what argparse needs
           job=True),
     "memory": Command(memory, ((("action",), {"choices": ACTIONS}), PROGRAMS,
         _file("--baseline", "what to check against, or to update"),
+        _option("real", arguments.name, "SNAPSHOT", "of a real run of the job", action="append"),
         _option("tol", arguments.size, "1MiB", "growth that is still none", default=0), LIMIT,
         HEADROOM, _option("leak", arguments.size, "1MiB", "what an iteration may leave behind"),
         ALLOC, DEVICE, *DRAWS, (("-o", "--out"), {"metavar": "FILE", "help": "baseline to record"}),

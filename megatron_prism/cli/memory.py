@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.cli.fit import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs, exact
+from megatron_prism.cli.snapshot import rank_of, snapshots
 from megatron_prism.core.errors import UsageError, refuse
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ def describe(change: Change) -> str:
             lines = [f"{head} {change.after:,} B an iteration"]
         case _:
             lines = [f"{head} {grown:+,} B: {before} -> {after}"]
+    if change.real is not None and change.before is not None:
+        off = change.before - change.real
+        lines.append(f"  a real run had {exact(change.real)}: the emulation was {off:+,} B off, "
+                     f"the commit's are {grown:+,} B")  # fmt: skip
     if change.moved:
         lines.append(f"  peak moved: {change.moved}")
     if change.by_kind:
@@ -67,6 +72,7 @@ def memory(args: argparse.Namespace) -> Answer:
     prism memory record DIR -o memory.json [--alloc expandable_segments:True] [--device h200]
     prism memory record DIR -o memory.json --draws 500 --routing zipf:1 [--capacity 1.25]
     prism memory check DIR --baseline memory.json [--tol 0] [--limit 80GB] [--headroom 4GiB]
+    prism memory record DIR -o memory.json --real SNAPSHOT     a real run's peak beside it
     prism memory update DIR --baseline memory.json
 
     Exit status 1: a class grew beyond --tol, appeared, vanished, exceeds --limit less --headroom,
@@ -81,6 +87,8 @@ def memory(args: argparse.Namespace) -> Answer:
     refuse(
         (args.out and not record, f"-o has no effect on memory {args.action}",
          "prism memory record"),
+        (args.real and not record, f"--real has no effect on memory {args.action}",
+         "prism memory record"),
         (args.github and not check, f"--github has no effect on memory {args.action}",
          "memory check"),
         (not record and not args.baseline, f"prism memory {args.action} needs a baseline", fix),
@@ -91,12 +99,17 @@ def memory(args: argparse.Namespace) -> Answer:
 
 def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.memory.baseline import peak_memory
+    from megatron_prism.memory import baseline, peaks, snapshot
 
     programs = open_programs(args.programs, partial=True)
     warn_absent(programs)
     known = None if args.device == "none" else args.device
-    return peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
+    report = baseline.peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
+    for path in (one for given in args.real or () for one in snapshots(given)):
+        top = peaks.known_peak(snapshot.read(path).program)
+        rank = programs.programs[0].rank if (named := rank_of(path)) is None else named
+        baseline.add_real(report, programs.world, rank, top.num_bytes)
+    return report
 
 
 def _record(args: argparse.Namespace) -> Answer:

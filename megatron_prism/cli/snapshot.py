@@ -6,17 +6,20 @@ In : what ``memory.snapshot`` and ``memory.oom`` answer.  Out: text or JSON.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli.output import exact, print_table, write_data, write_outputs
+from megatron_prism.cli.output import Answer, exact, print_table
 from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Program, Programs
+    from megatron_prism.memory.oom import Candidate, Said
     from megatron_prism.memory.peaks import HeldMemory, Peak
     from megatron_prism.memory.snapshot import Snapshot
 
@@ -27,35 +30,82 @@ _RANK = re.compile(r"rank[-_]?0*(\d+)")
 
 
 def is_snapshot(path: str) -> bool:
-    """Whether its name is one of a snapshot's."""
-    return _NAME.search(path) is not None
+    """Whether its name is one of a snapshot's, or it is a folder of them."""
+    return bool(snapshots(path))
+
+
+def snapshots(path: str) -> list[str]:
+    """The snapshots that ``path`` names, by rank."""
+    if os.path.isdir(path):
+        names = (str(one) for one in Path(path).iterdir() if _NAME.search(one.name))
+        return sorted(names, key=lambda name: (rank_of(name) or 0, name))
+    return [path] if _NAME.search(path) else []
+
+
+def rank_of(path: str) -> int | None:
+    """The rank that a snapshot's name says; None if it says none."""
+    named = _RANK.search(Path(path).name)
+    return int(named[1]) if named else None
 
 
 def program_of(programs: Programs, path: str) -> Program:
     """The program of the rank that the snapshot's name says, the first otherwise."""
-    named = _RANK.search(Path(path).name)
-    rank = int(named[1]) if named else programs.programs[0].rank
+    rank = rank_of(path)
+    rank = programs.programs[0].rank if rank is None else rank
     if rank >= programs.world.size:
         raise UsageError(f"{path}: the slices have {programs.world.size} ranks",
                          fix="give the slices of its job")  # fmt: skip
     return programs.of(rank)
 
 
-def explain(args: argparse.Namespace, path: str, top: int) -> int:
-    """Print where the memory of a process went, from its snapshot."""
+def explain(path: str, top: int) -> Answer:
+    """Where the memory of a process went, from its snapshot; of several, of the one that needs
+    most."""
     from megatron_prism.memory import peaks, snapshot
     from megatron_prism.report.memory import render_snapshot
 
-    taken = snapshot.read(path)
-    peak = peaks.known_peak(taken.program)
-    write_outputs(args.force, (args.html, lambda: render_snapshot(Path(path).name, taken)))
+    every = {name: snapshot.read(name) for name in snapshots(path)}
+    tops = {name: peaks.known_peak(taken.program) for name, taken in every.items()}
+    largest = max(tops, key=lambda name: (every[name].failed is not None, tops[name].num_bytes))
+    taken, peak = every[largest], tops[largest]
+    least = tops[min(tops, key=lambda name: tops[name].num_bytes)]
+    differ = peaks.difference(least.holdings, peak.holdings)[:top]
     rows = [asdict(one) for one in peak.holdings[:top]]
     value = {"schema": "prism.memory_snapshot/1", **_figures(taken, peak), "top": rows}
-    status = int(taken.failed is not None)
-    if write_data(args, value, rows):
-        return status
+    if len(every) > 1:
+        value["ranks"] = {Path(name).name: _figures(every[name], tops[name]) for name in every}
+        value["differ"] = [asdict(one) for one in differ]
+
+    def page() -> None:
+        if len(every) > 1:
+            _print_ranks(every, tops, differ)
+        _print_snapshot(Path(largest).name, taken, peak)
+        _print_holdings(peak.holdings[:top])
+
+    return Answer(
+        lambda: value,
+        page,
+        lambda: rows,
+        next=f"prism compare {largest} SLICES  (prism capture -o SLICES -- the job's line)",
+        status=int(any(one.failed is not None for one in every.values())),
+        html=lambda: render_snapshot(Path(largest).name, taken),
+    )
+
+
+def _print_ranks(
+    every: Mapping[str, Snapshot], tops: Mapping[str, Peak], differ: Sequence[HeldMemory]
+) -> None:
+    rows = [(Path(name).name, f"{top.num_bytes:,}", top.op.label, f"{every[name].reserved:,}",
+             "out of memory" if every[name].failed else "")
+            for name, top in tops.items()]  # fmt: skip
+    print_table(("snapshot", "peak", "in", "reserved at the end", ""), rows)
+    print("the largest peak has more than the smallest:" if differ else "all peaks are alike")
+    _print_holdings(differ)
+
+
+def _print_snapshot(name: str, taken: Snapshot, peak: Peak) -> None:
     since = "its first request" if taken.whole else "later: blocks from before have no line"
-    print(f"{Path(path).name}: iterations 1 to {taken.iterations[-1]}, history since {since}")
+    print(f"{name}: iterations 1 to {taken.iterations[-1]}, history since {since}")
     if taken.failed is not None:
         _print_failed(taken)
     when = f"iteration {taken.iterations[peak.index]}, {peak.op.label}"
@@ -72,9 +122,6 @@ def explain(args: argparse.Namespace, path: str, top: int) -> int:
                 count = units.counted(len(sizes), "segment")
                 print(f"  {count} at the end of {whose} alone: {listed}")
     print(f"  at the end {exact(taken.reserved)}, {_free(taken)}")
-    _print_holdings(peak.holdings[:top])
-    print(f"next: prism compare {path} SLICES  (prism capture -o SLICES -- the job's line)")
-    return status
 
 
 def _figures(taken: Snapshot, peak: Peak) -> dict[str, object]:
@@ -108,29 +155,46 @@ def _print_failed(taken: Snapshot) -> None:
         print("  the optimizer's states do not exist yet: later iterations need more")
 
 
-def _print_holdings(holdings: tuple[HeldMemory, ...]) -> None:
+def _print_holdings(holdings: Sequence[HeldMemory]) -> None:
     rows = [(f"{h.num_bytes:,}", str(h.count), h.kind, h.site, h.module) for h in holdings]
     print_table(("  bytes", "tensors", "kind", "site", "module"), rows)
 
 
-def explain_error(args: argparse.Namespace, program: Program, text: str, top: int) -> int:
-    """Print which request of the slices an out-of-memory error was about."""
+def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
+    """Which request of the slices an out-of-memory error was about, and what frees memory."""
+    from megatron_prism.ask.fit import fit
     from megatron_prism.memory import oom
+    from megatron_prism.report.fit import changes_of
 
-    said = oom.parse(text)
-    found = oom.candidates(program, said)
+    said = oom.parse(args.oom)
+    found = oom.candidates(programs.programs[0], said)
     if not found:
         raise UsageError(
             f"no request of the slices is {units.format_bytes(said.asked)}",
             fix="capture the job with the flags of the run that failed",
         )
-    fits = oom.fits_expandable(program, said)
+    limit, tried = oom.limit_of(said), None
+    if limit is not None:
+        tried = fit(programs, limit=limit, machine=args.machine, calibration=args.calibration,
+                    alloc_conf=args.alloc or "", device=None)  # fmt: skip
     rows = [{"num_bytes": one.num_bytes, "step": one.op.label, "op": one.op.name,
              "site": one.site, "allocated": one.allocated,
              "first_iteration": one.first} for one in found]  # fmt: skip
-    value = {"schema": "prism.memory_oom/1", "candidates": rows, "fits_expandable": fits}
-    if write_data(args, value, rows):
-        return 0
+    value = {"schema": "prism.memory_oom/1", "candidates": rows, "limit": limit,
+             "changes": [asdict(one) for one in tried.changes] if tried else None}  # fmt: skip
+
+    def page() -> None:
+        _print_request(said, found)
+        _print_holdings(found[0].holdings[: args.top])
+        if tried is not None:
+            size = f"the {units.format_bytes(tried.limit)} of segments that the process could have"
+            print(f"a later iteration {'fits' if tried.fits else 'does not fit'} into {size}")
+            print("\n".join(changes_of(tried)))
+
+    return Answer(lambda: value, page, lambda: rows)
+
+
+def _print_request(said: Said, found: Sequence[Candidate]) -> None:
     best = found[0]
     when = "the first iteration: Adam's states do not exist yet" if best.first else "any iteration"
     print(f"{best.num_bytes:,} B in {best.op.label} {best.op.name} {best.site}")
@@ -140,12 +204,7 @@ def explain_error(args: argparse.Namespace, program: Program, text: str, top: in
         enough = said.unused + (said.device_free or 0) >= said.asked
         kind = "fragmentation" if enough and said.unused >= said.asked // 4 else "size"
         print(f"  {kind}: {units.format_bytes(said.unused)} are reserved and not in use")
-    if fits is not None:
-        word = "fits" if fits else "does not fit"
-        print(f"  a later iteration {word} with expandable_segments:True")
     others = {(one.op.label, one.site) for one in found[1:]} - {(best.op.label, best.site)}
     if others:
         listed = ", ".join(f"{label} {site}" for label, site in sorted(others)[:4])
         print(f"  requests of the same size: {listed}")
-    _print_holdings(best.holdings[:top])
-    return 0

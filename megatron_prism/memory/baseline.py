@@ -27,7 +27,7 @@ from megatron_prism.core.files import rendered, write_whole
 from megatron_prism.core.ops import CODED
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import counted
-from megatron_prism.core.world import format_ranks
+from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.classes import equal_programs
 from megatron_prism.memory import allocator, nccl_buffers, routing
 from megatron_prism.memory.peaks import (
@@ -107,6 +107,7 @@ class OptionalFigures(TypedDict, total=False):
     nccl_between: list[int] | None
     peak_device: _Bytes | None
     drawn: DrawnFigures | None
+    real: _Bytes  # peak of allocated bytes of real processes of this class
 
 
 class ClassMemoryFigures(OptionalFigures):
@@ -187,6 +188,7 @@ class Change:
     by_kind : bytes per kind, after - before, where they differ
     origins : the same per origin, largest growth first
     moved   : "1B2 -> O" if the peak is at another step
+    real    : peak of a real run of what the baseline is of, None if it has none
     """
 
     what: str
@@ -198,6 +200,7 @@ class Change:
     origins: tuple[Growth, ...]
     moved: str = ""
     level: str = "allocated"
+    real: int | None = None
 
     @property
     def fails(self) -> bool:
@@ -348,6 +351,15 @@ def beside_tensors(one: ClassMemoryFigures) -> dict[str, int]:
             "context": needed(one) - one["peak_reserved"] - nccl}  # fmt: skip
 
 
+def add_real(report: MemoryReport, world: World, rank: int, num_bytes: int) -> None:
+    """Keep the peak of a real process of ``rank`` with its class; UsageError if it has none."""
+    for one in report.classes.values():
+        if rank in world.select(one["ranks"]):
+            one["real"] = max(one.get("real", 0), num_bytes)
+            return
+    raise UsageError(f"no slice stands for rank {rank}", fix="a snapshot of this very job")
+
+
 def first_program(programs: Programs, one: ClassMemoryFigures) -> Program:
     """The program of a class."""
     return programs.of(int(re.split(r"\D", one["ranks"], maxsplit=1)[0]))
@@ -455,7 +467,8 @@ def _change(
     moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
     if old["count"] != new["count"]:
         moved += f"{'; ' if moved else ''}{old['count']} -> {counted(new['count'], 'rank')}"
-    return Change(what, name, new["ranks"], first, second, kinds, _growths(old, new), moved)
+    return Change(what, name, new["ranks"], first, second, kinds, _growths(old, new), moved,
+                  real=old.get("real"))  # fmt: skip
 
 
 def _growths(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, ...]:

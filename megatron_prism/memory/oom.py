@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
-from megatron_prism.memory import allocator
-from megatron_prism.memory.peaks import HeldMemory, changes, holdings_at, op_at, site_of
+from megatron_prism.memory.peaks import HeldMemory, holdings_at, op_at, site_of
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
@@ -92,11 +91,7 @@ def candidates(program: Program, said: Said) -> list[Candidate]:
     return found
 
 
-def fits_expandable(program: Program, said: Said) -> bool | None:
-    """Whether the iteration fits into what the process could have with expandable segments; None
-    where the error does not say how much that is."""
-    if said.allocated is None or said.unused is None or said.device_free is None:
-        return None
-    limit = said.allocated + said.unused + said.device_free
-    requests = program.history.tolist() or changes(program)
-    return allocator.replay_requests(requests, allocator.Settings(True), limit).full is None
+def limit_of(said: Said) -> int | None:
+    """Bytes of segments that the process could have; None where the error does not say."""
+    parts = said.allocated, said.unused, said.device_free
+    return None if None in parts else sum(filter(None, parts))

@@ -197,6 +197,13 @@ def grouped(rows: Iterable[tuple[Key, int, int]]) -> tuple[HeldMemory, ...]:
     return tuple(sorted(held, key=lambda one: (-abs(one.num_bytes), one.key)))
 
 
+def difference(a: Iterable[HeldMemory], b: Iterable[HeldMemory]) -> tuple[HeldMemory, ...]:
+    """What ``b`` holds more than ``a`` (less: negative), by origin, most first."""
+    rows = [(one.key, sign * one.num_bytes, sign * one.count)
+            for sign, each in ((-1, a), (1, b)) for one in each]  # fmt: skip
+    return tuple(one for one in grouped(rows) if one.num_bytes)
+
+
 def holdings_at(program: Program, top: int) -> tuple[HeldMemory, ...]:
     """What is alive after event ``top``, by kind, module and site."""
     which, of, keys = _owners(program)

@@ -31,7 +31,7 @@ from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import EMPTIED
 from megatron_prism.core.program import Builder, Program
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
-from megatron_prism.memory.peaks import HeldMemory, Peak, grouped, holdings_at, known_peak
+from megatron_prism.memory.peaks import HeldMemory, Peak, difference, holdings_at, known_peak
 
 _MOST = 1 << 31  # bytes of a snapshot, unpacked
 _FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
@@ -415,10 +415,8 @@ class SnapshotGrowth:
 
 def grown(earlier: Snapshot, later: Snapshot) -> SnapshotGrowth:
     """What is alive at the end of ``later`` and was not at the end of ``earlier``."""
-    rows = [(one.key, sign * one.num_bytes, sign * one.count)
-            for sign, program in ((-1, earlier.program), (1, later.program))
-            for one in holdings_at(program, len(program.allocations) - 1)]  # fmt: skip
-    return SnapshotGrowth(tuple(one for one in grouped(rows) if one.num_bytes))
+    ends = (holdings_at(one.program, len(one.program.allocations) - 1) for one in (earlier, later))
+    return SnapshotGrowth(difference(*ends))
 
 
 # -- beside the slices of the same job -------------------------------------------------------------

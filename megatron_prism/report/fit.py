@@ -32,7 +32,7 @@ def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
         _classes(found.memory, found.overruns),
         _peak(found, shown or found.worst, top),
     ]
-    parts += [_changes(found), _sources(found.memory)]
+    parts += [changes_of(found), _sources(found.memory)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines) + "\n"
 
 
@@ -137,7 +137,8 @@ def _parts(one: ClassMemoryFigures) -> list[list[str]]:
     return [*rows, [f"  = {level}", format_bytes(needed(one))]]
 
 
-def _changes(found: Fit) -> Iterator[str]:
+def changes_of(found: Fit) -> Iterator[str]:
+    """What frees memory of a job that does not fit, tried on its slices."""
     if found.fits:
         return
     enough = any(one.fits for one in found.changes)

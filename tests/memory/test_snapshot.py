@@ -215,3 +215,49 @@ def test_what_a_process_holds_more_is_named_by_its_line(tmp_path, capsys):
     assert value["grown"] == 3 * MIB
     assert [(one["site"], one["count"]) for one in value["by"]] == [("core/cache.py:1", 1)]
     assert main(["compare", names[0], names[0], "--exit-code"]) == 0
+
+
+def test_of_several_ranks_the_largest_is_explained(tmp_path, capsys):
+    kept = ("x/megatron/core/cache.py", "keep")
+    first = [event("alloc", 1, 2 * MIB, kept)]
+    stored(tmp_path, [*first, event("alloc", 2, 3 * MIB, kept)], name="rank10.pickle")
+    stored(tmp_path, first, name="rank2.pickle.gz")
+    assert main(["fit", str(tmp_path), "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["peak_allocated"] == 5 * MIB
+    assert list(value["ranks"]) == ["rank2.pickle.gz", "rank10.pickle"]
+    (differ,) = value["differ"]
+    assert (differ["site"], differ["num_bytes"], differ["count"]) == ("core/cache.py:1", 3 * MIB, 1)
+    assert main(["fit", str(tmp_path)]) == 0
+    assert "rank10.pickle: iterations" in capsys.readouterr().out
+
+
+def test_an_error_ends_in_what_frees_memory_tried_on_the_slices(tmp_path, capsys):
+    lines = ["prism-program 1", "world size=1", "program rank=0", "0F compute ns=1us"]
+    lines += [f"- alloc storage={n} bytes=12MiB note=@core/a.py:{n}" for n in range(6)]
+    lines += ["- alloc storage=20 bytes=60MiB note=@core/b.py:1", "O compute ns=1us"]
+    path = tmp_path / "slices.txt"
+    path.write_text("\n".join(lines))
+    text = ("Tried to allocate 60.00 MiB. GPU 0 has … 2.00 MiB is free. 72.00 MiB is allocated by "
+            "PyTorch, and 10.00 MiB is reserved by PyTorch but unallocated")  # fmt: skip
+    assert main(["fit", str(path), "--oom", text, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["limit"], value["changes"]) == (84 * MIB, [])
+    assert value["candidates"][0]["site"] == "core/b.py:1"
+    assert main(["fit", str(path), "--oom", text]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "does not fit into the 84 MiB of segments" in said
+    assert "nothing that can be tried on the slices frees memory" in said
+
+
+def test_a_baseline_with_a_real_run_parts_the_commit_from_the_emulation(tmp_path, capsys):
+    text = "prism-program 1\nworld size=2\nprogram ranks=0-1\n- alloc storage=0 bytes={}MiB\n"
+    for name, size in (("then", 4), ("now", 9)):
+        (tmp_path / name).write_text(f"{text.format(size)}0F compute ns=1us\nO compute ns=1us\n")
+    real = str(stored(tmp_path, [event("alloc", 1, 6 * MIB)], name="rank1.pickle"))
+    then, now, kept = (str(tmp_path / name) for name in ("then", "now", "m.json"))
+    assert main(["memory", "record", then, "-o", kept, "--real", real]) == 0
+    capsys.readouterr()
+    assert main(["memory", "check", now, "--baseline", kept]) == 1
+    said = capsys.readouterr().out
+    assert "the emulation was -2,097,152 B off, the commit's are +5,242,880 B" in said
