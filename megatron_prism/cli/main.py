@@ -503,6 +503,10 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
     for word in words:
         if (now := _as_option(word)) != shlex.quote(word) and now.partition(" ")[0] in options:
             raise UsageError(f"{word} is an option of prism {name}", fix=now)
+    for action in reader._actions:
+        if action.metavar == "FLAGS" and (own := {*action.option_strings} & {*words[:-1]}):
+            at = words.index(own.pop())  # argparse takes a lone flag for one of its own
+            words = [*words[:at], f"{words[at]}={words[at + 1]}", *words[at + 2 :]]
     args, rest = reader.parse_known_intermixed_args(words)
     takes_settings = hasattr(args, "settings")
     for word, following in zip(rest, [*rest, "…"][1:], strict=True):

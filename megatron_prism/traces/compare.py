@@ -172,9 +172,8 @@ def _rank(
         whats = f"computing before {call}", f"{call} on the wire", f"{call} waiting for others"
         for what, both in zip(whats, step, strict=True):
             sums[what].append(both)
-    ops = [
-        Difference(what, *np.sum(all_, axis=0).tolist(), len(all_)) for what, all_ in sums.items()
-    ]
+    totals = ((what, np.sum(both, axis=0).tolist(), len(both)) for what, both in sums.items())
+    ops = [Difference(what, p, r, count) for what, (p, r), count in totals]
     ops.sort(key=lambda row: -abs(row.error))
     return RankComparison(pairing.rank, tuple(parts), tuple(ops))
 

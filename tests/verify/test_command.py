@@ -61,6 +61,11 @@ def test_a_job_that_says_no_size_is_taken_to_have_replicas(tmp_path, monkeypatch
     assert (line.world, line.dp_known) == (World(8, tp=8), False)
 
 
+def test_the_other_job_may_be_one_flag_more(job, capsys):
+    assert job("--against", "--overlap-grad-reduce", same=True) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("what the other job computes")
+
+
 def test_no_job_is_bad_usage():
     with pytest.raises(UsageError, match="verify which job"):
         cli._dispatch(["verify"])
