@@ -43,6 +43,12 @@ ROUTER = "megatron/core/transformer/moe/router.py"
 EXTENSIONS = "megatron/core/extensions/transformer_engine.py"
 TE = "--transformer-impl transformer_engine --moe-grouped-gemm"
 OPTIMIZER = "megatron/core/optimizer/optimizer.py"
+DSA = (
+    "--multi-latent-attention --q-lora-rank 192 --kv-lora-rank 64 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 16 --experimental-attention-variant dsa "
+    "--dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048 "
+    "--dsa-indexer-loss-coeff 1.0 --disable-bias-linear --transformer-impl transformer_engine"
+)
 MTP = "megatron/core/transformer/multi_token_prediction.py"
 
 
@@ -80,7 +86,8 @@ FAULTS = (
           ("assert gradient_scaling_factor == target_gradient_scaling_factor", "pass")),
     Fault("gradients are divided by dp without cp", CP, World(8, cp=4), DDP,
           "self.dp_cp_group.size()",
-          "(self.dp_cp_group.size() // config.context_parallel_size)", r"2 x"),
+          "(self.dp_cp_group.size() // config.context_parallel_size)", r"2 x",
+          fixed="3bdcbbbe5d"),
     Fault("auxiliary losses are not scaled by cp", f"{MOE} {CP}", World(4, cp=4), SCHEDULES,
           "loss_scale * cp_group_size / num_microbatches", "loss_scale / num_microbatches",
           r"router", fixed="#2237"),
@@ -176,6 +183,15 @@ FAULTS = (
           ("    gather_from_tensor_model_parallel_region,\n",
            "    gather_from_tensor_model_parallel_region,\n"
            "    all_gather_last_dim_from_tensor_parallel_region,\n"), fixed="06e9f28b30"),
+    Fault("tokens of local experts are in the wrong order", f"{MOE} {SP} {TE} {EP}",
+          World(32, tp=4, ep=8), "megatron/core/transformer/moe/token_dispatcher.py",
+          """num_global_tokens_per_local_expert.view(
+                -1, self.num_local_experts
+            )
+""", "num_global_tokens_per_local_expert\n", r"experts", fixed="54d4b3ddbb"),
+    Fault("the indexer's loss is not divided by microbatches", DSA, World(8), SCHEDULES,
+          "loss_scale * cp_size_for_scaling / num_microbatches", "loss_scale * cp_size_for_scaling",
+          r"indexer", fixed="#4070"),
 )  # fmt: skip
 
 

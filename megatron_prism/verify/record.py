@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from megatron_prism.verify.shrink import SmallRun
 
 Shard = tuple[str, list[int], list[int], np.ndarray]  # key, offset, shape of the whole, data
 Model = Sequence[Any]  # of Megatron: chunks of a stage
-Values = Mapping[torch.nn.Parameter, torch.Tensor]
+Parameter = torch.nn.Parameter
+Tensors = dict[Parameter, torch.Tensor]
 LAST_BIT = 2.0**-24  # of float32: half the distance of two neighbours at 1
 STATES = ("exp_avg", "exp_avg_sq")  # of Adam
 
@@ -54,39 +55,35 @@ class StepRecorder:
         Path(f"{self.place}.json").write_text(json.dumps(self.facts))
 
 
-def whole_buffers(model: Model, of_gradients: bool) -> dict[torch.nn.Parameter, torch.Tensor]:
+def whole_buffers(model: Model, of_gradients: bool) -> Tensors:
     """Gradients, or parameters, of every parameter as copies that are complete on this rank.
 
     With the distributed optimizer a rank has reduced, or updated, its part of each bucket alone;
     the others' parts are gathered.
     """
-    found: dict[torch.nn.Parameter, torch.Tensor] = {}
-    for chunk in model:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            for bucket in group.buckets:
-                kept = bucket.grad_data if of_gradients else bucket.param_data
-                if kept is None:  # parameters stay where they were made
-                    found.update((p, p.detach().clone()) for p in bucket.params)
-                    continue
-                data = kept.detach().clone()
-                if group.ddp_config.use_distributed_optimizer:
-                    owners = group.intra_distributed_optimizer_instance_group
-                    parts = list(data.chunk(owners.size()))
-                    mine = parts[owners.rank()].clone()
-                    torch.distributed.all_gather(parts, mine, group=owners)
-                    data = torch.cat(parts)
-                for parameter in bucket.params:
-                    view = parameter.main_grad if of_gradients else parameter.data
-                    start = view.storage_offset() - kept.storage_offset()
-                    found[parameter] = data[start : start + view.numel()].view(view.shape)
+    found: Tensors = {}
+    for group, bucket in _buckets(model):
+        kept = bucket.grad_data if of_gradients else bucket.param_data
+        if kept is None:  # parameters stay where they were made
+            found.update((p, p.detach().clone()) for p in bucket.params)
+            continue
+        data = kept.detach().clone()
+        if group.ddp_config.use_distributed_optimizer:
+            owners = group.intra_distributed_optimizer_instance_group
+            parts = list(data.chunk(owners.size()))
+            mine = parts[owners.rank()].clone()
+            torch.distributed.all_gather(parts, mine, group=owners)
+            data = torch.cat(parts)
+        for parameter in bucket.params:
+            view = parameter.main_grad if of_gradients else parameter.data
+            start = view.storage_offset() - kept.storage_offset()
+            found[parameter] = data[start : start + view.numel()].view(view.shape)
     return found
 
 
-def whole_states(model: Model, optimizer: Any, name: str) -> dict[torch.nn.Parameter, torch.Tensor]:
+def whole_states(model: Model, optimizer: Any, name: str) -> Tensors:
     """One of Adam's states of every parameter as copies that are complete on this rank."""
-    own: dict[
-        torch.nn.Parameter, tuple[int, torch.Tensor]
-    ] = {}  # from where on, what this rank has
+    own: dict[Parameter, tuple[int, torch.Tensor]] = {}  # from which element on, what is here
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(one, "model_param_gbuf_map"):  # the distributed one
             for parameter in one.model_param_gbuf_map:
@@ -95,22 +92,28 @@ def whole_states(model: Model, optimizer: Any, name: str) -> dict[torch.nn.Param
                 own[parameter] = start, state[name]
         else:
             own |= {parameter: (0, state[name]) for parameter, state in one.optimizer.state.items()}
-    found = {}
-    for chunk in model:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            for parameter in (one for bucket in group.buckets for one in bucket.params_list):
-                whole = torch.zeros(parameter.numel())
-                if parameter in own:
-                    start, part = own[parameter]
-                    whole[start : start + part.numel()] = part.reshape(-1)
-                if group.ddp_config.use_distributed_optimizer:
-                    owners = group.intra_distributed_optimizer_instance_group
-                    torch.distributed.all_reduce(whole, group=owners)
-                found[parameter] = whole.view(parameter.shape)
+    found: Tensors = {}
+    for group, bucket in _buckets(model):
+        for parameter in bucket.params_list:
+            whole = torch.zeros(parameter.numel())
+            if parameter in own:
+                start, part = own[parameter]
+                whole[start : start + part.numel()] = part.reshape(-1)
+            if group.ddp_config.use_distributed_optimizer:
+                owners = group.intra_distributed_optimizer_instance_group
+                torch.distributed.all_reduce(whole, group=owners)
+            found[parameter] = whole.view(parameter.shape)
     return found
 
 
-def shards(model: Model, values: Values, only: bool) -> Iterator[Shard]:
+def _buckets(model: Model) -> Iterator[tuple[Any, Any]]:
+    """(group, bucket) of every chunk."""
+    for chunk in model:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            yield from ((group, bucket) for bucket in group.buckets)
+
+
+def shards(model: Model, values: Tensors, only: bool) -> Iterator[Shard]:
     """What a checkpoint would have of ``values`` in place of the parameters; ``only``: less what
     are no parameters."""
     from megatron.core import parallel_state

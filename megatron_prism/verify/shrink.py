@@ -74,6 +74,7 @@ _DROPPED: dict[str, Off] = {
         "loss_scale": None, "fp16_lm_cross_entropy": False,
         # Megatron takes these with bf16 and fp16 alone
         "overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False,
+        "dsa_indexer_rotate_activation": False,
     },
     _KERNELS: {
         "use_flash_attn": False, "tp_comm_overlap": False, "cuda_graph_impl": "none",
@@ -119,7 +120,8 @@ _AT_MOST = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16,
     "v_head_dim": 16, "wgrad_deferral_limit": 2, "recompute_num_layers": 1,
     "moe_latent_size": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "dsa_indexer_n_heads": 4,
+    "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 16,
 }  # fmt: skip
 _REFUSED = {
     "use_megatron_fsdp": "--use-distributed-optimizer in its place is the same arithmetic",
