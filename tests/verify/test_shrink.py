@@ -63,6 +63,12 @@ def test_layers_are_as_few_as_the_stages_admit(given, layers, others):
     assert {name: getattr(args, name) for name in others} == others
 
 
+@pytest.mark.parametrize(("groups", "left"), [(8, 2), (2, 1)])
+def test_fewer_heads_of_keys_than_tp_stay_fewer(groups, left):
+    args, _ = shrunk(group_query_attention=True, num_query_groups=groups)  # tp 8
+    assert args.num_query_groups == left
+
+
 def test_what_is_changed_is_said_with_its_reason():
     args, changes = shrunk()
     assert not args.bf16
