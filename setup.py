@@ -52,7 +52,6 @@ setup(
         "megatron-core>=0.16.1,<0.21",
         "numba>=0.61",  # loops over large world graphs (replay/loops.py); 55 MB
         "msgspec>=0.19",  # checks foreign files against types; 0.4 MB, no dependencies
-        "shtab>=1.7",  # prism completion; 14 kB, no dependencies
         "PyYAML>=6",
         "nvidia-ml-py>=12",  # a GPU's clock and power; 0.05 MB, no dependencies
         # its Python alone, 1.2 MB: without an extra the wheel brings no library and needs nothing.

@@ -95,21 +95,19 @@ class MemoryGuard:
         from megatron_prism.core.errors import PrismError
 
         try:
-            problem = self._problem(job, more)
+            problem = self._problem({**self.given, **more, **({} if job is None else {"job": job})})
         except PrismError as error:
             problem = str(error)
         if problem:
             pytest.fail(problem, pytrace=False)
 
-    def _problem(self, job: object, more: Mapping[str, object]) -> str:
+    def _problem(self, wanted: Mapping[str, Any]) -> str:
         """What fails, or nothing; the baseline is written where there is none yet."""
         from megatron_prism.cli import arguments
         from megatron_prism.cli.memory import describe, limit_of
         from megatron_prism.memory import baseline
 
-        wanted = {**self.given, **more, **({} if job is None else {"job": job})}
-        unknown = set(wanted) - set(_KEYS)
-        if unknown or "job" not in wanted:
+        if not {"job"} <= set(wanted) <= set(_KEYS):
             return f"prism_memory.check takes {', '.join(_KEYS)}; job is needed"
         path = self.root / (wanted.get("baseline") or self.place)
         headroom, tol = (
@@ -117,14 +115,12 @@ class MemoryGuard:
         )
         limit = limit_of(wanted.get("limit"), headroom)
         device = wanted.get("device") or "h200"
-        there = path.exists()
-        if not there and os.environ.get("CI", "").lower() in ("1", "true") and not self.update:
+        fresh = self.update or not path.exists()
+        if fresh and not self.update and os.environ.get("CI", "").lower() in ("1", "true"):
             return f"{path} is missing; write it: pytest --prism-mem-update"
-        fresh = self.update or not there
         before = None if fresh else baseline.load(path)  # a damaged one is told before the capture
         programs = _programs(wanted["job"], wanted.get("settings", ()))
-        known = None if device == "none" else device
-        after = baseline.peak_memory(programs, device=known)
+        after = baseline.peak_memory(programs, device=None if device == "none" else device)
         for name, one in after.classes.items():
             self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
         changes = baseline.compare(before or after, after, tol_bytes=tol, limit=limit)
@@ -135,7 +131,7 @@ class MemoryGuard:
 
 
 def _programs(job: object, settings: str | Sequence[str]) -> Programs:
-    """Programs as they are, opened, or captured from a recipe."""
+    """Programs as they are, opened, or captured."""
     from megatron_prism.core.errors import UsageError
     from megatron_prism.core.program import Programs
     from megatron_prism.core.slices import open_programs
@@ -144,30 +140,29 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
         return job
     if not isinstance(job, (str, os.PathLike)):
         raise UsageError(f"job={job!r} is no path", fix="job=RECIPE, or the path of programs")
-    if Path(job).exists() and Path(job).suffix not in (".yaml", ".yml"):
+    there = Path(job).exists()
+    if there and Path(job).suffix not in (".yaml", ".yml"):
         if settings:
             what = f"settings={settings!r} changes no captured programs"
             raise UsageError(what, fix="job=RECIPE")
         return open_programs(job)
     words = (settings,) if isinstance(settings, str) else tuple(settings)
-    stamp = Path(job).stat().st_mtime_ns if Path(job).exists() else 0
-    return _captured(str(job), words, stamp)
+    return _captured(str(job), words, Path(job).stat().st_mtime_ns if there else 0)
 
 
 @functools.lru_cache(maxsize=4)
 def _captured(job: str, settings: tuple[str, ...], stamp: int) -> Programs:
-    """Captured from a recipe; tests of the same job share it.  ``stamp``: when its file changed."""
+    """Captured; tests of the same job share it.  ``stamp``: when the recipe's file changed."""
     from megatron_prism.cli.output import console
     from megatron_prism.core import recipe
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.emulate import script_job
+    from megatron_prism.emulate import recipe_job, script_job
     from megatron_prism.emulate.job_line import job_of
-    from megatron_prism.emulate.recipe_job import capture
 
     with tempfile.TemporaryDirectory() as folder:
-        if len(line := shlex.split(job)) > 1:  # a launch line
-            ours, words = job_of(line, [])
-            slices = Path(folder) / "slices"
-            script_job.capture_command_line(words[0], [*ours, *words[1:]], slices, console(True))
-            return open_programs(slices)
-        return capture(recipe.load(job, settings), Path(folder) / "slices")
+        slices = Path(folder) / "slices"
+        if len(line := shlex.split(job)) == 1:
+            return recipe_job.capture(recipe.load(job, settings), slices)
+        ours, words = job_of(line, [])
+        script_job.capture_command_line(words[0], [*ours, *words[1:]], slices, console(True))
+        return open_programs(slices)

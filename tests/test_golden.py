@@ -53,7 +53,6 @@ MEMORY = {
 OTHERS = {
     "compare": ["compare", "slices/dense_pp2", "slices/interleaved"],
     "compare-what-if": ["compare", "slices/dense_pp2", "slow=0:1.5"],
-    "world": ["world", "size=64", "tp=4", "pp=2", "--rank", "13"],
     "recipes": ["recipes"],
     "hang-dumps": ["hang", "--dumps", "OUT/dumps"],
     "hang-dumps-programs": ["hang", "--dumps", "OUT/dumps", "--programs", "slices/dense_pp2"],

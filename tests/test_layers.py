@@ -55,7 +55,6 @@ PACKAGES = {
     # types of files, checked by core/foreign.py
     "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*",
                 "traces/*"],
-    "shtab": ["cli/main.py"],
     "rich": ["cli/*", "report/*", "emulate/*"],
     "pytest": ["pytest_plugin.py"],
     "numba": ["graph/loops.py"],

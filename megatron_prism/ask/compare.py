@@ -155,21 +155,20 @@ def compare(
             return price(job, machine=machine, calibration=calibration)
         return job if isinstance(job, PricedGraph) else None
 
-    if isinstance(a, snapshot.Snapshot):
-        if isinstance(b, snapshot.Snapshot):
+    if isinstance(b, snapshot.Snapshot):
+        if isinstance(a, snapshot.Snapshot):
             return snapshot.grown(a, b)
-        programs = b.programs if isinstance(b, PricedGraph) else b
-        if isinstance(programs, Programs):
-            return snapshot.compare(a, programs.programs[0])
-    elif isinstance(b, snapshot.Snapshot):
         raise UsageError("the snapshot comes first", fix="prism compare SNAPSHOT SLICES")
-    if not isinstance(a, (Programs, PricedGraph, MemoryReport)):
-        predicted = priced(b)
-        if predicted is None or isinstance(a, snapshot.Snapshot):
-            raise UsageError("a real job needs slices beside it", fix="prism compare A SLICES")
-        return compare_traces(a, predicted.timeline)
-    assert not isinstance(b, snapshot.Snapshot)
-    return _jobs((a, b), names, priced)
+    if isinstance(a, (Programs, PricedGraph, MemoryReport)):
+        return _jobs((a, b), names, priced)
+    if isinstance(b, MemoryReport):
+        raise UsageError("a real job needs slices beside it", fix="prism compare A SLICES")
+    if isinstance(a, snapshot.Snapshot):
+        programs = b.programs if isinstance(b, PricedGraph) else b
+        return snapshot.compare(a, programs.programs[0])
+    predicted = priced(b)
+    assert predicted is not None
+    return compare_traces(a, predicted.timeline)
 
 
 def _jobs(
@@ -180,31 +179,29 @@ def _jobs(
         graphs = [one for one in map(priced, jobs) if one is not None]
     except PrismError as error:
         why = error.message
-    timed = (graphs[0], graphs[1]) if len(graphs) == 2 else None
-    if not why and timed is None:
+    if not why and len(graphs) < 2:
         why = "a report of memory has no times"
     given = [one.programs if isinstance(one, PricedGraph) else one for one in jobs]
     memory = _memory(given)
-    programs = given if timed is None else [one.graph.programs for one in timed]
+    programs = given if why else [one.graph.programs for one in graphs]
     first = _first(programs)
-    iterations = found = timelines = None
+    iterations = difference = timelines = None
     times: list[Part] = []
-    if timed is not None:
-        timelines = (timed[0].timeline, timed[1].timeline)
-        iterations = (timelines[0].iteration_ns, timelines[1].iteration_ns)
-        alike = first == () and timed[0].machine == timed[1].machine
+    if not why:
+        one, other = (graph.timeline for graph in graphs)
+        timelines, iterations = (one, other), (one.iteration_ns, other.iteration_ns)
+        alike = first == () and graphs[0].machine == graphs[1].machine
         own = 0.0 if alike else differences.OWN  # the same kernels and calls have the same errors
-        one, other = map(differences.estimate, timelines)
-        found = differences.difference(one, other, own)
+        difference = differences.difference(*map(differences.estimate, timelines), own)
         parts = [mean_parts({**vars(each.account(index)), "count": count}
                             for index, count in enumerate(each.graph.classes.counts))
                  for each in timelines]  # fmt: skip
         times = _parts(*parts)
     return Comparison(
-        names, tuple(_settings(programs)), iterations, why, found, tuple(times), memory,
+        names, tuple(_settings(programs)), iterations, why, difference, tuple(times), memory,
         tuple(_kinds(*memory)) if memory else (),
         tuple(_changes(*memory)) if memory else (), first, timelines,
-        scale_changes(*timed) if timed and first is None else (),
+        scale_changes(*graphs) if not why and first is None else (),
     )  # fmt: skip
 
 
@@ -215,8 +212,8 @@ def _parts(a: dict[str, float], b: dict[str, float]) -> list[Part]:
     return sorted(found, key=lambda one: (-abs(one.b - one.a), one.what))
 
 
-def _memory(jobs: Sequence[object]) -> tuple[MemoryReport, MemoryReport] | None:
-    found = []
+def _memory(jobs: Sequence[Programs | MemoryReport]) -> tuple[MemoryReport, MemoryReport] | None:
+    reports = []
     for one in jobs:
         if isinstance(one, Programs):
             if not all(len(program.allocations) for program in one.programs):
@@ -225,24 +222,20 @@ def _memory(jobs: Sequence[object]) -> tuple[MemoryReport, MemoryReport] | None:
                 one = peak_memory(one)
             except UsageError:  # no whole iteration
                 return None
-        assert isinstance(one, MemoryReport)
-        found.append(one)
-    return found[0], found[1]
+        reports.append(one)
+    return reports[0], reports[1]
 
 
-def _kinds(a: MemoryReport, b: MemoryReport) -> list[Part]:
+def _kinds(*reports: MemoryReport) -> list[Part]:
     """Of the class of each that needs most."""
-    both = []
-    for report in (a, b):
-        one = max(report.classes.values(), key=needed)
-        both.append({**one["by_category"], **beside_tensors(one), "device": needed(one)})
-    return [Part(kind, both[0][kind], both[1][kind]) for kind in both[0]
-            if both[0][kind] or both[1][kind]]  # fmt: skip
+    worst = [max(report.classes.values(), key=needed) for report in reports]
+    a, b = ({**w["by_category"], **beside_tensors(w), "device": needed(w)} for w in worst)
+    return [Part(kind, a[kind], b[kind]) for kind in a if a[kind] or b[kind]]
 
 
 def _changes(a: MemoryReport, b: MemoryReport) -> list[Change]:
-    found = baseline.compare(a, b, any_job=True)
-    return [one for one in found if one.what not in ("same", "leaks")]
+    changes = baseline.compare(a, b, any_job=True)
+    return [one for one in changes if one.what not in ("same", "leaks")]
 
 
 def _settings(jobs: Sequence[object]) -> list[Setting]:

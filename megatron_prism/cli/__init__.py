@@ -1,7 +1,7 @@
 """The commands of ``prism``, and what they share.
 
 compare.py  fit.py  hang.py  memory.py  patches.py  predict.py  replay.py  sweep.py
-verify.py  world.py      a command each
+verify.py                 a command each
 programs.py   capture, show, check; calibrate
 traces.py     import
 what_ifs.py   what-ifs of a job's own settings, for replay, predict and compare

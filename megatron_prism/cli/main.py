@@ -44,7 +44,6 @@ from megatron_prism.cli.replay import replay
 from megatron_prism.cli.sweep import sweep
 from megatron_prism.cli.traces import import_
 from megatron_prism.cli.verify import verify
-from megatron_prism.cli.world import release, world
 from megatron_prism.core.errors import PrismError, UnitError, UsageError, did_you_mean
 from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
@@ -66,6 +65,11 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]  # as add_argument takes it
 def _file(flag: str, text: str) -> Argument:
     """An option that names a file."""
     return (flag,), {"metavar": "FILE", "type": Path, "help": text}
+
+
+def _switch(flag: str, text: str) -> Argument:
+    """An option without a value."""
+    return (flag,), {"action": "store_true", "help": text}
 
 
 def _option(name: str, reader: arguments.Reader, metavar: str, text: str, **more: Any) -> Argument:
@@ -99,7 +103,6 @@ def _settings(text: str) -> Argument:
     return ("settings",), {"nargs": "*", "metavar": "key=value", "help": text}
 
 
-SETTINGS = _settings("see above")
 WHAT_IFS = _settings("what if: slow=517:1.2, dp=64, microbatches=32")
 OVERRIDES = _settings("change a flag of the recipe: tp=4, seq_length=4096")
 
@@ -154,33 +157,6 @@ def recipes(args: argparse.Namespace) -> Answer:
     )
 
 
-def completion(args: argparse.Namespace) -> int:
-    """Print what completes the commands, options and files of prism in a shell.
-
-    eval "$(prism completion bash)"          in ~/.bashrc; zsh and tcsh likewise
-    """
-    try:
-        import shtab
-    except ModuleNotFoundError as error:
-        raise UsageError("completion is made by shtab", fix="pip install shtab") from error
-    from megatron_prism.emulate import options as flags
-
-    paths = dict.fromkeys(("FILE", "PATH", "PATH|key=value", "RECIPE"), shtab.FILE)
-    paths |= dict.fromkeys(("DIR", "DIR2"), shtab.DIRECTORY)
-    whole = argparse.ArgumentParser(prog="prism")
-    commands = whole.add_subparsers()
-    for name, command in COMMANDS.items():
-        one = commands.add_parser(name, help=command.summary, add_help=False)
-        _add_arguments(one, name)
-        if command.raw or command.takes_line:
-            flags.add_flags(one)
-        for action in one._actions:
-            if action.metavar in paths:
-                action.complete = paths[str(action.metavar)]  # type: ignore[attr-defined]
-    print(shtab.complete(whole, args.shell))
-    return 0
-
-
 def mcp(args: argparse.Namespace) -> int:
     """Serve the questions to agents, on stdin and stdout (Model Context Protocol).
 
@@ -221,17 +197,16 @@ class Command:
 COMMANDS = {  # name -> what argparse needs
     "run": Command(run, raw=True),
     "emulate": Command(emulate, (RECIPE, OUT, VERBOSE, OVERRIDES)),
-    "capture": Command(capture, (RECIPE_OR_JOB, OUT,
-        OVERRIDES), job=True),
+    "capture": Command(capture, (RECIPE_OR_JOB, OUT, OVERRIDES), job=True),
     "show": Command(show, (PROGRAMS,
         _option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
         _option("around", arguments.name, "2F0", "near this step: microbatch, letter, chunk"),
         _option("group", arguments.name, "GROUP", "calls in it: tp, pp, dp, or its whole name"),
-        (("--text",), {"action": "store_true", "help": "print the whole text form"})), programs=0),
+        _switch("--text", "print the whole text form")), programs=0),
     "verify": Command(verify, (
         (("--against",), {"metavar": "FLAGS", "help": "flags more, or another command line"}),
         (("--keep",), {"metavar": "DIR", "type": Path, "help": "what ranks kept and printed"}),
-        (("--no-bisect",), {"action": "store_true", "help": "do not look for the flag"})),
+        _switch("--no-bisect", "do not look for the flag")),
           job=True),
     "check": Command(check, (PROGRAMS,), programs=0),
     "hang": Command(hang, ((("programs",), {**PROGRAMS[1], "nargs": "?"}),
@@ -242,13 +217,13 @@ COMMANDS = {  # name -> what argparse needs
         (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
         (("--logs",), {"metavar": "FILE", "nargs": "+", "help": "what the job printed"}),
         (("--then",), {"metavar": "DIR2", "help": "dumps of the same job some seconds later"}),
-        (("--live",), {"action": "store_true", "help": "of the job that runs on this host"}),
+        _switch("--live", "of the job that runs on this host"),
         (("--watch",), {"metavar": "60s", "help": "look again so often"}),
         _file("--ras", "what ncclras printed, instead of asking"),
         _file("--prometheus", "of its collector"),
         (("--programs",), {"dest": "of", "metavar": "PATH", "help": "of the dumps' job"}),
         (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
-        (("--confirm",), {"action": "store_true", "help": "run the suspects' real code"}),
+        _switch("--confirm", "run the suspects' real code"),
         (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
         _file("--markdown", "it, for an issue"), _file("--html", "the verdict as a page"),
         _file("--trace", "for ui.perfetto.dev")), job=True, programs=0),
@@ -264,7 +239,7 @@ COMMANDS = {  # name -> what argparse needs
         (("paths",), {"metavar": "PATH|key=value", "nargs": "+", "help": "A, then B"}), MACHINE,
         CALIBRATION,
         _option("norm", arguments.number("--norm 1e-3"), "1e-3", "of recordings", default=0.0),
-        (("--exit-code",), {"action": "store_true", "help": "status 1 if anything differs"}),
+        _switch("--exit-code", "status 1 if anything differs"),
         _file("--html", "page to write, for any browser"),
         _file("--trace", "trace with both, for ui.perfetto.dev")), programs=1),
     "replay": Command(replay, (PROGRAMS, WHAT_IFS, MACHINE, CALIBRATION,
@@ -292,7 +267,7 @@ COMMANDS = {  # name -> what argparse needs
         _option("part", arguments.name, "I/N", "of the points, for --join"),
         _file("--html", "page: time against memory"),
         (("--slurm",), {"metavar": "N", "type": int, "help": "write an array job of N parts"}),
-        (("--join",), {"action": "store_true", "help": "rank what the parts have found"})),
+        _switch("--join", "rank what the parts have found")),
           job=True),
     "memory": Command(memory, ((("action",), {"choices": ACTIONS}), PROGRAMS,
         _file("--baseline", "what to check against, or to update"),
@@ -300,26 +275,19 @@ COMMANDS = {  # name -> what argparse needs
         _option("tol", arguments.size, "1MiB", "growth that is still none", default=0), LIMIT,
         HEADROOM, _option("leak", arguments.size, "1MiB", "what an iteration may leave behind"),
         ALLOC, DEVICE, *DRAWS, (("-o", "--out"), {"metavar": "FILE", "help": "baseline to record"}),
-        (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"})),
+        _switch("--github", "also annotate, for GitHub Actions")),
           programs=1),
     "calibrate": Command(calibrate, (
         (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
-        (("--host",), {"action": "store_true", "help": "this host alone, without a GPU"}),
+        _switch("--host", "this host alone, without a GPU"),
         (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
         _option("processes", arguments.count(0, 9999, "--processes 4"), "N", "one a GPU"),
         _option("seconds", arguments.count(1, 3600, "--seconds 10"), "N", "of --host", default=10),
         _option("node-gpus", arguments.count(1, 9999, "--node-gpus 72"), "N",
           "that NVLink joins, with --from-nccl-tests"))),
-    "world": Command(world, (_settings("sizes, or a recipe"),
-        _option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
-        _option("megatron", release, "0.19", "whose groups", default=(0, 16)))),
     "recipes": Command(recipes),
-    "patches": Command(patches, (
-        (("--megatron",), {"metavar": "DIR", "help": "a checkout of Megatron-LM"}),)),
-    "completion": Command(completion, (
-        (("shell",), {"choices": ("bash", "zsh", "tcsh"), "metavar": "SHELL"}),)),
-    "mcp": Command(mcp, ((("--run",), {"action": "store_true", "help": "also capture jobs and "
-        "evaluate layouts"}),)),
+    "patches": Command(patches, (_option("megatron", str, "DIR", "a checkout of Megatron-LM"),)),
+    "mcp": Command(mcp, (_switch("--run", "also capture jobs and evaluate layouts"),)),
 }  # fmt: skip
 
 
@@ -340,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("prism: interrupted", file=sys.stderr)
         return 130
-    except OSError as error:  # `prism world … | head`, a full disk, a place that cannot be used
+    except OSError as error:  # `prism show … | head`, a full disk, a place that cannot be used
         failed = output_failed(error)
         return _unexpected(error, words) if failed is None else failed
     except Exception as error:
@@ -367,9 +335,8 @@ def _ended_by(error: BaseException | None) -> int | None:
 
 
 # what a command was called -> what it is called now, with the words behind it
-_RENAMED = {("memory", "explain"): "fit", ("memory", "diff"): "compare", ("diff",): "compare",
-            ("classes",): "show"}  # fmt: skip
-_NOW_COMPARE = ("--against", "--explain")  # options of replay, predict and sweep
+_RENAMED = {"memory explain": "fit", "memory diff": "compare", "diff": "compare", "classes": "show",
+            "world": "show"}  # fmt: skip
 
 
 def _dispatch(words: list[str]) -> int:
@@ -381,9 +348,9 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, rest = words[0], words[1:]
     for old, new in _RENAMED.items():
-        if tuple(words[: len(old)]) == old:
-            fix = " ".join(["prism", new, *map(_as_option, words[len(old) :])])
-            raise UsageError(f"prism {' '.join(old)} is now prism {new}", fix=fix)
+        if f"{' '.join(words)} ".startswith(f"{old} "):
+            fix = " ".join(["prism", new, *map(_as_option, words[len(old.split()) :])])
+            raise UsageError(f"prism {old} is now prism {new}", fix=fix)
     if name not in COMMANDS:
         fix = did_you_mean(name, COMMANDS, f"use one of {', '.join(COMMANDS)}")
         raise UsageError(f"there is no command {name}", fix=fix)
@@ -483,17 +450,10 @@ def parser(name: str) -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_arguments(made, name)
-    return made
-
-
-_SILENT = ("completion", "mcp")  # answer neither people nor files
-
-
-def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    common = () if COMMANDS[name].raw or name in _SILENT else (CSV, FORCE, JSON)
+    common = () if name in ("run", "mcp") else (CSV, FORCE, JSON)
     for flags, settings in (*COMMANDS[name].arguments, *common):
-        parser.add_argument(*flags, **settings)
+        made.add_argument(*flags, **settings)
+    return made
 
 
 def _parse(name: str, words: list[str]) -> argparse.Namespace:
@@ -513,7 +473,7 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
         if "=" in word and takes_settings:
             args.settings.append(word)  # --seq-length=4096, as Megatron has it
             continue
-        if word in _NOW_COMPARE:
+        if word in ("--against", "--explain"):
             raise UsageError(f"prism {name} {word} is now prism compare", fix="prism compare A B")
         fix = f"see prism {name} --help"
         if takes_settings and word.startswith("--"):
@@ -526,9 +486,9 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
 
 GROUPS = {
     "run a rank of the job": ("run", "emulate", "capture", "import", "recipes"),
-    "ask": ("fit", "replay", "compare", "sweep", "predict", "verify", "world"),
+    "ask": ("fit", "replay", "compare", "sweep", "predict", "verify"),
     "debug": ("hang", "check", "show"),
-    "maintain": ("memory", "calibrate", "patches", "completion", "mcp"),
+    "maintain": ("memory", "calibrate", "patches", "mcp"),
 }
 
 

@@ -60,8 +60,7 @@ class _Visible:
         return self.stream.write(shown(text))
 
     def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
+        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
@@ -73,10 +72,8 @@ def visible() -> Iterator[None]:
 
     A ``console`` writes past it, since rich moves the cursor, and takes texts as ``shown``.
     """
-    with (
-        contextlib.redirect_stdout(cast(TextIO, _Visible(sys.stdout))),
-        contextlib.redirect_stderr(cast(TextIO, _Visible(sys.stderr))),
-    ):
+    out, err = (cast(TextIO, _Visible(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
 
 
@@ -86,21 +83,19 @@ def output_failed(error: OSError) -> int | None:
 
     What is still to be printed goes nowhere, so that the end does not fail once more.
     """
-    if not isinstance(error, BrokenPipeError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        if error.filename is None:
-            return None
-        used = UsageError(
-            f"cannot use {error.filename}: {error.strerror}", fix="name another file or folder"
-        )
-        print(f"prism: error: {used}", file=sys.stderr)
-        return used.exit_code
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        problem = PrismError(f"{error.strerror}: not all was written",
+                             fix="make room there, and run it again")  # fmt: skip
+    elif error.filename is not None:
+        problem = UsageError(f"cannot use {error.filename}: {error.strerror}",
+                             fix="name another file or folder")  # fmt: skip
+    else:
+        return None
     if isinstance(error, BrokenPipeError):
         return 141
-    full = PrismError(f"{error.strerror}: not all was written",
-                      fix="make room there, and run it again")  # fmt: skip
-    print(f"prism: error: {full}", file=sys.stderr)
-    return 1
+    print(f"prism: error: {problem}", file=sys.stderr)
+    return problem.exit_code
 
 
 def console(stderr: bool = False) -> Console:
@@ -114,11 +109,11 @@ def console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     file = stream.stream if isinstance(stream, _Visible) else None  # None: also what comes later
     width = None if stream.isatty() else PIPE_WIDTH
-    made = Plain(
+    out = Plain(
         stderr=stderr, file=file, width=width, highlight=False, markup=False, soft_wrap=True
     )
-    made.on_broken_pipe = _nobody_reads  # type: ignore[method-assign] # rich would exit with 1
-    return made
+    out.on_broken_pipe = _nobody_reads  # type: ignore[method-assign] # rich would exit with 1
+    return out
 
 
 def _nobody_reads() -> None:
@@ -225,9 +220,9 @@ def _flat(row: Row, above: str = "") -> Iterator[tuple[str, object]]:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr while work is done, which wanders until what it gives is called with the part
-    that is done, 0 to 1.
+def steps() -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr for things that are done after another; what it gives is called with what is
+    done and the part of it, 0 to 1.
 
     Where nobody looks at a terminal it is a line every ten seconds.
     """
@@ -236,30 +231,11 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
     talk = console(stderr=True)
     if not talk.is_terminal:
         lines = Lines(talk.print)
-        yield lambda part: lines.show(f"prism: {what}: {format_share(part, 0)}")
+        yield lambda what, part: lines.show(f"prism: {what}: {format_share(part, 0)}")
         return
     with Progress(console=talk, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda part: bar.update(task, total=1.0, completed=part)
-
-
-@contextlib.contextmanager
-def steps() -> Iterator[Callable[[str, float], None]]:
-    """As ``progress``, for several things after another: what it gives also takes what is done.
-
-    A bar begins with the first word of its work.
-    """
-    with contextlib.ExitStack() as bars:
-        running: dict[str, Callable[[float], None]] = {}
-
-        def show(what: str, part: float) -> None:
-            if what not in running:
-                bars.close()
-                running.clear()
-                running[what] = bars.enter_context(progress(what))
-            running[what](part)
-
-        yield show
+        task = bar.add_task("", total=None)
+        yield lambda what, part: bar.update(task, description=what, total=1.0, completed=part)
 
 
 def check_outputs(asked: Sequence[Path | None], force: bool, inputs: Sequence[str] = ()) -> None:

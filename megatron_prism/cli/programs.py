@@ -180,8 +180,9 @@ def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -
 def _print_ops(programs: Programs, rank: int, ops: dict[int, Op]) -> None:
     from megatron_prism.core.program_text import format_op
 
-    as_rank = programs.of(rank).rank
-    print(f"rank {rank}" + ("" if as_rank == rank else f" (captured as rank {as_rank})"))
+    as_rank, world = programs.of(rank).rank, programs.world
+    place = " ".join(f"{axis} {at}" for axis, at in world.coordinates(rank)._asdict().items())
+    print(f"rank {rank}: {place}{'' if as_rank == rank else f', captured as rank {as_rank}'}")
     for index, op in ops.items():
         line = format_op(op)
         note = line.find(' note="')

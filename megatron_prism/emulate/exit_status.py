@@ -132,19 +132,15 @@ def _missing_module(name: str) -> PrismError:
     pydantic; 0.19 has an extra for them).
     """
     parent, _, child = name.partition(".")
+    package = _DISTRIBUTIONS.get(parent, parent)
+    fix = f"pip install {package}, or all that megatron.training imports: "
+    fix += "pip install 'megatron_prism[training]'"
     if child and parent == "megatron" and "megatron.core" in sys.modules:  # megatron.energon, say
-        package = "megatron-" + child.partition(".")[0]
-        return PrismError(
-            f"the script imports {name}, which is not installed here",
-            fix=f"pip install {package}, or another checkout of Megatron-LM",
-        )
-    name = parent
-    if name == "megatron":
+        parent = name
+        fix = f"pip install megatron-{child.partition('.')[0]}, or another checkout of Megatron-LM"
+    elif parent == "megatron":
         fix = "start the script in its checkout of Megatron-LM, or PYTHONPATH=CHECKOUT"
-    else:
-        fix = f"pip install {_DISTRIBUTIONS.get(name, name)}, or all that megatron.training "
-        fix += "imports: pip install 'megatron_prism[training]'"
-    return PrismError(f"the script imports {name}, which is not installed here", fix=fix)
+    return PrismError(f"the script imports {parent}, which is not installed here", fix=fix)
 
 
 def _watch(changes: ProcessChanges) -> None:
@@ -170,35 +166,34 @@ def _watch(changes: ProcessChanges) -> None:
         if isinstance(value, ModuleNotFoundError) and value.name:
             report(_missing_module(value.name))
 
-    def verdict() -> None:
+    def verdict() -> int:
+        """The status to end with, 0 for the one that was on its way."""
+        status = _ended.get("status") or 0
+        if status:  # it may have caught that sys.exit, and would end with 0
+            idle = "failed" not in _ended and any(idle() for _, idle in _checks)
+            return (status & 0xFF or 1 if isinstance(status, int) else 1) if idle else 0
+        for error in filter(None, (check() for check, _ in _checks)):
+            report(error)
+            return error.exit_code
+        if trained_below():
+            trained()
+        return 0
+
+    def end() -> None:
         if os.getpid() != pid:
             return  # a fork inherits this, but not the job
         changes.set(os, "_exit", leave)  # asked once
         try:
-            judge()
+            status = verdict()
         finally:
             mark.unlink(missing_ok=True)
-
-    def judge() -> None:
-        status = _ended.get("status") or 0
         if status:
-            if "failed" not in _ended and any(idle() for _, idle in _checks):
-                end(status & 0xFF or 1 if isinstance(status, int) else 1)
-            return  # otherwise it may have caught that sys.exit, and would end with 0
-        for error in filter(None, (check() for check, _ in _checks)):
-            report(error)
-            end(error.exit_code)
-        if trained_below():
-            trained()
-
-    def end(status: int) -> None:
-        sys.stdout.flush()
-        mark.unlink(missing_ok=True)
-        leave(status)
+            sys.stdout.flush()
+            leave(status)
 
     def leave_at_once(status: int) -> None:
         if not status:
-            verdict()
+            end()
         leave(status)
 
     changes.on_undo(_ended.clear)
@@ -206,5 +201,5 @@ def _watch(changes: ProcessChanges) -> None:
     changes.set(sys, "excepthook", note_exception)
     changes.set(os, "_exit", leave_at_once)
     changes.set_item(os.environ, MARK, str(mark))
-    changes.on_undo(lambda: atexit.unregister(verdict))
-    atexit.register(verdict)
+    changes.on_undo(lambda: atexit.unregister(end))
+    atexit.register(end)

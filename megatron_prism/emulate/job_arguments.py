@@ -9,6 +9,7 @@ content counts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import hashlib
 import os
@@ -124,10 +125,10 @@ def check_sizes() -> None:
         ("num_experts", MOST_EXPERTS),
         ("global_batch_size", MOST_MICROBATCHES * one),
     ):
-        if (getattr(args, name, None) or 0) > most:
-            option = f"--{name.replace('_', '-')}"
-            said = f"{option} {getattr(args, name)} is more than anybody can wait for"
-            raise UsageError(said, fix=f"{option} {most} or less")
+        value, option = getattr(args, name, None) or 0, f"--{name.replace('_', '-')}"
+        if value > most:
+            raise UsageError(f"{option} {value} is more than anybody can wait for",
+                             fix=f"{option} {most} or less")  # fmt: skip
 
 
 def of_running_job() -> str:
@@ -148,7 +149,7 @@ def of_namespace(
 ) -> str:
     """The settings in ``values`` that ``parser`` does not have as defaults; ``words``: the command
     line, which says which of them were given."""
-    typed = [word.partition("=")[0] for word in words if word.startswith("--")]
+    typed = tuple(word.partition("=")[0] for word in words if word.startswith("--"))
     actions: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
         actions.setdefault(action.dest, []).append(action)
@@ -157,31 +158,31 @@ def of_namespace(
         known = actions.get(name, ())
         if not matters(name) or known and text_of(value) == text_of(parser.get_default(name)):
             continue
-        options = [option for action in known for option in action.option_strings]
-        options = options or [f"--{name.replace('_', '-')}"]  # of the script's own arguments
+        own = f"--{name.replace('_', '-')}"  # of the script's own arguments
+        options = [option for action in known for option in action.option_strings] or [own]
         if any(option.startswith(word) for option in options for word in typed):
-            said, text = _as_typed(name, value, known)
-            given[said] = text
+            option, text = _as_typed(own, value, known)
+            given[option] = text
         else:  # a validation's or the script's, unless a default that people know by its option
-            said, text = _as_typed(name, value, known) if known else (name, text_of(value))
-            others[said] = text
+            option, text = _as_typed(own, value, known) if known else (name, text_of(value))
+            others[option] = text
     return job_settings.as_text(given, others)
 
 
-def _as_typed(name: str, value: Any, actions: Iterable[argparse.Action]) -> tuple[str, str]:
-    """(option, its value) that make ``value``, as on a command line."""
-    takes = f"--{name.replace('_', '-')}"
+def _as_typed(takes: str, value: Any, actions: Iterable[argparse.Action]) -> tuple[str, str]:
+    """(option, its value) that make ``value``, as on a command line; ``takes``: where no option of
+    ``actions`` takes one."""
     for action in actions:
         options = [option for option in action.option_strings if option.startswith("--")]
-        if action.nargs == 0 and options:
+        if options and action.nargs != 0:
+            takes = options[0]
+        elif options:
             const = action.const
             if isinstance(action, argparse.BooleanOptionalAction):
                 const = value if isinstance(value, bool) else None
                 options = [o for o in options if o.startswith("--no-") != bool(value)] or options
             if type(const) is type(value) and const == value:
                 return options[0], ""
-        elif options:
-            takes = options[0]
     return takes, text_of(value)
 
 
@@ -205,8 +206,7 @@ def text_of(value: Any, depth: int = 0) -> str:
         return "{" + " ".join(f"{key}={one}" for key, one in pairs) + "}"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    held = getattr(value, "__dict__", None)
-    if held:
+    if held := getattr(value, "__dict__", None):
         public = {key: one for key, one in held.items() if not key.startswith("_")}
         return f"{type(value).__qualname__}{text_of(public, depth + 1)}"
     text = str(value)  # dtypes, numpy's numbers
@@ -215,37 +215,29 @@ def text_of(value: Any, depth: int = 0) -> str:
 
 def _without_path(text: str) -> str:
     """``text``, or a digest for what names a place: of its file's content if there is one."""
-    content, file = None, Path(text)
-    try:
-        if ("/" in text or file.suffix) and _is_small(file):
-            content = file.read_bytes()
-    except (OSError, ValueError):
-        pass
-    if content is None and not (text.startswith(("/", "~", "./", "../")) or "://" in text):
-        return text
-    kept = text.encode() if content is None else content
-    return f"digest:{hashlib.sha1(kept).hexdigest()[:12]}"
-
-
-def _is_small(file: Path) -> bool:
-    return file.is_file() and file.stat().st_size <= _LARGEST
+    kept, file = text.encode(), Path(text)
+    names_place = text.startswith(("/", "~", "./", "../")) or "://" in text
+    with contextlib.suppress(OSError, ValueError):
+        looked = "/" in text or file.suffix
+        if looked and file.is_file() and file.stat().st_size <= _LARGEST:
+            kept, names_place = file.read_bytes(), True
+    return f"digest:{hashlib.sha1(kept).hexdigest()[:12]}" if names_place else text
 
 
 def program_words(words: Iterable[str]) -> dict[str, str]:
     """A command line as settings, for a program whose arguments nobody else parses: ``--a b`` and
     ``--a=b`` are one, and words before any flag count by their place."""
-    found: dict[str, str] = {}
-    name, place = "", 0
+    settings: dict[str, str] = {}
+    name = ""
     for word in words:
         if word.startswith("--"):
             name, _, value = word.partition("=")
-            found[name] = value
+            settings[name] = value
         elif name:
-            found[name] = f"{found[name]} {word}".strip()
+            settings[name] = f"{settings[name]} {word}".strip()
         else:
-            place += 1
-            found[f"argument {place}"] = word
-    return {key: value for key, value in found.items() if not key.startswith("--prism-")}
+            settings[f"argument {len(settings) + 1}"] = word
+    return {key: value for key, value in settings.items() if not key.startswith("--prism-")}
 
 
 def program_settings() -> dict[str, str]:

@@ -87,25 +87,19 @@ def capture_command_line(
 ) -> None:
     """Record what ``script`` with ``argv``, flags of ours among it, does on the ranks that are
     asked for, else on all that its world needs.  UsageError for a bad command line."""
-    _check_world(argv)
+    words = [*flags.words_of(os.environ), *argv]
+    says = ("--prism-world-size", "--prism-recipe")
+    if not (os.environ.get("WORLD_SIZE") or any(one.partition("=")[0] in says for one in words)):
+        # the smallest world that fits its parallel sizes is hardly the one that is meant
+        raise UsageError(
+            "nobody says how many ranks the job has",
+            fix="torchrun --nnodes N --nproc-per-node 8 before the script, or --prism-world-size N",
+        )
     before = ["--prism-emulate", "--prism-capture", str(folder), "--prism-ranks", STAGES]
     given = flags.from_command_line([*before, *argv])
     assert given is not None, "--prism-emulate is among them"
     job = Job.of(script, argv, given.world, "" if given.tier == "auto" else given.tier)
     capture(job, folder, given.ranks, console, whole=given.stages, force=force or given.force)
-
-
-def _check_world(argv: Sequence[str]) -> None:
-    """UsageError where nobody says how many ranks the job has: the smallest world that fits its
-    parallel sizes is hardly the one that is meant."""
-    words = [*flags.words_of(os.environ), *argv]
-    says = ("--prism-world-size", "--prism-recipe")
-    if os.environ.get("WORLD_SIZE") or any(word.partition("=")[0] in says for word in words):
-        return
-    raise UsageError(
-        "nobody says how many ranks the job has",
-        fix="torchrun --nnodes N --nproc-per-node 8 before the script, or --prism-world-size N",
-    )
 
 
 def _best() -> str:
@@ -121,23 +115,13 @@ def _shortened(words: Sequence[str], steps: int) -> Iterator[str]:
     The data set is made for no more than these; the learning rate keeps its schedule, whose warmup
     has to be shorter than its decay.
     """
-    given = _values(words)
-    if "--train-samples" not in given:
+    names = {word.partition("=")[0] for word in words}
+    if "--train-samples" not in names:
         yield from ("--train-iters", str(steps))
-        wanted = given.get("--train-iters", "")
-        if "--lr-decay-iters" not in given and wanted.isdigit():
+        wanted = flags.value_of("--train-iters", words)
+        if "--lr-decay-iters" not in names and wanted.isdigit():
             yield from ("--lr-decay-iters", str(max(steps, int(wanted))))
     yield from ("--exit-interval", str(steps))
-
-
-def _values(words: Sequence[str]) -> Mapping[str, str]:
-    """Option -> the word that follows it, of the last time that it is given."""
-    found = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            found[name] = value if equals else following
-    return found
 
 
 def record(job: Job, folder: Path, ranks: Sequence[int]) -> None:
@@ -175,10 +159,9 @@ def capture(
         if not job.source:
             name = job.words[1] if job.words[0] == "-m" else Path(job.words[0]).name
             console.print(f"{name}: {job.world}, tier {job.tier}")
-            said = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
-            console.print(
-                f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual"
-            )
+            real = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
+            virtual = job.world.size - len(ranks)
+            console.print(f"  {'real here':<20} {real}; {virtual:,} are virtual")
 
         def record(missing: Sequence[int], job: Job = job) -> list[workers.Json]:
             tasks = [
@@ -190,26 +173,25 @@ def capture(
                 )
                 for rank in missing
             ]
-            found = workers.run(tasks, console, at_once)
-            again = {rank: one[AGAIN] for rank, one in zip(missing, found, strict=True)
-                     if AGAIN in one}  # fmt: skip
-            if not again:
-                return found
-            console.print(f"  {'all microbatches':<20} run: {next(iter(again.values()))}")
-            whole = replace(job, ours=(*job.ours, "--prism-all-microbatches"))
-            return [one for one in found if AGAIN not in one] + record([*again], whole)
+            results = dict(zip(missing, workers.run(tasks, console, at_once), strict=True))
+            again = {rank: one[AGAIN] for rank, one in results.items() if AGAIN in one}
+            if again:
+                console.print(f"  {'all microbatches':<20} run: {next(iter(again.values()))}")
+                every = replace(job, ours=(*job.ours, "--prism-all-microbatches"))
+                results |= dict(zip(again, record([*again], every), strict=True))
+            return list(results.values())
 
         start = time.perf_counter()
         there = set(store.ranks())
         if there >= set(ranks) and not job.source:  # of this very job?  its arguments say so
             record(ranks[:1])
         if whole:
-            _, found = workers.capture_world(store, ranks, record, console)
+            _, results = workers.capture_world(store, ranks, record, console)
         else:
-            found = record([rank for rank in ranks if rank not in there])
+            results = record([rank for rank in ranks if rank not in there])
             with contextlib.suppress(MissingSlicesError):  # some stages' ranks alone make no world
                 save(assemble(folder), folder / WORLD, force=True)
-    for one in found:
+    for one in results:
         peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
         console.print(f"rank {one['rank']:,}: {one['said']}{peak}")
     took = f"in {time.perf_counter() - start:.1f} s"

@@ -8,11 +8,12 @@ the vocabulary.  Where nobody knows that, it is asked for.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_prism.core.errors import UsageError, refuse
@@ -48,31 +49,31 @@ def put(args: argparse.Namespace) -> str:
     if missing and getattr(args, "prism_strict", False):
         names = ", ".join(f"{_option(name)} {value}" for name, value in missing)
         raise UsageError(f"not on this machine: {names}", fix="leave --prism-strict out")
-    gone, said = {name for name, _ in missing}, list[str]()
+    gone, stand_ins = {name for name, _ in missing}, list[str]()
     if gone & set(_DATA) or args.mock_data:
         args.mock_data = True
-        for name in _DATA:
-            if hasattr(args, name):
-                setattr(args, name, None)
+        _drop(args, _DATA)
     if data := [_option(name) for name, _ in missing if name in _DATA]:
-        said.append(f"mock data for {', '.join(data)}")
+        stand_ins.append(f"mock data for {', '.join(data)}")
     if {"tokenizer_type", *_TOKENIZER} & gone:
         entries, source = _vocabulary(args)
         one_more = megatron_release().startswith("0.16") and source != "--vocab-size"
         args.vocab_size = entries - one_more  # its NullTokenizer has one more, the end of a text
         args.tokenizer_type = "NullTokenizer"
-        said.append(f"a NullTokenizer of {entries:,} tokens ({source})")
+        stand_ins.append(f"a NullTokenizer of {entries:,} tokens ({source})")
     if args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
-        for name in _TOKENIZER:
-            if hasattr(args, name):
-                setattr(args, name, None)
-    for name in gone & set(_CHECKPOINTS):
-        setattr(args, name, None)
-        said.append(f"new parameters for {_option(name)}")
+        _drop(args, _TOKENIZER)
+    checkpoints = gone & set(_CHECKPOINTS)
+    _drop(args, checkpoints)
+    stand_ins += [f"new parameters for {_option(name)}" for name in checkpoints]
     args.exit_on_missing_checkpoint = False
-    if not said:
+    if not stand_ins:
         return ""
-    return f"stand-ins: {', '.join(said)}; memory and time are the same"
+    return f"stand-ins: {', '.join(stand_ins)}; memory and time are the same"
+
+
+def _drop(args: argparse.Namespace, names: Iterable[str]) -> None:
+    vars(args).update(dict.fromkeys(vars(args).keys() & set(names)))
 
 
 def _missing(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -90,10 +91,9 @@ def _missing(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
             if not _in_cache(name) or importlib.util.find_spec("transformers") is None:
                 yield "tokenizer_model" if name else "tokenizer_type", name or kind
         else:
-            files = [(name, getattr(args, name, None)) for name in _TOKENIZER]
-            wanted = [(name, str(value)) for name, value in files if value]
-            yield from ((name, value) for name, value in wanted if not _is_here(value))
-            if not wanted:
+            files = {name: str(getattr(args, name, None) or "") for name in _TOKENIZER}
+            yield from ((name, file) for name, file in files.items() if file and not _is_here(file))
+            if not any(files.values()):
                 yield "tokenizer_type", kind
     for name in _CHECKPOINTS:
         value = getattr(args, name, None)
@@ -146,9 +146,7 @@ def _vocabulary(args: argparse.Namespace) -> tuple[int, str]:
 
 
 def _in_config(file: Path) -> int | None:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    size = found.get("vocab_size") if isinstance(found, dict) else None
-    return size if isinstance(size, int) else None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        size = json.loads(file.read_text()).get("vocab_size")
+        return size if isinstance(size, int) else None
+    return None
