@@ -29,11 +29,7 @@ from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import AXES, World, format_ranks
 
 WORLD = "world.prism"  # the slices of a folder joined
-PEERS, UNPACED, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
-_DEFAULTS = {
-    PEERS: UNPACED,
-    "transformer_engine": "2.17.1",
-}  # what a source that does not say it means
+_DEFAULTS = {"transformer_engine": "2.17.1"}  # what a source that does not say it means
 _MOST_TEXT = 1 << 26  # bytes, a million lines
 # of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is
 HOST_INDEX = "host_index"

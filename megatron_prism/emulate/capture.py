@@ -32,7 +32,7 @@ from megatron_prism.core.megatron_source import versions
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS, Origin, SliceStore
+from megatron_prism.core.slices import HOST_INDEX, Origin, SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate import (
     exit_status,
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.workers import Emit
 
 
-def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -> dict[str, str]:
+def source_of(megatron: str, tier: str, device: str) -> dict[str, str]:
     """What decides the content of a stock job's slices, besides its arguments, which are not known
-    before Megatron has parsed them; ``pace``: --prism-pace while they are recorded."""
+    before Megatron has parsed them."""
     found = {
         "megatron_core": megatron.partition(" ")[0],
         **versions(),
@@ -66,7 +66,7 @@ def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -
     variables = {k: v for k, v in os.environ.items() if tier == "cuda" or k != queues}
     if settings := recorded(variables):
         found[NCCL_ENV] = settings
-    return found if pace is None else {**found, PEERS: PACED}
+    return found
 
 
 def of_running_job() -> dict[str, str]:
@@ -118,8 +118,8 @@ def add_to(run: Run, session: Session) -> None:
     if emit is None:
         check_free(options.capture, options.rank, options.force)
     device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
-    source = source_of(run.version, tier.name, device, options.pace)
-    capture = StockCapture(options, tier, source, run.monitor, run.pace)
+    source = source_of(run.version, tier.name, device)
+    capture = StockCapture(options, tier, source, run.monitor)
     session.changes.on_undo(capture.changes.undo)
     run.on_arguments.append(capture.is_of)
     run.training += (capture,)
@@ -209,12 +209,9 @@ class StockCapture(TrainingListener):
     source  : what must be alike in all slices of a folder (versions, tier); the job's arguments
               follow with ``is_of``
     monitor : tells the recorder of phases while there is one
-    pace    : of a rank that is recorded at pace
     """
 
-    def __init__(
-        self, options: Any, tier: Any, source: dict[str, str], monitor: Any, pace: Any = None
-    ) -> None:
+    def __init__(self, options: Any, tier: Any, source: dict[str, str], monitor: Any) -> None:
         self.store = SliceStore(options.capture, options.world, source, parsed=False)
         self.rank, self.tier = options.rank, tier
         self._num_processes = options.num_processes
@@ -228,7 +225,7 @@ class StockCapture(TrainingListener):
         self._sampler: Any = None  # of its clock, where NVML answers
         self._recorder: Any = None
         self._owner: Any = self  # the optimizer of whoever owns what is recorded
-        self._monitor, self._pace = monitor, pace
+        self._monitor = monitor
         self.changes = ProcessChanges()  # while something is recorded
         self._recordings: list[Any] = []
         self._others: list[Any] = []  # of iterations with an evaluation
@@ -346,27 +343,19 @@ class StockCapture(TrainingListener):
         pairs, second = divmod(len(self._clocks), 2)
         return (second > 0 or timed >= 2 + 4 * pairs) and left > (1 if self._cool else 3)
 
-    @property
-    def _pacer(self) -> Any:
-        return None if self._pace is None else self._pace.pacer
-
     def _install(self) -> None:
         import torch
 
-        from megatron_prism.runtime.recorder.recorder import PacedRecorder, Recorder, report_to
+        from megatron_prism.runtime.recorder.recorder import Recorder, report_to
         from megatron_prism.runtime.virtual_world import current
 
         world = current()
         assert world is not None
-        if (pacer := self._pacer) is not None:
-            self._recorder = PacedRecorder(self.rank, self.tier.name, pacer)
-        else:
-            self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
-        if self.tier.name == "cuda" and pacer is None:  # pacing has its own
+        self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
+        if self.tier.name == "cuda":
             self.links = nvlink_keepalive.keep_awake(
                 torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
             )
-        if self.tier.name == "cuda":
             from megatron_prism.runtime.recorder.gpu_clock import sampler
 
             self._sampler = sampler(torch.cuda.current_device())
@@ -374,8 +363,7 @@ class StockCapture(TrainingListener):
         _running.append(self)
         self.changes.on_undo(_running.clear)
         self.changes.on_undo(lambda: self._recorder.owners.remove())
-        others = tuple(one for one in world.listeners if one is not pacer)  # recorded through it
-        world.listen(*others, self._recorder)
+        world.listen(*world.listeners, self._recorder)
         self._monitor.listen(self._recorder, *self._monitor.listeners)
 
     def outside_step(self, gathered: bool, begun: bool = False) -> None:
@@ -422,15 +410,13 @@ class StockCapture(TrainingListener):
     def _remove(self) -> None:
         from megatron_prism.runtime.virtual_world import current
 
-        recorder, pacer = self._recorder, self._pacer
+        recorder, self._recorder = self._recorder, None
         self.changes.undo()
-        self._recorder = None
         self._monitor.listen(*(one for one in self._monitor.listeners if one is not recorder))
         if self.tier.live is not None:
             self.tier.live.end_history()
         if (world := current()) is not None:
-            others = tuple(one for one in world.listeners if one is not recorder)
-            world.listen(*others, *([pacer] if pacer is not None else ()))
+            world.listen(*(one for one in world.listeners if one is not recorder))
 
     def kept(self) -> list[Any]:
         """The recordings that count, of which one at least was written down."""
@@ -496,11 +482,6 @@ class StockCapture(TrainingListener):
         found = f"; {self.links}" if self.links is not None else ""
         if self.host is not None:
             found += f"; host index {self.host.index:.2f}, which took {HOST_S} s"
-        if self._pacer is not None and (strayed := self._pacer.tally.strayed):
-            found += (
-                f"; in {len(strayed)} iterations virtual ranks answered at once, the first: "
-                f"{strayed[0]}"
-            )
         if self.program is None or len(hosts := self.program.hosts) < 2:
             return found
         if (used := np.maximum(self.program.ops["host"], 0).sum()) > _DISTURBED * min(hosts):

@@ -89,7 +89,7 @@ def parsed_world(size: int, given: Mapping[str, Any]) -> World:
 
 def _captured_separately(args: argparse.Namespace, k: int) -> bool:
     """Whether ranks may be captured each in a process of its own."""
-    return k == 1 and bool(args.prism_capture) and not args.prism_pace
+    return k == 1 and bool(args.prism_capture)
 
 
 def local_ranks(
@@ -559,6 +559,9 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         (args.prism_emulate and args.fake_process_group,
          "--prism-emulate and --fake-process-group both replace the process groups",
          "drop one of the two flags"),
+        (args.prism_capture and args.prism_pace,
+         "--prism-capture keeps what a rank does alone, and --prism-pace makes it wait",
+         "capture without --prism-pace, which captures what it lacks"),
         (args.prism_debugger and not (args.prism_stop or args.prism_watch),
          "--prism-debugger without a place to stop", "--prism-break CALL, or --prism-watch nan"),
     )  # fmt: skip

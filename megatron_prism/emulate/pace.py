@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from megatron_prism.core import job_settings, program, slices
+from megatron_prism.core import job_settings, slices
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program, Programs
@@ -115,12 +115,6 @@ def missing_ranks(folder: Path, world: World) -> list[int]:
     return [world.rank_at(pp=stage) for stage in world.stages if stage not in stages]
 
 
-def _at_pace(folder: Path) -> bool:
-    """Whether the first slice in ``folder`` was recorded among paced ranks."""
-    paths = sorted(folder.glob("slice-*.prism"))
-    return bool(paths) and program.load(paths[0]).source.get(slices.PEERS) == slices.PACED
-
-
 def capture_missing(options: Options, job: Sequence[str], store: dist.Store | None = None) -> None:
     """Run ``job``, the script and its own arguments, once for every missing rank, recording it.
 
@@ -140,11 +134,6 @@ def _capture_all(options: Options, job: Sequence[str]) -> None:
     folder = options.pace
     assert folder is not None, "--prism-pace names the folder"
     missing = missing_ranks(folder, options.world)
-    if missing and _at_pace(folder):
-        lacking = format_ranks(missing)
-        what = f"{folder} holds slices that were recorded at pace, but none of ranks {lacking}"
-        fix = f"--prism-ranks {missing[0]} --prism-capture {folder} --prism-pace FIRST, the slices "
-        raise UsageError(what, fix=f"{fix}that these were paced by")
     if missing:
         script = Job.of(job[0], job[1:], options.world, options.tier)
         healthy = ("--prism-values", options.values)
@@ -171,7 +160,6 @@ class Pace(TrainingListener):
         begin = time.perf_counter()
         programs = _programs(folder, options, source)
         self._arguments = programs.source.get("arguments")
-        self._alone = programs.source.get(slices.PEERS, slices.UNPACED) == slices.UNPACED
         program = programs.programs[int(programs.program_of[options.rank])]
         self._calibration = calibration(folder, device)
         slow = tuple((format_ranks(ranks), factor) for ranks, factor in slow_ranks(options))
@@ -245,8 +233,7 @@ class Pace(TrainingListener):
         found = pacer.summary(self.pacer, stamps, predicted)
         return {
             "folder": str(self.options.pace),
-            "peers": f"modelled: slices measured {'alone' if self._alone else 'at pace'}, "
-            "after the local rank's stamps",
+            "peers": "modelled: slices measured alone, after the local rank's stamps",
             "calls": self.sources,
             "slow": self.options.slow,
             "interactions": len(self.table),
@@ -308,13 +295,6 @@ def check(options: Any) -> None:
     if options.tier != "cuda":
         what = f"--prism-pace holds a GPU's streams, and tier {options.tier} has none"
         raise UsageError(what, fix="prism replay predicts iteration times without a GPU")
-    if options.capture is not None and options.slow:
-        what = "--prism-capture keeps what the healthy job does, and --prism-slow makes another"
-        fix = "capture without --prism-slow; prism replay slow= changes it later"
-        raise UsageError(what, fix=fix)
-    if options.capture is not None and options.capture.resolve() == options.pace.resolve():
-        what = f"--prism-capture and --prism-pace name one folder, {options.pace}"
-        raise UsageError(what, fix="--prism-capture ANOTHER, and replay that one")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
     if here < options.num_processes:
         what = f"--prism-pace: {options.num_processes} local ranks on several hosts, {here} here"
@@ -360,7 +340,6 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
         fix = "name a folder that does not exist, and what is missing is captured here"
         raise UsageError(f"{what}{source['device']!r}", fix=fix)
     wanted = {key: value for key, value in source.items() if key != "device"}
-    wanted[slices.PEERS] = made.source.get(slices.PEERS, slices.UNPACED)  # either will do
     here = slices.SliceStore(folder, options.world, wanted, parsed=False)
     _refuse(folder, here.differences(made))
     return made

@@ -214,13 +214,6 @@ class RankJob:
         )
         return losses
 
-    def _stand_ins(self) -> list[str]:
-        """What this module put in the place of production kernels."""
-        found = []
-        if self.recipe.moe_grouped_gemm and not self.config.moe_grouped_gemm:
-            found.append("grouped GEMM: one expert after the other")
-        return found
-
     def summary(self, build_s: float, run_s: float) -> Json:
         """What the parent prints and writes, plain numbers with their provenance."""
         from megatron_prism.runtime.virtual_world import current
@@ -229,6 +222,9 @@ class RankJob:
         assert world is not None
         assert self.before is not None
         place = recipe.world.coordinates(world.rank)
+        one_by_one = ["grouped GEMM: one expert after the other"] * (
+            recipe.moe_grouped_gemm and not self.config.moe_grouped_gemm
+        )
         memory: Json = {"peaks": self.peaks, "provenance": "unknown on this tier"}
         if tier.live is not None:
             text = job_settings.as_text(recipe.settings(job_arguments.text_of))
@@ -243,7 +239,7 @@ class RankJob:
             "stage": place.pp,
             "coordinates": place._asdict(),
             "tier": tier.name,
-            "stand_ins": [*tier.stand_in, *self._stand_ins()],
+            "stand_ins": [*tier.stand_in, *one_by_one],
             "megatron_core": megatron_release(),
             "layers": [_layers(chunk) for chunk in self.model],
             "parameters": monitor.num_parameters,
@@ -439,7 +435,7 @@ def transformer_config(recipe: Recipe) -> Foreign:
     if latent:  # a rank that is None is one: queries are not compressed
         fields |= {"q_lora_rank": r.q_lora_rank, "kv_lora_rank": r.kv_lora_rank}
     if not te:  # grouped products need Transformer Engine: one expert after the other
-        r = r.changed(transformer_impl="local", moe_grouped_gemm=False)
+        r = r.changed(moe_grouped_gemm=False)
     return configured(MLATransformerConfig if latent else TransformerConfig, r, **fields)
 
 

@@ -24,7 +24,7 @@ from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS
+from megatron_prism.core.slices import HOST_INDEX
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import whatif
 from megatron_prism.replay.costs import Prices, price_ops, relabelled
@@ -251,9 +251,6 @@ def replay_with_overlap(
     if not factors and not streams:
         return build_timeline(graph, prices, iterations, buffered)
     costs = [_lost(graph, index, factors) for index in range(len(graph.classes))]
-    if graph.programs.source.get(PEERS) == PACED:
-        for lost in costs:
-            lost[:, 0] = 0
     found = build_timeline(graph, prices, iterations, buffered)
     for _ in range(PASSES):
         now = _corrected(found, prices, costs, source, streams)

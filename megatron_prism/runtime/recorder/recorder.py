@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
-    from megatron_prism.runtime.pacing.pacer import Pacer
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.measurements import Span
     from megatron_prism.runtime.recorder.owners import Models
@@ -71,14 +70,11 @@ class RecordedWork(ForwardedWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._recorder.waited(self._handle, sys._getframe(1).f_code)
-        done = super().wait(timeout)
-        self._recorder.wait_issued()
-        return done
+        return super().wait(timeout)
 
     def synchronize(self) -> None:
         self._recorder.waited(self._handle, sys._getframe(1).f_code)
         super().synchronize()
-        self._recorder.wait_issued()
 
     block_current_stream = synchronize
 
@@ -332,9 +328,6 @@ class Recorder(CallListener, TrainingListener):
             return
         self._note("wait", handle=handle)
 
-    def wait_issued(self) -> None:
-        """The device now waits for what ``waited`` told of, which peers answer at once here."""
-
     def _note(self, name: str, stream: object = None, **fields: Unpack[Fields]) -> None:
         """An op that takes no time itself."""
         self._enter()
@@ -393,41 +386,6 @@ class Recorder(CallListener, TrainingListener):
             self._open()
 
 
-class PacedRecorder(Recorder):
-    """Writes down what it hands on to ``pacer``, a ``pacing.pacer.Pacer``; CUDA only."""
-
-    def __init__(self, rank: int, tier: str, pacer: Pacer) -> None:
-        super().__init__(rank, tier)
-        self.pacer = pacer
-
-    def record(
-        self, group: PrismGroup | None, op: str, answer: Answer, args: Args, kwargs: Kwargs
-    ) -> dist.Work | None:
-        """Make the call when it would be answered, and write it down."""
-
-        def paced(group: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
-            return self.pacer.record(group, op, answer, args, kwargs)
-
-        # without a group it is a probe of what recording costs
-        return super().record(group, op, answer if group is None else paced, args, kwargs)
-
-    @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
-        """What is issued inside is one call, which is made at its end: no part of a segment."""
-        if self._batch >= 0:
-            yield
-            return
-        with super().batch(), contextlib.ExitStack() as together:
-            together.enter_context(self.pacer.batch())
-            yield
-            self.unrecorded(together.close)
-
-    def wait_issued(self) -> None:
-        """The open segment, in which nothing ran so far, begins behind that wait."""
-        if self.active and not self._inside:
-            self._open()
-
-
 # -- streams, events and host waits ----------------------------------------------------------------
 
 _READS = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "numpy")
@@ -476,9 +434,9 @@ def _wrap_cuda(recorder: Recorder, changes: ProcessChanges) -> None:
         # a segment that began on one stream and ended on another would be the time between streams
         recorder.cut(lambda: set_stream(stream))
 
-    event, tell = torch.cuda.Event, recorder.wait_issued
+    event = torch.cuda.Event
     wrap(event, "record", lambda self, stream=None: recorder.event_recorded(id(self), stream))
-    wrap(event, "wait", lambda self, stream=None: recorder.event_waited(id(self), stream), tell)
+    wrap(event, "wait", lambda self, stream=None: recorder.event_waited(id(self), stream))
     wrap_wait(event, "synchronize", "event")
     wrap_wait(torch.cuda.Stream, "synchronize", "stream")
     wrap_wait(torch.cuda, "synchronize", "device")
