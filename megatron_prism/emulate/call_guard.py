@@ -6,8 +6,9 @@ one of the flags there is no guard, and the calls do not know of it.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,17 @@ from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Program
     from megatron_prism.emulate.session import Run, Session
     from megatron_prism.graph.stall import StalledJob
     from megatron_prism.hang.fault_planting import FaultedCall
 
 _MOST = 8_000_000  # ops of all ranks that are run to a standstill before the job
+
+
+def _key(op: Op) -> tuple[str, str, int]:
+    """The FIFO in which a call is: its group, "" or send or recv, the peer."""
+    pair = op.name in ("send", "recv")
+    return op.group, op.name if pair else "", op.peer if pair else 0
 
 
 class ProgramPeers:
@@ -47,23 +53,19 @@ class ProgramPeers:
 
         self.programs, self.rank = programs, rank
         self.groups = memberships(programs)
-        self._known: dict[object, Any] = {}
+        for name in ("_of_program", "expected", "collectives", "_counterparts"):  # asked again
+            setattr(self, name, functools.cache(getattr(self, name)))
 
     def _members(self, desc: str) -> list[int]:
         return self.groups[desc].group(self.rank).tolist() if desc in self.groups else []
 
     def _ops(self, rank: int, desc: str, pair: bool) -> list[Op]:
-        key = ("ops", int(self.programs.program_of[rank]), desc, pair)
-        if key not in self._known:
-            program = self.programs.of(rank)
-            found = program.groups().get(desc)
-            wanted = IS_PAIR if pair else IS_COLLECTIVE
-            self._known[key] = [
-                program[int(i)]
-                for i in (() if found is None else found)
-                if wanted[program.ops["name"][i]]
-            ]
-        return self._known[key]
+        return self._of_program(int(self.programs.program_of[rank]), desc, pair)
+
+    def _of_program(self, number: int, desc: str, pair: bool) -> list[Op]:
+        program, wanted = self.programs.programs[number], IS_PAIR if pair else IS_COLLECTIVE
+        there = program.groups().get(desc, ())
+        return [program[int(i)] for i in there if wanted[program.ops["name"][i]]]
 
     def own(self, desc: str) -> list[Op]:
         """The collectives of the local rank itself."""
@@ -75,27 +77,20 @@ class ProgramPeers:
 
     def expected(self) -> dict[tuple[str, str, int], list[Op]]:
         """(group, "" or send or recv, peer) -> what the local rank calls there in an iteration."""
-        if "expected" not in self._known:
-            found: dict[tuple[str, str, int], list[Op]] = {}
-            for op in self.order():
-                if len(self._members(op.group)) > 1:
-                    pair = op.name in ("send", "recv")
-                    key = (op.group, op.name if pair else "", op.peer if pair else 0)
-                    found.setdefault(key, []).append(op)
-            self._known["expected"] = found
-        return self._known["expected"]
+        found: dict[tuple[str, str, int], list[Op]] = {}
+        for op in self.order():
+            if len(self._members(op.group)) > 1:
+                found.setdefault(_key(op), []).append(op)
+        return found
 
     def collectives(self, desc: str) -> list[tuple[int, int, list[Op]]]:
         """(a member, how many call like it, its collectives) for all other members."""
-        key = ("collectives", desc)
-        if key not in self._known:
-            by_program: dict[int, list[int]] = {}
-            for rank in self._members(desc):
-                if rank != self.rank:
-                    by_program.setdefault(int(self.programs.program_of[rank]), []).append(rank)
-            self._known[key] = [(ranks[0], len(ranks), self._ops(ranks[0], desc, False))
-                                for ranks in by_program.values()]  # fmt: skip
-        return self._known[key]
+        by_program: dict[int, list[int]] = {}
+        for rank in self._members(desc):
+            if rank != self.rank:
+                by_program.setdefault(int(self.programs.program_of[rank]), []).append(rank)
+        alike = by_program.values()
+        return [(ranks[0], len(ranks), self._ops(ranks[0], desc, False)) for ranks in alike]
 
     def position(self, desc: str, rank: int) -> int:
         """Group rank of ``rank``."""
@@ -106,16 +101,15 @@ class ProgramPeers:
         members = self._members(desc)
         if not members:
             return -1, []
-        size, mine = len(members), self.position(desc, self.rank)
-        peer = members[(mine + offset) % size]
-        key = ("messages", desc, peer, name)
-        if key not in self._known:
-            back = "recv" if name == "send" else "send"
-            self._known[key] = [
-                op for op in self._ops(peer, desc, True)
-                if op.name == back and (self.position(desc, peer) + op.peer) % size == mine
-            ]  # fmt: skip
-        return peer, self._known[key]
+        peer = members[(self.position(desc, self.rank) + offset) % len(members)]
+        return peer, self._counterparts(desc, peer, "recv" if name == "send" else "send")
+
+    def _counterparts(self, desc: str, peer: int, name: str) -> list[Op]:
+        """Messages ``name`` of ``peer`` with the local rank."""
+        size, mine = len(self._members(desc)), self.position(desc, self.rank)
+        theirs = self.position(desc, peer)
+        every = self._ops(peer, desc, True)
+        return [op for op in every if op.name == name and (theirs + op.peer) % size == mine]
 
 
 class ExpectedCalls:
@@ -142,7 +136,7 @@ class ExpectedCalls:
             raise UsageError(f"faults of virtual ranks in iterations {sorted(numbers)}: their "
                              "programs are planted once", fix="the same iter= for all")  # fmt: skip
         self.iteration = min(numbers, default=None)
-        self.never: dict[tuple[str, str, int, int], int] = {}
+        self.never: tuple[str, str, int, int] | None = None  # this rank's first call without an end
         self.state: StalledJob | None = None
         self.hits: tuple[FaultedCall, ...] = ()  # what faults of virtual ranks hit
         if faults:
@@ -165,21 +159,18 @@ class ExpectedCalls:
             return
         self.state = state
         program = self.planted.programs.of(self.rank)
-        for index, op in enumerate(program):
-            if (op.group or op.name == "host_wait") and not state.done[self.rank][index]:
-                self.never = self._key(program, op, index)
-                break
-
-    def _key(self, program: Program, op: Op, index: int) -> dict[tuple[str, str, int, int], int]:
-        if not op.group:
-            return {}
-        pair = op.name in ("send", "recv")
-        number = int(program.sequence[index])
-        return {(op.group, op.name if pair else "", op.peer if pair else 0, number): index}
+        waits = (
+            (index, op)
+            for index, op in enumerate(program)
+            if (op.group or op.name == "host_wait") and not state.done[self.rank][index]
+        )
+        index, first = next(waits, (0, None))
+        if first is not None and first.group:
+            self.never = (*_key(first), int(program.sequence[index]))
 
     def standstill(self, key: tuple[str, str, int, int]) -> None:
         """HangError if the call ``key`` is the first of this rank's that never ends."""
-        if key in self.never and self.state is not None:
+        if key == self.never and self.state is not None:
             from megatron_prism.hang import diagnose
 
             found = diagnose.diagnose_stall(self.state, self.healthy.programs)
@@ -285,23 +276,21 @@ class CallGuard(LabelledCalls):
         if self.asked.dry_run:
             lines += [f"would fire: {hit}" for hit in (self.strict.hits if self.strict else ())]
             lines.append("dry run: none of them happens")
-        width = max(map(len, lines), default=0)
+        if not lines:
+            return ""
+        width = max(map(len, lines))
         frame = "!" * (width + 6)
-        return "\n".join([frame, *(f"!! {line:{width}} !!" for line in lines), frame, ""]) * bool(
-            lines
-        )
+        return "\n".join([frame, *(f"!! {line:{width}} !!" for line in lines), frame, ""])
 
     def is_of(self, arguments: str) -> None:
         """Say it if the programs are of other arguments, now and in every verdict: then it may be
         the programs that are wrong, and not a rank."""
         there = self.strict and self.strict.healthy.programs.source.get("arguments")
         differ = job_settings.differences("arguments", there, arguments) if there else []
-        self._other = []
-        if differ:
-            what = f"{self.asked.programs} was captured with other arguments than this job"
-            self._other = [f"{what}: {'; '.join(differ)}"]
-        if self._other:
-            sys.stderr.write(f"prism: warning: {self._other[0]}\n")
+        what = f"{self.asked.programs} was captured with other arguments than this job"
+        self._other = [f"{what}: {'; '.join(differ)}"] if differ else []
+        for line in self._other:
+            sys.stderr.write(f"prism: warning: {line}\n")
 
     # -- training ---------------------------------------------------------------------------------
     def iteration_started(
@@ -332,16 +321,11 @@ class CallGuard(LabelledCalls):
             self._skip = gathered
 
     def finished(self) -> None:
-        self.check_fired()
-
-    def check_fired(self) -> None:
         """A fault that never fired is an error, also a virtual rank's, and one that the real job
         would not have survived; says what was compared and what faults led to."""
         self.injector.check_fired()
         self._survived()
         if self.strict is not None and self.strict.faults and not self.asked.dry_run:
-            from megatron_prism.core.errors import UsageError
-
             texts = ", ".join(map(str, self.strict.faults))
             why, fix = "it changes no call of this rank", "another iter=, or another rank"
             if not self._checked_faulty:
@@ -415,12 +399,12 @@ class CallGuard(LabelledCalls):
     def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
         if self.call_check is None and self.neighbours is None:
             return
-        call = Op(op, group=group.desc, site=site, **_compared(details(group, op, args, kwargs)))
+        fields = {k: v for k, v in details(group, op, args, kwargs).items() if k != "shape"}
+        call = Op(op, group=group.desc, site=site, **fields)
         if self.call_check is not None and self.call_check.open:
             assert self.strict is not None
             self._compared += 1
-            pair = op in ("send", "recv")
-            fifo = (call.group, op if pair else "", call.peer if pair else 0)
+            fifo = _key(call)
             if self.call_check.peers is self.strict.faulty and group.size() > 1:
                 self.strict.standstill((*fifo, self.call_check.counts[fifo]))
             self.call_check.check(call, group.rank(), group.size())
@@ -447,7 +431,6 @@ class CallGuard(LabelledCalls):
         self, kind: str, call: Op, number: int, theirs: Op | None, found: Sequence[str],
         peer: int | None = None, own: Op | None = None,
     ) -> None:  # fmt: skip
-        pair = call.name in ("send", "recv")
         if kind != "divergence":
             does = self._does(call, theirs)
             if does == "passes":
@@ -458,7 +441,7 @@ class CallGuard(LabelledCalls):
                 )
                 return
             found = [*found, *([f"gloo {does}"] if self.asked.policy == "gloo" else [])]
-        if self.strict is not None and kind != "divergence" and not pair:
+        if self.strict is not None and kind != "divergence" and call.name not in ("send", "recv"):
             fifo = self.strict.healthy.own(call.group)
             own = fifo[number] if number < len(fifo) else None
         found = [*found, *self._other] if found else found
@@ -466,11 +449,6 @@ class CallGuard(LabelledCalls):
         if len(stack) > 1 and not any("stands at" in line for line in found):
             found = [*found, *stack]
         raise disagreement(self.rank, self.iteration, kind, call, number, theirs, found, peer, own)
-
-
-def _compared(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an Op, without its shapes."""
-    return {key: value for key, value in fields.items() if key != "shape"}
 
 
 def _step_text(step: Any) -> str:

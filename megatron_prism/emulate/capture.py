@@ -145,7 +145,7 @@ class _Reported(TrainingListener):
         self.of = 2 * wanted * len(model or (1,))
 
     def _stepped(self, done: int) -> None:
-        total = self.of * self.run.monitor.microbatches()
+        total = self.of * self.run.monitor.schedule["num_microbatches"]
         self.emit("step", done=min(done, total), total=total)
 
     def run_few(self, _: str) -> None:
@@ -410,8 +410,9 @@ class StockCapture(TrainingListener):
     def _remove(self) -> None:
         from megatron_prism.runtime.virtual_world import current
 
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
         self.changes.undo()
+        self._recorder = None
         self._monitor.listen(*(one for one in self._monitor.listeners if one is not recorder))
         if self.tier.live is not None:
             self.tier.live.end_history()

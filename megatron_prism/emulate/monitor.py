@@ -41,6 +41,7 @@ from megatron_prism.runtime.recorder.repeats import Repeats
 if TYPE_CHECKING:
     from megatron_prism.emulate.options import Options
 
+_SCHEDULE = ("num_microbatches", "seq_length", "micro_batch_size")
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
 PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint")
 
@@ -86,7 +87,9 @@ class TrainingMonitor:
         self.moved: bool | None = None  # whether a master parameter changed; None: unknown
         self._forwards: dict[int | None, int] = {}
         self._outputs: dict[int, dict[str, Any]] = {}
-        self._schedule: dict[str, Any] = {}
+        self.schedule = dict.fromkeys(
+            _SCHEDULE, 0
+        )  # numbers among the arguments of the one that runs
         self._before: tuple[torch.Tensor, float] | None = None
         self.on_step: Callable[[int], None] | None = None  # told how many steps are done
         self.notes: list[str] = []  # what this run does otherwise than the real job
@@ -110,6 +113,10 @@ class TrainingMonitor:
         self.on_note(text)
         return True
 
+    def _tell(self, name: str, *args: object) -> None:
+        for listener in self._hearing(name):
+            getattr(listener, name)(*args)
+
     def _hearing(self, name: str) -> tuple[Any, ...]:
         source = () if self.peak_source is None else (self.peak_source,)
         return overriding((*source, *self.listeners), TrainingListener, name)
@@ -124,27 +131,19 @@ class TrainingMonitor:
         """A forward-backward schedule starts; ``settings`` are its keyword arguments."""
         self._forwards.clear()
         self._outputs.clear()
-        self._schedule = {
-            key: settings.get(key)
-            for key in ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
-        }
+        self.schedule = {key: int(settings.get(key) or 0) for key in _SCHEDULE}
         if self.repeats is not None:
-            self.repeats.reset(0 if settings.get("forward_only") else self.microbatches())
+            forward_only = settings.get("forward_only")
+            self.repeats.reset(0 if forward_only else self.schedule["num_microbatches"])
         if self.loop is not None and not settings.get("forward_only"):
             self.loop.begin(settings.get("model"))
-
-    def microbatches(self) -> int:
-        """Microbatches of the schedule that runs."""
-        return int(self._schedule.get("num_microbatches") or 0)
 
     def forward_labels(self, chunk: int | None) -> dict[str, Any]:
         """Labels of the next forward of ``chunk``: the schedule runs microbatches in order."""
         number = self._forwards.get(chunk, 0)
         self._forwards[chunk] = number + 1
-        labels: dict[str, Any] = {"phase": "forward", "microbatch": number}
-        if chunk is not None:
-            labels["chunk"] = chunk
-        return labels
+        place = {} if chunk is None else {"chunk": chunk}
+        return {"phase": "forward", "microbatch": number, **place}
 
     def remember_output(self, output: Any, labels: dict[str, Any]) -> None:
         """Keep which microbatch made ``output``: its backward is told nothing but that tensor."""
@@ -175,14 +174,12 @@ class TrainingMonitor:
 
     def world_known(self, world: World) -> None:
         """Tell who listens the sizes of the job's parsed arguments, or of the script's own code."""
-        for listener in self._hearing("world_known"):
-            listener.world_known(world)
+        self._tell("world_known", world)
 
     def outside_step(self, gathered: bool, begun: bool) -> None:
         """Mark everything until the next train step as not part of a steady iteration (evaluation,
         checkpointing); arguments as ``TrainingListener.outside_step``."""
-        for listener in self._hearing("outside_step"):
-            listener.outside_step(gathered, begun)
+        self._tell("outside_step", gathered, begun)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -192,14 +189,9 @@ class TrainingMonitor:
                 followers.enter_context(part(name))
             yield
 
-    def schedule_settings(self) -> dict[str, int]:
-        """The numbers among the schedule's arguments."""
-        return {key: int(value or 0) for key, value in self._schedule.items()}
-
     def tokens_per_iteration(self) -> int:
         """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""
-        names = ("num_microbatches", "seq_length", "micro_batch_size")
-        return math.prod(int(self._schedule.get(name) or 0) for name in names) or 1
+        return math.prod(self.schedule.values()) or 1
 
     # -- iterations -------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -212,8 +204,7 @@ class TrainingMonitor:
             self.remember(optimizer)
         number = self.before + len(self.iterations) + 1
         self.iterations.append(Iteration(number, time.perf_counter_ns()))
-        for listener in self._hearing("iteration_started"):
-            listener.iteration_started(len(self.iterations), wanted, model, optimizer)
+        self._tell("iteration_started", len(self.iterations), wanted, model, optimizer)
         start = time.perf_counter_ns()
         with self.device_memory():
             yield
@@ -222,8 +213,7 @@ class TrainingMonitor:
     def resumed(self, iteration: int) -> None:
         """The job goes on behind ``iteration``, and has made no train step yet."""
         self.before = iteration
-        for listener in self._hearing("resumed"):
-            listener.resumed(iteration)
+        self._tell("resumed", iteration)
 
     def remember(self, optimizer: object) -> None:
         """Keep a master parameter of ``optimizer``, to see whether it moves."""
@@ -236,8 +226,7 @@ class TrainingMonitor:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            for listener in self._hearing("out_of_memory"):
-                listener.out_of_memory()
+            self._tell("out_of_memory")
             labels = {"iteration": len(self.iterations) or None, **self.labels}
             raise explain(error, self.who, labels, self.held()) from error
 
@@ -278,8 +267,7 @@ class TrainingMonitor:
                 self.finish(get_args)
             raise
         except KeyboardInterrupt:
-            for listener in self._hearing("interrupted"):
-                listener.interrupted()
+            self._tell("interrupted")
             raise
         self.finish(get_args)
 
@@ -287,31 +275,26 @@ class TrainingMonitor:
         """Raise NotTrainedError unless the steps that were asked for happened."""
         if self.finished:
             return
-        self.finished = True
         args = get_args()
         wanted = max(0, self.steps_to_make(args) - self.skipped)
         early = any(  # nobody knows after how many steps
             getattr(args, name, None) for name in ("exit_duration_in_mins", "exit_signal_handler")
         )
-        self.expected = wanted
-        self.moved = self.has_moved()
-        self.check(1 if early else max(1, wanted), getattr(args, "skip_train", False))
-        self._tell_finished()
+        self.finish_steps(
+            wanted, 1 if early else max(1, wanted), getattr(args, "skip_train", False)
+        )
 
-    def finish_steps(self) -> None:
-        """As ``finish`` for a program of which nobody knows how many steps it should make."""
+    def finish_steps(self, expected: int, wanted: int = 1, skips: bool = False) -> None:
+        """As ``finish`` with at least ``wanted`` of ``expected`` steps; ``skips``: the job was told
+        to make none."""
         self.finished = True
-        self.expected, self.moved = self.steps, self.has_moved()
-        self.check(1)
-        self._tell_finished()
-
-    def _tell_finished(self) -> None:
-        for listener in self._hearing("finished"):
-            try:
-                listener.finished()
-            except PrismError as error:
-                self.failure = error  # kept: scripts catch what pretrain raises
-                raise
+        self.expected, self.moved = expected, self.has_moved()
+        self.check(wanted, skips)
+        try:
+            self._tell("finished")
+        except PrismError as error:
+            self.failure = error  # kept: scripts catch what pretrain raises
+            raise
 
     def has_moved(self) -> bool | None:
         """Whether the remembered master parameter changed; None if none was remembered."""
@@ -321,10 +304,7 @@ class TrainingMonitor:
         return _sum(parameter) != before
 
     def check(self, wanted: int, skips: bool = False) -> None:
-        """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied.
-
-        skips : the job was told to make none
-        """
+        """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied."""
         if self.steps >= wanted:
             return
         ran = len(self.iterations)
@@ -396,10 +376,10 @@ def host(
     changes.set(dist, "TCPStore", _store_of(dist.TCPStore, options))
 
 
-def _store_of(base: type[dist.TCPStore], options: Options) -> type[dist.TCPStore]:
+def _store_of(base: Any, options: Options) -> type[dist.TCPStore]:
     """A store that does not wait for ranks which have no process."""
 
-    class TCPStore(base):  # type: ignore[misc, valid-type]
+    class TCPStore(base):  # type: ignore[misc]
         def __init__(self, *args: object, **kwargs: object) -> None:
             names = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -501,4 +481,4 @@ class OwnLoop:
             self._monitor.iterations[-1].skipped = True
         self._close()
         self.stand_back()
-        self._monitor.finish_steps()
+        self._monitor.finish_steps(self._monitor.steps)

@@ -12,22 +12,21 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.emulate import exit_status
-from megatron_prism.emulate.workers import Json as Answer
 from megatron_prism.emulate.workers import die_with_parent
 
 if TYPE_CHECKING:
@@ -49,27 +48,28 @@ class CaptureServer:
     def __init__(self) -> None:
         environment = {**os.environ, "PRISM_ARGS": ""}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        read, write = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_prism.emulate.recipe_server", str(write)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(write,),
-            env=environment,
-            preexec_fn=die_with_parent,
-        )
-        os.close(write)
-        self._answers = os.fdopen(read, encoding="utf-8")
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "megatron_prism.emulate.recipe_server",
+                    str(theirs.fileno()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                preexec_fn=die_with_parent,
+            )
 
     def close(self) -> None:
         """End the process, and what it runs."""
         self._process.kill()
         self._process.wait()
-        self._answers.close()
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        self._pipe.close()
 
     @property
     def alive(self) -> bool:
@@ -92,17 +92,9 @@ class CaptureServer:
 
         Raises the PrismError that the rank ended with, NotTrainedError for a crash.
         """
-        answer = self._ask("capture", (recipe, rank, folder, alike, more, True))
-        if answer["kind"] == "unlike":
-            answer = self._ask("capture", (recipe, rank, folder, (), None, False))
-            if more is not None and answer["kind"] == "captured":
-                answer = self._ask("capture", (*more[:1], rank, more[1], (), None, False))
-        if answer["kind"] == "error":
-            error = PrismError(answer["message"], fix=answer["fix"])
-            error.exit_code = answer["exit_code"]
-            raise error
-        if answer["kind"] == "crash":
-            raise NotTrainedError(f"rank {rank}: {answer['message']}")
+        if not self._ask(_repeat, recipe, rank, folder, alike, more):
+            for one, place in [(recipe, folder), *([more] if more else [])]:
+                self._ask(_capture, one, rank, place)
 
     def check(
         self,
@@ -116,29 +108,24 @@ class CaptureServer:
         beside the script, the command line (script and arguments) is parsed and validated, too
         (training/arguments.py validate_args).  ``recipes``: empty for command lines of a script.
         """
-        lines = [list(words) for words in command_lines]
-        answer = self._ask("check", (list(recipes), lines, list(world_sizes)))
-        if answer["kind"] != "checked":
-            raise NotTrainedError(f"Megatron's argument checks: {answer['message']}")
-        found: list[str] = answer["refusals"]
+        found: list[str] = self._ask(_check, recipes, command_lines, world_sizes)
         return found
 
-    def _ask(self, what: str, content: object) -> Answer:
-        lost = {"kind": "crash", "message": "its process was killed"}
+    def _ask(self, function: Callable[..., object], *content: object) -> Any:
+        """What ``function`` returns in the server; raises what it raises there."""
         try:
-            assert self._process.stdin is not None
-            pickle.dump((what, content), self._process.stdin)
-            self._process.stdin.flush()
-            line = self._answers.readline()
-        except BrokenPipeError:
-            return lost
-        answer: Answer = json.loads(line) if line.endswith("\n") else lost
+            self._pipe.send((function.__name__, content))
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            answer = NotTrainedError("the process that captures was killed")
+        if isinstance(answer, Exception):
+            raise answer
         return answer
 
 
 # -- in the server --------------------------------------------------------------------------------
-def _serve(requests: IO[bytes], answers: int) -> None:
-    """Answer every request with one line of JSON, until there are no more."""
+def _serve(requests: Connection) -> None:
+    """Answer every request, until there are no more."""
     from megatron_prism.emulate import recipe_script  # noqa: F401 - what children share
     from megatron_prism.emulate.session import Session
     from megatron_prism.runtime import devices
@@ -150,63 +137,47 @@ def _serve(requests: IO[bytes], answers: int) -> None:
             import_module(name)
     gc.collect()
     gc.freeze()  # what is imported stays: no child looks through it
-    while True:
-        try:
-            what, content = pickle.load(requests)
-        except EOFError:
-            return
-        os.write(answers, (json.dumps(_in_child(what, content)) + "\n").encode())
+    with contextlib.suppress(EOFError):
+        while True:
+            requests.send(_in_child(*requests.recv()))
 
 
-def _in_child(what: str, content: Any) -> Answer:
+def _in_child(function: str, content: tuple[Any, ...]) -> object:
     """The answer of a fork of this process, which Megatron may change as it likes."""
-    read, write = os.pipe()
+    ours, theirs = Pipe(duplex=False)
     child = os.fork()
     if not child:
         status = 1
         try:
-            os.close(read)
             die_with_parent()
-            with os.fdopen(write, "w", encoding="utf-8") as out:
-                out.write(json.dumps(_ANSWERS[what](*content)))
+            theirs.send(_answer(function, content))
             status = 0
         finally:
             exit_status.leave(status)
-    os.close(write)
-    with os.fdopen(read, encoding="utf-8") as file:
-        text = file.read()
+    theirs.close()
+    with ours:
+        try:
+            answer = ours.recv()
+        except EOFError:
+            answer = None
     _, status = os.waitpid(child, 0)
-    if status or not text:
-        return {"kind": "crash", "message": f"its process ended with status {status}"}
-    found: Answer = json.loads(text)
-    return found
+    return NotTrainedError(f"its process ended with status {status}") if status else answer
 
 
-def _capture(
-    recipe: Recipe,
-    rank: int,
-    folder: Path,
-    alike: Sequence[int],
-    more: tuple[Recipe, Path] | None,
-    repeat: bool,
-) -> Answer:
+def _answer(function: str, content: tuple[Any, ...]) -> object:
+    try:
+        return globals()[function](*content)
+    except PrismError as error:
+        return error
+    except Exception as error:  # a bug, ours or Megatron's
+        return NotTrainedError(f"{type(error).__name__}: {error}")
+
+
+def _capture(recipe: Recipe, rank: int, folder: Path) -> None:
     from megatron_prism.emulate import recipe_script
     from megatron_prism.emulate.session import Session
-    from megatron_prism.runtime.recorder.repeats import NotRepeatedError
 
-    try:
-        if repeat:
-            _repeat(recipe, rank, folder, alike, more)
-        else:
-            recipe_script.run(Session(), recipe, rank, folder)
-    except NotRepeatedError:
-        return {"kind": "unlike"}
-    except PrismError as error:
-        return {"kind": "error", "message": error.message, "fix": error.fix,
-                "exit_code": error.exit_code}  # fmt: skip
-    except Exception as error:  # a bug, ours or Megatron's
-        return {"kind": "crash", "message": f"{type(error).__name__}: {error}"}
-    return {"kind": "captured"}
+    recipe_script.run(Session(), recipe, rank, folder)
 
 
 def _repeat(
@@ -215,12 +186,13 @@ def _repeat(
     folder: Path,
     alike: Sequence[int],
     more: tuple[Recipe, Path] | None,
-) -> None:
-    """Record iterations of which what repeats itself is written down again.  NotRepeatedError."""
+) -> bool:
+    """Record iterations of which what repeats itself is written down again; False where nothing
+    does."""
     from megatron_prism.emulate import capture, recipe_script
     from megatron_prism.emulate.session import Session
     from megatron_prism.runtime.recorder.recorder import Recorder, report_to
-    from megatron_prism.runtime.recorder.repeats import Repeats
+    from megatron_prism.runtime.recorder.repeats import NotRepeatedError, Repeats
     from megatron_prism.runtime.virtual_world import current
 
     session = Session()
@@ -241,21 +213,25 @@ def _repeat(
     monitor.repeats = Repeats(live, recorder)
     _note_sections(job, monitor.repeats.sections)
     first = capture.first_recorded(recipe.train_iters)
-    while len(monitor.iterations) < first - 1:
-        job.iterate(len(monitor.iterations))
-    for one, place in [(recipe, folder), *([more] if more else [])]:
-        job.num_microbatches = one.num_microbatches
-        recorder.start()
-        job.iterate(len(monitor.iterations))
-        recording = recorder.stop()
-        assert recording.builder is not None
-        source = capture.source_of(run.version, "meta", "meta")
-        store = SliceStore(place, one.world, capture.source_of_recipe(source, one))
-        store.put(recording.program())
-        for stage in alike:
-            with parallel_state.get_pipeline_model_parallel_group().in_place_of(stage):
-                other, sections = one.world.rank_at(pp=stage), monitor.repeats.sections
-                store.put(sections.record_as(recording.builder, other, job.schedule))
+    try:
+        while len(monitor.iterations) < first - 1:
+            job.iterate(len(monitor.iterations))
+        for one, place in [(recipe, folder), *([more] if more else [])]:
+            job.num_microbatches = one.num_microbatches
+            recorder.start()
+            job.iterate(len(monitor.iterations))
+            recording = recorder.stop()
+            assert recording.builder is not None
+            source = capture.source_of(run.version, "meta", "meta")
+            store = SliceStore(place, one.world, capture.source_of_recipe(source, one))
+            store.put(recording.program())
+            for stage in alike:
+                with parallel_state.get_pipeline_model_parallel_group().in_place_of(stage):
+                    other, sections = one.world.rank_at(pp=stage), monitor.repeats.sections
+                    store.put(sections.record_as(recording.builder, other, job.schedule))
+    except NotRepeatedError:
+        return False
+    return True
 
 
 def _note_sections(job: RankJob, sections: Sections) -> None:
@@ -281,7 +257,9 @@ def _note_sections(job: RankJob, sections: Sections) -> None:
     config.finalize_model_grads_func = rest
 
 
-def _check(recipes: list[Recipe], command_lines: list[list[str]], sizes: list[int]) -> Answer:
+def _check(
+    recipes: Sequence[Recipe], command_lines: Sequence[Sequence[str]], sizes: Sequence[int]
+) -> list[str]:
     from importlib.util import find_spec
 
     from megatron_prism.emulate import recipe_script
@@ -293,24 +271,19 @@ def _check(recipes: list[Recipe], command_lines: list[list[str]], sizes: list[in
         recipe_script.attached(Session(), recipes[0], 0)
         import_module("torch.distributed").init_process_group()
     training = find_spec("megatron") is not None and find_spec("megatron.training") is not None
-    refusals = []
-    every: list[Recipe | None] = [*recipes] or [None] * len(sizes)
-    for recipe, words, size in zip(every, command_lines, sizes, strict=True):
-        said = ""
-        if recipe is not None:
-            said = _refusal(partial(recipe_script.check_layers, recipe))
-        if not said and training:
-            said = _refusal(partial(_validate, words, size))
-        refusals.append(said)
-    return {"kind": "checked", "refusals": refusals}
+    said = [_refusal(partial(recipe_script.check_layers, one)) for one in recipes]
+    return [
+        before or (_refusal(partial(_validate, words, size)) if training else "")
+        for before, words, size in zip(said or [""] * len(sizes), command_lines, sizes, strict=True)
+    ]
 
 
-def _validate(words: list[str], world_size: int) -> None:
+def _validate(words: Sequence[str], world_size: int) -> None:
     """Megatron's own parser and checks, as its start-up runs them."""
     from megatron.training.arguments import parse_args, validate_args
 
     os.environ["WORLD_SIZE"], os.environ["RANK"] = str(world_size), "0"
-    sys.argv = words
+    sys.argv = [*words]
     validate_args(parse_args(ignore_unknown_args=True))  # a script has arguments of its own
 
 
@@ -332,8 +305,5 @@ def _refusal(run: Callable[[], object]) -> str:
     return ""
 
 
-_ANSWERS: dict[str, Callable[..., Answer]] = {"capture": _capture, "check": _check}
-
-
 if __name__ == "__main__":
-    _serve(sys.stdin.buffer, int(sys.argv[1]))
+    _serve(Connection(int(sys.argv[1])))

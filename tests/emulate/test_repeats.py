@@ -9,6 +9,7 @@ import pytest
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.program import load
 from megatron_prism.core.slices import SliceStore
+from megatron_prism.emulate import recipe_server
 from megatron_prism.emulate.recipe_server import CaptureServer
 
 TINY = ["num_layers=8", "hidden_size=64", "num_attention_heads=4",
@@ -35,8 +36,10 @@ def captured(server, tmp_path, settings, stage, alike=(), repeat=True, more=None
     if more is not None:
         many = recipes.load("tiny-gpt_1cpu", [*TINY, *more])
         more, folder = (many, folder), tmp_path / "few"
-    answer = server._ask("capture", (recipe, rank, folder, alike, more, repeat))
-    assert answer["kind"] == "captured"
+    if repeat:
+        assert server._ask(recipe_server._repeat, recipe, rank, folder, alike, more)
+    else:
+        server._ask(recipe_server._capture, recipe, rank, folder)
     store = SliceStore(folder if more is None else more[1], recipe.world, {})
     return {place: load(store.path(recipe.world.rank_at(pp=place))).programs[0]
             for place in (stage, *alike)}  # fmt: skip

@@ -85,7 +85,7 @@ def iterations(guard, group, wanted=4):
 def test_a_healthy_rank_is_left_alone(job):
     guard, group = job(check_order=True)
     assert float(iterations(guard, group)[0]) == 4.0
-    guard.check_fired()
+    guard.finished()
     assert guard.banner() == ""
 
 
@@ -176,7 +176,7 @@ def test_a_rank_that_raises(fault, error, job):
 def test_nan_reaches_the_result_and_delay_does_not_change_it(job):
     guard, group = job("nan@rank=1,iter=4,op=all_reduce,nth=1", "delay@rank=1:ms=1", strict=False)
     assert torch.isnan(iterations(guard, group)[0])
-    guard.check_fired()
+    guard.finished()
 
 
 def test_a_dry_run_says_which_call_and_changes_nothing(job, capsys):
@@ -193,7 +193,7 @@ def test_iterations_that_are_not_compared_are_named(number, job):
     guard, group = job(f"drop@rank=3,iter={number}")
     iterations(guard, group)
     with pytest.raises(UsageError, match="of 4 iterations 2,3 were compared") as caught:
-        guard.check_fired()
+        guard.finished()
     assert caught.value.fix == "iter= one of 2,3"
 
 
@@ -217,7 +217,7 @@ def test_a_fault_that_never_fires_is_an_error(where, says, fix, job):
     guard, group = job(f"drop@rank=1,{where}", strict=False)
     iterations(guard, group)
     with pytest.raises(UsageError, match="never fired") as caught:
-        guard.check_fired()
+        guard.finished()
     assert says in caught.value.message
     assert caught.value.fix.startswith(fix)
 
@@ -246,7 +246,7 @@ def test_a_run_that_only_virtual_peers_let_through_is_no_pass(fault, job):
     guard, group = job(fault, strict=False)
     iterations(guard, group)
     with pytest.raises(HangError, match="went on only because virtual ranks answer at once"):
-        guard.check_fired()
+        guard.finished()
 
 
 def test_a_call_among_nobody_else_holds_nobody_up(job, capsys):
@@ -256,7 +256,7 @@ def test_a_call_among_nobody_else_holds_nobody_up(job, capsys):
     for number in (1, 2):
         guard.iteration_started(number, 2)
         dist.all_reduce(torch.ones(1), group=alone)
-    guard.check_fired()
+    guard.finished()
     assert "and the job went on" in capsys.readouterr().err
 
 
@@ -270,7 +270,7 @@ def test_what_nccl_lets_through_goes_on_and_says_what_it_led_to(job, capsys):
         for n, loss in enumerate(losses)
     ]
     iterations(guard, group)
-    guard.check_fired()
+    guard.finished()
     said = capsys.readouterr().err
     went = "and the job went on: 1 of 4 steps skipped; in step"
     assert f"{went} 2 lm loss nan, gradient norm unknown; in step 4 lm loss 7.125" in said
@@ -284,7 +284,7 @@ def test_swapped_calls_change_places(job, capsys):
     guard, group = job("swap@rank=1,iter=2,op=all_reduce,nth=1:with=tp:reduce:0", strict=False)
     iterations(guard, group)
     with pytest.raises(UsageError, match="only one of the two calls came"):
-        guard.check_fired()
+        guard.finished()
 
 
 def test_a_bit_flips_and_the_value_is_far_away(job):
@@ -306,7 +306,7 @@ def test_the_models_output_is_spoilt(kind, job):
                 found[number, mb] = model(torch.ones(1, 2))[0, 0].item()
     odd = {key for key, value in found.items() if not abs(value) < 1e9}
     assert odd == {(2, 1)}
-    guard.check_fired()
+    guard.finished()
     guard, _ = job("nan@rank=1:tensor=loss", strict=False)
     with pytest.raises(UsageError, match="rank 1 has no loss"):
         guard.iteration_started(1, 1, [model])

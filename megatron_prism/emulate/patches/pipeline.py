@@ -279,7 +279,9 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
         layout = getattr(self.config, "pipeline_model_parallel_layout", None)
         if getattr(self.config, "mtp_standalone", False) and layout is not None:
             if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
-                self._prism_lengths = mtp_lengths(self, context.monitor.microbatches())
+                self._prism_lengths = mtp_lengths(
+                    self, context.monitor.schedule["num_microbatches"]
+                )
             one = _shape_here(self.config, context)
             long = [next(side) if asked else 1 for side, asked in
                     zip(self._prism_lengths, (recv_prev, recv_next), strict=True)]  # fmt: skip
@@ -300,7 +302,7 @@ def _shape_here(config: Any, context: PatchContext, *sent: Any) -> list[int]:
     for tensor in sent:
         if tensor is not None:
             return list(tensor.shape)
-    settings = context.monitor.schedule_settings()
+    settings = context.monitor.schedule
     tokens = settings["seq_length"] // config.context_parallel_size
     if config.sequence_parallel:
         tokens //= config.tensor_model_parallel_size
