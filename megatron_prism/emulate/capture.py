@@ -280,10 +280,12 @@ class StockCapture(TrainingListener):
             self._keep()
         meta = self.tier.name == "meta"  # has no times: once is enough
         if wanted > 2 and number >= wanted or meta and self._recordings:
-            if self._recorder is not None and number < wanted and self._starts_probe():
+            if self._recorder is None:
+                return
+            if number < wanted and self._starts_probe():
                 self._recorder.owned_by(model, optimizer)
                 self._recorder.start()
-            elif self._recorder is not None:
+            else:
                 self._remove()
             return
         first = first_recorded(wanted)
@@ -398,8 +400,7 @@ class StockCapture(TrainingListener):
         """What was recorded, with the kernels' own times if it was traced."""
         recording, tracer = self._recorder.stop(), self._tracer
         self._tracer = None
-        trace = tracer.stop() if tracer is not None else None
-        if trace is None:
+        if tracer is None or (trace := tracer.stop()) is None:
             return recording
         self._own_ns = self._recorder.own_ns()
         hosts = recording.hosts

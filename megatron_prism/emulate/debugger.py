@@ -9,15 +9,17 @@ in scope there as ``prism``.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import difflib
 import fnmatch
+import gc
 import pdb
 import re
 import sys
+import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prism.core.call_selector import CallSelector, NthCall
 from megatron_prism.core.collectives import TABLE
-from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
+from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError, refuse
 from megatron_prism.core.groups import named_group, short_names
 from megatron_prism.core.ops import CallLabel, label
 from megatron_prism.core.units import counted, format_bytes
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.owners import Models
 
+_REMOTE = "--prism-debugger debugpy:5678"
 _FIX = "--prism-break '1B2 all_reduce group=tp nth=3', as prism show prints calls"
 _KEPT = 10  # calls before the one where it stands
 _LISTED = 16  # members of a group
@@ -65,9 +68,9 @@ def add_to(run: Run, session: Session) -> None:
                              fix=f"--prism-ranks {ranks[0]}")  # fmt: skip
         if options.rank in ranks:
             at = debugger_at(options.debugger)
-            made = Debugger(breakpoint, at, options.rank, world, options.values, tier)
-            run.calls += (made,)
-            run.training += (made,)
+            debugger = Debugger(breakpoint, at, options.rank, world, options.values, tier)
+            run.calls += (debugger,)
+            run.training += (debugger,)
     if options.watch is not None:
         watch = ValueWatch(options.watch, tier, options.debugger)
         session.changes.on_undo(watch.stop)
@@ -114,24 +117,19 @@ def debugger_at(text: str | None) -> tuple[str, int] | None:
 
     Raises UsageError for another debugger, and for pdb where nobody could type.
     """
-    remote = re.fullmatch(r"debugpy:(?:([\w.-]+):)?(\d{1,5})", text or "")
-    if remote:
-        if not 0 < int(remote[2]) < 65536:
-            raise UsageError(f"--prism-debugger {text}: no port has that number",
-                             fix="--prism-debugger debugpy:5678")  # fmt: skip
-        try:
-            import debugpy  # noqa: F401
-        except ImportError:
-            raise UsageError("--prism-debugger debugpy needs the package debugpy",
-                             fix="pip install debugpy") from None  # fmt: skip
-        return remote[1] or "localhost", int(remote[2])
-    if text not in (None, "pdb"):
-        raise UsageError(f"--prism-debugger {text}: pdb or debugpy:PORT",
-                         fix="--prism-debugger debugpy:5678")  # fmt: skip
-    if not (sys.stdin and sys.stdin.isatty()):
-        raise UsageError("--prism-break opens pdb, and this process has no terminal to type in",
-                         fix="--prism-debugger debugpy:5678, and attach an editor")  # fmt: skip
-    return None
+    remote, fix = re.fullmatch(r"debugpy:(?:([\w.-]+):)?(\d{1,5})", text or ""), _REMOTE
+    refuse(
+        (remote and not 0 < int(remote[2]) < 65536,
+         f"--prism-debugger {text}: no port has that number", fix),
+        (remote and find_spec("debugpy") is None,
+         "--prism-debugger debugpy needs the package debugpy", "pip install debugpy"),
+        (not remote and text not in (None, "pdb"), f"--prism-debugger {text}: pdb or debugpy:PORT",
+         fix),
+        (not remote and not (sys.stdin and sys.stdin.isatty()),
+         "--prism-break opens pdb, and this process has no terminal to type in",
+         f"{fix}, and attach an editor"),
+    )  # fmt: skip
+    return (remote[1] or "localhost", int(remote[2])) if remote else None
 
 
 @dataclass
@@ -143,14 +141,15 @@ class _Seen:
     shapes: str
     norm: float | None = None
 
+    @property
+    def line(self) -> str:
+        call = self.call
+        step, site = label(call.phase, call.microbatch, call.chunk), call.site or "an unknown line"
+        return f"{step} {call.op} #{self.number} of {call.group} at {site}"
+
     def __str__(self) -> str:
         norm = "" if self.norm is None else f"  norm {self.norm:.6g}"
-        return f"{_line(self.call, self.number)}  {self.shapes}{norm}"
-
-
-def _line(call: CallLabel, number: int) -> str:
-    step = label(call.phase, call.microbatch, call.chunk)
-    return f"{step} {call.op} #{number} of {call.group} at {call.site or 'an unknown line'}"
+        return f"{self.line}  {self.shapes}{norm}"
 
 
 class Debugger(LabelledCalls):
@@ -188,10 +187,6 @@ class Debugger(LabelledCalls):
         self._aim(self.breakpoint)
         self._reached = False
 
-    def next_call(self) -> None:
-        """Stop at the next call."""
-        self._next = True
-
     def iteration_started(self, number: int, wanted: int, model: Models, optimizer: object) -> None:
         super().iteration_started(number, wanted, model, optimizer)
         self.models, self.optimizer = model, optimizer
@@ -209,10 +204,10 @@ class Debugger(LabelledCalls):
         self._kinds[f"{label(call.phase, call.microbatch, call.chunk)} {op} {group.desc}"] = None
         numbered = self._number in (0, number)
         chosen = numbered and self._matcher.hit(call) or self._next
-        if number == self._number and not chosen:
-            self._unfit.append(_line(call, number))
         ins, outs = arguments(op, args)
         made = _Seen(call, number, _shapes(ins or outs))
+        if number == self._number and not chosen:
+            self._unfit.append(made.line)
         after = self._after  # at the prompt another call may be chosen
         if chosen and not after:
             self._stop(Prompt(self, group, made, ins, outs, None))
@@ -283,14 +278,10 @@ class Debugger(LabelledCalls):
 
 def _of_the_job(frame: FrameType) -> FrameType:
     """The first frame from ``frame`` outwards in which pdb stops."""
-    found: FrameType | None = frame
-    while found is not None and _is_skipped(found.f_globals.get("__name__", "")):
-        found = found.f_back
-    return found or frame
-
-
-def _is_skipped(module: str) -> bool:
-    return any(fnmatch.fnmatch(module, pattern) for pattern in _SKIPPED)
+    outwards = (one for one, _ in traceback.walk_stack(frame))
+    names = ((one, one.f_globals.get("__name__", "")) for one in outwards)
+    stops = (one for one, name in names if not any(fnmatch.fnmatch(name, p) for p in _SKIPPED))
+    return next(stops, frame)
 
 
 class _Pdb(pdb.Pdb):
@@ -304,11 +295,9 @@ class _Pdb(pdb.Pdb):
     def stop(self, frame: FrameType) -> None:
         """Ask until the user goes on; ``q`` ends the job."""
         self.reset()
-        back: FrameType | None = frame
-        while back is not None:
+        for back, _ in traceback.walk_stack(frame):
             back.f_trace = self.trace_dispatch
             self.botframe = back
-            back = back.f_back
         self.set_step()
         self.interaction(frame, None)
         if self.stoplineno != -1 or self.breaks:  # n, s, r, until
@@ -349,12 +338,7 @@ class Prompt:
     ) -> None:  # fmt: skip
         self._debugger, self._made, self.group = debugger, made, group
         self.call, self.inputs, self.outputs, self.work = made.call, inputs, outputs, work
-        self._goes_on = False
-
-    @property
-    def line(self) -> str:
-        """The call in a line."""
-        return _line(self._made.call, self._made.number)
+        self.line, self._goes_on = made.line, False
 
     def __repr__(self) -> str:
         return (
@@ -396,29 +380,19 @@ class Prompt:
 
     def step(self) -> None:
         """Go on to the next call."""
-        self._debugger.next_call()
-        self._goes_on = True
+        self._debugger._next = self._goes_on = True
 
     def until(self, text: str) -> None:
         """Go on to the call that ``text`` selects."""
-        with _said():
+        try:
             self._debugger.until(text)
             self._goes_on = True
-
-
-@contextlib.contextmanager
-def _said() -> Iterator[None]:
-    """A wrong selector at the prompt is a line, not a traceback."""
-    try:
-        yield
-    except UsageError as error:
-        print(error)
+        except UsageError as error:  # at a prompt a line, not a traceback
+            print(error)
 
 
 def _alive(models: Models, optimizer: object, depth: int) -> list[tuple[str, int]]:
     """(kind and module, bytes) of every storage that a tensor holds, the largest first."""
-    import gc
-
     owners = AllocationOwners(models or (), optimizer).parts()
     found: Counter[str] = Counter()
     known: set[int] = set()
@@ -445,10 +419,10 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float | None:
     """Of the first tensor of fractions; None if there is none."""
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32))
-    return None
+    first = next((one for one in tensors if one.is_floating_point()), None)
+    if first is None:
+        return None
+    return float(torch.linalg.vector_norm(first.detach(), dtype=torch.float32))
 
 
 # -- values that are not finite ------------------------------------------------------------------
@@ -504,10 +478,7 @@ class ValueWatch(LabelledCalls):
             node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
             if node is not None and "prism" not in node.metadata:  # the innermost module's, once
                 node.metadata["prism"] = name
-                node.register_prehook(lambda _, name=name: self._backward(name))
-
-    def _backward(self, name: str) -> None:
-        self._module = name
+                node.register_prehook(lambda _, name=name: setattr(self, "_module", name))
 
     def finished(self) -> None:
         self.stop()
@@ -529,10 +500,8 @@ class ValueWatch(LabelledCalls):
         """Whether ``tensor`` has what is looked for."""
         if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
             return False
-        if self.what == "nan":
-            return bool(torch.isnan(tensor).any())
-        if self.what == "inf":
-            return bool(torch.isinf(tensor).any())
+        if self.what in ("nan", "inf"):
+            return bool(getattr(torch, f"is{self.what}")(tensor).any())
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) > self.limit
 
     def found(self, operator: OpOverload, inputs: list[torch.Tensor], result: torch.Tensor) -> None:

@@ -43,6 +43,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.callbacks: dict[str, list[Callback]] = {}
         self.triggers: dict[str, Callable[[], None]] = {}
 
+    def ensure(self) -> None:
+        """Be at the head of ``sys.meta_path``."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -66,17 +71,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-def _ensure() -> None:
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-
-
 def after_import(module: str, callback: Callback) -> None:
     """Call ``callback(module)`` once ``module`` has executed (now, if it already has)."""
     if module in sys.modules:
         callback(sys.modules[module])
         return
-    _ensure()
+    _finder.ensure()
     _finder.callbacks.setdefault(module, []).append(callback)
 
 
@@ -89,7 +89,7 @@ def forget(module: str, callback: Callback) -> None:
 
 def before_first_import(package: str, trigger: Callable[[], None]) -> None:
     """Call ``trigger()`` once, when the first module of top-level ``package`` is looked for."""
-    _ensure()
+    _finder.ensure()
     _finder.triggers[package] = trigger
 
 

@@ -41,22 +41,24 @@ class KeepAlive:
         calls: Callable[[], int] = int,
     ) -> None:
         self.how, self.why, self.words = how, why, 0
-        self._send, self._calls = send, calls
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="prism-links", daemon=True)
+        self._thread: threading.Thread | None = None
         if send is not None:
+            self._thread = threading.Thread(
+                target=self._run, args=(send, calls), name="prism-links", daemon=True
+            )
             self._thread.start()
             atexit.register(self.stop)  # a job that fails ends without a summary
 
-    def _run(self) -> None:
+    def _run(self, send: Callable[[], None], calls: Callable[[], int]) -> None:
         try:
-            made, recent = self._calls(), deque([False] * _LOOKS, maxlen=_LOOKS)
+            made, recent = calls(), deque([False] * _LOOKS, maxlen=_LOOKS)
             while not self._stop.wait(PERIOD_S):
-                now = self._calls()
+                now = calls()
                 recent.append(now != made)
                 made = now
-                if self._send is not None and (recent[-1] or sum(recent) >= _DENSE):
-                    self._send()
+                if recent[-1] or sum(recent) >= _DENSE:
+                    send()
                     self.words += 1
         except Exception as error:  # of whatever kind: the rank goes on, and the summary says it
             self.why = f"sending stopped: {type(error).__name__}: {error}"
@@ -65,7 +67,7 @@ class KeepAlive:
         """No word is sent any more when this returns."""
         self._stop.set()
         atexit.unregister(self.stop)
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(10)
 
     def summary(self) -> dict[str, object]:
@@ -85,8 +87,7 @@ def keep_awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> 
     """Keep the links of CUDA device ``index`` as awake as calls do; never raises.
 
     Several local ranks do so by themselves.  Every visible GPU gets a context of this process,
-    about half a GB of its memory (words go to one; why the others get one is not known); this
-    device gives 256 KiB that torch does not count.
+    about half a GB of its memory; this device gives 256 KiB that torch does not count.
     """
     if num_processes > 1:
         return KeepAlive("calls between the local ranks")
@@ -94,9 +95,8 @@ def keep_awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> 
         peer = _neighbour(index)
         if peer is None:
             return KeepAlive(why="no other GPU of this host is visible")
-        return KeepAlive(
-            f"words to GPU {peer} behind its calls", send=_sender(index, peer), calls=calls
-        )
+        how = f"words to GPU {peer} behind its calls"
+        return KeepAlive(how, send=_sender(index, peer), calls=calls)
     except Exception as error:  # a rank whose links sleep is better than none
         return KeepAlive(why=f"{type(error).__name__}: {error}")
 

@@ -127,6 +127,28 @@ class Patches(list[Patch]):
 
         return declare
 
+    def left_out(
+        self,
+        name: str,
+        place: str,
+        *,
+        reason: str,
+        unless: Callable[[PatchContext], bool],
+        said: str = "",
+        **about: Unpack[_About],
+    ) -> None:
+        """Append a patch of a function that does nothing ``unless`` the run may; ``said``: once."""
+
+        def leave_out(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+            if unless(context):
+                return original(*args, **kwargs)
+            if said:
+                context.say(said)
+            return None
+
+        leave_out.__name__, leave_out.__doc__ = name.replace("-", "_"), reason
+        self.instead(place, **about)(leave_out)
+
     def instead(
         self, place: str, *targets: str, **about: Unpack[_About]
     ) -> Callable[[Replacement], Replacement]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -68,64 +70,62 @@ def body(
     console.print(f"{wall_s:.1f} s, at most {format_bytes(rss)} of host memory per worker")
 
 
-def _calls(summary: Json, op: str) -> int:
-    return sum(row["calls"] for row in summary["communication"] if row["op"] == op)
-
-
 def _stages(recipe: Recipe, summaries: Sequence[Json], console: Console) -> None:
-    table = Table(title="Per stage, one iteration")
-    table.add_column("stage")
-    table.add_column("layers by chunk")
-    for name in ("rank", "parameters", "live peak"):
-        table.add_column(name, justify="right")
-    table.add_column("peak in")
-    for name in ("sends", "receives", "s / iteration here"):
-        table.add_column(name, justify="right")
+    columns = ("stage", "layers by chunk", ">rank", ">parameters", ">live peak", "peak in",
+               ">sends", ">receives", ">s / iteration here")  # fmt: skip
+    rows = []
     for summary in summaries:
         peak = max(summary["memory"]["peaks"], key=lambda p: p["bytes"], default=None)
         where = ", ".join(f"{k} {v}" for k, v in peak["at"].items()) if peak else "unknown"
-        layers = "+".join(str(n) for n in summary["layers"])
-        table.add_row(
-            str(summary["stage"]),
-            layers,
-            f"{summary['rank']:,}",
-            f"{summary['parameters']:,}",
-            format_bytes(peak["bytes"]) if peak else "unknown",
-            where,
-            f"{_calls(summary, 'send'):,}",
-            f"{_calls(summary, 'recv'):,}",
-            f"{summary['iteration_s'][-1]:.2f}",
+        calls = Counter[str]()
+        for row in summary["communication"]:
+            calls[row["op"]] += row["calls"]
+        rows.append(
+            (
+                str(summary["stage"]),
+                "+".join(str(n) for n in summary["layers"]),
+                f"{summary['rank']:,}",
+                f"{summary['parameters']:,}",
+                format_bytes(peak["bytes"]) if peak else "unknown",
+                where,
+                f"{calls['send']:,}",
+                f"{calls['recv']:,}",
+                f"{summary['iteration_s'][-1]:.2f}",
+            )
         )
-    _print(table, console)
+    _print("Per stage, one iteration", columns, rows, console)
 
 
 def _communication(summaries: Sequence[Json], console: Console) -> None:
     """Calls and bytes by group; stages that communicate alike share a row."""
-    rows: dict[tuple[str, int, str, int, int], list[str]] = {}
+    stages: dict[tuple[str, int, str, int, int], list[str]] = {}
     for summary in summaries:
         for row in summary["communication"]:
             key = (row["group"], row["group_size"], row["op"], row["calls"], row["bytes"])
-            rows.setdefault(key, []).append(str(summary["stage"]))
-    table = Table(title="Communication of one rank, one iteration")
-    table.add_column("group")
-    table.add_column("ranks", justify="right")
-    table.add_column("collective")
-    table.add_column("calls", justify="right")
-    table.add_column("message bytes", justify="right")
-    table.add_column("stages")
-    everywhere = len(summaries)
-    for (group, size, op, calls, num_bytes), stages in sorted(
-        rows.items(), key=lambda item: (-item[0][4], item[0][0], item[0][2], item[1])
-    ):
-        shown = "all" if len(stages) == everywhere and everywhere > 1 else ", ".join(stages)
-        table.add_row(group, f"{size:,}", op, f"{calls:,}", format_bytes(num_bytes), shown)
-    _print(table, console)
+            stages.setdefault(key, []).append(str(summary["stage"]))
+    everyone = len(summaries)
+    rows = [
+        (group, f"{size:,}", op, f"{calls:,}", format_bytes(num_bytes),
+         "all" if len(there) == everyone and everyone > 1 else ", ".join(there))
+        for (group, size, op, calls, num_bytes), there in sorted(
+            stages.items(), key=lambda item: (-item[0][4], item[0][0], item[0][2], item[1])
+        )
+    ]  # fmt: skip
+    columns = ("group", ">ranks", "collective", ">calls", ">message bytes", "stages")
+    _print("Communication of one rank, one iteration", columns, rows, console)
 
 
-def _print(table: Table, console: Console) -> None:
-    """On a narrow terminal cells fold: a number that is cut says something else."""
-    for column in table.columns:
-        column.overflow = "fold"
+def _print(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
+) -> None:
+    """A table; ``>`` begins a column of numbers.  On a narrow terminal cells fold: a number that is
+    cut says something else."""
+    table = Table(title=title)
+    for name in columns:
+        justify: Literal["left", "right"] = "right" if name[0] == ">" else "left"
+        table.add_column(name.lstrip(">"), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
 
 

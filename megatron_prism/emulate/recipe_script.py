@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,7 +96,8 @@ def train(recipe: Recipe, run: Run) -> Json:
 
 def build(recipe: Recipe, run: Run) -> RankJob:
     """Bring the world of ``recipe`` up, and build what is trained."""
-    if recipe.transformer_impl == "transformer_engine" and not _has_te():
+    there = sys.modules.get("transformer_engine") or find_spec("transformer_engine")
+    if recipe.transformer_impl == "transformer_engine" and not there:
         raise UnsupportedError(
             "transformer_impl=transformer_engine needs Transformer Engine, absent here",
             fix="install it, or use transformer_impl=local",
@@ -285,19 +287,17 @@ def batches(recipe: Recipe, device: torch.device) -> Iterator[Batch]:
     from megatron.core import parallel_state
 
     size, tokens, cp = recipe.micro_batch_size, recipe.seq_length, recipe.world.cp
-    keep = _chunks(tokens, cp, parallel_state.get_context_parallel_rank())
-    positions = torch.arange(tokens)[keep].expand(size, -1)
+    keep, place = torch.arange(tokens), parallel_state.get_context_parallel_rank()
+    if cp > 1:  # a context-parallel rank holds two of 2 cp parts
+        parts = keep.view(2 * cp, -1)
+        keep = torch.cat([parts[place], parts[2 * cp - 1 - place]])
+    positions = keep.expand(size, -1)
     if device.type == "meta":
-        shape = (size, len(keep))
-        ids = torch.empty(shape, dtype=torch.int64, device=device)
-        mask = torch.empty(shape, dtype=torch.float32, device=device)
+        ids = torch.empty((size, len(keep)), dtype=torch.int64, device=device)
+        mask = torch.empty((size, len(keep)), dtype=torch.float32, device=device)
+        like = {"tokens": ids, "labels": ids, "positions": ids, "mask": mask}
         while True:
-            yield {
-                "tokens": torch.empty_like(ids),
-                "labels": torch.empty_like(ids),
-                "positions": torch.empty_like(ids),
-                "mask": torch.empty_like(mask),
-            }
+            yield {name: torch.empty_like(one) for name, one in like.items()}
     sample = _samples(recipe)
     number = parallel_state.get_data_parallel_rank() * size
     while True:
@@ -310,14 +310,6 @@ def batches(recipe: Recipe, device: torch.device) -> Iterator[Batch]:
             "positions": positions.contiguous().to(device),
             "mask": torch.ones(size, len(keep), device=device),
         }
-
-
-def _chunks(tokens: int, cp: int, cp_rank: int) -> torch.Tensor:
-    """Positions that a context-parallel rank holds."""
-    if cp == 1:
-        return torch.arange(tokens)
-    part = torch.arange(tokens).view(2 * cp, -1)
-    return torch.cat([part[cp_rank], part[2 * cp - 1 - cp_rank]])
 
 
 def _samples(recipe: Recipe) -> Callable[[int], np.ndarray]:
@@ -342,11 +334,6 @@ def _samples(recipe: Recipe) -> Callable[[int], np.ndarray]:
         return text[start : start + tokens + 1]
 
     return read
-
-
-def _has_te() -> bool:
-    there = sys.modules.get("transformer_engine") is not None
-    return there or bool(find_spec("transformer_engine"))
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -534,16 +521,13 @@ def _gpt(recipe: Recipe, both: dict[str, Foreign], stage: int | None) -> torch.n
 
 def _hybrid(m: Recipe, both: dict[str, Foreign]) -> torch.nn.Module:
     """A MambaModel, which is a HybridModel from 0.19 on (mamba_builders.py @0.16.1)."""
-    pattern = {"hybrid_override_pattern": m.hybrid_override_pattern}
-    if find_spec("megatron.core.models.hybrid") is None:
-        from megatron.core.models.mamba import MambaModel
-        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-
-        return MambaModel(**both, mamba_stack_spec=mamba_stack_spec, **pattern)
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    return HybridModel(**both, hybrid_stack_spec=hybrid_stack_spec, **pattern)
+    kind = "hybrid" if find_spec("megatron.core.models.hybrid") else "mamba"
+    place = f"megatron.core.models.{kind}.{kind}"
+    model = getattr(import_module(f"{place}_model"), f"{kind.title()}Model")
+    name = f"{kind}_stack_spec"
+    spec = {name: getattr(import_module(f"{place}_layer_specs"), name)}
+    made: torch.nn.Module = model(**both, **spec, hybrid_override_pattern=m.hybrid_override_pattern)
+    return made
 
 
 def optimizer(recipe: Recipe, config: Foreign, model: list[Foreign]) -> Foreign:

@@ -25,7 +25,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_prism.core.process_changes import ProcessChanges
@@ -97,12 +96,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -123,9 +117,7 @@ def _restore_environment(variables: dict[str, str]) -> None:
     """Also what Megatron and torch set: NCCL's switches, CUDA_DEVICE_MAX_CONNECTIONS."""
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
-    for name, value in variables.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    os.environ.update(variables)
 
 
 def _forget_modules(before: frozenset[str]) -> None:

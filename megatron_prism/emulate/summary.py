@@ -12,10 +12,10 @@ import os
 import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.files import artefact_folder, check_free
 from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 FORMAT = 1  # version of the JSON below
 
 
+_TIMES = (  # unpaced, paced
+    ", but virtual ranks answer at once: communication and bubbles cost nothing here",
+    ", virtual ranks answering when a replay of their slices says (see pacing)",
+)
+
+
 def parts_of(found: dict[str, int]) -> dict[str, int | None]:
     """Every part of a job and its peak; None where it did not run."""
     return {name: found.get(name) for name in PARTS}
@@ -40,8 +46,6 @@ def parts_of(found: dict[str, int]) -> dict[str, int | None]:
 
 def add_to(run: Run, session: Session) -> None:
     """Have ``--prism-out`` written.  UsageError, in the words of our flags, if it may not be."""
-    from megatron_prism.core.files import check_free
-
     out = run.options.out
     if out is None or run.options.process:
         return
@@ -112,7 +116,7 @@ class Reporter(TrainingListener):
             },
             "parameters": monitor.num_parameters,
             "iterations": [asdict(entry) for entry in monitor.iterations],
-            "time_provenance": measured + self._times(),
+            "time_provenance": measured + _TIMES[self.pace is not None],
             "pacing": self.pace.summary() if self.pace is not None else None,
             "communication": {
                 "rows": [asdict(row) for row in rows],
@@ -122,11 +126,6 @@ class Reporter(TrainingListener):
             "recording": self._replayed(),
             "process_wall_s": round(time.time() - self.start, 3),
         }
-
-    def _times(self) -> str:
-        if self.pace is not None:
-            return ", virtual ranks answering when a replay of their slices says (see pacing)"
-        return ", but virtual ranks answer at once: communication and bubbles cost nothing here"
 
     def _replayed(self) -> dict[str, int] | None:
         """How many control values were replayed, and how many had to be mirrored instead."""
@@ -292,11 +291,9 @@ class Reporter(TrainingListener):
             for row in rows[:8]
         ]
         if len(rows) > 8:
-            lines.append(f"  … {len(rows) - 8} more rows{self._hint()}")
+            hint = "" if self.options.out else " (write them all with --prism-out DIR)"
+            lines.append(f"  … {len(rows) - 8} more rows{hint}")
         self._say(*lines)
-
-    def _hint(self) -> str:
-        return "" if self.options.out else " (write them all with --prism-out DIR)"
 
     def _write(self, summary: Json) -> None:
         """Process 0 writes for all; the others hand their summaries over through the store."""
@@ -312,7 +309,9 @@ class Reporter(TrainingListener):
             assert store is not None, "several local processes share a store"
             received = store.get(f"prism/summary/{process}").decode()
             texts[options.ranks[process]] = received
-        write_folder(out, options.force, {f"rank-{r:06d}.json": t for r, t in texts.items()})
+        with artefact_folder(out, force=options.force) as folder:
+            for rank, content in texts.items():
+                (folder / f"rank-{rank:06d}.json").write_text(content, encoding="utf-8")
         self._say(f"wrote {out} ({counted(len(texts), 'rank')})")
 
 
@@ -343,15 +342,6 @@ def _paced(pacing: Json) -> list[str]:
     if "stuck" in pacing:
         lines.append(f"  pacing    waited for a minute in {pacing['stuck']}: not the job's time")
     return lines
-
-
-def write_folder(out: Path, force: bool, files: dict[str, str]) -> None:
-    """Write ``files`` into folder ``out``: all of them or nothing."""
-    from megatron_prism.core.files import artefact_folder
-
-    with artefact_folder(out, force=force) as folder:
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _finite(value: object) -> object:

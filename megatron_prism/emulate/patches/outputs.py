@@ -88,26 +88,14 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, load, "load")
 
 
-def _only(
-    allowed: Callable[[], bool], context: PatchContext, instead: str = ""
-) -> Callable[..., Any]:
-    """For ``replace``: nothing happens unless it is ``allowed``; ``instead`` is said of it once."""
-
-    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
-        if allowed():
-            return original(*args, **kwargs)
-        if instead:
-            context.say(instead)
-        return None
-
-    return call
-
-
-@PATCHES.patch("megatron.training.checkpointing:save_grads", at=":437 @0.16.1; :516 @0.19.0")
-def _no_gradients(module: ModuleType, context: PatchContext) -> None:
-    """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
-    said = "gradients are not written: --save names the real job's folder"
-    context.replace(module, _only(context.writes, context, said))
+PATCHES.left_out(
+    "no-gradients",
+    "megatron.training.checkpointing:save_grads",
+    at=":437 @0.16.1; :516 @0.19.0",
+    reason="--save-wgrads-interval and --save-dgrads-interval write to folders in --save",
+    unless=PatchContext.writes,
+    said="gradients are not written: --save names the real job's folder",
+)
 
 
 @PATCHES.patch(
@@ -287,14 +275,14 @@ def _make_states(optimizer: Any) -> None:
         make()
 
 
-@PATCHES.patch(
+PATCHES.left_out(
+    "unchecked-shards",
     "megatron.core.dist_checkpointing.validation:validate_sharding_integrity",
     at=":363 @0.19.0",
+    reason="rank 0 looks whether the shards of all ranks make up whole tensors; mirrored do not",
+    unless=PatchContext.is_real,
     purpose=ENABLES,
 )
-def _unchecked_shards(module: ModuleType, context: PatchContext) -> None:
-    """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
-    context.replace(module, _only(context.is_real, context))
 
 
 # who would write -> the option that asks for it
@@ -355,16 +343,16 @@ def _no_others(
     return original(args, *rest, **kwargs)
 
 
-@PATCHES.patch(
+PATCHES.left_out(
+    "no-sniffing",
     "megatron.training.gpu_sniff_test:run_gpu_sniff_test",
     at=":144 @0.19.0",
+    reason="--gpu-sniff-test-interval measures GPUs and links; virtual ranks have neither",
+    unless=PatchContext.is_real,
+    said="--gpu-sniff-test-interval measures nothing: virtual ranks have no GPUs",
     releases=">=0.19",
     purpose=ENABLES,
 )
-def _no_sniffing(module: ModuleType, context: PatchContext) -> None:
-    """``--gpu-sniff-test-interval`` measures GPUs and links; virtual ranks have neither."""
-    said = "--gpu-sniff-test-interval measures nothing: virtual ranks have no GPUs"
-    context.replace(module, _only(context.is_real, context, said))
 
 
 @PATCHES.instead(
@@ -384,14 +372,14 @@ def _no_progress(
     return None
 
 
-@PATCHES.patch(
+PATCHES.left_out(
+    "no-throughputs",
     "megatron.training.training:compute_throughputs_and_append_to_progress_log",
     at=":2114 @0.16.1; :2954 @0.19.0",
+    reason="at a checkpoint it reads the progress file, which a virtual rank 0 has not begun",
+    unless=PatchContext.writes,
     purpose=ENABLES,
 )
-def _no_throughputs(module: ModuleType, context: PatchContext) -> None:
-    """At a checkpoint it reads the progress file, which a virtual rank 0 has not begun."""
-    context.replace(module, _only(context.writes, context))
 
 
 @PATCHES.instead("megatron.training.training:train", at=":2638 @0.16.1; :3668 @0.19.0")
