@@ -21,7 +21,7 @@ import torch
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.core.world import orthogonal_rank_groups
+from megatron_prism.core.world import FAMILIES, World, orthogonal_rank_groups
 from megatron_prism.emulate import job_arguments, options, stand_ins, unknown_flags
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
 
@@ -74,6 +74,31 @@ def _sizes_in_code(
         size = torch.distributed.get_world_size()
         context.monitor.world_known(options.parsed_world(size, bound.arguments))
     return original(*args, **kwargs)
+
+
+@PATCHES.instead(
+    "megatron.core.hyper_comm_grid:HyperCommGrid.create_pg", at=":120 @0.16.1; :206 @0.20.0"
+)
+def _groups_of_grids(
+    context: PatchContext, original: Original, self: Any, dims: Any, *args: Any, **kwargs: Any
+) -> object:
+    """Groups of a grid have no description, so that all would be one: they get Megatron's own.  A
+    grid over all ranks says the parallel sizes of a program without Megatron's arguments."""
+    axes = [dims] if isinstance(dims, str) else [*dims]
+    name, kind = "-".join(axes), "expert" if "ep" in self.dim_names else "dense"
+    if self.size == torch.distributed.get_world_size():
+        known = {frozenset(one.axes): one.desc for one in FAMILIES
+                 if one.grid == kind and one.pick == "all" and one.since == (0, 0)}  # fmt: skip
+        name = known.get(frozenset(axes), name)
+        if context.monitor.loop is not None and {*self.dim_names} == {"tp", "cp", "dp", "pp"}:
+            sizes = dict(zip(self.dim_names, self.shape, strict=True))
+            order = "-".join(self.dim_names).replace("cp", "cp-ep")
+            del sizes["dp"]
+            context.monitor.world_known(World(int(self.size), order=order, **sizes))
+    else:  # of some modules' ranks
+        name = f"{name} of {self.size} from {self.rank_offset}"
+    kwargs.setdefault("group_desc", name)
+    return original(self, dims, *args, **kwargs)
 
 
 # -- start-up --------------------------------------------------------------------------------------
