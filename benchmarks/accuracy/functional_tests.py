@@ -2,6 +2,7 @@
 
 ``python -m benchmarks.accuracy.functional_tests run TREE OUT.csv [--half even|odd|all] [--only RE]
 [--iters 2] [--limit 120] [--samples N] [--time h100] [--work DIR]``
+``python -m benchmarks.accuracy.functional_tests new TREE OUT.csv [the same options]``
 ``python -m benchmarks.accuracy.functional_tests table OUT.csv [OUT.csv …]``
 
 TREE is a checkout of Megatron-LM (``git clone --branch core_v0.19.0
@@ -14,7 +15,8 @@ compared with theirs; with ``--time`` one rank of every pipeline stage is captur
 that machine compared, too.
 
 Rows are added to OUT.csv at once and tests that it has are skipped, so a run can be stopped and
-started again; remove a row to try its test again.  ``table`` prints what the files say.
+started again; remove a row to try its test again.  ``table`` prints what the files say; ``new`` is
+``run``, then the table, and each change of the tests that ran against the stored table of main.
 
 outcome: works; refused (by name, exit 2 or 1 with ``prism: error:``); crashes (any other failure);
 too long (not done within the limit); not tried (no training job, no way to convert it, or it needs
@@ -45,6 +47,7 @@ from typing import Any
 CASES = "tests/functional_tests/test_cases"
 OUTCOMES = ("works", "refused", "crashes", "too long", "not tried")
 HARDWARE = "dev_dgx_h100"
+LAST = Path(__file__).parents[1] / "results/functional_tests_main.csv"
 # of files, logs, data, and how long it runs; formats of checkpoints stay, some features need one
 DROPPED = re.compile(
     r"--(save|load|use-checkpoint-args|tensorboard|wandb|exit-|data-path|data-cache|split"
@@ -394,6 +397,24 @@ def table(files: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
+def changes(before: Sequence[Result], after: Sequence[Result]) -> str:
+    """What became of tests: another outcome, or another peak by 0.5 % and more; Markdown."""
+    there = {one.test: one for one in before}
+    lines = ["| test | before | now |", "| --- | --- | --- |"]
+    for one in after:
+        old = there.get(one.test, Result(one.test, "new"))
+        moved = _percent(one.bytes, old.bytes)
+        if one.outcome != old.outcome or moved is not None and abs(moved) >= 0.5:
+            peak = "" if moved is None else f"{moved:+.1f} % of bytes"
+            lines.append(f"| {one.test} | {old.outcome} | {one.outcome} {_plain(one.why)}{peak} |")
+    return "\n".join(lines)
+
+
+def new(options: argparse.Namespace) -> None:
+    run(options)
+    print(f"{table([options.out])}\n{changes(read(LAST), read(options.out))}")
+
+
 def _plain(why: str) -> str:
     """A reason without what differs from run to run, for one cell."""
     text = re.sub(r"; fix:.*|\bfix:.*", "", why).replace("|", "\\|")
@@ -403,17 +424,19 @@ def _plain(why: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True)
-    trial = commands.add_parser("run", help="try tests and add their rows to OUT.csv")
-    trial.add_argument("tree", type=Path)
-    trial.add_argument("out", type=Path)
-    trial.add_argument("--half", choices=("even", "odd", "all"), default="all")
-    trial.add_argument("--only", default="", metavar="RE")
-    trial.add_argument("--iters", type=int, default=2)
-    trial.add_argument("--limit", type=float, default=120, help="seconds for one process")
-    trial.add_argument("--samples", type=int, help="of a batch, about")
-    trial.add_argument("--time", metavar="MACHINE", help="compare iteration times, too: h100")
-    trial.add_argument("--work", type=Path, help="keep logs and JSON files in this folder")
-    trial.set_defaults(do=run)
+    for do, text in ((run, "try tests and add their rows to OUT.csv"),
+                     (new, "the same, then what changed against the last table")):  # fmt: skip
+        trial = commands.add_parser(do.__name__, help=text)
+        trial.add_argument("tree", type=Path)
+        trial.add_argument("out", type=Path)
+        trial.add_argument("--half", choices=("even", "odd", "all"), default="all")
+        trial.add_argument("--only", default="", metavar="RE")
+        trial.add_argument("--iters", type=int, default=2)
+        trial.add_argument("--limit", type=float, default=120, help="seconds for one process")
+        trial.add_argument("--samples", type=int, help="of a batch, about")
+        trial.add_argument("--time", metavar="MACHINE", help="compare iteration times, too: h100")
+        trial.add_argument("--work", type=Path, help="keep logs and JSON files in this folder")
+        trial.set_defaults(do=do)
     found = commands.add_parser("table", help="counts, reasons and worst errors as Markdown")
     found.add_argument("files", type=Path, nargs="+")
     found.set_defaults(do=lambda options: print(table(options.files)))
