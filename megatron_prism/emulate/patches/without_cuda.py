@@ -185,34 +185,57 @@ def _no_affinity(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, lambda original: None)
 
 
+class _HostCopy:
+    """Memory of the host that a tensor was copied to: a shape, which counts nowhere."""
+
+    layout, is_meta = torch.strided, True
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def is_pinned(self) -> bool:
+        return True
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> _HostCopy:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: object = None
+    ) -> Any:
+        return args[0]  # a tensor of the device, which is filled from here
+
+
 @PATCHES.patch(
     "megatron.core.pipeline_parallel.fine_grained_activation_offload:ChunkOffloadHandler.offload",
-    "ChunkOffloadHandler.reload",
     "ChunkOffloadHandler._can_manage_tensor_for_offload >=0.19",
-    at=":733 @0.16.1; :831 @0.19.0",
+    at=":733 @0.16.1; :831 @0.19.0; :895 @0.20.0",
     tiers=META,
 )
 def _offloaded(module: ModuleType, context: PatchContext) -> None:
-    """What is offloaded leaves the device: here its shape is kept, and a tensor made of it when it
-    is wanted back.  Buffers of the host are not counted."""
+    """Tier meta cannot tell host from device: Megatron copies to, and from, shapes of the host."""
+    pool = SimpleNamespace(allocate=_HostCopy, free=lambda copy: None)
 
     def offload(
-        original: Original, self: object, tensor: torch.Tensor, *args: object, **kwargs: object
+        original: Original, self: Any, tensor: torch.Tensor, *args: object, **kwargs: object
     ) -> object:
-        return tensor.shape, tensor.dtype, tensor.device
-
-    def reload(
-        original: Original, self: object, state: Any, *_: object, **kwargs: object
-    ) -> object:
-        shape, dtype, device = state
-        return torch.empty(shape, dtype=dtype, device=device)
+        self.cpu_tensor_pool = pool
+        return original(self, tensor, use_cpu_pool=True)
 
     def manages(tensor: torch.Tensor) -> bool:
         return tensor.is_meta and not isinstance(tensor, torch.nn.Parameter)
 
     owner = "ChunkOffloadHandler"
     context.replace(module, offload, f"{owner}.offload")
-    context.replace(module, reload, f"{owner}.reload")
     context.set(module, f"{owner}._can_manage_tensor_for_offload", staticmethod(manages))
 
 
