@@ -399,7 +399,9 @@ class CallGuard(LabelledCalls):
     def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
         if self.call_check is None and self.neighbours is None:
             return
-        fields = {k: v for k, v in details(group, op, args, kwargs).items() if k != "shape"}
+        fields: dict[str, Any] = {
+            k: v for k, v in details(group, op, args, kwargs).items() if k != "shape"
+        }
         call = Op(op, group=group.desc, site=site, **fields)
         if self.call_check is not None and self.call_check.open:
             assert self.strict is not None

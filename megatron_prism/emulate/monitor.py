@@ -379,7 +379,7 @@ def host(
 def _store_of(base: Any, options: Options) -> type[dist.TCPStore]:
     """A store that does not wait for ranks which have no process."""
 
-    class TCPStore(base):  # type: ignore[misc]
+    class TCPStore(base):
         def __init__(self, *args: object, **kwargs: object) -> None:
             names = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
             given = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -139,7 +139,9 @@ class Patches(list[Patch]):
     ) -> None:
         """Append a patch of a function that does nothing ``unless`` the run may; ``said``: once."""
 
-        def leave_out(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+        def leave_out(
+            context: PatchContext, original: Original, *args: object, **kwargs: object
+        ) -> Any:
             if unless(context):
                 return original(*args, **kwargs)
             if said:
@@ -272,7 +274,7 @@ class PatchContext:
 
 def _calling(call: Callable[..., Any], original: Original) -> Callable[..., Any]:
     @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: object, **kwargs: object) -> Any:
         return call(original, *args, **kwargs)
 
     return replacement
@@ -281,7 +283,7 @@ def _calling(call: Callable[..., Any], original: Original) -> Callable[..., Any]
 def refused(what: str, fix: str) -> Callable[..., Any]:
     """For ``replace``: a function that cannot run here says so by name."""
 
-    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Original, *args: object, **kwargs: object) -> Any:
         raise UnsupportedError(what, fix=fix)
 
     return call

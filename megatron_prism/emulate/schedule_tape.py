@@ -176,20 +176,24 @@ class Tape:
             self.synchronizing = True
 
     # -- p2p --------------------------------------------------------------------------------------
-    def isend(self, tensor: Token, dst: int, group: Any, at: int = 0, batch: int = -1) -> Any:
+    def isend(
+        self, tensor: Token, dst: int, group: SimpleNamespace, at: int = 0, batch: int = -1
+    ) -> SimpleNamespace:
         """torch.distributed.isend."""
         row, work = self._pair("send", tensor, dst, group, at, batch)
         row.update(step(tensor.label))
         return work
 
-    def irecv(self, tensor: Token, src: int, group: Any, at: int = 0, batch: int = -1) -> Any:
+    def irecv(
+        self, tensor: Token, src: int, group: SimpleNamespace, at: int = 0, batch: int = -1
+    ) -> SimpleNamespace:
         """torch.distributed.irecv."""
         tensor.row, work = self._pair("recv", tensor, src, group, at, batch)
         return work
 
     def _pair(
-        self, name: str, tensor: Token, peer: int, group: Any, at: int, batch: int
-    ) -> tuple[TapeRow, Any]:
+        self, name: str, tensor: Token, peer: int, group: SimpleNamespace, at: int, batch: int
+    ) -> tuple[TapeRow, SimpleNamespace]:
         """(the event, its handle: a wait is an event, too)."""
         line, handle = at or sys._getframe(2).f_lineno, len(self.rows)
         fields: TapeRow = {
@@ -206,7 +210,7 @@ class Tape:
             wait=lambda: self.add("wait", handle=handle)
         )
 
-    def batch(self, ops: list[tuple[Any, ...]]) -> list[Any]:
+    def batch(self, ops: list[tuple[Any, ...]]) -> list[SimpleNamespace]:
         """torch.distributed.batch_isend_irecv of ``P2POp``, which are tuples here: one call to
         NCCL."""
         number, self._batches = self._batches, self._batches + 1
@@ -266,7 +270,7 @@ def replace_combined(changes: ProcessChanges, tape: Tape, chunks: list[Any]) -> 
     for chunk in chunks:
         chunk.build_schedule_plan = None  # Megatron looks for it; the step makes the plan
 
-    def forward_step(iterator: Any, chunk: Any, return_schedule_plan: bool = False) -> Any:
+    def forward_step(iterator: object, chunk: Any, return_schedule_plan: bool = False) -> Any:
         return _Plan(tape, cuda, chunk), partial(_loss_forward, tape)
 
     return forward_step
@@ -274,7 +278,7 @@ def replace_combined(changes: ProcessChanges, tape: Tape, chunks: list[Any]) -> 
 
 # -- streams and events ----------------------------------------------------------------------------
 class _Stream:
-    def __init__(self, name: str = "s1", **kwargs: Any) -> None:
+    def __init__(self, name: str = "s1", **kwargs: object) -> None:
         self.name = name
 
 
@@ -407,7 +411,9 @@ class _Plan(plans.TransformerModelChunkSchedulePlan):
 
 
 # -- the loss --------------------------------------------------------------------------------------
-def _loss(chunk: Any, output: Token, loss_func: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+def _loss(
+    chunk: Any, output: Token, loss_func: Any, *args: object, **kwargs: object
+) -> tuple[Any, int]:
     """Stands for schedules.forward_step_calc_loss, which asks parallel_state for the last stage."""
     return (loss_func(output) if chunk.has_loss else output), 0
 
@@ -419,7 +425,7 @@ def _loss_forward(tape: Tape, tensor: Token) -> Token:
     return loss
 
 
-def _loss_backward(tape: Tape, loss: Token, grad_tensors: Any = None) -> None:
+def _loss_backward(tape: Tape, loss: Token, grad_tensors: object = None) -> None:
     """torch.autograd.backward of a loss: the gradient of what it was computed from."""
     label = ("backward", *loss.label[1:])
     tape.add("compute", **step(label), note="loss")

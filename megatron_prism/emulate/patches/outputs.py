@@ -35,7 +35,7 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
     """``--save`` names the real job's folder, and virtual ranks have no shards to put there: rank
     0, which looks for the shards of all ranks, would also fail."""
 
-    def call(original: Original, iteration: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Original, iteration: Any, *args: object, **kwargs: object) -> Any:
         gathered = bool(getattr(megatron_args(), "overlap_param_gather", False))
         context.monitor.outside_step(gathered, begun=True)
         if context.writes():
@@ -383,7 +383,7 @@ PATCHES.left_out(
 
 
 @PATCHES.instead("megatron.training.training:train", at=":2638 @0.16.1; :3668 @0.19.0")
-def _no_traces(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+def _no_traces(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """``--use-pytorch-profiler`` writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under
     this rank's name: that is now beside --prism-out. Without that ``--profile`` is off, too:
     without a profiler it would start the one of CUDA."""

@@ -52,7 +52,7 @@ def _fast_groups(module: ModuleType, context: PatchContext) -> None:
         groups: list[list[int]] = orthogonal_rank_groups(self.ordered_size, mask, wanted).tolist()
         return groups
 
-    def create_group(original: Original, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def create_group(original: Original, ranks: Any = None, *args: object, **kwargs: object) -> Any:
         if ranks is not None and context.rank not in ranks:
             return torch.distributed.GroupMember.NON_GROUP_MEMBER
         return original(ranks, *args, **kwargs)
@@ -80,7 +80,7 @@ def _sizes_in_code(
     "megatron.core.hyper_comm_grid:HyperCommGrid.create_pg", at=":120 @0.16.1; :206 @0.20.0"
 )
 def _groups_of_grids(
-    context: PatchContext, original: Original, self: Any, dims: Any, *args: Any, **kwargs: Any
+    context: PatchContext, original: Original, self: Any, dims: Any, *args: object, **kwargs: object
 ) -> object:
     """Groups of a grid have no description, so that all would be one: they get Megatron's own.  A
     grid over all ranks says the parallel sizes of a program without Megatron's arguments."""
@@ -107,7 +107,7 @@ def _groups_of_grids(
 @PATCHES.instead(
     "megatron.training.arguments:add_megatron_arguments", at=":92 @0.16.1; :121 @0.19.0"
 )
-def _flags(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+def _flags(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """Megatron's parser refuses options it does not know."""
     return options.add_flags(original(*args, **kwargs))
 
@@ -115,7 +115,9 @@ def _flags(context: PatchContext, original: Original, *args: Any, **kwargs: Any)
 @PATCHES.instead(
     "megatron.training.initialize:_initialize_distributed", at=":320 @0.16.1; :271 @0.19.0"
 )
-def _virtual_world(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+def _virtual_world(
+    context: PatchContext, original: Original, *args: object, **kwargs: object
+) -> Any:
     """--distributed-backend knows only nccl and gloo; an initialised default group is kept."""
     if not torch.distributed.is_initialized():
         context.start()
@@ -246,7 +248,7 @@ def _until_exit(sizes: Sequence[int | None]) -> list[int | None]:
     "megatron.training.training:build_train_valid_test_data_loaders",
     at=":3411 @0.16.1; :4593 @0.19.0",
 )
-def _train_flags(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+def _train_flags(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """Ranks without data learn from rank 0 that the job trains; a virtual rank 0 cannot say so:
     with its own zeros, or those of the local rank that rank 0 mirrors, a rank exits 0 without
     training."""
@@ -277,7 +279,7 @@ def _without_files(
 
 
 @PATCHES.instead("megatron.training.arguments:validate_args", at=":293 @0.16.1; :388 @0.19.0")
-def _refusals(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+def _refusals(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """What Megatron asserts about the arguments is said in a line, not by a traceback without a
     word."""
     try:
@@ -317,7 +319,7 @@ def megatron_args() -> Any:
 def _log(module: ModuleType, context: PatchContext) -> None:
     """What a virtual rank 0 or last rank would print, the leading local rank prints."""
 
-    def call(last: bool, original: Original, message: Any, *args: Any, **kwargs: Any) -> None:
+    def call(last: bool, original: Original, message: Any, *args: object, **kwargs: object) -> None:
         teller = torch.distributed.get_world_size() - 1 if last else 0
         if teller in context.local_ranks or not context.leads:
             original(message, *args, **kwargs)

@@ -85,7 +85,7 @@ def _label_optimizer(optimizer: Any, monitor: Any) -> None:
         return
     original = optimizer.step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> Any:
         with monitor.phase("optimizer"), monitor.part("optimizer step"):
             return original(*args, **kwargs)
 
@@ -119,7 +119,7 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
         """What comes now leaves gathered parameters behind where gathers overlap."""
         monitor.outside_step(bool(getattr(megatron_args(), "overlap_param_gather", False)), begun)
 
-    def step(original: Original, *args: Any, **kwargs: Any) -> Any:
+    def step(original: Original, *args: object, **kwargs: object) -> Any:
         optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
         _label_optimizer(optimizer, monitor)
         wanted = monitor.steps_to_make(megatron_args())
@@ -134,21 +134,21 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
             outside_step(begun=False)
         return result
 
-    def whole(original: Original, *args: Any, **kwargs: Any) -> Any:
+    def whole(original: Original, *args: object, **kwargs: object) -> Any:
         with monitor.training(megatron_args):
             return original(*args, **kwargs)
 
-    def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(original: Original, *args: object, **kwargs: object) -> Any:
         outside_step()
         with monitor.part("evaluation"):
             return original(*args, **kwargs)
 
-    def skip(original: Original, *args: Any, **kwargs: Any) -> Any:
+    def skip(original: Original, *args: object, **kwargs: object) -> Any:
         result = original(*args, **kwargs)
         monitor.skipped += 1
         return result
 
-    def gathers(original: Original, *args: Any, **kwargs: Any) -> Any:
+    def gathers(original: Original, *args: object, **kwargs: object) -> Any:
         outside_step()
         return original(*args, **kwargs)
 
@@ -163,7 +163,7 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
 @PATCHES.instead(
     "megatron.training.inprocess_restart:maybe_wrap_for_inprocess_restart", at=":131 @0.19.0"
 )
-def _no_restarts(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+def _no_restarts(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """In-process restart waits at a store of its own until every rank of the job has come."""
     if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
         what = "--inprocess-restart restarts processes, and virtual ranks have none"
@@ -211,7 +211,7 @@ def _own_random_state(context: PatchContext, original: Original, state: object) 
     at=":119 @0.16.1; :127 @0.19.0",
     purpose=SPEEDS_UP,
 )
-def _own_words(context: PatchContext, original: Original, *args: Any, **kwargs: Any) -> Any:
+def _own_words(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """A refusal ends with what to type; this adds "when instantiating …" to each exception."""
     try:
         return original(*args, **kwargs)
