@@ -12,7 +12,7 @@ import dataclasses
 import io
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -75,11 +75,7 @@ class SliceStore:
         UsageError if it holds slices of another job, or things that are no slices.
         """
         check_writable(self.folder)  # now, not when the first slice is done
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            what = f"cannot write to {self.folder}: {error.strerror}"
-            raise UsageError(what, fix="name another with -o DIR") from error
+        self.folder.mkdir(parents=True, exist_ok=True)
         strange = [p.name for p in self.folder.iterdir() if not _ours(p)]
         if strange:
             names = ", ".join(sorted(strange)[:3])
@@ -231,10 +227,9 @@ def _work(program: Program) -> tuple[int, int]:
 def _said(captured: Sequence[Program], one_of: Sequence[int]) -> str:
     """``rank 2 for 7``: who stands for whom."""
     others = defaultdict[int, list[int]](list)
-    for index, one in enumerate(one_of):
-        if one != index:
-            others[captured[one].rank].append(captured[index].rank)
-    return ", ".join(f"rank {rank} for {format_ranks(ranks)}" for rank, ranks in others.items())
+    for program, one in zip(captured, one_of, strict=True):
+        others[captured[one].rank] += [program.rank] * (program is not captured[one])
+    return ", ".join(f"rank {k} for {format_ranks(v)}" for k, v in others.items() if v)
 
 
 def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> None:
@@ -265,41 +260,37 @@ def _check_gathers(
     """ProgramError where one rank stands for another that gives a gather more or less: whole
     parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0), so their optimizers
     take other memory and other times."""
-    missing, found = set[int](), ""
+    missing, group = set[int](), ""
     given = [_gathers(program) for program in captured]
-    own = defaultdict[tuple[str, int], np.ndarray](lambda: np.full(len(captured), -1))
-    for index, calls in enumerate(given):
-        for name, rows in calls.items():
-            for number, (size, _) in enumerate(rows):
-                own[name, number][index] = size
     held = np.isin(np.arange(world.size), [program.rank for program in captured])
     for program, calls in zip(captured, given, strict=True):
-        for name, rows in calls.items():
+        known = world.groups(program.rank, megatron=(0, 19))
+        for (name, nth), (_, sizes) in calls.items():
             lists = (ranks for ranks in groups.get(name, ()) if program.rank in ranks)
-            known = world.groups(program.rank, megatron=(0, 19)) if name not in groups else {}
-            members = np.array(next(lists, known.get(name, ())), dtype=np.int64)
-            for number, (_, sizes) in enumerate(rows):
-                if len(sizes) == len(members):
-                    differ = members[(own[name, number][of[members]] != sizes) & ~held[members]]
-                    missing.update(differ.tolist())
-                    found = name if len(differ) else found
+            named = () if name in groups else known.get(name, ())
+            members = np.array(next(lists, named), dtype=np.int64)
+            own = np.array([one.get((name, nth), (-1,))[0] for one in given])
+            if len(sizes) == len(members):
+                differ = members[(own[of[members]] != sizes) & ~held[members]].tolist()
+                missing.update(differ)
+                group = name if differ else group
     if missing:
         ranks = format_ranks(sorted(missing)) if len(missing) <= _SHOWN else f"{min(missing)} …"
         why = "whole parameters belong to single ranks"
-        what = f"gathers of {found} take more from some ranks than from others ({why}, dist_muon)"
+        what = f"gathers of {group} take more from some ranks than from others ({why}, dist_muon)"
         what += f": {len(missing)} ranks ({ranks}) differ from those that stand for them"
         raise MissingSlicesError(what, _AGAIN, tuple(sorted(missing)), why)
 
 
-def _gathers(program: Program) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
-    """Group -> (elements of this rank, of every member) of its uneven gathers, in their order."""
-    ops, found = program.ops, dict[str, list[tuple[int, tuple[int, ...]]]]()
+def _gathers(program: Program) -> dict[tuple[str, int], tuple[int, tuple[int, ...]]]:
+    """(group, how many before it) -> (elements of this rank, of every member) of uneven gathers."""
+    ops, calls = program.ops, dict[tuple[str, int], tuple[int, tuple[int, ...]]]()
+    before: Counter[str] = Counter()
     for row in ops[(ops["name"] == CODE["all_gather"]) & (ops["splits"] >= 0)]:
-        if SHARED not in program.strings[row["group"]]:
-            continue
-        entry = int(row["num_in"]), program.splits[row["splits"]][1]
-        found.setdefault(program.strings[row["group"]], []).append(entry)
-    return found
+        if SHARED in (name := program.strings[row["group"]]):
+            calls[name, before[name]] = int(row["num_in"]), program.splits[row["splits"]][1]
+            before[name] += 1
+    return calls
 
 
 def stand_in_for(world: World, captured: Iterable[int], *, partial: bool = False) -> np.ndarray:
