@@ -37,6 +37,7 @@ class Recomputation:
     module      : of --recompute-modules; "" for whole layers
     part        : of a module's name: the part that runs again
     inside      : of the names of its modules, one at least is there
+    stretch     : it begins with one of these and ends where another module's allocations begin
     keeps_output: a normal checkpoint; else the output goes, too (output-discarding)
     kernels     : in notes of segments that the part shares with others, those that are its own
     Source: core/transformer/transformer_config.py:411 @0.16.1
@@ -47,6 +48,7 @@ class Recomputation:
     inside: re.Pattern[str] = re.compile("")
     keeps_output: bool = True
     kernels: str = ""
+    stretch: bool = False
 
 
 _MATMUL, _ACTIVATION = r"(?:gemm|mm|addmm)\([^;]*", r"\w*(?:glu|gelu|silu|relu|mul)\w*\([^;]*"
@@ -54,6 +56,7 @@ _GATED = rf"{_MATMUL}(?:; {_ACTIVATION})+; {_MATMUL}"  # products around activat
 _SCORES = r"(?:\w*attention\w*|b?addbmm|bmm|\w*softmax\w*)\([^;]*"
 _LAYER = re.compile(r".*\blayers\.\d+\b")
 _NORM, _MLP = re.compile(r".*\.(input|pre_mlp)_layernorm\b"), re.compile(r".*\.mlp\b")
+_UP_PROJ = r"\.linear_(?:q|kv)_up_proj\b|\.linear_q_proj\b"
 _EXPERTS = re.compile(r"\.mlp\.(experts|router|token_dispatcher)\b")
 _KNOWN = (
     Recomputation("core_attn", re.compile(r".*\.core_attention\b"), kernels=_SCORES),
@@ -61,8 +64,10 @@ _KNOWN = (
     Recomputation("moe", _MLP, _EXPERTS, kernels=rf"(?!{_MATMUL}|\w*attention|\w*norm|rope)[^;]+"),
     Recomputation("shared_experts", re.compile(r".*\.mlp\.shared_experts\b"), kernels=_GATED),
     Recomputation("layernorm", _NORM, keeps_output=False, kernels=r"\w*norm\w*\([^;]*"),
-    Recomputation("mla_up_proj", re.compile(r".*\.linear_(q|kv)_up_proj\b"), keeps_output=False,
-                  kernels=rf"\w*norm\w*\([^;]*; {_MATMUL}"),
+    # with the rotary embedding and what joins both halves (multi_latent_attention.py:714 @0.16.1)
+    Recomputation("mla_up_proj", re.compile(rf".*\.self_attention(?=$|{_UP_PROJ})"),
+                  re.compile(_UP_PROJ), keeps_output=False,
+                  kernels=rf"\w*norm\w*\([^;]*; {_MATMUL}", stretch=True),
     Recomputation("", _LAYER, kernels=".+"),
 )  # fmt: skip
 
@@ -194,14 +199,20 @@ def _regions(program: Program, how: Recomputation) -> list[tuple[int, int, int, 
         inside = how.inside.search(module) is not None
         return layer[0] if layer else "", part[0] if part else "", inside
 
+    begun, ended = set[Hashable](), set[Hashable]()
     for at in np.flatnonzero(mine).tolist():
         layer, part, inside = names(int(events["note"][at]))
         turn = int(ops["microbatch"][op[at]]), int(ops["chunk"][op[at]])
-        layers.setdefault((layer, turn), [at, at])[1] = at
-        if part:
-            parts.setdefault((part, turn), [at, at])[1] = at
+        place, key = (layer, turn), (part, turn)
+        layers.setdefault(place, [at, at])[1] = at
+        if how.stretch and (not part or place in ended):
+            if place in begun:
+                ended.add(place)
+        elif part and (inside or key in parts or not how.stretch):
+            parts.setdefault(key, [at, at])[1] = at
             if inside:
-                layer_of[part, turn] = layer, turn
+                layer_of[key] = place
+                begun.add(place)
     return [(*parts[key], *layers[layer]) for key, layer in layer_of.items()]  # type: ignore[misc]
 
 

@@ -149,6 +149,27 @@ def test_what_is_recomputed_already_is_kept_in_the_words():
     ]
 
 
+def test_latent_attention_makes_anew_all_between_its_projections_and_its_scores():
+    """The rotary embedding's outputs, which no module of their own makes, and not the norm's."""
+    one = Pass()
+    layer = "self_attention"
+    for name, size, module in (("down", 8, "linear_q_down_proj"), ("split", 16, ""),
+                               ("q", 10, "linear_q_up_proj"), ("kv", 20, "linear_kv_up_proj"),
+                               ("rope", 40, ""), ("scores", 5, "core_attention"),
+                               ("shape", 3, ""), ("out", 2, "linear_proj")):  # fmt: skip
+        one.new(name, size, f"{layer}.{module}".rstrip("."), 0)
+    one.new("loss", 200, "output_layer")
+    one.op("forward")
+    one.op("backward")
+    one.free("loss", "out", "shape", "scores", "rope", "kv", "q", "split", "down")
+    one.op("backward")
+    program = one.build.build(0)
+    how = next(known for known in remedies._KNOWN if known.module == "mla_up_proj")
+    changed = remedies._recomputed(program, how)
+    before, after = peaks.known_peak(program), peaks.known_peak(changed)
+    assert before.num_bytes - after.num_bytes == (10 + 20 + 40) * MIB
+
+
 def test_a_remedy_below_a_percent_is_none():
     assert set(frees(Pass().run(scores=10, loss=30))) == {"core_attn", "mlp"}
     assert frees(Pass().run(scores=10, loss=7000)) == {}
