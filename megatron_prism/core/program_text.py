@@ -100,7 +100,7 @@ def format_op(op: Op) -> str:
     return " ".join([f"{op.label:4} {op.name:10} ", *filter(None, words)]).rstrip()
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
+def _pairs(values: Mapping[str, object]) -> str:
     """``key=value`` words."""
     return " ".join(f"{key}={_written(key, value)}" for key, value in values.items())
 
@@ -166,7 +166,7 @@ def _number(column: str, most: int | None = None) -> Callable[[str], int]:
     return number
 
 
-Readers = Mapping[str, Callable[[str], Any]]
+Readers = Mapping[str, Callable[[str], object]]
 _READERS: Readers = {
     **{key: _number(column) for key, column in _COLUMNS.items() if column in UNKNOWN},
     "peer": _number("peer"),
@@ -264,7 +264,7 @@ class _Reader:
             )
         return values
 
-    def _read(self, word: Word, text: str, reader: Callable[[str], Any]) -> Any:
+    def _read(self, word: Word, text: str, reader: Callable[[str], object]) -> object:
         try:
             return reader(text)
         except PrismError as error:
