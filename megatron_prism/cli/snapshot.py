@@ -116,6 +116,8 @@ def _print_snapshot(name: str, taken: Snapshot, peak: Peak) -> None:
         same = "the allocator's rules say the same" if most == taken.modelled else (
             f"the allocator's rules say {exact(taken.modelled)} of these requests")  # fmt: skip
         print(f"reserved {exact(most)} at most: {same}")
+        if taken.unknown:
+            print(f"  {taken.unknown}")
         for whose, sizes in zip(("the process", "the rules"), taken.segments, strict=True):
             if sizes:
                 listed = ", ".join(map(units.format_bytes, sizes[:_SHOWN]))

@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from megatron_prism.core import foreign
+from megatron_prism.core.errors import PrismError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import EMPTIED
 from megatron_prism.core.program import Builder, Program
@@ -117,6 +118,7 @@ class Snapshot:
     free       : bytes of free blocks at the end, and of the largest
     whole      : whether the history begins with the first block that is alive
     failed     : where memory ran out
+    unknown    : the option of the allocator that ``modelled`` knows nothing of, in words
     """
 
     program: Program
@@ -130,6 +132,7 @@ class Snapshot:
     settings: Settings
     whole: bool
     failed: FailedRequest | None = None
+    unknown: str = ""
 
     def fits_expandable(self) -> bool | None:
         """Whether what failed fits with expandable segments; None if nothing failed."""
@@ -173,11 +176,16 @@ def _of(file: _File, device: int | None) -> Snapshot:
         ((device, _),) = (held or traced).most_common(1) or [(0, 0)]
     segments = [one for one in file.segments if one.device == device]
     events = file.device_traces[device] if device < len(file.device_traces) else []
-    conf = str(file.allocator_settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
-    settings = Settings.parse(conf)
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    conf = " ".join(str(file.allocator_settings.get(name) or "") for name in names).strip()
+    try:
+        settings, unknown = Settings.parse(conf), ""
+    except PrismError as error:  # the rest of the snapshot is as good
+        settings, unknown = Settings(), error.message
     if any(segment.is_expandable for segment in segments) and not settings.expandable:
         settings = replace(settings, expandable=True)
-    return _History(settings, events, segments).run(segments)
+    taken = _History(settings, events, segments).run(segments)
+    return replace(taken, unknown=unknown)
 
 
 @dataclass

@@ -134,6 +134,15 @@ def test_a_private_pool_takes_nothing_of_others(tmp_path):
     assert (found.peak_reserved, found.modelled, found.segments) == (4 * MIB, 4 * MIB, ((), ()))
 
 
+def test_an_option_of_the_allocator_that_is_not_modelled_stops_nothing(tmp_path, capsys):
+    path = stored(tmp_path, [event("alloc", 1, 2 * MIB)])
+    value = pickle.loads(path.read_bytes())
+    value["allocator_settings"] = {"PYTORCH_ALLOC_CONF": "large_segment_size_mb:64"}
+    path.write_bytes(pickle.dumps(value))
+    assert main(["fit", str(path)]) == 0
+    assert "large_segment_size_mb of PYTORCH_CUDA_ALLOC_CONF is not" in capsys.readouterr().out
+
+
 def test_pages_of_an_expandable_segment_are_given_back(tmp_path):
     at, page = 1 << 40, 20 * MIB
     whole = {**segment((page, "active_allocated"), size=page, address=at), "is_expandable": True}
