@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import re
 import shlex
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -38,7 +39,8 @@ class Recomputation:
     part        : of a module's name: the part that runs again
     inside      : of the names of its modules, one at least is there
     stretch     : it begins with one of these and ends where another module's allocations begin
-    keeps_output: a normal checkpoint; else the output goes, too (output-discarding)
+    discards    : how many results go, too (output-discarding): made anew, each is there twice until
+                  the part's backward ends (tensor_parallel/random.py:716 @0.16.1); 0: a checkpoint
     kernels     : in notes of segments that the part shares with others, those that are its own
     Source: core/transformer/transformer_config.py:411 @0.16.1
     """
@@ -46,7 +48,7 @@ class Recomputation:
     module: str
     part: re.Pattern[str]
     inside: re.Pattern[str] = re.compile("")
-    keeps_output: bool = True
+    discards: int = 0
     kernels: str = ""
     stretch: bool = False
 
@@ -63,10 +65,10 @@ _KNOWN = (
     Recomputation("mlp", _MLP, re.compile(r"\.mlp\.linear_fc"), kernels=_GATED),
     Recomputation("moe", _MLP, _EXPERTS, kernels=rf"(?!{_MATMUL}|\w*attention|\w*norm|rope)[^;]+"),
     Recomputation("shared_experts", re.compile(r".*\.mlp\.shared_experts\b"), kernels=_GATED),
-    Recomputation("layernorm", _NORM, keeps_output=False, kernels=r"\w*norm\w*\([^;]*"),
+    Recomputation("layernorm", _NORM, discards=1, kernels=r"\w*norm\w*\([^;]*"),
     # with the rotary embedding and what joins both halves (multi_latent_attention.py:714 @0.16.1)
     Recomputation("mla_up_proj", re.compile(rf".*\.self_attention(?=$|{_UP_PROJ})"),
-                  re.compile(_UP_PROJ), keeps_output=False,
+                  re.compile(_UP_PROJ), discards=3,
                   kernels=rf"\w*norm\w*\([^;]*; {_MATMUL}", stretch=True),
     Recomputation("", _LAYER, kernels=".+"),
 )  # fmt: skip
@@ -250,6 +252,17 @@ def _rows(program: Program) -> list[Row]:
     return list(zip(*columns, streams, strict=True))
 
 
+def _output(program: Program, mine: Mapping[int, Row]) -> int:
+    """The storage that a part gives: its last, of a kernel of Transformer Engine the largest, which
+    comes before what it keeps for its backward."""
+    files = {one: program.strings[row[3]].rpartition(":")[0] for one, row in mine.items()}
+    last = [*mine][-1]
+    if "/cpp_extensions/" not in files[last]:
+        return last
+    call = itertools.takewhile(lambda one: files[one] == files[last], reversed([*mine]))
+    return max(call, key=lambda one: mine[one][2])
+
+
 def _reruns(
     program: Program, how: Recomputation, rows: Sequence[Row], lives: _Lives
 ) -> Iterator[_Rerun]:
@@ -263,7 +276,7 @@ def _reruns(
             and rows[last + 1][1] in mine.keys() - lives.kept
         ):
             last += 1  # what goes with its last result
-        output = list(mine)[-1] if how.keeps_output else None
+        output = None if how.discards else _output(program, mine)
         kept = [one for one in mine if one in lives.kept and one != output]
         if not kept:
             continue
@@ -310,6 +323,11 @@ def _recomputed(program: Program, how: Recomputation) -> Program | None:
         added.setdefault(frees[-1] + 1, [])[:0] = [
             (rows[frees[-1]][0], copies[row[1]], -row[2], 0, 0) for row in left
         ]
+        for storage in list(mine)[-how.discards :] if how.discards else ():
+            again.append((rows[start][0], number, *mine[storage][2:]))
+            gone_at = rows[frees[-1]][0], number, -mine[storage][2], 0, 0
+            added[frees[-1] + 1].append(gone_at)
+            number += 1
         renamed |= {lives.gone[key]: copies[key] for key in one.kept}
         for row in rows[one.begin : first]:  # what it may be given, of the same layer
             free = lives.gone.get(row[1], -1) if row[2] > 0 else -1

@@ -185,6 +185,17 @@ KINDS = {
     "local": ["transformer_impl=local"],
     "flash": [],
     "engine": ["transformer_impl=transformer_engine"],
+    "latent": [
+        "transformer_impl=transformer_engine",
+        "multi_latent_attention=true",
+        "q_lora_rank=256",
+        "kv_lora_rank=128",
+        "qk_head_dim=64",
+        "qk_pos_emb_head_dim=32",
+        "v_head_dim=64",
+        "position_embedding_type=rope",
+        "normalization=RMSNorm",
+    ],
 }
 
 
