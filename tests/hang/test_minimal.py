@@ -120,6 +120,11 @@ def test_nothing_is_stuck_before_a_tenth_of_its_time_out(seconds, named, tmp_pat
     assert any("of its 600 s" in line for line in found["evidence"]) == (not named)
 
 
+# of the record that closes a batch
+CLOSING = {"profiling_name": "nccl:coalesced", "is_p2p": False, "input_sizes": [],
+           "output_sizes": []}  # fmt: skip
+
+
 def batches(dump, *rows, number=0):
     """Batches of messages, as outstanding-only dumps keep them: none of their records ends."""
     for row in rows:
@@ -146,9 +151,7 @@ def test_a_rank_s_own_earlier_iterations_say_what_it_left_out(wrong, kind):
         dump.made["pp"], dump.ended["pp"] = done, done - 1
         dump.entries[-1]["is_p2p"] = True
     for rank in range(2):
-        dumps[rank].entries.append(dumps[rank].entries[-1] | {
-            "record_id": 99, "profiling_name": "nccl:coalesced", "is_p2p": False,
-            "input_sizes": [], "output_sizes": []})  # fmt: skip
+        dumps[rank].entries.append(dumps[rank].entries[-1] | {"record_id": 99, **CLOSING})
     named, found = verdict(dumps)
     assert named == ({0} if kind else set()), found
     assert [c.kind for c in found.culprits] == [kind] * bool(kind)
@@ -160,16 +163,7 @@ def test_the_message_that_was_not_posted_is_said_not_the_first_of_its_batch():
     batches(dumps[0], ("send 0->1",), ("recv 0<-1",))
     batches(dumps[1], ("recv 1<-0",), ("send 1->0", "recv 1<-0"))
     last = dumps[1].entries[-1]
-    dumps[1].entries.append(
-        last
-        | {
-            "record_id": 3,
-            "profiling_name": "nccl:coalesced",
-            "is_p2p": False,
-            "input_sizes": [],
-            "output_sizes": [],
-        }
-    )
+    dumps[1].entries.append(last | {"record_id": 3, **CLOSING})
     dumps[0].call("mp")
     dumps[0].made["pp"] = dumps[0].ended["pp"] = dumps[1].made["pp"] = 2
     dumps[1].ended["pp"] = 1
@@ -236,11 +230,9 @@ def test_all_messages_of_a_rank_are_held_against_its_program(more, kind):
         dumps[rank].made["pp"] = dumps[rank].ended["pp"] = len(rows)
         dumps[rank].call("mp", count=rank == 0 or not more)
     last = dumps[1].entries[-1 if more else -2]
-    closing = {"record_id": 20, "profiling_name": "nccl:coalesced", "is_p2p": False,
-               "input_sizes": [], "output_sizes": []}  # fmt: skip
     if more:
         dumps[1].ended["pp"] = 3
-        dumps[1].entries.append(last | closing)
+        dumps[1].entries.append(last | {"record_id": 20, **CLOSING})
     programs = Programs(
         World(2, pp=2), tuple(Program.from_ops(r, ops[r]) for r in range(2)), np.arange(2)
     )

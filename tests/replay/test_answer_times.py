@@ -65,13 +65,8 @@ def test_terms_give_what_the_whole_world_gives(seed):
 def with_sync(programs):
     """The same world, whose iterations end with a call of everybody, which all streams wait for."""
     still = Op("host_wait", note="device")
-    made = tuple(
-        Program.from_ops(
-            p.rank,
-            [*p, still, Op("all_reduce", group="default_pg", dtype="int8", num_in=9), still],
-        )
-        for p in programs.programs
-    )
+    everybody = Op("all_reduce", group="default_pg", dtype="int8", num_in=9)
+    made = tuple(Program.from_ops(p.rank, [*p, still, everybody, still]) for p in programs.programs)
     return dataclasses.replace(programs, programs=made)
 
 
@@ -104,16 +99,8 @@ def test_one_table_serves_every_iteration(seed):
 
 def test_a_lockstep_peer_needs_one_term_a_call():
     """Calls of one group, one after the other: only the call before matters."""
-    ops = [
-        op
-        for _ in range(50)
-        for op in (
-            Op("compute", ns=100),
-            Op(
-                "all_reduce", group="TENSOR_MODEL_PARALLEL_GROUP", dtype="int8", num_in=7, num_out=7
-            ),
-        )
-    ]
+    call = Op("all_reduce", "TENSOR_MODEL_PARALLEL_GROUP", "int8", 7, 7)
+    ops = [Op("compute", ns=100), call] * 50
     from megatron_prism.core.program import Programs
     from megatron_prism.core.world import World
 

@@ -88,17 +88,8 @@ def test_text_of_2019_that_does_not_name_its_program(tmp_path):
 
 def as_json(**more):
     point = {"time": 700.0, "alg_bw": 191.7, "bus_bw": 287.6, "nwrong": 0.0}
-    devices = [
-        {
-            "rank": r,
-            "group": 0,
-            "pid": 9,
-            "hostname": "a",
-            "device": r,
-            "device_info": "NVIDIA B200",
-        }
-        for r in range(4)
-    ]
+    one = {"group": 0, "pid": 9, "hostname": "a", "device_info": "NVIDIA B200"}
+    devices = [{**one, "rank": r, "device": r} for r in range(4)]
     result = {"size": 1 << 27, "count": 1 << 25, "type": "float", "redop": "sum", "root": "-1",
               "out_of_place": {**point, **more}, "in_place": point}  # fmt: skip
     stored = {"version": 1, "args": ["./build/all_reduce_perf", "-b", "8"], "nccl_version": 22809,
@@ -127,16 +118,8 @@ def test_a_calibration_from_files(tmp_path, capsys):
     assert found.look_up("all_reduce", 4, 1 << 20) == 30_000
     assert found.look_up("all_reduce", 16, 1 << 27, 8) == 1_500_000
     assert found.look_up("all_reduce", 16, 1 << 27) is None
-    again = [
-        "calibrate",
-        "--from-nccl-tests",
-        words[1],
-        "--node-gpus=72",
-        "-o",
-        str(out),
-        "--force",
-    ]
-    assert cli.main(again) == 0
+    again = [words[1], "--node-gpus=72", "-o", str(out), "--force"]
+    assert cli.main(["calibrate", "--from-nccl-tests", *again]) == 0
     assert read_calibration(out).look_up("all_reduce", 16, 1 << 27) == 1_500_000
 
 
