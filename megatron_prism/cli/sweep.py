@@ -91,7 +91,7 @@ def _write_timelines(made: Sweep, page: Path) -> dict[str, str]:
         if place <= _TIMELINES or row.result["key"] in best:
             folder.mkdir(exist_ok=True)
             path = folder / f"{place}.html"
-            write_whole(path, made.timeline(str(place)).to_html(), force=True)
+            write_whole(path, made.timeline(place).to_html(), force=True)
             links[row.result["key"]] = f"{folder.name}/{path.name}"
     return links
 

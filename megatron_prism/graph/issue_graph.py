@@ -27,6 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR
 from megatron_prism.core.program import Program
 from megatron_prism.graph import loops
@@ -391,6 +392,12 @@ class IssueGraph:
     def order(self) -> np.ndarray:
         """int64 [m]: nodes such that predecessors come first; m < n if the job hangs."""
         return loops.order(np.diff(self.start), *self.followers)
+
+    def check_ends(self) -> None:
+        """PrismError if some nodes wait for each other."""
+        if waiting := len(self) - len(self.order):
+            fix = "prism check names calls that do not match; prism hang draws who waits for whom"
+            raise PrismError(f"the job hangs: {waiting} steps wait for each other", fix=fix)
 
 
 def build_issue_graph(graph: WorldGraph, iterations: int = 1, buffered: int = 0) -> IssueGraph:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +30,7 @@ from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.prices import shape_of
 
 _MEASURED = "measured: calls"  # how the provenance of such a price begins
-_ENOUGH_SAMPLES = (
-    24  # samples of a call that may stand for themselves: one outlier widens fewer by far
-)
+_ENOUGH_SAMPLES = 24  # of a call that stand for themselves: one outlier widens fewer by far
 Cell = tuple[str, int, int]  # collective, ranks, of them per node
 
 
@@ -58,7 +57,10 @@ def call_spread(
     UsageError for samples that are none, PrismError for cells of fewer than five, or with times
     that are not above 0.
     """
-    cells = _cells(path)
+    cells = defaultdict[Cell, dict[int, Sequence[float]]](dict)  # by message bytes, in ns
+    for row in stored(path).collectives:  # the file has been read as a calibration before
+        if row.samples is not None:
+            cells[row.op, row.ranks, row.of_node][row.bytes] = row.samples
     used: dict[tuple[Cell, int], int] = {}
     shapes: list[Distribution] = []
     kind = np.full(len(graph.matched_calls), -1, dtype=np.int64)
@@ -76,15 +78,6 @@ def call_spread(
     if not shapes:
         return None
     return CallSpread(kind, tuple(shapes), _said(kind, shapes, prices))
-
-
-def _cells(path: str | os.PathLike[str]) -> dict[Cell, dict[int, Sequence[float]]]:
-    """cell -> message bytes -> samples in ns; the file has been read as a calibration before."""
-    found: dict[Cell, dict[int, Sequence[float]]] = {}
-    for row in stored(path).collectives:
-        if row.samples is not None:
-            found.setdefault((row.op, row.ranks, row.of_node), {})[row.bytes] = row.samples
-    return found
 
 
 def _of_median_1(one: Distribution) -> Distribution:
@@ -163,15 +156,15 @@ class Variability:
     """
 
     name: str
-    gpu: float
-    step: float
-    call: float
-    network: float
+    gpu: _Spread
+    step: _Spread
+    call: _Spread
+    network: _Spread
     source: str
-    segment: float = 0.0
-    host: float = 0.0
-    slow_gpu: tuple[float, float] = (0.0, 1.0)
-    slow_network: tuple[float, float] = (0.0, 1.0)
+    segment: _Spread = 0.0
+    host: _Spread = 0.0
+    slow_gpu: _Slow = (0.0, 1.0)
+    slow_network: _Slow = (0.0, 1.0)
     shapes: Mapping[str, Distribution] = field(default_factory=dict)
     calls_by: float = 1.0
 
@@ -249,25 +242,9 @@ def _mixed(scores: np.ndarray, values: np.ndarray, chance: float, factor: float)
     return found
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file of spreads."""
-
-    name: str
-    gpu: _Spread
-    step: _Spread
-    call: _Spread
-    network: _Spread
-    source: str
-    segment: _Spread = 0.0
-    host: _Spread = 0.0
-    slow_gpu: _Slow = (0.0, 1.0)
-    slow_network: _Slow = (0.0, 1.0)
-
-
 def read_variability(name: str | os.PathLike[str]) -> Variability:
     """The spreads of that name or in that file.  UsageError says what is wrong with them."""
-    return Variability(**vars(machine.read(name, FOLDER, "a file of spreads", _File)))
+    return machine.read(name, FOLDER, "a file of spreads", Variability)
 
 
 _SHARE = 0.95  # of a rank's time: the longest segments that make it up are looked at

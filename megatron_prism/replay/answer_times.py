@@ -295,11 +295,7 @@ def _table(
 ) -> AnswerTimes:
     """The last of ``unrolled`` iterations."""
     dag = build_issue_graph(graph, unrolled)
-    if len(dag.order) < len(dag):
-        raise PrismError(
-            f"the job hangs: {len(dag) - len(dag.order)} steps wait for each other",
-            fix="prism hang draws who waits for whom",
-        )
+    dag.check_ends()
     durations = durations_of(dag, prices)
     cut, mine = cuts(dag, classes)
     start, cause, weight = terms(dag, durations, cut, mine)

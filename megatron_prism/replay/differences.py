@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_prism.replay.interval import interval
 from megatron_prism.replay.timeline import Timeline
 
 # of a source's deviation: the part that two jobs do not share.  Errors of jobs of one sitting that
@@ -57,8 +58,6 @@ class Standing:
 
 def estimate(timeline: Timeline) -> UncertainTime:
     """The iteration of a timeline with its sources."""
-    from megatron_prism.replay.interval import interval
-
     return of_sources(timeline.iteration_ns, (vars(one) for one in interval(timeline).sources))
 
 

@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, cast
 
@@ -43,7 +44,6 @@ _TIMES = ("ns", "host", "lead", "products")
 _SIZES = ("num_in", "num_out", "splits", "flops", "traffic", "kernels", "shape")
 _MOST_OPS = 1 << 25  # 4 GB
 _MOST_STEPS = 1 << 20  # of the scheduler's own run, 5 us and 2 KB each
-_GROWS = {"tokens_per_iteration", "model_flops_per_iteration", "microbatches"}
 # how unlike a captured piece is that stands for a wanted one: from _OTHER on it does not
 _NEIGHBOUR, _EDGE, _CHUNK, _BETWEEN, _OTHER = 1, 10, 100, 1000, 10000
 
@@ -94,13 +94,12 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
             fix=f"prism capture it with {fewest} microbatches: --global-batch-size, or "
             "global_batch_size of a recipe",
         ) from None
-    source = {**programs.source}
-    for key in (k for k in _GROWS & set(source) if source[k].isdecimal()):
-        source[key] = str(int(source[key]) * wanted // there)
+    named = {"microbatches": str(wanted)} if "microbatches" in programs.source else {}
     return with_assumption(
-        dataclasses.replace(programs, programs=made, source=source),
+        dataclasses.replace(programs, programs=made, source={**programs.source, **named}),
         f"{wanted} microbatches instead of {there}: captured steps in the order of Megatron's "
         "scheduler",
+        Fraction(wanted, there),
     )
 
 

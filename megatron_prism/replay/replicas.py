@@ -30,7 +30,6 @@ _BUCKET_GROWS = 40  # ranks
 _RESERVED = (  # 7.7 % is the most of the 42 pairs of benchmarks/accuracy/replicas.py, once 10.4
     "reserved bytes up to 12 % off, for the part of each bucket begins in other parameters"
 )
-_GROWS_WITH_BATCH = {"tokens_per_iteration", "model_flops_per_iteration"}  # with the global batch
 
 
 def with_data_parallel(programs: Programs, dp: int) -> Programs:
@@ -89,15 +88,12 @@ def with_data_parallel(programs: Programs, dp: int) -> Programs:
         made[index] = resized.program()
         widths |= resized.buckets
         sharded |= resized.sharded
-    source = {**programs.source}
-    for key in (k for k in _GROWS_WITH_BATCH & set(source) if source[k].isdecimal()):
-        source[key] = str(int(source[key]) * dp // old.dp)
-    scaled = without_unused(dataclasses.replace(bare, programs=tuple(made), source=source))
-    said = _said(old.dp, dp, widths, sharded)
-    return with_assumption(scaled, f"{said}, times of the first replica" if differ else said)
+    scaled = without_unused(dataclasses.replace(bare, programs=tuple(made)))
+    text = _text(old.dp, dp, widths, sharded) + ", times of the first replica" * bool(differ)
+    return with_assumption(scaled, text, Fraction(dp, old.dp))
 
 
-def _said(old: int, new: int, widths: set[tuple[int, int]], sharded: bool) -> str:
+def _text(old: int, new: int, widths: set[tuple[int, int]], sharded: bool) -> str:
     text = f"data-parallel size {new} instead of {old}: "
     if sharded:
         text += f"what follows a rank's part of the parameters x {Fraction(old, new)}, other "

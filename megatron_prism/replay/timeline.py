@@ -37,18 +37,13 @@ def evaluate(dag: IssueGraph, durations: np.ndarray) -> tuple[np.ndarray, np.nda
 
     PrismError if some nodes wait for each other.
     """
-    known = "order" in vars(dag)
-    if not known:  # one pass finds the order and the times
-        first, begin, end = loops.timed(np.diff(dag.start), *dag.followers, durations)
-        vars(dag)["order"] = first
-    if len(dag.order) < len(dag):
-        raise PrismError(
-            f"the job hangs: {len(dag) - len(dag.order)} steps wait for each other",
-            fix="prism check names calls that do not match; prism hang draws who waits for whom",
-        )
-    if known:
+    if "order" in vars(dag):
+        dag.check_ends()
         return loops.longest(dag.order, dag.start, dag.before, durations)
-    return begin, end
+    # one pass finds the order and the times
+    vars(dag)["order"], *times = loops.timed(np.diff(dag.start), *dag.followers, durations)
+    dag.check_ends()
+    return times[0], times[1]
 
 
 def critical_path(dag: IssueGraph, end: np.ndarray) -> list[int]:

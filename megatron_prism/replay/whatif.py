@@ -251,11 +251,15 @@ def moved(here: Machine, calibration: Calibration | None, there: Machine) -> Edi
     return Edit(f"on {there.name}", prices=prices)
 
 
-def with_assumption(programs: Programs, what: str) -> Programs:
-    """The programs, with one more thing that is not as captured in their source."""
-    said = programs.source.get(WHAT_IF)
-    text = what if said is None else f"{said}; {what}"
-    return dataclasses.replace(programs, source={**programs.source, WHAT_IF: text})
+def with_assumption(programs: Programs, what: str, batch: Fraction | int = 1) -> Programs:
+    """The programs, with one more thing that is not as captured in their source, in which a batch
+    is ``batch`` times as large."""
+    said, source = programs.source.get(WHAT_IF), {**programs.source}
+    source[WHAT_IF] = what if said is None else f"{said}; {what}"
+    for key in ("tokens_per_iteration", "model_flops_per_iteration"):
+        if source.get(key, "").isdecimal():
+            source[key] = str(int(int(source[key]) * batch))
+    return dataclasses.replace(programs, source=source)
 
 
 _MOST = 10**6  # times as long; more is none that anybody means, and 64 bits of ns end

@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -112,23 +113,30 @@ def run(
 
 
 def _here(left: dict[int, Family], given: Given, workers: int) -> Iterator[int]:
-    """The numbers of families that are done, on processes of this machine."""
-    for _ in range(_TRIES):
-        pool = ProcessPoolExecutor(
-            min(workers, len(left)), multiprocessing.get_context("fork"), die_with_parent
-        )
+    """The numbers of families that are done, on processes of this machine.
+
+    A killed worker (by who wants memory, say) ends its pool.  Any family that ran then may be the
+    cause: it goes behind the others, and alone from its second time on.
+    """
+    waiting, deaths = list(left), Counter[int]()
+    while waiting:
+        size = 1 if deaths[waiting[0]] else min(workers, len(waiting))
+        pool = ProcessPoolExecutor(size, multiprocessing.get_context("fork"), die_with_parent)
         try:
             running: dict[Future[None], int] = {
-                pool.submit(_work, family, *given): number for number, family in left.items()
+                pool.submit(_work, left[number], *given): number for number in waiting
             }
             for future in as_completed(running):
                 future.result()
                 yield running[future]
-        except BrokenProcessPool:  # killed, by who wants memory say: the others go on in a new one
-            continue
+            return
+        except BrokenProcessPool:
+            waiting = [number for number in waiting if number in left]
+            suspects, waiting = waiting[:size], waiting[size:]  # they are taken in order
+            deaths.update(suspects)
+            waiting += [number for number in suspects if deaths[number] < _TRIES]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        return
 
 
 def _on_ray(left: dict[int, Family], given: Given, workers: int, address: str) -> Iterator[int]:

@@ -225,21 +225,11 @@ def _refusal(message: str) -> str:
     return str(found[-1]) if found else message
 
 
-def option_value(words: Sequence[str], option: str) -> str | None:
-    """What follows an option, the last time that it is given; "" for a flag."""
-    found = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name == option:
-            found = value if equals else "" if following.startswith("--") else following
-    return found
-
-
 def size_of(words: Sequence[str], option: str, default: int = 1) -> int:
     """What follows an option.  UsageError for less than 1, and for what is no number."""
-    text = option_value(words, option)
-    if text is None:
+    if not any(word.partition("=")[0] == option for word in words):
         return default
+    text = options.value_of(option, words)
     if not text.isdecimal() or int(text) < 1:
         said = f"{option} {text}".rstrip()
         raise UsageError(f"{said} is no number of at least 1", fix=f"{option} {default}")

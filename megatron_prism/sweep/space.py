@@ -22,11 +22,11 @@ from megatron_prism.core import foreign
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.recipe import Recipe, option_of
+from megatron_prism.emulate.options import value_of
 from megatron_prism.sweep.layout import (
     JobLayout,
     RecipeLayout,
     ScriptLayout,
-    option_value,
     size_of,
     with_option,
 )
@@ -232,8 +232,8 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
             words = with_option(words, "--sequence-parallel", wanted)
     if "recompute" in axes:
         full = axes["recompute"] == "full"
-        method = option_value(words, "--recompute-method") or "uniform"
-        layers = option_value(words, "--recompute-num-layers") or "1"
+        method = value_of("--recompute-method", words) or "uniform"
+        layers = value_of("--recompute-num-layers", words) or "1"
         words = with_option(words, "--recompute-activations", None)
         words = with_option(words, "--recompute-method", method if full else None)
         words = with_option(words, "--recompute-num-layers", layers if full else None)

@@ -30,7 +30,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import claimed, rendered
 from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.units import format_bytes
+from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import memory_bound
@@ -137,26 +137,13 @@ class Sweep:
         side by side.  ``links``: key of a point -> where the page of its timeline is."""
         return rendered("report.sweep:render_html", self, str, links=links or {})
 
-    def timeline(self, name: str) -> Timeline:
-        """The timeline of a point that ``find`` finds."""
+    def timeline(self, place: int) -> Timeline:
+        """The timeline of the point in a place of the order, from 1.  UsageError if none is."""
+        if not 1 <= place <= len(self.rows):
+            what = f"there is no place {place}: {counted(len(self.rows), 'point')} ranked"
+            raise UsageError(what, fix="timeline(1), of the first")
         assert self.replayed is not None, "a sweep that prism.sweep made has it"
-        return self.replayed(str(self.find(name).result["key"]))
-
-    def find(self, name: str) -> Row:
-        """The row of a place in the order (``1``) or of axes (``tp=8 pp=4``); UsageError if none,
-        or several."""
-        if name.isdecimal() and 1 <= int(name) <= len(self.rows):
-            return self.rows[int(name) - 1]
-        words = set(name.replace(",", " ").split())
-        found = [row for row in self.rows if words and words <= set(row.name.split())]
-        if len(found) != 1:
-            raise UsageError(
-                f"{name} names {len(found)} of the ranked points",
-                fix=f"a place from 1 to {len(self.rows)}, or axes: '{self.rows[0].name}'"
-                if self.rows
-                else "no point is ranked",
-            )
-        return found[0]
+        return self.replayed(str(self.rows[place - 1].result["key"]))
 
 
 def sweep(

@@ -77,9 +77,9 @@ def test_a_family_differs_in_replicas_and_batch_alone():
 
 
 def test_the_memory_bound_drops_what_cannot_fit():
-    small, large = sweep.too_large(points("tp=8", "pp=1,8", "vpp=1"), 60 << 30)
+    small, large = sweep.too_large(points("tp=8", "pp=1,8", "vpp=1"), 45 << 30)
     assert small.by == sweep.MEMORY
-    assert "limit 60 GiB" in small.reason
+    assert "limit 45 GiB" in small.reason
     assert not large.by
 
 

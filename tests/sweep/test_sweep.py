@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -20,6 +21,7 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.sweep import evaluate, layout
+from megatron_prism.sweep import sweep as ranking
 from megatron_prism.sweep.space import SweepPoint
 
 TINY = ["num_layers=4", "hidden_size=64", "num_attention_heads=4",
@@ -91,7 +93,7 @@ def test_the_page_holds_every_point_and_ends_no_script_early(first):
 
 
 def test_a_point_has_a_timeline_of_its_time(first):
-    assert first.timeline("1").iteration_ns == first.rows[0].result["iteration_ns"]
+    assert first.timeline(1).iteration_ns == first.rows[0].result["iteration_ns"]
     page = first.to_html({first.rows[0].result["key"]: "timelines/1.html"})
     assert "timelines/1.html" in page
 
@@ -129,9 +131,46 @@ def test_on_ray_a_dead_worker_s_family_fails_and_the_others_are_there(tmp_path, 
     assert told == [1, 2]
 
 
-def test_optuna_picks_points_and_hears_of_them(recipe, folder, first, monkeypatch):
-    """A stand-in for Optuna that takes the last value of every axis, then the first, and so on."""
-    told = {}
+@pytest.mark.parametrize("address", ["", "local"])
+def test_a_killed_worker_s_family_goes_to_another(tmp_path, monkeypatch, address):
+    """SIGKILL, as the kernel sends it where memory ends: once in one family, always in another; the
+    one behind both is evaluated all the same."""
+    if address:
+        pytest.importorskip("ray")
+    points = [SweepPoint({"tp": size}, None) for size in (1, 2, 4)]
+    mark, sizes = tmp_path / "killed", {point.key: point.axes["tp"] for point in points}
+
+    def deadly(point, settings):
+        if sizes[point.key] == 2 or sizes[point.key] == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"key": point.key}
+
+    def work(family, settings, results):  # Ray's workers are no forks: they get this one
+        (point,) = family
+        (results / f"{point.key}.json").write_text(json.dumps(deadly(point, settings)))
+
+    monkeypatch.setattr(evaluate, "evaluate", deadly)
+    if address:
+        monkeypatch.setattr(evaluate, "_work", work)
+    evaluate.run([[point] for point in points], None, tmp_path / "out", address=address, workers=1)
+    found = [json.loads((tmp_path / "out" / f"{p.key}.json").read_text()) for p in points]
+    assert [one.get("by") for one in found] == [None, "failed", None]
+    assert mark.exists()
+
+
+def test_optuna_picks_points_and_hears_of_them(recipe, folder, first, tmp_path, monkeypatch):
+    """A stand-in for Optuna that takes the last value of every axis, then the first, and so on; its
+    first worker is killed."""
+    told, mark, real = {}, tmp_path / "killed", evaluate.evaluate
+
+    def deadly(point, settings):
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(point, settings)
+
+    monkeypatch.setattr(evaluate, "evaluate", deadly)
 
     class Study:
         def ask(self):
@@ -151,9 +190,10 @@ def test_optuna_picks_points_and_hears_of_them(recipe, folder, first, monkeypatc
         trial=SimpleNamespace(TrialState=SimpleNamespace(PRUNED="pruned")),
     )
     monkeypatch.setitem(sys.modules, "optuna", optuna)
-    axes = ["tp=1,3", "global_batch_size=192,384"]
+    axes = ["tp=1,3", "global_batch_size=96,384"]
     made = prism.sweep(recipe, axes, folder, limit=8 << 30, objective="time", trials=3)
-    assert [row.name for row in made.rows] == ["tp=1 global_batch_size=192"]
+    assert mark.exists()
+    assert [row.name for row in made.rows] == ["tp=1 global_batch_size=96"]
     assert [point.name for point in made.dropped] == ["tp=3 global_batch_size=384"]
     time = made.rows[0].result["iteration_ns"]
     assert list(told.values()) == [(None, "pruned"), (time, "scored"), (None, "pruned")]
@@ -225,6 +265,20 @@ def test_a_sweep_over_other_axes_uses_the_results_under_its_own_names(recipe, fo
     other = prism.sweep(recipe, ["global_batch_size=384"], folder, limit=8 << 30)
     assert other.rows[0].name == "global_batch_size=384"
     assert "global_batch_size" in other.to_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("__version__", "0.0.1"), ("versions", lambda: {"torch": "0.0.1"})]
+)
+def test_results_of_another_release_are_not_mixed(recipe, folder, first, monkeypatch, name, other):
+    """They stay in the folder, and this release evaluates its own."""
+    monkeypatch.setattr(ranking, name, other)
+    monkeypatch.setattr(ranking, "run", lambda families, **how: None)
+    said = []
+    made = prism.sweep(recipe, ["tp=1", "global_batch_size=192,384"], folder, limit=8 << 30,
+                       told=said.append)  # fmt: skip
+    assert [point.by for point in made.dropped] == ["not evaluated"] * 2
+    assert any("2 to evaluate, 0 of them are there already" in text for text in said)
 
 
 def test_a_torn_result_is_evaluated_again(recipe, folder, first):
