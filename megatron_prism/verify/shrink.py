@@ -61,6 +61,7 @@ _OF_CONTEXTS: Off = {"cp_comm_type": ["p2p"], "hierarchical_context_parallel_siz
 
 _FORMATS, _KERNELS = "number formats (float32 here)", "kernels of a GPU"
 _QUIET = "files, logs and lengths of the real run"
+_LAYOUT = "what depends on the layout by its definition"
 NOT_CHECKED = (_FORMATS, _KERNELS)
 # What the copy does without, and why; the reasons are printed.
 _DROPPED: dict[str, Off] = {
@@ -90,7 +91,7 @@ _DROPPED: dict[str, Off] = {
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "moe_input_jitter_eps": None,
         "moe_router_force_load_balancing": False, "dataloader_type": "single",
     },
-    "what depends on the layout by its definition": {
+    _LAYOUT: {
         "moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False,
     },
     _QUIET: {
@@ -252,6 +253,12 @@ def shrink(args: object, job: World, copy: World, iterations: int, layers: int) 
             small.set(name, off, why)
     if small.get("moe_token_dispatcher_type") == "flex":
         small.set("moe_token_dispatcher_type", "alltoall", _KERNELS)
+    balancing = small.get("moe_router_load_balancing_type")
+    if "sinkhorn" in (balancing or ()):  # over the tokens of a rank
+        none = "none" if isinstance(balancing, str) else ["none"]
+        small.set("moe_router_load_balancing_type", none, _LAYOUT)
+        if small.get("moe_router_topk") == 1:  # Megatron asks for it without sinkhorn
+            small.set("moe_router_pre_softmax", True, _LAYOUT)
     backend = small.get("attention_backend")
     if getattr(backend, "name", "") in ("flash", "fused"):
         small.set("attention_backend", type(backend)["auto"], _KERNELS)

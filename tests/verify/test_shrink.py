@@ -63,6 +63,13 @@ def test_layers_are_as_few_as_the_stages_admit(given, layers, others):
     assert {name: getattr(args, name) for name in others} == others
 
 
+@pytest.mark.parametrize(("given", "left"), [("sinkhorn", "none"), (["sinkhorn"], ["none"]),
+                                             ("aux_loss", "aux_loss")])  # fmt: skip
+def test_balancing_over_the_tokens_of_a_rank_is_left_out(given, left):
+    args, _ = shrunk(moe_router_load_balancing_type=given)
+    assert args.moe_router_load_balancing_type == left
+
+
 @pytest.mark.parametrize(("groups", "left"), [(8, 2), (2, 1)])
 def test_fewer_heads_of_keys_than_tp_stay_fewer(groups, left):
     args, _ = shrunk(group_query_attention=True, num_query_groups=groups)  # tp 8
