@@ -85,6 +85,8 @@ def memory(args: argparse.Namespace) -> Answer:
     record, check = args.action == "record", args.action == "check"
     fix = f"prism memory {args.action} {args.programs} --baseline FILE, or prism fit"
     refuse(
+        (snapshots(args.programs), f"{args.programs} is a snapshot, which says nothing of other "
+         "ranks", f"prism memory record SLICES --real {args.programs} -o memory.json"),
         (args.out and not record, f"-o has no effect on memory {args.action}",
          "prism memory record"),
         (args.real and not record, f"--real has no effect on memory {args.action}",

@@ -265,6 +265,8 @@ def test_a_baseline_with_a_real_run_parts_the_commit_from_the_emulation(tmp_path
         (tmp_path / name).write_text(f"{text.format(size)}0F compute ns=1us\nO compute ns=1us\n")
     real = str(stored(tmp_path, [event("alloc", 1, 6 * MIB)], name="rank1.pickle"))
     then, now, kept = (str(tmp_path / name) for name in ("then", "now", "m.json"))
+    assert main(["memory", "record", real, "-o", kept]) == 2
+    assert f"prism memory record SLICES --real {real}" in capsys.readouterr().err
     assert main(["memory", "record", then, "-o", kept, "--real", real]) == 0
     capsys.readouterr()
     assert main(["memory", "check", now, "--baseline", kept]) == 1
