@@ -18,7 +18,7 @@ import bisect
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.ops import EMPTIED, WAITED
@@ -153,20 +153,6 @@ class Block:
     after: Block | None = None
 
 
-@dataclass
-class Replayed:
-    """What the allocator holds, and the most it held; bytes."""
-
-    reserved: int = 0
-    allocated: int = 0  # rounded sizes of what is in use
-    peak_reserved: int = 0
-    peak_allocated: int = 0
-    num_segments: int = 0
-    live: dict[int, list[Block]] = field(default_factory=dict)  # storage -> its blocks
-    first: list[Block] = field(default_factory=list)  # of every segment
-    full: OutOfMemory | None = None  # where memory ran out; nothing after it happened
-
-
 @dataclass(frozen=True)
 class OutOfMemory:
     """A request that did not fit: its rounded size, what was reserved (without caches), in use."""
@@ -187,7 +173,7 @@ def replay_requests(
     limit: int | None = None,
     ahead: int = AHEAD,
     levels: list[int] | None = None,
-) -> Replayed:
+) -> CachingAllocator:
     """Run ``events`` through the allocator.  UsageError for a free of what is not there.
 
     A storage that grows gets another block; one that shrinks keeps what it has until it is gone.
@@ -211,9 +197,9 @@ def replay_requests(
                     break
                 except _OutOfMemory:
                     if not late:
-                        state, size = machine.state, machine.settings.rounded(change)
-                        state.full = OutOfMemory(number, size, state.reserved, state.allocated)
-                        return state
+                        size, held = machine.settings.rounded(change), machine.reserved
+                        machine.full = OutOfMemory(number, size, held, machine.allocated)
+                        return machine
                 for _ in range(len(late)):  # before torch says no it waits for other streams
                     machine.free(late.popleft()[1])
         elif change < 0:
@@ -234,15 +220,15 @@ def replay_requests(
         elif storage == EMPTIED:
             machine.release()
         if levels is not None:
-            levels.append(machine.state.allocated)
-    return machine.state
+            levels.append(machine.allocated)
+    return machine
 
 
 def allocated_by_span(
     events: Sequence[Sequence[int]],
     spans: Iterable[tuple[str, int, int]],
     settings: Settings | None = None,
-) -> tuple[Replayed, dict[str, int]]:
+) -> tuple[CachingAllocator, dict[str, int]]:
     """(the allocator at the end, the most that was allocated in every span of events).
 
     spans : name, index of the first event and of the one behind the last; names may come again
@@ -256,10 +242,20 @@ def allocated_by_span(
 
 
 class CachingAllocator:
-    """Pools of free blocks, sorted by (size, address)."""
+    """Pools of free blocks, sorted by (size, address), what is in use and the most that was; bytes.
+
+    allocated : rounded sizes of what is in use
+    live      : storage -> its blocks;  first: the first block of every segment
+    full      : where memory ran out; nothing after it happened
+    """
 
     def __init__(self, settings: Settings, limit: int | None = None) -> None:
-        self.settings, self.limit, self.state = settings, limit, Replayed()
+        self.settings, self.limit = settings, limit
+        self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
+        self.num_segments = 0
+        self.live: dict[int, list[Block]] = {}
+        self.first: list[Block] = []
+        self.full: OutOfMemory | None = None
         self.pools: dict[Pool, list[tuple[int, int]]] = {}
         self.blocks: dict[int, Block] = {}  # free ones by address
         self.ends: dict[Pool, Block] = {}  # last block of a pool's expandable segment
@@ -275,24 +271,23 @@ class CachingAllocator:
         if self._splits(pool, size, rest):
             self._give(self._cut(block, size))
         block.free = False
-        state = self.state
-        state.allocated += block.size
-        state.peak_allocated = max(state.peak_allocated, state.allocated)
-        state.live.setdefault(storage, []).append(block)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.live.setdefault(storage, []).append(block)
 
     def retire(self, storage: int) -> None:
         """The program lets go of ``storage`` while another stream uses it: it counts no more as
         allocated, and its blocks are free later (CUDACachingAllocator.cpp, ``free``)."""
-        self.state.allocated -= sum(block.size for block in self.state.live[storage])
+        self.allocated -= sum(block.size for block in self.live[storage])
         self.retired.add(storage)
 
     def free(self, storage: int) -> None:
         """All blocks of ``storage`` go back to their pools."""
         counted = storage not in self.retired
         self.retired.discard(storage)
-        for block in self.state.live.pop(storage, ()):
+        for block in self.live.pop(storage, ()):
             if counted:
-                self.state.allocated -= block.size
+                self.allocated -= block.size
             if block.before is not None and block.before.free:
                 self._take(block.before)
                 block = self._join(block.before, block)
@@ -303,21 +298,21 @@ class CachingAllocator:
 
     def release(self) -> int:
         """Give back every free segment or expandable page (``empty_cache``); their bytes."""
-        state, before = self.state, self.state.reserved
+        before = self.reserved
         for block in list(self.blocks.values()):
             if block.before is None and block.after is None:
                 self._take(block)
-                state.first.remove(block)
+                self.first.remove(block)
                 if self.ends.get(block.pool) is block:
                     del self.ends[block.pool]
-                state.reserved -= block.size
+                self.reserved -= block.size
             elif self.settings.expandable:
                 self._unmap(block)
-        return before - state.reserved
+        return before - self.reserved
 
     def segment_sizes(self) -> Iterator[int]:
         """Bytes of every segment."""
-        for block in self.state.first:
+        for block in self.first:
             size, piece = 0, block
             while piece is not None:
                 size, piece = size + piece.size, piece.after
@@ -337,7 +332,7 @@ class CachingAllocator:
             self._give(before)
         if last < block.address + block.size:
             self._give(self._cut(block, last - block.address))
-        self.state.reserved -= last - first
+        self.reserved -= last - first
 
     # -- free blocks ------------------------------------------------------------------------------
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
@@ -405,21 +400,19 @@ class CachingAllocator:
 
     def _segment(self, whole: int, pool: Pool) -> Block:
         self._reserve(whole)
-        state = self.state
-        state.num_segments += 1
-        block = Block(self.placed or state.num_segments * GAP, whole, pool)
+        self.num_segments += 1
+        block = Block(self.placed or self.num_segments * GAP, whole, pool)
         self.placed = 0
-        state.first.append(block)
+        self.first.append(block)
         return block
 
     def _reserve(self, num_bytes: int) -> None:
-        state = self.state
-        if self.limit is not None and state.reserved + num_bytes > self.limit:
+        if self.limit is not None and self.reserved + num_bytes > self.limit:
             self.release()
-            if state.reserved + num_bytes > self.limit:
+            if self.reserved + num_bytes > self.limit:
                 raise _OutOfMemory
-        state.reserved += num_bytes
-        state.peak_reserved = max(state.peak_reserved, state.reserved)
+        self.reserved += num_bytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _grow(self, size: int, pool: Pool) -> Block:
         """Pages at the end of the pool's only segment; a free block there is used first."""
@@ -431,7 +424,7 @@ class CachingAllocator:
             return end, -(-(size - have) // page) * page
 
         end, more = missing()
-        if self.limit is not None and self.state.reserved + more > self.limit:
+        if self.limit is not None and self.reserved + more > self.limit:
             self.release()  # which may have taken the end, or some of it
             end, more = missing()
         if end is None:

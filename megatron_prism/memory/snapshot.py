@@ -260,7 +260,7 @@ class _History:
             requests=tuple(self.requests),
             reserved=at_end,
             peak_reserved=max(sizes) if self.events else None,
-            modelled=self.machine.state.peak_reserved,
+            modelled=self.machine.peak_reserved,
             segments=((), ()) if stood or not self.events else self._unlike(segments),
             free=(sum(free), max(free, default=0)),
             settings=self.machine.settings,
@@ -331,7 +331,7 @@ class _History:
         pool = self.pools[at][2] if private else None
         stream = self.streams.setdefault((stream, pool), len(self.streams))
         self.machine.malloc(number, size, stream)
-        life = _Life(number, size, self.machine.state.live[number][-1].size)
+        life = _Life(number, size, self.machine.live[number][-1].size)
         self.alive[address] = life
         self.requests.append((number, size, stream))
         owner = f"{kind}:" if kind else ""

@@ -33,7 +33,7 @@ def reserved(events, settings):
             if before not in LESS:  # empty_cache, or a retry: everything at once
                 machine.release()
             real -= num_bytes
-        both.append((real, machine.state.reserved))
+        both.append((real, machine.reserved))
     return both
 
 
