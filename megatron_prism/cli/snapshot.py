@@ -76,6 +76,11 @@ def explain(path: str, top: int) -> Answer:
         value["ranks"] = {Path(name).name: _figures(every[name], tops[name]) for name in every}
         value["differ"] = [asdict(one) for one in differ]
 
+    after = f"prism compare {largest} SLICES  (prism capture -o SLICES -- the job's line)"
+    if taken.failed is not None:  # into what it could have, on the slices of its job
+        room = taken.reserved + taken.failed.device_free
+        after = f"prism fit SLICES --device none --limit {room}B  (which tries what frees memory)"
+
     def page() -> None:
         if len(every) > 1:
             _print_ranks(every, tops, differ)
@@ -86,7 +91,7 @@ def explain(path: str, top: int) -> Answer:
         lambda: value,
         page,
         lambda: rows,
-        next=f"prism compare {largest} SLICES  (prism capture -o SLICES -- the job's line)",
+        next=after,
         status=int(any(one.failed is not None for one in every.values())),
         html=lambda: render_snapshot(Path(largest).name, taken),
     )

@@ -210,6 +210,9 @@ def test_the_command_says_where_and_why(capsys):
     value = json.loads(capsys.readouterr().out)
     assert value["failed"]["fits_expandable"] is True
     assert value["peak_allocated"] == 74_406_678_016
+    room = value["reserved"] + value["failed"]["device_free"]
+    assert main(["fit", str(FULL)]) == 1
+    assert f"next: prism fit SLICES --device none --limit {room}B" in capsys.readouterr().out
 
 
 def test_what_a_process_holds_more_is_named_by_its_line(tmp_path, capsys):
