@@ -11,7 +11,9 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.launch_line import BATCH, numbers, split_options
 
 _DIRECTIVE = re.compile(r"^#\s?(SBATCH|PBS|BSUB|flux:|\$)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE)
@@ -75,6 +77,36 @@ def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
     return Allocation(nodes, ranks, each, gpus, ", ".join(dict.fromkeys(sources)))
 
 
+def pytorch_job(text: str) -> tuple[list[str], Allocation, dict[str, str]]:
+    """(command, hosts and processes, variables) of a PyTorchJob in a Kubernetes manifest.
+
+    Variables are those of its first container and what the training operator sets
+    (pkg/controller.v1/pytorch/envvar.go).  UsageError where there is no such job.
+    """
+    import yaml
+
+    try:
+        jobs = [one for one in yaml.safe_load_all(text) if isinstance(one, dict)]
+        spec = next(one["spec"] for one in jobs if "pytorchReplicaSpecs" in one.get("spec", {}))
+        pods = spec["pytorchReplicaSpecs"]
+        container = pods.get("Master", pods.get("Worker"))["template"]["spec"]["containers"][0]
+        nodes = sum(int(pod.get("replicas", 1)) for pod in pods.values())
+        command = [str(one) for key in ("command", "args") for one in container.get(key, ())]
+        settings = {one["name"]: str(one["value"]) for one in container.get("env", ())
+                    if "value" in one}  # fmt: skip
+        gpus = container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu")
+    except (yaml.YAMLError, StopIteration, LookupError, TypeError, ValueError) as error:
+        what = "the manifest has no PyTorchJob whose command is known"
+        raise UsageError(what, fix="its container's command: prism … torchrun …") from error
+    asked = str(spec.get("nprocPerNode", ""))
+    each = int(asked) if asked.isdigit() else None
+    settings |= {"PET_NNODES": str(nodes), "WORLD_SIZE": str(nodes * (each or 1))}
+    settings |= {"PET_NPROC_PER_NODE": asked} if asked else {}
+    ranks = nodes * each if each else None
+    return command, Allocation(nodes, ranks, each, int(gpus) if gpus else None,
+                               f"{nodes} replicas"), settings  # fmt: skip
+
+
 def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]:
     """What the schedulers set on the first host of ``alloc``.
 
@@ -109,11 +141,22 @@ def hosts_of(alloc: Allocation) -> list[str]:
     return [f"node{index}" for index in range(1, (alloc.nodes or 1) + 1)]
 
 
-def unknown(text: str, known: Mapping[str, str]) -> list[str]:
-    """Variables of the size of the job that the script reads, and that neither it nor ``known``
-    sets."""
+def sourced(text: str, folder: Path) -> str:
+    """The text of the files that a script reads with ``source``, as far as they are in ``folder``,
+    that of the script, or below here."""
+    words = re.findall(r"(?:^|[\s;&])(?:source|\.)\s+(.+?)(?=\s*(?:$|[;&|]))", text, re.MULTILINE)
+    names = [re.sub(r".*[)}]/|[\"']", "", word) for word in words]  # "$(dirname "$0")/job.env"
+    names = [name for name in names if re.fullmatch(r"[\w./-]{1,200}", name)]
+    files = (Path(place, name) for name in names for place in (folder, "."))
+    return "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
+
+
+def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str]:
+    """Variables of the size of the job that the script reads, and that neither it, ``settings``
+    (files that it sources) nor ``known`` sets."""
     without_comments = re.sub(r"(^|\s)#.*", "", text)
-    sets = set(re.findall(r"(?:^|[\s;(])([A-Z_][A-Z0-9_]*)\+?=", without_comments))
+    every = f"{without_comments}\n{settings}"
+    sets = set(re.findall(r"(?:^|[\s;(])([A-Z_][A-Z0-9_]*)\+?=", every))
     sets |= {name for line in re.findall(r"\bread\b([^\n;|]*)", without_comments)
              for name in line.split()}  # fmt: skip
     sets |= {name for name, default in READ.findall(text) if default}

@@ -41,6 +41,7 @@ _TRAINING = re.compile(  # flags that only a training run of Megatron has
     r"global-batch-size|train-iters|train-samples|hidden-size|yaml-cfg|use-checkpoint-args)(=|$)"
 )
 _CALLS = re.compile(r"\b(pretrain|init_process_group|initialize_megatron)\(")
+_STARTS = re.compile(r"\b(torchrun|torch\.distributed\.(run|launch)|srun|mpirun|deepspeed)\b")
 _CREATES = ("cat", "echo", "printf", "envsubst", "sed", "jq", "scontrol")  # the files of a job
 _INSIDE = r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^()'"\\])*"""  # of parentheses
 for _ in range(3):
@@ -104,6 +105,12 @@ def _started(words: list[str]) -> int:
             (DRY / "job.part").write_text(json.dumps(job))
             (DRY / "job.part").rename(DRY / "job")
             time.sleep(30)  # until the script is stopped
+        if os.environ.get("PRISM_DRY_CONFINED") and command[0] == os.environ["PRISM_DRY_SCRIPT"]:
+            python, folder = str(DRY / "bin" / "python"), str(Path(command[0]).parent)
+            start = f"import sys, runpy; sys.executable, sys.argv = {python!r}, {list(command)!r}; "
+            start += f"sys.path.insert(0, {folder!r}); "
+            start += "runpy.run_path(sys.argv[0], run_name='__main__')"
+            os.execv(sys.executable, [sys.executable, "-c", start])
     elif words[0] in PYTHONS:
         if "-c" in words and "device_count()" in words[-1]:
             print(_gpu_count())
@@ -142,6 +149,15 @@ def trains(command: Sequence[str], launched: bool) -> bool:
         return launched
 
 
+def starts_launcher(script: str) -> bool:
+    """Whether a file of Python trains nothing itself and names a launcher, which it starts."""
+    try:
+        text = Path(script).read_text(errors="replace")
+    except OSError:
+        return False
+    return "subprocess" in text and bool(_STARTS.search(text)) and not _CALLS.search(text)
+
+
 def _gpu_count() -> int:
     """GPUs of a host, which are asked for where nobody said how many."""
     gpus = os.environ.get("PRISM_DRY_GPUS")
@@ -173,10 +189,10 @@ _PRINTED: dict[str, Callable[[list[str]], list[str]]] = {
 
 
 def _make_folders(words: Sequence[str]) -> None:
-    """Folders in the working folder are made, no others."""
+    """Folders in the working folder are made, others only where writes are allowed."""
     for word in words:
         path = Path(os.path.abspath(word))
-        if Path(os.environ["PRISM_DRY_HOME"]) in path.parents:
+        if Path(os.environ["PRISM_DRY_HOME"] or "/") in path.parents:
             path.mkdir(parents=True, exist_ok=True)
         elif not word.startswith("-"):
             note("left out", f"mkdir {word}")

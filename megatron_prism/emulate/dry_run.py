@@ -101,6 +101,8 @@ def dry_run(
     given: Mapping[str, str],
     gpus: str,
     tell: Callable[[str], None],
+    python: str = "",
+    writes: bool = False,
 ) -> DryRun:
     """Run ``shell`` dry.
 
@@ -110,13 +112,20 @@ def dry_run(
         given: variables that their line sets.
         gpus: of each host, where the user said it, else empty.
         tell: gets a line at least every two seconds.
+        python: the script of Python in ``shell`` that starts the launcher, if one does.
+        writes: whether new files and folders may be made outside of the working folder.
 
     Raises:
         UsageError: it reads variables that nobody can know but the user, or starts no job.
     """
     if shutil.which("bash") is None:
         raise UsageError("there is no bash to run the script with", fix="its launch line instead")
-    words = dry_commands.script_words(shell)
+    alloc, manifest = None, next((word for word in shell if word.endswith((".yaml", ".yml"))), "")
+    if shell[0] == "kubectl" and Path(manifest).is_file():
+        command, alloc, operator = batch_script.pytorch_job(Path(manifest).read_text())
+        words, given = ["-c", shlex.join(command)], {**operator, **given}
+    else:
+        words = dry_commands.script_words(shell)
     script = next((word for word in words if not word.startswith("-")), "")
     if "-c" in words or re.fullmatch(r"-\w*c", words[0] if words else ""):
         text, title = script, shlex.join(shell)[:60]
@@ -124,13 +133,15 @@ def dry_run(
         text, title = Path(script).read_text(errors="replace"), script
     else:
         raise UsageError(f"there is no script {script}", fix="the path of the script, or its line")
-    alloc = batch_script.allocation(text, [word for word in shell[1:] if word not in words])
+    if alloc is None:
+        alloc = batch_script.allocation(text, [word for word in shell[1:] if word not in words])
     with tempfile.TemporaryDirectory(prefix="prism-dry-") as place:
         scratch = Path(place)
         known = batch_script.variables(alloc, str(scratch / "hosts"), os.getcwd())
         known = {name: value for name, value in known.items() if name not in os.environ}
         known |= given
-        if missing := batch_script.unknown(text, {**known, **os.environ}):
+        settings = batch_script.sourced(text, Path(script).parent if "-c" not in words else Path())
+        if missing := batch_script.unknown(text, {**known, **os.environ}, settings):
             raise UsageError(
                 f"{title} reads {', '.join(missing)}, and nothing here says "
                 f"{'it' if len(missing) == 1 else 'them'}",
@@ -139,6 +150,8 @@ def dry_run(
         environment = _environment(scratch, known, batch_script.hosts_of(alloc)) | {
             "PRISM_DRY_LINE": json.dumps(list(before)),
             "PRISM_DRY_GPUS": gpus or str(alloc.gpus or ""),
+            "PRISM_DRY_SCRIPT": python,
+            "PRISM_DRY_HOME": "" if writes else os.getcwd(),
         }
         job = _run(["bash", *words], scratch, environment, title, tell)
         notes = _notes(scratch)
@@ -185,7 +198,6 @@ def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> d
         "TMPDIR": str(scratch / "tmp"),
         "PRISM_DRY": str(scratch),
         "PRISM_DRY_PATH": path,
-        "PRISM_DRY_HOME": os.getcwd(),
         "PRISM_DRY_HOSTS": ",".join(hosts),
         **({"PRISM_DRY_CONFINED": "1"} if confine.available() else {}),
     }
@@ -203,7 +215,7 @@ def _run(
     def prepare() -> None:
         die_with_parent()
         if confine.available():
-            confine.confine(scratch, Path.cwd())
+            confine.confine(scratch, Path(environment["PRISM_DRY_HOME"] or "/"))
 
     with (scratch / "printed").open("wb") as printed:
         process = subprocess.Popen(

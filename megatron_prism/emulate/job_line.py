@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
+from megatron_prism.emulate.dry_commands import starts_launcher
 from megatron_prism.emulate.launch_line import LaunchLine, read_line
 from megatron_prism.emulate.options import value_of, words_of
 
@@ -31,8 +32,12 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
         UsageError: there is no script, or a launcher does not say its number.
     """
     line = read_line(words, os.environ)
+    script = line.words[0] if line.words and line.words[0].endswith(".py") else ""
+    if script and line.ranks is None and starts_launcher(script):
+        shell = ("bash", "-c", shlex.join(["python", *line.words]))
+        line = replace(line, shell=shell, before=(), launchers=())
     if line.shell:
-        line = _run_dry(line, given)
+        line = _run_dry(line, given, script)
     if not line.words:
         return [], []
     job = [*_script(line.words), *shlex.split(value_of("--prism-job-flags", given))]
@@ -43,12 +48,13 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
     return ours, job
 
 
-def _run_dry(line: LaunchLine, given: Sequence[str]) -> LaunchLine:
+def _run_dry(line: LaunchLine, given: Sequence[str], script: str) -> LaunchLine:
     """The line that a shell script would start its job with."""
     from megatron_prism.emulate.dry_run import dry_run
 
     gpus = value_of("--prism-gpus-per-node", given)
-    run = dry_run(line.shell, line.before, line.variables, gpus, _tell)
+    writes = "--prism-allow-writes" in given
+    run = dry_run(line.shell, line.before, line.variables, gpus, _tell, script, writes)
     started = read_line(run.line, {**os.environ, **run.known, **run.variables})
     settings = [f"{name}={value}" for name, value in run.variables.items()]
     start = ["env", *settings] if settings else []

@@ -210,7 +210,8 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
             variables[setting[1]] = setting[2]
             rest = rest[1:]
             continue
-        if name in SUBMIT or _SHELL.match(name):
+        manifest = name == "kubectl" and {"apply", "create"} & set(rest[1:2])
+        if name in SUBMIT or _SHELL.match(name) or manifest:
             return ending(shell=rest, before=words[: len(words) - len(rest)])
         if _PYTHON.match(name):
             rest, module = _after_python(rest[1:])

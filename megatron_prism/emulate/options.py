@@ -360,6 +360,9 @@ FLAGS: dict[str, dict[str, Any]] = {
         "refuse a job whose data, tokenizer or checkpoint are not here (default: mock "
         "data, a NullTokenizer of its vocabulary, new parameters)"
     ),
+    "--prism-allow-writes": _switch(
+        "a script that runs dry also makes new files and folders outside the working folder"
+    ),
     "--prism-job-flags": _value(
         "flags more of the job itself, behind those of its line or script", "FLAGS"
     ),

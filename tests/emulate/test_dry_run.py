@@ -167,6 +167,69 @@ def test_a_wrapper_of_the_training_command_is_run_too(script, tmp_path):
     assert (ours, job) == (["--prism-world-size", "8"], TRAIN.split())
 
 
+WRAPPER = """import subprocess, sys
+words = ["--nnodes", sys.argv[1], "--nproc-per-node", "4", "pretrain_gpt.py", "--num-layers", "4"]
+START
+"""
+
+
+@CONFINED
+@pytest.mark.parametrize(
+    "start",
+    [
+        'subprocess.run(["torchrun", *words], check=True)',
+        'subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True)',
+    ],
+)
+def test_a_script_of_python_that_starts_a_launcher_is_run_dry(start, script, tmp_path):
+    (tmp_path / "launch.py").write_text(WRAPPER.replace("START", start))
+    ours, job = script("", line="python launch.py 2")
+    assert ours == ["--prism-world-size", "8", "--prism-gpus-per-node", "4"]
+    assert job == TRAIN.split()
+
+
+MANIFEST = """kind: PyTorchJob
+spec:
+  nprocPerNode: "4"
+  pytorchReplicaSpecs:
+    Master:
+      template:
+        spec:
+          containers:
+          - command: [bash, -c]
+            args: ["cd /no/where; torchrun --nnodes $PET_NNODES pretrain_gpt.py --num-layers $N"]
+            env: [{name: N, value: 4}]
+    Worker: {replicas: 3}
+"""
+
+
+def test_a_manifest_of_kubernetes_is_its_containers_command(script, tmp_path):
+    (tmp_path / "job.yaml").write_text(MANIFEST)
+    ours, job = script("", line="kubectl apply -f job.yaml")
+    assert ours == ["--prism-world-size", "16", "--prism-gpus-per-node", "4"]
+    assert job == TRAIN.split()
+    (tmp_path / "job.yaml").write_text("kind: Pod\n")
+    with pytest.raises(UsageError, match="no PyTorchJob"):
+        script("", line="kubectl apply -f job.yaml")
+
+
+@pytest.mark.parametrize("path", ["sizes.env", '"$(dirname "$0")/sizes.env"', "./sizes.env; :"])
+def test_variables_of_a_sourced_file_are_not_asked_for(path, script, tmp_path):
+    (tmp_path / "sizes.env").write_text("NNODES=2\n")
+    text = f"set -a; source {path}; set +a\ntorchrun --nnodes $NNODES --nproc-per-node 2 {TRAIN}"
+    assert script(text)[0][1] == "4"
+
+
+@CONFINED
+def test_new_files_elsewhere_are_made_on_request_alone(script, tmp_path_factory):
+    place = tmp_path_factory.mktemp("elsewhere")
+    text = f"mkdir {place}/a; cat > {place}/b <<EOF\nx\nEOF\ntorchrun {TRAIN}"
+    script(text)
+    assert not list(place.iterdir())
+    script(text, given=["--prism-allow-writes"])
+    assert sorted(one.name for one in place.iterdir()) == ["a", "b"]
+
+
 def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
     text = f"torchrun --nnodes $NNODES --nproc-per-node $GPUS_PER_NODE {TRAIN}"
     with pytest.raises(UsageError, match="reads NNODES, GPUS_PER_NODE") as caught:
