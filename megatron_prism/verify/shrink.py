@@ -175,6 +175,9 @@ def small_world(world: World, dp_known: bool, wide_pipeline: bool = False) -> Wo
     sizes = {name: min(2, getattr(world, name)) for name in ("tp", "pp", "cp", "ep", "etp")}
     if wide_pipeline and world.pp > 2:
         sizes["pp"] = 4
+    if sizes["pp"] > 1 and not world.order.endswith("pp"):  # etp x ep = tp x cp, as in the job
+        while (apart := sizes["etp"] * sizes["ep"] - sizes["tp"] * sizes["cp"]) != 0:
+            sizes["tp" if apart > 0 else "etp"] *= 2
     model = sizes["tp"] * sizes["pp"] * sizes["cp"]
     dp = 2 if world.dp > 1 or not dp_known else 1
     experts = sizes["etp"] * sizes["ep"]

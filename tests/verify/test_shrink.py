@@ -18,6 +18,9 @@ SIZES = {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "seq_
          "tensor_model_parallel_size": 1}  # fmt: skip
 
 
+DP_LAST = "tp-cp-ep-pp-dp"
+
+
 @pytest.mark.parametrize(
     ("job", "known", "ranks", "has"),
     [
@@ -27,6 +30,8 @@ SIZES = {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "seq_
         (World(64, ep=8), True, 4, {"ep": 2, "edp": 2}),
         (World(8, ep=8), True, 2, {"ep": 2, "edp": 1}),
         (World(256, tp=2, pp=8, cp=2, ep=8, etp=1), True, 16, {"ep": 2, "etp": 1, "cp": 2}),
+        (World(8, tp=4, pp=2, ep=2, etp=2, order=DP_LAST), True, 8, {"tp": 4, "ep": 2, "etp": 2}),
+        (World(64, tp=2, pp=2, cp=2, etp=4, order=DP_LAST), True, 16, {"tp": 2, "cp": 2, "etp": 4}),
     ],
 )
 def test_a_dimension_above_one_stays_above_one(job, known, ranks, has):
