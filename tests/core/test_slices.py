@@ -252,13 +252,13 @@ def prism(*words, capsys):
 def test_show_ops_of_ranks(folder, capsys):
     status, out, _ = prism("show", folder, "--rank", "5", "--group", TP, capsys=capsys)
     assert status == 0
-    assert out.startswith("rank 5 (captured as rank 4)\n")
+    assert "captured as rank 4" in out.partition("\n")[0]
     assert len(out.splitlines()) == 2
     assert (
         prism("show", folder, "--rank", "5", "--group", "tp", capsys=capsys)[1] == out
     )  # as in faults
     status, out, _ = prism("show", folder, "--rank", "0", "--around", "0F", capsys=capsys)
-    assert out.startswith("rank 0\n")
+    assert out.startswith("rank 0")
     assert len(out.splitlines()) == 4
 
 
