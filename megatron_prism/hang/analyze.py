@@ -374,7 +374,9 @@ class _Judge:
         came = {r: e for e in calls.values() for r in state.groups[e.group].ranks
                 if r in state.dumps and state.arrived(r, e)}  # fmt: skip
         free = {r for r, calls in state.outstanding.items() if not calls}
-        if not came or len(idle) <= 2 * len(came) or 2 * len(free) <= len(state.dumps):
+        lost = {r for e in calls.values() for r in state.groups[e.group].ranks}.intersection(
+            state.missing)  # fmt: skip
+        if not came or len(idle | lost) <= 2 * len(came) or 2 * len(free) <= len(state.dumps):
             return []
         for rank, entry in came.items():
             self._note(entry, f"rank {rank} waits in {call_text(entry)}, which nobody else makes")

@@ -15,9 +15,9 @@ import re
 import signal
 import threading
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -173,12 +173,10 @@ def entries_of(raw: Sequence[_RawEntry]) -> tuple[Entry, ...]:
         if (said := known.get(key)) is None:
             said = known[key] = _said(row, site)
         group, desc, op, to, numbers, dtypes, state, done, where = said
-        record, calls, timeout = row.record_id, row.collective_seq_id, row.timeout_ms
-        if record is None or calls is None:  # of an older release
-            record, calls = _first(row.record_id, row.id, number), _first(calls, row.seq_id)
-        seq = calls if to < 0 else row.p2p_seq_id
-        made.append((record, group, desc, op, _first(seq), calls, to, numbers, dtypes, state, done,
-                     where, _first(timeout), _first(row.time_created_ns)))  # fmt: skip
+        record, calls = _known(row.record_id, number), _known(row.collective_seq_id)
+        seq = calls if to < 0 else _known(row.p2p_seq_id)
+        made.append((record, group, desc, op, seq, calls, to, numbers, dtypes, state, done,
+                     where, _known(row.timeout_ms), _known(row.time_created_ns)))  # fmt: skip
     return tuple(map(Entry._make, made))
 
 
@@ -278,14 +276,12 @@ _Sizes = tuple[tuple[_Int, ...], ...] | None
 
 
 class _RawEntry(msgspec.Struct, gc=False):
-    """An entry as torch, or whoever wrote the file, has it; older releases said less."""
+    """An entry as torch, or whoever wrote the file, has it."""
 
     process_group: tuple[str | int, str | int | None]
     profiling_name: str = ""
     record_id: _Int | None = None
-    id: _Int | None = None
     collective_seq_id: _Int | None = None
-    seq_id: _Int | None = None
     p2p_seq_id: _Int | None = None
     pg_id: _Int | str | None = None
     input_sizes: _Sizes = None
@@ -334,9 +330,9 @@ def _site(frames: object) -> str:
     return f"{file[:300]}:{line}" if isinstance(file, str) and isinstance(line, int) else ""
 
 
-def _first(*values: int | None) -> int:
-    """The first that is known, or -1."""
-    return next((value for value in values if value is not None), -1)
+def _known(value: int | None, other: int = -1) -> int:
+    """``value``, or ``other`` where it is not known."""
+    return other if value is None else value
 
 
 def _numbers(sizes: _Sizes) -> tuple[int, ...]:
@@ -563,8 +559,8 @@ def of_value(value: object, rank: int) -> Dump:
     raw = top.entries or []
     entries = entries_of(raw)
     status = {
-        str(i): Status(_first(s.last_enqueued_collective), _first(s.last_started_collective),
-                       _first(s.last_completed_collective))
+        str(i): Status(_known(s.last_enqueued_collective), _known(s.last_started_collective),
+                       _known(s.last_completed_collective))
         for i, s in (top.pg_status or {}).items()
     }  # fmt: skip
     dead = _aborted_ids(raw, status, len(groups))
@@ -638,6 +634,7 @@ def _names_of_ids(
 
 
 _MOST = 8  # processes
+_AHEAD = 4  # dumps for each of them that are under way, so that none waits for the next
 _EACH = 24  # dumps for which another process pays: it takes 0.3 s to start
 
 
@@ -660,14 +657,19 @@ _Loaded = Generator[tuple[int, Dump | DumpError], None, None]
 
 
 def _loaded(files: dict[int, Path], processes: int) -> _Loaded:
-    """(rank, its dump), ranks ascending."""
+    """(rank, its dump), ranks ascending; few are under way, so that none waits in memory."""
+    todo, running = iter(sorted(files)), deque[tuple[int, Future[Dump | DumpError]]]()
     largest = max(file.stat().st_size for file in files.values())
-    ranks, context = sorted(files), multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _start_worker) as pool:
         try:
-            paths = [files[rank] for rank in ranks]
-            loaded = pool.map(_load, ranks, paths, itertools.repeat(largest))
-            yield from zip(ranks, loaded, strict=True)
+            while True:
+                for rank in itertools.islice(todo, _AHEAD * processes - len(running)):
+                    running.append((rank, pool.submit(_load, rank, files[rank], largest)))
+                if not running:
+                    return
+                rank, one = running.popleft()
+                yield rank, one.result()
         except BrokenProcessPool as error:
             raise DumpError(
                 f"a process that read the dumps in {next(iter(files.values())).parent} was killed",

@@ -120,12 +120,13 @@ def _right_call(
     votes = Counter(signatures.values())
     unseen = len(state.groups[first.group].ranks) - len(calls)
     known = set(votes) if len(votes) > 1 else None
-    for more in ((), _elsewhere(state, first, set(calls), known)):
+    unlike = any(state.unlike_replicas(rank, first.desc) for rank in calls)
+    for more in ((), () if unlike else _elsewhere(state, first, set(calls), known)):
         votes.update(more)
         usual, count = votes.most_common(1)[0]
         if 2 * count > votes.total() + unseen:
             return usual, f"{count} others"
-    if known is None:
+    if known is None or unlike:
         return None, ""
     right = {s for r, s in signatures.items() if _is_numbered_as_siblings(state, r, first, calls)}
     if len(right) == 1 and 2 * sum(s in right for s in signatures.values()) >= len(calls):

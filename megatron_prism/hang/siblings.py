@@ -180,7 +180,7 @@ def is_behind_replicas(state: JobState, rank: int) -> bool:
         level += not ahead and not behind
         if mine <= state.opened(other) and not behind and _issued_after_common(state, rank, other):
             passed += not late.isdisjoint(ahead)
-    return passed >= max(1, level)
+    return passed >= max(1, level) and not any(state.unlike_replicas(rank, d) for d in late)
 
 
 def _issued_after_common(state: JobState, rank: int, other: int) -> bool:
@@ -216,7 +216,8 @@ def uncreated_group(state: JobState, rank: int) -> str:
     mine = state.all_counts(rank)
     for other in state.siblings_of(rank):
         ahead = _more(state.all_counts(other), mine)
-        for name in state.groups_of[rank] if all(mine[desc] < 1 for desc in ahead) else ():
+        known = state.dumps[rank].version != "log" and all(mine[desc] < 1 for desc in ahead)
+        for name in state.groups_of[rank] if known else ():
             others = state.dumps.keys() & set(state.groups[name].ranks) - {rank}
             if state.groups[name].desc in ahead and any(
                 state.enqueued.get((name, r), -1) < 1 for r in others
@@ -251,7 +252,8 @@ def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
         head, (why, others) = state.head(rank), state.waits(rank)
         if head is not None and head.pair and why == "has not posted its side":
             skips = _passed if state.history else _fewer_messages
-            here = (peer for peer in others if state.outstanding.get(peer))
+            here = (peer for peer in others if state.outstanding.get(peer)
+                    and not state.unlike_replicas(peer, head.desc))  # fmt: skip
             yield from ((peer, head) for peer in here if skips(state, peer, head.desc))
 
 
@@ -292,10 +294,10 @@ def find_broken_rhythms(state: JobState) -> list[Mismatch]:
                 continue
             turn, place = found
             usual, (mine, entry) = ways[place - turn], list(batches.values())[place]
-            siblings = (known[s] for s in state.siblings_of(rank) if s != rank)
-            rows = (b for groups in siblings for b in groups.values() if entry.seq in b)
-            if any(row[entry.seq][0] == mine for row in rows):
-                continue
+            siblings = [known[s] for s in state.siblings_of(rank) if s != rank]
+            rows = [b for groups in siblings for b in groups.values() if entry.seq in b]
+            if siblings and not rows or any(row[entry.seq][0] == mine for row in rows):
+                continue  # an evaluation, to which no sibling has come yet, changes it for all
             kind = kind_of_change(mine, usual)
             text = (f"rank {rank} posts {way_text(mine)} where its earlier iterations have "
                     + way_text(usual))  # fmt: skip

@@ -29,8 +29,6 @@ def stages(groups: Mapping[str, Group], messages: Collection[str]) -> dict[int, 
     for group in lines:
         for place, rank in enumerate(group.ranks):
             places[rank].append((group.desc.partition(" (group ")[0], place))
-    if all(len(found) == 1 for found in places.values()):
-        return {rank: found[0][1] for rank, found in places.items()}
     keys = {rank: tuple(sorted(found)) for rank, found in places.items()}
     numbers = {key: i for i, key in enumerate(sorted(set(keys.values())))}
     return {rank: numbers[key] for rank, key in keys.items()}
@@ -174,6 +172,18 @@ class JobState:
     def siblings_of(self, rank: int) -> list[int]:
         """Ranks with a dump at its place of the pipeline, itself among them."""
         return self.siblings[self.role.get(rank, 0)]
+
+    def unlike_replicas(self, rank: int, desc: str) -> bool:
+        """Whether several siblings of ``rank`` made another number of calls or messages in their
+        groups of ``desc`` than most that stand in the same call: replicas with more microbatches,
+        of which numbers say nothing."""
+        counts: dict[object, Counter[object]] = defaultdict(Counter)
+        for other in self.siblings_of(rank):
+            head = self.head(other)
+            if head is not None and other != rank and head.desc != desc and not head.pair:
+                made = self.counts(other).get(desc), self.messages_counted(other, desc)
+                counts[head.desc, head.seq][made] += 1
+        return sum(n.total() - max(n.values()) for n in counts.values()) > 1
 
     # -- questions --------------------------------------------------------------------------------
     def head(self, rank: int) -> Entry | None:

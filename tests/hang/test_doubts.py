@@ -1,12 +1,13 @@
 """What dumps leave open is said: nobody innocent is named as if it were known."""
 
+import dataclasses
 import pickle
 
 import pytest
 from helpers import production, random_hangs
 from helpers.dump_values import Dump, verdict
 from helpers.flight_dumps import FULL, GIL, judged, said, values
-from helpers.production import ACTIVE
+from helpers.production import ACTIVE, stands
 
 from megatron_prism.cli import main as cli
 from megatron_prism.graph import stall
@@ -240,14 +241,31 @@ def test_who_waits_while_a_communicator_is_created_is_not_stuck(stuck, how):
     assert f"rank {waits} may wait while the communicator" in str(found.evidence)
 
 
-@pytest.mark.parametrize("rank", [9, 13])
-def test_counters_of_one_pipeline_do_not_say_who_of_it_left_the_order(rank):
-    """A rank runs a microbatch more, and replicas have other numbers of them: its neighbours were
-    named with it."""
+@pytest.mark.parametrize("rank", [26, 28])
+def test_replicas_with_other_numbers_of_microbatches_do_not_say_what_a_rank_left_out(rank):
+    """A rank runs a microbatch more: its partner, and a whole pipeline, were named."""
     it = production.plain_job(production.dynamic())
     production.microbatch_more(rank)(it)
     state = stall.run_until_stalled(it.programs())
-    found = random_hangs.dumps_of(state, **ACTIVE)
-    verdict = analyze.diagnose_dumps(found)
+    verdict = analyze.diagnose_dumps(random_hangs.dumps_of(state, **ACTIVE))
     assert (verdict.culprits, verdict.exit_code) == ((), 3)
-    assert rank in verdict.candidates
+
+
+@pytest.mark.parametrize("at", [29, 47])
+def test_a_rhythm_that_no_sibling_has_come_to_is_not_broken(at):
+    """Rank 12 is killed; rank 0 was named for the first messages of an evaluation."""
+    state = production.standstill(stands(12, part="3", at=at, silent=True), "interleaved")
+    verdict = analyze.diagnose_dumps(random_hangs.dumps_of(state, **ACTIVE))
+    assert (verdict.verdict, verdict.exit_code) == ("missing dump", 3)
+    assert [c.rank for c in verdict.culprits] == [12]
+
+
+def test_who_makes_a_call_alone_is_named_though_a_member_s_dump_is_lost():
+    it = production.plain_job(production.dynamic())
+    ops = it.of(11, "3")
+    last = production.index(ops, "all_gather", production.DP, -1)
+    ops.insert(last, dataclasses.replace(ops[last], handle=-1))
+    dumps = dict(random_hangs.dumps_of(stall.run_until_stalled(it.programs())).dumps)
+    del dumps[15]
+    verdict = analyze.diagnose_dumps(DumpSet(dumps))
+    assert [(c.rank, c.kind) for c in verdict.culprits] == [(11, "extra call")]
