@@ -73,19 +73,16 @@ def _head(found: Metrics, verbose: bool) -> str:
         rows.append(("bubble", f"{format_share(found.bubble)} waiting for other ranks, or idle"))
         rows += [("links" if not i else "", text) for i, text in enumerate(_links(found))]
         if found.host is not None and found.host >= _SHOWN:
-            late = (
-                f"{format_share(found.host)} of the critical path: the host launches kernels late"
-            )
-            rows.append(("host", late))
+            late = f"{format_share(found.host)} of the critical path"
+            rows.append(("host", f"{late}: the host launches kernels late"))
         if found.hosts and found.hosts[-1][1] > (1 + _SHOWN) * found.hosts[0][1]:
             each = ", ".join(f"{index}: {format_ns(ns)}" for index, ns in found.hosts)
             rows.append(("", f"by the host's index {each}"))
         if found.host_unknown:
             size = sum(one.count for one in found.classes)
-            ranks = (
-                f"slices of {found.host_unknown:,} of {size:,} ranks hold their host's delays in"
-            )
-            rows.append(("", f"{ranks} the segments: capture them again with this release"))
+            ranks = f"slices of {found.host_unknown:,} of {size:,} ranks"
+            rows.append(("", f"{ranks} hold their host's delays in the segments: capture them "
+                         "again with this release"))  # fmt: skip
         if found.host and (spread := found.host_spread or 0) >= _VARIES:
             varies = f"a host varies by {format_share(spread, 0)} from iteration to iteration"
             rows.append(("", f"{varies}, and the slowest rank's counts: prism predict"))
@@ -221,19 +218,11 @@ def _calls(found: Metrics) -> str:
     if not found.calls:
         return ""
     head = ["calls of a rank that does them", "ranks", "calls", "bytes", "moves", "waits"]
-    rows = [
-        [
-            f"{call.name} {short_name(call.group)}",
-            f"{call.ranks:,}",
-            f"{call.calls:,.1f}".removesuffix(".0"),
-            format_bytes(round(call.bytes)),
-            format_ns(round(call.moving)),
-            format_ns(round(call.waiting)),
-        ]
-        for call in found.calls
-    ]
-    rows.insert(0, head)
-    return "\n".join(columns(rows))
+    rows = [[f"{call.name} {short_name(call.group)}", f"{call.ranks:,}",
+             f"{call.calls:,.1f}".removesuffix(".0"), format_bytes(round(call.bytes)),
+             format_ns(round(call.moving)), format_ns(round(call.waiting))]
+            for call in found.calls]  # fmt: skip
+    return "\n".join(columns([head, *rows]))
 
 
 def _sources(found: Metrics, verbose: bool) -> str:
@@ -336,13 +325,9 @@ def page_data(timeline: Timeline) -> Data:
     while sum(map(len, merged.values())) > SPANS and epsilon <= timeline.iteration_ns // 64:
         epsilon = 2 * epsilon or max(1, timeline.iteration_ns // 8192)
         merged = {i: merge(spans[i], codes[i], epsilon) for i in drawn}
-    rows = [
-        {
-            "name": found.classes[index].name,
-            "lanes": names.lanes(index, spans[index], merged[index]),
-        }
-        for index in drawn
-    ]
+    rows = [{"name": found.classes[index].name,
+             "lanes": names.lanes(index, spans[index], merged[index])}
+            for index in drawn]  # fmt: skip
     return {
         "figures": {**_figures(found), "memory_bytes": largest(memory)},
         "title": job_settings.title(programs.source, programs.world),

@@ -49,15 +49,16 @@ def render_text(sweep: Sweep) -> str:
 
 
 def _head(sweep: Sweep) -> list[str]:
-    more = [name for name in ("p95", "cost") if _has(sweep, name)]
+    more = [name for place, name in enumerate(("p95", "cost"))
+            if any(_more(row)[place] is not None for row in sweep.rows)]  # fmt: skip
     return ["rank", *sweep.axes, "s/iteration", "to the first", "best", "tokens/s/GPU", "MFU",
             "bubble", "exposed", "memory", "headroom", *more]  # fmt: skip
 
 
-def _has(sweep: Sweep, name: str) -> bool:
-    if name == "p95":
-        return any(row.result["p95_ns"] is not None for row in sweep.rows)
-    return any(row.cost is not None for row in sweep.rows)
+def _more(row: Row) -> tuple[str | None, str | None]:
+    """Its p95 and its cost, where they are asked for."""
+    p95, cost = row.result["p95_ns"], row.cost
+    return None if p95 is None else _seconds(p95), None if cost is None else f"{cost:,.2f}"
 
 
 def _slower(row: Row) -> str:
@@ -77,11 +78,8 @@ def _cells(sweep: Sweep, row: Row) -> list[str]:
         format_bytes(memory["bytes"]),
         "unknown" if sweep.limit is None else format_bytes(sweep.limit - memory["bytes"]),
     ]  # fmt: skip
-    if _has(sweep, "p95"):
-        cells.append("unknown" if one["p95_ns"] is None else _seconds(one["p95_ns"]))
-    if _has(sweep, "cost"):
-        cells.append("unknown" if row.cost is None else f"{row.cost:,.2f}")
-    return cells
+    more = zip(("p95", "cost"), _more(row), strict=True)
+    return cells + [text or "unknown" for name, text in more if name in _head(sweep)]
 
 
 def command(sweep: Sweep, row: Row) -> str:
