@@ -206,7 +206,7 @@ class Injector:
         if model is None or self._watched:
             return
         self._watched = True
-        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         for finder in self._tensors:
             chosen = [c for c in chunks if finder.fault.params["tensor"] == "act" or _last(c)]
             if not chosen:
@@ -223,8 +223,8 @@ class Injector:
         if finder.hit(call):
             self._say(finder.fault, call, finder.seen)
             if not self.dry:
-                tensors = output if isinstance(output, (list, tuple)) else [output]
-                tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+                outputs = output if isinstance(output, (list, tuple)) else [output]
+                tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
                 spoil_tensors(finder.fault, tensors, "the model's output")
 
     def record(

@@ -197,8 +197,8 @@ def _named(found: DumpSet) -> DumpSet:
     kinds = {rank: tuple(sorted(g.desc for g in d.groups.values()))
              for rank, d in found.dumps.items()}  # fmt: skip
     for rank, dump in found.dumps.items():
-        rows = ((i, dump.groups[n].desc) for i, n in dump.ids.items() if n in dump.groups)
-        known[kinds[rank]].update(rows)
+        known[kinds[rank]] |= {(i, dump.groups[n].desc) for i, n in dump.ids.items()
+                               if n in dump.groups}  # fmt: skip
     dumps = dict(found.dumps)
     for rank, dump in found.dumps.items():
         rows, descs = known[kinds[rank]], dict(known[kinds[rank]])

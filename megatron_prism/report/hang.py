@@ -38,7 +38,8 @@ def _victims(found: Diagnosis, victims: Sequence[Waiting]) -> list[tuple[str, ..
             waits = f"the call of {culprits}" if found.culprits else "a call that does not fit"
         call = f"{victim.op} #{victim.seq} of {victim.group}"
         alike.setdefault((call, waits), []).append(victim.rank)
-    return [(format_ranks(ranks), *row) for row, ranks in alike.items()][:_MOST]
+    rows: list[tuple[str, ...]] = [(format_ranks(at), *row) for row, at in alike.items()]
+    return rows[:_MOST]
 
 
 def markdown(found: Diagnosis) -> str:
