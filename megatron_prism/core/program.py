@@ -413,11 +413,6 @@ class Programs:
         """The ranks without a program, of which ``partial`` ones may have some."""
         return [int(rank) for rank in np.flatnonzero(self.program_of < 0)]
 
-    def release(self) -> tuple[int, int]:
-        """megatron-core's release as (0, 16), which decides its list of groups."""
-        found = re.match(r"([0-9]{1,6})\.([0-9]{1,6})", self.source.get("megatron_core", ""))
-        return (int(found[1]), int(found[2])) if found else (0, 16)
-
 
 class _ProgramHead(msgspec.Struct):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

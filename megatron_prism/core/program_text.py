@@ -75,12 +75,13 @@ def dump(programs: Programs) -> str:
 def _lines(program: Program) -> Iterator[str]:
     """The lines of one program, allocations before the op that they precede."""
     ops = ((at, 1, format_op(op)) for at, op in enumerate(program))
-    memory = ((before, 0, _format_memory(*event, program.strings))
+    memory = ((before, 0, _format_memory(event, program.strings))
               for before, *event in program.allocations.tolist())  # fmt: skip
     return (line for *_, line in heapq.merge(memory, ops, key=lambda entry: entry[:2]))
 
 
-def _format_memory(storage: int, size: int, note: int, strings: Sequence[str]) -> str:
+def _format_memory(event: Sequence[int], strings: Sequence[str]) -> str:
+    storage, size, note = event
     values = {"storage": storage, "bytes": abs(size)} | ({"note": strings[note]} if note else {})
     return f"-    {'alloc' if size >= 0 else 'free':10}  {_pairs(values)}"
 

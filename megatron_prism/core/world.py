@@ -377,19 +377,16 @@ class World:
 
     # -- groups ------------------------------------------------------------------------------------
 
-    def groups(
-        self, rank: int, *, megatron: tuple[int, int] = (0, 16), gloo: bool = True
-    ) -> dict[str, tuple[int, ...]]:
+    def groups(self, rank: int, megatron: tuple[int, int] = (0, 16)) -> dict[str, tuple[int, ...]]:
         """Megatron's group_desc -> ascending global ranks, for every group the rank is in.
 
         megatron : release whose list of groups is meant, (0, 16) or (0, 19)
-        gloo     : include the gloo twins of the data-parallel groups (Megatron's default)
         """
         found = {}
         for row in FAMILIES:
             if row.since <= megatron and (members := self.group(rank, row)) is not None:
                 found[row.desc] = members
-                if row.twin and gloo:
+                if row.twin:
                     found[f"{row.desc}_GLOO"] = members
         return found
 

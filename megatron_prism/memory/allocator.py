@@ -313,7 +313,8 @@ class CachingAllocator:
     def segment_sizes(self) -> Iterator[int]:
         """Bytes of every segment."""
         for block in self.first:
-            size, piece = 0, block
+            size = 0
+            piece: Block | None = block
             while piece is not None:
                 size, piece = size + piece.size, piece.after
             yield size

@@ -254,15 +254,15 @@ def growth(program: Program) -> Retained | None:
     ids, born, which = np.unique(events["storage"], return_index=True, return_inverse=True)
     change = np.zeros(ids.size, dtype=np.int64)
     np.add.at(change, which.ravel()[stands:], events["bytes"][stands:])
-    rows, sites = [], dict[Key, str]()
+    held, sites = [], dict[Key, str]()
     for one in np.flatnonzero(change):
         kind, module, site = _split(program.strings[events["note"][born[one]]])
         # what the model or the optimizer owns is the same wherever it was made
         key = kind or "other", _NUMBER.sub("*", module), "" if kind else site
-        rows.append((key, int(change[one]), 1 if change[one] > 0 else -1))
+        held.append((key, int(change[one]), 1 if change[one] > 0 else -1))
         sites[key] = site or sites.get(key, "")
     origins = (replace(one, site=sites[one.key], count=max(one.count, 0))
-               for one in grouped(rows) if one.num_bytes > 0)  # fmt: skip
+               for one in grouped(held) if one.num_bytes > 0)  # fmt: skip
     return Retained(num_bytes, tuple(origins))
 
 
