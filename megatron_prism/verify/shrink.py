@@ -129,6 +129,8 @@ _REFUSED = {
     "use_torch_fsdp2": "--use-distributed-optimizer in its place is the same arithmetic",
     "use_legacy_models": "leave it out",
     "heterogeneous_layers_config_path": "leave it out: all layers alike are shrunk",
+    "hybrid_layer_pattern": "a model of attention: Mamba's kernels have no values without a GPU",
+    "hybrid_override_pattern": "a model of attention: Mamba's kernels have no values without a GPU",
 }
 
 

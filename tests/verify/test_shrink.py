@@ -106,6 +106,10 @@ def test_a_part_that_is_a_dimension_is_left_out():
     assert shrink.without(copy, "cp") is None
 
 
-def test_what_it_does_not_know_is_refused_by_name():
-    with pytest.raises(UsageError, match="--use-torch-fsdp2"):
-        shrunk(use_torch_fsdp2=True)
+@pytest.mark.parametrize(
+    "given", [{"use_torch_fsdp2": True}, {"hybrid_layer_pattern": "M-M*"}], ids=str
+)
+def test_what_it_does_not_know_is_refused_by_name(given):
+    (name,) = given
+    with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
+        shrunk(**given)
