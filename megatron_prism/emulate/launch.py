@@ -207,6 +207,7 @@ def patched(run: Run, session: Session) -> PatchContext:
         changes=session.changes,
         iterations=run.options.iterations,
         recording=run.recording,
+        records=run.options.capture is not None,
         profiles=run.options.out and run.options.out.with_name(run.options.out.name + ".profile"),
     )
     patch.apply(patches_for(run.tier.name), context)

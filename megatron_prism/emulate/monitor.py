@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 _SCHEDULE = ("num_microbatches", "seq_length", "micro_batch_size")
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
-PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint")
+PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint",
+         "graph capture")  # fmt: skip
 
 
 @dataclass

@@ -191,6 +191,7 @@ class PatchContext:
     iterations : the first and the last that are wanted of a job with a checkpoint, or None
     recording  : keeps values that steer the program, or gives them back
     profiles   : where traces of a profiler go, or None
+    records    : whether what the job does is written down as slices
     """
 
     start: Callable[[], VirtualWorld]
@@ -202,6 +203,7 @@ class PatchContext:
     iterations: tuple[int, int] | None = None
     recording: ValueRecorder | ValueReplayer | None = None
     profiles: Path | None = None
+    records: bool = False
     _applying: Patch | None = None
 
     @property

@@ -140,7 +140,8 @@ class Reporter(TrainingListener):
         if self.tier.live is not None:
             found = self._modelled(self.tier.live)
             found["transformer_engine"] = _engine_of_memory()
-            unknown = peaks.estimates(job_arguments.of_running_job())
+            graphs = "cuda_graph_impl" not in job_arguments.left_out
+            unknown = peaks.estimates(job_arguments.of_running_job(), graphs)
             found["estimated"] = [asdict(estimate) for estimate in unknown]
             found["provenance"] = peaks.described(found["provenance"], unknown)
             return found

@@ -297,9 +297,10 @@ class CachingAllocator:
             self._give(block)
 
     def release(self) -> int:
-        """Give back every free segment or expandable page (``empty_cache``); their bytes."""
+        """Give back every free segment or expandable page (``empty_cache``); their bytes.  Pools of
+        CUDA graphs, whose streams are negative, keep theirs."""
         before = self.reserved
-        for block in list(self.blocks.values()):
+        for block in [block for block in self.blocks.values() if block.pool[0] >= 0]:
             if block.before is None and block.after is None:
                 self._take(block)
                 self.first.remove(block)

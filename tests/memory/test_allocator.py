@@ -272,6 +272,12 @@ def test_an_emptied_cache_gives_back_what_is_whole():
     assert replay_requests(events).peak_reserved == 3 * size
 
 
+def test_an_emptied_cache_keeps_the_pools_of_graphs():
+    size = 40 * MIB
+    events = [(0, size, -1, 0), (0, -size, 0, 0), (EMPTIED, 0, 0, 0), (1, 2 * size, 0, 0)]
+    assert replay_requests(events).peak_reserved == 3 * size
+
+
 def test_peaks_of_spans_count_what_a_block_has_beyond_its_request():
     small, large = 3 * MIB, 4 * MIB
     events = [(0, large), (1, large), (0, -large), (2, small), (2, -small), (1, -large)]

@@ -25,8 +25,12 @@ PATCHES = Patches(tiers=NO_CUDA)
 @PATCHES.patch("megatron.core.full_cuda_graph:FullCudaGraphWrapper.__init__", at=":167 @0.16.1")
 @PATCHES.patch(
     "megatron.core.transformer.cuda_graphs:CudaGraphManager.__init__",
-    "TECudaGraphHelper.__init__",
-    at=":1374, :1677 @0.16.1; :1769 @0.19.0",
+    at=":1374 @0.16.1; :1769 @0.19.0",
+)
+@PATCHES.patch(
+    "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.__init__",
+    at=":1677 @0.16.1; :2095 @0.19.0",
+    tiers=("cpu",),
 )
 def _no_graphs(module: ModuleType, context: PatchContext) -> None:
     """CUDA graphs are captured after some iterations of warm-up, and end in a traceback: this comes
@@ -35,11 +39,25 @@ def _no_graphs(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, refused("CUDA graphs need a CUDA device", fix))
 
 
+@PATCHES.instead(
+    "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.create_cudagraphs",
+    at=":2228 @0.16.1; :2712 @0.19.0",
+    tiers=META,
+)
+def _capture_graphs(context: PatchContext, original: Original, self: object) -> None:
+    """A program has no ops of a graph that is replayed; and what is captured is in no iteration."""
+    if context.records:
+        what = "a slice has no calls of a CUDA graph"
+        raise UnsupportedError(what, fix="leave --cuda-graph-impl out, or --prism-tier cuda")
+    with context.monitor.part("graph capture"):
+        original(self)
+
+
 # options that the job does without here: how Megatron says that they are off, and what that means
 _LEFT_OUT: dict[str, tuple[dict[str, object], str]] = {
     "a CUDA graph": (
         {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False},
-        "kernels are launched one by one, and a graph's own pool takes no memory",
+        "kernels are launched one by one, and static buffers take no memory",
     ),
     "--tp-comm-overlap": (
         {"tp_comm_overlap": False},
@@ -60,7 +78,11 @@ def _leave_out(
     context: PatchContext, original: Original, args: object, *rest: object, **kwargs: object
 ) -> object:
     """Ways of running the same operations that need a device: the job runs without, and says so."""
+    impl = getattr(args, "cuda_graph_impl", "")
+    in_shapes = context.meta and not context.records and impl == "transformer_engine"
     for name, (off, meaning) in _LEFT_OUT.items():
+        if in_shapes and "cuda_graph_impl" in off:
+            continue  # these are captured
         asked = [key for key, no in off.items() if getattr(args, key, no) not in (no, None)]
         for key in asked:
             context.changes.set_item(job_arguments.left_out, key, getattr(args, key))

@@ -5,6 +5,7 @@ changes; on the others Transformer Engine's Python runs on kernels of ours (``te
 
 remap.py         ``cuda`` means another device
 cuda.py          torch.cuda without a driver
+cuda_graphs.py   captures of CUDA graphs (meta)
 kernels.py       kernels of triton, Apex and others
 triton.py        triton without a driver
 state_space.py   mamba-ssm, causal-conv1d, flash-linear-attention
@@ -118,7 +119,7 @@ def _check_release(asked: str) -> None:
 
 
 def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str) -> Tier:
-    from megatron_prism.runtime.devices import cuda
+    from megatron_prism.runtime.devices import cuda, cuda_graphs
     from megatron_prism.runtime.devices.remap import Remap
 
     _disable_compiler(changes)
@@ -150,6 +151,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         _keep_parameters(changes)
         changes.set(torch.autograd.Variable, "_execution_engine", Engine())
         live.follow_resizes(changes)
+        cuda_graphs.replace_functions(changes)
         live.__enter__()
         changes.on_undo(lambda: live.__exit__(None, None, None))
         cuda.set_memory_source(live)
@@ -182,11 +184,11 @@ def _disable_compiler(changes: ProcessChanges) -> None:
 
 
 def _keep_history(tier: Tier, whole: bool) -> None:
-    from megatron_prism.runtime.devices import cuda
+    from megatron_prism.runtime.devices import cuda_graphs
     from megatron_prism.runtime.devices.live_bytes import History
 
     if tier.live is not None:
-        tier.live.history = History(cuda.current_stream, whole)
+        tier.live.history = History(cuda_graphs.current_stream, whole)
 
 
 def _remap_backward(remap: Any, changes: ProcessChanges) -> None:

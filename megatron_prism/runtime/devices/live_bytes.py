@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 class History:
-    """Rows as they come; ``stream`` says which one is current (0: the default).
+    """Rows as they come; ``stream`` says which one is current (0: the default; negative: the pool
+    of a CUDA graph).
 
     launches : kernels so far, which the tracker counts
     whole    : keep all rows; else only those of the parts of the job that fit into a million

@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_prism.core.ops import CODE, OP, WAITED
+from megatron_prism.runtime.devices import cuda_graphs
 from megatron_prism.runtime.devices.live_bytes import Outline
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class _Mark:
     history: int
     launches: int
     storages: int
+    replays: int  # of CUDA graphs, whose results are not the step's own
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,8 @@ class Repeats:
         begin = self._mark()
         result = run()
         if number == 1 and number < self._last and len(stored) == before:
-            step = self._since(begin, self._numbers(inputs), result)
-            if self._stands_alone(step):
+            step = self._lone_step(begin, (inputs,), result)
+            if step is not None:
                 self._forwards[chunk] = step
         return result
 
@@ -180,9 +182,8 @@ class Repeats:
         begin = self._mark()
         result = run()
         if number == 1 and chunk in self._forwards:
-            forward = self._forwards[chunk]
-            step = self._since(begin, self._numbers(inputs, others), result)
-            if self._stands_alone(step, forward):
+            step = self._lone_step(begin, (inputs, others), result, self._forwards[chunk])
+            if step is not None:
                 self._backwards[chunk] = step
         return result
 
@@ -197,24 +198,28 @@ class Repeats:
             recorder.cut()
             recorded = recorder.position()
         assert live.history is not None
-        return _Mark(recorded, len(live.history), live.history.launches, live.count)
+        history = live.history
+        return _Mark(recorded, len(history), history.launches, live.count, cuda_graphs.replays)
 
-    def _since(self, begin: _Mark, given: tuple[int, ...], result: StepValue) -> _Step:
+    def _lone_step(
+        self, begin: _Mark, given: tuple[StepValue, ...], result: StepValue, *partners: _Step
+    ) -> _Step | None:
+        """What was done since ``begin``, if it touches only what it made, was given, or its forward
+        made."""
         end, recorder = self._mark(), self._recording
+        if end.replays > begin.replays:
+            return None
         part: Part = ([], [], [], []) if recorder is None else recorder.since(begin.recorded)
         assert self._live.history is not None
-        history = self._live.history.rows(begin.history)
-        return _Step(begin, end, part, history, given, each_tensor(result, self._live.outline))
-
-    def _stands_alone(self, step: _Step, *partners: _Step) -> bool:
-        """Whether it touches only what it made, was given, or its forward made."""
-        if not step.is_closed() or (step.history[:1, 0] == WAITED).any():
-            return False
-        touched = step.history[:, 0]
-        mine = np.isin(touched, step.given) | (touched < 0)
+        history, numbers = self._live.history.rows(begin.history), self._numbers(*given)
+        step = _Step(begin, end, part, history, numbers, each_tensor(result, self._live.outline))
+        if not step.is_closed() or (history[:1, 0] == WAITED).any():
+            return None
+        touched = history[:, 0]
+        mine = np.isin(touched, numbers) | (touched < 0)
         for first, behind in (step.born, *(one.born for one in partners)):
             mine |= (touched >= first) & (touched < behind)
-        return bool(mine.all())
+        return step if mine.all() else None
 
     def _numbers(self, *values: StepValue) -> tuple[int, ...]:
         return tuple(self._live.number_of(tensor) for tensor in _tensors(*values))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices import cuda_graphs
 from megatron_prism.runtime.devices.kernels import add_packages
 from megatron_prism.runtime.devices.moe_dispatch import counts
 from megatron_prism.runtime.devices.triton import Absent
@@ -286,6 +287,14 @@ def _attention_of_all_kinds(changes: ProcessChanges) -> None:
     changes.set(utils, "get_attention_backend", some)
 
 
+def _graphs_keep_shapes(changes: ProcessChanges) -> None:
+    """A weak reference is made of an address (pytorch/utils.py:1050 @v2.20)."""
+    graph = importlib.import_module(f"{_TE}.graph")
+    changes.set(graph, "_graph_pool_handle", cuda_graphs.graph_pool_handle)
+    changes.set(graph, "make_weak_ref", cuda_graphs.weak_references)
+    changes.set(graph, "graph_safe_rng_available", lambda: False)
+
+
 def set_up(changes: ProcessChanges, live: LiveBytes | None) -> None:
     """What is changed in its modules once they are there; ``live``: of shapes."""
     _states_are_tensors(changes)
@@ -299,3 +308,4 @@ def set_up(changes: ProcessChanges, live: LiveBytes | None) -> None:
     _some_experts_are_padded(changes)
     _blackwell_at_hand(changes)
     _wrappers_have_no_memory(changes, live)
+    _graphs_keep_shapes(changes)

@@ -1,0 +1,73 @@
+"""Graphs of Transformer Engine are captured in shapes by its own Python, with static buffers.
+
+Needs megatron.training (0.19).  The figures of the GPU are those of a stored snapshot, which was
+taken behind the last iteration of a process on an H100.
+"""
+
+import json
+import lzma
+import pickle
+from pathlib import Path
+
+import pytest
+from helpers import stock_jobs
+from helpers.needs import TRAINING
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
+
+REAL = Path(__file__).parents[2] / "benchmarks" / "results" / "snapshots"
+INDEX = json.loads((REAL / "index.json").read_text())
+STORED = INDEX["snapshots"]["one_graphs-rank0.pickle.xz"]
+COMMON = INDEX["common"].replace("--num-workers 1", "--num-workers 0")
+OWN = "--prism-emulate --prism-tier meta --eval-iters 0 --eval-interval 100"
+SMALL = (
+    COMMON.replace("--seq-length 2048", "--seq-length 256")
+    .replace("--hidden-size 1024", "--hidden-size 256")
+    .replace("--train-iters 5", "--train-iters 3")
+    .replace("--global-batch-size 8", "--global-batch-size 32")
+)
+GRAPHS = "--cuda-graph-impl transformer_engine --te-rng-tracker --use-distributed-optimizer"
+EARLY = f"{GRAPHS} --cuda-graph-warmup-steps 1 --prism-world-size 8 --prism-ranks 5"
+PIPELINE = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+EXPERTS = "--num-experts 8 --expert-model-parallel-size 2 --moe-grouped-gemm"
+JOBS = {
+    "H100": f"{COMMON} {STORED['arguments']} {OWN} --prism-world-size 1",
+    "layers, stages": f"{SMALL} {EARLY} {OWN} {PIPELINE} --tensor-model-parallel-size 2 "
+    "--sequence-parallel",
+    "experts, FP8": f"{SMALL} {EARLY} {OWN} {EXPERTS} {PIPELINE} --fp8-format hybrid "
+    "--fp8-recipe tensorwise --moe-token-dispatcher-type alltoall "
+    "--cuda-graph-scope attn moe_router moe_preprocess",
+    "delayed": f"{SMALL} {EARLY} {OWN} --fp8-format hybrid --fp8-recipe delayed",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture(scope="module")
+def jobs(place):
+    """name -> (status, output)."""
+    words = {name: [*text.split(), "--prism-out", place / name] for name, text in JOBS.items()}
+    return stock_jobs.named(stock_jobs.TINY, words)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_with_graphs_trains(name, jobs):
+    status, said = jobs[name]
+    assert status == 0, said[-3000:]
+    assert "graph capture" in said
+    assert "CUDA graphs: counted" not in said
+
+
+def test_what_graphs_keep_is_what_they_keep_on_a_gpu(jobs, place):
+    assert jobs["H100"][0] == 0
+    (summary,) = (place / "H100").glob("*.json")
+    memory = json.loads(summary.read_text())["memory"]
+    with lzma.open(REAL / "one_graphs-rank0.pickle.xz") as file:
+        left = sum(segment["allocated_size"] for segment in pickle.load(file)["segments"])
+    few = 4 << 10
+    assert abs(memory["allocated_peak"] - STORED["allocated"]) < few
+    assert abs(memory["by_part"]["optimizer step"] - left) < few
+    assert memory["reserved_between"][0] < 1.01 * STORED["reserved"]

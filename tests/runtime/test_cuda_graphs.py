@@ -1,0 +1,46 @@
+"""CUDA graphs in shapes: what a capture keeps, where its memory is, and what a replay does not."""
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import torch
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime import devices as tiers
+from megatron_prism.runtime.devices import cuda_graphs
+changes = ProcessChanges()
+live = tiers.prepare("meta", changes, engine=False).live
+MIB = 1 << 20
+x = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+graph, before = torch.cuda.CUDAGraph(), live.now
+rows = len(live.history)
+with torch.cuda.graph(graph):
+    print(torch.cuda.is_current_stream_capturing())
+    kept = x + (x + 1)
+print(torch.cuda.is_current_stream_capturing(), (live.now - before) / MIB)
+print(sorted(set((live.history.rows(rows)[:, 2]).tolist()) - {0}) != [])
+weak = cuda_graphs.weak_references((kept, None, 3))
+del kept
+print((live.now - before) / MIB, tuple(weak[0].shape) == (MIB,), *weak[1:])
+graph.replay()
+weak[0].detach().view(-1)
+print((live.now - before) / MIB, cuda_graphs.replays)
+changes.undo()
+print(torch.cuda.CUDAGraph is not cuda_graphs.CUDAGraph)
+"""
+
+
+@pytest.mark.slow
+def test_a_capture_keeps_what_python_does_and_a_replay_takes_nothing():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "True",
+        "False 1.0",
+        "True",
+        "0.0 True None 3",
+        "0.0 1",
+        "True",
+    ]
