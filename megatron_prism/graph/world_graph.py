@@ -99,8 +99,9 @@ class WorldGraph:
     classes: Classes
 
     def __str__(self) -> str:
+        ranks, classes = self.programs.world.size, len(self.classes)
         return (
-            f"{counted(self.programs.world.size, 'rank')} in {len(self.classes)} classes, "
+            f"{counted(ranks, 'rank')} in {counted(classes, 'class')}, "
             f"{self.num_ops():,} ops of which {sum(map(len, self.program_list)):,} are distinct"
         )
 

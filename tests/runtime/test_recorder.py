@@ -12,6 +12,7 @@ from torch import distributed as dist
 from megatron_prism.core.ops import CODE
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.listeners import CallListener
+from megatron_prism.runtime.recorder import owners
 from megatron_prism.runtime.recorder.recorder import Recorder
 from megatron_prism.runtime.values import Values
 
@@ -388,3 +389,15 @@ assert recorder.stop().program().live_bytes()[-1] == 4096 + 32 + (32 << 20)
 def test_a_tier_is_recorded(tier, code):
     done = processes.python(START.format(tier=tier) + code)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        (["decoder.0.weight"], "decoder.0.weight"),
+        (["decoder.0.weight", "decoder.0.bias"], "decoder.0[2]"),
+        (["decoder.0.weight", "embedding.weight"], "buffer of 2 parameters"),
+    ],
+)
+def test_a_buffer_is_named_by_the_parameters_in_it(parameters, name):
+    assert owners._together(parameters) == name

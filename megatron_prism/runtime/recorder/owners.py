@@ -210,5 +210,5 @@ def _together(names: list[str]) -> str:
     """One name, or what several have in common with how many they are."""
     if len(names) == 1:
         return names[0]
-    common = os.path.commonprefix([name.split(".") for name in names])
-    return f"{'.'.join(common)}[{len(names)}]"
+    common = ".".join(os.path.commonprefix([name.split(".") for name in names]))
+    return f"{common}[{len(names)}]" if common else f"buffer of {len(names)} parameters"
