@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 Tensors = Sequence[torch.Tensor]
+_Alias = Callable[..., Any]  # of a method that c10d names twice
 
 
 def size_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -340,7 +341,7 @@ class PrismGroup(dist.ProcessGroup):
             op = reduction_of(opts.reduceOp, tensor) if opts is not None else "sum"
             self._answers(tensor).reduced(tensor, op, self._values)
 
-    allreduce_coalesced = allreduce
+    allreduce_coalesced: _Alias = allreduce
 
     def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions | None = None) -> None:
         for tensor in tensors:
@@ -354,7 +355,7 @@ class PrismGroup(dist.ProcessGroup):
     def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor, opts: object = None) -> None:
         self._answers(shard).all_gather(out, shard, self._values)
 
-    all_gather_single = _allgather_base
+    all_gather_single: _Alias = _allgather_base
 
     def allgather_into_tensor_coalesced(
         self, outs: Tensors, shards: Tensors, opts: object = None
@@ -362,7 +363,7 @@ class PrismGroup(dist.ProcessGroup):
         for out, shard in zip(outs, shards, strict=True):
             self._answers(shard).all_gather(out, shard, self._values)
 
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_gather_single_coalesced: _Alias = allgather_into_tensor_coalesced
 
     def allgather(self, out_lists: Sequence[Tensors], shards: Tensors, opts: object = None) -> None:
         for outs, shard in zip(out_lists, shards, strict=True):
@@ -381,7 +382,7 @@ class PrismGroup(dist.ProcessGroup):
         op = reduction_of(opts.reduceOp, whole)
         self._answers(whole).reduce_scatter(out, whole, op, self._values, self._sequence)
 
-    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single: _Alias = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(
         self, outs: Tensors, wholes: Tensors, opts: dist.ReduceScatterOptions
@@ -390,7 +391,7 @@ class PrismGroup(dist.ProcessGroup):
             op = reduction_of(opts.reduceOp, whole)
             self._answers(whole).reduce_scatter(out, whole, op, self._values, self._sequence)
 
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    reduce_scatter_single_coalesced: _Alias = reduce_scatter_tensor_coalesced
 
     def reduce_scatter(
         self, outs: Tensors, part_lists: Sequence[Tensors], opts: dist.ReduceScatterOptions
@@ -409,7 +410,7 @@ class PrismGroup(dist.ProcessGroup):
     ) -> None:
         self._answers(source).all_to_all(out, source, out_splits, in_splits)
 
-    all_to_all_single = alltoall_base
+    all_to_all_single: _Alias = alltoall_base
 
     def alltoall(self, outs: Tensors, ins: Tensors, opts: object = None) -> None:
         self._answers(ins[0]).all_to_all_list(outs, ins)

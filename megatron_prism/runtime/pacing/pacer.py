@@ -242,7 +242,7 @@ class Pacer(CallListener):
     def _on_own_stream(self, lane: _Lane, stream: int, asked: _Asked) -> dist.Work | None:
         """On a stream of its own, after what the caller's holds now."""
         self.streams.follow(lane.stream, stream, lane.begin)
-        made = self._moved(lane.stream, asked)
+        made: dist.Work | None = self._moved(lane.stream, asked)
         if made is None:
             with self.streams.on(lane.stream):
                 made = self._answered(lane.stream, asked)
