@@ -192,7 +192,8 @@ def _jobs(
         timelines, iterations = (one, other), (one.iteration_ns, other.iteration_ns)
         alike = first == () and graphs[0].machine == graphs[1].machine
         own = 0.0 if alike else differences.OWN  # the same kernels and calls have the same errors
-        difference = differences.difference(*map(differences.estimate, timelines), own)
+        of_a, of_b = map(differences.estimate, timelines)
+        difference = differences.difference(of_a, of_b, own)
         parts = [mean_parts({**vars(each.account(index)), "count": count}
                             for index, count in enumerate(each.graph.classes.counts))
                  for each in timelines]  # fmt: skip

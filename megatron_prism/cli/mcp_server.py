@@ -69,7 +69,8 @@ def _tool(name: str, reader: argparse.ArgumentParser, ask: Ask) -> Callable[...,
         kind: Any = list[str] if several else bool if action.nargs == 0 else str | int | float
         needed = action.required and action.nargs != "*"
         default = inspect.Parameter.empty if needed else action.default
-        described = Annotated[kind if needed else kind | None, Described(description=action.help)]
+        kind = kind if needed else kind | None
+        described: Any = Annotated[kind, Described(description=action.help)]
         parameters.append(inspect.Parameter(dest, inspect.Parameter.KEYWORD_ONLY, default=default,
                                             annotation=described))  # fmt: skip
     if name in _RUN:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli.output import Answer, check_outputs, console, print_table
 from megatron_prism.core import job_settings
@@ -58,7 +58,8 @@ def capture(args: argparse.Namespace) -> Answer:
         recipe = recipes.load(args.recipe, args.settings)
         recipe_job.capture(recipe, args.out, force=args.force, console=talk)
     out = str(args.out)
-    return Answer(lambda: _classes(out).value(), lambda: None, lambda: _classes(out).rows(),
+    return Answer(lambda: _classes(out).value(), lambda: None,
+                  lambda: _classes(out).value()["classes"],
                   next=f"prism fit {out}")  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def _classes(path: str) -> Answer:
     graph = world_graph.build(open_programs(path))
     classes, source = graph.classes, graph.programs.source
 
-    def rows() -> list[dict[str, object]]:
+    def rows() -> list[dict[str, Any]]:
         return [
             {
                 "class": index,

@@ -74,9 +74,7 @@ def priced(programs: Programs, words: Sequence[str], command: str, **how: Any) -
 
     settings = arguments.read(words, _READERS, command, several=_SEVERAL)
     wanted = settings.pop("microbatches", None)
-    what_if = WhatIf(**{
-        key: tuple(value) if key in _SEVERAL else value for key, value in settings.items()
-    })  # fmt: skip
+    what_if = WhatIf(**settings | {key: tuple(settings.get(key, ())) for key in _SEVERAL})
     as_captured = price(programs, what_if=what_if, **how)
     if wanted is None:
         return as_captured
