@@ -216,7 +216,6 @@ def main() -> None:
         print(f"  {job:60.60} {count:2} x {ratio:5.2f}  {'waits for Python' if host else ''}")
     shapes_alone: list[Pair | kept_slices.Found] = [
         *kept_slices.functional_tests(),
-        *kept_slices.one_gpu(),
     ]
     kept = list(kept_slices.captured())
     everything = [*pairs, *ELSEWHERE, *published(), *shapes_alone, *kept]

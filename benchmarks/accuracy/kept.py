@@ -8,8 +8,7 @@ captured.json.gz    : of ranks that were captured alone on a GPU (``run.py``), w
 without_gpu.json.gz : of tier ``meta``; ``tests``: Megatron-LM's functional tests whose name has an
                       even crc32 and that publish iteration times on 8 x H100 (``functional_tests
                       run TREE OUT.csv --half even --time h100 --work WORK``, then ``python -m
-                      benchmarks.accuracy.kept WORK OUT.csv``; the odd half is for a last look);
-                      ``one_gpu``: jobs of one process, medians of 10 iterations on a GPU
+                      benchmarks.accuracy.kept WORK OUT.csv``; the odd half is for a last look)
 """
 
 from __future__ import annotations
@@ -109,15 +108,6 @@ def captured(where: str = "") -> Iterator[Found]:
 def functional_tests() -> Iterator[Found]:
     for name, row in sorted(_read(WITHOUT_GPU)["tests"].items()):
         yield evaluated(name, "8 x H100", row["program"], "h100", 1e9 * row["seconds"], 0.0)
-
-
-def one_gpu() -> Iterator[Found]:
-    """The jobs of one process, on each GPU that ran them."""
-    for job in _read(WITHOUT_GPU)["one_gpu"]:
-        for real in job["real"]:
-            where = f"{real['machine'].upper()}, index {real['index']}"
-            yield evaluated(job["name"], where, job["program"], real["machine"], 1e6 * real["ms"],
-                         real["index"])  # fmt: skip
 
 
 def bare(slices: Path) -> str:

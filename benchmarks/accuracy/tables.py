@@ -3,7 +3,7 @@
 ``python -m benchmarks.accuracy.tables NAME``
 
 captured    : kept slices of ranks that were captured alone (``kept.py``), beside real iterations
-without_gpu : kept slices of tier ``meta``, beside real iterations of others and of one GPU
+without_gpu : kept slices of tier ``meta``, beside real iterations of others
 halves      : whether one half of a stored real job's iterations tells the distribution of the
               other; first of all whether the job was stationary: the halves' own KS distance
               against that of 500 shuffles (p), its drift, the correlation of neighbours
@@ -76,7 +76,7 @@ def without_gpu() -> None:
     print(f"{len(rows)} functional tests: mean error {100 * mean:.0f} %, median "
           f"{100 * median:+.0f} %, worst {100 * errors[0]:+.0f} % ({rows[0].job}); "
           f"{sum(one.holds for one in rows)} inside their intervals")  # fmt: skip
-    beside([*rows[:10], *kept.one_gpu()], 0)
+    beside(rows[:10], 0)
 
 
 # -- stored iterations of real jobs ---------------------------------------------------------------

@@ -60,7 +60,8 @@ def dump(programs: Programs) -> str:
     """The text form of a world's programs."""
     world, plain = programs.world, World(programs.world.size)
     sizes = {name: getattr(world, name) for name in _WORLD}
-    shown = {k: v for k, v in sizes.items() if k == "size" or v != getattr(plain, k)}
+    usual = {**vars(plain), "size": None, "etp": world.tp}
+    shown = {key: value for key, value in sizes.items() if value != usual[key]}
     lines = [f"prism-program {VERSION}", f"world {_pairs(shown)}"]
     if programs.source:
         lines.append(f"source {_pairs(programs.source)}")

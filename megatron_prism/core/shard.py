@@ -80,6 +80,7 @@ def without_shard(program: Program) -> Program:
     mine = segments(program)
     for name in _COSTS:
         ops[name][mine] = -1
+    ops["host"] = ops["lead"] = -1  # a host takes another time each time
     ops["note"][mine] = 0
     # a small tensor of a step belongs to one of its parameters, of which shards have some
     chosen = np.isin(memory["storage"], memory["storage"][storages(program)[0]])

@@ -145,7 +145,7 @@ def _basis(found: Metrics) -> str:
     if not any(source.path_ns for source in found.sources):
         return shares_of_kinds(found)
     modelled = any(MODELLED in source.text for source in found.sources)
-    late = "as their kernels let expect" if modelled else "as in the slices"
+    late = "as calls of Python and kernels let expect" if modelled else "as in the slices"
     late = "host never late" if found.host is None else f"hosts as late {late}"
     links = "links shared" if found.links else "no contention"
     return f"{shares_of_kinds(found)}; {links}, {late}"

@@ -1,9 +1,9 @@
 """What is known of values on tier meta, where tensors have shapes only.
 
 Control values keep their numbers: a tensor of one element that was made of numbers on the host (a
-learning rate, a loss scale), 32-bit integers that came from the host (where documents of a packed
-sequence end), and what is computed from such tensors alone.  Everything else depends on data, and
-is ``Unknown`` where it is read.
+learning rate, a loss scale), lengths that came from the host (where documents of a packed sequence
+end, how many tokens each expert has), and what is computed from such tensors alone.  Everything
+else depends on data, and is ``Unknown`` where it is read.
 
 The numbers lie in a cell: one for a tensor of one element and its views, else one for each, which
 all end when somebody writes to one of them.
@@ -23,7 +23,7 @@ PLACEHOLDER = 2.0
 _CELL = "_prism_known"
 Args = Sequence[Any]
 Options = Mapping[str, Any]
-_MOST = 1 << 22  # elements of a tensor of lengths
+_MOST, _FEW = 1 << 22, 1 << 10  # elements of a tensor of lengths
 
 
 @dataclass
@@ -89,8 +89,12 @@ def learn(tensor: torch.Tensor, data: object) -> None:
 
 
 def keep_lengths(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    """``tensor`` is the copy of ``host``, whose 32-bit integers are lengths and no tokens."""
-    if host.dtype == torch.int32 and host.device.type == "cpu" and 0 < host.numel() <= _MOST:
+    """``tensor`` is the copy of ``host``, whose integers are lengths and no tokens: of 32 bits, or
+    few in a row (tokens of experts, transformer_engine/pytorch/ops/basic/grouped_linear.py:1044
+    @2.20)."""
+    few = host.dtype == torch.int64 and host.dim() == 1 and host.numel() <= _FEW
+    lengths = few or (host.dtype == torch.int32 and host.numel() <= _MOST)
+    if lengths and host.device.type == "cpu" and host.numel():
         _keep(tensor, host.detach().clone())
 
 

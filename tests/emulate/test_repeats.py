@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from helpers.programs import without_host
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.program import load
@@ -41,7 +42,7 @@ def captured(server, tmp_path, settings, stage, alike=(), repeat=True, more=None
     else:
         server._ask(recipe_server._capture, recipe, rank, folder)
     store = SliceStore(folder if more is None else more[1], recipe.world, {})
-    return {place: load(store.path(recipe.world.rank_at(pp=place))).programs[0]
+    return {place: without_host(load(store.path(recipe.world.rank_at(pp=place))).programs[0])
             for place in (stage, *alike)}  # fmt: skip
 
 

@@ -12,6 +12,13 @@ TP, PP = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"
 DP, CP, EP = "DATA_PARALLEL_GROUP_WITH_CP", "CONTEXT_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
 
 
+def without_host(program):
+    """The program without times of its host, which takes another each time."""
+    ops = program.ops.copy()
+    ops["host"] = ops["lead"] = -1
+    return dataclasses.replace(program, ops=ops)
+
+
 def stage_ops(stage, world, microbatches=2):
     """A 1F1B-like stage with everything a group can do."""
     ops = []

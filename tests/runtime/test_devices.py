@@ -118,6 +118,8 @@ for write in (lambda t: t.add_(x.sum()), lambda t: t.copy_(x[0, :1]), lambda t: 
     write(known)
     assert isinstance(known.item(), Unknown), write
 assert isinstance(torch.tensor([x.sum().item()], device="cuda").item(), Unknown)
+assert torch.tensor([3, 5]).to(device="cuda").tolist() == [3, 5]  # tokens of experts
+assert torch.tensor([[3, 5]]).to(device="cuda").tolist() == [[0, 0]]  # tokens
 ends = torch.tensor([[0, 3, 8, 8, 8]], dtype=torch.int32).cuda()  # documents of 3 and 5 tokens
 row = ends[0]
 hits = (row == 8).nonzero(as_tuple=True)[0]
@@ -131,7 +133,7 @@ lengths.mul_(2)
 assert lengths.tolist() == [6, 10] and valid.tolist() == [0, 3, 8]
 ends.copy_(x[:1, :5])  # unknown now, of its views, too
 assert row.tolist() == [0] * 5 and not any(valid.tolist())
-tokens = torch.arange(8).cuda()
+tokens = torch.arange(2048).cuda()
 try: tokens.nonzero()
 except NotImplementedError: pass
 else: raise AssertionError("what a token is depends on data")

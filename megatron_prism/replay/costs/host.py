@@ -31,42 +31,26 @@ from megatron_prism.replay.costs.collectives import Calibration
 # ``host_of_calls`` of benchmarks/results/h200_x4_paced.json)
 CALL_NS = 20_000
 
-# Slices without a GPU know kernels, not what Python takes for them.  A kernel of a forward or
-# backward takes it KERNEL_NS, one that a module of Transformer Engine launches TE_NS: least squares
-# over NVIDIA's own tests on DGX H100 that wait for Python (docs/measurements.md).  One of the
-# optimizer, which launches them in loops of C++, takes LOOP_NS: assumed
-KERNEL_NS, TE_NS, LOOP_NS = 65_000, 160_000, 10_000
-# of that host, which nobody measured: from one dense job on an H200 whose host has a known index
-MODELLED_INDEX = 0.7
-MODELLED = "modelled: the host's time by its kernels"
+# Slices without a GPU have a host's time by its calls of Python and its kernels
+# (runtime/recorder/python_calls.py); those of earlier releases know kernels only, of which the
+# optimizer's are launched in loops of C++
+KERNEL_NS, LOOP_NS = 65_000, 10_000
 _BY_PYTHON = np.isin(PHASE_NAMES, ("forward", "backward", "weight"))
-_OF_TE = re.compile(
-    r"\b(?:gemm|grouped_gemm|norm|(?:layer_)?norm_backward|attention\w*)"
-    r"\([^)]*\)\w*:\d+:\d+(?:\*(\d+))?"
-)
-# launched with the kernels whose output they fill; in the tests that TE_NS is from they ran, too
-_FILLS = re.compile(r"\bfill_empty\([^)]*\)\w*:\d+:\d+(?:\*(\d+))?")
-# casts to FP8, which C++ launches one after the other inside of a module's call (split_quantize:
-# of all experts; generic_gemm: of its output): they take LOOP_NS each
-_CASTS = re.compile(r"\bfp8_(?:amax|quantize|transpose)\([^)]*\)\w*:\d+:\d+(?:\*(\d+))?")
+# of the hosts that the time is of, which nobody measured: a dense and an MoE job on two H100 whose
+# hosts have a known index say 0.66 and 0.69
+MODELLED_INDEX = 0.7
+MODELLED = "modelled: the host's time by its calls of Python and its kernels"
 
 
 def with_modelled_host(program: Program) -> Program:
-    """The program with a host's time for each segment, by the kernels in it."""
+    """The program with a host's time for each segment."""
+    if program.knows_host:
+        return program
     ops = program.ops.copy()
     mine = (ops["name"] == CODE["compute"]) & (ops["kernels"] >= 0)
-    of_te, fills, casts = np.zeros((3, len(program.strings)), dtype=np.int64)
-    for code in np.unique(ops["note"][mine]).tolist():
-        for pattern, counts in ((_OF_TE, of_te), (_FILLS, fills), (_CASTS, casts)):
-            found = pattern.findall(program.strings[code])
-            counts[code] = sum(int(count or 1) for count in found)
-    kernels = np.maximum(ops["kernels"] - fills[ops["note"]], 0)
-    te = np.minimum(of_te[ops["note"]], kernels)
-    looped = np.minimum(casts[ops["note"]], kernels - te)
-    by_python = (kernels - te - looped) * KERNEL_NS + te * TE_NS + looped * LOOP_NS
-    whole = np.where(_BY_PYTHON[ops["phase"]], by_python, kernels * LOOP_NS)
-    ops["host"] = np.where(mine, whole, -1)
-    ops["lead"] = np.where(mine, whole // np.maximum(ops["kernels"], 1), -1)
+    each = np.where(_BY_PYTHON[ops["phase"]], KERNEL_NS, LOOP_NS)
+    ops["host"] = np.where(mine, ops["kernels"] * each, -1)
+    ops["lead"] = np.where(mine, each, -1)
     return dataclasses.replace(program, ops=ops)
 
 
@@ -169,10 +153,7 @@ def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:
         else f"assumed: {CALL_NS // 1000} us of the host for a call"
     )
     if where == "meta":
-        return (
-            f"{MODELLED}, {KERNEL_NS // 1000} us each, {TE_NS // 1000} of Transformer Engine",
-            calls,
-        )
+        return MODELLED, calls
     return f"measured: the host's time for segments ({where})", calls
 
 

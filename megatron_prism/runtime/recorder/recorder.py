@@ -37,6 +37,7 @@ from megatron_prism.runtime.recorder.measurements import (
     stamp,
 )
 from megatron_prism.runtime.recorder.owners import AllocationOwners
+from megatron_prism.runtime.recorder.python_calls import host_ns
 from megatron_prism.runtime.recorder.shapes_meter import Meter
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class Recorder(CallListener, TrainingListener):
             for storage, num_bytes, key, note in self._alive():
                 self._builder.memory(storage, num_bytes, standing.get(key, note))
             self.meter.memory = self._memory
+            self.meter.python.start()
         self._open()
 
     def own_ns(self, probes: int = 200) -> int:
@@ -160,6 +162,7 @@ class Recorder(CallListener, TrainingListener):
         self._close()
         self.active = False
         if self.meter is not None:
+            self.meter.python.stop()
             self.meter.memory = self.meter.note = None
             standing = self.owners.standing()
             kept = {number: standing[key] for number, _, key, _ in self._alive() if key in standing}
@@ -226,11 +229,15 @@ class Recorder(CallListener, TrainingListener):
             assert self.meter is not None
             done = self.meter.take()
             if done.kernels:
+                phase = self._labels.get("phase", "")
+                host, lead = host_ns(done.python, done.kernels, done.looped, phase)
                 self._add(
                     "compute",
                     flops=done.flops,
                     traffic=done.traffic,
                     kernels=done.kernels,
+                    host=host,
+                    lead=lead,
                     note=done.text(),
                 )
             return
@@ -487,6 +494,8 @@ class Fields(TypedDict, total=False):
     flops: int
     traffic: int
     kernels: int
+    host: int
+    lead: int
 
 
 def details(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Fields:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from megatron_prism.runtime.recorder.python_calls import PythonCalls
+
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
@@ -47,16 +49,24 @@ _FREE = frozenset(
 _ALLOCATE = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _PICK = frozenset(("embedding", "gather", "index", "index_select"))  # from their first argument
 _PUT = frozenset(("index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_"))  # into it
+# casts to FP8, of all experts in one call; what is allocated in deterministic mode
+_LOOPED = ("fp8_", "fill_empty")
 _LONGEST = 240  # distinct kernels of a segment that are written out
 
 
 @dataclass
 class Work:
-    """Work of one segment: counts, and each distinct kernel with how often it ran."""
+    """Work of one segment: counts, and each distinct kernel with how often it ran.
+
+    looped : kernels that C++ launches behind others, within one operator
+    python : calls of the job's functions
+    """
 
     flops: int = 0
     traffic: int = 0
     kernels: int = 0
+    looped: int = 0
+    python: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 
     def text(self) -> str:
@@ -72,6 +82,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._work = Work()
+        self.python = PythonCalls()
         self._names: dict[object, str] = {}
         self._held: list[tuple[str, int, int, list[torch.Tensor]]] | None = None
         self.memory: Callable[[int, int, str], None] | None = None
@@ -100,6 +111,7 @@ class Meter:
     def take(self) -> Work:
         """The work since the last call."""
         work, self._work = self._work, Work()
+        work.python = self.python.take()
         return work
 
     def kernel(
@@ -145,6 +157,7 @@ class Meter:
         work.flops += flops
         work.traffic += traffic
         work.kernels += 1
+        work.looped += name.startswith(_LOOPED)
         shapes = ",".join("x".join(map(str, t.shape)) for t in tensors[:3])
         if flops and any(map(_turned, tensors[:3])):
             shapes = ",".join("x".join(map(str, t.shape)) + "t" * _turned(t) for t in tensors[:3])
