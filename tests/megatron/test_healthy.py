@@ -74,9 +74,9 @@ def flops_of(recipe):
     else:
         layer += gated * h * m.ffn_hidden_size
     weights = m.num_layers * layer + recipe.padded_vocab_size * h
-    # fused kernels do half of the square, backward one product more; in fp32 Transformer Engine has
-    # its unfused attention alone, which does all of it
-    attention = 7 if recipe.bf16 else 12
+    # fused kernels do half of the square, backward one product more; local layers and, in fp32,
+    # Transformer Engine have unfused attention alone, which does all of it
+    attention = 7 if recipe.bf16 and recipe.transformer_impl != "local" else 12
     return 6 * tokens * weights + attention * tokens * m.num_layers * m.seq_length * h
 
 

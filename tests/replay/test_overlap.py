@@ -148,14 +148,6 @@ def test_streams_of_a_rank_share_its_gpu(main_ms, side_ms, wait, expected):
     assert any("streams share the GPU" in said for said in made.prices.used()) == (wait == "after")
 
 
-def test_computing_that_was_recorded_beside_calls_loses_no_more():
-    """Calls are calibrated alone: they lose as before."""
-    text = BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")
-    rows = row(), row(kind="memory", compute=2.0, call=2.0)
-    assert ms(overlapped(text, 500, *rows).prices)[0] > 1000
-    assert ms(overlapped(text, 500, *rows, peers="paced").prices) == (1000, 1000)
-
-
 @pytest.mark.parametrize(
     ("call_ms", "factor"), [(500, 3.0), (333, 3.6), (280, 3.6), (600, 2.0), (900, 2.3)]
 )

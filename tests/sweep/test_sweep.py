@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+from helpers.programs import without_host
 
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
@@ -222,7 +223,8 @@ def test_what_follows_from_a_shorter_capture_is_what_a_capture_says(recipe, fold
     found = prism.sweep(recipe, axes, folder, limit=8 << 30, workers=1)
     settings = [*TINY, f"pp={pp}", "global_batch_size=192", "prism.tier=meta"]
     whole = prism.capture(recipes.load("tiny-gpt_1cpu", settings), tmp_path / "exact")
-    assert found.rows[0].result["iteration_ns"] == prism.replay(whole, machine="h200").iteration_ns
+    exact = prism.replay(whole, machine="h200").iteration_ns  # hosts take another time each time
+    assert found.rows[0].result["iteration_ns"] == pytest.approx(exact, rel=0.01)
     assert "microbatches instead of" in found.rows[0].result["provenance"]
 
 
@@ -249,7 +251,7 @@ def test_memory_of_a_point_is_that_of_its_capture_on_every_machine(recipe, tmp_p
     for program in whole.programs:
         (path,) = out.glob(f"slices/*/dp4-m2/slice-{program.rank:06d}.prism")
         (mine,) = prism.load(path).programs
-        assert mine == program
+        assert without_host(mine) == without_host(program)
         assert np.array_equal(mine.history, program.history)
     (beside,) = prism.sweep(recipe, ["pp=2", "global_batch_size=80"], out, workers=1).rows
     assert beside.result["memory"]["history"] == "behind iterations of fewer microbatches"
