@@ -293,9 +293,11 @@ class _Judge:
         state, found = self.state, dict[int, Entry]()
         away = self.excused - self.parted.new.keys()  # their logs say where they wait
         for (_, rank), entry in sorted(state.lates.items(), key=lambda late: issue_order(late[1])):
-            if rank in state.dumps and rank not in found and (
-                not state.outstanding[rank] or siblings.is_behind_replicas(state, rank)
-            ):  # fmt: skip
+            if rank in found or rank not in state.dumps:
+                continue
+            calls = state.outstanding[rank]
+            differ = any(e.launch in self.differ for e in calls)  # whoever differs holds it
+            if not calls or (not differ and siblings.is_behind_replicas(state, rank)):
                 found[rank] = entry
         for rank, entry in waits.ranks_without_message(state):
             found.setdefault(rank, entry)

