@@ -120,6 +120,18 @@ def test_operations(te):
     same(module(x), expected, [x, *module.parameters()])
 
 
+@pytest.mark.parametrize("width", [None, 2])
+def test_activations_of_experts_are_scaled(te, width):
+    """The op fuser's; its halves may take turns."""
+    if not hasattr(te.ops, "ScaledSwiGLU"):
+        pytest.skip("of later releases")
+    module, x, scales = te.ops.ScaledSwiGLU(glu_interleave_size=width), leaf(5, 8), leaf(5)
+    turns = [[0, 1, 4, 5], [2, 3, 6, 7]] if width else [[0, 1, 2, 3], [4, 5, 6, 7]]
+    a, b = (x[:, columns] for columns in turns)
+    expected = torch.nn.functional.silu(a) * b * scales.unsqueeze(-1)
+    same(module(x, scales), expected, [x, scales])
+
+
 def test_grouped_linear(te):
     module, x = te.GroupedLinear(3, 8, 6, device="cpu"), leaf(9, 8)
     parts = x.split([4, 0, 5])

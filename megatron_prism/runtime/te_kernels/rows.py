@@ -266,6 +266,46 @@ for _name in _PLAIN:
     TABLE[f"dbias_d{_name}"] = _activation_and_bias(_name)
 
 
+def _scaled(of: Callable[..., Tensor], rest: Sequence[Any], x: Tensor, scales: Tensor) -> Tensor:
+    """``rest``: options, and the width of the columns that halves take turns in (0: none)."""
+    *options, width = rest
+    if width:
+        x = x.unflatten(-1, (-1, 2, width)).transpose(-3, -2).flatten(-3)
+    return of(x.float(), *options) * scales.float().unsqueeze(-1)
+
+
+def _scaled_activation(of: Callable[..., Tensor]) -> Kernel:
+    def run(x: Tensor, scales: Tensor, quantizer: None, *rest: Any) -> Tensor:
+        """pytorch/ops/basic/swiglu.py:621, :769 @2.20: each row times the probability of its
+        expert"""
+        out = new([*x.shape[:-1], x.shape[-1] // 2], x.dtype)
+        fused("swiglu", 0, x, scales, out)
+        return fill(out, partial(_scaled, of, rest, x, scales))
+
+    return run
+
+
+def _scaled_activation_backward(of: Callable[..., Tensor]) -> Kernel:
+    def run(
+        grad: Tensor, x: Tensor, scales: Tensor, quantizer: None, *rest: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """pytorch/ops/basic/swiglu.py:636, :788 @2.20: the last argument asks for the gradient of
+        the scales, too"""
+        *rest, of_scales = rest  # type: ignore[assignment]
+        by_x, by_scales = new(x.shape, x.dtype), new(scales.shape, scales.dtype)
+        fused("swiglu_back", 0, grad, x, by_x)
+        fill(by_x, partial(gradient, lambda x: _scaled(of, rest, x, scales), x, grad))
+        fill(by_scales, partial(gradient, lambda s: _scaled(of, rest, x, s), scales, grad))
+        return by_x, by_scales if of_scales else None
+
+    return run
+
+
+for _name, _of in {"swiglu": _GATED["swiglu"], "clamped_swiglu": _clamped}.items():
+    TABLE[f"scaled_{_name}"] = _scaled_activation(_of)
+    TABLE[f"scaled_{_name.replace('swiglu', 'dswiglu')}"] = _scaled_activation_backward(_of)
+
+
 @kernel()
 def swap_first_dims(x: Tensor, out: Tensor | None = None) -> Tensor:
     """transpose.cpp:263 @v2.18"""
