@@ -34,6 +34,8 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 import torch
 from torch.nn import functional
 
+from megatron_prism.core.megatron_source import engine_version
+
 SEQUENCE, BATCH, HIDDEN, HEADS, FFN, VOCABULARY, EXPERTS = 2048, 2, 1024, 8, 4096, 32768, 8
 FIGURES = ("forward", "forward_peak", "backward_peak", "left")
 ROUNDING = 16 << 10  # bytes: the allocator gives out 512 at a time, tier meta counts what is asked
@@ -731,12 +733,18 @@ def _forget_backend() -> None:
     chosen.update(dict.fromkeys(chosen), backend_selection_requires_update=True)
 
 
+_NEWER = re.compile("TE ops, .*Float8BlockScaling|TE attention in FP8")  # tried with 2.20
+
+
 def measure(only: str, group: str | None) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
+    older = [int(x) for x in (engine_version() or "99.0").split(".")[:2]] < [2, 20]
     gc.collect()
     gc.freeze()  # else every collection looks at what was imported
     for name, (of, build) in ROWS.items():
         if not re.search(only, name) or (group is not None and of != group):
+            continue
+        if older and _NEWER.search(name):
             continue
         step = None
         _forget_backend()
