@@ -46,6 +46,7 @@ IS_CALL = IS_COLLECTIVE | IS_PAIR
 # letters of the text form; W is a weight gradient computed apart from its backward
 PHASES = {"": "-", "forward": "F", "backward": "B", "weight": "W", "optimizer": "O", "sync": "G"}
 PHASE_NAMES = tuple(PHASES)
+STEPS = ("forward", "backward", "weight")  # phases of a microbatch, which Python runs
 SHARED = "DATA_PARALLEL"  # in the names of groups whose members share parameters out
 DTYPES = {
     "": 0,

@@ -35,6 +35,7 @@ from megatron_prism.replay.costs.collectives import (
     read_calibration,
 )
 from megatron_prism.replay.costs.host import (
+    BY_KERNELS,
     MODELLED_INDEX,
     indices_of,
     with_modelled_host,
@@ -457,7 +458,10 @@ def _with_modelled_hosts(programs: Programs) -> Programs:
         return programs
     hosted = tuple(with_modelled_host(program) for program in programs.programs)
     indices = " ".join(f"{program.rank}={MODELLED_INDEX}" for program in hosted)
-    return _with_source(dataclasses.replace(programs, programs=hosted), HOST_INDEX, indices)
+    source = {**programs.source, HOST_INDEX: indices}
+    if not all(program.knows_host for program in programs.programs):
+        source[BY_KERNELS] = "yes"
+    return dataclasses.replace(programs, programs=hosted, source=source)
 
 
 _BUFFSIZE = 4 << 20  # NCCL's default

@@ -59,6 +59,10 @@ def test_a_slow_host_of_the_capture_is_more_likely_faster_in_the_job(index, low,
 def test_without_a_gpu_the_host_is_expected_to_take_longer_than_few_flops():
     found = timeline("F0 compute kernels=1000 flops=1", tier="meta")
     assert found.iteration_ns == pytest.approx(1000 * KERNEL_NS, rel=0.01)
+    assert any("host's time by its kernels alone" in one for one in found.prices.sources)
+    counted = timeline("F0 compute kernels=1000 flops=1 host=70ms lead=1us", tier="meta")
+    assert counted.iteration_ns == pytest.approx(70e6, rel=0.01)
+    assert any("by its calls of Python and its kernels" in one for one in counted.prices.sources)
     (host,) = (one for one in interval(found).sources if one.what == "host")
     assert host.low_ns == pytest.approx((1 - HOST_MODEL[0]) * found.iteration_ns, rel=0.01)
     assert host.high_ns > (HOSTS[1] / HOSTS[0] - 1) * found.iteration_ns

@@ -51,6 +51,7 @@ def test_another_profiler_stays():
         three()
         calls.stop()
         assert sys.getprofile() is other
+        assert not calls.counts
     finally:
         sys.setprofile(None)
     assert calls.take() == 0

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from megatron_prism.core import foreign
-from megatron_prism.core.ops import CODE, IS_CALL, NAMES, PHASE_NAMES
+from megatron_prism.core.ops import CODE, IS_CALL, NAMES, PHASE_NAMES, STEPS
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import HOST_INDEX
 from megatron_prism.replay.costs.collectives import Calibration
@@ -32,14 +32,15 @@ from megatron_prism.replay.costs.collectives import Calibration
 CALL_NS = 20_000
 
 # Slices without a GPU have a host's time by its calls of Python and its kernels
-# (runtime/recorder/python_calls.py); those of earlier releases know kernels only, of which the
-# optimizer's are launched in loops of C++
+# (runtime/recorder/python_calls.py).  Where calls were not counted, kernels alone say it: slices of
+# earlier versions, and captures under another profiler.  The optimizer's start in loops of C++
 KERNEL_NS, LOOP_NS = 65_000, 10_000
-_BY_PYTHON = np.isin(PHASE_NAMES, ("forward", "backward", "weight"))
+_BY_PYTHON = np.isin(PHASE_NAMES, STEPS)
 # of the hosts that the time is of, which nobody measured: a dense and an MoE job on two H100 whose
 # hosts have a known index say 0.66 and 0.69
 MODELLED_INDEX = 0.7
-MODELLED = "modelled: the host's time by its calls of Python and its kernels"
+MODELLED = "modelled: the host's time by its "
+BY_KERNELS = "host_by_kernels"  # key of ``Programs.source``: no calls were counted
 
 
 def with_modelled_host(program: Program) -> Program:
@@ -145,15 +146,18 @@ def host_spread(programs: Iterable[Program]) -> float | None:
     return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=None)
 
 
-def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:
-    """Provenance of the host's time for segments, and for calls."""
+def host_sources(
+    calibration: Calibration, where: str, source: Mapping[str, str]
+) -> tuple[str, str]:
+    """Provenance of the host's time for segments, and for calls; ``source`` of the programs."""
     calls = (
         f"measured: the host's time for calls ({calibration.source})"
         if calibration.host
         else f"assumed: {CALL_NS // 1000} us of the host for a call"
     )
     if where == "meta":
-        return MODELLED, calls
+        by = "kernels alone" if BY_KERNELS in source else "calls of Python and its kernels"
+        return MODELLED + by, calls
     return f"measured: the host's time for segments ({where})", calls
 
 

@@ -98,7 +98,7 @@ def price_ops(
         f"modelled: NCCL's alpha-beta{with_nccl}, times the calls that were measured with"
         f" {calibration.nccl or 'none of them'} ({calibration.source})",
         f"{NO_TIME}, so each counts as the shortest kernel",
-        *host_sources(calibration, tier or "nobody says where"),
+        *host_sources(calibration, tier or "nobody says where", graph.programs.source),
         f"measured: times of calls in the slices ({tier})"
         if tier
         else GIVEN.replace("segments", "calls"),

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import megatron_prism
+from megatron_prism.core.ops import STEPS
 
 # of a function of Python; of a kernel of a forward or backward, with its operator and autograd's
 # node; of one that C++ or the optimizer launches in a loop, or that fills what is allocated
 CALL_NS, KERNEL_NS, LOOP_NS = 1_900, 35_000, 6_000
-_BY_PYTHON = ("forward", "backward", "weight")
 
 _COUNTED, _PASSED, _ASIDE = range(3)  # counts; only what it calls counts; neither
 _PACKAGE = Path(megatron_prism.__file__).parent.as_posix()
@@ -39,16 +39,20 @@ def _kind(code: CodeType) -> int:
 
 
 class PythonCalls:
-    """Counts between ``start`` and ``stop``, in the thread that starts it; nothing where another
-    profiler is at work."""
+    """Counts between ``start`` and ``stop``, in the thread that starts it.
+
+    counts : false where another profiler is at work
+    """
 
     def __init__(self) -> None:
         self._count = self._aside = 0
+        self.counts = False
         self._kinds: dict[CodeType, int] = {}
 
     def start(self) -> None:
         self._count = self._aside = 0
-        if sys.getprofile() is None:
+        self.counts = sys.getprofile() is None
+        if self.counts:
             sys.setprofile(self._profile)
 
     def stop(self) -> None:
@@ -82,6 +86,6 @@ def host_ns(calls: int, kernels: int, looped: int, phase: str) -> tuple[int, int
     calls  : of Python's functions
     looped : of the kernels, those that C++ launches behind others within one operator
     """
-    looped = looped if phase in _BY_PYTHON else kernels
+    looped = looped if phase in STEPS else kernels
     whole = calls * CALL_NS + (kernels - looped) * KERNEL_NS + looped * LOOP_NS
     return whole, whole // max(kernels, 1)

@@ -229,8 +229,10 @@ class Recorder(CallListener, TrainingListener):
             assert self.meter is not None
             done = self.meter.take()
             if done.kernels:
-                phase = self._labels.get("phase", "")
-                host, lead = host_ns(done.python, done.kernels, done.looped, phase)
+                host = lead = -1
+                if self.meter.python.counts:
+                    phase = self._labels.get("phase", "")
+                    host, lead = host_ns(done.python, done.kernels, done.looped, phase)
                 self._add(
                     "compute",
                     flops=done.flops,
