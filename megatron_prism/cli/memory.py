@@ -25,7 +25,7 @@ _SHOWN = 8  # origins of a growth
 def describe(change: Change) -> str:
     """A few lines about one class."""
     head = f"{change.name} (ranks {change.ranks}): {change.what}"
-    before, after = exact(change.before or 0), exact(change.after or 0)  # None is said otherwise
+    before, after = exact(change.before or 0), exact(change.after or 0)
     grown = (change.after or 0) - (change.before or 0)
     match change.what:
         case "appeared":
@@ -109,7 +109,7 @@ def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
     report = baseline.peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
     for path in (one for given in args.real or () for one in snapshots(given)):
         top = peaks.known_peak(snapshot.read(path).program)
-        rank = programs.programs[0].rank if (named := rank_of(path)) is None else named
+        rank = rank_of(path, programs.programs[0].rank)
         baseline.add_real(report, programs.world, rank, top.num_bytes)
     return report
 

@@ -38,20 +38,19 @@ def snapshots(path: str) -> list[str]:
     """The snapshots that ``path`` names, by rank."""
     if os.path.isdir(path):
         names = (str(one) for one in Path(path).iterdir() if _NAME.search(one.name))
-        return sorted(names, key=lambda name: (rank_of(name) or 0, name))
+        return sorted(names, key=lambda name: (rank_of(name, 0), name))
     return [path] if _NAME.search(path) else []
 
 
-def rank_of(path: str) -> int | None:
-    """The rank that a snapshot's name says; None if it says none."""
+def rank_of(path: str, otherwise: int) -> int:
+    """The rank that a snapshot's name says."""
     named = _RANK.search(Path(path).name)
-    return int(named[1]) if named else None
+    return int(named[1]) if named else otherwise
 
 
 def program_of(programs: Programs, path: str) -> Program:
     """The program of the rank that the snapshot's name says, the first otherwise."""
-    rank = rank_of(path)
-    rank = programs.programs[0].rank if rank is None else rank
+    rank = rank_of(path, programs.programs[0].rank)
     if rank >= programs.world.size:
         raise UsageError(f"{path}: the slices have {programs.world.size} ranks",
                          fix="give the slices of its job")  # fmt: skip

@@ -101,7 +101,7 @@ def find_order_conflicts(
         for b, a in itertools.combinations(list(alike)[:64], 2):
             one, two = issued[a], issued[b]
             if _exchanged(one.ended, two.ended):
-                continue  # all members agreed: siblings rightly differ, as with more modules
+                continue  # all members agreed: siblings may differ, as with more modules
             what = _conflict(one, two)
             if what is None and queued:
                 what = _early(one, two) or _early(two, one)

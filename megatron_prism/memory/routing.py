@@ -24,10 +24,9 @@ import numpy as np
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import CODED
+from megatron_prism.core.ops import CODED, STEPS
 from megatron_prism.core.program import Program
 
-_STEPS = ("forward", "backward", "weight")
 STEP = 16  # copies by which each call's loads differ in a probe: FP8 pads to no less
 _CALL = re.compile(r"route (\d{1,6})#(\d{1,9})")
 
@@ -52,7 +51,7 @@ def learned(program: Program, probe: Program) -> Program:
     count = min(made.size, others.size)
     texts = _notes(program, made[:count]), _notes(probe, others[:count])
     alike = next((n for n, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), count)
-    steps = np.isin(program.ops["phase"], [CODED["phase"].index(name) for name in _STEPS])
+    steps = np.isin(program.ops["phase"], [CODED["phase"].index(name) for name in STEPS])
     at = np.minimum(program.allocations["before"][made], len(program) - 1)
     if steps[at[alike:]].any():  # what follows the steps may differ: not every iteration has it
         return program

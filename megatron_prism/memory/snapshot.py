@@ -29,7 +29,7 @@ import msgspec
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.files import rendered
-from megatron_prism.core.ops import EMPTIED
+from megatron_prism.core.ops import EMPTIED, STEPS
 from megatron_prism.core.program import Builder, Program
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
 from megatron_prism.memory.peaks import HeldMemory, Peak, difference, holdings_at, known_peak
@@ -519,7 +519,7 @@ def _requests(
         asked = (sizes or {}).get(storage, size)
         if size > 0 and asked >= _LARGE and (counted[at] if counted else before > 0):
             op = program[at]
-            step = op.label if op.phase in ("forward", "backward", "weight") else "O"
+            step = op.label if op.phase in STEPS else "O"
             site = program.strings[note].rpartition("@")[2]
             found.setdefault(step, []).append(Request(asked, site, step))
     return found

@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError, UsageError
-from megatron_prism.core.ops import CODE, DTYPE_NAMES, IS_PAIR, PHASE_NAMES
+from megatron_prism.core.ops import CODE, DTYPE_NAMES, IS_PAIR, PHASE_NAMES, STEPS
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.whatif import with_assumption
@@ -36,7 +36,7 @@ Scheduler = Callable[..., Programs]  # (pp, vpp, microbatches, stages=, **settin
 Member = tuple[int, int]  # phase, chunk
 Kind = tuple[object, ...]
 
-_FORWARD, _BACKWARD, _WEIGHT = map(PHASE_NAMES.index, ("forward", "backward", "weight"))
+_FORWARD, _BACKWARD, _WEIGHT = map(PHASE_NAMES.index, STEPS)
 _SHAPE = DTYPE_NAMES.index("int64")  # of what messages say of tensors to come
 _SYNCS = [CODE[name] for name in ("grad_sync", "param_sync", "mark", "host_wait")]
 _RELATIVE = ("microbatch", "handle", "batch", "note")  # of a place, not of a kind

@@ -292,11 +292,14 @@ def _scaled_activation_backward(of: Callable[..., Tensor]) -> Kernel:
         """pytorch/ops/basic/swiglu.py:636, :788 @2.20: the last argument asks for the gradient of
         the scales, too"""
         *rest, of_scales = rest  # type: ignore[assignment]
-        by_x, by_scales = new(x.shape, x.dtype), new(scales.shape, scales.dtype)
+        by_x = new(x.shape, x.dtype)
         fused("swiglu_back", 0, grad, x, by_x)
         fill(by_x, partial(gradient, lambda x: _scaled(of, rest, x, scales), x, grad))
+        if not of_scales:
+            return by_x, None
+        by_scales = new(scales.shape, scales.dtype)
         fill(by_scales, partial(gradient, lambda s: _scaled(of, rest, x, s), scales, grad))
-        return by_x, by_scales if of_scales else None
+        return by_x, by_scales
 
     return run
 
