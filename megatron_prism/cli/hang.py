@@ -21,6 +21,7 @@ from megatron_prism.cli.output import Answer, check_outputs, console, steps, wri
 from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.files import write_whole
+from megatron_prism.core.messages import progress
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.script_job import Job
@@ -127,7 +128,8 @@ def _live(args: argparse.Namespace) -> Diagnosis:
     if args.ras is not None:  # one recording says nothing of what moves
         before = dataclasses.replace(before, ras=None)
     while True:
-        time.sleep(seconds)
+        with progress(lambda: ""):
+            time.sleep(seconds)
         after = live.look(args.ras)
         if args.watch and not after.found:
             return Diagnosis("healthy", evidence=("the job has no process on this host any more",))

@@ -10,6 +10,7 @@ Nothing here imports torch: a command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import inspect
 import shlex
@@ -47,7 +48,7 @@ from megatron_prism.cli.verify import verify
 from megatron_prism.core.errors import PrismError, UnitError, UsageError, did_you_mean
 from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
-from megatron_prism.core.messages import last_resort
+from megatron_prism.core.messages import last_resort, progress
 from megatron_prism.report.columns import folded
 
 OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
@@ -360,7 +361,9 @@ def _dispatch(words: list[str]) -> int:
     if {"-h", "--help"} & set(_split_at_line(name, rest)[0]):
         parser(name).print_help()
         return 0
-    with unwinding(), visible():
+    asks = command.programs is not None or name == "capture"
+    working = progress(lambda: name) if asks else contextlib.nullcontext()
+    with unwinding(), visible(), working:
         args, answer = ask(name, rest)
         return answer if isinstance(answer, int) else deliver(args, answer)
 

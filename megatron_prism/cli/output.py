@@ -13,6 +13,7 @@ import io
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from megatron_prism.core.errors import PrismError, UsageError, shown
 from megatron_prism.core.files import check_not_taken, check_writable, write_whole
-from megatron_prism.core.messages import Lines
+from megatron_prism.core.messages import printed, progress
 from megatron_prism.core.units import format_bytes, format_share
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class _Visible:
         self.stream = stream
 
     def write(self, text: str) -> int:
+        printed()
         return self.stream.write(shown(text))
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -104,6 +106,7 @@ def console(stderr: bool = False) -> Console:
 
     class Plain(Console):
         def print(self, *objects: Any, **more: Any) -> None:
+            printed()
             super().print(*(shown(x) if isinstance(x, str) else x for x in objects), **more)
 
     stream = sys.stderr if stderr else sys.stdout
@@ -224,14 +227,15 @@ def steps() -> Iterator[Callable[[str, float], None]]:
     """A bar on stderr for things that are done after another; what it gives is called with what is
     done and the part of it, 0 to 1.
 
-    Where nobody looks at a terminal it is a line every ten seconds.
+    Where nobody looks at a terminal it is a line now and then.
     """
     from rich.progress import Progress
 
     talk = console(stderr=True)
     if not talk.is_terminal:
-        lines = Lines(talk.print)
-        yield lambda what, part: lines.show(f"prism: {what}: {format_share(part, 0)}")
+        now = deque([""], 1)
+        with progress(lambda: now[0]):
+            yield lambda what, part: now.append(f"{what}: {format_share(part, 0)}")
         return
     with Progress(console=talk, transient=True) as bar:
         task = bar.add_task("", total=None)

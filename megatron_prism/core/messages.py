@@ -1,5 +1,5 @@
-"""What is printed beside results: a line of progress now and then, and the report of an exception
-that nobody expected."""
+"""What is printed beside results: what is being done where that takes a while, and the report of an
+exception that nobody expected."""
 
 from __future__ import annotations
 
@@ -7,32 +7,60 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megatron_prism.core.errors import shown
 
-EVERY_S = 10.0  # seconds between two lines of progress
+EVERY_S = 1.5  # seconds without output until a line says what is being done
 SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
+_doing = list[tuple[Callable[[], str], Callable[[str], object]]]()
+_last = 0.0  # when something was printed, s
 
 
-class Lines:
-    """Writes what it is told, at most one line every ``EVERY_S`` seconds, none before the first.
+def printed() -> None:
+    """Tell that the user has just been shown something."""
+    global _last
+    _last = time.monotonic()
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress(what: Callable[[], str], write: Callable[[str], object] = _print) -> Iterator[None]:
+    """Inside, a line says ``what`` whenever nothing was printed for ``EVERY_S`` seconds.
 
     Args:
-        write: takes a line.
+        what: returns the text, in a thread; of several the innermost is asked, and an empty text
+            is not written.
+        write: takes the line.
     """
+    ended = threading.Event()
+    _doing.append((what, write))
+    if len(_doing) == 1:
+        printed()
+        threading.Thread(target=_beat, args=(ended,), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        _doing.pop()
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write, self._last = write, time.monotonic()
 
-    def show(self, text: Callable[[], str] | str) -> None:
-        """Write ``text``, or what it returns, if it is time."""
-        now = time.monotonic()
-        if now - self._last >= EVERY_S:
-            self._last = now
-            self._write(text if isinstance(text, str) else text())
+def _beat(ended: threading.Event) -> None:
+    start = time.monotonic()
+    while not ended.wait(_last + EVERY_S - time.monotonic()):
+        if time.monotonic() < _last + EVERY_S:
+            continue
+        printed()
+        for what, write in _doing[-1:]:
+            if text := what():
+                write(f"prism: … {text}, {time.monotonic() - start:.0f} s")
 
 
 def last_resort(error: BaseException, doing: str) -> int:

@@ -19,18 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_prism
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.messages import progress
 from megatron_prism.core.units import counted
 from megatron_prism.emulate import batch_script, confine, dry_commands
 from megatron_prism.emulate.workers import Json, die_with_parent
 
 MOST_S = 20.0  # a script that has not started its job until then waits for something
-EVERY_S = 2.0
 _PRELUDE = r"""
 __prism_note() { printf '["%s", "%s"]\n' "$1" "${2//[\"\\$'\n\t']/ }" >> "$PRISM_DRY/notes"; }
 __prism_place() {
@@ -100,7 +100,6 @@ def dry_run(
     before: Sequence[str],
     given: Mapping[str, str],
     gpus: str,
-    tell: Callable[[str], None],
     python: str = "",
     writes: bool = False,
 ) -> DryRun:
@@ -111,7 +110,6 @@ def dry_run(
         before: launchers that would start the shell.
         given: variables that their line sets.
         gpus: of each host, where the user said it, else empty.
-        tell: gets a line at least every two seconds.
         python: the script of Python in ``shell`` that starts the launcher, if one does.
         writes: whether new files and folders may be made outside of the working folder.
 
@@ -153,7 +151,8 @@ def dry_run(
             "PRISM_DRY_SCRIPT": python,
             "PRISM_DRY_HOME": "" if writes else os.getcwd(),
         }
-        job = _run(["bash", *words], scratch, environment, title, tell)
+        with progress(lambda: f"{title}: dry run, at: {_at(scratch)}"):
+            job = _run(["bash", *words], scratch, environment, title)
         notes = _notes(scratch)
     if any(kind == "asked" for kind, _ in notes):
         raise UsageError(f"{title} asks how many GPUs a host has",
@@ -208,7 +207,6 @@ def _run(
     scratch: Path,
     environment: Mapping[str, str],
     title: str,
-    tell: Callable[[str], None],
 ) -> Json:
     """The job that the script would start; whatever it has started is stopped then."""
 
@@ -222,16 +220,12 @@ def _run(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
             start_new_session=True, preexec_fn=prepare,
         )  # fmt: skip
-    job, start, reported = scratch / "job", time.monotonic(), 0.0
+    job, start = scratch / "job", time.monotonic()
     try:
         while not job.exists():
             ended = process.poll() is not None and not _group_lives(process.pid)
-            seconds = time.monotonic() - start
-            if (ended and not job.exists()) or seconds > MOST_S:
+            if (ended and not job.exists()) or time.monotonic() - start > MOST_S:
                 raise _no_job(title, ended, scratch)
-            if seconds - reported >= EVERY_S:
-                reported = seconds
-                tell(f"{title}: dry run, {seconds:.0f} s, at: {_at(scratch)}")
             time.sleep(0.02)
     finally:
         with contextlib.suppress(ProcessLookupError):

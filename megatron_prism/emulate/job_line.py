@@ -54,7 +54,7 @@ def _run_dry(line: LaunchLine, given: Sequence[str], script: str) -> LaunchLine:
 
     gpus = value_of("--prism-gpus-per-node", given)
     writes = "--prism-allow-writes" in given
-    run = dry_run(line.shell, line.before, line.variables, gpus, _tell, script, writes)
+    run = dry_run(line.shell, line.before, line.variables, gpus, script, writes)
     started = read_line(run.line, {**os.environ, **run.known, **run.variables})
     settings = [f"{name}={value}" for name, value in run.variables.items()]
     start = ["env", *settings] if settings else []

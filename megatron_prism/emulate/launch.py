@@ -96,6 +96,7 @@ def attach_from_command_line(session: Session | None = None) -> None:
     session = session or Session()
     session.changes.on_undo(_detach)
     hide_bare_engine()  # also where torch loads no entry points
+    options = None
     try:
         options = flags.from_command_line(sys.argv[1:])
         if options is not None and exit_status.is_worker():
@@ -112,7 +113,8 @@ def attach_from_command_line(session: Session | None = None) -> None:
                 fix="PRISM_ARGS='--prism-emulate …' in the environment, or sys.argv left alone",
             )
     except PrismError as error:
-        exit_status.report(error)
+        if options is not None or launchers.is_first(os.environ):
+            exit_status.report(error)
         raise SystemExit(error.exit_code) from None
     except Exception as error:
         raise SystemExit(last_resort(error, "while this job was attached")) from None

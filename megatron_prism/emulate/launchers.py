@@ -29,6 +29,11 @@ def _by_srun(env: Mapping[str, str]) -> bool:
     return number_in(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env
 
 
+def is_first(env: Mapping[str, str]) -> bool:
+    """Whether this process tells what is wrong with the command line of all that were started."""
+    return env.get("SLURM_PROCID" if _by_srun(env) else "RANK") in (None, "", "0")
+
+
 def processes_here(env: Mapping[str, str], k: int) -> int:
     """How many of ``k`` processes are on this host."""
     if "LOCAL_WORLD_SIZE" in env:

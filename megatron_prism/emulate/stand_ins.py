@@ -65,6 +65,11 @@ def put(args: argparse.Namespace) -> str:
         _drop(args, _TOKENIZER)
     checkpoints = gone & set(_CHECKPOINTS)
     _drop(args, checkpoints)
+    if (
+        getattr(args, "eval_interval", 0) is None
+    ):  # Megatron divides by it (training.py:3307 @0.16.1)
+        args.eval_interval = 1000
+        stand_ins.append("--eval-interval 1000, the default until 0.15")
     stand_ins += [f"new parameters for {_option(name)}" for name in checkpoints]
     args.exit_on_missing_checkpoint = False
     if not stand_ins:

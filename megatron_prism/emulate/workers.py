@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from megatron_prism.core import program
 from megatron_prism.core.errors import MissingSlicesError, NotTrainedError, PrismError
-from megatron_prism.core.messages import Lines
+from megatron_prism.core.messages import progress
 from megatron_prism.core.slices import WORLD, assemble
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
@@ -93,7 +93,7 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
     """Run every task, at most ``num_workers`` at once (default: one per core, at most 8), and
     return their results in order.  All are stopped when one fails: PrismError, NotTrainedError.
 
-    A terminal sees a bar for each; elsewhere a line every ten seconds says how far they are.
+    A terminal sees a bar for each; elsewhere a line says now and then how far they are.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -101,11 +101,12 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
     waiting, running = list(tasks), list[_Worker]()
     done: dict[int, Json] = {}
     noted = set[str]()
-    lines = Lines(lambda line: console.print(line))
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"),
                TimeElapsedColumn())  # fmt: skip
+    selector = io_selectors.DefaultSelector()
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
-    with bars, io_selectors.DefaultSelector() as selector:
+    far = progress(lambda: _far(running, bars, len(done), len(tasks)), console.print)
+    with bars, contextlib.nullcontext() if console.is_terminal else far, selector:
         made = {t.rank: bars.add_task(t.title, total=1, what="waiting") for t in tasks}
         try:
             while waiting or running:
@@ -120,7 +121,6 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
                     selector.unregister(worker.events)
                     running.remove(worker)
                     done[worker.task.rank] = _finish(worker, bars)
-                lines.show(lambda: _far(running, bars, len(done), len(tasks)))
         finally:
             for worker in running:
                 worker.process.kill()
@@ -136,7 +136,7 @@ def _far(running: Sequence[_Worker], bars: Progress, done: int, total: int) -> s
     for worker in running:
         bar = next(one for one in bars.tasks if one.id == worker.bar)
         now.append(f"rank {worker.task.rank:,}: {bar.fields['what']}")
-    return f"  {done} of {counted(total, 'rank')} done; {', '.join(now)}"
+    return f"{done} of {counted(total, 'rank')} done; {', '.join(now)}"
 
 
 def _start(task: RankTask, bars: dict[int, TaskID], noted: set[str]) -> _Worker:

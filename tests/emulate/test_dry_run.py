@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from megatron_prism.core import messages
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate import batch_script, confine, dry_run, job_line
 from megatron_prism.emulate.dry_commands import rewritten
@@ -126,7 +127,7 @@ def test_nothing_connects(script, capsys):
 )
 def test_a_script_that_waits_for_ever_is_stopped_and_says_where(script, loop, monkeypatch, capsys):
     monkeypatch.setattr(dry_run, "MOST_S", 0.6)
-    monkeypatch.setattr(dry_run, "EVERY_S", 0.1)
+    monkeypatch.setattr(messages, "EVERY_S", 0.1)
     with pytest.raises(UsageError, match="without a command that trains"):
         script(f"{loop}\ntorchrun {TRAIN}")
     assert capsys.readouterr().err.count("dry run") >= 2

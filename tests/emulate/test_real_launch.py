@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import real_launch
+from megatron_prism.emulate import launch, real_launch
 from megatron_prism.emulate.launch_line import read_line
 
 JOB = "pretrain_gpt.py --tensor-model-parallel-size 2"
@@ -68,6 +68,17 @@ def test_a_process_that_is_a_launcher_ends():
     process = "python /bin/torchrun --nnodes 2 --nproc-per-node 2 a.py --prism-emulate"
     with pytest.raises(SystemExit):
         real_launch.check(process.split())
+
+
+@pytest.mark.parametrize("process", ["0", "1"])
+def test_one_task_of_srun_says_what_is_wrong_with_their_line(process, monkeypatch, capsys):
+    srun = {"SLURM_PROCID": process, "SLURM_STEP_NUM_TASKS": "8"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **srun})
+    monkeypatch.setattr(sys, "argv", ["a.py", "--prism-emulate", "--prism-ranks", "0,1"])
+    monkeypatch.setattr(launch, "_attached", False)
+    with pytest.raises(SystemExit, match="2"):
+        launch.attach_from_command_line()
+    assert ("8 processes were started" in capsys.readouterr().err) == (process == "0")
 
 
 @pytest.mark.slow

@@ -77,6 +77,12 @@ def test_data_that_are_not_here_are_mock_data(put, given, mock):
     assert ("mock data" in said) == (mock and "mock_data" not in given)
 
 
+def test_an_interval_that_megatron_divides_by_is_its_former_default(put):
+    args, said = put(eval_interval=None)
+    assert (args.eval_interval, "--eval-interval 1000" in said) == (1000, True)
+    assert put(eval_interval=7)[0].eval_interval == 7
+
+
 def test_a_checkpoint_that_is_not_here_is_none(put):
     args, said = put(load="no/where", pretrained_checkpoint="here")
     assert (args.load, args.pretrained_checkpoint) == (None, "here")

@@ -279,12 +279,20 @@ def _without_files(
 
 
 @PATCHES.instead("megatron.training.arguments:validate_args", at=":293 @0.16.1; :388 @0.19.0")
+@PATCHES.instead(
+    "megatron.training.global_vars:set_global_variables", at=":93 @0.16.1; :127 @0.19.0"
+)
+@PATCHES.instead(
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    "MLATransformerConfig.__post_init__",
+    at=":909, :2066 @0.16.1; :1294, :2964 @0.19.0",
+)
 def _refusals(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
-    """What Megatron asserts about the arguments is said in a line, not by a traceback without a
+    """What Megatron refuses of the arguments is said in a line, not by a traceback without a
     word."""
     try:
         return original(*args, **kwargs)
-    except AssertionError as error:
+    except (AssertionError, ValueError) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise UsageError(
             f"Megatron refuses the job's arguments: {str(error) or at.line}",
