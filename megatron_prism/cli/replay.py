@@ -27,7 +27,8 @@ def replay(args: argparse.Namespace) -> Answer:
       moved=b200                programs measured on --machine, run on another; --calibration is
                                 then that one's
       host=1.4                  on hosts of this index; host=HOST.json: on that one (prism calibrate
-                                --host); host=0.6x: hosts take 0.6 times as long
+                                --host); host=TRACES: on that of a run whose torch.profiler
+                                traces these are; host=0.6x: hosts take 0.6 times as long
       nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job had not; also NCCL_PROTO,
                                 NCCL_NVLS_ENABLE, NCCL_MAX_NCHANNELS, …
       network=rails             calls of a rank share its NIC and its NVLinks; network=fat-tree:4:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from megatron_prism.emulate import (
     workers,
 )
 from megatron_prism.memory import routing
-from megatron_prism.replay.costs.host import HostIndex
+from megatron_prism.replay.costs.host_index import HostIndex
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
@@ -93,7 +94,8 @@ def source_of_recipe(source: dict[str, str], recipe: Recipe) -> dict[str, str]:
     return {**source, **recipe_job.source_of(recipe), **model_flops.of_recipe(recipe)}
 
 
-HOST_S = 0.5  # for the index of the host
+HOST_S = 0.25  # for the index of the host, around each of some iterations
+_HOSTS = 12  # indices that are measured at most
 KEPT = 65  # iterations at most: one written down, the others timed, clocked or left out
 FEW = 9  # of a short job, though the first ones are still warming up
 WARM = 5  # the first iteration that is recorded if the job is long enough
@@ -236,7 +238,7 @@ class StockCapture(TrainingListener):
         self._own_ns = 0  # of the host, that recording adds behind a call
         self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
         self._cool = False  # the device is, behind one
-        self.host: HostIndex | None = None  # of a GPU's
+        self._hosts: list[HostIndex] = []  # of a GPU's, beside iterations in which it is clocked
         self._quick = False  # the iteration that is recorded is not written down, only timed
         self._written = self._traced = False  # of ``_recordings``: one was
         self._probes = False  # the iteration that is recorded has other loads of experts
@@ -305,6 +307,8 @@ class StockCapture(TrainingListener):
         if self._traced:  # which takes the host a second or two afterwards
             return
         if cuda and self._clock_next(left, timed):
+            if not self._cool:
+                self._measure_host()
             self._recorder.clock.start()
             return
         cool, self._cool = self._cool, False
@@ -380,6 +384,7 @@ class StockCapture(TrainingListener):
     def _keep(self) -> None:
         if self._recorder.clock.running:
             clocked, self._cool = self._recorder.clock.stop(), True
+            self._measure_host()
             self._clocks += [] if self._beside else [clocked]
         elif self._recorder.active:
             recording = self._stopped()
@@ -407,6 +412,16 @@ class StockCapture(TrainingListener):
         return dataclasses.replace(
             recording, busy=busy_ns(trace, hosts), launches=launches(trace, hosts)
         )
+
+    def _measure_host(self) -> None:
+        """A host's speed changes within seconds: it is measured beside what it is to explain."""
+        from megatron_prism.emulate import host_benchmark  # needs torch
+
+        if len(self._hosts) < _HOSTS:
+            self._hosts.append(host_benchmark.measure(HOST_S))
+
+    def _host_index(self) -> float:
+        return statistics.median(one.index for one in self._hosts)
 
     def _remove(self) -> None:
         from megatron_prism.runtime.virtual_world import current
@@ -472,18 +487,18 @@ class StockCapture(TrainingListener):
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.source.update(self._flops)
         if self.tier.name == "cuda":  # the others' hosts are not in their slices
-            from megatron_prism.emulate import host_benchmark  # needs torch
-
-            self.host = host_benchmark.measure(HOST_S)
-            self.store.source[HOST_INDEX] = f"{self.rank}={self.host.index:.4f}"
+            if not self._hosts:
+                self._measure_host()
+            self.store.source[HOST_INDEX] = f"{self.rank}={self._host_index():.4f}"
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 
     def remarks(self) -> str:
         """What to say of device and host beside the slice."""
         found = f"; {self.links}" if self.links is not None else ""
-        if self.host is not None:
-            found += f"; host index {self.host.index:.2f}, which took {HOST_S} s"
+        if self._hosts:
+            took = HOST_S * len(self._hosts)
+            found += f"; host index {self._host_index():.2f}, which took {took:g} s"
         if self.program is None or len(hosts := self.program.hosts) < 2:
             return found
         if (used := np.maximum(self.program.ops["host"], 0).sum()) > _DISTURBED * min(hosts):

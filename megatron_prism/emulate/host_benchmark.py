@@ -4,8 +4,7 @@ Five parts, none of which needs a GPU, so that hosts with and without one compar
 tensors (dispatch), forward and backward of small modules (autograd), plain Python (modules, dicts,
 keywords), what stands in for launches and allocations (calls to C, buffers that come and go), and
 locks with queues.  They take turns of 50 ms: all of them see the same drift, and a turn is long
-enough to feel others on its core as an iteration does.  ``HostIndex`` (``replay.costs.host``) is
-what comes out.
+enough to feel others on its core as an iteration does.  A ``HostIndex`` comes out.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_prism.replay.costs.host import HostIndex
+from megatron_prism.replay.costs.host_index import HostIndex
 
 _TURN_NS = 50_000_000
 _SIZES = (4096, 256, 65536, 1024, 16384, 512)  # bytes, of buffers

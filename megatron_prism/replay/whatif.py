@@ -27,7 +27,8 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay.costs import Prices, price_ops, relabelled
 from megatron_prism.replay.costs.collectives import Calibration
-from megatron_prism.replay.costs.host import host_scaled, indices_of, read_host_index
+from megatron_prism.replay.costs.host import host_scaled, indices_of
+from megatron_prism.replay.costs.host_index import read_host_index
 from megatron_prism.replay.costs.kernels import MEASURED
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.network import Topology
@@ -198,8 +199,8 @@ def host_factors(programs: Programs, host: str | os.PathLike[str] | float) -> li
     """How many times as long as in the slices hosts take, of every program.
 
     Args:
-        host: the index of the host; a file of ``prism calibrate --host``, which has it; ``0.6x``:
-            that many times as long.
+        host: the index of the host; a file of ``prism calibrate --host``, or traces of
+            torch.profiler (a file or a folder), which say it; ``0.6x``: that many times as long.
 
     Raises:
         UsageError: the slices do not say how fast their host was.

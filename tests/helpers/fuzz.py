@@ -38,7 +38,7 @@ from megatron_prism.predict.variability import read_variability
 from megatron_prism.replay import network
 from megatron_prism.replay.costs import kernels, machine, nccl_settings, nccl_tests
 from megatron_prism.replay.costs.collectives import read_calibration
-from megatron_prism.replay.costs.host import read_host_index
+from megatron_prism.replay.costs.host_index import read_host_index
 from megatron_prism.replay.priced_graph import price, replay
 
 ROOT = Path(__file__).parents[2]

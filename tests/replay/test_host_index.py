@@ -1,5 +1,6 @@
 """Hosts of another speed: the index, files of it, and replays on the target's host."""
 
+import gzip
 import json
 
 import numpy as np
@@ -10,7 +11,14 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.slices import HOST_INDEX, SliceStore, assemble
-from megatron_prism.replay.costs.host import REFERENCE, HostIndex, indices_of, read_host_index
+from megatron_prism.replay.costs import host_index
+from megatron_prism.replay.costs.host import indices_of
+from megatron_prism.replay.costs.host_index import (
+    REFERENCE,
+    TRACED,
+    HostIndex,
+    read_host_index,
+)
 from megatron_prism.replay.interval import HOST_KNOWN
 
 TWO = "prism-program 1\nworld size=2 pp=2\n"
@@ -40,6 +48,46 @@ def test_an_index_is_how_many_times_as_long_the_host_takes(tmp_path):
     path = tmp_path / "host.json"
     path.write_text(of(1.7).to_json())
     assert read_host_index(path) == of(1.7)
+
+
+def trace(times, name="aten::empty", count=200):
+    us = TRACED[name] / 1000 * times
+    events = [{"ph": "X", "cat": "cpu_op", "name": name, "ts": i * 100.0, "dur": us * (0.9 + i % 3)}
+              for i in range(count)]  # fmt: skip
+    return json.dumps({"traceEvents": [*events, {"ph": "M", "name": "thread_name"}]}).encode()
+
+
+def test_traces_of_a_run_say_the_index_of_its_host(tmp_path, slices):
+    """The usual time of an operator that does nothing else, whatever the job."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/rank-0.json").write_bytes(trace(0.5))
+    (tmp_path / "run/rank-1.json.gz").write_bytes(gzip.compress(trace(1.5)))
+    one = read_host_index(tmp_path / "run/rank-1.json.gz")
+    assert one.index == pytest.approx(1.5 * 1.9)
+    assert read_host_index(tmp_path / "run").index == pytest.approx(1.9)
+    found = prism.replay(prism.load(slices), what_if=prism.WhatIf(host=tmp_path / "run"))
+    assert found.iteration_ns == pytest.approx(1.9 * 10_000_000, rel=1e-3)
+    (tmp_path / "old.json").write_bytes(trace(2.0, "cudaLaunchKernel"))
+    assert read_host_index(tmp_path / "old.json").index == pytest.approx(2.0 * 1.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("few.json", trace(1, count=20), "100 events"),
+        ("cut.json.gz", gzip.compress(trace(1))[:-20], "cut off"),
+        ("bomb.json.gz", gzip.compress(bytes(1 << 20)), "unpacks to more"),
+        ("other.json", b"[1]", "host"),
+    ],
+)
+def test_traces_that_do_not_say_it(tmp_path, monkeypatch, name, data, says):
+    monkeypatch.setattr(host_index, "_MOST", 1 << 19)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UsageError, match=says):
+        read_host_index(tmp_path / name)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UsageError, match="neither"):
+        read_host_index(tmp_path / "none")
 
 
 def test_slices_keep_the_index_of_each_host(slices):

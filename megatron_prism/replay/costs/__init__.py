@@ -4,7 +4,8 @@
     collectives.py      calls: calibrations, what they and computing cost each other, a model of
                         NCCL
     kernels.py          segments that never ran on a GPU: measured kernels, rooflines
-    host.py             how long the host takes to issue an op, and how fast hosts are
+    host.py             how long the host takes to issue an op
+    host_index.py       how fast a host is, by a benchmark or by traces
     machine.py          rates and links of machines (machines/*.json)
     nccl_settings.py    NCCL's environment: which ways its calls may go
     nccl_tests.py       a calibration from the output of nccl-tests

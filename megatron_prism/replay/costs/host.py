@@ -3,25 +3,18 @@
 In : a program whose segments say it (``host``), and a calibration.  Out: ns per op.  What a call
 takes is NCCL's part alone: Python's way to it is in the segment before, measured with it.
 
-Hosts differ, so a host has an index (``HostIndex``): how many times as long as a reference host it
-takes for what Megatron's host time is made of.  Slices keep that of the host that captured them.
+Hosts differ, so a host has an index (``host_index``).  Slices keep that of the host that captured
+them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated
 
-import msgspec
 import numpy as np
 
-from megatron_prism.core import foreign
 from megatron_prism.core.ops import CODE, IS_CALL, NAMES, PHASE_NAMES, STEPS
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import HOST_INDEX
@@ -53,72 +46,6 @@ def with_modelled_host(program: Program) -> Program:
     ops["host"] = np.where(mine, ops["kernels"] * each, -1)
     ops["lead"] = np.where(mine, each, -1)
     return dataclasses.replace(program, ops=ops)
-
-
-VERSION = 1  # of the benchmark; goes up when an index means something else
-# part -> (ns of a unit on the reference host, weight).  The reference is an idle AMD EPYC of two
-# cores, Python 3.11, torch 2.13, 2026-11-24; weights are rounded shares of a train step of Megatron
-# under a profiler: half operators and autograd, the rest its own Python, calls to C and locks.
-REFERENCE = {
-    "dispatch": (20_000.0, 0.3),
-    "autograd": (900_000.0, 0.3),
-    "python": (1_500.0, 0.25),
-    "launches": (2_400.0, 0.1),
-    "lock": (1_000.0, 0.05),
-}
-
-
-@dataclass(frozen=True)
-class HostIndex:
-    """How fast a host issues work.
-
-    index  : times as long as the reference host; 2: half as fast
-    spread : of single measurements, as a part of the index
-    parts  : part of the benchmark -> times as long as the reference host
-    source : processor, versions, date
-    """
-
-    index: float
-    spread: float
-    parts: Mapping[str, float]
-    source: str
-
-    @classmethod
-    def of(cls, ns: Mapping[str, float], spread: Mapping[str, float], source: str) -> HostIndex:
-        """From the median ns of a unit of every part, and how much they spread."""
-        parts = {name: ns[name] / base for name, (base, _) in REFERENCE.items()}
-        index = math.exp(sum(w * math.log(parts[name]) for name, (_, w) in REFERENCE.items()))
-        spreads = sum(w * spread[name] for name, (_, w) in REFERENCE.items())
-        return cls(index, spreads, parts, source)
-
-    def to_json(self) -> str:
-        """What ``read_host_index`` reads."""
-        return json.dumps({"host_index": {"version": VERSION, **asdict(self)}}, indent=1) + "\n"
-
-
-def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
-    """What ``prism calibrate --host`` wrote, or the index in a whole calibration.  UsageError."""
-    with foreign.reading(path, "an index of a host", "prism calibrate --host -o HOST.json"):
-        found = foreign.read_json(path, _StoredIndex).host_index
-        if found.version != VERSION:
-            what = f"of version {found.version}, this release compares version {VERSION}"
-            raise ValueError(f"its host index is {what}")
-        return HostIndex(found.index, found.spread, found.parts, found.source)
-
-
-_Times = Annotated[float, msgspec.Meta(gt=0, lt=1e4)]
-
-
-class _Index(msgspec.Struct):
-    version: int
-    index: _Times
-    spread: Annotated[float, msgspec.Meta(ge=0, lt=1e4)]
-    parts: dict[str, _Times]
-    source: str
-
-
-class _StoredIndex(msgspec.Struct):
-    host_index: _Index
 
 
 ON_TARGET = "on the target's host"

@@ -1,0 +1,157 @@
+"""How fast a host issues work, by a benchmark or by a trace of the job that runs on it.
+
+In : a file of ``prism calibrate --host``, or traces of torch.profiler.  Out: HostIndex.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from megatron_prism.core import foreign
+
+VERSION = 1  # of the benchmark; goes up when an index means something else
+# part -> (ns of a unit on the reference host, weight).  The reference is an idle AMD EPYC of two
+# cores, Python 3.11, torch 2.13, 2026-11-24; weights are rounded shares of a train step of Megatron
+# under a profiler: half operators and autograd, the rest its own Python, calls to C and locks.
+REFERENCE = {
+    "dispatch": (20_000.0, 0.3),
+    "autograd": (900_000.0, 0.3),
+    "python": (1_500.0, 0.25),
+    "launches": (2_400.0, 0.1),
+    "lock": (1_000.0, 0.05),
+}
+
+
+@dataclass(frozen=True)
+class HostIndex:
+    """How fast a host issues work.
+
+    index  : times as long as the reference host; 2: half as fast
+    spread : of single measurements, as a part of the index
+    parts  : part of the benchmark -> times as long as the reference host
+    source : processor, versions, date
+    """
+
+    index: float
+    spread: float
+    parts: Mapping[str, float]
+    source: str
+
+    @classmethod
+    def of(cls, ns: Mapping[str, float], spread: Mapping[str, float], source: str) -> HostIndex:
+        """From the median ns of a unit of every part, and how much they spread."""
+        parts = {name: ns[name] / base for name, (base, _) in REFERENCE.items()}
+        index = math.exp(sum(w * math.log(parts[name]) for name, (_, w) in REFERENCE.items()))
+        spreads = sum(w * spread[name] for name, (_, w) in REFERENCE.items())
+        return cls(index, spreads, parts, source)
+
+    def to_json(self) -> str:
+        """What ``read_host_index`` reads."""
+        return json.dumps({"host_index": {"version": VERSION, **asdict(self)}}, indent=1) + "\n"
+
+
+# Operators of a trace -> median ns on the reference host, the first that a trace has often enough.
+# 40 traced iterations of five jobs on two H200, the benchmark before each of them, torch 2.11: per
+# job within 3 % of the first, 18 % of the second, which waits where the device is far behind
+TRACED = {"aten::empty": 5_300.0, "cudaLaunchKernel": 8_700.0}
+_ENOUGH, _WINDOW = 100, 50  # events of a trace; of what one median is taken
+_ON_HOST = ("cpu_op", "cuda_runtime", "cuda_driver")
+_MOST = 1 << 31  # bytes of a trace, of a small one fewer
+
+
+def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
+    """What ``prism calibrate --host`` wrote, the index in a whole calibration, or the index of the
+    host in a trace of torch.profiler, or in a folder of them.  UsageError."""
+    place = Path(path)
+    names = ("*.json", "*.json.gz")
+    files = sorted(one for name in names for one in place.glob(name)) if place.is_dir() else [place]
+    fix = "a file of prism calibrate --host -o HOST.json, or traces of torch.profiler"
+    with foreign.reading(path, "an index of a host", fix):
+        if not files:
+            raise ValueError(f"it has neither of {' and '.join(names)}")
+        read = [msgspec.json.decode(_bytes(one), type=_File, strict=False) for one in files]
+        stored = read[0].host_index
+        if len(read) == 1 and stored is not None:
+            if stored.version != VERSION:
+                what = f"of version {stored.version}, this release compares version {VERSION}"
+                raise ValueError(f"its host index is {what}")
+            return HostIndex(stored.index, stored.spread, stored.parts, stored.source)
+        return _of_traces([one.traceEvents for one in read], place.name)
+
+
+def _of_traces(traces: Sequence[Sequence[_Event]], source: str) -> HostIndex:
+    """The median of what operators of the traces take; each trace counts alike."""
+    alone = [_alone(events) for events in traces]
+    for name, base in TRACED.items():
+        each = [took[name] * 1000 / base for took in alone if len(took[name]) >= _ENOUGH]
+        if each:
+            index = float(np.median([np.median(times) for times in each]))
+            windows = [np.median(times[i : i + _WINDOW]) for times in each
+                       for i in range(0, len(times), _WINDOW)]  # fmt: skip
+            low, high = np.quantile(windows, [0.1, 0.9])
+            return HostIndex(index, float((high - low) / 2 / index), {name: index}, source)
+    raise ValueError(f"it has no {_ENOUGH} events of {' or '.join(TRACED)}")
+
+
+def _alone(events: Sequence[_Event]) -> dict[str, np.ndarray]:
+    """Operator of ``TRACED`` -> us of each that calls nothing which the trace has."""
+    mine = sorted(
+        (str(one.tid), one.ts, -one.dur, str(one.name))
+        for one in events
+        if one.cat in _ON_HOST and one.ts is not None and one.dur
+    )
+    took: dict[str, list[float]] = {name: [] for name in TRACED}
+    for (thread, begin, dur, name), following in itertools.zip_longest(mine, mine[1:]):
+        if name in took and (not following or following[:2] >= (thread, begin - dur)):
+            took[name].append(-dur)
+    return {name: np.array(each) for name, each in took.items()}
+
+
+def _bytes(path: Path) -> bytes:
+    if path.suffix != ".gz":
+        return foreign.read_bytes(path, _MOST)
+    most = min(_MOST, (1 << 28) + 100 * path.stat().st_size)
+    try:
+        with gzip.open(path) as file:
+            data = file.read(most)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"it is cut off or damaged: {error}") from None
+    if len(data) == most:
+        raise ValueError(f"it unpacks to more than {most:,} bytes")
+    return data
+
+
+_Times = Annotated[float, msgspec.Meta(gt=0, lt=1e4)]
+
+
+class _Index(msgspec.Struct):
+    version: int
+    index: _Times
+    spread: Annotated[float, msgspec.Meta(ge=0, lt=1e4)]
+    parts: dict[str, _Times]
+    source: str
+
+
+class _Event(msgspec.Struct, gc=False):
+    cat: str = ""
+    name: str | int | None = ""
+    ts: float | None = None
+    dur: float | None = None
+    tid: int | str | None = None
+
+
+class _File(msgspec.Struct):
+    host_index: _Index | None = None
+    traceEvents: list[_Event] = []
