@@ -25,7 +25,7 @@ from megatron_prism.memory.baseline import (
     needed,
     peak_memory,
 )
-from megatron_prism.memory.snapshot import SnapshotComparison, SnapshotGrowth
+from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotComparison, SnapshotGrowth
 from megatron_prism.replay import differences
 from megatron_prism.replay.differences import TimeDifference
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
@@ -126,7 +126,7 @@ class Comparison:
         return rendered("report.compare:render_html", self, str)
 
 
-Answer = Comparison | TraceComparison | SnapshotComparison | SnapshotGrowth
+Answer = Comparison | TraceComparison | SnapshotComparison | SnapshotGrowth | RankedSnapshots
 
 
 def compare(
@@ -158,14 +158,14 @@ def compare(
     if isinstance(b, snapshot.Snapshot):
         if isinstance(a, snapshot.Snapshot):
             return snapshot.grown(a, b)
-        raise UsageError("the snapshot comes first", fix="prism compare SNAPSHOT SLICES")
+        raise UsageError("snapshots come first", fix="prism compare SNAPSHOT SLICES")
     if isinstance(a, (Programs, PricedGraph, MemoryReport)):
         return _jobs((a, b), names, priced)
     if isinstance(b, MemoryReport):
         raise UsageError("a real job needs slices beside it", fix="prism compare A SLICES")
     if isinstance(a, snapshot.Snapshot):
-        programs = b.programs if isinstance(b, PricedGraph) else b
-        return snapshot.compare(a, programs.programs[0])
+        programs = b.graph.programs if isinstance(b, PricedGraph) else b
+        return snapshot.compare(a, programs)
     predicted = priced(b)
     assert predicted is not None
     return compare_traces(a, predicted.timeline)

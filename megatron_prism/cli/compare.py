@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megatron_prism.ask.compare import Answer as Compared
     from megatron_prism.ask.compare import Job
     from megatron_prism.graph.difference import ComparedOp
-    from megatron_prism.memory.snapshot import Snapshot
 
 _PAYLOADS = "payload-*.bin"  # of a recording
 
@@ -32,7 +31,8 @@ def compare(args: argparse.Namespace) -> Answer:
     prism compare memory.json A             a baseline of prism memory and the peaks of now
     prism compare rank*.json.gz A           traces of a real job and its slices
     prism compare SNAPSHOT A                a memory snapshot of a real process and its slices
-    prism compare EARLIER LATER             two snapshots of one process: what has grown, by line
+    prism compare EARLIER … LATER           snapshots of one process: what grows each time, by line
+    prism compare RANKS/ A                  a folder with a snapshot of each rank, of both kinds
     prism compare job/ alone/ --norm 1e-3   recordings (--prism-payload): what calls delivered, by
                                             norm; without --norm by every bit
 
@@ -81,25 +81,21 @@ def compare(args: argparse.Namespace) -> Answer:
 def _compared(args: argparse.Namespace, paths: list[str], words: list[list[str]]) -> Compared:
     from megatron_prism.ask.compare import compare as compare_jobs
     from megatron_prism.memory import baseline
-    from megatron_prism.memory.snapshot import compare as compare_snapshot
-    from megatron_prism.memory.snapshot import read
 
     how = {"machine": args.machine, "calibration": args.calibration}
 
-    def job(path: str, own: Sequence[str]) -> Job | Snapshot:
-        if snapshot.is_snapshot(path):
-            return read(path)
+    def job(path: str, own: Sequence[str]) -> Job:
         if path.endswith(".json") and not own:
             return baseline.load(path)
         if own:
             return what_ifs.priced(what_ifs.open_job(path), own, "compare", **how)
         return what_ifs.open_job(path, partial=True)
 
-    if snapshot.is_snapshot(paths[0]) and not snapshot.is_snapshot(paths[-1]):
-        program = snapshot.program_of(what_ifs.open_job(paths[-1], partial=True), paths[0])
-        return compare_snapshot(read(paths[0]), program)
+    if any(map(snapshot.is_snapshot, paths)):
+        slices = None if snapshot.is_snapshot(paths[-1]) else job(paths[-1], words[-1])
+        return snapshot.compared(paths, lambda taken: compare_jobs(taken, slices))
     b = job(paths[-1], words[-1])
-    traces = len(paths) > 2 or not snapshot.is_snapshot(paths[0]) and _is_trace(paths[0])
+    traces = len(paths) > 2 or _is_trace(paths[0])
     a = paths[:-1] if traces else job(paths[0], words[0])
     names = (" ".join([paths[0], *words[0]]), " ".join([paths[-1], *words[-1]]))
     return compare_jobs(a, b, names=names, **how)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.cli.fit import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs, exact
-from megatron_prism.cli.snapshot import rank_of, snapshots
+from megatron_prism.cli.snapshot import snapshots
 from megatron_prism.core.errors import UsageError, refuse
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
     known = None if args.device == "none" else args.device
     report = baseline.peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
     for path in (one for given in args.real or () for one in snapshots(given)):
-        top = peaks.known_peak(snapshot.read(path).program)
-        rank = rank_of(path, programs.programs[0].rank)
-        baseline.add_real(report, programs.world, rank, top.num_bytes)
+        taken = snapshot.read(path)
+        baseline.add_real(report, programs.world, taken.rank,
+                          peaks.known_peak(taken.program).num_bytes)  # fmt: skip
     return report
 
 

@@ -6,9 +6,10 @@ In : what ``memory.snapshot`` and ``memory.oom`` answer.  Out: text or JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +19,15 @@ from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Program, Programs
+    from megatron_prism.ask.compare import Answer as Compared
+    from megatron_prism.core.program import Programs
     from megatron_prism.memory.oom import Candidate, Said
     from megatron_prism.memory.peaks import HeldMemory, Peak
-    from megatron_prism.memory.snapshot import Snapshot
+    from megatron_prism.memory.snapshot import RankedSnapshots, Snapshot
 
 
 _NAME = re.compile(r"\.(?:pickle|pkl)(?:\.gz|\.xz)?$", re.IGNORECASE)
 _SHOWN = 8  # segments
-_RANK = re.compile(r"rank[-_]?0*(\d+)")
 
 
 def is_snapshot(path: str) -> bool:
@@ -38,23 +39,34 @@ def snapshots(path: str) -> list[str]:
     """The snapshots that ``path`` names, by rank."""
     if os.path.isdir(path):
         names = (str(one) for one in Path(path).iterdir() if _NAME.search(one.name))
-        return sorted(names, key=lambda name: (rank_of(name, 0), name))
+        return sorted(names, key=lambda name: [(int(part), "") if part.isdigit() else (0, part)
+                                               for part in re.split(r"(\d+)", name)])  # fmt: skip
     return [path] if _NAME.search(path) else []
 
 
-def rank_of(path: str, otherwise: int) -> int:
-    """The rank that a snapshot's name says."""
-    named = _RANK.search(Path(path).name)
-    return int(named[1]) if named else otherwise
+def compared(
+    paths: Sequence[str], beside: Callable[[Snapshot], Compared]
+) -> Compared | RankedSnapshots:
+    """What ``beside`` says of snapshots if the last path is no snapshot, else what their processes
+    hold more than in earlier ones: folders have one of each rank."""
+    from megatron_prism.memory import snapshot
 
-
-def program_of(programs: Programs, path: str) -> Program:
-    """The program of the rank that the snapshot's name says, the first otherwise."""
-    rank = rank_of(path, programs.programs[0].rank)
-    if rank >= programs.world.size:
-        raise UsageError(f"{path}: the slices have {programs.world.size} ranks",
-                         fix="give the slices of its job")  # fmt: skip
-    return programs.of(rank)
+    *first, last = [[(name, snapshot.read(name)) for name in snapshots(path)] for path in paths]
+    if not all(first):
+        raise UsageError("snapshots come first", fix="prism compare SNAPSHOT SLICES")
+    answers: dict[str, Compared] = {}
+    if last:
+        series: dict[str, list[Snapshot]] = {}
+        folders = any(len(each) > 1 for each in (*first, last))
+        for name, taken in itertools.chain(*first, last):
+            whose = Path(name).name if taken.rank is None else f"rank {taken.rank}"
+            series.setdefault(whose if folders else "", []).append(taken)
+        answers |= {k: snapshot.grown(*each) for k, each in series.items() if len(each) > 1}
+    else:
+        answers |= {Path(name).name: beside(taken) for name, taken in itertools.chain(*first)}
+    if not answers:
+        raise UsageError("the folders have no rank in common", fix="rank0.pickle … in each")
+    return snapshot.RankedSnapshots(answers) if len(answers) > 1 else next(iter(answers.values()))
 
 
 def explain(path: str, top: int) -> Answer:
@@ -108,18 +120,19 @@ def _print_ranks(
 
 
 def _print_snapshot(name: str, taken: Snapshot, peak: Peak) -> None:
-    since = "its first request" if taken.whole else "later: blocks from before have no line"
-    print(f"{name}: iterations 1 to {taken.iterations[-1]}, history since {since}")
+    since = "its first request" if taken.whole else "later"
+    last = taken.iterations[-1]
+    print(f"{name}: {f'iterations 1 to {last}' if last else 'no iteration'}, history since {since}")
     if taken.failed is not None:
         _print_failed(taken)
-    when = f"iteration {taken.iterations[peak.index]}, {peak.op.label}"
-    print(f"peak {exact(peak.num_bytes)} in {when}, {peak.site}")
+    when = f" in iteration {taken.iterations[peak.index]}, {peak.op.label}, {peak.site}"
+    print(f"peak {exact(peak.num_bytes)}{when if last else ''}")
     print("  " + ", ".join(f"{k} {units.format_bytes(v)}" for k, v in peak.by_kind.items() if v))
     most = taken.peak_reserved
     if most is not None:
-        same = "the allocator's rules say the same" if most == taken.modelled else (
-            f"the allocator's rules say {exact(taken.modelled)} of these requests")  # fmt: skip
-        print(f"reserved {exact(most)} at most: {same}")
+        same = "the same" if most == taken.modelled else f"{exact(taken.modelled)} of its requests"
+        rules = f": the allocator's rules say {same}" if taken.whole else ""
+        print(f"reserved {exact(most)} at most{rules}")
         if taken.unknown:
             print(f"  {taken.unknown}")
         for whose, sizes in zip(("the process", "the rules"), taken.segments, strict=True):
@@ -169,11 +182,11 @@ def _print_holdings(holdings: Sequence[HeldMemory]) -> None:
 def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
     """Which request of the slices an out-of-memory error was about, and what frees memory."""
     from megatron_prism.ask.fit import fit
-    from megatron_prism.memory import oom
+    from megatron_prism.memory import oom, peaks
     from megatron_prism.report.fit import changes_of
 
     said = oom.parse(args.oom)
-    found = oom.candidates(programs.programs[0], said)
+    found = oom.candidates(programs.programs, said)
     if not found:
         raise UsageError(
             f"no request of the slices is {units.format_bytes(said.asked)}",
@@ -183,15 +196,15 @@ def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
     if limit is not None:
         tried = fit(programs, limit=limit, machine=args.machine, calibration=args.calibration,
                     alloc_conf=args.alloc or "", device=None)  # fmt: skip
-    rows = [{"num_bytes": one.num_bytes, "step": one.op.label, "op": one.op.name,
-             "site": one.site, "allocated": one.allocated,
+    rows = [{"rank": one.program.rank, "num_bytes": one.num_bytes, "step": one.op.label,
+             "op": one.op.name, "site": one.site, "allocated": one.allocated,
              "first_iteration": one.first} for one in found]  # fmt: skip
     value = {"schema": "prism.memory_oom/1", "candidates": rows, "limit": limit,
              "changes": [asdict(one) for one in tried.changes] if tried else None}  # fmt: skip
 
     def page() -> None:
         _print_request(said, found)
-        _print_holdings(found[0].holdings[: args.top])
+        _print_holdings(peaks.holdings_at(found[0].program, found[0].event)[: args.top])
         if tried is not None:
             size = f"the {units.format_bytes(tried.limit)} of segments that the process could have"
             print(f"a later iteration {'fits' if tried.fits else 'does not fit'} into {size}")
@@ -203,7 +216,9 @@ def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
 def _print_request(said: Said, found: Sequence[Candidate]) -> None:
     best = found[0]
     when = "the first iteration: Adam's states do not exist yet" if best.first else "any iteration"
-    print(f"{best.num_bytes:,} B in {best.op.label} {best.op.name} {best.site}")
+    several = len({one.program.rank for one in found}) > 1
+    whose = f"rank {best.program.rank}: " if several else ""
+    print(f"{whose}{best.num_bytes:,} B in {best.op.label} {best.op.name} {best.site}")
     real = f", the error says {units.format_bytes(said.allocated)}" if said.allocated else ""
     print(f"  {when}; {exact(best.allocated)} allocated in the slices then{real}")
     if said.unused is not None:

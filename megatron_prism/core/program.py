@@ -401,8 +401,12 @@ class Programs:
     __hash__ = None  # type: ignore[assignment]
 
     def of(self, rank: int) -> Program:
-        """The program that ``rank`` runs."""
-        return self.programs[int(self.program_of[self.world.check_rank(rank)])]
+        """The program that ``rank`` runs.  ProgramError if it has none (``absent``)."""
+        index = int(self.program_of[self.world.check_rank(rank)])
+        if index < 0:
+            fix = f"capture it into the same folder: --prism-ranks {rank}"
+            raise ProgramError(f"the stage of rank {rank} has no slice", fix=fix)
+        return self.programs[index]
 
     def ranks_of(self, index: int) -> np.ndarray:
         """The ranks that run program ``index``, ascending, int64 [n]."""

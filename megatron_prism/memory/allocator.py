@@ -89,6 +89,13 @@ class Settings:
             return -(-num_bytes // step) * step
         return -(-num_bytes // ROUND) * ROUND
 
+    def segment(self, num_bytes: int) -> int:
+        """The segment that the device is asked for where no free block fits such a request."""
+        size = self.rounded(num_bytes)
+        if size <= SMALL:
+            return SMALL_SEGMENT
+        return LARGE_SEGMENT if size < OWN_SEGMENT else -(-size // (2 * MIB)) * (2 * MIB)
+
 
 def _flag(key: str, value: str) -> bool:
     if value not in ("True", "False"):
@@ -392,13 +399,7 @@ class CachingAllocator:
     def _more(self, size: int, pool: Pool) -> Block:
         if self.settings.expandable:
             return self._grow(size, pool)
-        if pool[1]:
-            whole = SMALL_SEGMENT
-        elif size < OWN_SEGMENT:
-            whole = LARGE_SEGMENT
-        else:
-            whole = -(-size // (2 * MIB)) * (2 * MIB)
-        return self._segment(whole, pool)
+        return self._segment(self.settings.segment(size), pool)
 
     def _segment(self, whole: int, pool: Pool) -> Block:
         self._reserve(whole)

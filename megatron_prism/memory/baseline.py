@@ -351,10 +351,13 @@ def beside_tensors(one: ClassMemoryFigures) -> dict[str, int]:
             "context": needed(one) - one["peak_reserved"] - nccl}  # fmt: skip
 
 
-def add_real(report: MemoryReport, world: World, rank: int, num_bytes: int) -> None:
-    """Keep the peak of a real process of ``rank`` with its class; UsageError if it has none."""
+def add_real(report: MemoryReport, world: World, rank: int | None, num_bytes: int) -> None:
+    """Keep the peak of a real process of ``rank`` with its class; UsageError if it has none, or is
+    not known and there are several."""
+    if rank is None and len(report.classes) > 1:
+        raise UsageError("the snapshot's name says no rank", fix="name it rank0.pickle, or so")
     for one in report.classes.values():
-        if rank in world.select(one["ranks"]):
+        if rank is None or rank in world.select(one["ranks"]):
             one["real"] = max(one.get("real", 0), num_bytes)
             return
     raise UsageError(f"no slice stands for rank {rank}", fix="a snapshot of this very job")

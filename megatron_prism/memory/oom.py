@@ -1,19 +1,23 @@
 """An out-of-memory error of torch: which request of the job's slices it was, and when.
 
 ``CUDA out of memory. Tried to allocate 17.58 GiB. … 51.75 GiB is allocated by PyTorch, and 17.84
-GiB is reserved by PyTorch but unallocated.`` (CUDACachingAllocator.cpp, ``alloc_found`` @torch
-2.11): two decimals, so that a request is known to a few MiB.
+GiB is reserved by PyTorch but unallocated.`` (c10/cuda/CUDACachingAllocator.cpp, ``malloc`` @torch
+2.11): two decimals, and the segment that was asked for (``alloc_size``), not the tensor.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
-from megatron_prism.memory.peaks import HeldMemory, holdings_at, op_at, site_of
+from megatron_prism.memory.allocator import Settings
+from megatron_prism.memory.peaks import holdings_at, op_at, site_of
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
@@ -44,17 +48,18 @@ class Said:
 class Candidate:
     """A request of the slices that the error may be about.
 
-    num_bytes  : what is asked for;  op, site : where
+    program    : of the rank that asks;  event: of its allocations
+    num_bytes  : of the tensor;  op, site : where
     allocated  : bytes that are in use then, in the first iteration or in later ones (``first``)
-    holdings   : what is alive then, largest first, as in later iterations
     """
 
+    program: Program
+    event: int
     num_bytes: int
     op: Op
     site: str
     allocated: int
     first: bool
-    holdings: tuple[HeldMemory, ...]
 
 
 def parse(text: str) -> Said:
@@ -70,25 +75,26 @@ def parse(text: str) -> Said:
     return Said(error=_UNITS[asked[2]] // 200 + 1, **sizes)
 
 
-def candidates(program: Program, said: Said) -> list[Candidate]:
-    """Requests of that size, those first that agree best with what was allocated."""
-    events, live = program.allocations, program.live_bytes()
-    found = []
-    for at in range(len(events)):
-        size = int(events["bytes"][at])
-        if abs(size - said.asked) > said.error or not events["before"][at]:
-            continue
-        op = program[op_at(program, at)]
-        holdings = holdings_at(program, at)
-        states = sum(h.num_bytes for h in holdings if h.module in STATES)
-        in_use = int(live[at]) - size
-        for first in (True, False) if states and op.phase != "optimizer" else (False,):
-            level = in_use - states if first else in_use
-            found.append(Candidate(size, op, site_of(program, at), level, first, holdings))
-    if said.allocated is not None:
-        level = said.allocated
+def candidates(programs: Sequence[Program], said: Said) -> list[Candidate]:
+    """Requests that take such a segment, those first that agree best with what was allocated."""
+    found = [one for program in programs for one in _candidates(program, said)]
+    if (level := said.allocated) is not None:
         found.sort(key=lambda one: abs(one.allocated - level))
     return found
+
+
+def _candidates(program: Program, said: Said) -> Iterator[Candidate]:
+    events, live, segment = program.allocations, program.live_bytes(), Settings().segment
+    begun = int(np.count_nonzero(events["before"] == 0))
+    stands = holdings_at(program, begun - 1) if begun else ()
+    states = sum(one.num_bytes for one in stands if one.module in STATES)
+    for at, size in enumerate(events["bytes"][begun:].tolist(), begun):
+        if size <= 0 or abs(segment(size) - said.asked) > said.error:
+            continue
+        op, in_use = program[op_at(program, at)], int(live[at]) - size
+        for first in (True, False) if states and op.phase != "optimizer" else (False,):
+            level = in_use - states if first else in_use
+            yield Candidate(program, at, size, op, site_of(program, at), level, first)
 
 
 def limit_of(said: Said) -> int | None:

@@ -21,7 +21,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
+from itertools import pairwise
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,7 +32,7 @@ from megatron_prism.core import foreign
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import EMPTIED, STEPS
-from megatron_prism.core.program import Builder, Program
+from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
 from megatron_prism.memory.peaks import HeldMemory, Peak, difference, holdings_at, known_peak
 
@@ -38,13 +40,18 @@ _MOST = 1 << 31  # bytes of a snapshot, unpacked
 _FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
 _PACKED: dict[bytes, Callable[[io.BytesIO], Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
 _OURS = re.compile(r"(?:^|/)(?:megatron/((?:core|training|legacy)/.*)|(transformer_engine/.*))$")
-_LIBRARY = re.compile(
-    r"(?:^|/)(?:torch|site-packages/torch|<frozen|<string>|<eval)|\?\?|\.(?:cpp|so|h)\b"
-)
+# a frame of Python's names its source; one of C++ the file that it was built from, or none
+_PYTHON = re.compile(r".*\.pyx?|<.*>")
+_LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages/torch|<frozen|<string>|<eval)")
+# of names: Megatron's snapshot_oom_rank-3.pickle and snapshot_3.pickle (training/training.py:3543
+# @main), torchtitan's iteration_10/rank3_memory_snapshot.pickle
+_RANK = re.compile(r"(?:rank[-_]?|snapshot_)0*(\d+)")
+_ITERATION = re.compile(r"(?<![a-z])(?:it(?:er(?:ation)?)?|step)s?[-_=]?0*(\d+)")
 _LARGE = 1 << 20  # bytes from which requests are held against each other
 # functions that make the parameters; of torch.nn.Module: to, cuda, to_empty
 _BUILDERS = {"get_model", "setup_model_and_optimizer", "_apply", "to_empty"}
 _rounded = Settings().rounded
+_AUTOGRAD = "autograd's thread"  # has no frames of Python
 _BUFFER = "core/distributed/param_and_grad_buffer.py"
 
 
@@ -57,12 +64,17 @@ class _Event(msgspec.Struct):
     frames: Any = ()
 
 
+class _Origin(msgspec.Struct):
+    frames: Any = ()
+
+
 class _Block(msgspec.Struct):
     size: int
     state: str
     address: int = 0
     requested_size: int = 0
     frames: Any = ()
+    history: list[_Origin] = []  # of torch 2.0, the latest first, for ``frames``
 
 
 class _Segment(msgspec.Struct):
@@ -119,6 +131,8 @@ class Snapshot:
     whole      : whether the history begins with the first block that is alive
     failed     : where memory ran out
     unknown    : the option of the allocator that ``modelled`` knows nothing of, in words
+    rank       : that its name says
+    iteration  : in which it was taken, where its name says it or the history is whole
     """
 
     program: Program
@@ -133,6 +147,8 @@ class Snapshot:
     whole: bool
     failed: FailedRequest | None = None
     unknown: str = ""
+    rank: int | None = None
+    iteration: int | None = None
 
     def fits_expandable(self) -> bool | None:
         """Whether what failed fits with expandable segments; None if nothing failed."""
@@ -164,7 +180,11 @@ def read(path: str | PathLike[str], device: int | None = None) -> Snapshot:
                 raise ValueError(f"it is damaged: {error}") from None
         with foreign.bounded_memory(16 * len(data) + (1 << 30)):
             value = foreign.unpickled(data, lambda value: None)
-        return _of(foreign.shaped(value, _File), device)
+        taken = _of(foreign.shaped(value, _File), device)
+    folder, name = Path(path).absolute().parts[-2:]
+    rank, named = _RANK.search(name), _ITERATION.search(name) or _ITERATION.search(folder)
+    iteration = int(named[1]) if named else taken.iterations[-1] if taken.whole else 0
+    return replace(taken, rank=int(rank[1]) if rank else None, iteration=iteration or None)
 
 
 def _of(file: _File, device: int | None) -> Snapshot:
@@ -290,7 +310,8 @@ class _History:
             for block in segment.blocks:
                 if block.state.startswith("active") and address not in asked:
                     size = block.requested_size or block.size
-                    yield _Block(size, "", address, frames=block.frames)
+                    frames = block.frames or next((one.frames for one in block.history), ())
+                    yield _Block(size, "", address, frames=frames)
                 address += block.size
 
     def place(self, frames: Any) -> AllocationSite:
@@ -335,7 +356,10 @@ class _History:
         self.alive[address] = life
         self.requests.append((number, size, stream))
         owner = f"{kind}:" if kind else ""
-        self.builder.memory(number, life.size, f"{owner} @{place.site}", stream)
+        # kept blocks of it are gradients where there is no buffer of them, else workspaces
+        own = self.phase == "backward" and not self.gradients
+        site = place.site or _AUTOGRAD * own
+        self.builder.memory(number, life.size, f"{owner} @{site}", stream)
 
     def _goes(self, event: _Event) -> None:
         """A block counts until its program lets go; it is free when other streams are past it."""
@@ -371,9 +395,10 @@ _PHASES = tuple(
 def _place(frames: Any) -> AllocationSite:
     rows = [(str(f["filename"]), str(f["name"]), int(f["line"])) for f in frames]
     names = {name for _, name, _ in rows}
-    ours = ((_OURS.search(file), line) for file, _, line in rows)
+    python = [(file, line) for file, _, line in rows if _PYTHON.fullmatch(file)]
+    ours = ((_OURS.search(file), line) for file, line in python)
     others = (f"{file.rpartition('site-packages/')[2]}:{line}"
-              for file, _, line in rows if not _LIBRARY.search(file))  # fmt: skip
+              for file, line in python if not _LIBRARY.search(file))  # fmt: skip
     sites = (f"{match[1] or match[2]}:{line}" for match, line in ours if match)
     site = next(sites, "") or next(others, "")
     optimizer = any("optimizer" in file for file, _, _ in rows)
@@ -393,10 +418,16 @@ def _place(frames: Any) -> AllocationSite:
 
 @dataclass(frozen=True)
 class SnapshotGrowth:
-    """What one process holds more at the end of a later snapshot: by kind and line, largest first;
-    negative where it has become less."""
+    """What one process holds more at the end of the last of its snapshots than of the first.
+
+    grown      : by kind and line, largest first; negative where it has become less
+    steps      : for each of them, bytes more from every snapshot to the next
+    iterations : in which the snapshots were taken; () where one is not known
+    """
 
     grown: tuple[HeldMemory, ...]
+    steps: tuple[tuple[int, ...], ...]
+    iterations: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -404,27 +435,54 @@ class SnapshotGrowth:
         return sum(one.num_bytes for one in self.grown)
 
     @property
+    def leaking(self) -> int:
+        """Bytes of the lines that grow from every snapshot to the next: no cache that is full."""
+        return sum(sum(steps) for steps in self.steps if min(steps) > 0)
+
+    @property
     def same(self) -> bool:
-        """Whether nothing has grown by more than 1 MiB."""
-        return self.num_bytes <= 1 << 20
+        """Whether nothing has grown by more than 1 MiB each time."""
+        return min(self.num_bytes, self.leaking) <= 1 << 20
+
+    @property
+    def difference(self) -> int:
+        """Bytes, the more the worse."""
+        return self.leaking
+
+    def rate(self, steps: tuple[int, ...]) -> float | None:
+        """Bytes an iteration of a line that grows each time, where the iterations are known."""
+        passed = self.iterations[-1] - self.iterations[0] if self.iterations else 0
+        return sum(steps) / passed if passed and min(steps) > 0 else None
 
     def to_rows(self) -> list[dict[str, object]]:
         """A row for every line."""
-        return [asdict(one) for one in self.grown]
+        return [{**asdict(one), "steps": list(steps), "per_iteration": self.rate(steps)}
+                for one, steps in zip(self.grown, self.steps, strict=True)]  # fmt: skip
 
     def to_json(self) -> dict[str, object]:
-        """What ``prism compare EARLIER LATER --json`` prints; bytes."""
-        return {"schema": "prism.memory_growth/1", "grown": self.num_bytes, "by": self.to_rows()}
+        """What ``prism compare EARLIER … LATER --json`` prints; bytes."""
+        return {"schema": "prism.memory_growth/2", "grown": self.num_bytes, "leaking": self.leaking,
+                "iterations": list(self.iterations), "by": self.to_rows()}  # fmt: skip
 
     def to_text(self) -> str:
         """The same as text."""
         return rendered("report.snapshot:render_growth", self, str)
 
 
-def grown(earlier: Snapshot, later: Snapshot) -> SnapshotGrowth:
-    """What is alive at the end of ``later`` and was not at the end of ``earlier``."""
-    ends = (holdings_at(one.program, len(one.program.allocations) - 1) for one in (earlier, later))
-    return SnapshotGrowth(difference(*ends))
+def grown(*taken: Snapshot) -> SnapshotGrowth:
+    """What is alive at the end of the last snapshot and was not at the end of the first.
+
+    They are one process's, in the order of their iterations, where all of them are known.
+    """
+    numbers = [one.iteration for one in taken if one.iteration is not None]
+    if len(numbers) == len(taken):
+        taken = tuple(sorted(taken, key=lambda one: one.iteration or 0))
+    ends = [holdings_at(one.program, len(one.program.allocations) - 1) for one in taken]
+    steps = [{one.key: one.num_bytes for one in difference(a, b)} for a, b in pairwise(ends)]
+    more = difference(ends[0], ends[-1])
+    by_line = tuple(tuple(step.get(one.key, 0) for step in steps) for one in more)
+    known = tuple(sorted(numbers)) if len(numbers) == len(taken) else ()
+    return SnapshotGrowth(more, by_line, known)
 
 
 # -- beside the slices of the same job -------------------------------------------------------------
@@ -442,12 +500,14 @@ class Request:
 class SnapshotComparison:
     """A real process beside the slices of its job, in the iteration of the real peak.
 
+    rank           : whose slices they are
     real, emulated : their peaks
     common         : bytes of blocks alive at the real peak that are alive at the other, too
     asked, aligned : bytes of large requests of the iteration, and of those in the other's order
     only_real, only_emulated : requests of the first step that differs, that the other lacks there
     """
 
+    rank: int
     real: Peak
     emulated: Peak
     common: int
@@ -461,6 +521,11 @@ class SnapshotComparison:
         """Whether 99 % of the bytes at the real peak are blocks of the slices, too."""
         return self.common >= 0.99 * self.real.num_bytes
 
+    @property
+    def difference(self) -> int:
+        """Bytes of the real peak that are none of the slices."""
+        return self.real.num_bytes - self.common
+
     def to_rows(self) -> list[dict[str, object]]:
         """A row for every category; bytes."""
         real, emulated = self.real.by_kind, self.emulated.by_kind
@@ -470,9 +535,10 @@ class SnapshotComparison:
         """What ``prism compare SNAPSHOT SLICES --json`` prints; bytes."""
         of_kind = {row["kind"]: [row["real"], row["emulated"]] for row in self.to_rows()}
         only = {"only_real": self.only_real, "only_emulated": self.only_emulated}
-        return {"schema": "prism.memory_alignment/1", "real": self.real.num_bytes,
-                "emulated": self.emulated.num_bytes, "common": self.common,
-                "asked": self.asked, "aligned": self.aligned, "by_category": of_kind,
+        return {"schema": "prism.memory_alignment/1", "rank": self.rank,
+                "real": self.real.num_bytes, "emulated": self.emulated.num_bytes,
+                "common": self.common, "asked": self.asked, "aligned": self.aligned,
+                "by_category": of_kind,
                 **{name: [asdict(one) for one in each] for name, each in only.items()}}  # fmt: skip
 
     def to_text(self) -> str:
@@ -480,12 +546,46 @@ class SnapshotComparison:
         return rendered("report.snapshot:render_alignment", self, str)
 
 
-def compare(snapshot: Snapshot, program: Program) -> SnapshotComparison:
-    """Hold the iteration of ``snapshot``'s peak against a program of the same job.
+@dataclass(frozen=True)
+class RankedSnapshots:
+    """What is to be said of several processes, by the rank or the name of each."""
+
+    answers: Mapping[str, SnapshotComparison | SnapshotGrowth]
+
+    @property
+    def same(self) -> bool:
+        """Whether it is so of each."""
+        return all(one.same for one in self.answers.values())
+
+    def to_rows(self) -> list[dict[str, object]]:
+        """The rows of each."""
+        return [{"of": name, **row} for name, one in self.answers.items() for row in one.to_rows()]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``prism compare FOLDER …`` prints."""
+        each = {name: one.to_json() for name, one in self.answers.items()}
+        return {"schema": "prism.memory_ranks/1", "ranks": each}
+
+    def to_text(self) -> str:
+        """A line for each, and the page of the one that differs most."""
+        return rendered("report.snapshot:render_ranks", self, str)
+
+
+def compare(snapshot: Snapshot, programs: Programs) -> SnapshotComparison:
+    """Hold the iteration of ``snapshot``'s peak against the slices of its rank; where its name says
+    none, against those that have most of its blocks.
 
     Raises:
-        UsageError: the snapshot has no history, or the program recorded no allocations.
+        PrismError: the snapshot has no history, the slices have no such rank, or the program
+            recorded no allocations.
     """
+    if snapshot.rank is None:
+        every = [_beside(snapshot, one) for one in programs.programs]
+        return max(every, key=lambda one: one.common)
+    return _beside(snapshot, programs.of(snapshot.rank))
+
+
+def _beside(snapshot: Snapshot, program: Program) -> SnapshotComparison:
     real, emulated = known_peak(snapshot.program), known_peak(program)
     sizes = {number: asked for number, asked, _ in snapshot.requests if asked > 0}
     iteration = snapshot.iterations[real.index]
@@ -506,7 +606,8 @@ def compare(snapshot: Snapshot, program: Program) -> SnapshotComparison:
     common = sum(size * count for size, count in (alive[0] & alive[1]).items())
     asked = sum(one.num_bytes for step in there.values() for one in step)
     only_real, only_emulated = first or ((), ())
-    return SnapshotComparison(real, emulated, common, asked, aligned, only_real, only_emulated)
+    return SnapshotComparison(program.rank, real, emulated, common, asked, aligned, only_real,
+                              only_emulated)  # fmt: skip
 
 
 def _requests(

@@ -4,22 +4,47 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_prism.memory.snapshot import SnapshotGrowth
 from megatron_prism.report.columns import columns, folded
 from megatron_prism.report.fit import KINDS
 
 if TYPE_CHECKING:
-    from megatron_prism.memory.snapshot import SnapshotComparison, SnapshotGrowth
+    from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotComparison
 
 _SHOWN = 12  # lines of what has grown
 
 
 def render_growth(found: SnapshotGrowth) -> str:
     """What one process holds more, by line."""
-    lines = [f"{found.num_bytes:+,} B"]
-    for one in found.grown[:_SHOWN]:
-        lines += folded(f"  {one.num_bytes:+,} B in {one.count:+} tensors, {KINDS[one.kind]}: "
+    head = f"{found.num_bytes:+,} B"
+    if found.iterations:
+        head += f", iterations {', '.join(map(str, found.iterations))}"
+    lines = [head]
+    if any(len(steps) > 1 for steps in found.steps):
+        lines.append(f"{found.leaking:,} B are of lines that grow each time")
+    for one, steps in zip(found.grown[:_SHOWN], found.steps, strict=False):
+        each = f" ({', '.join(f'{step:+,}' for step in steps)})" if len(steps) > 1 else ""
+        rate = found.rate(steps)
+        lines += folded(f"  {one.num_bytes:+,} B{each} in {one.count:+} tensors"
+                        f"{f', {rate:+,.0f} B an iteration' if rate else ''}, {KINDS[one.kind]}: "
                         f"{one.module} {one.site}", 6)  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def render_ranks(found: RankedSnapshots) -> str:
+    """A line for each process, and the page of the one that differs most."""
+    rows, answers = list[list[str]](), found.answers
+    for name, one in answers.items():
+        if isinstance(one, SnapshotGrowth):
+            head = ["", "holds more, B", "lines that grow each time, B"]
+            rows.append([name, f"{one.num_bytes:+,}", f"{one.leaking:,}"])
+        else:
+            head = ["", "real, B", "slices, B", "of rank", "in both", "in order"]
+            common, aligned = _shares(one)
+            sizes = [f"{each.num_bytes:,}" for each in (one.real, one.emulated)]
+            rows.append([name, *sizes, str(one.rank), common, aligned])
+    worst = max(answers, key=lambda name: answers[name].difference)
+    return "\n".join([*columns([head, *rows]), "", f"{worst}:", answers[worst].to_text()])
 
 
 def render_alignment(found: SnapshotComparison) -> str:
@@ -30,17 +55,21 @@ def render_alignment(found: SnapshotComparison) -> str:
     for what, a, b in (*((KINDS[k], real[k], emulated[k]) for k in real), ("= peak", *total)):
         if a or b:
             rows.append([what, f"{a:,}", f"{b:,}", f"{b - a:+,}"])
-    common, aligned = _percent(found.common, total[0]), _percent(found.aligned, found.asked)
+    common, aligned = _shares(found)
     lines = [
         *columns(rows),
+        f"beside the slices of rank {found.rank}",
         *folded(f"{common} of the bytes at the real peak are blocks of the slices, too; {aligned} "
                 "of what the iteration asks for comes in the same order", 0),
     ]  # fmt: skip
     return "\n".join([*lines, *_first(found)]) + "\n"
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / max(whole, 1):.2f} %"
+def _shares(found: SnapshotComparison) -> tuple[str, str]:
+    """Of the bytes at the peak, and of those asked for in order."""
+    pairs = (found.common, found.real.num_bytes), (found.aligned, found.asked)
+    one, other = (f"{100 * part / max(whole, 1):.2f} %" for part, whole in pairs)
+    return one, other
 
 
 def _first(found: SnapshotComparison) -> list[str]:
