@@ -6,6 +6,7 @@ of all.  Megatron's scheduler says both (``replay.microbatches``).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -79,7 +80,17 @@ def of_all(
 
     everyone = np.zeros(world.size, dtype=np.int32)
     made = with_microbatches(Programs(world, (program,), everyone, source=source), wanted)
-    return made.programs[0], dict(made.source)
+    return _counted_as_all(program, made.programs[0]), dict(made.source)
+
+
+def _counted_as_all(few: Program, whole: Program) -> Program:
+    """``whole`` with the calls that its earlier iterations make; those that ran had ``few``."""
+    earlier = {few.strings[i]: n for i, n in few.earlier.tolist()}
+    turns = earlier.get("", 0)
+    more = {desc: len(whole.collectives(desc)) - len(few.collectives(desc)) for desc in earlier}
+    place = {text: i for i, text in enumerate(whole.strings)}
+    rows = [(place[desc], n + turns * more[desc]) for desc, n in earlier.items() if desc in place]
+    return dataclasses.replace(whole, earlier=np.array(rows, np.int64).reshape(-1, 2))
 
 
 def note(few: int, wanted: int) -> str:

@@ -169,15 +169,15 @@ class Alignment:
 
     def _iteration(self, rank: int, step: int) -> int:
         """By the group that calls most in an iteration: before the first one fewer calls were made
-        in it (start-up) than one iteration makes, else the number is too high."""
-        number = int(self.programs.program_of[rank])
-        _, counts = self.steps[number][step]
-        best, found = 0, 0
-        for (name, member), count in self.state.enqueued.items():
-            group = self.state.groups.get(name)
-            if member != rank or group is None or (group.desc, False) not in self.fifos[number]:
-                continue
-            size = len(self.fifos[number][group.desc, False])
-            if size > best:
-                best, found = size, 1 + (count - counts.get((group.desc, False), 0)) // size
-        return max(0, found)
+        in it (start-up) than one iteration makes, else the number is too high; exact where captures
+        know how many calls came before theirs."""
+        program = self.programs.of(rank)
+        fifos, counts = self.fifos[int(self.programs.program_of[rank])], self.state.counts(rank)
+        earlier = {program.strings[i]: n for i, n in program.earlier.tolist()}
+        made = self.steps[int(self.programs.program_of[rank])][step][1]
+        sizes = {desc: len(fifos[desc, False]) for desc in counts if (desc, False) in fifos}
+        if not sizes:
+            return 0
+        desc = max(sizes, key=lambda desc: (desc in earlier, sizes[desc]))
+        turns = (counts[desc] - earlier.get(desc, 0) - made.get((desc, False), 0)) // sizes[desc]
+        return max(0, 1 + turns + (earlier.get("", 0) if desc in earlier else 0))

@@ -128,7 +128,13 @@ class _Explainer:
 
     def verdict(self, verdict: Diagnosis) -> Diagnosis:
         fits = list[tuple[int, _Hypothesis]]()
-        for hypothesis in self._hypotheses():
+        # those that agree with the rank's absolute counters come first: if all counters agree with
+        # one of them, they agree with none of the others
+        hypotheses = sorted((not self._counted(h), at, h) for at, h in enumerate(
+            self._hypotheses()))  # fmt: skip
+        for unlike, _, hypothesis in hypotheses:
+            if unlike and any(not wrong for wrong, _ in fits):
+                break
             if self.spent:
                 text = f"{self.tried} hypotheses were tried on the programs, and there are more"
                 return dataclasses.replace(verdict, evidence=(*verdict.evidence, text))
@@ -207,6 +213,7 @@ class _Explainer:
             call = verdict.group, verdict.seq, False
             entries = [e for e in self.state.outstanding.get(rank, ())
                        if (e.desc, e.seq, e.pair) == call]  # fmt: skip
+            yield from (why for why in self.messages_otherwise() if why.rank == rank and why.ops)
             places = self._awaited(rank, verdict)
             edits = [edit for edit in self._edits(rank, list(self.programs.of(rank)), entries)
                      if not places or edit[2] in places]  # fmt: skip
@@ -241,27 +248,34 @@ class _Explainer:
             for name, batches in batches_of(self.state, rank).items():
                 if not self.state.dumps[rank].messages or name not in self.state.groups:
                     continue
-                group = self.state.groups[name]
-                rows: dict[int, list[tuple[str, int]]] = defaultdict(list)
-                for i, op in enumerate(self.programs.of(rank)):
-                    if op.name in ("send", "recv") and op.group == group.desc:
-                        step = (op.name, op.peer % len(group.ranks))
-                        rows[op.batch if op.batch >= 0 else -1 - i].append(step)
-                usual = [tuple(sorted(row)) for row in rows.values()]
-                pairs = zip(batches.values(), itertools.cycle(usual), strict=False)
-                for (mine, entry), ways in pairs if usual else ():
-                    if mine != ways:
-                        yield self._break(rank, entry, mine, ways)
+                desc, size = self.state.groups[name].desc, len(self.state.groups[name].ranks)
+                ops = list(self.programs.of(rank))
+                rows: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
+                for i, op in enumerate(ops):
+                    if op.name in ("send", "recv") and op.group == desc:
+                        rows[op.batch if op.batch >= 0 else -1 - i][i] = op.name, op.peer % size
+                pairs = zip(batches.values(), itertools.cycle(rows.values()), strict=False)
+                for (mine, entry), row in pairs if rows else ():
+                    if mine != (ways := tuple(sorted(row.values()))):
+                        known = {way: dataclasses.replace(ops[i], handle=-1)
+                                 for one in rows.values() for i, way in one.items()}  # fmt: skip
+                        known |= {way: ops[i] for i, way in row.items()}
+                        alike = (tuple(one.values()) for one in rows.values())
+                        order = next((o for o in alike if tuple(sorted(o)) == mine), mine)
+                        new = _with_messages(ops, sorted(row), [known.get(way) for way in order])
+                        yield self._break(rank, entry, mine, ways, min(row), new)
                         break
 
-    def _break(self, rank: int, entry: Entry, mine: Way, usual: Way) -> _Hypothesis:
+    def _break(
+        self, rank: int, entry: Entry, mine: Way, usual: Way, at: int, ops: list[Op] | None
+    ) -> _Hypothesis:
         kind = kind_of_change(mine, usual)
         text = f"posts {way_text(mine)} in batch #{entry.seq}, its program {way_text(usual)}"
         turns = {op.microbatch for op in self.programs.of(rank) if op.microbatch >= 0}
         if kind == "extra call" and turns:
             text += (f": it runs more than the {len(turns)} microbatches of its program; compare "
                      "the batch flags of the ranks")  # fmt: skip
-        return _Hypothesis(rank, kind, text)
+        return _Hypothesis(rank, kind, text, at, ops)
 
     # -- what the dumps say -----------------------------------------------------------------------
     def _observed(self, rank: int) -> list[tuple[object, ...]]:
@@ -311,16 +325,47 @@ class _Explainer:
         """In how many counters the number of iterations is not that of most, where captures say
         how many calls came before the iteration that they hold."""
         turns: Counter[int] = Counter()
-        for (name, rank), now in counts.items():
-            program, desc = self.programs.of(rank), self.state.groups[name].desc
-            earlier = {program.strings[i]: n for i, n in program.earlier.tolist()}
-            fifo = self.overlay.fifos[int(self.programs.program_of[rank])].get((desc, False))
-            if desc in earlier and fifo is not None and name not in self.state.pairs:
-                more = max(0, self.state.enqueued[name, rank]) - now - earlier[desc]
-                whole, rest = divmod(more, len(fifo))
-                turns[-1 if rest else whole + earlier.get("", 0)] += 1
+        for rank in {rank: None for _, rank in counts}:
+            before = int(self._earlier(rank).get("", 0))
+            for name, (_, more, size) in self._since_capture(rank).items():
+                whole, rest = divmod(more - counts[name, rank], size)
+                turns[-1 if rest else whole + before] += 1
         usual = max(turns.values(), default=0)
         return turns.total() - usual
+
+    def _earlier(self, rank: int) -> dict[str, int]:
+        program = self.programs.of(rank)
+        return {program.strings[i]: n for i, n in program.earlier.tolist()}
+
+    def _since_capture(self, rank: int) -> dict[str, tuple[str, int, int]]:
+        """Group -> (its description, calls since the iteration that was captured began, calls of an
+        iteration), where captures know what came before."""
+        earlier, found = self._earlier(rank), dict[str, tuple[str, int, int]]()
+        fifos = self.overlay.fifos[int(self.programs.program_of[rank])]
+        for name in self.state.groups_of[rank]:
+            desc, count = self.state.groups[name].desc, self.state.enqueued.get((name, rank))
+            fifo = fifos.get((desc, False))
+            if desc in earlier and fifo and count is not None and name not in self.state.pairs:
+                found[name] = desc, max(0, count) - earlier[desc], len(fifo)
+        return found
+
+    def _counted(self, why: _Hypothesis) -> bool:
+        """Whether the counters of its rank, as far as captures know what came before, are those
+        behind one of the calls that it then makes."""
+        known = {desc: (more, size) for desc, more, size in self._since_capture(why.rank).values()}
+        if not known:
+            return True
+        ops = self.programs.of(why.rank) if why.ops is None else why.ops
+        launches = {(op.group, op.batch if op.batch >= 0 else -1 - i): op.group
+                    for i, op in enumerate(ops) if op.group in known
+                    and op.name not in ("send", "recv")}  # fmt: skip
+        order = [*launches.values()]
+        more, size = max(known.values(), key=lambda one: one[1])
+        for turn in (more // size, more // size - 1):
+            here = {desc: n - turn * one for desc, (n, one) in known.items()}
+            if min(here.values()) >= 0 and Counter(order[: sum(here.values())]) == Counter(here):
+                return True
+        return False
 
     def _calls_of(self, ops: Iterable[Op]) -> list[tuple[int, int, tuple[object, ...]]]:
         """(index, its batch, what is called); what is issued in one ends in one."""
@@ -421,6 +466,21 @@ class _Explainer:
         for i, j in itertools.pairwise(calls):
             if self._key(ops[i]) != self._key(ops[j]):
                 yield _order(ops, i, j)
+
+
+def _with_messages(
+    ops: list[Op], places: Sequence[int], messages: Sequence[Op | None]
+) -> list[Op] | None:
+    """``ops`` with one batch of ``messages`` in place of those at ``places``; None if one of them
+    is like none of the program."""
+    known = [message for message in messages if message is not None]
+    if len(known) < len(messages):
+        return None
+    batch = ops[places[0]].batch
+    batch = batch if batch >= 0 else 1 + max(op.batch for op in ops)
+    new = [dataclasses.replace(op, batch=batch) for op in known]
+    rest = [op for i, op in enumerate(ops) if i not in places]
+    return [*rest[: places[0]], *new, *rest[places[0] :]]
 
 
 def _order(ops: list[Op], i: int, j: int) -> _Edit:

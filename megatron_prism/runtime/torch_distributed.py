@@ -148,24 +148,30 @@ def _exchange(group: PrismGroup, obj: Any) -> list[Any]:
     return objects if mixed is None else [objects[index] for index in mixed.mirrors]
 
 
+def _count(group: PrismGroup, *ops: str) -> None:
+    """The calls that torch makes of an exchange: sizes first, then objects."""
+    for op in ops:
+        group._count(group.desc, group.size(), op, 0)
+
+
 def _all_gather_object(group: PrismGroup, given: SimpleNamespace) -> None:
     # a copy per call, not per slot: callers may edit what they get, but equal slots are never
     # edited apart by Megatron (optimizer param-group keys, RNG states)
     given.object_list[:] = _exchange(group, copy.deepcopy(given.obj))
-    group._count(group.desc, group.size(), "all_gather", 0)
+    _count(group, "all_gather", "all_gather")
 
 
 def _gather_object(group: PrismGroup, given: SimpleNamespace) -> None:
     objects = _exchange(group, given.obj)
     if given.object_gather_list is not None:
         given.object_gather_list[:] = objects
-    group._count(group.desc, group.size(), "gather", 0)
+    _count(group, "all_gather", "gather")
 
 
 def _broadcast_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
     root = c10d._canonicalize_group_rank(group, given.src, given.group_src)
     given.object_list[:] = _exchange(group, list(given.object_list))[root]
-    group._count(group.desc, group.size(), "broadcast", 0)
+    _count(group, "broadcast", "broadcast")
 
 
 def _scatter_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
@@ -175,7 +181,7 @@ def _scatter_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
         what = f"virtual rank {group.ranks[root]} has no objects to scatter on {group.desc}"
         raise UnsupportedError(what, fix="make the source a local rank with --prism-ranks")
     given.scatter_object_output_list[0] = everyone[root][group.rank()]
-    group._count(group.desc, group.size(), "scatter", 0)
+    _count(group, "broadcast", "scatter", "scatter")
 
 
 _ANSWERS = {

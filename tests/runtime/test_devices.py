@@ -294,6 +294,29 @@ def test_shapes_of_one_size_are_equal(monkeypatch):
         assert not torch.equal(torch.zeros(2), torch.ones(2))
 
 
+def test_a_blocking_copy_to_the_device_is_a_wait_of_the_host(monkeypatch):
+    import torch
+
+    from megatron_prism.runtime.devices import cuda
+    from megatron_prism.runtime.devices.remap import Remap
+
+    told, host = [], torch.ones(3)
+    monkeypatch.setattr(cuda, "watcher", SimpleNamespace(host_waited=told.append))
+    with Remap("meta"):
+        device = torch.zeros(3, device="cuda")
+        host.cuda(non_blocking=True)
+        host.to("cuda", non_blocking=True)
+        host.to("cuda", torch.float16, True)
+        device.copy_(host, non_blocking=True)
+        torch.tensor([1.0])
+        assert told == []
+        torch.tensor([1.0], device="cuda")
+        host.cuda()
+        host.to("cuda", torch.float16)
+        device.copy_(host)
+    assert told == ["copy"] * 4
+
+
 @pytest.mark.parametrize(
     ("file", "heard"),
     [("megatron/core/tensor_parallel/random.py", []), ("megatron/training/x.py", ["item", "bool"])],

@@ -467,6 +467,8 @@ def test_objects_are_mirrored_without_pickling(world):
     dist.gather_object(thing, roots, dst=5)
     assert roots == [thing] * 16
     dist.gather_object(thing, None, dst=0)
+    # as torch calls: sizes, then objects
+    assert sum(world.tally.collectives().values()) == 2 * 4
 
 
 def test_noise_keeps_sums_of_squares_positive():

@@ -140,6 +140,8 @@ class Remap(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if kwargs:
             if self._is_cuda(kwargs.get("device")):
+                if func is torch.tensor:  # copies from the host, and waits until it is there
+                    cuda.host_waits("copy")
                 kwargs = {**kwargs, "device": self.target}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
@@ -168,11 +170,15 @@ class Remap(TorchFunctionMode):
         return of_shapes(*args) if of_shapes else func(*args, **kwargs)
 
     def _cuda(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._moved(args[0], _TO(args[0], self.target))
+        blocks = not kwargs.get("non_blocking", len(args) > 2 and args[2])
+        return self._moved(args[0], _TO(args[0], self.target), blocks)
 
-    def _moved(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    def _moved(self, before: torch.Tensor, after: torch.Tensor, blocks: bool) -> torch.Tensor:
+        """``after`` on the device; a copy from the host ``blocks`` it until the stream is idle."""
         if after.is_meta and not before.is_meta:
             known_values.keep_lengths(after, before)
+            if blocks:
+                cuda.host_waits("copy")
         return after
 
     def _to(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -180,7 +186,9 @@ class Remap(TorchFunctionMode):
             args = (args[0], self.target, *args[2:])
         if self.meta and args[0].is_meta and kwargs.get("device", _second(args)) is not None:
             return self._from_meta(args, kwargs)
-        return self._moved(args[0], func(*args, **kwargs))
+        flags = [a for a in args[2:] if isinstance(a, bool)]  # non_blocking, copy
+        blocks = not kwargs.get("non_blocking", flags[:1] == [True])
+        return self._moved(args[0], func(*args, **kwargs), blocks)
 
     def _data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``param.data = device tensor`` of a parameter built on the host; meta wants another."""
@@ -243,6 +251,8 @@ class Remap(TorchFunctionMode):
         """``host.copy_(meta)`` has no data to bring: the host tensor keeps what it holds."""
         if args[1].is_meta and not args[0].is_meta:
             return args[0]
+        if args[0].is_meta and not args[1].is_meta and not kwargs.get("non_blocking", args[2:]):
+            cuda.host_waits("copy")
         return func(*args, **kwargs)
 
 

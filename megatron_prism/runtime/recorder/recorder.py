@@ -443,7 +443,11 @@ def _wrap_cuda(recorder: Recorder, changes: ProcessChanges) -> None:
         # a segment that began on one stream and ended on another would be the time between streams
         recorder.cut(lambda: set_stream(stream))
 
+    def uploads(*args: Any, device: Any = None, **kwargs: Any) -> bool:
+        return str(device).startswith("cuda") and recorder.host_waited("copy")
+
     event = torch.cuda.Event
+    wrap(torch, "tensor", uploads, resumed)
     wrap(event, "record", lambda self, stream=None: recorder.event_recorded(id(self), stream))
     wrap(event, "wait", lambda self, stream=None: recorder.event_waited(id(self), stream))
     wrap_wait(event, "synchronize", "event")
