@@ -7,17 +7,23 @@ variables to run the script with, and those that nobody can know but the user.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.launch_line import BATCH, numbers, split_options
 
-_DIRECTIVE = re.compile(r"^#\s?(SBATCH|PBS|BSUB|flux:|\$)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE)
+_DIRECTIVE = re.compile(
+    r"^#\s?(SBATCH|PBS|BSUB|PJM|flux:|\$)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE
+)
 _PBS = re.compile(r"(?<![-\w])(?:select|nodes|rt_\w+)=(\d+)((?::\w+=\w+)*)")
+_PJM = {"node": "nodes", "proc": "ranks", "max-proc-per-node": "each", "gpu": "gpus"}
+_PJM_COUNT = re.compile(rf"(?<![-\w])({'|'.join(_PJM)})=(\d+)")
 READ = re.compile(r"\$\{?([A-Z_][A-Z0-9_]*)(:?[-=+?])?")
 HERE = {  # where a job is, which the script may ask without any effect on its size
     "RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "GROUP_RANK": "0", "MASTER_ADDR": "localhost",
@@ -28,10 +34,10 @@ HERE = {  # where a job is, which the script may ask without any effect on its s
     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMI_RANK": "0", "SLURM_CPUS_PER_TASK": "1",
     "SLURM_CPUS_ON_NODE": "8", "SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_NAME": "job",
     "SLURM_JOB_USER": "user", "SLURM_STEP_ID": "0", "SLURM_CLUSTER_NAME": "cluster",
-    "SLURM_JOB_ACCOUNT": "account", "PBS_JOBNAME": "job",
+    "SLURM_JOB_ACCOUNT": "account", "PBS_JOBNAME": "job", "PJM_JOBID": "1",
 }  # fmt: skip
 _SIZES = re.compile(  # variables that say how large the job is
-    r"(SLURM|PBS|LSB|PET|OMPI|PMI|NHOSTS|NTASKS|NPROCS|NNODES|NUM_NODES|N_NODES|NODE_COUNT|WORLD_SIZE|"
+    r"(SLURM|PBS|LSB|PJM|PET|OMPI|PMI|NHOSTS|NTASKS|NPROCS|NNODES|NUM_NODES|N_NODES|NODE_COUNT|WORLD_SIZE|"
     r"NPROC_PER_NODE|GPUS_PER_NODE|NUM_GPUS|GPU_PER_NODE|NGPUS|N_GPUS|SENSECORE|MLP_WORKER)"
 )
 
@@ -55,6 +61,11 @@ def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
     found, sources = dict[str, int](), list[str]()
     for kind, line in [*_DIRECTIVE.findall(text), ("", shlex.join(words))]:
         before = f"#{kind} " if kind else ""
+        if kind == "PJM":
+            counts = {_PJM[key]: int(value) for key, value in _PJM_COUNT.findall(line)}
+            found |= counts
+            sources += [before + line] if counts else []
+            continue
         if resources := _PBS.search(line):
             more = {key: int(value) for key, value in re.findall(r":(\w+)=(\d+)", resources[2])}
             gpus = more.get("ngpus", more.get("gpus"))
@@ -77,34 +88,71 @@ def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
     return Allocation(nodes, ranks, each, gpus, ", ".join(dict.fromkeys(sources)))
 
 
-def pytorch_job(text: str) -> tuple[list[str], Allocation, dict[str, str]]:
-    """(command, hosts and processes, variables) of a PyTorchJob in a Kubernetes manifest.
+def exported(words: Sequence[str]) -> dict[str, str]:
+    """The variables that options of sbatch or qsub set: ``--export=ALL,TP=2``."""
+    options, _ = split_options(BATCH, words)
+    texts = [text for option in BATCH.sets.split() for text in options.get(option, ())]
+    return dict(re.findall(r"(?:^|[,\s])([A-Za-z_]\w*)=([^,]*)", ",".join(texts)))
 
-    Variables are those of its first container and what the training operator sets
+
+def manifest_job(text: str) -> tuple[list[str], Allocation, dict[str, str]]:
+    """(command, hosts and processes, variables) of the first job in a Kubernetes manifest.
+
+    Jobs, JobSets, PyTorchJobs, MPIJobs, TrainJobs and RayJobs have their numbers in like fields.
+    Variables are those of its container and what the training operator sets
     (pkg/controller.v1/pytorch/envvar.go).  UsageError where there is no such job.
     """
     import yaml
 
     try:
-        jobs = [one for one in yaml.safe_load_all(text) if isinstance(one, dict)]
-        spec = next(one["spec"] for one in jobs if "pytorchReplicaSpecs" in one.get("spec", {}))
-        pods = spec["pytorchReplicaSpecs"]
-        container = pods.get("Master", pods.get("Worker"))["template"]["spec"]["containers"][0]
-        nodes = sum(int(pod.get("replicas", 1)) for pod in pods.values())
+        jobs = list(yaml.safe_load_all(text))
+        nodes, container = next(_containers(jobs, 1))
         command = [str(one) for key in ("command", "args") for one in container.get(key, ())]
+        if "entrypoint" in container:
+            command = ["bash", "-c", str(container["entrypoint"])]
         settings = {one["name"]: str(one["value"]) for one in container.get("env", ())
                     if "value" in one}  # fmt: skip
-        gpus = container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu")
+        each, gpus = (next(_numbers(jobs, names), None) for names in (_EACH, _GPUS))
     except (yaml.YAMLError, StopIteration, LookupError, TypeError, ValueError) as error:
-        what = "the manifest has no PyTorchJob whose command is known"
+        what = "the manifest has no job whose command is known"
         raise UsageError(what, fix="its container's command: prism … torchrun …") from error
-    asked = str(spec.get("nprocPerNode", ""))
-    each = int(asked) if asked.isdigit() else None
     settings |= {"PET_NNODES": str(nodes), "WORLD_SIZE": str(nodes * (each or 1))}
-    settings |= {"PET_NPROC_PER_NODE": asked} if asked else {}
+    settings |= {"PET_NPROC_PER_NODE": str(each)} if each else {}
     ranks = nodes * each if each else None
-    return command, Allocation(nodes, ranks, each, int(gpus) if gpus else None,
-                               f"{nodes} replicas"), settings  # fmt: skip
+    return command, Allocation(nodes, ranks, each, gpus, f"{nodes} replicas"), settings
+
+
+_REPLICAS = ("replicas", "parallelism", "numNodes")  # fields that say how often a template runs
+_EACH = ("nprocPerNode", "numProcPerNode", "slotsPerWorker")
+_GPUS = ("nvidia.com/gpu", "amd.com/gpu")
+
+
+def _containers(node: Any, nodes: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(how many there are, container) of all that have a command."""
+    if isinstance(node, list):
+        for one in node:
+            yield from _containers(one, nodes)
+    elif isinstance(node, dict):
+        if {"command", "args", "entrypoint"} & node.keys():
+            yield nodes * int(node.get("numNodes", 1)), node
+        for name, below in node.items():
+            if name.endswith("ReplicaSpecs"):  # by role; the launcher of MPI is none of the nodes
+                roles = [one for role, one in below.items() if role != "Launcher"]
+                count = sum(int(one.get("replicas", 1)) for one in roles)
+                specs = [one.get("template") for one in below.values()]
+                yield from _containers(specs, nodes * count)
+            else:
+                times = [int(node[key]) for key in _REPLICAS if key in node]
+                yield from _containers(below, nodes * math.prod(times))
+
+
+def _numbers(node: Any, names: Collection[str]) -> Iterator[int]:
+    """The numbers in fields of one of ``names``."""
+    if isinstance(node, list | dict):
+        for name, below in node.items() if isinstance(node, dict) else enumerate(node):
+            if name in names and str(below).isdigit():
+                yield int(below)
+            yield from _numbers(below, names)
 
 
 def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]:
@@ -118,11 +166,12 @@ def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]
     made = dict(HERE)
     made |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), hosts)
     made |= dict.fromkeys(("SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "LS_SUBCWD"), folder)
-    made |= dict.fromkeys(("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "SGE_JOB_HOSTLIST"), hosts_file)
+    made |= dict.fromkeys(("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "SGE_JOB_HOSTLIST",
+                           "PJM_O_NODEINF"), hosts_file)  # fmt: skip
     made |= {"LSB_HOSTS": hosts.replace(",", " ")}
     counts = {
-        "SLURM_NNODES SLURM_JOB_NUM_NODES PBS_NUM_NODES NHOSTS": alloc.nodes,
-        "SLURM_NTASKS SLURM_NPROCS PBS_NP": alloc.ranks,
+        "SLURM_NNODES SLURM_JOB_NUM_NODES PBS_NUM_NODES NHOSTS PJM_NODE": alloc.nodes,
+        "SLURM_NTASKS SLURM_NPROCS PBS_NP PJM_MPI_PROC": alloc.ranks,
         "SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE PBS_NUM_PPN": alloc.each,
         "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE": alloc.gpus,
         "SLURM_GPUS": (alloc.gpus or 0) * (alloc.nodes or 1) or None,

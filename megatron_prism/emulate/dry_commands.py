@@ -7,6 +7,7 @@ train as the job.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,10 +19,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_prism.emulate.launch_line import BY_NAME, SUBMIT, LauncherRow, read_line
+from megatron_prism.emulate.launch_line import (
+    BATCH,
+    BY_NAME,
+    SUBMIT,
+    LauncherRow,
+    is_file,
+    read_line,
+    split_options,
+)
 
 PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(8, 15)))
-SHELLS = ("sh", "dash", "zsh", "ksh")
+SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
 _QUIET = ("sleep", "wait", "clear", "module", "ml")  # take time, or set what is not here
 _LEFT_OUT = frozenset(  # what changes files, reaches other hosts, or stops processes
     " ".join((
@@ -32,7 +41,16 @@ _LEFT_OUT = frozenset(  # what changes files, reaches other hosts, or stops proc
         "nvidia-persistenced fusermount ibstat ibv_devinfo mail sendmail jupyter tensorboard dvc",
     )).split()
 )  # fmt: skip
-_ANSWERED = ("git", "mkdir", "nvidia-smi", "rocm-smi", "scontrol", "tee", "hostname", "getent")
+_ANSWERED = (
+    "git",
+    "mkdir",
+    "nvidia-smi",
+    "rocm-smi",
+    "scontrol",
+    "tee",
+    "hostname",
+    "getent",
+)
 _STARTERS = {name for name in BY_NAME if "." not in name} - {"exec", "command"}
 NAMES = {*PYTHONS, *SHELLS, *_QUIET, *_LEFT_OUT, *_ANSWERED, *SUBMIT, *_STARTERS}
 _GIT_READS = {"rev-parse", "log", "status", "diff", "describe", "show", "branch", "ls-files"}
@@ -42,6 +60,7 @@ _TRAINING = re.compile(  # flags that only a training run of Megatron has
 )
 _CALLS = re.compile(r"\b(pretrain|init_process_group|initialize_megatron)\(")
 _STARTS = re.compile(r"\b(torchrun|torch\.distributed\.(run|launch)|srun|mpirun|deepspeed)\b")
+_MANIFEST = re.compile(r"\b(command|args|entrypoint):")  # of Kubernetes, with a job
 _CREATES = ("cat", "echo", "printf", "envsubst", "sed", "jq", "scontrol")  # the files of a job
 _INSIDE = r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^()'"\\])*"""  # of parentheses
 for _ in range(3):
@@ -68,7 +87,8 @@ def note(kind: str, text: str) -> None:
 def answer(name: str, words: list[str]) -> int:
     """Exit status of the command."""
     if name in SHELLS:
-        os.execvp("bash", ["bash", *words])
+        bash = shutil.which("bash", path=os.environ["PRISM_DRY_PATH"]) or "/bin/bash"
+        os.execv(bash, ["bash", *_without_login(words)])
     if name in PYTHONS or name in BY_NAME or name in SUBMIT:
         return _started([name, *words])
     if name in _PRINTED:
@@ -91,7 +111,11 @@ def _started(words: list[str]) -> int:
     before = json.loads(os.environ.get("PRISM_DRY_LINE", "[]"))
     line = read_line(words, os.environ)
     command = line.words
-    if row.verbs and not set(words) & set(row.verbs.split()):
+    if submits(line.shell):
+        text = submitted(line.shell, sys.stdin.read)
+        if text and not _again(line.shell):
+            _is_the_job([*before, *words], text)
+    elif row.verbs and not set(words) & set(row.verbs.split()):
         pass
     elif line.shell:
         os.environ.update(line.variables)
@@ -101,10 +125,7 @@ def _started(words: list[str]) -> int:
         os.environ.update(line.variables)
         several = before or any(BY_NAME[n].counts for n in line.launchers if n in BY_NAME)
         if trains(command, bool(several)):
-            job = {"line": [*before, *words], "cwd": os.getcwd(), "env": dict(os.environ)}
-            (DRY / "job.part").write_text(json.dumps(job))
-            (DRY / "job.part").rename(DRY / "job")
-            time.sleep(30)  # until the script is stopped
+            _is_the_job([*before, *words])
         if os.environ.get("PRISM_DRY_CONFINED") and command[0] == os.environ["PRISM_DRY_SCRIPT"]:
             python, folder = str(DRY / "bin" / "python"), str(Path(command[0]).parent)
             start = f"import sys, runpy; sys.executable, sys.argv = {python!r}, {list(command)!r}; "
@@ -124,17 +145,59 @@ def _started(words: list[str]) -> int:
     return 0
 
 
+def _is_the_job(line: Sequence[str], text: str = "") -> None:
+    """Tell the line that the script starts; ``text``: of what it submits."""
+    job = {"line": line, "cwd": os.getcwd(), "env": dict(os.environ), "text": text}
+    (DRY / "job.part").write_text(json.dumps(job))
+    (DRY / "job.part").rename(DRY / "job")
+    time.sleep(30)  # until the script is stopped
+
+
+def _without_login(words: Sequence[str]) -> list[str]:
+    """Words of a shell that reads no profile, which would put other folders first in PATH."""
+    options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+    short = [word if word.startswith("--") else re.sub("[il]", "", word) for word in options]
+    kept = [word for word in short if word not in ("-", "--login", "--interactive")]
+    return [*kept, *words[len(options) :]]
+
+
 def script_words(shell: Sequence[str]) -> list[str]:
-    """The script of ``sbatch OPTIONS SCRIPT WORDS`` or of a shell, with its words."""
+    """The script of ``sbatch OPTIONS SCRIPT WORDS`` or of a shell, with its words; none where it is
+    read from stdin."""
     name, *rest = shell
     if Path(name).name not in SUBMIT:
         return rest
+    if Path(name).name == "salloc":
+        return ["-c", shlex.join(split_options(BATCH, rest)[1])]
     for place, word in enumerate(rest):
         if word.startswith("--wrap="):
             return ["-c", word.partition("=")[2]]
-        if Path(word).is_file():
+        if is_file(word):
             return rest[place:]
-    return ["-c", shlex.join(rest[-1:])]
+    return ["-c", rest[-1]] if rest and " " in rest[-1] else []
+
+
+def submits(shell: Sequence[str]) -> bool:
+    """Whether the words queue a job, of a script or of a manifest."""
+    return bool(shell) and Path(shell[0]).name in (*SUBMIT, "kubectl")
+
+
+def submitted(shell: Sequence[str], read: Callable[[], str]) -> str:
+    """The text of what ``shell`` queues; ``read``: from stdin, where no file is named."""
+    if Path(shell[0]).name == "kubectl":
+        files = [word for word in shell if word.endswith((".yaml", ".yml")) and is_file(word)]
+        text = "\n---\n".join(Path(file).read_text() for file in files) or read()
+        return text if _MANIFEST.search(text) else ""
+    script, *rest = script_words(shell) or [""]
+    if script == "-c":
+        return rest[0]
+    return Path(script).read_text(errors="replace") if script else read()
+
+
+def _again(shell: Sequence[str]) -> bool:
+    """Whether a batch script queues itself, for the time after it."""
+    script = (script_words(shell) or [""])[0]
+    return is_file(script) and os.path.samefile(script, os.environ.get("PRISM_DRY_FILE") or "/")
 
 
 def trains(command: Sequence[str], launched: bool) -> bool:
@@ -159,11 +222,9 @@ def starts_launcher(script: str) -> bool:
 
 
 def _gpu_count() -> int:
-    """GPUs of a host, which are asked for where nobody said how many."""
-    gpus = os.environ.get("PRISM_DRY_GPUS")
-    if not gpus:
-        note("asked", "GPUs of a host")
-    return int(gpus or 1)
+    """GPUs of a host."""
+    note("asked", "GPUs of a host")
+    return int(os.environ["PRISM_DRY_GPUS"])
 
 
 def _gpus(words: Sequence[str]) -> list[str]:
@@ -220,8 +281,18 @@ def rewritten(command: str) -> str:
     return "".join(parts)
 
 
+def unless_new(line: str) -> str:
+    """The test in Bash under which a command that was ``rewritten`` to ``line`` runs as it is: it
+    only makes new files.  Empty if there is none; what runs in its stead has no pipe."""
+    places = re.findall(r'"\$\(__prism_place ([^()`]+)\)"', line)
+    if "__prism_run" in line or not places or line.count("__prism_place") > len(places):
+        return ""
+    return " && ".join(f"__prism_new {place}" for place in places)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "rewrite":
-        print(rewritten(sys.argv[2]))
+        line = rewritten(sys.argv[2])
+        print(line, unless_new(line), sep="\n#")
     else:
         sys.exit(answer(sys.argv[1], sys.argv[2:]))

@@ -28,14 +28,19 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.messages import progress
 from megatron_prism.core.units import counted
 from megatron_prism.emulate import batch_script, confine, dry_commands
+from megatron_prism.emulate.launch_line import is_file, read_line
 from megatron_prism.emulate.workers import Json, die_with_parent
 
+_GPUS = (8, 4)  # of a host, where nobody says it: does the job depend on it?
 MOST_S = 20.0  # a script that has not started its job until then waits for something
 _PRELUDE = r"""
 __prism_note() { printf '["%s", "%s"]\n' "$1" "${2//[\"\\$'\n\t']/ }" >> "$PRISM_DRY/notes"; }
-__prism_place() {
+__prism_new() {
   local path=$1; [[ $path == /* ]] || path=$PWD/$path
-  if [[ $path == "$PRISM_DRY_HOME"/* && ! -e $path && -d ${path%/*} ]]; then echo "$path"
+  [[ $path == "$PRISM_DRY_HOME"/* && ! -e $path && -d ${path%/*} ]]
+}
+__prism_place() {
+  if __prism_new "$1"; then echo "$1"
   else __prism_note "left out" "> $1"; echo /dev/null; fi
 }
 __prism_run() {
@@ -51,7 +56,9 @@ command_not_found_handle() { __prism_note "left out" "$*"; return 0; }
 __prism_check() {
   printf '%s\n' "$BASH_COMMAND" >| "$PRISM_DRY/at"
   local text=$BASH_COMMAND plain
-  case $text in '[[ '*|'(('*|'for '*|'case '*|'select '*|__prism_*) return 0 ;; esac
+  case $text in
+    '[[ '*|'(('*|'for '*|'case '*|'select '*|__prism_*|*'>> "$PRISM_DRY/notes"') return 0 ;;
+  esac
   case $text in
     source\ *|.\ *)
       [[ $text == *[\`\(]* ]] && return 0
@@ -66,8 +73,10 @@ __prism_check() {
   done
   case ${plain%%[[:space:]]*} in */*|\$*|\"\$*) ;; *) [[ $text == *\>* ]] || return 0 ;; esac
   __prism_line=$("$PRISM_DRY/bin/rewrite" "$text")
-  [[ $__prism_line != "$text" ]] && return 1
-  return 0
+  plain=${__prism_line##*$'\n'#} __prism_line=${__prism_line%$'\n'#*}
+  [[ $__prism_line == "$text" ]] && return 0
+  [[ -n $plain ]] && eval "$plain" && return 0
+  return 1
 }
 set -T
 trap 'shopt -s extdebug; __prism_check "$@" || { eval "$__prism_line" || :; ! :; }' DEBUG
@@ -87,12 +96,14 @@ class DryRun:
     variables: that the script has set for it
     known    : variables of the scheduler that it was run with
     notes    : lines about where numbers come from, and what was left out
+    text     : of the script or manifest that ``line`` queues, else empty
     """
 
     line: tuple[str, ...]
     variables: Mapping[str, str]
     known: Mapping[str, str]
     notes: tuple[str, ...]
+    text: str = ""
 
 
 def dry_run(
@@ -102,6 +113,7 @@ def dry_run(
     gpus: str,
     python: str = "",
     writes: bool = False,
+    text: str = "",
 ) -> DryRun:
     """Run ``shell`` dry.
 
@@ -112,33 +124,40 @@ def dry_run(
         gpus: of each host, where the user said it, else empty.
         python: the script of Python in ``shell`` that starts the launcher, if one does.
         writes: whether new files and folders may be made outside of the working folder.
+        text: of the script or manifest, where it is in no file.
 
     Raises:
         UsageError: it reads variables that nobody can know but the user, or starts no job.
     """
     if shutil.which("bash") is None:
         raise UsageError("there is no bash to run the script with", fix="its launch line instead")
-    alloc, manifest = None, next((word for word in shell if word.endswith((".yaml", ".yml"))), "")
-    if shell[0] == "kubectl" and Path(manifest).is_file():
-        command, alloc, operator = batch_script.pytorch_job(Path(manifest).read_text())
+    alloc, words = None, dry_commands.script_words(shell)
+    if shell[0] == "kubectl":
+        manifest = text or dry_commands.submitted(shell, str)
+        command, alloc, operator = batch_script.manifest_job(manifest)
         words, given = ["-c", shlex.join(command)], {**operator, **given}
-    else:
-        words = dry_commands.script_words(shell)
+    elif dry_commands.submits(shell):
+        given = {**batch_script.exported(shell[1:]), **given}
     script = next((word for word in words if not word.startswith("-")), "")
-    if "-c" in words or re.fullmatch(r"-\w*c", words[0] if words else ""):
-        text, title = script, shlex.join(shell)[:60]
-    elif Path(script).is_file():
-        text, title = Path(script).read_text(errors="replace"), script
-    else:
+    inline = "-c" in words or bool(re.fullmatch(r"-\w*c", words[0] if words else ""))
+    here = not inline and is_file(script)
+    if not (inline or here or text):
         raise UsageError(f"there is no script {script}", fix="the path of the script, or its line")
+    title = script if here else shlex.join(shell)[:60]
+    text = Path(script).read_text(errors="replace") if here else script if inline else text
     if alloc is None:
         alloc = batch_script.allocation(text, [word for word in shell[1:] if word not in words])
     with tempfile.TemporaryDirectory(prefix="prism-dry-") as place:
         scratch = Path(place)
+        if not (inline or here):
+            script = str(scratch / "script")
+            Path(script).write_text(text)
+            words = [script, *words[1:]]
         known = batch_script.variables(alloc, str(scratch / "hosts"), os.getcwd())
         known = {name: value for name, value in known.items() if name not in os.environ}
         known |= given
-        settings = batch_script.sourced(text, Path(script).parent if "-c" not in words else Path())
+        settings = batch_script.sourced(text, Path() if inline else Path(script).parent)
+        settings = "\n".join([settings, *words[1:]])
         if missing := batch_script.unknown(text, {**known, **os.environ}, settings):
             raise UsageError(
                 f"{title} reads {', '.join(missing)}, and nothing here says "
@@ -147,28 +166,46 @@ def dry_run(
             )
         environment = _environment(scratch, known, batch_script.hosts_of(alloc)) | {
             "PRISM_DRY_LINE": json.dumps(list(before)),
-            "PRISM_DRY_GPUS": gpus or str(alloc.gpus or ""),
             "PRISM_DRY_SCRIPT": python,
+            "PRISM_DRY_FILE": script,
             "PRISM_DRY_HOME": "" if writes else os.getcwd(),
         }
-        with progress(lambda: f"{title}: dry run, at: {_at(scratch)}"):
-            job = _run(["bash", *words], scratch, environment, title)
+
+        def job_with(gpus: object) -> Json:
+            (scratch / "job").unlink(missing_ok=True)
+            with progress(lambda: f"{title}: dry run, at: {_at(scratch)}"):
+                return _run(["bash", *words], scratch, environment | {"PRISM_DRY_GPUS": str(gpus)},
+                            title)  # fmt: skip
+
+        said = gpus or alloc.gpus
+        job = job_with(said or _GPUS[0])
         notes = _notes(scratch)
-    if any(kind == "asked" for kind, _ in notes):
-        raise UsageError(f"{title} asks how many GPUs a host has",
-                         fix="--prism-gpus-per-node 8")  # fmt: skip
+        other = job
+        if not said and any(kind == "asked" for kind, _ in notes):
+            with contextlib.suppress(UsageError):  # it refuses to run with another number
+                other = job_with(_GPUS[1])
+        if _sizes(other) != _sizes(job):
+            raise UsageError(f"{title} asks how many GPUs a host has",
+                             fix="--prism-gpus-per-node 8")  # fmt: skip
     read = {name for name, _ in batch_script.READ.findall(text)} & set(known)
     sources = [f"{name}={known[name]}" for name in sorted(read) if known[name].isdigit()
                and name not in batch_script.HERE]  # fmt: skip
     lines = [f"{', '.join(sources)}: {alloc.said}"] if sources and alloc.said else []
-    if left_out := list(dict.fromkeys(text for _, text in notes)):
+    if left_out := list(dict.fromkeys(one for kind, one in notes if kind != "asked")):
         more = f"; {len(left_out) - 12} more" if len(left_out) > 12 else ""
         lines.append(f"left out: {'; '.join(one[:80] for one in left_out[:12])}{more}")
     if not confine.available():
         lines.append("this kernel has no Landlock: commands were left out by their names alone")
     changed = {name: value for name, value in job["env"].items()
                if not _OWN.match(name) and environment.get(name) != value}  # fmt: skip
-    return DryRun(tuple(_at_home(job["line"], job["cwd"])), changed, known, tuple(lines))
+    line = tuple(_at_home(job["line"], job["cwd"]))
+    return DryRun(line, changed, known, tuple(lines), job["text"])
+
+
+def _sizes(job: Json) -> tuple[object, ...]:
+    """What two runs of a script have in common that start the same job."""
+    line = read_line(job["line"], job["env"])
+    return line.words, line.shell, line.ranks, line.each, job["text"]
 
 
 def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> dict[str, str]:

@@ -20,6 +20,8 @@ from megatron_prism.emulate.dry_commands import starts_launcher
 from megatron_prism.emulate.launch_line import LaunchLine, read_line
 from megatron_prism.emulate.options import value_of, words_of
 
+_DEEPEST = 4  # scripts that are submitted, one by the other
+
 
 def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[str]]:
     """(flags of ours for the world of the job, the script and its arguments).
@@ -48,20 +50,27 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
     return ours, job
 
 
-def _run_dry(line: LaunchLine, given: Sequence[str], script: str) -> LaunchLine:
-    """The line that a shell script would start its job with."""
+def _run_dry(
+    line: LaunchLine, given: Sequence[str], script: str, text: str = "", depth: int = 0
+) -> LaunchLine:
+    """The line that a shell script would start its job with, or a script that it submits, whose
+    ``text`` is known."""
     from megatron_prism.emulate.dry_run import dry_run
 
     gpus = value_of("--prism-gpus-per-node", given)
     writes = "--prism-allow-writes" in given
-    run = dry_run(line.shell, line.before, line.variables, gpus, script, writes)
+    run = dry_run(line.shell, line.before, line.variables, gpus, script, writes, text)
     started = read_line(run.line, {**os.environ, **run.known, **run.variables})
     settings = [f"{name}={value}" for name, value in run.variables.items()]
     start = ["env", *settings] if settings else []
     _tell(f"{shlex.join(line.shell)} starts: {shlex.join([*start, *run.line])}")
     for note in run.notes:
         _tell(note)
-    return replace(started, variables={**line.variables, **run.variables, **started.variables})
+    variables = {**line.variables, **run.variables, **started.variables}
+    started = replace(started, variables=variables)
+    if started.shell and depth == _DEEPEST:
+        raise UsageError("scripts that submit scripts do not end", fix="the last one's own line")
+    return _run_dry(started, given, "", run.text, depth + 1) if started.shell else started
 
 
 def _tell(text: str) -> None:

@@ -7,12 +7,14 @@ programs that start others; one that is missing needs a row and no code.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.units import counted
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class LauncherRow:
     ranks : options that say how many processes there are in all
     nodes : on how many hosts
     each  : on each host
+    parts : how many sets of processes each host has, where ``nodes`` and ``each`` count sets
+    hosts : a file that names hosts and their slots
     gpus, all_gpus : how many GPUs a host has, and all of them
     alone : options without a value
     pairs : options with two
@@ -37,6 +41,8 @@ class LauncherRow:
     ranks: str = ""
     nodes: str = ""
     each: str = ""
+    parts: str = ""
+    hosts: str = ""
     gpus: str = ""
     all_gpus: str = ""
     alone: str = ""
@@ -67,11 +73,15 @@ LAUNCHERS = (
              reads=("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE")),
     LauncherRow("mpirun mpiexec mpiexec.hydra orterun prterun prun", ranks="-np --np -n --n -c",
              each="--npernode -npernode -ppn --ppn -perhost -N --map-by --ntasks-per-node",
+             hosts="--hostfile -hostfile --machinefile -machinefile -f",
              alone="--allow-run-as-root -allow-run-as-root --oversubscribe --nooversubscribe "
              "--tag-output --report-bindings -v --verbose -q --bynode --display-map -l "
              "--use-hwthread-cpus", pairs="--mca -mca --gmca -gmca --prtemca --pmixmca -genv -env",
              sets="-x"),
+    LauncherRow("jsrun", ranks="-p --np", nodes="-n --nrs", each="-a --tasks-per-rs",
+                parts="-r --rs-per-host", unsaid=(1, 1)),
     LauncherRow("deepspeed ds", nodes="--num-nodes", each="--num-gpus",
+             hosts="--hostfile -H",
              alone="--no-python --no-local-rank --force-multi --no-ssh --no-ssh-check --save-pid "
              "--module --elastic-training"),
     LauncherRow("aprun ibrun", ranks="-n", each="-N", alone="-q -v"),
@@ -101,10 +111,10 @@ LAUNCHERS = (
              alone="--no-capture-output --live-stream --no-sync --active --frozen"),
     LauncherRow("ray", verbs="job submit", alone="--no-wait"),
 )  # fmt: skip
-SUBMIT = ("sbatch", "qsub", "bsub", "salloc")  # commands that queue a script
+SUBMIT = ("sbatch", "qsub", "bsub", "pjsub", "salloc")  # commands that queue a script
 BATCH = LauncherRow(  # their options, which the directives of a script are too
     "", ranks="-n --ntasks", nodes="-N --nodes -nnodes", each="--ntasks-per-node --tasks-per-node",
-    gpus="--gpus-per-node --gres -g -gpu", all_gpus="-G --gpus",
+    gpus="--gpus-per-node --gres -g -gpu", all_gpus="-G --gpus", sets="--export -v -env",
 )  # fmt: skip
 BY_NAME = {name: row for row in LAUNCHERS for name in row.names.split()}
 SCRIPTS = (".sh", ".sbatch", ".slurm", ".pbs")
@@ -114,6 +124,7 @@ _SHELL = re.compile(r"(ba|da|z|k)?sh$")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
 _PER_NODE = re.compile(r"ppr:(\d+):node")  # of --map-by
+_SLOTS = re.compile(r"(?:\bslots=|:)(\d+)")  # of a host: node1 slots=8, node1:8
 
 
 @dataclass(frozen=True)
@@ -299,11 +310,18 @@ def numbers(
     row: LauncherRow, options: Mapping[str, Sequence[str]], env: Mapping[str, str]
 ) -> tuple[dict[str, int], dict[str, str], str]:
     """({what: how many}, {what: who says so}, the option that says no number) of ranks, nodes,
-    each, gpus and all_gpus."""
+    each, parts, gpus and all_gpus."""
     found, sources, unclear = dict[str, int](), dict[str, str](), ""
     variables = dict(zip(("ranks", "nodes", "each"), row.reads, strict=True))
-    for what in ("ranks", "nodes", "each", "gpus", "all_gpus"):
-        option = next((one for one in getattr(row, what).split() if any(options.get(one, ()))), "")
+    if options.keys() & set(
+        row.each.split()
+    ):  # of all the ranks of an allocation, and of this step
+        del variables["ranks"]
+    for what in ("ranks", "nodes", "each", "parts", "gpus", "all_gpus"):
+        given = [one for one in getattr(row, what).split() if one in options]
+        option = next((one for one in given if any(options[one])), "")
+        if given and not option:  # of a variable that is empty
+            unclear = unclear or f"{given[0]} without a value"
         variable = variables.get(what, "")
         text = options[option][-1] if option else env.get(variable, "")
         said = f"{option} {text}" if option else f"{variable}={text}"
@@ -327,9 +345,30 @@ def _counted(
     ranks, nodes, each = (said.get(what) for what in ("ranks", "nodes", "each"))
     here = name in ("deepspeed", "ds") and "--hostfile" not in options
     joined = ", " if ranks else " x "
+    if ranks is None and (slots := _slots(row, options)):
+        nodes, ranks = len(slots), None if each else sum(slots)
+        sources.setdefault("nodes", f"{counted(nodes, 'host')} of its file")
     if ranks is None and each and (nodes or here):
         ranks = (nodes or 1) * each
     elif ranks and nodes and not each:
         each = -(-ranks // nodes)
+    if each and row.parts:
+        each *= found.get("parts", 1)
     text = f"{joined.join(sources.values()) or 'no option'} of {name}"
     return LaunchLine(ranks=ranks, each=each if ranks else None, source=text)
+
+
+def _slots(row: LauncherRow, options: Mapping[str, Sequence[str]]) -> list[int]:
+    """The slots of each host in a file of hosts; none where a host has no number."""
+    files = [Path(options[one][-1]) for one in row.hosts.split() if one in options]
+    lines = [line for file in files if is_file(file) for line in file.read_text().splitlines()]
+    hosts = [host for line in lines if (host := line.partition("#")[0].strip())]
+    found = [_SLOTS.search(host) for host in hosts]
+    return [int(one[1]) for one in found if one is not None] if all(found) else []
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is such a file; a whole command is a name that is too long."""
+    with contextlib.suppress(OSError, ValueError):
+        return Path(path).is_file()
+    return False

@@ -209,9 +209,86 @@ def test_a_manifest_of_kubernetes_is_its_containers_command(script, tmp_path):
     ours, job = script("", line="kubectl apply -f job.yaml")
     assert ours == ["--prism-world-size", "16", "--prism-gpus-per-node", "4"]
     assert job == TRAIN.split()
+    ours, _ = script("sed 's/replicas: 3/replicas: 1/' job.yaml | kubectl apply -f -")
+    assert ours[1] == "8"
     (tmp_path / "job.yaml").write_text("kind: Pod\n")
-    with pytest.raises(UsageError, match="no PyTorchJob"):
+    with pytest.raises(UsageError, match="no job"):
         script("", line="kubectl apply -f job.yaml")
+
+
+TRAINER = """kind: TrainJob
+spec: {trainer: {numNodes: 2, numProcPerNode: 4, command: [bash, -c, torchrun @]}}
+"""
+INDEXED = """kind: JobSet
+spec:
+  replicatedJobs:
+  - {replicas: 1, template: {spec: {parallelism: 2, template: {spec: {containers: [
+      {env: [{name: N, value: "2"}], command: [bash, -c, torchrun --nnodes $N --nproc-per-node 4 @]}
+    ]}}}}}
+"""
+MPI = """kind: MPIJob
+spec:
+  mpiReplicaSpecs:
+    Launcher: {template: {spec: {containers: [{command: [bash, -c, mpirun -np 8 python @]}]}}}
+    Worker: {replicas: 2}
+"""
+RAY = "kind: RayJob\nspec: {entrypoint: torchrun --nnodes 2 --nproc-per-node 4 @}"
+
+
+@pytest.mark.parametrize("manifest", [TRAINER, INDEXED, MPI, RAY])
+def test_manifests_of_other_operators(manifest, script, tmp_path):
+    (tmp_path / "job.yaml").write_text(manifest.replace("@", "pretrain_gpt.py --num-layers=4"))
+    assert script("", line="kubectl create -f job.yaml") == (
+        ["--prism-world-size", "8", *["--prism-gpus-per-node", "4"] * (manifest != MPI)],
+        ["pretrain_gpt.py", "--num-layers=4"],
+    )
+
+
+QUEUED = f"#SBATCH --ntasks-per-node=4\nsrun -n $SLURM_NTASKS python {TRAIN} --lr $LR\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sbatch --nodes 4 --export=ALL,LR=2 job.sbatch",
+        "sed s/4/4/ job.sbatch | sbatch -N4 --export LR=2",
+        "export LR=2; sed 's/^#/#SBATCH -N 4\\n#/' job.sbatch > new.sbatch; sbatch new.sbatch",
+        "qdel 1; LR=2 bash -lc 'export LR; sbatch -N 4 job.sbatch'",
+    ],
+)
+def test_a_script_that_queues_another_is_that_one(text, script, tmp_path):
+    (tmp_path / "job.sbatch").write_text(QUEUED)
+    ours, job = script(text)
+    assert ours == ["--prism-world-size", "16", "--prism-gpus-per-node", "4"]
+    assert job == [*TRAIN.split(), "--lr", "2"]
+
+
+def test_a_job_that_queues_itself_again_is_no_other(script):
+    again = f"#SBATCH -N 2\nsbatch $0\nsrun --ntasks-per-node 4 python {TRAIN}\n"
+    assert script(again, line="sbatch train.sh")[0][1] == "8"
+
+
+def test_numbers_that_are_empty_are_asked_for(script):
+    with pytest.raises(UsageError, match="--nnodes without a value of torchrun"):
+        script(f"torchrun --nnodes $NOBODY --nproc-per-node 4 {TRAIN}")
+
+
+def test_slots_of_a_file_of_hosts_are_ranks(script):
+    hosts = "printf '# two\\nh1 slots=4\\nh2 slots=4\\n' > hosts\n"
+    for launcher in ("deepspeed --hostfile hosts", "mpirun -hostfile hosts python"):
+        assert script(f"{hosts}{launcher} {TRAIN}")[0][1] == "8"
+
+
+def test_gpus_that_change_nothing_are_not_asked_for(script):
+    check = "nvidia-smi; [ $(nvidia-smi -L | wc -l) = 8 ] || exit 1\n"
+    assert script(f"{check}torchrun --nproc-per-node 2 {TRAIN}")[0][1] == "2"
+
+
+def test_a_pipe_into_a_new_file_keeps_what_it_reads(script, tmp_path):
+    script(
+        f"echo a | sed s/a/b/ > made; echo c | cat > old.log\ntorchrun --nproc-per-node 2 {TRAIN}"
+    )
+    assert (tmp_path / "made").read_text() == "b\n"
 
 
 @pytest.mark.parametrize("path", ["sizes.env", '"$(dirname "$0")/sizes.env"', "./sizes.env; :"])
@@ -239,6 +316,8 @@ def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
     monkeypatch.setenv("NNODES", "2")
     assert script("GPUS_PER_NODE=${GPUS_PER_NODE:-4}\n" + text)[0][1] == "8"
     assert script(text, line="env NNODES=2 GPUS_PER_NODE=2 bash train.sh")[0][1] == "4"
+    words = 'for word in "$@"; do export "$word"; done\n' + text
+    assert script(words, line="bash train.sh NNODES=2 GPUS_PER_NODE=2")[0][1] == "4"
     with pytest.raises(UsageError, match="how many GPUs"):
         script(f"torchrun --nproc-per-node $(nvidia-smi -L | wc -l) {TRAIN}")
     with pytest.raises(UsageError, match="no script gone.sh"):
@@ -255,6 +334,7 @@ def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
         ("#PBS -l select=4:ncpus=64:ngpus=8:mpiprocs=8", "", (4, 32, 8, 8)),
         ("#PBS -l nodes=2:ppn=4:gpus=4,walltime=1:0:0", "", (2, 8, 4, 4)),
         ('#BSUB -nnodes 4\n#BSUB -gpu "num=6"', "", (4, 4, None, 6)),
+        ("#PJM -L node=2,elapse=1:00:00\n#PJM --mpi proc=8", "", (2, 8, None, None)),
         ("#$ -l rt_AF=2\n#$ -l h_rt=1:00:00", "", (2, 2, None, None)),
         ("# nothing", "", (None, None, None, None)),
     ],

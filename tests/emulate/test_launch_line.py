@@ -40,6 +40,8 @@ LINES = [  # line, ranks, ranks on a host, the script and its words
     ("timeout 3h nohup taskset -c 0-3 python a.py", None, None, "a.py"),
     ("python elastic.py --nproc-per-node 8 --nnodes 2 -- python3 ./a.py --x", 16, 8, "./a.py --x"),
     ("python a.py --lr 1 -- b", None, None, "a.py --lr 1 -- b"),
+    ("jsrun -n 24 -a 1 -c 7 -g 1 -r 6 -b none python a.py", 24, 6, "a.py"),
+    ("jsrun -n 4 -a 6 -g 6 python a.py", 24, 6, "a.py"),
     ("bind_gpu --foo torchrun --nproc-per-node 8 a.py", 8, 8, "a.py"),
 ]  # fmt: skip
 
