@@ -1,4 +1,4 @@
-"""Kernels by table: looked up as they were recorded, interpolated, and never outside."""
+"""Kernels by table: looked up as they were recorded, interpolated, in proportion beyond."""
 
 import dataclasses
 import json
@@ -43,7 +43,8 @@ def stored():
     grids["attention cudnn bfloat16"] = {"axes": [[4, 8], [1024, 2048], [64, 128]],
                                          "ns": [10, 20, 40, 80, 20, 40, 80, 160]}  # fmt: skip
     grids["bmm k bfloat16"] = {"axes": [[8, 16], [1024, 2048], [64, 128]], "ns": [*[7000] * 8]}
-    kernels = {"add bfloat16": [[1024, 2000, 2000], [1 << 20, 3000, 5000], [1 << 30, 4e5, 4e5]]}
+    kernels = {"add bfloat16": [[1024, 2000, 2000], [1 << 20, 3000, 5000], [1 << 30, 4e5, 4e5]],
+               "fp8_quantize row bfloat16": [[1 << 10, 10000, 10000]]}  # fmt: skip
     return {"device": "X", "source": "X, today", "grids": grids, "kernels": kernels}
 
 
@@ -68,7 +69,8 @@ def ns(table, name, shapes, dtype="bfloat16", flops=0, num_bytes=0):
         (("mm", "768x512,512x512t"), 1500),  # between sizes: a power law is met exactly
         (("addmm", "768,512x512,512x768t"), 1500),
         (("mm", "256x512,512x512t"), None),  # below the measured range
-        (("mm", "4096x512,512x512t"), None),  # above it
+        (("mm", "4096x512,512x512t"), 8000),  # above it in proportion
+        (("mm", "8192x512,512x4096t"), 128000),
         (("_scaled_mm", "512x512,512x512t", "float8_e5m2"), 500),
         (("gemm", "2x256x512,1024x512,2x256x1024", "bfloat16", 2 * 512**2 * 1024), 2000),
         (("gemm", "512x1024,1024x512,512x512", "bfloat16", 2 * 512**2 * 1024), 4000),
@@ -82,6 +84,9 @@ def ns(table, name, shapes, dtype="bfloat16", flops=0, num_bytes=0):
         (("attention_backward", "1024x1x4x64", "bfloat16", 5 * 4 * 1024**2 * 64), None),
         (("add", "99", "bfloat16", 0, 1 << 20), 4000),
         (("add", "99", "bfloat16", 0, 8), 2000),  # the shortest kernel
+        (("add", "99", "bfloat16", 0, 1 << 32), 16e5),  # larger than any that was measured
+        (("fp8_quantize", "9,9,9", "bfloat16", 0, 8 << 10), 80000),  # a row and its transpose
+        (("fp8_quantize", "3x3,3x3,3x3", "bfloat16", 0, 8 << 10), None),
         (("swiglu", "99", "bfloat16", 0, 1 << 20), 4000),  # moves its data alike
         (("add", "99", "bfloat16", 7, 1 << 20), None),  # it multiplies: no size tells its time
         (("unheard_of", "99", "bfloat16", 0, 1 << 20), None),

@@ -5,9 +5,10 @@ In: a kernel as the recorder writes it, ``mm(4096x8192,8192x1024t)bfloat16:flops
 or None for what was not measured.
 
 * products and fused attention: between the measured shapes, linearly in logarithms of times and
-  sizes; never outside them.  FP16 is as fast as BF16
+  sizes; products of more, such as those of a vocabulary, in proportion.  FP16 is as fast as BF16
 * everything else: by bytes, as the recorder counts them, under its own name or that of one that
-  moves its data alike; below the smallest size that size's time, which is the shortest kernel's.
+  moves its data alike; below the smallest size that size's time, which is the shortest kernel's,
+  above the largest in proportion.
   In a segment a kernel's inputs were just written and may be in L2, its outputs were not: the mean
   of the times with everything in L2 that fits, and with nothing
 * a roofline: the start of a kernel, and what its flops or its bytes take; fused attention also
@@ -184,7 +185,11 @@ class OpTable:
         if dtype.startswith("float8"):
             layout = "tn"
         grid = self.grids.get(f"gemm {layout} {dtype}")
-        return None if grid is None else grid.at(sizes)
+        if grid is None:
+            return None
+        inside = [min(one, math.exp(axis[-1])) for one, axis in zip(sizes, grid.axes, strict=True)]
+        edge = grid.at(inside)
+        return None if edge is None else edge * math.prod(sizes) / math.prod(inside)
 
     def _batched(self, kernel: MeasuredKernel) -> float | None:
         """Of attention without a fused kernel: two sides as long as the sequence, one short."""
@@ -219,6 +224,8 @@ class OpTable:
         names: tuple[str, ...] = (plain, _ALIKE.get(plain, ""))
         if kernel.name in _ARITHMETIC and _is_broadcast(kernel.shapes):
             names = ("mul broadcast", *names)
+        if _turns_a_row(kernel):
+            names = ("fp8_quantize row",)
         if kernel.name == "adam" and f"adam {dtype}" not in self.kernels:
             names, moved = ("_fused_adamw_", ""), moved * _ADAM_BYTES[1] // _ADAM_BYTES[0]
         for name in names:
@@ -226,10 +233,8 @@ class OpTable:
             sizes, ns = rows or (None, None)
             if sizes is None or ns is None:
                 continue
-            if moved > sizes[-1] * 1.01:
-                return None
             between = np.interp(math.log(max(1, moved)), np.log(sizes), np.log(ns))
-            return factor * float(np.exp(between))
+            return factor * float(np.exp(between)) * max(1.0, moved / sizes[-1])
         return None
 
 
@@ -239,6 +244,13 @@ def _is_broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:
     @2.11, gpu_kernel_impl_nocast)."""
     sizes = [math.prod(shape) for shape in shapes if shape]
     return len(sizes) > 1 and 1 < min(sizes) < max(sizes)
+
+
+def _turns_a_row(kernel: MeasuredKernel) -> bool:
+    """Whether a cast to FP8 writes the transpose, too, of one row, as the distributed optimizer
+    casts its part of a parameter: one row of each tile of TE's kernel is used
+    (transpose/cast_transpose.cu, cast_transpose_general_kernel @v2.20)."""
+    return kernel.name == "fp8_quantize" and len(kernel.shapes) == 3 and len(kernel.shapes[2]) == 1
 
 
 def _plain(name: str) -> str:
