@@ -41,7 +41,7 @@ TIMES = {
     "classes": ["show", "JOB"],
     "check": ["check", "JOB"],
     "hang": ["hang", "JOB"],
-    "hang-drop": ["hang", "JOB", "fault=drop@rank=1,nth=2"],
+    "hang-drop": ["hang", "JOB", "fault=drop@rank=1,nth=3"],
     "hang-slow": ["hang", "JOB", "fault=slow@rank=1:factor=1.5"],
 }
 MEMORY = {
@@ -128,7 +128,7 @@ def test_memory(job, run, request):
 
 def test_the_other_commands(run, request, tmp_path, capsys):
     (tmp_path / "odd.txt").write_text(ODD)
-    run(["hang", "slices/dense_pp2", "fault=drop@rank=5,nth=3", "-o", "OUT/dumps"])
+    run(["hang", "slices/dense_pp2", "fault=drop@rank=5,nth=4", "-o", "OUT/dumps"])
     for name, words in OTHERS.items():
         hold(request, f"others/{name}", run(words))
 

@@ -58,7 +58,7 @@ def hang(args: argparse.Namespace) -> Answer | int:
     prism hang --live --watch 60s [--json --prometheus FILE]
                                 every 60 s, until nothing moved in between or the job ends
     prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
-    prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=2 [--plan FILE --seed 0]
+    prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=3 [--plan FILE --seed 0]
                                 plants faults, runs all ranks until nobody can go on, and judges
                                 the dumps that they would leave; -o DIR keeps these, --truth what
                                 was planted.  Faults that only cost time are replayed

@@ -122,7 +122,7 @@ def _calls(programs: str, selector: str = "", rank: int = 0) -> Json:
         job = open_programs(programs)
     labels = [one.call_label for one in job.of(rank) if one.name in BY_NAME]
     fitting = enumerate(one for one in labels if chosen.fits(one))
-    calls = [{"nth": nth, **asdict(one)} for nth, one in fitting if chosen.nth in (None, nth)]
+    calls = [{"nth": nth + 1, **asdict(one)} for nth, one in fitting if chosen.nth in (None, nth)]
     then = f"prism run --prism-debugger --prism-break {shlex.quote(str(chosen))} -- the job's line"
     return _answer("", {"calls": calls, "source": dict(job.source)}, then)
 

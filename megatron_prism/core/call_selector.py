@@ -35,7 +35,7 @@ class CallSelector:
     iteration  : from 1; fits calls of programs, which know none
     microbatch, chunk, phase, op : as in CallLabel; phase "" is outside all phases
     group      : a description, or a short name (``tp``)
-    nth        : how many calls that fit come before it
+    nth        : how many calls that fit come before it; a text counts them from 1
     site       : regular expression that is searched in ``file.py:line``
     """
 
@@ -70,10 +70,14 @@ class CallSelector:
                     raise UsageError(f"{subject}: {field} is named twice", fix=_FIX)
                 fields[field] = f"{fields['rank']},{value}" if field in fields else value
         _check(fields, subject)
-        return CallSelector(**{k: int(v) if k in _NUMBERS else v for k, v in fields.items()})  # type: ignore[arg-type]
+        given = {k: int(v) if k in _NUMBERS else v for k, v in fields.items()}
+        if "nth" in given:
+            given["nth"] = int(given["nth"]) - 1
+        return CallSelector(**given)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         given = {key: getattr(self, field) for key, field in _FIELDS.items()}
+        given["nth"] = None if self.nth is None else self.nth + 1
         return ",".join(f"{key}={value}" for key, value in given.items() if value not in (None, ""))
 
     def fits(self, call: CallLabel) -> bool:
@@ -127,6 +131,8 @@ def _check(fields: Mapping[str, str], subject: str) -> None:
     refuse(
         *((not re.fullmatch("[0-9]{1,18}", value), f"{subject}: {name}={value} is no number",
            f"{name}=1") for name, value in numbers),
+        (fields.get("nth", "").strip("0") == "" and "nth" in fields,
+         f"{subject}: nth= counts from 1", "nth=1"),
         (op and op not in NAMES, f"{subject}: there is no op {op}",
          _meant(op) or "op=all_reduce, op=send …"),
         (phase not in PHASES, f"{subject}: there is no phase {phase}",

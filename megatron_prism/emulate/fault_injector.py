@@ -300,7 +300,7 @@ class Injector:
             if self.steps and not 1 <= wanted <= self.steps:
                 fix = f"iter= from 1 to {self.steps}"
             elif 0 < seen <= (fault.select.nth or 0):
-                fix = f"nth= from 0 to {seen - 1}"
+                fix = f"nth= from 1 to {seen}"
             raise UsageError(
                 f"{fault} never fired on rank {self.rank}: "
                 f"{'only one of the two calls came; ' * half}{self.steps} iterations ran, "
@@ -371,7 +371,7 @@ class Injector:
 def _partner(fault: Fault) -> Fault:
     """The other call of a swap, as a fault of its own."""
     group, op, *nth = fault.params["with"].split(":")
-    where, number = fault.select, int(nth[0]) if nth else 0
+    where, number = fault.select, int(nth[0]) - 1 if nth else 0
     select = CallSelector(where.rank, where.iteration, group=group, op=op, nth=number)
     return replace(fault, select=select)
 

@@ -370,7 +370,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "run without the flags that this Megatron does not know, such as a fork's"
     ),
     "--prism-fault": _value(
-        "make a fault happen: drop@rank=37,iter=2,group=tp,nth=2 (repeatable)",
+        "make a fault happen: drop@rank=37,iter=2,group=tp,nth=3 (repeatable)",
         "KIND@SEL",
         action="append",
     ),

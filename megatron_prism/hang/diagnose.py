@@ -109,7 +109,7 @@ def _stop(programs: Programs, rank: int, index: int) -> str:
 
     call, nth = key(ops[at]), sum(key(op) == key(ops[at]) for op in ops[:at])
     label, name, group, site = call
-    return analyze.stop_options(rank, f"{label} {name} of {group}", site, f" nth={nth}")
+    return analyze.stop_options(rank, f"{label} {name} of {group}", site, f" nth={nth + 1}")
 
 
 def diagnose_faults(

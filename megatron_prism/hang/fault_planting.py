@@ -67,11 +67,11 @@ def _skip(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> No
 
 def _swap(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
     group, name, *nth = fault.params["with"].split(":")
-    wanted = int(nth[0]) if nth else 0
+    wanted = int(nth[0]) - 1 if nth else 0
     found = [i for i, op in enumerate(ops)
              if op.name == name and op.group and named_group(group, op.group)]  # fmt: skip
-    if wanted >= len(found) or found[wanted] == at:
-        raise UsageError(f"{fault}: rank {rank} has no such other call", fix="with=ep:all_to_all:0")
+    if not 0 <= wanted < len(found) or found[wanted] == at:
+        raise UsageError(f"{fault}: rank {rank} has no such other call", fix="with=ep:all_to_all:1")
     ops[:] = exchanged(ops, at, found[wanted])
 
 

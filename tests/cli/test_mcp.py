@@ -65,7 +65,7 @@ def test_schemas_are_the_arguments_of_the_commands():
 
 def test_from_dumps_to_the_verdict(tmp_path):
     world = healthy(World(64, tp=4, pp=4))
-    prism.diagnose_faults(world, [parse("drop@rank=5,group=tp,nth=1")], out=tmp_path / "dumps")
+    prism.diagnose_faults(world, [parse("drop@rank=5,group=tp,nth=2")], out=tmp_path / "dumps")
     (found,) = answers(("hang", {"dumps": str(tmp_path / "dumps")}))
     assert [one["rank"] for one in found["figures"]["culprits"]] == [5]
     assert found["text"].startswith("HANG at ")
@@ -85,7 +85,7 @@ def test_questions_about_slices_and_errors_to_act_on():
     assert "rank 0 computes 3 times as long" in slower["text"]
     found = calls["figures"]["calls"]
     assert {(one["op"], one["microbatch"]) for one in found} == {("all_reduce", 0)}
-    assert [one["nth"] for one in found] == list(range(len(found)))
+    assert [one["nth"] for one in found] == list(range(1, len(found) + 1))
     assert "rank=1" in calls["next"]
     bad, unknown = asked(("replay", {"programs": "/nowhere"}), ("replay", {}))
     assert bad.is_error

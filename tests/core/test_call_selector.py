@@ -37,7 +37,7 @@ def test_one_wrong_condition_is_enough(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "rank=pp=1,tp=0,iter=3,mb=0,group=tp,op=send,nth=2,site=x",
+        "rank=pp=1,tp=0,iter=3,mb=0,group=tp,op=send,nth=3,site=x",
         "rank=node=2/4,chunk=1,phase=forward",
         "rank=0-7,3",
     ],
@@ -47,7 +47,7 @@ def test_what_it_prints_it_reads(text):
 
 
 def test_the_nth_of_those_that_fit():
-    third = NthCall(CallSelector.parse("all_reduce nth=2"))
+    third = NthCall(CallSelector.parse("all_reduce nth=3"))
     other = CallLabel("send", TP)
     assert [third.hit(c) for c in (CALL, other, CALL, CALL, CALL)] == [False] * 3 + [True, False]
 
@@ -57,6 +57,7 @@ def test_the_nth_of_those_that_fit():
     [
         ("phase=back", "no phase back"),
         ("nth=-1", "no number"),
+        ("nth=0", "counts from 1"),
         ("op=send op=recv", "op is named twice"),
     ],
 )

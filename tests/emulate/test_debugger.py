@@ -24,7 +24,7 @@ TP = "TENSOR_MODEL_PARALLEL_GROUP"
 @pytest.mark.parametrize(
     ("text", "select", "after"),
     [
-        ("1B2 all_reduce group=tp nth=3",
+        ("1B2 all_reduce group=tp nth=4",
          {"microbatch": 1, "phase": "backward", "chunk": 2, "op": "all_reduce", "group": "tp",
           "nth": 3}, False),
         ("2F", {"microbatch": 2, "phase": "forward"}, False),
@@ -123,7 +123,7 @@ def call(debugger, tensor=None, op="all_reduce", **labels):
 
 
 def test_it_stops_at_the_call_that_was_named_and_at_no_other(stops, capsys):
-    debugger = follow("1B all_reduce nth=1")
+    debugger = follow("1B all_reduce nth=2")
     for microbatch in (0, 1):
         for phase in ("forward", "backward"):
             for _ in range(3):
@@ -174,7 +174,7 @@ def test_memory_of_one_buffer_is_shared_out(stops, capsys):
     buffer = torch.zeros(64 * 96 + 64)
     model[0].weight.main_grad = buffer[: 64 * 64].view(64, 64)
     model[1].weight.main_grad = buffer[64 * 64 : 64 * 96].view(32, 64)
-    debugger = follow("0F nth=0")
+    debugger = follow("0F nth=1")
     debugger.iteration_started(1, 1, model, None)
     call(debugger, phase="forward", microbatch=0)
     stops[0].memory()
@@ -246,7 +246,7 @@ def test_what_cannot_be_watched_is_refused(what, tier):
 def test_a_stock_job_stops_steps_and_trains_on():
     command = [sys.executable, "-m", "megatron_prism", "run", "--prism-world-size", "16",
                "--prism-ranks", "8", "--prism-tier", "cpu", "--prism-break",
-               "1F all_reduce group=tp nth=1", "--", str(SCRIPT), *JOB]  # fmt: skip
+               "1F all_reduce group=tp nth=2", "--", str(SCRIPT), *JOB]  # fmt: skip
     status, said = typed(command, ["prism.where()", "n", "prism.step()", "c"])
     assert status == 0, said[-3000:]
     assert "stops before 1F all_reduce" in said

@@ -123,7 +123,7 @@ def test_what_fr_trace_says(name, tmp_path):
 # -- the command ----------------------------------------------------------------------------------
 def test_the_command_plants_and_judges(tmp_path, capsys):
     where = str(HERE / "worlds" / "moe.txt")
-    words = ["hang", where, "fault=drop@rank=6,group=tp,nth=4", "-o", str(tmp_path / "d"), "--json"]
+    words = ["hang", where, "fault=drop@rank=6,group=tp,nth=5", "-o", str(tmp_path / "d"), "--json"]
     assert cli.main(words) == 1
     found = json.loads(capsys.readouterr().out)
     assert [row["rank"] for row in found["culprits"]] == [6]
@@ -136,7 +136,7 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["fault=drop@rank=6,group=tp,nth=400"], "never fires"),
+        (["fault=drop@rank=6,group=tp,nth=401"], "never fires"),
         (["fault=dorp@rank=1"], "did you mean drop?"),
         (["fault=drop@rank=1,group=tpp"], "TENSOR_MODEL_PARALLEL_GROUP"),
         (["fault=swap@rank=1"], "swap with what"),
@@ -167,7 +167,7 @@ def test_bad_faults_are_explained(words, says, capsys):
      ("rail=3/4", (3, 7, 11, 15)), ("rank=node=3/4", range(12, 16))],
 )  # fmt: skip
 def test_hosts_and_rails_are_ranks(where, ranks):
-    fault = fault_plan.parse(f"sigkill@{where},nth=20")
+    fault = fault_plan.parse(f"sigkill@{where},nth=21")
     assert fault.ranks(hang_worlds.world("moe").world) == tuple(ranks)
     assert fault_plan.parse(str(fault)) == fault
     found = fault_planting.plant(hang_worlds.world("moe"), [fault])
@@ -195,7 +195,7 @@ def test_faults_that_only_cost_time_are_replayed(tmp_path, capsys):
     assert after - before == pytest.approx(4.0, abs=0.001)
     (row,) = map(json.loads, (tmp_path / "t").read_text().splitlines())
     assert (row["where"], row["rank"], row["kind"]) == ("programs", 5, "slow")
-    after, before = cost("delay@rank=5,nth=1:ms=7")
+    after, before = cost("delay@rank=5,nth=2:ms=7")
     assert after - before == pytest.approx(7.0, abs=0.001)
     after, before = cost("nic@rank=5:latency_us=100")
     assert after - before == pytest.approx(0.2, abs=0.001)
@@ -232,7 +232,7 @@ def test_a_slow_rank_is_as_slow_as_in_a_replay_by_the_op_table(tmp_path, capsys)
 
 def test_a_delay_beyond_all_patience_is_a_hang(capsys):
     where = str(HERE / "worlds" / "moe.txt")
-    assert cli.main(["hang", where, "fault=delay@rank=3,nth=3:ms=600000"]) == 1
+    assert cli.main(["hang", where, "fault=delay@rank=3,nth=4:ms=600000"]) == 1
     assert "rank 3 (host stuck)" in capsys.readouterr().out
     assert cli.main(["hang", where, "fault=oom@rank=4,phase=backward"]) == 1
     assert "rank 4 (missing dump)" in capsys.readouterr().out
@@ -252,7 +252,7 @@ def test_markdown_and_page_say_the_verdict_and_let_nothing_through(tmp_path, cap
     assert "| 3 | dtype | \\<script\\>" in text
     assert text.count("````") == 4  # a fence that the text cannot close
     where = str(HERE / "worlds" / "moe.txt")
-    words = ["hang", where, "fault=dtype@rank=12,group=tp,nth=1", "--html", str(tmp_path / "p")]
+    words = ["hang", where, "fault=dtype@rank=12,group=tp,nth=2", "--html", str(tmp_path / "p")]
     assert cli.main([*words, "--markdown", str(tmp_path / "m")]) == 1
     assert "rank 12 (dtype)" in (tmp_path / "m").read_text()
     assert "rank 12 (dtype)" in (tmp_path / "p").read_text()
@@ -263,7 +263,7 @@ def test_markdown_and_page_say_the_verdict_and_let_nothing_through(tmp_path, cap
 
 def test_the_trace_has_a_track_per_rank_and_arrows_along_the_waits(tmp_path, capsys):
     where = str(HERE / "worlds" / "moe.txt")
-    words = ["hang", where, "fault=gil@rank=12,group=tp,nth=1", "--json"]
+    words = ["hang", where, "fault=gil@rank=12,group=tp,nth=2", "--json"]
     assert cli.main([*words, "--trace", str(tmp_path / "t")]) == 1
     found = json.loads(capsys.readouterr().out)
     events = json.loads((tmp_path / "t").read_text())["traceEvents"]

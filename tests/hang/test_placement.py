@@ -52,12 +52,12 @@ def issued(state, rank):
 @pytest.mark.parametrize(
     ("name", "fault", "start"),
     [
-        ("moe", "gil@rank=10,group=tp,nth=3", 0),
-        ("moe", "gil@rank=3,group=tp,nth=20", 0),
-        ("moe", "gil@rank=3,group=tp,nth=20", 1000),
-        ("interleaved", "gil@rank=5,nth=20", 0),
-        ("interleaved", "gil@rank=5,nth=20", 1000),
-        ("moe", "sigkill@rank=9,group=tp,nth=25", 1000),
+        ("moe", "gil@rank=10,group=tp,nth=4", 0),
+        ("moe", "gil@rank=3,group=tp,nth=21", 0),
+        ("moe", "gil@rank=3,group=tp,nth=21", 1000),
+        ("interleaved", "gil@rank=5,nth=21", 0),
+        ("interleaved", "gil@rank=5,nth=21", 1000),
+        ("moe", "sigkill@rank=9,group=tp,nth=26", 1000),
     ],
 )
 def test_everybody_is_placed_and_the_verdict_is_confirmed(name, fault, start):
@@ -72,7 +72,7 @@ def test_everybody_is_placed_and_the_verdict_is_confirmed(name, fault, start):
 
 
 def test_with_outstanding_calls_only_a_place_is_exact_or_not_named():
-    state, found = placed("moe", "gil@rank=3,group=tp,nth=20", active_only=True, stacks=False)
+    state, found = placed("moe", "gil@rank=3,group=tp,nth=21", active_only=True, stacks=False)
     named = [p for p in found.places if p.index >= 0]
     assert all(p.issued == issued(state, p.rank) for p in named)
     assert all("places in its program fit" in str(p) for p in found.places if p.index < 0)
@@ -80,7 +80,7 @@ def test_with_outstanding_calls_only_a_place_is_exact_or_not_named():
 
 def test_a_wrong_verdict_is_not_confirmed():
     """Blame another rank: then the others do not stand where they stood."""
-    found = plant(hang_worlds.world("moe"), [parse("gil@rank=10,group=tp,nth=20")])
+    found = plant(hang_worlds.world("moe"), [parse("gil@rank=10,group=tp,nth=21")])
     state = stall.run_until_stalled(found.programs, found.faults)
     dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
     verdict = hang.diagnose_dumps(dumps)
@@ -93,8 +93,8 @@ def test_a_wrong_verdict_is_not_confirmed():
 
 @pytest.mark.parametrize(
     "fault",
-    ["shape@rank=3,group=tp,nth=2", "dtype@rank=12,group=tp,nth=1", "drop@rank=6,group=tp,nth=4",
-     "op@rank=4,group=ep,nth=2:to=all_reduce", "gpu_hang@rank=2,group=tp,nth=3"],
+    ["shape@rank=3,group=tp,nth=3", "dtype@rank=12,group=tp,nth=2", "drop@rank=6,group=tp,nth=5",
+     "op@rank=4,group=ep,nth=3:to=all_reduce", "gpu_hang@rank=2,group=tp,nth=4"],
 )  # fmt: skip
 def test_calls_that_differ_are_tried_as_the_dumps_have_them(fault):
     _, found = placed("moe", fault, timing=True)
@@ -108,7 +108,7 @@ def test_calls_that_differ_are_tried_as_the_dumps_have_them(fault):
 def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
     """Counters go on from iteration to iteration, and every group made a few calls before."""
     world = hang_worlds.world("moe")
-    found = plant(world, [parse("gil@rank=10,group=tp,nth=3")])
+    found = plant(world, [parse("gil@rank=10,group=tp,nth=4")])
     state = stall.run_until_stalled(found.programs, found.faults)
     dumps = {}
     for rank, value in export.dumps_of(state):
@@ -131,7 +131,7 @@ def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
     from megatron_prism.emulate import confirm
 
     world = hang_worlds.world("moe")
-    found = plant(world, [parse("gil@rank=10,group=tp,nth=20")])
+    found = plant(world, [parse("gil@rank=10,group=tp,nth=21")])
     state = stall.run_until_stalled(found.programs, found.faults)
     dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
     verdict = hang.diagnose_dumps(dumps)
@@ -166,7 +166,7 @@ def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):
     name, folder = "guard-gpt_16gpu_tp2pp2vp2_h200", str(tmp_path / "w")
     other = "num_layers=4"
     assert cli.main(["capture", name, other, "-o", folder]) == 0
-    words = ["hang", folder, "fault=gil@rank=5,group=tp,nth=40", "-o", str(tmp_path / "d")]
+    words = ["hang", folder, "fault=gil@rank=5,group=tp,nth=41", "-o", str(tmp_path / "d")]
     assert cli.main(words) == 1
     capsys.readouterr()
     words = ["--recipe", name, "--confirm", "tier=cpu", other, "--json"]  # captures it once more
@@ -183,8 +183,8 @@ def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):
     assert "went on to its last step" in said
 
 
-@pytest.mark.parametrize("fault", ["gil@rank=3,group=tp,nth=20", "drop@rank=6,group=tp,nth=5",
-                                   "gpu_error@rank=13,group=tp,nth=3"])  # fmt: skip
+@pytest.mark.parametrize("fault", ["gil@rank=3,group=tp,nth=21", "drop@rank=6,group=tp,nth=6",
+                                   "gpu_error@rank=13,group=tp,nth=4"])  # fmt: skip
 def test_the_verdict_says_how_to_stop_at_the_call_that_the_fault_hit(fault):
     programs = hang_worlds.world("moe")
     found = plant(programs, [parse(fault)])

@@ -92,14 +92,14 @@ def test_a_healthy_rank_is_left_alone(job):
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("dtype@rank=1,iter=2,nth=0", "dtype: fp64 here, fp32 there|dtype: bf16 here"),
-        ("shape@rank=1,iter=3,nth=1", "shape: 2 here, 4 there"),
+        ("dtype@rank=1,iter=2,nth=1", "dtype: fp64 here, fp32 there|dtype: bf16 here"),
+        ("shape@rank=1,iter=3,nth=2", "shape: 2 here, 4 there"),
         ("root@rank=1,iter=2", "root: 1 here, 0 there"),
         ("reduce_op@rank=1,iter=2", "reduce op: max here, sum there"),
-        ("drop@rank=1,iter=2,nth=0", "operation: broadcast here, all_reduce there"),
-        ("op@rank=1,iter=2,nth=0:to=barrier", "operation: barrier here, all_reduce there"),
-        ("dtype@rank=1,iter=2,nth=0:to=int32", "dtype: int32 here, fp32 there"),
-        ("drop@rank=1,iter=2,nth=3", "the rank did not: 3 of 4 calls"),
+        ("drop@rank=1,iter=2,nth=1", "operation: broadcast here, all_reduce there"),
+        ("op@rank=1,iter=2,nth=1:to=barrier", "operation: barrier here, all_reduce there"),
+        ("dtype@rank=1,iter=2,nth=1:to=int32", "dtype: int32 here, fp32 there"),
+        ("drop@rank=1,iter=2,nth=4", "the rank did not: 3 of 4 calls"),
         ("skip_microbatch@rank=1,iter=2,mb=1", "2 of 4 calls"),
     ],
 )
@@ -117,13 +117,13 @@ def test_a_fault_of_this_rank_stops_it_and_is_its_own(fault, says, job, capsys):
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        ("dtype@rank=2,iter=3,nth=1", "dtype"),
-        ("drop@rank=3,iter=2,nth=0", "skipped call"),
-        ("gil@rank=0,iter=2,nth=2", "host stuck"),
-        ("sigkill@rank=2,nth=1", "missing dump"),
-        ("data_end@rank=2,iter=2,nth=2", "missing dump"),
-        ("sigstop@rank=0,nth=3", "missing dump"),
-        ("op@rank=0,nth=0:to=barrier", "operation"),
+        ("dtype@rank=2,iter=3,nth=2", "dtype"),
+        ("drop@rank=3,iter=2,nth=1", "skipped call"),
+        ("gil@rank=0,iter=2,nth=3", "host stuck"),
+        ("sigkill@rank=2,nth=2", "missing dump"),
+        ("data_end@rank=2,iter=2,nth=3", "missing dump"),
+        ("sigstop@rank=0,nth=4", "missing dump"),
+        ("op@rank=0,nth=1:to=barrier", "operation"),
     ],
 )
 def test_a_virtual_rank_is_met_where_nobody_can_go_on(fault, kind, job):
@@ -153,7 +153,7 @@ def test_messages_that_were_not_posted_are_missed_at_the_end_of_the_iteration(ma
 
 
 def test_the_sanitizer_stops_at_the_first_call_out_of_order(job):
-    guard, group = job("drop@rank=1,iter=2,nth=1", check_order=True)
+    guard, group = job("drop@rank=1,iter=2,nth=2", check_order=True)
     with pytest.raises(HangError, match="divergence: rank 1 differs") as caught:
         iterations(guard, group)
     assert "rank 1 stands at" in caught.value.message
@@ -174,7 +174,7 @@ def test_a_rank_that_raises(fault, error, job):
 
 
 def test_nan_reaches_the_result_and_delay_does_not_change_it(job):
-    guard, group = job("nan@rank=1,iter=4,op=all_reduce,nth=1", "delay@rank=1:ms=1", strict=False)
+    guard, group = job("nan@rank=1,iter=4,op=all_reduce,nth=2", "delay@rank=1:ms=1", strict=False)
     assert torch.isnan(iterations(guard, group)[0])
     guard.finished()
 
@@ -209,7 +209,7 @@ def test_nan_among_whole_numbers_is_refused(job):
     ("where", "says", "fix"),
     [
         ("iter=7", "4 iterations ran, and 0 calls in them fit", "iter= from 1 to 4"),
-        ("iter=2,op=all_reduce,nth=2", "and 2 calls in them fit", "nth= from 0 to 1"),
+        ("iter=2,op=all_reduce,nth=3", "and 2 calls in them fit", "nth= from 1 to 2"),
         ("iter=2,op=send", "and 0 calls in them fit", "write KIND@rank=R"),
     ],
 )
@@ -235,7 +235,7 @@ def test_what_a_running_rank_cannot_do_is_refused(job):
     [
         "drop@rank=1,iter=2",
         "skip_microbatch@rank=1,iter=2,mb=1",
-        "swap@rank=1,iter=2,op=all_reduce:with=tp:broadcast:0",
+        "swap@rank=1,iter=2,op=all_reduce:with=tp:broadcast:1",
         "shape@rank=1,iter=2",
         "op@rank=1,iter=2",
         "root@rank=1,iter=2",
@@ -278,17 +278,17 @@ def test_what_nccl_lets_through_goes_on_and_says_what_it_led_to(job, capsys):
 
 
 def test_swapped_calls_change_places(job, capsys):
-    guard, group = job("swap@rank=1,iter=2,op=all_reduce:with=tp:broadcast:0", check_order=True)
+    guard, group = job("swap@rank=1,iter=2,op=all_reduce:with=tp:broadcast:1", check_order=True)
     with pytest.raises(HangError, match="operation: broadcast here, all_reduce there|divergence"):
         iterations(guard, group)
-    guard, group = job("swap@rank=1,iter=2,op=all_reduce,nth=1:with=tp:reduce:0", strict=False)
+    guard, group = job("swap@rank=1,iter=2,op=all_reduce,nth=2:with=tp:reduce:1", strict=False)
     iterations(guard, group)
     with pytest.raises(UsageError, match="only one of the two calls came"):
         guard.finished()
 
 
 def test_a_bit_flips_and_the_value_is_far_away(job):
-    guard, group = job("bitflip@rank=1,iter=4,op=all_reduce,nth=1", strict=False)
+    guard, group = job("bitflip@rank=1,iter=4,op=all_reduce,nth=2", strict=False)
     tensor = iterations(guard, group)
     assert tensor[0] > 1e30
     assert float(tensor[1]) == 4.0
@@ -314,7 +314,7 @@ def test_the_models_output_is_spoilt(kind, job):
 
 def test_the_truth_is_written_before_it_happens(job, tmp_path):
     path = tmp_path / "truth"
-    guard, group = job("sigkill@rank=2,iter=2,nth=1", "exception@rank=1,iter=1", truth=path)
+    guard, group = job("sigkill@rank=2,iter=2,nth=2", "exception@rank=1,iter=1", truth=path)
     with pytest.raises(RuntimeError, match="prism-fault"):
         iterations(guard, group)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -383,12 +383,12 @@ def test_flags_that_cannot_be(words, says):
 def test_plans(tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text(
-        "- drop@rank=0,group=tp,nth=2\n- {kind: delay, at: {rank: 0, iter: 2}, ms: 5}\n"
+        "- drop@rank=0,group=tp,nth=3\n- {kind: delay, at: {rank: 0, iter: 2}, ms: 5}\n"
     )
     words = ["--prism-emulate", "--prism-world-size", "8", "--prism-fault-plan", str(plan)]
     found = flags.from_command_line(words, {}).hang.faults
     assert [str(f) for f in found] == [
-        "drop@rank=0,group=tp,nth=2", "delay@rank=0,iter=2:ms=5",
+        "drop@rank=0,group=tp,nth=3", "delay@rank=0,iter=2:ms=5",
     ]  # fmt: skip
     paced = [*words[:3], "--prism-pace", "x", "--prism-slow", "7:3"]
     found = flags.from_command_line([*paced, "--prism-fault", "slow@rank=1-5:factor=1.5"], {})
@@ -445,7 +445,7 @@ def test_a_job_with_a_world_trains_or_stops_with_the_verdict(tmp_path):
     strict = (*base, "--prism-ranks", "4", "--prism-world", str(tmp_path / "w"))
     status, said = forked(*strict, "--prism-check-order", job=job)
     assert status == 0, said[-2000:]
-    status, said = forked(*strict, "--prism-fault", "dtype@rank=5,iter=3,group=tp,nth=2", job=job)
+    status, said = forked(*strict, "--prism-fault", "dtype@rank=5,iter=3,group=tp,nth=3", job=job)
     assert status == 1
     assert "FAULT INJECTION: dtype@rank=5,iter=3" in said
     assert f"HANG at broadcast #3 of {TP}: rank 5 (dtype)" in said
@@ -523,7 +523,7 @@ def test_what_gloo_does(mine, theirs, sends, does):
         ("reduce_op@rank=1,iter=2", None),
         ("shape@rank=1,iter=2:n=7", "gloo aborts"),
         ("root@rank=1,iter=2", "gloo hangs"),
-        ("shape@rank=1,iter=2,nth=1:n=6", None),  # as a receiver of 4 it has room to spare
+        ("shape@rank=1,iter=2,nth=2:n=6", None),  # as a receiver of 4 it has room to spare
     ],
 )
 def test_policy_gloo_stops_only_where_gloo_would(fault, says, job, capsys):

@@ -349,7 +349,7 @@ program rank=2 ranks=2-3
 0F0 all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=4096 reduce=sum
 O all_reduce MINE fp32 n=1 reduce=max stream=s1
 """
-PLAN = """- drop@rank=3,group=tp,nth=1
+PLAN = """- drop@rank=3,group=tp,nth=2
 - kind: drop
   at: {rank: 5, group: tp, nth: 1}
 """
@@ -381,9 +381,9 @@ WORDS_OF_COMMANDS = [
     '{"given":{"--a":"1"},"others":{}}',
 ]  # fmt: skip
 FAULTS = [
-    "drop@rank=3,group=tp,nth=1", "slow@rank=0:factor=2", "delay@rank=any:2,iter=0:ms=5",
-    "dtype@rank=2,op=all_reduce,site=mapp.*", "drop@rank=node=0/4,nth=1",
-    "nic@rank=0:bw_factor=0.5", "drop@rank=rail=1/4,nth=1", "shape@rank=pp=1,nth=2",
+    "drop@rank=3,group=tp,nth=2", "slow@rank=0:factor=2", "delay@rank=any:2,iter=0:ms=5",
+    "dtype@rank=2,op=all_reduce,site=mapp.*", "drop@rank=node=0/4,nth=2",
+    "nic@rank=0:bw_factor=0.5", "drop@rank=rail=1/4,nth=2", "shape@rank=pp=1,nth=3",
 ]  # fmt: skip
 
 

@@ -322,7 +322,7 @@ def test_every_page_looks_right_in_a_browser():
     priced = price(healthy(World(64, tp=4, pp=4)), machine="h200")
     forecast = prism.predict(priced, samples=200)
     compared = prism.compare(priced, priced.again(slow={5: 1.5}), names=("as it is", "slow"))
-    fault = parse("drop@rank=5,group=tp,nth=1")
+    fault = parse("drop@rank=5,group=tp,nth=2")
     verdict = prism.diagnose_faults(healthy(World(64, tp=4, pp=4)), [fault]).verdict
     pages = {
         "replay": priced.timeline.to_html(),
