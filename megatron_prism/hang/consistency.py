@@ -26,8 +26,9 @@ from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import waits
 from megatron_prism.hang.dumps import Dump, DumpSet, Group, Launch
 from megatron_prism.hang.siblings import fewest_at_odds
-from megatron_prism.hang.state import JobState
+from megatron_prism.hang.state import JobState, Key, key_of
 from megatron_prism.hang.verdict import Diagnosis
+from megatron_prism.hang.waits import issue_order
 
 _JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _ROOTLESS = (
@@ -177,14 +178,20 @@ def _free_of(state: JobState, ranks: Collection[int], differ: Collection[Launch]
 
 
 def _by_chance(verdict: Diagnosis, state: JobState) -> bool:
-    """Whether they are too many to have stopped by themselves, and no group or stage as a whole,
-    which may wait for what dumps do not show.  Hosts and devices do not stand for one reason."""
+    """Whether they are too many to have stopped by themselves, or stopped at different calls, and
+    are no group or stage as a whole, which may wait for what dumps do not show.  Hosts and devices
+    do not stand for one reason."""
     stuck = [c for c in verdict.culprits if c.kind in _STILL]
     ranks = {c.rank for c in stuck}
     most = min(_FEW, -(-len(state.dumps) // _EIGHT))
+    firsts = dict[int, Key]()  # of hosts: the first call that waits for each
+    for (_, rank), entry in sorted(state.lates.items(), key=lambda late: issue_order(late[1])):
+        firsts.setdefault(rank, key_of(entry))
+    hosts = {firsts.get(c.rank) for c in stuck if c.kind == "host stuck"}
+    apart = len(ranks) > most or len(hosts) > 1
     units = (*(g.ranks for g in state.groups.values()), *state.siblings.values())
     whole = any(ranks == set(unit) != state.dumps.keys() for unit in units)
-    return len({c.kind for c in stuck}) > 1 or len(ranks) > most and not whole
+    return len({c.kind for c in stuck}) > 1 or apart and not whole
 
 
 def _named(found: DumpSet) -> DumpSet:
@@ -258,6 +265,8 @@ def _aborted(state: JobState) -> dict[int, str]:
         absent = [r for r in group.ranks if r in state.dumps
                   and state.enqueued.get((name, r), -1) < seq]  # fmt: skip
         through = ended and not any(state.outstanding[r] for r in ended)
+        if not (absent or through) and state.dumps.keys() >= set(group.ranks):
+            continue  # all came: it ended, and others' counters are older
         sure = absent or len(wait) >= max(2, len(ended))
         sure = sure or not any(c for r, c in state.outstanding.items() if r not in wait)
         if len(wait) > max(1, len(ended)) or (wait and through and sure):

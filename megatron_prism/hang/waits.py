@@ -212,7 +212,7 @@ def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
                 continue
             calls = [e for e in state.outstanding[rank]
                      if e.group == name and mine < e.seq <= last]  # fmt: skip
-            joint = [e for e in calls if e.op not in _ROOTED]
+            joint = [e for e in calls if e.op not in (*_ROOTED, "call")]  # of counters alone
             if joint:
                 yield rank, joint[0], last
 

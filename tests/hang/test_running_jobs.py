@@ -56,6 +56,34 @@ def test_a_call_that_everybody_is_in_elsewhere_says_that_the_job_runs():
     assert "perhaps the job was running" in found.evidence[0]
 
 
+def test_a_call_to_which_all_came_ended_and_was_not_aborted():
+    """Rank 7 saw it end and waits elsewhere; the others' counters are older."""
+    dumps = {r: Dump({"dp": tuple(range(8)), "mp": tuple(range(8))}) for r in range(8)}
+    for rank, dump in dumps.items():
+        dump.call("dp", done=True, count=2)
+        dump.call("mp", done=True)
+        dump.call("dp", done=rank != 6)
+        dump.call("dp", count=rank != 6)
+        dump.call("mp", count=rank not in (4, 6))
+        dump.ended["dp"] = 3 if rank == 7 else 2
+        for entry in dump.entries if rank != 7 else ():
+            entry["retired"] &= entry["collective_seq_id"] < 3
+    named, found = verdict(dumps)
+    assert (named, found.exit_code) == (set(), 3), found
+
+
+def test_counters_alone_do_not_say_that_a_call_ended_on_others():
+    """They may be of messages or broadcasts, which end on one side first."""
+    dumps = {r: Dump({"tp": tuple(range(8)), "mp": tuple(range(8))}) for r in range(8)}
+    for rank, dump in dumps.items():
+        dump.call("tp", done=True)
+        dump.call("tp", count=rank != 1)
+        dump.made["mp"] = 26
+        dump.ended["mp"] = 26 if rank != 1 else 0
+    named, found = verdict(dumps)
+    assert (named, found.exit_code) == (set(), 3), found
+
+
 @pytest.mark.parametrize("old", [1, 3])
 def test_where_many_dumps_are_of_another_moment_nobody_is_late(old):
     """Those of a job that starts: some ranks have made no call, though one ended elsewhere."""
