@@ -424,15 +424,15 @@ def described(provenance: str, found: tuple[Estimate, ...]) -> str:
 
 
 _LESS = re.compile(  # flags of what needs less
-    "fp8|fp4|dtype|precision_aware|offload|moe_latent|variant|fsdp|_freq"
+    "fp8|fp4|dtype|precision_aware|offload|moe_latent|variant|fsdp|_freq|saved_activations"
 )
 
 
 def memory_bound(recipe: Recipe) -> int:
-    """Bytes that a rank of the first stage surely has allocated: the large matrices, their
-    gradients and optimizer state.
+    """Bytes that a rank of the first stage surely has allocated at its peak: the large matrices,
+    their gradients and optimizer state, and what every layer keeps for its backward.
 
-    Matrices only: norms, biases, activations, workspaces and the allocator come on top.
+    Matrices only: norms, biases, workspaces and the allocator come on top.
     Precision-aware optimizers and FP8 parameters would need less, so with flags like theirs
     (``_LESS``) only weights and gradients in two bytes count.
     """
@@ -446,7 +446,27 @@ def memory_bound(recipe: Recipe) -> int:
     state = (12 if t.bf16 else 8) if t.optimizer == "adam" else 0
     # the distributed optimizer splits over dp x cp, experts' over expert dp
     split = (world.dp * world.cp, world.edp) if t.use_distributed_optimizer else (1, 1)
-    return (dense + experts) * each + dense * state // split[0] + experts * state // split[1]
+    held = (dense + experts) * each + dense * state // split[0] + experts * state // split[1]
+    return held + _activations(recipe, layers)
+
+
+def _activations(recipe: Recipe, layers: int) -> int:
+    """Bytes that ``layers`` keep when the first stage has most microbatches in flight: their
+    inputs; of dense layers that recompute no more than attention's core what their norms, products
+    and activation need, too."""
+    m, p = recipe, recipe.world
+    tokens = m.seq_length // p.cp * m.micro_batch_size
+    boundary = tokens * m.hidden_size // (p.tp if m.sequence_parallel else 1)
+    kept = boundary
+    if m.recompute_granularity == "full":
+        layers = layers // (m.recompute_num_layers or 1) if m.recompute_method == "uniform" else 0
+    elif not m.num_experts and m.recompute_modules in (None, ["core_attn"]):
+        query, keys = m.head_size * m.num_attention_heads, m.head_size * m.groups
+        if m.multi_latent_attention:
+            query, keys = m.num_attention_heads * m.v_head_dim, 0
+        wide = m.ffn_size * (3 if m.swiglu else 2)
+        kept = 4 * boundary + tokens * (2 * query + 2 * keys + wide) // p.tp
+    return layers * kept * (2 if m.bf16 else 4) * min(p.pp, m.num_microbatches)
 
 
 def _first_layers(recipe: Recipe) -> int:

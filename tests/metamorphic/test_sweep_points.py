@@ -6,6 +6,7 @@ from helpers.needs import MEGATRON
 
 import megatron_prism as prism
 from megatron_prism.core import recipe as recipes
+from megatron_prism.memory.peaks import memory_bound
 from megatron_prism.sweep import space
 
 pytestmark = [MEGATRON, pytest.mark.slow]
@@ -39,3 +40,21 @@ def test_every_point_is_the_job_captured_with_its_sizes(recipe, rows):
         assert found["allocated"] == pytest.approx(allocated, rel=0.003), row.name
         segment = 0 if found["history"] == "as captured" else SEGMENT
         assert abs(found["reserved"] - reserved) <= segment, row.name
+
+
+FAMILIES = (
+    "hidden_size=256 num_layers=4 transformer_impl=local swiglu=true",
+    "hidden_size=256 num_layers=4 recompute=full recompute_method=uniform recompute_num_layers=2",
+    "hidden_size=256 num_layers=4 recompute=selective pp=2 vpp=2 world_size=2 num_query_groups=2",
+    "hidden_size=256 num_layers=2 tp=2 world_size=2 sequence_parallel=true add_bias_linear=false",
+    "hidden_size=256 num_layers=2 num_experts=4 moe_router_topk=2 bf16=true",
+)
+
+
+@pytest.mark.parametrize("words", FAMILIES)
+def test_the_bound_that_drops_a_point_is_below_its_peak(words):
+    given = [*TINY, "global_batch_size=64", "micro_batch_size=8", "world_size=1", *words.split()]
+    recipe = recipes.load("tiny-gpt_1cpu", given)
+    real = captured(space.point_of(recipe, {}).layout)
+    allocated, _ = memory(real)[0]
+    assert 0.15 * allocated < memory_bound(recipe) <= allocated
