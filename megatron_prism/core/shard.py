@@ -18,7 +18,8 @@ BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
 SCALAR = 512  # bytes; what is smaller is of a step, not of parameters
 _OPTIMIZER = PHASE_NAMES.index("optimizer")
 _STATES = re.compile(r"optim:|grad:main parameters$")  # notes of what has a shard's size
-_PARAMETERS = re.compile(r"param:.*?(?:\[(\d+)\])?$")
+# as runtime.recorder.owners names a storage of several
+_PARAMETERS = re.compile(r"param:(?:buffer of (\d+) parameters|.*?(?:\[(\d+)\])?)$")
 _COSTS = ("ns", "host", "lead", "products", "flops", "traffic", "kernels")
 
 
@@ -58,7 +59,13 @@ def parameters(program: Program) -> int:
     """How many parameters the rank has, of which a shard has no more; 0 if nothing says so."""
     held = program.allocations["note"][program.allocations["before"] == 0]
     notes = (_PARAMETERS.match(program.strings[note]) for note in held.tolist())
-    return sum(int(note[1] or 1) for note in notes if note)
+    return sum(int(note[1] or note[2] or 1) for note in notes if note)
+
+
+def parts(program: Program) -> int:
+    """How many parts of parameters the rank updates, by its states of one kind."""
+    held = program.allocations[storages(program)[0]]
+    return int(np.bincount(held["note"][held["before"] == 0], minlength=1).max())
 
 
 def storages(program: Program) -> tuple[np.ndarray, np.ndarray]:

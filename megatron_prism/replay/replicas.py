@@ -228,7 +228,10 @@ class _Resizer:
         )
 
 
-_TOOK = ("ns", "host", "lead", "products")
+_OF_HOST = "host", "lead"
+# Python's loops of a step: their fixed part, in parts of parameters (docs/measurements.md)
+_FIXED = 4
+_TOOK = ("ns", "products", *_OF_HOST)
 
 
 def _with_shard(program: Program, ratio: Fraction) -> Program:
@@ -238,6 +241,10 @@ def _with_shard(program: Program, ratio: Fraction) -> Program:
 
 def _with_segments(program: Program, ratio: Fraction) -> Program:
     ops, strings, most = program.ops.copy(), list(program.strings), shard.parameters(program)
+    parts = shard.parts(program)
+    now = max(1, min(parts * ratio, max(most, parts)))
+    # slices of a GPU do not say how many parts there are
+    of_host = Fraction(now + _FIXED, parts + _FIXED) if parts else ratio
     for index in shard.segments(program).tolist():
         row = ops[index]
         note, num_bytes, kernels = scaled_kernels(strings[row["note"]], ratio, most)
@@ -247,7 +254,7 @@ def _with_segments(program: Program, ratio: Fraction) -> Program:
             row["kernels"] += kernels
         for name in _TOOK:
             if row[name] >= 0:
-                row[name] = _times(int(row[name]), ratio)
+                row[name] = _times(int(row[name]), of_host if name in _OF_HOST else ratio)
         if note != strings[row["note"]]:
             row["note"] = len(strings)
             strings.append(note)

@@ -1,6 +1,7 @@
 """Other replicas: what follows a rank's part of the parameters, by hand."""
 
 import dataclasses
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -27,7 +28,7 @@ program ranks=0-3
 0F   compute flops=100 traffic=1000 kernels=1
 G    reduce_scatter {DP} fp32 in=1024 out=256 reduce=avg {SITE}
 -    alloc storage=5 bytes=2048 note="@core/optimizer/optimizer.py:786"
-O    compute flops=0 traffic=16420 kernels=10 note="{STEP}"
+O    compute flops=0 traffic=16420 kernels=10 host=100us note="{STEP}"
 -    free storage=5 bytes=2048
 O    all_gather {DP} bf16 in=256 out=1024 {SITE}
 -    alloc storage=6 bytes=4096 note="@core/fp8_utils.py:415"
@@ -36,12 +37,15 @@ O    compute flops=0 traffic=32 kernels=1 note="{WHOLE}"
 """
 
 
+@pytest.mark.parametrize("buffer", ["[64]", "buffer of 64 parameters"])
 @pytest.mark.parametrize(("dp", "states"), [(2, 4), (4, 2), (8, 1), (16, 0.5)])
-def test_the_optimizers_work_and_memory_follow_the_shard(dp, states):
-    program = with_data_parallel(parse(TEXT), dp).programs[0]
+def test_the_optimizers_work_and_memory_follow_the_shard(dp, states, buffer):
+    program = with_data_parallel(parse(TEXT.replace("[64]", buffer)), dp).programs[0]
     step, whole = (op for op in program if op.name == "compute" and op.phase == "optimizer")
     assert step.traffic == 4 + (32 + 8 * 2048) * 4 / dp
     assert step.kernels == 2 + max(1, 32 // dp)
+    # a loop over the parts of parameters, whatever their size; the rest takes as long as four
+    assert step.host == math.ceil(100_000 * (4 + max(1, 8 / dp)) / (4 + 2))
     assert (whole.traffic, whole.kernels) == (32, 1)  # of whole parameters
     held = known_peak(program)
     assert held.by_kind["optim"] == 1024 * states + 4
