@@ -76,13 +76,14 @@ JOBS = {
         ("cpu", "meta", "--fp8-format hybrid"),
     ("emulate/debugger.py", "--prism-tier cpu, with a smaller model"):
         ("meta", "cpu", "--prism-watch nan"),
+    ("emulate/payloads.py", "use --prism-tier cuda or cpu"):
+        ("meta", "cpu", "--prism-record recorded --prism-payload all"),
     ("runtime/devices/__init__.py", "use --prism-tier cpu"): ("cuda", "cpu", ""),
 }  # fmt: skip
 # the same for what is no job of a tiny GPT -> why it is not run here
 NOT_RUN = {
     ("emulate/fault_injector.py", "--prism-tier meta"): "hang/test_fault_plan.py: out of memory",
     ("emulate/fault_injector.py", "--prism-tier cpu"): "the fault that happens then ends the job",
-    ("emulate/payloads.py", "use --prism-tier cuda or cpu"): "every job of tier cpu",
     ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
     ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",
@@ -131,7 +132,8 @@ OTHERS = {  # of torchrun, pip, docker and every command
 @pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize("entry", JOBS, ids=" ".join)
-def test_a_tier_that_a_fix_names_does_not_refuse_in_turn(entry):
+def test_a_tier_that_a_fix_names_does_not_refuse_in_turn(entry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     *tiers, flags = JOBS[entry]
     (refused, why), (status, said) = (started(tier, flags.split()) for tier in tiers)
     assert refused != 0, why

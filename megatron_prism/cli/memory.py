@@ -15,6 +15,7 @@ from megatron_prism.cli.fit import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs, exact
 from megatron_prism.cli.snapshot import snapshots
 from megatron_prism.core.errors import UsageError, refuse
+from megatron_prism.report.columns import folded
 
 if TYPE_CHECKING:
     from megatron_prism.memory.baseline import Change, MemoryReport
@@ -177,7 +178,7 @@ def _print(args: argparse.Namespace, changes: list[Change]) -> None:
     failed = [change for change in changes if change.fails]
     for change in changes:
         if change.what != "same":
-            print(describe(change))
+            print(*folded(describe(change)), sep="\n")
             if args.github and change.fails:
                 print(annotation(change, args.baseline))
     if any(change.what == "shrunk" for change in changes) and not failed:

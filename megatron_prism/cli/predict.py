@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.cli import what_ifs
 from megatron_prism.cli.output import Answer, console, print_table, steps
 from megatron_prism.core.units import format_change, format_ns
+from megatron_prism.report.columns import folded
 
 if TYPE_CHECKING:
     from megatron_prism.predict import Prediction
@@ -39,7 +40,7 @@ def show(result: Prediction, verbose: bool) -> None:
     if result.steady_high > result.steady_low:
         low, high = (format_ns(round(ns)) for ns in (result.steady_low, result.steady_high))
         between = f"{low} to {high}"
-        out.print(f"                     {between}, nine times in ten: prism replay says why")
+        print(f"                     {between}, nine times in ten")
     out.print(
         f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
     )
@@ -63,11 +64,12 @@ def show(result: Prediction, verbose: bool) -> None:
                    ns - result.slow_from) for index, ns in result.slow.items()]  # fmt: skip
         rows = [(what, ms(p95 + change), _change(change)) for what, change in moves]
         print_table(("if", "p95", "change"), rows)
-    out.print(f"\nspreads: {result.source}")
-    out.print(f"calls: {result.calls}")
+    print()
+    for text in (f"spreads: {result.source}", f"calls: {result.calls}"):
+        print(*folded(text), sep="\n")
     short = dict.fromkeys(text.partition(" (")[0] for text in result.durations)
-    listed = "\n           ".join(result.durations if verbose else short)
-    out.print(f"durations: {listed}{'' if verbose else ' (-v says more)'}")
+    for number, text in enumerate(result.durations if verbose else short):
+        print(*folded(f"{' ' * 11 if number else 'durations: '}{text}", 11), sep="\n")
     out.print("not in it: contention, drift of a rank between two calls")
 
 

@@ -91,9 +91,10 @@ def add_to(run: Run, session: Session) -> None:
 def _control_values(options: Options, virtual: int) -> ValueRecorder | ValueReplayer | None:
     """Who records or replays them; ``virtual``: ranks of the world that have no process."""
     if options.tier == "meta":
-        raise UsageError(
-            "tier meta has no values to record or replay", fix="use --prism-tier cuda or cpu"
-        )
+        alone = options.record is not None and options.payload is None and virtual
+        local = f", with every rank local (torchrun --nproc-per-node {options.world.size})"
+        raise UsageError("tier meta has no values to record or replay",
+                         fix=f"use --prism-tier cuda or cpu{local if alone else ''}")  # fmt: skip
     header = {"world": str(options.world)}
     if options.record is None:
         assert options.recorded is not None, "one of both"
