@@ -53,6 +53,7 @@ setup(
         "numba>=0.61",  # loops over large world graphs (replay/loops.py); 55 MB
         "msgspec>=0.19",  # checks foreign files against types; 0.4 MB, no dependencies
         "PyYAML>=6",
+        "einops>=0.8",  # hybrid models of Megatron import it; 0.06 MB, no dependencies
         "nvidia-ml-py>=12",  # a GPU's clock and power; 0.05 MB, no dependencies
         # its Python alone, 1.2 MB: without an extra the wheel brings no library and needs nothing.
         # It imports pydantic (common/recipe/__init__.py) and does not ask for it.

@@ -57,7 +57,7 @@ class SliceStore:
 
     source : what must be alike in all of them (versions, tier, arguments)
     parsed : whether ``world`` is that of the job's parsed arguments; if not, only the places of its
-             ranks are compared
+             ranks are compared, where it has sizes
     """
 
     def __init__(
@@ -122,7 +122,10 @@ class SliceStore:
                 differ += job_settings.differences(key, there.get(key), value)
             elif there.get(key) != value:
                 differ.append(f"{key} {there.get(key, 'unknown')}, not {value}")
-        alike = found.world == self.world if self.parsed else found.world.same_places(self.world)
+        alike = found.world == self.world
+        if not self.parsed:  # a world of no sizes may get them from the job's own code
+            bare, size = self.world.same_places(World(self.world.size)), self.world.size
+            alike = found.world.size == size if bare else found.world.same_places(self.world)
         if not alike:
             differ.insert(0, f"a world of {found.world}, not {self.world}")
         return differ

@@ -130,7 +130,7 @@ def add_to(run: Run, session: Session) -> None:
         reported = _Reported(run, capture, emit)
         run.on_arguments.append(reported.exit_if_captured)
         if tier.name == "meta" and not options.all_microbatches:
-            run.on_arguments.append(reported.run_few)
+            run.monitor.few = reported._few
         run.training += (reported,)
 
 
@@ -150,18 +150,16 @@ class _Reported(TrainingListener):
         total = self.of * self.run.monitor.schedule["num_microbatches"]
         self.emit("step", done=min(done, total), total=total)
 
-    def run_few(self, _: str) -> None:
-        """Of the job's microbatches only those run that the others follow from."""
-        if (job := job_arguments.microbatches()) is None:
-            return
-        wanted, settings = job
-        world, rank = self.capture.store.world, self.run.options.rank
-        world = job_arguments.recipe.world if job_arguments.recipe is not None else world
-        few = few_microbatches.few_of(world, rank, wanted, settings)
-        if few < wanted:
-            job_arguments.run_microbatches(few)
-            self.capture.wanted = wanted
+    def _few(self, wanted: int, config: Any) -> int:
+        """Of a schedule's microbatches only those run that the others follow from."""
+        recipe, few = job_arguments.recipe, wanted
+        world = self.capture.store.world if recipe is None else recipe.world
+        if world.pp == config.pipeline_model_parallel_size:  # else nobody has said the sizes
+            few = few_microbatches.few_of(world, self.run.options.rank, wanted, vars(config))
+        if few < wanted and self.capture.wanted != wanted:
             self.emit("note", text=few_microbatches.note(few, wanted))
+        self.capture.wanted = wanted if few < wanted else 0
+        return few
 
     def finished(self) -> None:
         if self.capture.refused:
@@ -476,11 +474,11 @@ class StockCapture(TrainingListener):
         if self._probe is not None:
             self.program = routing.learned(self.program, self._probe)
         if self.wanted:
-            source = {**self.store.source, **self._flops}
             try:
-                self.program, self._flops = few_microbatches.of_all(
-                    self.program, self.store.world, self.wanted, source
+                self.program, source = few_microbatches.of_all(
+                    self.program, self.store.world, self.wanted, self.store.source
                 )
+                self._flops = source | self._flops  # Megatron's count is of all
             except ProgramError as error:
                 self.refused = error.message
                 return self.store.path(self.rank)

@@ -122,7 +122,12 @@ def is_worker() -> bool:
     return starting or process.parent_process() is not None
 
 
-_DISTRIBUTIONS = {"yaml": "PyYAML", "transformer_engine": "transformer-engine[pytorch]"}
+_DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "absl": "absl-py",
+    "yaml": "PyYAML",
+    "transformer_engine": "transformer-engine[pytorch]",
+}
 
 
 def _missing_module(name: str) -> PrismError:

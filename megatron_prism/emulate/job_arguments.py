@@ -84,32 +84,6 @@ def parsed() -> Any:
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
-def microbatches() -> tuple[int, Mapping[str, Any]] | None:
-    """How many the job in this process has in an iteration, and its settings by Megatron's names;
-    None of a program with its own training loop."""
-    if recipe is not None:
-        return recipe.num_microbatches, recipe.flags
-    if (args := parsed()) is None:
-        return None
-    return args.global_batch_size // (args.micro_batch_size * args.data_parallel_size), vars(args)
-
-
-def run_microbatches(count: int) -> None:
-    """Let the job in this process run so many."""
-    global recipe
-    if recipe is not None:
-        batch = recipe.global_batch_size // recipe.num_microbatches * count
-        recipe = recipe.changed(global_batch_size=batch)
-        return
-    from megatron.core import num_microbatches_calculator as calculator
-
-    args = parsed()
-    args.global_batch_size = count * args.micro_batch_size * args.data_parallel_size
-    calculator.reconfigure_num_microbatches_calculator(
-        args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
-    )
-
-
 def check_sizes() -> None:
     """UsageError for a stock job, whose arguments Megatron has parsed, that would not end."""
     if (args := parsed()) is None:

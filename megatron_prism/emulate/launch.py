@@ -185,6 +185,7 @@ def attach(options: flags.Options, session: Session) -> Any:
     run = build_run(options, session)
     monitor.host(lambda: start_world(run, session), run.options, run.monitor, session.changes)
     session.changes.set(sys.modules[__name__], "running", run)
+    flags.hide_from_parsers(session.changes)
     context = patched(run, session)
     report = summary.Reporter(run)
     run.monitor.listen(*run.training, report)

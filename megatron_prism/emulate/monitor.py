@@ -17,6 +17,8 @@ import contextlib
 import gc
 import inspect
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -97,6 +99,7 @@ class TrainingMonitor:
         self.on_note: Callable[[str], None] = lambda text: None
         self._done = 0
         self.loop: OwnLoop | None = None  # of a program that has no pretrain
+        self.few: Callable[[int, Any], int] | None = None  # see ``new_schedule``
         self.repeats: Repeats | None = None  # who writes steps that repeat themselves
 
     def listen(self, *listeners: TrainingListener) -> None:
@@ -128,15 +131,20 @@ class TrainingMonitor:
         return bool(overriding(self.listeners, CallListener, "record"))
 
     # -- phases -----------------------------------------------------------------------------------
-    def new_schedule(self, settings: dict[str, Any]) -> None:
-        """A forward-backward schedule starts; ``settings`` are its keyword arguments."""
+    def new_schedule(self, settings: dict[str, Any], config: Any = None) -> None:
+        """A forward-backward schedule starts; ``settings`` are its keyword arguments, among which
+        ``few`` may lower the number of microbatches; ``config``: the model's."""
+        trains = not settings.get("forward_only")
+        if self.loop is not None and not trains:
+            self.loop.check_end()
+        if self.few is not None and trains:
+            settings["num_microbatches"] = self.few(settings["num_microbatches"], config)
         self._forwards.clear()
         self._outputs.clear()
         self.schedule = {key: int(settings.get(key) or 0) for key in _SCHEDULE}
         if self.repeats is not None:
-            forward_only = settings.get("forward_only")
-            self.repeats.reset(0 if forward_only else self.schedule["num_microbatches"])
-        if self.loop is not None and not settings.get("forward_only"):
+            self.repeats.reset(self.schedule["num_microbatches"] if trains else 0)
+        if self.loop is not None and trains:
             self.loop.begin(settings.get("model"))
 
     def forward_labels(self, chunk: int | None) -> dict[str, Any]:
@@ -369,7 +377,7 @@ def host(
             return
         _check(options, given)
         if not monitor.started:
-            monitor.loop = OwnLoop(monitor, changes)
+            monitor.loop = OwnLoop(monitor, changes, options.steps)
         start()
 
     for place in _PLACES:
@@ -410,10 +418,13 @@ class OwnLoop:
 
     A step ends with the last update by an optimizer of torch's kind (Megatron's are built on them)
     before the next schedule, forward pass with gradients, or backward pass; there the next begins.
+    Behind ``steps`` of them the process ends.
     """
 
-    def __init__(self, monitor: TrainingMonitor, changes: ProcessChanges) -> None:
-        self._monitor, self._open = monitor, contextlib.ExitStack()
+    def __init__(
+        self, monitor: TrainingMonitor, changes: ProcessChanges, steps: int | None = None
+    ) -> None:
+        self._monitor, self._open, self._steps = monitor, contextlib.ExitStack(), steps
         self._updates = 0  # by optimizers, in the step that is open
         self._optimizer: torch.optim.Optimizer | None = None
         self._changes = ProcessChanges()
@@ -443,11 +454,19 @@ class OwnLoop:
         monitor = self._monitor
         if monitor.iterations and not self._updates:
             return
+        self.check_end()
         self._close()
         models = model if isinstance(model, list | tuple) else [model]
-        self._open.enter_context(monitor.iteration(self._optimizer, models, WANTED))
+        wanted = self._steps or WANTED
+        self._open.enter_context(monitor.iteration(self._optimizer, models, wanted))
         part = "first iteration" if len(monitor.iterations) == 1 else "steady iteration"
         self._open.enter_context(monitor.part(part))
+
+    def check_end(self) -> None:
+        """End the process if it has made its steps: what comes now is no part of one."""
+        if self._updates and len(self._monitor.iterations) == self._steps:
+            sys.stdout.flush()
+            os._exit(0)  # asks for the verdict
 
     def _close(self) -> None:
         if self._updates:

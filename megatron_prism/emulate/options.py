@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import UsageError, WorldError, did_you_mean, refuse
 from megatron_prism.core.files import check_writable
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
 from megatron_prism.emulate.launchers import number_in, processes, processes_here
@@ -326,6 +327,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--prism-all-microbatches": _switch(
         "prism capture on tier meta: run every microbatch, also those that follow from few"
     ),
+    "--prism-steps": _value(
+        "end the job behind N train steps, without what it does at its end; also a loop of its own",
+        "N",
+    ),
     "--prism-pace": _value(
         "virtual ranks answer when they would, by the slices in DIR (captured if missing)"
     ),
@@ -447,6 +452,7 @@ class Options:
     verbose: bool = False
     te_version: str | None = None
     all_microbatches: bool = False
+    steps: int | None = None
 
     @property
     def rank(self) -> int:
@@ -504,6 +510,20 @@ def split(words: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]
         else:
             ours.append((name, [word, *([following] if (following := next(rest, None)) else [])]))
     return ours, others
+
+
+def hide_from_parsers(changes: ProcessChanges) -> None:
+    """Leave our flags out of what a parser that does not know them reads off the command line."""
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(
+        self: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        known = isinstance(self, _Parser) or "--prism-emulate" in self._option_string_actions
+        return original(self, words if known else split(words)[1], namespace)
+
+    changes.set(argparse.ArgumentParser, "parse_known_args", parse_known_args)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -11,6 +11,7 @@ communication inside a layer.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Collection
@@ -161,7 +162,8 @@ def _stage(config: TransformerConfig, stage: int, microbatches: int) -> Program:
     tape = Tape(stage, pp)
     chunks = [ScheduleChunk(config, stage, index) for index in range(vpp or 1)]
     _hooks(config, tape, vpp)
-    function = megatron_schedules.get_forward_backward_func(pp, vpp)
+    # not as a job in this process has it, whose microbatches are counted
+    function = inspect.unwrap(megatron_schedules.get_forward_backward_func(pp, vpp))
     alone = tape_group("alone", 0, 1)
     groups = ProcessGroupCollection()
     for name in ("tp", "cp", "embd", "pos_embd", "dp_cp"):

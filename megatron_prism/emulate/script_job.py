@@ -12,7 +12,7 @@ import contextlib
 import io
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ STEPS = 12  # of a capture with times: two warm up, nine count, the last ends th
 STEPS_OF_SHAPES = 3  # tier meta: one warms up, one counts, the last ends it
 _SETTLED = (  # by ``Job.words`` for every rank
     "--prism-emulate", "--prism-world-size", "--prism-ranks", "--prism-capture", "--prism-tier",
-    "--prism-force", "--prism-pace", "--prism-slow", "--prism-job-flags",
+    "--prism-force", "--prism-pace", "--prism-slow", "--prism-job-flags", "--prism-steps",
 )  # fmt: skip
 
 
@@ -73,8 +73,8 @@ class Job:
             "-m", "megatron_prism", "run", *self.ours,
             "--prism-world-size", str(self.world.size), "--prism-ranks", str(rank),
             *([] if folder is None else ["--prism-capture", str(folder)]),
+            *([] if self.source else ["--prism-steps", str(steps)]),  # a recipe is short
             "--prism-tier", self.tier, "--", *self.words,
-            *([] if self.source else _shortened(self.words[1:], steps)),  # a recipe is short
         ]  # fmt: skip
 
     def title(self, rank: int) -> str:
@@ -107,21 +107,6 @@ def _best() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "meta"
-
-
-def _shortened(words: Sequence[str], steps: int) -> Iterator[str]:
-    """Words that end the job behind ``steps`` iterations, without an evaluation.
-
-    The data set is made for no more than these; the learning rate keeps its schedule, whose warmup
-    has to be shorter than its decay.
-    """
-    names = {word.partition("=")[0] for word in words}
-    if "--train-samples" not in names:
-        yield from ("--train-iters", str(steps))
-        wanted = flags.value_of("--train-iters", words)
-        if "--lr-decay-iters" not in names and wanted.isdigit():
-            yield from ("--lr-decay-iters", str(max(steps, int(wanted))))
-    yield from ("--exit-interval", str(steps))
 
 
 def record(job: Job, folder: Path, ranks: Sequence[int]) -> None:

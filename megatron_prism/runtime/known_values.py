@@ -1,9 +1,9 @@
 """What is known of values on tier meta, where tensors have shapes only.
 
-Control values keep their numbers: a tensor of one element that was made of numbers on the host (a
-learning rate, a loss scale), lengths that came from the host (where documents of a packed sequence
-end, how many tokens each expert has), and what is computed from such tensors alone.  Everything
-else depends on data, and is ``Unknown`` where it is read.
+Control values keep their numbers: a tensor that was made of a few numbers on the host (a learning
+rate, flags of what a job does), lengths that came from the host (where documents of a packed
+sequence end, how many tokens each expert has), and what is computed from such tensors alone.
+Everything else depends on data, and is ``Unknown`` where it is read.
 
 The numbers lie in a cell: one for a tensor of one element and its views, else one for each, which
 all end when somebody writes to one of them.
@@ -80,22 +80,31 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def learn(tensor: torch.Tensor, data: object) -> None:
     """``tensor`` was made of ``data``: numbers of the host, or something unknown."""
-    if tensor.is_meta and tensor.numel() == 1:
-        leaf = data
-        while isinstance(leaf, (list, tuple)):
-            leaf = leaf[0]
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, Unknown | UnknownCount):
-            _keep(tensor, torch.tensor(leaf, dtype=tensor.dtype, device="cpu"))
+    few = tensor.is_meta and 0 < tensor.numel() <= _FEW
+    if few and all(
+        isinstance(one, int | float) and not isinstance(one, Unknown | UnknownCount)
+        for one in tree_leaves([*data] if isinstance(data, list | tuple) else data)
+    ):
+        _keep(tensor, torch.tensor(data, dtype=tensor.dtype, device="cpu"))
 
 
 def keep_lengths(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    """``tensor`` is the copy of ``host``, whose integers are lengths and no tokens: of 32 bits, or
-    few in a row (tokens of experts, transformer_engine/pytorch/ops/basic/grouped_linear.py:1044
-    @2.20)."""
+    """``tensor`` is the copy of ``host``, whose integers are lengths and no tokens: of 32 bits, few
+    in a row (tokens of experts, transformer_engine/pytorch/ops/basic/grouped_linear.py:1044
+    @2.20), or places of packed sequences, which say where these end."""
+    if host.device.type != "cpu" or not 0 < host.numel() <= _MOST:
+        return
     few = host.dtype == torch.int64 and host.dim() == 1 and host.numel() <= _FEW
-    lengths = few or (host.dtype == torch.int32 and host.numel() <= _MOST)
-    if lengths and host.device.type == "cpu" and host.numel():
+    if few or host.dtype == torch.int32 or _are_places(host):
         _keep(tensor, host.detach().clone())
+
+
+def _are_places(host: torch.Tensor) -> bool:
+    """Whether [1, tokens] count from 0 in each of one or more sequences."""
+    if host.dtype != torch.int64 or host.dim() != 2 or len(host) != 1:
+        return False
+    row, before = host[0], torch.cat((host.new_tensor([-1]), host[0, :-1]))
+    return bool(((row == before + 1) | (row == 0)).all())
 
 
 def forget(tensor: torch.Tensor) -> None:
@@ -159,9 +168,11 @@ def on_host(func: Callable[..., object], args: Args, kwargs: Options) -> object:
     return tree_map(stand_in, found[0])
 
 
-def follow(func: Callable[..., object], args: Args, kwargs: Options, out: object) -> None:
+def follow(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -> None:
     """``func`` of meta tensors gave ``out``: what is known of that, and of what it wrote to."""
     if not _known(args, kwargs):  # nearly all calls end here
+        if func is torch.arange and not out.is_floating_point() and 0 < out.numel() <= _MOST:
+            _keep(out, func(*args, **{**kwargs, "device": "cpu"}))
         return
     tensors = _tensors(args, kwargs)
     name = getattr(func, "__name__", "")

@@ -168,14 +168,20 @@ def _gather_object(group: PrismGroup, given: SimpleNamespace) -> None:
     _count(group, "all_gather", "gather")
 
 
+def _root(group: PrismGroup, given: SimpleNamespace) -> int:
+    """The source's place in the group: global rank 0 if nobody names one."""
+    src = 0 if given.src is None and given.group_src is None else given.src
+    return c10d._canonicalize_group_rank(group, src, given.group_src)
+
+
 def _broadcast_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
-    root = c10d._canonicalize_group_rank(group, given.src, given.group_src)
+    root = _root(group, given)
     given.object_list[:] = _exchange(group, list(given.object_list))[root]
     _count(group, "broadcast", "broadcast")
 
 
 def _scatter_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
-    root = c10d._canonicalize_group_rank(group, given.src, given.group_src)
+    root = _root(group, given)
     everyone = _exchange(group, given.scatter_object_input_list)
     if everyone[root] is None:
         what = f"virtual rank {group.ranks[root]} has no objects to scatter on {group.desc}"

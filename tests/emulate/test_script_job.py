@@ -1,7 +1,6 @@
 """A stock script's job, captured rank by rank in worker processes."""
 
 import io
-import sys
 import types
 
 import pytest
@@ -15,7 +14,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.recipe import load
 from megatron_prism.core.slices import SliceStore, open_programs
-from megatron_prism.emulate import options, recipe_job, script_job, workers
+from megatron_prism.emulate import options, recipe_job, workers
 from megatron_prism.emulate.patches import startup
 from megatron_prism.emulate.script_job import Job
 
@@ -38,16 +37,18 @@ def test_stages_and_lists_are_captured_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("iters", "decay", "samples", "expected"),
     [
-        ("--train-iters 5000", "--train-iters 3 --lr-decay-iters 5000 --exit-interval 3"),
-        ("--train-iters=2", "--train-iters 3 --lr-decay-iters 3 --exit-interval 3"),
-        ("--train-iters 9 --lr-decay-iters 8", "--train-iters 3 --exit-interval 3"),
-        ("--train-samples 9", "--exit-interval 3"),
+        (5000, None, None, (3, 5000, 3)),
+        (2, None, None, (3, 3, 3)),
+        (9, 8, None, (3, 8, 3)),
+        (None, None, 9, (None, None, 3)),
     ],
 )
-def test_a_job_is_shortened_and_keeps_its_learning_rate(words, expected):
-    assert list(script_job._shortened(words.split(), 3)) == expected.split()
+def test_a_job_is_shortened_and_keeps_its_learning_rate(iters, decay, samples, expected):
+    args = types.SimpleNamespace(train_iters=iters, lr_decay_iters=decay, train_samples=samples)
+    startup._shorten(args, 3)
+    assert (args.train_iters, args.lr_decay_iters, args.exit_interval) == expected
 
 
 def test_every_rank_gets_the_job_s_words_and_not_ours_twice(monkeypatch):
@@ -56,7 +57,7 @@ def test_every_rank_gets_the_job_s_words_and_not_ours_twice(monkeypatch):
     job = Job.of("x.py", words, given(*PP4).world, "meta")
     assert job.command(8, "d") == (
         "-m megatron_prism run --prism-values noise --prism-world-size 16 --prism-ranks 8 "
-        "--prism-capture d --prism-tier meta -- x.py --lr 1 --train-samples 9 --exit-interval 3"
+        "--prism-capture d --prism-steps 3 --prism-tier meta -- x.py --lr 1 --train-samples 9"
     ).split()  # fmt: skip
     with pytest.raises(UsageError, match="--prism-out"):
         Job.of("x.py", ["--prism-out", "d"], given(*PP4).world, "meta")
@@ -110,15 +111,3 @@ def test_a_stock_job_is_captured_in_one_command_and_goes_on(tmp_path, capsys, mo
     assert main([*words, "--seq-length", "16"]) == 2  # all is there, and of another job
     assert "--seq-length" in capsys.readouterr().err
     assert (tmp_path / "d" / "slice-000000.prism").stat().st_mtime_ns == before
-
-
-@pytest.mark.parametrize(
-    ("exit_interval", "sizes"),
-    [(None, [10**9, 10**6, None]), (3, [512, 512, None]), (100, [12928, 12928, None])],
-)
-def test_mock_data_last_until_the_job_ends(exit_interval, sizes, monkeypatch):
-    settings = types.SimpleNamespace(exit_interval=exit_interval, eval_interval=100, eval_iters=2,
-                                     global_batch_size=128, consumed_train_samples=0)  # fmt: skip
-    module = types.SimpleNamespace(_GLOBAL_ARGS=settings)
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
-    assert startup._until_exit([10**9, 10**6, None]) == sizes

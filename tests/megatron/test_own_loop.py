@@ -4,6 +4,10 @@ import pytest
 from helpers import stock_jobs
 from helpers.needs import TRAINING
 
+from megatron_prism.cli.main import main
+from megatron_prism.core.slices import open_programs
+from megatron_prism.replay.microbatches import microbatch_count
+
 pytestmark = [pytest.mark.megatron, TRAINING]
 
 LOOP = """
@@ -12,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import load, save
 dist.init_process_group({arguments})
 parallel_state.initialize_model_parallel(tensor_model_parallel_size={tp})
+dist.broadcast_object_list(["without a source: rank 0"])
 model = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range({steps}):
@@ -46,6 +51,60 @@ for _ in range(3):
         dist.all_reduce(parameter.grad, group=dp)
     optimizer.step()
 print("tp", tp.rank(), "dp", dist.get_process_group_ranks(dp))
+"""
+FRAMEWORK = """
+import argparse
+import torch, torch.distributed as dist
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--layers", type=int)
+layers = parser.parse_args().layers
+dist.init_process_group("nccl")
+model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
+grid = HyperCommGrid([2, 1, 2, 2], ["tp", "cp", "dp", "pp"])
+groups = ProcessGroupCollection()
+for name in ("tp", "cp", "dp", "pp"):
+    setattr(groups, name, grid.create_pg(name))
+groups.dp_cp, groups.mp = grid.create_pg(["cp", "dp"]), grid.create_pg(["tp", "pp"])
+groups.tp_cp = grid.create_pg(["tp", "cp"])
+alone = dist.new_subgroups_by_enumeration([[rank] for rank in range(8)])[0]
+groups.embd = groups.pos_embd = groups.ep = groups.expt_tp = groups.tp_ep = alone
+stage = groups.pp.rank()
+config = TransformerConfig(
+    num_layers=layers, hidden_size=64, num_attention_heads=4, tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2, pipeline_dtype=torch.float32,
+    use_cpu_initialization=False)
+model = GPTModel(
+    config, get_gpt_layer_with_transformer_engine_spec(), vocab_size=256, max_sequence_length=32,
+    pre_process=stage == 0, post_process=stage == 1, share_embeddings_and_output_weights=False,
+    pg_collection=groups).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+place = torch.arange(32, device="cuda").unsqueeze(0)
+def forward_step(data, model):
+    tokens = next(data)
+    loss = model(tokens, place, None, labels=tokens)
+    return loss, lambda out: (out.mean(), {"loss": out.detach().mean()})
+def batches():
+    while True:
+        yield torch.randint(256, (1, 32), device="cuda")
+for _ in range(1000):
+    optimizer.zero_grad()
+    losses = schedules.get_forward_backward_func(2)(
+        forward_step_func=forward_step, data_iterator=batches(), model=[model],
+        num_microbatches=32, seq_length=32, micro_batch_size=1, forward_only=False,
+        p2p_communicator=P2PCommunicator(groups.pp, config), pg_collection=groups)
+    assert len(losses) == 32 * stage
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=groups.dp_cp)
+    optimizer.step()
 """
 STORE = "import torch.distributed as d\nd.TCPStore('localhost', 29573, 8, True)\n"
 
@@ -100,3 +159,18 @@ def test_programs_are_hosted_or_refused(tmp_path, monkeypatch):
         assert status, name
         assert "prism: error:" in said, said
         assert fix in said
+
+
+@pytest.mark.slow
+def test_a_framework_of_its_own_is_captured_with_few_microbatches(tmp_path, monkeypatch, capsys):
+    """Its parser knows no flag of ours, its loop has a thousand steps, and its grid the sizes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(FRAMEWORK)
+    ours = ["--prism-tier", "meta", "--prism-world-size", "8"]
+    assert main(["capture", "-o", "d", *ours, "--", "train.py", "--layers", "4"]) == 0
+    assert "5 of 32 microbatches run" in "".join(capsys.readouterr())
+    whole = open_programs("d")
+    world = whole.world
+    assert (world.size, world.tp, world.pp, [one.rank for one in whole.programs]) == (
+        8, 2, 2, [0, 4])  # fmt: skip
+    assert microbatch_count(whole) == 32

@@ -49,15 +49,3 @@ def test_the_delta_rule_saves_a_matrix_of_a_chunk_per_token():
 def test_values_are_refused_by_name():
     with pytest.raises(UnsupportedError, match="causal_conv1d_fn"):
         state_space.causal_conv1d_fn(torch.zeros(1, 2, 8), torch.zeros(2, 4))
-
-
-def test_rearrange_is_that_of_einops():
-    x = torch.arange(24).view(2, 12)
-    split = state_space.rearrange(x, "b (h p) -> b h p", p=4)
-    assert torch.equal(split, x.view(2, 3, 4))
-    assert torch.equal(state_space.rearrange(split, "b h p -> h b p"), split.transpose(0, 1))
-    assert torch.equal(state_space.rearrange(x[:, None], "d 1 w -> d w"), x)
-    of_numpy = state_space.rearrange(x.numpy(), "b (h p) -> h (b p)", p=4)
-    assert of_numpy.tolist() == split.transpose(0, 1).reshape(3, 8).tolist()
-    repeated = state_space.rearrange(x, "l d -> l (r d)", r=2)
-    assert torch.equal(repeated, x.repeat(1, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -174,6 +175,7 @@ _SCHEDULES = (
 @PATCHES.patch(
     "megatron.core.pipeline_parallel.schedules:forward_step",
     "backward_step",
+    "get_model_config",
     *_SCHEDULES,
     at=":311, :446 @0.16.1",
 )
@@ -212,8 +214,14 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
             return monitor.repeats.backward(key, run, input_tensor, (output, *args[:1]))
 
     def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-        monitor.new_schedule(kwargs)
-        return original(*args, **kwargs)
+        asked, model, config = kwargs.get("num_microbatches", 0), kwargs.get("model"), None
+        if monitor.few is not None:
+            config = module.get_model_config(model[0] if isinstance(model, list) else model)
+        monitor.new_schedule(kwargs, config)
+        results = original(*args, **kwargs)
+        if results and kwargs.get("num_microbatches", 0) < asked:  # its caller expects so many
+            return list(itertools.islice(itertools.cycle(results), asked))
+        return results
 
     context.replace(module, forward, "forward_step")
     context.replace(module, backward, "backward_step")

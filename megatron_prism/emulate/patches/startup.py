@@ -6,12 +6,12 @@ absent ranks could answer.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ import torch
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.world import FAMILIES, World, orthogonal_rank_groups
-from megatron_prism.emulate import job_arguments, options, stand_ins, unknown_flags
+from megatron_prism.emulate import options, stand_ins, unknown_flags
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
 
 PATCHES = Patches()
@@ -210,11 +210,7 @@ def _own_batches(module: ModuleType, context: PatchContext) -> None:
 def _build_indices(
     context: PatchContext, original: Original, builder: Any, *args: object, **kwargs: object
 ) -> object:
-    """Rank 0 builds the sample index, the others load it. Of mock data it has the samples that are
-    read until ``--exit-interval``: a whole training run's may take more memory than a laptop has.
-    """
-    if builder.config.mock:
-        builder.sizes = _until_exit(builder.sizes)
+    """Rank 0 builds the sample index, the others load it."""
     _compile_for_rank_0(context)  # other scripts had rank 0 do it
     own = torch.distributed.get_rank
     with ProcessChanges() as changes:
@@ -227,21 +223,9 @@ def _build_indices(
             if isinstance(error.__cause__ or error, MemoryError):
                 samples = builder.sizes[0] or 0
                 what = f"the index of {samples:,} samples does not fit into memory here"
-                fix = "--exit-interval 5: mock data are made for five iterations only"
+                fix = "--prism-steps 5: data are made for five iterations only"
                 raise PrismError(what, fix=fix) from error
             raise
-
-
-def _until_exit(sizes: Sequence[int | None]) -> list[int | None]:
-    """Samples for training, validation and tests, as many as are read until ``--exit-interval``."""
-    settings = job_arguments.parsed()
-    last = getattr(settings, "exit_interval", None)
-    if settings is None or not last:
-        return list(sizes)
-    evaluations = 2 + last // (settings.eval_interval or last)
-    read = settings.global_batch_size * (last + 1) + getattr(settings, "consumed_train_samples", 0)
-    read = max(read, settings.global_batch_size * evaluations * (settings.eval_iters or 0))
-    return [size if size is None else min(size, read) for size in sizes]
 
 
 @PATCHES.instead(
@@ -270,12 +254,24 @@ def _without_files(
     """A cluster's tokenizer and data seldom lie on the machine that emulates its job; flags of
     forks and older releases end in a usage text."""
     args = unknown_flags.parse(original, provider, *rest, **kwargs)
+    if steps := args.prism_steps:
+        _shorten(args, steps)
     if args.yaml_cfg is None and not context.is_real(args.world_size):
         said = stand_ins.put(args)
         if said:
             context.monitor.note(said)
             print(f"prism: {said}", file=sys.stderr)
     return args
+
+
+def _shorten(args: argparse.Namespace, steps: int) -> None:
+    """End the job behind ``steps`` iterations, without an evaluation.  The data set is made for no
+    more than these; the learning rate keeps its schedule, whose warmup has to be shorter than its
+    decay."""
+    if not args.train_samples:
+        args.lr_decay_iters = args.lr_decay_iters or max(steps, args.train_iters or 0)
+        args.train_iters = steps
+    args.exit_interval = steps
 
 
 @PATCHES.instead("megatron.training.arguments:validate_args", at=":293 @0.16.1; :388 @0.19.0")

@@ -162,16 +162,16 @@ def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     at=":909 @0.16.1; :1294 @0.19.0",
 )
-def _no_low_precision(context: PatchContext, original: Original, self: Any) -> None:
+def _no_stand_in(context: PatchContext, original: Original, self: Any) -> None:
     """Megatron prints a traceback of the whole model in front of what is wrong: said when the
     configuration is made, and not by its first forward pass."""
     original(self)
-    for (what, fix), found in _low_precision(self, context.meta).items():
+    for (what, fix), found in _without_stand_in(self, context.meta).items():
         if found:
             raise UnsupportedError(what, fix=fix)
 
 
-def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
+def _without_stand_in(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
     """(what, what to do) -> whether the model asks for it."""
     fp8 = getattr(config, "fp8", None)
 
@@ -192,6 +192,12 @@ def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
         ("attention in FP8 (fp8_dot_product_attention or fp8_multi_head_attention of the model's "
          "configuration) has no stand-in without a GPU", f"leave them out, {cuda}"):
         in_fp8("fp8_dot_product_attention") or in_fp8("fp8_multi_head_attention"),
+        ("--moe-paged-stash keeps activations by counts of tokens, which are not known without a "
+         "GPU, and runs a step again where its pages overflow", f"leave it out, {cuda}"):
+        getattr(config, "moe_paged_stash", False),
+        ("hybrid and dynamic context parallelism deal sequences out by their lengths, to groups "
+         "that change with every batch", f"leave --hybrid-context-parallel out, {cuda}"):
+        any(getattr(config, f"{kind}_context_parallel", False) for kind in ("hybrid", "dynamic")),
     }  # fmt: skip
 
 

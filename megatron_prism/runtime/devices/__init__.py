@@ -8,6 +8,7 @@ cuda.py          torch.cuda without a driver
 cuda_graphs.py   captures of CUDA graphs (meta)
 kernels.py       kernels of triton, Apex and others
 triton.py        triton without a driver
+absent.py        packages that are not here, as names
 state_space.py   mamba-ssm, causal-conv1d, flash-linear-attention
 local_layers.py  a norm without apex
 moe_dispatch.py  tokens on their way to experts
@@ -33,7 +34,7 @@ import torch
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices import cuda_choices, kernels, state_space, triton
+from megatron_prism.runtime.devices import absent, cuda_choices, kernels, state_space, triton
 from megatron_prism.runtime.devices.live_bytes import Engine, LiveBytes, workspaces
 
 __all__ = ["Tier", "best", "prepare"]
@@ -135,6 +136,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     stand_in = ["torch.cuda: inert streams and events"]
     stand_in += [one(changes) for one in (
         kernels.add_modules, state_space.add_modules, triton.replace_launches)]  # fmt: skip
+    absent.add_modules(changes)
     remap = Remap(name)
     remap.__enter__()
     changes.on_undo(lambda: remap.__exit__(None, None, None))

@@ -10,23 +10,19 @@ that have some a kernel is refused by name.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices import absent
 from megatron_prism.runtime.devices.kernels import add_packages, differentiable, fused
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Grads
 
-_Array = TypeVar("_Array", torch.Tensor, np.ndarray)
 
 _DELTA_CHUNK = 64  # of the gated delta rule, by default
 
@@ -370,40 +366,6 @@ def chunk_gated_delta_rule(
     return _delta_rule(q, k, v, g, beta), None
 
 
-# -- einops, where it is missing -------------------------------------------------------------------
-
-
-def rearrange(tensor: _Array, pattern: str, **sizes: int) -> _Array:
-    """einops.rearrange: ``"b l (h p) -> b l h p"`` with ``p=64``; a copy only where one is due.
-
-    Axes that are new behind the arrow are repeated, as einops.repeat does.
-    """
-    if isinstance(tensor, np.ndarray):
-        return rearrange(torch.from_numpy(tensor), pattern, **sizes).numpy()
-    before, after = (_axes(side) for side in pattern.split("->"))
-    known, shape = dict(sizes), []
-    for axes, size in zip(before, tensor.shape, strict=True):
-        given = math.prod(known[name] for name in axes if name in known)
-        missing = [name for name in axes if name not in known]
-        if missing:
-            known[missing[0]] = size // given
-        shape += [known[name] for name in axes]
-    names = [name for axes in before for name in axes]
-    more = [name for axes in after for name in axes if name not in names]
-    out = tensor.reshape(shape + [1] * len(more))
-    if more:
-        out = out.expand(shape + [known[name] for name in more])
-    names += more
-    order = [names.index(name) for axes in after for name in axes]
-    return out.permute(order).reshape([math.prod(known[n] for n in axes) for axes in after])
-
-
-def _axes(side: str) -> list[Sequence[str]]:
-    """``"b (h p) 1"`` as [["b"], ["h", "p"], []]: a 1 is an axis of no names."""
-    found = re.findall(r"\(([^)]*)\)|(\S+)", side)
-    return [group.split() if not one else [one] if one != "1" else [] for group, one in found]
-
-
 _PACKAGES: dict[str, dict[str, object]] = {
     "mamba_ssm": {"__version__": "2.3.0"},
     "mamba_ssm.ops": {},
@@ -430,7 +392,5 @@ _PACKAGES: dict[str, dict[str, object]] = {
 
 def add_modules(changes: ProcessChanges) -> str:
     """Put them into ``sys.modules``; says what they are."""
-    add_packages(changes, _PACKAGES)
-    if importlib.util.find_spec("einops") is None:
-        add_packages(changes, {"einops": {"rearrange": rearrange, "repeat": rearrange}})
+    add_packages(changes, _PACKAGES, absent.Module)
     return "mamba-ssm, causal-conv1d, flash-linear-attention: what they allocate, no values"

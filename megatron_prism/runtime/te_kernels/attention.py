@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices import absent
 from megatron_prism.runtime.devices.kernels import add_packages, differentiable, fused
 from megatron_prism.runtime.te_kernels.quantization import PROCESSORS, create, kind_of, parts
 from megatron_prism.runtime.te_kernels.table import (
@@ -500,13 +501,16 @@ def _raw_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, st
     return _flash_backward(call, rest[:3], statistics, options.get("rng_state"))
 
 
+_PUBLIC: dict[str, object] = dict.fromkeys(
+    ("flash_attn_func", "flash_attn_varlen_func"), flash_attn
+)
 _INTERFACE: dict[str, object] = {
-    **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func"), flash_attn),
+    **_PUBLIC,
     **dict.fromkeys(("_flash_attn_forward", "_flash_attn_varlen_forward"), _raw_forward),
     **dict.fromkeys(("_flash_attn_backward", "_flash_attn_varlen_backward"), _raw_backward),
 }
 _MODULES: dict[str, dict[str, object]] = {
-    "flash_attn": {"__version__": _VERSION},
+    "flash_attn": {"__version__": _VERSION, **_PUBLIC},
     "flash_attn.flash_attn_interface": _INTERFACE,
     "flash_attn_2_cuda": {"varlen_bwd": _raw_backward},
 }
@@ -514,7 +518,7 @@ _MODULES: dict[str, dict[str, object]] = {
 
 def add_flash_attn(changes: ProcessChanges) -> None:
     """Put the package into ``sys.modules``, and its version among those that are installed."""
-    add_packages(changes, _MODULES)
+    add_packages(changes, _MODULES, absent.Module)
     version = importlib.metadata.version
 
     def with_ours(name: str) -> str:

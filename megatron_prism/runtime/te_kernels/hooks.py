@@ -46,10 +46,10 @@ def _wrappers_of_shapes(changes: ProcessChanges) -> None:
     (quantized_tensor.py, _make_wrapper_subclass @v2.20)."""
     make = torch.Tensor._make_wrapper_subclass
 
-    def on_meta(*args: Any, device: Any = None, **options: Any) -> Any:
-        if device is not None and torch.device(device).type == "cuda":
-            device = "meta"
-        return make(*args, **{**options, "device": device})
+    def on_meta(*args: Any, **options: Any) -> Any:
+        if torch.device(options.get("device") or "cpu").type == "cuda":
+            options["device"] = "meta"
+        return make(*args, **options)
 
     changes.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(on_meta))
 
