@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,8 +92,8 @@ def _compared(args: argparse.Namespace, paths: list[str], words: list[list[str]]
         return what_ifs.open_job(path, partial=True)
 
     if any(map(snapshot.is_snapshot, paths)):
-        slices = None if snapshot.is_snapshot(paths[-1]) else job(paths[-1], words[-1])
-        return snapshot.compared(paths, lambda taken: compare_jobs(taken, slices))
+        slices = cache(lambda: job(paths[-1], words[-1]))  # of one job for all ranks
+        return snapshot.compared(paths, lambda taken: compare_jobs(taken, slices()))
     b = job(paths[-1], words[-1])
     traces = len(paths) > 2 or _is_trace(paths[0])
     a = paths[:-1] if traces else job(paths[0], words[0])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
     from megatron_prism.memory.oom import Candidate, Said
     from megatron_prism.memory.peaks import HeldMemory, Peak
-    from megatron_prism.memory.snapshot import RankedSnapshots, Snapshot
+    from megatron_prism.memory.snapshot import Snapshot
 
 
 _NAME = re.compile(r"\.(?:pickle|pkl)(?:\.gz|\.xz)?$", re.IGNORECASE)
@@ -44,9 +44,7 @@ def snapshots(path: str) -> list[str]:
     return [path] if _NAME.search(path) else []
 
 
-def compared(
-    paths: Sequence[str], beside: Callable[[Snapshot], Compared]
-) -> Compared | RankedSnapshots:
+def compared(paths: Sequence[str], beside: Callable[[Snapshot], Compared]) -> Compared:
     """What ``beside`` says of snapshots if the last path is no snapshot, else what their processes
     hold more than in earlier ones: folders have one of each rank."""
     from megatron_prism.memory import snapshot

@@ -466,7 +466,7 @@ def _activations(recipe: Recipe, layers: int) -> int:
             query, keys = m.num_attention_heads * m.v_head_dim, 0
         wide = m.ffn_size * (3 if m.swiglu else 2)
         kept = 4 * boundary + tokens * (2 * query + 2 * keys + wide) // p.tp
-    return layers * kept * (2 if m.bf16 else 4) * min(p.pp, m.num_microbatches)
+    return int(layers * kept * (2 if m.bf16 else 4) * min(p.pp, m.num_microbatches))
 
 
 def _first_layers(recipe: Recipe) -> int:

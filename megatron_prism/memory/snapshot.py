@@ -550,7 +550,7 @@ class SnapshotComparison:
 class RankedSnapshots:
     """What is to be said of several processes, by the rank or the name of each."""
 
-    answers: Mapping[str, SnapshotComparison | SnapshotGrowth]
+    answers: Mapping[str, Any]  # SnapshotComparison or SnapshotGrowth
 
     @property
     def same(self) -> bool:

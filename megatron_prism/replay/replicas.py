@@ -242,7 +242,7 @@ def _with_shard(program: Program, ratio: Fraction) -> Program:
 def _with_segments(program: Program, ratio: Fraction) -> Program:
     ops, strings, most = program.ops.copy(), list(program.strings), shard.parameters(program)
     parts = shard.parts(program)
-    now = max(1, min(parts * ratio, max(most, parts)))
+    now = max(Fraction(1), min(parts * ratio, Fraction(max(most, parts))))
     # slices of a GPU do not say how many parts there are
     of_host = Fraction(now + _FIXED, parts + _FIXED) if parts else ratio
     for index in shard.segments(program).tolist():
