@@ -14,7 +14,7 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks, patch
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.emulate.patches import PATCHES
+from megatron_prism.emulate.patches import PATCHES, without_cuda
 
 pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron.core")
@@ -153,3 +153,21 @@ def test_a_patch_replaces_only_what_it_declares():
         here.set(module, "OfLater.__init__", None)
     changes.undo()
     assert module.declared() == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("moe_paged_stash", "paged-stash"),
+        ("hybrid_context_parallel", "hybrid and dynamic"),
+        ("dynamic_context_parallel", "hybrid and dynamic"),
+        ("fine_grained_activation_offloading mtp_num_layers overlap_moe_expert_parallel_comm",
+         "offloaded beside"),
+        ("fine_grained_activation_offloading overlap_moe_expert_parallel_comm", ""),
+    ],
+)  # fmt: skip
+def test_what_shapes_cannot_say_is_refused_by_name(settings, named):
+    config = SimpleNamespace(**dict.fromkeys(settings.split(), True))
+    rows = without_cuda._without_stand_in(config, meta=True)
+    found = [what for (what, _), asked in rows.items() if asked]
+    assert [named in what for what in found] == [True] * bool(named)
