@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import IS_CALL, IS_COLLECTIVE, Op
+from megatron_prism.core.ops import IS_CALL, IS_COLLECTIVE, NAMES, Op
 from megatron_prism.core.program import Programs
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
@@ -491,7 +491,8 @@ def _order(ops: list[Op], i: int, j: int) -> _Edit:
 def _as_in_dump(ops: list[Op], calls: list[int], entry: Entry) -> Iterator[_Edit]:
     """The outstanding call in place of one of its group, or exchanged with it; a call that the
     program has nowhere, made before any of its calls."""
-    mine = [i for i in calls if ops[i].group == entry.desc
+    known = entry.op in NAMES  # of a log's or a counter's call it may not be
+    mine = [i for i in calls if known and ops[i].group == entry.desc
             and (ops[i].name in ("send", "recv")) == entry.pair]  # fmt: skip
     for place, i in enumerate(mine):
         op = ops[i]

@@ -230,16 +230,22 @@ def is_between_iterations(state: JobState, rank: int) -> bool:
     """Whether siblings made one iteration's calls more than ``rank``, which made whole iterations:
     so do checkpoints, evaluations and data hold a host, for which others may be to blame.
 
-    An iteration makes as many calls in a group as a sibling that waits at its end is ahead.
+    An iteration makes as many calls in a group as a sibling that waits at its end is ahead.  Of
+    data parallelism some are made in the next forward (--overlap-param-gather).
     """
     mine = state.all_counts(rank)
     for other in state.siblings_of(rank):
         more = _more(state.all_counts(other), mine)
-        if len(more) > 1:
-            most = max(more, key=lambda key: more[key])
-            turns, rest = divmod(mine[most], more[most])
-            whole = turns > 1 and all(mine[k] >= turns and not mine[k] % turns for k in more)
-            if whole and not rest:
+        early = {key: n if key.startswith("DATA_PARALLEL") else 0 for key, n in more.items()}
+        for keys in (more, [key for key in more if not early[key]]) if len(more) > 1 else ():
+            most = max(keys, key=lambda key: more[key], default="")
+            turns, rest = divmod(mine[most], more[most]) if most else (0, 0)
+            lacks = early if keys is not more else dict.fromkeys(more, 0)
+            if (
+                turns > 1
+                and not rest
+                and all(mine[key] >= turns and -mine[key] % turns <= lacks[key] for key in more)
+            ):
                 return True
     return False
 

@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 from helpers import production
+from helpers.dump_values import Dump, verdict
 from helpers.flight_dumps import FULL, GIL, judged, said, values
 from helpers.production import ACTIVE, DP, EP, another, stands
 
@@ -297,3 +298,18 @@ def test_one_rank_of_many_that_gets_no_data_is_named(rank, how):
     named, found = judged(dict(export.dumps_of(state, **how)))
     assert (named, found.verdict) == ({rank}, "host stuck")
     assert len(said(found, f"rank {rank} waits outside NCCL (gloo, the store, files, data)")) == 1
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_gathers_of_the_next_forward_do_not_hide_the_end_of_an_iteration(forced):
+    """--overlap-param-gather: 4 reductions and, but for the first, 3 gathers an iteration.  Rank 0
+    waits outside NCCL after the fifth (of a save it has gathered before); rank 1 went on."""
+    dumps = {r: Dump({"dp": (0, 1), "tp": (r,)}) for r in range(2)}
+    dumps[0].call("tp", done=True, count=160)
+    dumps[1].call("tp", done=True, count=192)
+    dumps[0].call("dp", done=True, count=5 * 7 - 3 + 3 * forced)
+    dumps[1].call("dp", done=True, count=5 * 7 - 3 + 3 * forced)
+    dumps[1].call("dp", count=3)
+    named, found = verdict(dumps)
+    assert (named, found.candidates, found.exit_code) == (set(), (0,), 3), found
+    assert said(found, "it stands between two iterations")
