@@ -76,6 +76,8 @@ JOBS = {
         ("cpu", "meta", "--fp8-format hybrid"),
     ("emulate/debugger.py", "--prism-tier cpu, with a smaller model"):
         ("meta", "cpu", "--prism-watch nan"),
+    ("emulate/fault_injector.py", "--prism-tier cpu"):
+        ("meta", "cpu", "--prism-fault bitflip@rank=0,iter=2,op=all_reduce,nth=1:bit=0"),
     ("emulate/payloads.py", "use --prism-tier cuda or cpu"):
         ("meta", "cpu", "--prism-record recorded --prism-payload all"),
     ("runtime/devices/__init__.py", "use --prism-tier cpu"): ("cuda", "cpu", ""),
@@ -83,7 +85,6 @@ JOBS = {
 # the same for what is no job of a tiny GPT -> why it is not run here
 NOT_RUN = {
     ("emulate/fault_injector.py", "--prism-tier meta"): "hang/test_fault_plan.py: out of memory",
-    ("emulate/fault_injector.py", "--prism-tier cpu"): "the fault that happens then ends the job",
     ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
     ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",
