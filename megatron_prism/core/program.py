@@ -110,6 +110,10 @@ class Builder:
         """How many ops and changes of memory there are."""
         return len(self._rows), len(self._allocations)
 
+    def rows(self, first: int, behind: int) -> list[tuple[int, ...]]:
+        """The ops from ``first`` to before ``behind``."""
+        return self._rows[first:behind]
+
     def since(self, rows: int, memory: int) -> Rows:
         """Ops, changes of memory and their streams from a position on, as ``extend`` takes them."""
         return self._rows[rows:], self._allocations[memory:], self._streams[memory:]

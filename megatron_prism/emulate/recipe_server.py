@@ -212,23 +212,24 @@ def _repeat(
     monitor.listen(recorder, *monitor.listeners)
     monitor.repeats = Repeats(live, recorder)
     _note_sections(job, monitor.repeats.sections)
-    first = capture.first_recorded(recipe.train_iters)
+    first, builder = capture.first_recorded(recipe.train_iters), None
     try:
         while len(monitor.iterations) < first - 1:
             job.iterate(len(monitor.iterations))
         for one, place in [(recipe, folder), *([more] if more else [])]:
             job.num_microbatches = one.num_microbatches
-            recorder.start()
+            recorder.start(like=builder)  # whose steps may be written again
             job.iterate(len(monitor.iterations))
             recording = recorder.stop()
-            assert recording.builder is not None
+            builder = recording.builder
+            assert builder is not None
             source = capture.source_of(run.version, "meta", "meta")
             store = SliceStore(place, one.world, capture.source_of_recipe(source, one))
             store.put(recording.program())
             for stage in alike:
                 with parallel_state.get_pipeline_model_parallel_group().in_place_of(stage):
                     other, sections = one.world.rank_at(pp=stage), monitor.repeats.sections
-                    store.put(sections.record_as(recording.builder, other, job.schedule))
+                    store.put(sections.record_as(builder, other, job.schedule))
     except NotRepeatedError:
         return False
     return True

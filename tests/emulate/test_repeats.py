@@ -59,6 +59,20 @@ def test_what_is_written_again_is_what_running_it_records(server, tmp_path, sett
 
 
 @pytest.mark.parametrize("settings", [PLAIN, INTERLEAVED])
+def test_losses_are_written_again(server, tmp_path, settings, monkeypatch):
+    """Of the last stage, with what its steps report, in two iterations one behind the other."""
+    few = [*settings, "global_batch_size=4"]
+    beside = captured(server, tmp_path, few, 3, more=settings)[3]
+    (alone,) = captured(server, tmp_path, settings, 3).values()
+    (ran,) = captured(server, tmp_path, settings, 3, repeat=False).values()
+    assert alone == ran
+    assert np.array_equal(alone.history, ran.history[:-1])
+    assert np.array_equal(beside.live_bytes(), ran.live_bytes())
+    bare = (dataclasses.replace(one, allocations=one.allocations[:0]) for one in (beside, ran))
+    assert next(bare) == next(bare)  # storages are numbered from the process' start
+
+
+@pytest.mark.parametrize("settings", [PLAIN, INTERLEAVED])
 def test_another_number_of_microbatches_beside_is_what_running_it_records(
     server, tmp_path, settings
 ):

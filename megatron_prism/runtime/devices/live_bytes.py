@@ -338,6 +338,11 @@ class LiveBytes(TorchDispatchMode):
             self._notes[number] = outline.note
         return made
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Its storage has gone already, as ``repeat`` was told."""
+        _, number, _ = self._alive.pop(tensor.untyped_storage()._cdata)
+        self._notes.pop(number, None)
+
     # -- counting ---------------------------------------------------------------------------------
     def _free(self, gone: _Gone) -> None:
         size, number, _ = self._alive.pop(gone.key)

@@ -3,9 +3,10 @@
 On tier meta an iteration of many microbatches does the same many times.  Of every model chunk the
 first, the second and the last microbatch run; those between are what the second was, with other
 microbatch numbers, handles and storages: ops, allocations and the history of requests come out as
-if they had run (``tests/emulate/test_repeats.py`` compares them byte for byte).  What a schedule
-gets from a step (its output, the gradient of its input) are tensors of their own, whose life it
-decides.
+if they had run (``tests/emulate/test_repeats.py`` compares them byte for byte).  Of a second
+iteration that is recorded behind the first, so is the second microbatch.  What a schedule gets from
+a step (its output, what it reports, the gradient of its input) are tensors of their own, whose life
+it decides.
 
 A step that does anything beyond itself (waits for an earlier call, leaves one open, frees what
 another step made) is not repeated; ``NotRepeatedError`` where that turns out too late.
@@ -13,6 +14,7 @@ another step made) is not repeated; ``NotRepeatedError`` where that turns out to
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +61,8 @@ class _Step:
     history : int64 [n, 4]
     given   : numbers of the storages that it was given
     result  : what it returned, with an ``Outline`` for each tensor
+    reports : what it stored for the job's log, likewise
+    left    : what was in the lists that it was given, when it had ended, likewise
     """
 
     begin: _Mark
@@ -67,6 +71,8 @@ class _Step:
     history: np.ndarray
     given: tuple[int, ...]
     result: StepValue
+    reports: StepValue
+    left: StepValue
 
     @property
     def num_storages(self) -> int:
@@ -101,14 +107,19 @@ class Repeats:
     def __init__(self, live: LiveBytes, recorder: Recorder) -> None:
         self._live, self._recorder = live, recorder
         self.sections = Sections(recorder)
+        self._forwards: dict[int | None, _Step] = {}
+        self._backwards: dict[int | None, _Step] = {}
+        self._recorded = False  # those
         self.reset(0)
 
     def reset(self, microbatches: int) -> None:
         """A schedule of so many microbatches begins."""
         self._last = microbatches - 1
         self.sections.reset()
-        self._forwards: dict[int | None, _Step] = {}
-        self._backwards: dict[int | None, _Step] = {}
+        if not self._recorded:
+            self._forwards.clear()
+            self._backwards.clear()
+        self._recorded = self._recorder.active
         self._written: dict[Key, int] = {}  # forward -> number of the first storage it would make
 
     def forward(
@@ -137,18 +148,19 @@ class Repeats:
     ) -> StepValue:
         chunk, number = key
         pattern = self._forwards.get(chunk)
-        if pattern is not None and number < self._last:
+        if pattern is not None and 0 < number < self._last:
             give(inputs if isinstance(inputs, list) else [inputs])
             own = self._live.reserve(pattern.num_storages)
             self._written[key] = own
             moved = _Moved(pattern.given, self._numbers(inputs), {pattern.born: own})
             self._write(pattern, number, moved)
+            stored += self._alike(pattern.reports, moved)
             return self._alike(pattern.result, moved, _tensors(inputs))
-        before = len(stored)
+        before, given = len(stored), self._numbers(inputs)
         begin = self._mark()
         result = run()
-        if number == 1 and number < self._last and len(stored) == before:
-            step = self._lone_step(begin, (inputs,), result)
+        if number == 1 and number < self._last:
+            step = self._lone_step(begin, given, (result, stored[before:], ()))
             if step is not None:
                 self._forwards[chunk] = step
         return result
@@ -174,15 +186,17 @@ class Repeats:
             }
             moved = _Moved(pattern.given, self._numbers(inputs, others), spans)
             self._write(pattern, number, moved)
+            self._leave(others, pattern.left, moved)
             result = self._alike(pattern.result, moved)
             for tensor, grad in zip(_tensors(inputs), _tensors(result), strict=True):
                 with _disable_current_modes():
                     tensor.grad = grad
             return result
-        begin = self._mark()
+        given, begin = self._numbers(inputs, others), self._mark()
         result = run()
         if number == 1 and chunk in self._forwards:
-            step = self._lone_step(begin, (inputs, others), result, self._forwards[chunk])
+            left = (result, (), others)
+            step = self._lone_step(begin, given, left, self._forwards[chunk])
             if step is not None:
                 self._backwards[chunk] = step
         return result
@@ -202,7 +216,7 @@ class Repeats:
         return _Mark(recorded, len(history), history.launches, live.count, cuda_graphs.replays)
 
     def _lone_step(
-        self, begin: _Mark, given: tuple[StepValue, ...], result: StepValue, *partners: _Step
+        self, begin: _Mark, given: tuple[int, ...], left: tuple[StepValue, ...], *partners: _Step
     ) -> _Step | None:
         """What was done since ``begin``, if it touches only what it made, was given, or its forward
         made."""
@@ -211,12 +225,12 @@ class Repeats:
             return None
         part: Part = ([], [], [], []) if recorder is None else recorder.since(begin.recorded)
         assert self._live.history is not None
-        history, numbers = self._live.history.rows(begin.history), self._numbers(*given)
-        step = _Step(begin, end, part, history, numbers, each_tensor(result, self._live.outline))
+        history = self._live.history.rows(begin.history)
+        step = _Step(begin, end, part, history, given, *each_tensor(left, self._live.outline))
         if not step.is_closed() or (history[:1, 0] == WAITED).any():
             return None
         touched = history[:, 0]
-        mine = np.isin(touched, numbers) | (touched < 0)
+        mine = np.isin(touched, given) | (touched < 0)
         for first, behind in (step.born, *(one.born for one in partners)):
             mine |= (touched >= first) & (touched < behind)
         return step if mine.all() else None
@@ -256,6 +270,16 @@ class Repeats:
         part = (rows, memory, streams, trace)
         recorder.repeat(part, end.recorded[3] - begin.recorded[3])
 
+    def _leave(self, lists: StepValue, outlines: StepValue, moved: _Moved) -> None:
+        """Put into the lists that a step is given what it left there, where that is another."""
+        for values, left in zip(lists, outlines, strict=True):
+            for at, outline in enumerate(left if isinstance(values, list) else ()):
+                if isinstance(outline, Outline):
+                    number = int(moved(np.array([outline.storage]))[0])
+                    if number != self._live.number_of(values[at]):
+                        self._live.forget(values[at])
+                        values[at] = self._alike(outline, moved, [values[at]])
+
     def _alike(
         self, outline: StepValue, moved: _Moved, made_from: Sequence[torch.Tensor] = ()
     ) -> StepValue:
@@ -263,6 +287,8 @@ class Repeats:
         ``made_from``."""
         if isinstance(outline, (list, tuple)):
             return type(outline)(self._alike(one, moved, made_from) for one in outline)
+        if isinstance(outline, dict):
+            return {name: self._alike(one, moved, made_from) for name, one in outline.items()}
         if not isinstance(outline, Outline):
             return outline
         number = int(moved(np.array([outline.storage]))[0])
@@ -368,6 +394,8 @@ class Sections:
         self._known: dict[CallKey, _Section] = {}
         self._told: dict[CallKey, int] | None = None  # while it is told again: their first ops
         self._content: Builder | None = None
+        self._in_order: list[tuple[CallKey, _Section]] = []
+        self._firsts: list[int] = []  # ops
         self._counts: Counter[tuple[str, int | None]] = Counter()
 
     def reset(self) -> None:
@@ -412,6 +440,8 @@ class Sections:
         NotRepeatedError where the other stage does not make the same calls.
         """
         self._content, self._told = builder, {}
+        self._in_order = [*self._known.items()]
+        self._firsts = [section.first for _, section in self._in_order]
         self._recorder.start(like=builder, earlier=builder.earlier)
         try:
             run()
@@ -432,7 +462,7 @@ class Sections:
         here, _, _, batches = self._recorder.position()
         self._told[key] = here
         rows = []
-        for row in self._content.since(section.first, 0)[0][: section.behind - section.first]:
+        for row in self._content.rows(section.first, section.behind):
             handle = self._moved(row[_HANDLE])
             batch = row[_BATCH] if row[_BATCH] < 0 else row[_BATCH] - section.batches + batches
             rows.append((*row[:_HANDLE], handle, batch, *row[_BATCH + 1 :]))
@@ -444,11 +474,12 @@ class Sections:
         """A handle of the recorded iteration as it is in the one that is told."""
         if handle < 0:
             return handle
-        for key, here in (self._told or {}).items():
-            section = self._known[key]
-            if section.first <= handle < section.behind:
-                return handle - section.first + here
-        raise NotRepeatedError
+        assert self._told is not None
+        at = bisect_right(self._firsts, handle) - 1
+        key, section = self._in_order[at] if at >= 0 else (None, None)
+        if section is None or handle >= section.behind or key not in self._told:
+            raise NotRepeatedError
+        return handle - section.first + self._told[key]
 
 
 def each_tensor(
@@ -457,5 +488,7 @@ def each_tensor(
     """``value`` with ``what`` of every tensor of tier meta in it, or of every ``kind``."""
     if isinstance(value, (list, tuple)):
         return type(value)(each_tensor(one, what, kind) for one in value)
+    if isinstance(value, dict):
+        return {name: each_tensor(one, what, kind) for name, one in value.items()}
     chosen = isinstance(value, kind) and getattr(value, "is_meta", True)
     return what(value) if chosen else value
