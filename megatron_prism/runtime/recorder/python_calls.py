@@ -1,7 +1,8 @@
 """How long a host takes to issue a segment whose kernels do not run: by what Python does for it.
 
 On tier meta the job's own Python runs, Megatron's and Transformer Engine's, so its calls are
-counted (``sys.setprofile``), without those that only stand in for a GPU.  What a call and a kernel
+counted (``sys.monitoring``; ``sys.setprofile``, which doubles their time, before Python 3.12),
+without those that only stand in for a GPU.  What a call and a kernel
 take is of DGX H100 hosts: least squares over 43 of NVIDIA's own tests (docs/measurements.md).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
+from threading import get_ident
 from types import CodeType, FrameType
 
 import megatron_prism
@@ -25,6 +27,9 @@ _ASIDE_IN = ("runtime/te_kernels/", "runtime/process_group.py", "runtime/recorde
 _REPEATS = "runtime/recorder/repeats.py"  # runs the job's steps
 # torch calls them because operators are watched here
 _OF_MODES = ("torch/_library/", "torch/utils/_pytree", "torch/utils/_python_", "torch/overrides.py")
+if sys.version_info >= (3, 12):
+    _TOOL = sys.monitoring.PROFILER_ID
+    _ENDS = sys.monitoring.events.PY_RETURN | sys.monitoring.events.PY_YIELD
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -46,23 +51,74 @@ class PythonCalls:
 
     def __init__(self) -> None:
         self._count = self._aside = 0
+        self._thread = get_ident()
         self.counts = False
         self._kinds: dict[CodeType, int] = {}
 
     def start(self) -> None:
         self._count = self._aside = 0
         self.counts = sys.getprofile() is None
-        if self.counts:
+        if sys.version_info >= (3, 12):
+            self.counts = self.counts and sys.monitoring.get_tool(_TOOL) is None
+            if self.counts:
+                self._monitor()
+        elif self.counts:
             sys.setprofile(self._profile)
 
     def stop(self) -> None:
-        if sys.getprofile() == self._profile:
-            sys.setprofile(None)
+        if sys.version_info < (3, 12):
+            if sys.getprofile() == self._profile:
+                sys.setprofile(None)
+        elif self.counts:
+            self._watch(0)
+            sys.monitoring.set_events(_TOOL, 0)
+            sys.monitoring.free_tool_id(_TOOL)
+            sys.monitoring.restart_events()  # what others want to hear of
 
     def take(self) -> int:
         """Calls since the last ``take``."""
         count, self._count = self._count, 0
         return count
+
+    if sys.version_info >= (3, 12):
+
+        def _monitor(self) -> None:
+            events, register = sys.monitoring.events, sys.monitoring.register_callback
+            sys.monitoring.use_tool_id(_TOOL, "prism")
+            for event in (events.PY_START, events.PY_RESUME):
+                register(_TOOL, event, self._enter)
+            register(_TOOL, events.PY_THROW, lambda *where: self._enter(*where[:2]) and None)
+            for event in (events.PY_RETURN, events.PY_YIELD, events.PY_UNWIND):
+                register(_TOOL, event, self._leave)
+            self._watch(_ENDS)
+            self._thread = get_ident()
+            entered = events.PY_START | events.PY_RESUME | events.PY_THROW
+            sys.monitoring.set_events(_TOOL, entered | events.PY_UNWIND)
+
+        def _watch(self, events: int) -> None:
+            """Hear ``events`` of what stands in for a GPU alone."""
+            for code in [code for code, kind in self._kinds.items() if kind == _ASIDE]:
+                sys.monitoring.set_local_events(_TOOL, code, events)
+
+        def _enter(self, code: CodeType, offset: int) -> object:
+            kind = self._kinds.get(code)
+            if kind == _PASSED:
+                return sys.monitoring.DISABLE
+            if kind is None:
+                kind = self._kinds[code] = _kind(code)
+                if kind == _ASIDE:
+                    sys.monitoring.set_local_events(_TOOL, code, _ENDS)
+                return self._enter(code, offset)
+            if get_ident() == self._thread:
+                if kind == _ASIDE:
+                    self._aside += 1
+                elif not self._aside:
+                    self._count += 1
+            return None
+
+        def _leave(self, code: CodeType, offset: int, value: object) -> None:
+            if self._aside and self._kinds.get(code) == _ASIDE and get_ident() == self._thread:
+                self._aside -= 1
 
     def _profile(self, frame: FrameType, event: str, arg: object) -> None:
         if event == "call":

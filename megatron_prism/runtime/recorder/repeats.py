@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from megatron_prism.core.ops import CODE, OP, WAITED
 from megatron_prism.runtime.devices import cuda_graphs
@@ -285,12 +286,11 @@ class Repeats:
     ) -> StepValue:
         """Tensors of their own that look like those of ``outline``, in the graph behind
         ``made_from``."""
-        if isinstance(outline, (list, tuple)):
-            return type(outline)(self._alike(one, moved, made_from) for one in outline)
-        if isinstance(outline, dict):
-            return {name: self._alike(one, moved, made_from) for name, one in outline.items()}
-        if not isinstance(outline, Outline):
-            return outline
+        return tree_map_only(Outline, lambda one: self._made(one, moved, made_from), outline)
+
+    def _made(
+        self, outline: Outline, moved: _Moved, made_from: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         number = int(moved(np.array([outline.storage]))[0])
         with _disable_current_modes():
             if made_from and outline.requires_grad:
@@ -486,9 +486,6 @@ def each_tensor(
     value: StepValue, what: Callable[[StepValue], StepValue], kind: type = torch.Tensor
 ) -> StepValue:
     """``value`` with ``what`` of every tensor of tier meta in it, or of every ``kind``."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(each_tensor(one, what, kind) for one in value)
-    if isinstance(value, dict):
-        return {name: each_tensor(one, what, kind) for name, one in value.items()}
-    chosen = isinstance(value, kind) and getattr(value, "is_meta", True)
-    return what(value) if chosen else value
+    return tree_map_only(
+        kind, lambda one: what(one) if getattr(one, "is_meta", True) else one, value
+    )
