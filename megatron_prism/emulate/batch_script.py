@@ -70,8 +70,8 @@ def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
             more = {key: int(value) for key, value in re.findall(r":(\w+)=(\d+)", resources[2])}
             gpus = more.get("ngpus", more.get("gpus"))
             each = more.get("mpiprocs") or more.get("ppn") or more.get("ngpus")
-            counts = {"nodes": int(resources[1]), "each": each, "gpus": gpus}
-            found |= {key: value for key, value in counts.items() if value}
+            asked = {"nodes": int(resources[1]), "each": each, "gpus": gpus}
+            found |= {key: value for key, value in asked.items() if value}
             sources.append(before + resources[0])
             continue
         with contextlib.suppress(ValueError):  # an open quote

@@ -234,7 +234,7 @@ class OpTable:
             if sizes is None or ns is None:
                 continue
             between = np.interp(math.log(max(1, moved)), np.log(sizes), np.log(ns))
-            return factor * float(np.exp(between)) * max(1.0, moved / sizes[-1])
+            return factor * float(np.exp(between)) * max(1.0, moved / float(sizes[-1]))
         return None
 
 
