@@ -129,7 +129,7 @@ def test_growth_is_attributed(baseline, job, capsys):
 def test_a_line_that_moved_is_no_growth_of_its_own(baseline, job, capsys):
     code, out = run(capsys, "check", job(first=1001, line=17), "--baseline", baseline)
     assert code == 1
-    assert re.search(r"\+1 B  act +core/transformer/mlp.py:17 ", out)
+    assert re.search(r"\+1 B  act +core/transformer/mlp.py:17\b", out)
     assert "mlp.py:5 " not in out
 
 

@@ -120,9 +120,10 @@ def _alone(events: Sequence[_Event]) -> dict[str, np.ndarray]:
 
 
 def _bytes(path: Path) -> bytes:
+    size = path.stat().st_size
     if path.suffix != ".gz":
-        return foreign.read_bytes(path, _MOST)
-    most = min(_MOST, (1 << 28) + 100 * path.stat().st_size)
+        return foreign.read_bytes(path, min(_MOST, max(size, foreign.JSON_BYTES)))
+    most = min(_MOST, (1 << 28) + 100 * size)
     try:
         with gzip.open(path) as file:
             data = file.read(most)
