@@ -47,7 +47,8 @@ def _wrappers_of_shapes(changes: ProcessChanges) -> None:
     make = torch.Tensor._make_wrapper_subclass
 
     def on_meta(*args: Any, **options: Any) -> Any:
-        if torch.device(options.get("device") or "cpu").type == "cuda":
+        device = options.get("device")  # the number of one, perhaps 0
+        if device is not None and torch.device(device).type == "cuda":
             options["device"] = "meta"
         return make(*args, **options)
 
