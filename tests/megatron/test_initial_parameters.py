@@ -7,6 +7,8 @@ import torch
 from helpers import stock_jobs
 from helpers.needs import TRAINING
 
+from megatron_prism.emulate.patches import initial_parameters
+
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, TRAINING]
 SCRIPT = Path(stock_jobs.__file__).with_name("initial_parameters.py")
 JOB = """
@@ -101,3 +103,24 @@ def test_nothing_but_megatrons_seeds_tells_layouts_apart(started):
             assert torch.equal(rank[name][0], values), name
     shards = [rank["decoder.layers.0.mlp.linear_fc2.weight"][0] for rank in tp]
     assert not torch.equal(*shards)
+
+
+def test_parameters_that_are_made_of_drawn_numbers_are_drawn_whole():
+    """As Mamba's and the gated delta net's decay and steps are."""
+
+    def log_of_drawn(n):
+        return torch.log(torch.empty(n).uniform_(1, 16))
+
+    def steps(n):
+        dt = torch.exp(torch.rand(n) * 2 - 1).clamp(min=0.5)
+        return dt + torch.log(-torch.expm1(-dt))
+
+    with initial_parameters._Fills() as fills:
+        made = [(one, torch.nn.Parameter(one(4))) for one in (log_of_drawn, steps)]
+        copied = torch.nn.Parameter(torch.empty(4))
+        copied.data.copy_(log_of_drawn(4))
+    for make, parameter in [*made, (log_of_drawn, copied)]:
+        torch.manual_seed(5)
+        whole = initial_parameters._filled(torch.empty(8), *fills.of(parameter))
+        torch.manual_seed(5)
+        assert torch.equal(whole, make(8))

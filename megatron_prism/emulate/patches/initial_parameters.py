@@ -8,6 +8,7 @@ shard that Megatron's distributed checkpoint says it has: the one-rank job, resh
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,28 +22,36 @@ from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.runtime.virtual_world import values_of
 
 PATCHES = Patches()
-Fill = Callable[[torch.Tensor], object]
+Fill = Callable[[torch.Tensor], torch.Tensor]
 Args = Sequence[Any]
 Options = Mapping[str, Any]
 _OVERWRITE = ("zero_", "fill_", "copy_", "constant_")  # nothing that was drawn before is left
 
 
 class _Fills(TorchFunctionMode):
-    """What fills storages with random numbers while a model is built: calls in place, in order, of
-    functions that change nothing but their first argument."""
+    """What fills storages with random numbers while a model is built: functions that draw, that
+    change their first argument alone, or that make a tensor of drawn ones, element by element."""
 
     def __init__(self) -> None:
         super().__init__()
         self._of: dict[int, tuple[torch.dtype, list[Fill]]] = {}  # by storage
         self._kept: list[torch.Tensor] = []  # so that no other storage gets the same address
 
-    def of(self, tensor: torch.Tensor) -> tuple[torch.dtype, list[Fill]]:
+    def of(self, tensor: object) -> tuple[torch.dtype, list[Fill]]:
         """(of what type the numbers were drawn, the calls)."""
-        key = tensor.untyped_storage()._cdata
-        if key not in self._of:
-            self._of[key] = tensor.dtype, []
-            self._kept.append(tensor.detach())
-        return self._of[key]
+        key = tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
+        return self._of.get(key, (torch.float32, []))  # type: ignore[arg-type]
+
+    def _keep(self, tensor: torch.Tensor, calls: list[Fill]) -> None:
+        self._of[tensor.untyped_storage()._cdata] = tensor.dtype, calls
+        self._kept.append(tensor.detach())
+
+    def _again(self, value: Any, shape: torch.Size) -> Any:
+        """``value`` if it is not of drawn numbers of this shape; else what draws it as a whole."""
+        dtype, calls = self.of(value)
+        if not calls or value.shape != shape:
+            return lambda whole: value
+        return functools.partial(_filled, dtype=dtype, calls=tuple(calls))
 
     def __torch_function__(
         self, func: Original, types: object, args: Args = (), kwargs: Options | None = None
@@ -50,24 +59,37 @@ class _Fills(TorchFunctionMode):
         kwargs = kwargs or {}
         before = torch.default_generator.get_state()
         answer = func(*args, **kwargs)
+        if not isinstance(answer, torch.Tensor):
+            return answer
         name = getattr(func, "__name__", "")
-        tensor, rest = (args[0], args[1:]) if args else (kwargs.get("tensor"), ())
-        if not isinstance(tensor, torch.Tensor):
-            return answer
-        if func is torch.Tensor.to and answer is not tensor:  # a router's weight, in another type
-            self._of[answer.untyped_storage()._cdata] = self.of(tensor)
-            self._kept.append(answer.detach())
-        if not name.endswith("_") or name[-2:] == "__":
-            return answer
-        more = {key: value for key, value in kwargs.items() if value is not tensor}
-        draws = more.pop("generator", None) is not None
+        draws = kwargs.get("generator") is not None
         draws = draws or not torch.equal(before, torch.default_generator.get_state())
-        calls = self.of(tensor)[1]
-        if name in _OVERWRITE or any(map(torch.is_tensor, (*rest, *more.values()))):
-            calls.clear()
-        elif draws or calls:
-            calls.append(lambda whole: func(whole, *rest, **more))
+        again = [self._again(value, answer.shape) for value in args]
+        drawn = any(isinstance(one, functools.partial) for one in again)
+        if name.endswith("_") and name[-2:] != "__":
+            tensor, rest = (args[0], args[1:]) if args else (kwargs["tensor"], ())
+            more = {k: v for k, v in kwargs.items() if v is not tensor and k != "generator"}
+            calls = list(self.of(tensor)[1])
+            if name in _OVERWRITE or any(map(torch.is_tensor, (*rest, *more.values()))):
+                copied = name == "copy_" and isinstance(again[1], functools.partial)
+                calls = [again[1]] if copied else []
+            elif draws or calls:
+                calls.append(lambda whole: func(whole, *rest, **more))
+            self._keep(tensor, calls)
+        elif draws and name in ("rand", "randn"):
+            self._keep(answer, [lambda whole: func(whole.shape, **kwargs)])
+        elif drawn and not self.of(answer)[1]:
+            self._keep(answer, [lambda whole: func(*(one(whole) for one in again), **kwargs)])
         return answer
+
+
+def _filled(whole: torch.Tensor, dtype: torch.dtype, calls: Sequence[Fill]) -> torch.Tensor:
+    """A tensor like ``whole`` of what ``calls`` draw from the generator's seed."""
+    torch.manual_seed(torch.initial_seed())
+    out = torch.empty(whole.shape, dtype=dtype)
+    for call in calls:
+        out = call(out)
+    return out
 
 
 def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
@@ -90,11 +112,9 @@ def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
         along = shard.prepend_axis_num
         where = f"{seed} {shard.key} {shard.global_offset[:along]}"
         digest = hashlib.sha256(where.encode()).digest()
-        whole = torch.empty(shard.global_shape[along:], dtype=dtype)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
-            for call in calls:
-                call(whole)
+            whole = _filled(torch.empty(shard.global_shape[along:]), dtype, calls)
             starts = zip(shard.global_offset[along:], shard.local_shape, strict=True)
             shard.data.copy_(whole[tuple(slice(start, start + n) for start, n in starts)])
         filled.add(shard.data.untyped_storage()._cdata)
