@@ -1,7 +1,5 @@
 """Parts of Megatron's groups, as Megatron itself makes them for every rank."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from megatron_prism.core.groups import subgroups
@@ -10,12 +8,6 @@ from megatron_prism.core.world import World
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
-
-
-def rearrange(array, pattern, u, s, l):  # noqa: E741
-    """The one pattern that Megatron asks einops for, which the tests do without."""
-    assert pattern == "(l s u) -> (l u) s"
-    return array.reshape(l, s, u).swapaxes(1, 2).reshape(l * u, s)
 
 
 def made(monkeypatch, size, rank, **sizes):
@@ -29,9 +21,6 @@ def made(monkeypatch, size, rank, **sizes):
         return object()
 
     monkeypatch.setattr(parallel_state, "create_group", create_group)
-    monkeypatch.setattr(parallel_state, "HAVE_EINOPS", True)
-    einops = SimpleNamespace(rearrange=rearrange)
-    monkeypatch.setattr(parallel_state, "einops", einops, raising=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: size)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *args: rank)

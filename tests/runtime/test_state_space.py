@@ -1,9 +1,8 @@
-"""Virtual mamba-ssm and flash-linear-attention: shapes, gradients, saved bytes."""
+"""Virtual mamba-ssm and flash-linear-attention: shapes, values, gradients, saved bytes."""
 
 import pytest
 import torch
 
-from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime.devices import state_space
 
 
@@ -46,6 +45,60 @@ def test_the_delta_rule_saves_a_matrix_of_a_chunk_per_token():
     assert g.grad.shape == g.shape
 
 
-def test_values_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match="causal_conv1d_fn"):
-        state_space.causal_conv1d_fn(torch.zeros(1, 2, 8), torch.zeros(2, 4))
+def random(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, requires_grad=True)
+
+
+def test_a_scan_is_a_recurrence():
+    x, dt, b, c = random(2, 9, 4, 3), random(2, 9, 4), random(2, 9, 2, 5), random(2, 9, 2, 5)
+    a, d, bias, z = -random(4).exp(), random(4), random(4), random(2, 9, 4, 3)
+    state, out, steps = torch.zeros(2, 4, 3, 5), [], torch.nn.functional.softplus(dt + bias)
+    for t in range(9):
+        token, key, query = x[:, t], *(one[:, t].repeat_interleave(2, dim=1) for one in (b, c))
+        added = torch.einsum("bh,bhp,bhs->bhps", steps[:, t], token, key)
+        state = (steps[:, t] * a).exp()[..., None, None] * state + added
+        out.append(torch.einsum("bhps,bhs->bhp", state, query) + d[:, None] * token)
+    got = state_space.mamba_chunk_scan_combined(
+        x, dt, a, b, c, 256, D=d, z=z, dt_bias=bias, dt_softplus=True
+    )
+    torch.testing.assert_close(got, torch.stack(out, 1) * torch.nn.functional.silu(z))
+
+
+def test_the_fused_scan_is_convolution_scan_and_gate():
+    heads, size = 4, 3
+    z, x, b, c, dt = (random(2, 9, n) for n in (12, 12, 10, 10, heads))
+    weight, bias, steps, a, d = (random(*shape) for shape in ((32, 4), (32,), (4,), (4,), (4,)))
+    mixed = torch.nn.Conv1d(32, 32, 4, groups=32, padding=3)
+    mixed.weight.data, mixed.bias.data = weight.detach()[:, None], bias.detach()
+    whole = torch.cat([z, x, b, c, dt], -1)
+    out = torch.nn.functional.silu(mixed(whole[..., 12:44].mT)[..., :9].mT)
+    parts = out.split([12, 10, 10], dim=-1)
+    x, b, c = (one.unflatten(-1, (-1, n)) for one, n in zip(parts, (size, 5, 5), strict=True))
+    wanted = state_space.mamba_chunk_scan_combined(
+        x, dt, a, b, c, 256, D=d, z=z.unflatten(-1, (heads, size)), dt_bias=steps,
+        dt_softplus=True,
+    )  # fmt: skip
+    got = state_space.mamba_split_conv1d_scan_combined(
+        whole, weight, bias, steps, a, d, 256, headdim=size, ngroups=2
+    )
+    torch.testing.assert_close(got, wanted.flatten(-2))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_gated_norm_has_groups(norm_first):
+    norm = state_space.RMSNorm(8, group_size=4, norm_before_gate=norm_first)
+    x, z = random(3, 8), random(3, 8)
+    gate = torch.nn.functional.silu(z)
+    parts = (x if norm_first else x * gate).split(4, dim=-1)
+    wanted = torch.cat([torch.nn.functional.rms_norm(one, (4,), eps=1e-5) for one in parts], -1)
+    torch.testing.assert_close(norm(x, z), wanted * gate if norm_first else wanted)
+
+
+@pytest.mark.megatron
+def test_the_delta_rule_is_that_of_megatron():
+    gdn = pytest.importorskip("megatron.core.ssm.gated_delta_net")
+    q, k = (torch.nn.functional.normalize(random(2, 9, 4, n), dim=-1) for n in (6, 6))
+    v, g, beta = random(2, 9, 4, 3), -random(2, 9, 4).exp(), random(2, 9, 4).sigmoid()
+    got, _ = state_space.chunk_gated_delta_rule(q, k, v, g, beta)
+    torch.testing.assert_close(got, gdn.torch_chunk_gated_delta_rule(q, k, v, g, beta)[0])

@@ -10,6 +10,7 @@ kernels.py       kernels of triton, Apex and others
 triton.py        triton without a driver
 absent.py        packages that are not here, as names
 state_space.py   mamba-ssm, causal-conv1d, flash-linear-attention
+recurrences.py   what their scans compute, of tensors that have values
 local_layers.py  a norm without apex
 moe_dispatch.py  tokens on their way to experts
 live_bytes.py    bytes that are alive (meta)

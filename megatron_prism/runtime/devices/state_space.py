@@ -4,8 +4,8 @@
 kernels and do not install without nvcc.  Each function takes and saves for backward what the real
 one does (mamba_ssm 2.3: ops/triton/ssd_combined.py, layernorm_gated.py; causal_conv1d 1.6; fla 0.4:
 ops/gated_delta_rule/chunk.py, modules/convolution.py, l2norm.py).  Assumed: the buffers between
-kernels live as long as their names do there, and chunks are full.  There are no values: on tensors
-that have some a kernel is refused by name.
+kernels live as long as their names do there, and chunks are full.  Tensors that have values are
+computed, with autograd's buffers.
 """
 
 from __future__ import annotations
@@ -14,26 +14,17 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import conv1d, pad, rms_norm, silu, softplus
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices import absent
+from megatron_prism.runtime.devices import absent, recurrences
 from megatron_prism.runtime.devices.kernels import add_packages, differentiable, fused
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Grads
 
-
 _DELTA_CHUNK = 64  # of the gated delta rule, by default
-
-
-def _only_shapes(name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_meta:
-        raise UnsupportedError(
-            f"{name} is a CUDA kernel, and without a GPU it has shapes and no values",
-            fix="use --prism-tier meta or --prism-tier cuda; or leave out the layers that need it "
-            "(M in --hybrid-layer-pattern, --experimental-attention-variant)",
-        )
 
 
 def _like(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -158,12 +149,20 @@ def mamba_split_conv1d_scan_combined(
 
     Saved: the input, the scan's output before the gate, and the parameters.
     """
-    _only_shapes("mamba_split_conv1d_scan_combined", zxbcdt)
     more = options.get("rmsnorm_weight"), options.get("outproj_weight")
     if any(one is not None for one in more) or options.get("return_final_states"):
         what = "mamba_split_conv1d_scan_combined with its own norm or projection has no stand-in"
         raise UnsupportedError(what, fix="use Megatron's layers, or --prism-tier cuda")
     sizes = (chunk_size, headdim or 0, ngroups, state_dtype)
+    if not zxbcdt.is_meta:
+        width, heads = conv1d_weight.shape[0], A.shape[0]
+        gate, mixed, dt = zxbcdt.split([zxbcdt.shape[-1] - width - heads, width, heads], dim=-1)
+        states = (width - gate.shape[-1]) // 2
+        mixed = causal_conv1d(mixed, conv1d_weight, conv1d_bias, activation="silu")[0]
+        x, b, c = mixed.split([gate.shape[-1], states, states], dim=-1)
+        x, gate = (one.unflatten(-1, (heads, -1)) for one in (x, gate))
+        b, c = (one.unflatten(-1, (ngroups, -1)) for one in (b, c))
+        return recurrences.scan(x, softplus(dt + dt_bias), A, b, c, D, gate).flatten(-2)
     return _split_conv_scan(sizes, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
 
 
@@ -208,10 +207,13 @@ def mamba_chunk_scan_combined(
 
     Saved: all of these, the output before the gate ``z``, and the cumulated decay in fp32.
     """
-    _only_shapes("mamba_chunk_scan_combined", x)
     if options.get("return_final_states") or options.get("return_varlen_states"):
         raise UnsupportedError("final states of a Mamba scan have no stand-in without a GPU",
                                fix="--prism-tier cuda")  # fmt: skip
+    if not x.is_meta:
+        steps = dt.float() + (0 if dt_bias is None else dt_bias)
+        steps = softplus(steps) if options.get("dt_softplus") else steps
+        return recurrences.scan(x, steps, A, B, C, D, z)
     return _chunk_scan(chunk_size, state_dtype, x, dt, A, B, C, D, z, dt_bias)
 
 
@@ -243,13 +245,18 @@ class RMSNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.group_size = group_size
+        self.group_size, self.eps, self.norm_before_gate = group_size, eps, norm_before_gate
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        _only_shapes("mamba_ssm's gated norm", x)
-        return _gated_norm(x, self.weight, z, x.shape[-1] // (self.group_size or x.shape[-1]))
+        group = self.group_size or x.shape[-1]
+        if not x.is_meta:
+            gate = 1 if z is None else silu(z.float())
+            rows = (x if self.norm_before_gate else x * gate).float().unflatten(-1, (-1, group))
+            out = rms_norm(rows, (group,), eps=self.eps).flatten(-2) * self.weight
+            return (out * gate if self.norm_before_gate else out).to(x.dtype)
+        return _gated_norm(x, self.weight, z, x.shape[-1] // group)
 
 
 # -- causal-conv1d, and fla's ----------------------------------------------------------------------
@@ -273,7 +280,10 @@ def causal_conv1d_fn(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: object
 ) -> torch.Tensor:
     """A depthwise convolution of ``x`` [batch, channels, length]; saved: ``x`` and the weights."""
-    _only_shapes("causal_conv1d_fn", x)
+    if not x.is_meta:
+        before = pad(x, (weight.shape[1] - 1, 0))
+        out = conv1d(before, weight[:, None], bias, groups=weight.shape[0])
+        return silu(out) if options.get("activation") else out
     return _conv(x, weight, bias)
 
 
@@ -281,7 +291,8 @@ def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: object
 ) -> tuple[torch.Tensor, None]:
     """fla's of ``x`` [batch, length, channels], and no final state."""
-    _only_shapes("fla's causal_conv1d", x)
+    if not x.is_meta:
+        return causal_conv1d_fn(x.mT, weight, bias, **options).mT, None
     return _conv(x, weight, bias), None
 
 
@@ -300,7 +311,8 @@ def _l2norm_backward(grad: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: object = None) -> torch.Tensor:
     """Rows of length 1; saved: the result, and one number a row."""
-    _only_shapes("fla's l2norm", x)
+    if not x.is_meta:
+        return (x * (x.float().square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
     return _l2norm(x)
 
 
@@ -362,7 +374,8 @@ def chunk_gated_delta_rule(
 
     Saved: all inputs, the cumulated gate in fp32, and a matrix of a chunk's size a head and token.
     """
-    _only_shapes("fla's chunk_gated_delta_rule", q)
+    if not q.is_meta:
+        return recurrences.delta_rule(q, k, v, g, beta), None
     return _delta_rule(q, k, v, g, beta), None
 
 
@@ -393,4 +406,4 @@ _PACKAGES: dict[str, dict[str, object]] = {
 def add_modules(changes: ProcessChanges) -> str:
     """Put them into ``sys.modules``; says what they are."""
     add_packages(changes, _PACKAGES, absent.Module)
-    return "mamba-ssm, causal-conv1d, flash-linear-attention: what they allocate, no values"
+    return "mamba-ssm, causal-conv1d, flash-linear-attention: what they allocate; values on the CPU"
