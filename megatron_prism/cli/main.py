@@ -207,7 +207,9 @@ COMMANDS = {  # name -> what argparse needs
     "verify": Command(verify, (
         (("--against",), {"metavar": "FLAGS", "help": "flags more, or another command line"}),
         (("--keep",), {"metavar": "DIR", "type": Path, "help": "what ranks kept and printed"}),
-        _switch("--no-bisect", "do not look for the flag")),
+        _file("--html", "the verdict as a page"), _switch("--precise", "compute in float64"),
+        _switch("--no-bisect", "do not look for the flag"),
+        _switch("--resume", "another layout goes on from a checkpoint, too")),
           job=True),
     "check": Command(check, (PROGRAMS,), programs=0),
     "hang": Command(hang, ((("programs",), {**PROGRAMS[1], "nargs": "?"}),

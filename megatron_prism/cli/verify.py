@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli.output import console, write_data
+from megatron_prism.cli.output import Answer, console, deliver
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
+from megatron_prism.report.page import render_page
 
 if TYPE_CHECKING:
     from megatron_prism.verify.verdict import Line, Verdict
@@ -31,7 +32,7 @@ def verify(args: argparse.Namespace) -> int:
     prism verify --against "--overlap-grad-reduce" -- pretrain_gpt.py <the same>
 
     The copy has the job's composition (a dimension above 1 is 2) with few layers, narrow, float32.
-    Compared are losses, gradients by name, the gradient norm, routing, parameters, evaluation.
+    Compared are losses, gradients by name, their norm, routing, parameters, Adam's states.
     Exit status: 0 the same, 1 another job, 3 not decided.
     """
     from megatron_prism.verify import verdict
@@ -43,12 +44,23 @@ def verify(args: argparse.Namespace) -> int:
     talk = console(stderr=args.json or bool(args.csv))
     with tempfile.TemporaryDirectory(prefix="prism-verify-") as temporary:
         folder = args.keep or Path(temporary)
-        found = verdict.verify(line, against, folder, talk.print, bisect=not args.no_bisect)
+        found = verdict.verify(
+            line, against, folder, talk.print,
+            bisect=not args.no_bisect, resume=args.resume, precise=args.precise,
+        )  # fmt: skip
+    other = "the other job" if against else "one rank alone"
+    text = "\n".join(_page(found, other))
     rows = [{"argument": n, "before": a, "after": b, "why": w} for n, a, b, w in found.asked]
-    if not write_data(args, found.to_json(), rows):
-        for text in _page(found, against is not None):
-            talk.print(text)
-    return _UNDECIDED if found.same is None else int(not found.same)
+    data = found.to_json()
+    answer = Answer(
+        lambda: data,
+        lambda: talk.print(text),
+        lambda: rows,
+        status=_UNDECIDED if found.same is None else int(not found.same),
+        html=lambda: render_page("prism verify", str(found.world), f"copy: {found.copy}", "verify",
+                                 {**data, "text": text, "other": other}, text),
+    )  # fmt: skip
+    return deliver(args, answer)
 
 
 def line_of(ours: Sequence[str], job: Sequence[str], python: str = sys.executable) -> Line:
@@ -78,7 +90,7 @@ def _other(text: str, line: Line, args: argparse.Namespace) -> Line:
     return line_of([*args.ours, *ours], job, python)
 
 
-def _page(found: Verdict, pair: bool) -> list[str]:
+def _page(found: Verdict, other: str) -> list[str]:
     """The verdict as lines of text."""
 
     def row(name: str, text: object) -> str:
@@ -96,16 +108,18 @@ def _page(found: Verdict, pair: bool) -> list[str]:
     if found.counts:
         counts = ", ".join(f"{n:,} {kind}" for kind, n in found.counts.items())
         lines.append(row("compared", f"{counts} in {counted(found.iterations, 'iteration')}"))
-        rule = "float32 sums; more where one rounding of each parameter moves a value farther"
+        rule = "roundings of sums; more where one of each parameter moves a value farther"
         lines.append(row("tolerance", f"{found.tolerance:.1e} of a value: {rule}"))
     if percent and found.same:
         lines.append(row("largest", ", ".join(percent.values()) + " of the tolerance"))
-    other = "the other job" if pair else "one rank alone"
+    lines += [row("reported", f"{one.where} of iteration {one.iteration}: {one.notes[0]}")
+              for one in found.reports]  # fmt: skip
     if found.same is None:
         return [*lines, f"not decided: {found.why}", *_difference(found)]
     if found.same:
         return [*lines, f"same: it computes what {other} computes"]
-    lines += [f"differs from {other}", *_difference(found)]
+    who = f"{found.run}: " if found.run else ""
+    lines += [f"{who}differs from {other}", *_difference(found)]
     if found.culprits:
         lines.append(row("gone without", ", ".join(found.culprits)))
     elif found.tried:

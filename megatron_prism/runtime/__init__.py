@@ -8,6 +8,7 @@ values.py             what tensors of virtual peers hold, also where mirrors are
 recorded_values.py    values that steer the program, of a real run, given to a rank alone
 known_values.py       what is known of values on tier meta
 call_check.py         would the peers make this call at all?
+wide_floats.py        float64 in place of float32, for a whole process
 listeners.py          interfaces of what follows the training and the calls
 recorder/             a running rank -> a program
 pacing/               virtual peers that take their time

@@ -12,8 +12,9 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -21,8 +22,9 @@ import numpy as np
 
 from megatron_prism.core.world import World, ranks_text
 from megatron_prism.emulate.workers import Json
+from megatron_prism.verify import shrink
 
-LAST_BIT = 2.0**-24  # of float32
+LAST_BIT = {False: 2.0**-24, True: 2.0**-53}  # of float32, of float64
 MARGIN = 4  # times what one sum's roundings make, for those that follow each other
 FLOORS = 32  # times what one rounding of every parameter makes
 UPDATED = 1e-2  # of an update: where gradients are noise, Adam makes steps of it
@@ -59,7 +61,8 @@ class Shard:
 class LayoutDifference:
     """The first value that is another one.
 
-    what   : loss, routing, gradient, gradient norm, exp_avg, exp_avg_sq, parameter, evaluation
+    what   : loss, reported, routing, gradient, gradient norm, exp_avg, exp_avg_sq, parameter,
+        evaluation
     where  : the parameter, microbatch or layer; place: rank and part of the whole
     error  : relative, and what it may be
     notes  : what is known of it: a factor, ranks that do not agree
@@ -75,9 +78,6 @@ class LayoutDifference:
     notes: tuple[str, ...] = ()
     as_well: tuple[int, int] = (0, 0)
     axes: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass
@@ -138,6 +138,12 @@ class Kept:
         return found
 
     @cached_property
+    def reported(self) -> dict[tuple[int, str], float]:
+        """(iteration, Megatron's name) -> a figure that the last rank reports to TensorBoard."""
+        figures = reversed(self.facts[-1]["reported"])  # the first evaluation of an iteration
+        return {(iteration, name): value for iteration, name, value in figures}
+
+    @cached_property
     def routed(self) -> dict[tuple[int, int], np.ndarray]:
         """(iteration, layer) -> the share of tokens that each expert gets."""
         sums: dict[tuple[int, int], np.ndarray] = {}
@@ -172,7 +178,6 @@ _Step = tuple[str, int, Callable[[int], Iterator[_Value]], float]  # kind, itera
 class LayoutComparison:
     """``job`` against ``other``; ``rounded`` is the other with other roundings.
 
-    terms : how many numbers the longest sums have
     worst : kind of value -> the largest share of its tolerance that an error took
     """
 
@@ -180,39 +185,53 @@ class LayoutComparison:
     other: Kept
     rounded: Kept
     iterations: int
-    terms: int
-    microbatches: int
     worst: dict[str, float] = field(default_factory=dict)
 
     @property
-    def tolerance(self) -> float:
-        """Of a sum of ``terms`` numbers, whose roundings are independent."""
-        return MARGIN * LAST_BIT * math.sqrt(self.terms)
+    def microbatches(self) -> int:
+        """Of one iteration, in the whole batch."""
+        return len([place for place in self.other.losses if place[0] == 1])
 
-    def first(self) -> LayoutDifference | None:
-        """The first difference in the order of execution."""
+    @property
+    def last_bit(self) -> float:
+        return LAST_BIT[self.job.facts[0].get("precise", False)]
+
+    @property
+    def tolerance(self) -> float:
+        """Of a sum over the batch and a layer's width, whose roundings are independent."""
+        terms = max(self.microbatches, 1) * shrink.SEQUENCE * shrink.HIDDEN
+        return MARGIN * self.last_bit * math.sqrt(terms)
+
+    def first(self, start: int = 0) -> LayoutDifference | None:
+        """The first difference in the order of execution, behind iteration ``start``, of which a
+        run that was resumed has a checkpoint."""
+        gradients = functools.partial(self._like_gradients, "gradient")
         steps: list[_Step] = [("initial parameter", 0, self._initial, 0.0)]
-        for i in range(1, self.iterations + 1):
+        if start:
+            steps = [*self._states(start), ("parameter", start, self._parameters, UPDATED)]
+        for i in range(start + 1, self.iterations + 1):
             steps += [
                 ("loss", i, self._losses, self.tolerance),
                 ("routing", i, self._routed, self.tolerance),
-                (
-                    "gradient",
-                    i,
-                    functools.partial(self._like_gradients, "gradient"),
-                    self.tolerance,
-                ),
+                ("gradient", i, gradients, self.tolerance),
                 ("gradient norm", i, self._norms, self.tolerance),
-                *(
-                    (state, i, functools.partial(self._like_gradients, state), 2 * self.tolerance)
-                    for state in ("exp_avg", "exp_avg_sq")
-                ),
+                *self._states(i),
                 ("parameter", i, self._parameters, UPDATED),
+                ("evaluation", i, functools.partial(self._reported, "validation$"), UPDATED / 100),
             ]
-        if len(self.other.facts[0]["norms"]) == self.iterations:  # evaluation is of the end
-            steps.append(("evaluation", self.iterations, self._evaluation, UPDATED / 100))
         found = (self._compare(kind, i, values(i), least) for kind, i, values, least in steps)
         return next((one for one in found if one is not None), None)
+
+    def reports(self) -> list[LayoutDifference]:
+        """The first that differs of the figures of each iteration that Megatron reports by name."""
+        figures = functools.partial(self._reported, "loss$|/|logit$|s-norm$")
+        found = (self._compare("reported", i, figures(i), UPDATED / 100)
+                 for i in range(1, self.iterations + 1))  # fmt: skip
+        return [one for one in found if one is not None]
+
+    def _states(self, iteration: int) -> list[_Step]:
+        return [(name, iteration, functools.partial(self._like_gradients, name), 2 * self.tolerance)
+                for name in ("exp_avg", "exp_avg_sq")]  # fmt: skip
 
     def _compare(
         self, kind: str, iteration: int, values: Iterable[_Value], least: float
@@ -264,6 +283,13 @@ class LayoutComparison:
                 where = f"{place[2]} of microbatch {place[1]}"
                 yield _number(where, f"rank {rank}", got, wanted, rounded)
 
+    def _reported(self, names: str, iteration: int) -> Iterator[_Value]:
+        """Figures whose name has ``names``."""
+        for place, wanted in self.other.reported.items():
+            if place[0] == iteration and re.search(names, place[1]):
+                got = self.job.reported.get(place, math.nan)
+                yield _number(place[1], "last rank", got, wanted, self.rounded.reported[place])
+
     def _routed(self, iteration: int) -> Iterator[_Value]:
         for place, wanted in self.other.routed.items():
             if place[0] == iteration:
@@ -289,7 +315,7 @@ class LayoutComparison:
 
     def _norms(self, iteration: int) -> Iterator[_Value]:
         def norms(kept: Kept) -> list[float]:
-            return [facts["norms"][iteration - 1] or math.nan for facts in kept.facts]
+            return [facts["norms"][str(iteration)] or math.nan for facts in kept.facts]
 
         (wanted,), (rounded,) = norms(self.other)[:1], norms(self.rounded)[:1]
         for rank, got in enumerate(norms(self.job)):
@@ -308,19 +334,11 @@ class LayoutComparison:
             moved = (rounded[key] - start[key]) * counts - step
             for part in parts.get(key, ()):
                 change = (part.data - part.of(before[key])) * part.of(counts)
-                rounding, root = 64 * LAST_BIT * _norm(part.of(whole)), math.sqrt(part.data.size)
-                size = max(_norm(part.of(step)), 1e-2 * root * _mean(step), rounding, 1e-30)
+                rounding = 64 * self.last_bit * _norm(part.of(whole))
+                usual = 1e-2 * math.sqrt(part.data.size) * _mean(step)
+                size = max(_norm(part.of(step)), usual, rounding, 1e-30)
                 floor = _norm(part.of(moved))
                 yield _Value(key, part.place, change, part.of(step), size, floor)
-
-    def _evaluation(self, _: int) -> Iterator[_Value]:
-        def losses(kept: Kept) -> dict[str, float]:
-            found = {k: v for facts in kept.facts for k, v in facts["evaluation"].items()}
-            return {key: v[0] / v[1] if len(v) == 2 else v[0] for key, v in found.items()}
-
-        got, rounded = losses(self.job), losses(self.rounded)
-        for key, wanted in losses(self.other).items():
-            yield _number(key, "all ranks", got.get(key, math.nan), wanted, rounded[key])
 
     # -- what is known of a difference --------------------------------------------------------
 
@@ -337,7 +355,7 @@ class LayoutComparison:
         world = self.job.world
         axes = _Axes if world.ep > 1 else _Axes[:4]  # without experts edp is another dp
         sizes = {axis: getattr(world, axis) for axis in axes}
-        sizes["the number of microbatches"] = self.microbatches
+        sizes["the number of microbatches"] = self.microbatches // world.dp
         above = {axis: size for axis, size in sizes.items() if size > 1}
         for n in (1, 2):
             found = []

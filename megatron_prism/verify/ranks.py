@@ -40,7 +40,7 @@ class RankError(PrismError):
 
 
 class Server:
-    """Runs worlds; a context manager that ends its process."""
+    """Runs worlds; a context manager that ends its processes."""
 
     def __init__(self, python: str = sys.executable) -> None:
         mine = {key: text for key, text in os.environ.items() if key != "PRISM_ARGS"}
@@ -50,13 +50,14 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=mine,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # ranks, and what these have started
         self._process.wait()
 
     def run(self, run: SmallRun) -> Path:
@@ -141,6 +142,10 @@ def _fork(run: SmallRun, rank: int, port: int) -> int:
 
 def _rank(run: SmallRun, rank: int, port: int) -> None:
     """Train as one rank, and keep what it does."""
+    from megatron_prism.runtime import wide_floats
+
+    if run.precise:  # before whatever else keeps a dtype
+        wide_floats.widen()
     from megatron_prism.emulate import launch, patch
     from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.verify.record import StepRecorder, patches_of

@@ -1,4 +1,5 @@
-"""What a rank keeps of its training: losses, gradients, norms, parameters, Adam's states, routing.
+"""What a rank keeps of its training: losses, gradients, norms, parameters, Adam's states, routing,
+and what Megatron reports to TensorBoard.
 
 Gradients and parameters are named, and their place in the whole is said, by Megatron's own
 ``sharded_state_dict``: for the time of that call every parameter holds its gradient, so whatever
@@ -10,23 +11,26 @@ from __future__ import annotations
 
 import inspect
 import json
+import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_prism.emulate.patch import Original, PatchContext, Patches
+from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.emulate.workers import Json
 from megatron_prism.verify import shrink
+from megatron_prism.verify.compare import LAST_BIT
 from megatron_prism.verify.shrink import SmallRun
 
 Shard = tuple[str, list[int], list[int], np.ndarray]  # key, offset, shape of the whole, data
 Model = Sequence[Any]  # of Megatron: chunks of a stage
 Parameter = torch.nn.Parameter
 Tensors = dict[Parameter, torch.Tensor]
-LAST_BIT = 2.0**-24  # of float32: half the distance of two neighbours at 1
 STATES = ("exp_avg", "exp_avg_sq")  # of Adam
 
 
@@ -40,15 +44,23 @@ class StepRecorder:
         self.place = folder / f"rank-{rank}"
         self.iteration = 0
         self.facts: Json = {
-            "rank": rank, "losses": [], "norms": [], "routed": {}, "evaluation": {}, "changes": [],
+            "rank": rank, "losses": [], "norms": {}, "routed": {}, "reported": [], "changes": [],
             "parts": [], "tensors": [], "unnamed": 0,
         }  # fmt: skip
         self.arrays: list[np.ndarray] = []
-        self.training = False
+        self.trains = False  # since its first step
+        self.training = False  # now
 
     def tensor(self, what: str, key: str, offset: object, whole: object, data: object) -> None:
         self.facts["tensors"].append([what, self.iteration, key, offset, whole])
         self.arrays.append(np.asarray(data))
+
+    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+        """Keep a figure, as TensorBoard's writer of the last rank does."""
+        self.facts["reported"].append([iteration, name, float(value)])
+
+    def flush(self) -> None:
+        """As TensorBoard's writer: nothing is written before ``write``."""
 
     def write(self) -> None:
         np.savez(f"{self.place}.npz", *self.arrays)
@@ -150,28 +162,42 @@ def shards(model: Model, values: Tensors, only: bool) -> Iterator[Shard]:
 def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
     """What makes this rank's job the small one, and keeps what it does."""
     patches = Patches()
+    if run.saves:  # in its own folder: no other path of the job is left
+        PatchContext.writes = lambda *_: True  # type: ignore[method-assign]
 
     @patches.instead("megatron.training.arguments:parse_args", at=":88 @0.16.1; :116 @0.19.0")
     def small(context: PatchContext, original: Original, *args: object, **kwargs: object) -> object:
         """A small copy of the job trains."""
         parsed = original(*args, **kwargs)
         changes = shrink.shrink(parsed, run.job, run.copy, run.iterations, run.layers)
-        recorder.facts["parts"] = shrink.parts_of(parsed, run.copy)
-        recorder.facts["changes"] = [
-            [one.name, _text(one.before), _text(one.after), one.why] for one in changes
-        ]
+        parts = shrink.parts_of(parsed, run.copy)
+        recorder.facts |= {"changes": changes, "parts": parts, "precise": run.precise}
         shrink.lay_out(parsed, run.here, run.left_out)
+        if run.saves:
+            parsed.save, parsed.save_interval = str(run.folder), 1
+        if run.resumed:
+            parsed.load, parsed.ckpt_step = run.resumed
+        if run.saves or run.resumed:
+            parsed.ckpt_format = "torch_dist"
         return parsed
+
+    @patches.patch(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async", at=":48 @0.16.1; @0.19.0"
+    )
+    def queue_of_results(module: ModuleType, context: PatchContext) -> None:
+        """A save that is waited for needs no process of its own, which would outlive the rank."""
+        context.changes.set(module, "_results_queue", queue.Queue())
 
     @patches.instead("megatron.training.training:train_step", at=":1603 @0.16.1; :2336 @0.19.0")
     def step(context: PatchContext, original: Original, *args: object, **kwargs: object) -> object:
         """What goes into a step and comes out is compared with another layout's."""
         call = inspect.signature(original).bind(*args, **kwargs)
         model, optimizer = call.arguments["model"], call.arguments["optimizer"]
-        if not recorder.iteration:
-            _keep_parameters(recorder, model)
+        if not recorder.trains:
+            recorder.trains, recorder.iteration = True, megatron_args().iteration
+            _keep_parameters(recorder, model, optimizer)
             if run.rounded:
-                _round_otherwise(model)
+                _round_otherwise(model, LAST_BIT[run.precise])
         recorder.iteration += 1
         schedule, update = call.arguments["forward_backward_func"], optimizer.step
 
@@ -199,24 +225,16 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
             result = original(*call.args, **call.kwargs)
         finally:
             optimizer.step = update
-        recorder.facts["norms"].append(None if result[5] is None else float(result[5]))
-        if recorder.iteration in (1, run.iterations):
-            _keep_parameters(recorder, model)
-            for name in STATES if optimizer.config.optimizer == "adam" else ():
-                for found in shards(model, whole_states(model, optimizer, name), True):
-                    recorder.tensor(name, *found)
+        norm = None if result[5] is None else float(result[5])
+        recorder.facts["norms"][recorder.iteration] = norm
+        _keep_parameters(recorder, model, optimizer)
         return result
 
-    @patches.instead("megatron.training.training:evaluate", at=":2754 @0.16.1; :3800 @0.19.0")
-    def evaluate(
-        context: PatchContext, original: Original, *args: object, **kwargs: object
-    ) -> object:
-        """What evaluation says is compared with another layout's."""
-        result = original(*args, **kwargs)
-        for key, value in (result[0] or {}).items():
-            numbers = torch.as_tensor(value).reshape(-1).tolist()
-            recorder.facts["evaluation"].setdefault(key, numbers)
-        return result
+    @patches.patch("megatron.training.training", at=":2588 @0.19.0")
+    def report(module: ModuleType, context: PatchContext) -> None:
+        """What Megatron reports to TensorBoard is compared with another layout's."""
+        if context.rank == run.here.size - 1:
+            context.changes.set(module, "get_tensorboard_writer", lambda: recorder)
 
     @patches.instead(
         "megatron.core.transformer.moe.router:TopKRouter.routing", at=":545 @0.16.1; :741 @0.19.0"
@@ -236,20 +254,19 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
     return patches
 
 
-def _keep_parameters(recorder: StepRecorder, model: Model) -> None:
+def _keep_parameters(recorder: StepRecorder, model: Model, optimizer: Any) -> None:
     for found in shards(model, whole_buffers(model, False), False):
         recorder.tensor("parameter", *found)
+    for name in STATES if optimizer.config.optimizer == "adam" and recorder.iteration else ():
+        for found in shards(model, whole_states(model, optimizer, name), True):
+            recorder.tensor(name, *found)
 
 
-def _text(value: object) -> str:
-    return str(getattr(value, "name", value))
-
-
-def _round_otherwise(model: Model) -> None:
+def _round_otherwise(model: Model, last_bit: float) -> None:
     """Move every parameter by one rounding, up or down at random."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for chunk in model:
             for parameter in chunk.parameters():
                 sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-                parameter.data.mul_(1 + 2 * LAST_BIT * sign)
+                parameter.data.mul_(1 + 2 * last_bit * sign)

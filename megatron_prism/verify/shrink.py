@@ -7,6 +7,7 @@ from its sizes, which are the same with every part left out: the reference has n
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any
 from megatron_prism.core.errors import UsageError, WorldError
 from megatron_prism.core.world import World
 
-HIDDEN, HEADS, SEQUENCE, VOCABULARY, EXPERTS, SAMPLES = 64, 4, 32, 256, 4, 8
+HIDDEN, SEQUENCE, VOCABULARY, EXPERTS, SAMPLES = 64, 32, 256, 4, 8
 MOST_RANKS, USUAL_RANKS = 16, 8
 ITERATIONS = 3
 SEVERAL_BUCKETS = 12_000  # parameters of a bucket of gradients: a small stage has several
@@ -25,31 +26,27 @@ Off = dict[str, object]  # arguments -> what they are without a part
 # Parts of a composition that change how a job is computed and not what, innermost first: without
 # the last ones, the first ones may be refused.  --cross-entropy-loss-fusion is none: Megatron's own
 # rounds the logits' gradient to bf16 in every format (fusions/fused_cross_entropy.py:82 @main).
+_STEP: Off = {"overlap_param_gather_with_optimizer_step": False}
+_GATHER: Off = {"overlap_param_gather": False, **_STEP}
+_INSTANCES: Off = {"num_distributed_optimizer_instances": 1}
+_SHARED: Off = {"moe_shared_expert_overlap": False}
 PARTS: dict[str, Off] = {
-    "--overlap-param-gather-with-optimizer-step": {
-        "overlap_param_gather_with_optimizer_step": False},
-    "--overlap-param-gather": {"overlap_param_gather": False,
-                               "overlap_param_gather_with_optimizer_step": False},
-    "--moe-shared-expert-overlap": {"moe_shared_expert_overlap": False},
+    "--overlap-param-gather-with-optimizer-step": _STEP,
+    "--overlap-param-gather": _GATHER,
+    "--moe-shared-expert-overlap": _SHARED,
     "--moe-permute-fusion": {"moe_permute_fusion": False},
     "--moe-router-fusion": {"moe_router_fusion": False},
-    "--moe-token-dispatcher-type": {"moe_token_dispatcher_type": "allgather",
-                                    "moe_shared_expert_overlap": False},
+    "--moe-token-dispatcher-type": {"moe_token_dispatcher_type": "allgather", **_SHARED},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": False},
     "recomputation": {"recompute_granularity": None, "recompute_method": None,
                       "recompute_num_layers": None, "recompute_activations": False},
-    "--overlap-grad-reduce": {"overlap_grad_reduce": False, "overlap_param_gather": False,
-                              "overlap_param_gather_with_optimizer_step": False},
+    "--overlap-grad-reduce": {"overlap_grad_reduce": False, **_GATHER},
     "--ddp-average-in-collective": {"ddp_average_in_collective": False},
-    "--num-distributed-optimizer-instances": {"num_distributed_optimizer_instances": 1},
-    "--use-distributed-optimizer": {"use_distributed_optimizer": False,
-                                    "overlap_param_gather": False,
-                                    "overlap_param_gather_with_optimizer_step": False,
-                                    "num_distributed_optimizer_instances": 1},
+    "--num-distributed-optimizer-instances": _INSTANCES,
+    "--use-distributed-optimizer": {"use_distributed_optimizer": False, **_GATHER, **_INSTANCES},
     "interleaving": {"num_layers_per_virtual_pipeline_stage": None,
                      "num_virtual_stages_per_pipeline_rank": None,
-                     "pipeline_model_parallel_layout": None,
-                     "overlap_param_gather_with_optimizer_step": False},
+                     "pipeline_model_parallel_layout": None, **_STEP},
     "--sequence-parallel": {"sequence_parallel": False},
 }  # fmt: skip
 _OF_PIPELINES: Off = {
@@ -59,7 +56,7 @@ _OF_PIPELINES: Off = {
 }  # fmt: skip
 _OF_CONTEXTS: Off = {"cp_comm_type": ["p2p"], "hierarchical_context_parallel_sizes": None}
 
-_FORMATS, _KERNELS = "number formats (float32 here)", "kernels of a GPU"
+_FORMATS, _KERNELS = "number formats", "kernels of a GPU"
 _QUIET = "files, logs and lengths of the real run"
 _LAYOUT = "what depends on the layout by its definition"
 NOT_CHECKED = (_FORMATS, _KERNELS)
@@ -107,6 +104,11 @@ _DROPPED: dict[str, Off] = {
         "lr_decay_iters": None, "lr_decay_samples": None, "lr_warmup_iters": 0,
         "lr_warmup_samples": 0, "lr_warmup_fraction": None, "lr_decay_style": "constant",
         "inprocess_restart": False, "check_weight_hash_across_dp_replicas_interval": None,
+        "moe_routing_trace_path": None, "logits_save_dir": None, "ckpt_pg_tensors_cache_path": None,
+        "dump_param_to_param_group_map": None, "dist_ckpt_optim_fully_reshardable": True,
+        "no_save_optim": None, "no_load_optim": None, "no_save_rng": None, "no_load_rng": None,
+        "save_wgrads_interval": None, "save_dgrads_interval": None, "tensorboard_log_interval": 1,
+        "log_memory_to_tensorboard": False, "log_timers_to_tensorboard": False,
         "log_progress": False, "manual_gc": False, "decrease_batch_size_if_needed": False,
         "phase_transition_iterations": None, "override_opt_param_scheduler": False,
         "use_checkpoint_opt_param_scheduler": False, "full_validation": False,
@@ -122,15 +124,14 @@ _AT_MOST = {
     "v_head_dim": 16, "wgrad_deferral_limit": 2, "recompute_num_layers": 1,
     "moe_latent_size": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "dsa_indexer_n_heads": 4,
-    "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 16,
+    "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 16, "mamba_state_dim": 16,
+    "mamba_head_dim": 16, "mamba_num_heads": 8,
 }  # fmt: skip
 _REFUSED = {
     "use_megatron_fsdp": "--use-distributed-optimizer in its place is the same arithmetic",
     "use_torch_fsdp2": "--use-distributed-optimizer in its place is the same arithmetic",
     "use_legacy_models": "leave it out",
     "heterogeneous_layers_config_path": "leave it out: all layers alike are shrunk",
-    "hybrid_layer_pattern": "a model of attention: Mamba's kernels have no values without a GPU",
-    "hybrid_override_pattern": "a model of attention: Mamba's kernels have no values without a GPU",
 }
 
 
@@ -144,6 +145,9 @@ class SmallRun:
     left_out : of ``shrink.PARTS``
     layers   : that it has at least
     rounded  : whether every parameter starts one rounding away, to measure what roundings do
+    precise  : whether it computes in float64
+    saves    : whether it saves a checkpoint in its folder after each iteration
+    resumed  : the folder of a run that has done so, and the iteration to go on from
     """
 
     folder: Path
@@ -155,16 +159,9 @@ class SmallRun:
     iterations: int = ITERATIONS
     layers: int = 2
     rounded: bool = False
-
-
-@dataclass(frozen=True)
-class Shrunk:
-    """One argument that the copy has changed; ``why``: a size, or the reason in ``_DROPPED``."""
-
-    name: str
-    before: object
-    after: object
-    why: str
+    precise: bool = False
+    saves: bool = False
+    resumed: tuple[str, int] | None = None
 
 
 def small_world(world: World, dp_known: bool, wide_pipeline: bool = False) -> World:
@@ -199,13 +196,8 @@ def small_world(world: World, dp_known: bool, wide_pipeline: bool = False) -> Wo
     return World(size=model * dp, order=world.order, **sizes)
 
 
-_WITHOUT = {
-    "tp": {"tp": 1, "etp": 1},
-    "pp": {"pp": 1},
-    "cp": {"cp": 1},
-    "dp": {"ep": 1},
-    "ep": {"ep": 1},
-}  # a dimension -> what else is 1 without it
+# a dimension -> what is 1 without it
+_WITHOUT = {"tp": ("tp", "etp"), "pp": ("pp",), "cp": ("cp",), "dp": ("ep",), "ep": ("ep",)}
 
 
 def without(world: World, part: str) -> World | None:
@@ -214,7 +206,7 @@ def without(world: World, part: str) -> World | None:
         return None
     size = world.size // (1 if part == "ep" else getattr(world, part))
     try:
-        return replace(world, size=size, **_WITHOUT[part])  # type: ignore[arg-type]
+        return replace(world, size=size, **dict.fromkeys(_WITHOUT[part], 1))  # type: ignore[arg-type]
     except WorldError:
         return None
 
@@ -224,7 +216,7 @@ class _Shrinking:
 
     def __init__(self, args: object) -> None:
         self.args = args
-        self.changes: list[Shrunk] = []
+        self.changes: list[list[str]] = []
 
     def get(self, name: str) -> Any:
         return getattr(self.args, name, None)
@@ -235,11 +227,14 @@ class _Shrinking:
         before = getattr(self.args, name)
         if before != value:
             setattr(self.args, name, value)
-            self.changes.append(Shrunk(name, before, value, why))
+            texts = (str(getattr(one, "name", one)) for one in (before, value))
+            self.changes.append([name, *texts, why])
 
 
-def shrink(args: object, job: World, copy: World, iterations: int, layers: int) -> list[Shrunk]:
-    """Change the parsed ``args`` of a job into those of its small copy; returns what was changed.
+def shrink(args: object, job: World, copy: World, iterations: int, layers: int) -> list[list[str]]:
+    """Change the parsed ``args`` of a job into those of its small copy.
+
+    Returns [argument, before, after, why] of each change: a size, or the reason in ``_DROPPED``.
 
     Args:
         job, copy: the job's world and the copy's, from which its sizes follow.
@@ -264,10 +259,20 @@ def shrink(args: object, job: World, copy: World, iterations: int, layers: int) 
         small.set("moe_router_load_balancing_type", none, _LAYOUT)
         if small.get("moe_router_topk") == 1:  # Megatron asks for it without sinkhorn
             small.set("moe_router_pre_softmax", True, _LAYOUT)
+    optimizer = small.get("optimizer") or "adam"
+    if optimizer not in ("adam", "sgd"):  # distributed in bf16 alone: layer_wise_optimizer.py @main
+        small.set("optimizer", optimizer.removeprefix("dist_"), _FORMATS)
+        for name in ("use_distributed_optimizer", "overlap_param_gather"):
+            small.set(name, False, _FORMATS)
     backend = small.get("attention_backend")
     if getattr(backend, "name", "") in ("flash", "fused"):
         small.set("attention_backend", type(backend)["auto"], _KERNELS)
-    _interleave(small, job, copy, layers)
+    patterns = [name for name in ("hybrid_layer_pattern", "hybrid_override_pattern")
+                if small.get(name)]  # fmt: skip
+    for name in patterns:
+        _shorten(small, name, job, copy, layers)
+    if not patterns:
+        _interleave(small, job, copy, layers)
     _resize(small, job, copy)
     samples = max(SAMPLES, copy.dp * copy.pp)  # of one microbatch each, in every layout the same
     for name, value in {
@@ -322,16 +327,31 @@ def _interleave(small: _Shrinking, job: World, copy: World, least: int) -> None:
         small.set(each, chunks, "sizes")
 
 
+def _shorten(small: _Shrinking, name: str, job: World, copy: World, least: int) -> None:
+    """Shorten a pattern of a hybrid model: each stage has one layer of each kind."""
+    main, *mtp = small.get(name).split("/")
+    kinds, *after = ("".join(dict.fromkeys(one.replace("|", ""))) for one in (main, *mtp[:1]))
+    stages = copy.pp * (2 if main.count("|") + 1 > job.pp > 1 else 1)
+    kinds *= math.ceil(least / len(kinds) / stages)
+    pattern = ("|" * ("|" in main)).join([kinds] * stages)
+    small.set(name, "/".join([pattern, *after]), "sizes")
+    if small.get("num_layers") is not None:
+        small.set("num_layers", len(kinds) * stages, "sizes")
+
+
 def _resize(small: _Shrinking, job: World, copy: World) -> None:
     """Narrow the model and its samples."""
     for name, most in _AT_MOST.items():
         if (value := small.get(name)) is not None and value > most:
             small.set(name, most, "sizes")
-    sizes: Off = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "seq_length": SEQUENCE,
+    groups = max(2, copy.tp * copy.cp)  # ranks exchange heads for parts of sequences
+    sizes: Off = {"hidden_size": HIDDEN, "num_attention_heads": 2 * groups, "seq_length": SEQUENCE,
              "encoder_seq_length": None, "max_position_embeddings": SEQUENCE}  # fmt: skip
     if small.get("group_query_attention"):  # fewer groups than tp stay fewer
         few = small.get("num_query_groups") < job.tp
-        sizes["num_query_groups"] = 1 if few else max(2, copy.tp)
+        sizes["num_query_groups"] = 1 if few else groups
+    if (small.get("mamba_num_groups") or 0) > groups:
+        sizes["mamba_num_groups"] = groups
     if small.get("num_experts"):
         sizes["num_experts"] = EXPERTS
     if small.get("overlap_grad_reduce"):
@@ -369,6 +389,8 @@ def lay_out(args: object, here: World, left_out: Iterable[str]) -> None:
         off |= PARTS[name] if name in asked else {}
     off |= _OF_PIPELINES if here.pp == 1 else {}
     off |= _OF_CONTEXTS if here.cp == 1 else {}
+    if "interleaving" in asked and (pattern := getattr(args, "hybrid_layer_pattern", None)):
+        off["hybrid_layer_pattern"] = pattern.replace("|", "")
     for name, value in off.items():
         if hasattr(args, name):
             setattr(args, name, value)

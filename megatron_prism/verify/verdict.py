@@ -7,8 +7,9 @@ part of the composition, or the copy of another command line.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
@@ -20,6 +21,7 @@ from megatron_prism.verify.ranks import RankError, Server
 from megatron_prism.verify.shrink import SmallRun
 
 Say = Callable[[str], None]
+Compare = Callable[[str, SmallRun], LayoutComparison]  # a run, under a name, with the reference
 _NOT_HERE = (
     "fused and attention kernels' own arithmetic, FP8 and FP4, NVLS and SHARP reductions, DeepEP"
 )
@@ -43,8 +45,10 @@ class Verdict:
     changes   : [argument, before, after, reason] of the copy
     parts     : of the composition, which can be left out
     culprits  : parts without which the difference is gone
-    worst     : kind of value -> the largest share of its tolerance that an error took
+    worst     : kind of value, or run -> the largest share of its tolerance that an error took
     counts    : kind of value -> how many were compared
+    run       : which run differs, where it is not the copy from its beginning
+    reports   : figures that Megatron reports otherwise; they do not make another job
     """
 
     words: tuple[str, ...]
@@ -62,6 +66,8 @@ class Verdict:
     tolerance: float = 0.0
     iterations: int = shrink.ITERATIONS
     unnamed: int = 0
+    run: str = ""
+    reports: list[LayoutDifference] = field(default_factory=list)
 
     @property
     def asked(self) -> list[list[str]]:
@@ -79,29 +85,36 @@ class Verdict:
         return text + (unnamed if self.unnamed else "")
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "same": self.same, "why": self.why, "world": str(self.world), "copy": str(self.copy),
-            "difference": self.difference and self.difference.to_json(),
-            "culprits": self.culprits, "tried": self.tried, "parts": self.parts,
-            "changes": self.asked, "not_checked": self.not_checked, "worst": self.worst,
-            "counts": self.counts, "tolerance": self.tolerance, "iterations": self.iterations,
-        }  # fmt: skip
+        shown = {"world": str(self.world), "copy": str(self.copy), "changes": self.asked,
+                 "not_checked": self.not_checked}  # fmt: skip
+        return {**asdict(self), **shown}
 
 
-def verify(line: Line, against: Line | None, folder: Path, say: Say, *, bisect: bool) -> Verdict:
+def verify(
+    line: Line,
+    against: Line | None,
+    folder: Path,
+    say: Say,
+    *,
+    bisect: bool,
+    resume: bool = False,
+    precise: bool = False,
+) -> Verdict:
     """Run the copy of ``line`` beside its reference, or beside the copy of ``against``.
 
     Args:
         folder: for what ranks keep.
         say: tells the user how far it is.
         bisect: whether to look for the flag that makes a difference.
+        resume: whether other layouts go on from checkpoints, too.
+        precise: whether all runs compute in float64.
 
     Raises UsageError for a job that cannot be shrunk or that Megatron refuses.
     """
     copy = _copy(line)
     verdict = Verdict(line.words, line.world, copy)
     layers = 2 if against is None else 4
-    job = SmallRun(folder, line.words, line.world, copy, copy, layers=layers)
+    job = SmallRun(folder, line.words, line.world, copy, copy, layers=layers, precise=precise)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server(line.python))
 
@@ -118,23 +131,36 @@ def verify(line: Line, against: Line | None, folder: Path, say: Say, *, bisect: 
                 its, words = _copy(against), against.words
                 second = replace(job, words=words, job=against.world, copy=its, here=its)
                 by = stack.enter_context(Server(against.python))
+            name = "copy"
+            found = kept(name, replace(job, saves=resume))
             name = "reference" if against is None else "other job"
             other = kept(name, second, by)
             rounded = kept(f"{name} rounded otherwise", replace(second, rounded=True), by)
-            name = "copy"
-            found = kept(name, job)
         except RankError as error:
             if error.kind in _REFUSALS or error.exit_code == 2:
                 raise UsageError(f"the {name} is refused: {error.message}", error.fix) from None
             verdict.why = f"the {name} failed: {error.message}"
             return verdict
-        _judge(verdict, found, other, rounded)
-        if verdict.difference is not None and bisect and against is None:
-            _bisect(verdict, job, other, rounded, kept)
+        _judge(verdict, LayoutComparison(found, other, rounded, verdict.iterations))
+
+        def compare(name: str, run: SmallRun) -> LayoutComparison:
+            return LayoutComparison(kept(name, run), other, rounded, run.iterations)
+
+        first = verdict.difference
+        if first is not None and 0 < first.error < _NEAR * first.tolerance and not precise:
+            say("near the tolerance: decided in float64")
+            folder /= "float64"
+            return verify(line, against, folder, say, bisect=bisect, resume=resume, precise=True)
+        if first is not None and bisect and against is None:
+            _bisect(verdict, job, compare)
+        if verdict.same and resume:
+            _resume(verdict, job, compare)
     return verdict
 
 
-_REFUSALS = ("AssertionError", "ValueError", "NotImplementedError", "UnsupportedError")
+_NEAR = 30  # times what is allowed: sums that cancel may be this far off by roundings alone
+_REFUSALS = ("AssertionError", "ValueError", "NotImplementedError", "UnsupportedError",
+             "ImportError", "ModuleNotFoundError")  # fmt: skip
 
 
 def _copy(line: Line) -> World:
@@ -142,25 +168,18 @@ def _copy(line: Line) -> World:
     return shrink.small_world(line.world, line.dp_known, wide)
 
 
-def _comparison(found: Kept, other: Kept, rounded: Kept, iterations: int) -> LayoutComparison:
-    count = len([place for place in other.losses if place[0] == 1]) or 1
-    terms = count * shrink.SEQUENCE * shrink.HIDDEN
-    return LayoutComparison(found, other, rounded, iterations, terms, count // found.world.dp)
-
-
-def _judge(verdict: Verdict, found: Kept, other: Kept, rounded: Kept) -> None:
-    facts = found.facts[0]
-    verdict.changes, verdict.parts = facts["changes"], facts["parts"]
-    verdict.unnamed = max(one["unnamed"] for one in found.facts)
-    compared = _comparison(found, other, rounded, verdict.iterations)
+def _judge(verdict: Verdict, compared: LayoutComparison) -> None:
+    facts, other = compared.job.facts, compared.other
+    verdict.changes, verdict.parts = facts[0]["changes"], facts[0]["parts"]
+    verdict.unnamed = max(one["unnamed"] for one in facts)
     if not other.losses:
         raise UnsupportedError("the reference says no loss", fix="a script that uses pretrain()")
-    verdict.difference = compared.first()
+    first = verdict.difference = compared.first()
+    verdict.reports = compared.reports()
     verdict.worst, verdict.tolerance = compared.worst, compared.tolerance
-    verdict.same = verdict.difference is None
-    if not verdict.same and verdict.difference.what == "initial parameter":  # type: ignore[union-attr]
-        verdict.same = None
-        verdict.why = "the two do not start from the same parameters"
+    verdict.same = first is None
+    if first is not None and first.what == "initial parameter":
+        verdict.same, verdict.why = None, "the two do not start from the same parameters"
     verdict.counts = {
         "losses": len(other.losses),
         "gradients": len(other.tensors("gradient", 1)) * verdict.iterations,
@@ -168,13 +187,28 @@ def _judge(verdict: Verdict, found: Kept, other: Kept, rounded: Kept) -> None:
     }
 
 
-def _bisect(
-    verdict: Verdict,
-    job: SmallRun,
-    other: Kept,
-    rounded: Kept,
-    kept: Callable[[str, SmallRun], Kept],
-) -> None:
+def _resume(verdict: Verdict, job: SmallRun, compare: Compare) -> None:
+    """Ranks without tp, pp and cp go on from the copy's checkpoint for an iteration, and the copy
+    from theirs.  They keep ep: with it Megatron has an optimizer for experts of its own."""
+    alone = [part for part in shrink.PARTS if part != "--use-distributed-optimizer"]
+    few = replace(shrink.one_rank(job.copy), size=job.copy.ep, ep=job.copy.ep)
+    elsewhere = replace(job, here=few, left_out=alone, saves=True)
+    runs = [("copy", job), ("resumed elsewhere", elsewhere), ("resumed by the copy", job)]
+    for at, ((before, _), (name, run)) in enumerate(itertools.pairwise(runs), 1):
+        folder = str(job.folder / before.replace(" ", "-"))
+        try:
+            compared = compare(name, replace(run, resumed=(folder, at), iterations=at + 1))
+        except RankError as error:
+            verdict.same, verdict.why = None, f"{name} from iteration {at}: {error.message}"
+            return
+        verdict.difference = compared.first(at)
+        verdict.worst[name] = max(compared.worst.values())
+        if verdict.difference is not None:
+            verdict.same, verdict.run = False, f"{name} from iteration {at} ({few})"
+            return
+
+
+def _bisect(verdict: Verdict, job: SmallRun, compare: Compare) -> None:
     """Leave out one part after the other, until the difference is gone without one."""
     assert verdict.difference is not None
     iterations = max(1, verdict.difference.iteration)
@@ -182,14 +216,12 @@ def _bisect(
         here = shrink.without(verdict.copy, part)
         if part not in shrink.PARTS and here is None:
             continue
-        run = replace(job, left_out=(part,), iterations=iterations)
-        if here is not None:
-            run = replace(run, here=here)
+        run = replace(job, left_out=(part,), iterations=iterations, here=here or job.here)
         verdict.tried.append(part)
         try:
-            found = kept(f"without {part.lstrip('-')}", run)
+            compared = compare(f"without {part.lstrip('-')}", run)
         except RankError:
             continue  # Megatron refuses the rest
-        if _comparison(found, other, rounded, iterations).first() is None:
+        if compared.first() is None:
             verdict.culprits.append(part)
             return

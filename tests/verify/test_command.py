@@ -49,6 +49,15 @@ def test_the_first_difference_is_shown_with_what_makes_it(job, capsys):
     assert "gone without --sequence-parallel" in said
 
 
+def test_the_page_has_the_verdict_and_what_was_shrunk(job, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert job("--html", str(page), same=False, difference=FOUND, worst={"gradient": 7e3}) == 1
+    data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert data["difference"]["where"] == "output_layer.weight"
+    assert data["changes"] == CHANGES[:2]
+    assert data["text"] in capsys.readouterr().out
+
+
 def test_what_could_not_be_decided_ends_with_3(job, capsys):
     assert job("--json", why="rank 1 did not end in 300 s") == 3
     said = json.loads(capsys.readouterr().out)

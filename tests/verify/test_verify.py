@@ -30,16 +30,30 @@ grads._allreduce_non_tensor_model_parallel_grads = lambda *args: None
 runpy.run_path({script!r}, run_name="__main__")
 """
 
+FORGETFUL = """
+import importlib, runpy
+optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
+load = optimizer.FP32Optimizer.load_state_dict
 
-def verdict(tmp_path, script, world, *flags, bisect=False):
+def forget(self, state):
+    load(self, state)
+    for one in self.optimizer.state.values():
+        one["exp_avg"].zero_()
+
+optimizer.FP32Optimizer.load_state_dict = forget
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def verdict(tmp_path, script, world, *flags, bisect=False, **more):
     line = Line((str(script), *JOB, *flags), world, True, sys.executable)
-    return verify(line, None, tmp_path / "kept", lambda text: None, bisect=bisect)
+    return verify(line, None, tmp_path / "kept", lambda text: None, bisect=bisect, **more)
 
 
 def test_a_healthy_layout_is_the_same_job(tmp_path):
     flags = ["--pipeline-model-parallel-size", "4", "--use-distributed-optimizer",
              "--cross-entropy-loss-fusion"]  # fmt: skip
-    found = verdict(tmp_path, stock_jobs.TINY, World(64, tp=8, pp=4), *flags)
+    found = verdict(tmp_path, stock_jobs.TINY, World(64, tp=8, pp=4), *flags, resume=True)
     assert found.difference is None
     assert found.same
     assert found.copy == World(8, tp=2, pp=2)
@@ -56,6 +70,21 @@ def test_gradients_that_are_not_reduced_are_named_with_their_axis(tmp_path):
     assert found.difference.where == "decoder.final_layernorm.bias"
     assert found.difference.axes == ("tp",)
     assert found.culprits == ["--sequence-parallel"]
+
+
+def test_states_that_a_checkpoint_does_not_bring_back_are_named(tmp_path):
+    script = tmp_path / "forgetful.py"
+    script.write_text(FORGETFUL.format(script=str(stock_jobs.TINY)))
+    found = verdict(tmp_path, script, World(8, tp=8), resume=True)
+    assert found.run.startswith("resumed elsewhere from iteration 1 (1 rank ")
+    assert (found.difference.what, found.difference.iteration) == ("exp_avg", 1)
+    assert found.difference.notes[0] == "zero"
+
+
+def test_float64_has_no_roundings_of_float32(tmp_path):
+    found = verdict(tmp_path, stock_jobs.TINY, World(8, tp=8), precise=True)
+    assert found.same
+    assert found.tolerance < 1e-12
 
 
 def test_what_megatron_refuses_is_one_line(tmp_path):

@@ -12,7 +12,7 @@ RIGHT = np.random.default_rng(1).normal(size=(4, 6))
 ROWS = 2  # of a rank
 
 
-def written(folder, world, gradient_of, norm=1.0, loss=5.0, squares=1.0):
+def written(folder, world, gradient_of, norm=1.0, loss=5.0, squares=1.0, z_loss=2.0):
     """A run whose ranks hold ``gradient_of(rank)``: (offset, data) of one matrix."""
     folder.mkdir()
     for rank in range(world.size):
@@ -21,9 +21,10 @@ def written(folder, world, gradient_of, norm=1.0, loss=5.0, squares=1.0):
                  ("gradient", 1, *gradient_of(rank)),
                  ("exp_avg_sq", 1, [0, 0], squares * RIGHT**2)]  # fmt: skip
         facts = {
-            "rank": rank, "norms": [norm], "routed": {}, "evaluation": {},
+            "rank": rank, "norms": {"1": norm}, "routed": {}, 
+            "reported": [[1, "z_loss", z_loss], [1, "iteration-time", 3.0 * world.size]],
             "losses": [[1, k, {"lm loss": [loss * 8 * (1 + dp + world.dp * k), 8]}]
-                       for k in range(4 // world.dp)],
+                       for k in range(16 // world.dp)],
             "tensors": [[what, at, "layers.0.linear.weight", offset, list(RIGHT.shape)]
                         for what, at, offset, _ in parts],
         }  # fmt: skip
@@ -35,7 +36,7 @@ def written(folder, world, gradient_of, norm=1.0, loss=5.0, squares=1.0):
 def first(tmp_path, world, gradient_of, **more):
     other = written(tmp_path / "other", World(1), lambda rank: ([0, 0], RIGHT))
     job = written(tmp_path / "job", world, gradient_of, **more)
-    return LayoutComparison(job, other, other, 1, 100, 4).first()
+    return LayoutComparison(job, other, other, 1).first()
 
 
 def rows(rank):
@@ -81,3 +82,12 @@ def test_losses_come_first(tmp_path):
     found = first(tmp_path, World(2), lambda rank: ([0, 0], 2 * RIGHT), loss=6.0)
     assert (found.what, found.where) == ("loss", "lm loss of microbatch 0")
     assert found.notes == ("6 in place of 5", "1.2 x")
+
+
+def test_a_figure_that_is_reported_otherwise_has_its_name_and_is_no_other_job(tmp_path):
+    other = written(tmp_path / "other", World(1), lambda rank: ([0, 0], RIGHT))
+    job = written(tmp_path / "job", World(2, tp=2), rows, z_loss=4.0)
+    compared = LayoutComparison(job, other, other, 1)
+    assert compared.first() is None
+    (one,) = compared.reports()
+    assert (one.where, one.notes) == ("z_loss", ("4 in place of 2", "2 x: tp"))

@@ -58,6 +58,7 @@ _LOOKS = frozenset(
 _LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
     getattr(torch.cuda, f"{name}Tensor"): dtype
     for name, dtype in (
+        ("Double", torch.float64),
         ("Float", torch.float32),
         ("Half", torch.float16),
         ("BFloat16", torch.bfloat16),
@@ -67,6 +68,7 @@ _LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
         ("Bool", torch.bool),
     )
 }
+_NAMES = {dtype: f"torch.{kind.__name__}" for kind, dtype in _LEGACY.items()}
 
 
 _UNKNOWN, _COUNT = Unknown(PLACEHOLDER), UnknownCount(0)
@@ -215,7 +217,7 @@ class Remap(TorchFunctionMode):
 
     def _type(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if len(args) == 1 and not kwargs:
-            name = func(args[0].detach() if not self.meta else torch.empty(0, dtype=args[0].dtype))
+            name = _NAMES.get(args[0].dtype) or func(torch.empty(0, dtype=args[0].dtype))
             return name.replace("torch.", "torch.cuda.", 1)
         wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
         if wanted in _LEGACY:
