@@ -41,6 +41,7 @@ __prism_new() {
 }
 __prism_place() {
   if __prism_new "$1"; then echo "$1"
+  elif [[ -f $1 ]]; then __prism_note kept "$1"; echo /dev/null
   else __prism_note "left out" "> $1"; echo /dev/null; fi
 }
 __prism_run() {
@@ -191,7 +192,10 @@ def dry_run(
     sources = [f"{name}={known[name]}" for name in sorted(read) if known[name].isdigit()
                and name not in batch_script.HERE]  # fmt: skip
     lines = [f"{', '.join(sources)}: {alloc.said}"] if sources and alloc.said else []
-    if left_out := list(dict.fromkeys(one for kind, one in notes if kind != "asked")):
+    if kept := list(dict.fromkeys(one for kind, one in notes if kind == "kept")):
+        files = "; ".join(one[:80] for one in kept[:12])
+        lines.append(f"not written, for it is there, perhaps of an earlier dry run: {files}")
+    if left_out := list(dict.fromkeys(one for kind, one in notes if kind == "left out")):
         more = f"; {len(left_out) - 12} more" if len(left_out) > 12 else ""
         lines.append(f"left out: {'; '.join(one[:80] for one in left_out[:12])}{more}")
     if not confine.available():

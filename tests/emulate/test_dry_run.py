@@ -107,6 +107,15 @@ def test_uploads_are_left_out_and_named(script, capsys):
     assert [one for one in uploads if one not in said] == []
 
 
+def test_a_file_of_an_earlier_dry_run_is_not_written_again_and_named(script, capsys):
+    """The script may have changed since: whoever reads the answer has to know."""
+    lines = "printf 'torchrun --nproc-per-node %s {train}\\n' {ranks} > made.sh\nbash made.sh\n"
+    for ranks in (2, 4):
+        assert script(lines.format(train=TRAIN, ranks=ranks))[1] == TRAIN.split()
+        said = capsys.readouterr().err
+        assert ("not written, for it is there" in said and "made.sh" in said) == (ranks == 4)
+
+
 @CONFINED
 @pytest.mark.parametrize("version", [1, 3])
 def test_older_kernels_confine_what_they_can(script, version, monkeypatch):
