@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from megatron_prism.cli.output import Answer, console, deliver
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
-from megatron_prism.report.page import render_page
 
 if TYPE_CHECKING:
     from megatron_prism.verify.verdict import Line, Verdict
@@ -35,6 +34,7 @@ def verify(args: argparse.Namespace) -> int:
     Compared are losses, gradients by name, their norm, routing, parameters, Adam's states.
     Exit status: 0 the same, 1 another job, 3 not decided.
     """
+    from megatron_prism.report.page import render_page
     from megatron_prism.verify import verdict
 
     if not args.job:
