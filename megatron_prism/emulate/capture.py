@@ -149,7 +149,7 @@ class _Reported(TrainingListener):
         if shapes and stock and number == wanted > 2 and self.capture.kept():
             self.run.monitor.finish_steps(number - 1)  # the last step only ends the one before it
             sys.stdout.flush()
-            exit_status.leave(0)
+            self._leave()
 
     def _stepped(self, done: int) -> None:
         total = self.of * self.run.monitor.schedule["num_microbatches"]
@@ -178,11 +178,16 @@ class _Reported(TrainingListener):
         peak = None if live is None else live.high.bytes
         self.emit("result", result={"rank": self.run.options.rank, "said": text, "peak": peak})
 
+    def _leave(self) -> None:
+        """End the process at once: loaders of data live on for seconds and would hold claims."""
+        self.run.claims.close()
+        exit_status.leave(0)
+
     def exit_if_captured(self, _: str) -> None:
         """The job's arguments are those of the slice that is there already: that is all."""
         if self.capture.store.path(self.run.options.rank).exists():
             self.report("is there already")
-            exit_status.leave(0)
+            self._leave()
 
 
 def check_free(folder: Path, rank: int, force: bool) -> None:
