@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gzip
 import io
+import lzma
 import os
 import pickle
 import re
@@ -30,7 +32,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args
+from typing import Annotated, Any, BinaryIO, NoReturn, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
@@ -50,6 +52,8 @@ _EXPANDED = 1 << 26, 64, 1 << 31  # bytes of a value that any file may mean; by 
 _HEAD = 1 << 28  # bytes of one member that is text
 _INFLATED = 1 << 28  # bytes to which the compressed members of a file may inflate together
 _MEMORY = 1 << 30, 32  # bytes that any file may take; by its size
+
+_PACKED: dict[bytes, Callable[[BinaryIO], Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
 
 _last_read = ""
 
@@ -99,6 +103,27 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"it has more than {most:,} bytes")
+    return data
+
+
+def read_unpacked(path: str | os.PathLike[str], most: int, times: int = 100) -> bytearray:
+    """All bytes of a file, or what it packs by gzip or xz, at most ``times`` as many (256 MiB more
+    are always fine).  OSError; ValueError for more than ``most`` bytes, and for a damaged file."""
+    with open(path, "rb") as file:
+        opened = _PACKED.get(file.read(2))
+        packed = opened is not None
+        most = min(most, (1 << 28) + times * os.fstat(file.fileno()).st_size) if packed else most
+        file.seek(0)
+        data = bytearray()
+        try:
+            with opened(file) if opened is not None else file as unpacked:
+                while piece := unpacked.read(1 << 23):
+                    data += piece
+                    if len(data) > most:
+                        what = "unpacks to" if packed else "has"
+                        raise ValueError(f"it {what} more than {most:,} bytes")
+        except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"it is cut off or damaged: {error}") from None
     return data
 
 
@@ -227,7 +252,7 @@ class _Unpickler(pickle.Unpickler):
         raise HostileValueError("it asks for an object from outside; nothing was executed")
 
 
-def unpickled(data: bytes, bound: Callable[[object], None] | None = None) -> object:
+def unpickled(data: bytes | bytearray, bound: Callable[[object], None] | None = None) -> object:
     """The plain value of a pickle.  HostileValueError; ValueError for anything else that is wrong.
 
     Call it inside ``bounded_memory``: one opcode may ask for 64 GiB.  ``bound`` raises ValueError

@@ -308,6 +308,10 @@ class Program:
         found = self._groups.get(group, np.empty(0, dtype=np.int64))
         return np.asarray(found[IS_COLLECTIVE[self.ops["name"][found]]])
 
+    def calls_before(self) -> dict[str, int]:
+        """Group's description -> its collectives before this iteration; "" -> iterations before."""
+        return {self.strings[i]: n for i, n in self.earlier.tolist()}
+
     def live_bytes(self) -> np.ndarray:
         """Live bytes after every allocation event, int64 [m]."""
         return np.cumsum(self.allocations["bytes"])

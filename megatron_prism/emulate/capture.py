@@ -130,7 +130,7 @@ def add_to(run: Run, session: Session) -> None:
         reported = _Reported(run, capture, emit)
         run.on_arguments.append(reported.exit_if_captured)
         if tier.name == "meta" and not options.all_microbatches:
-            run.monitor.few = reported._few
+            run.monitor.few = reported.few
         run.training += (reported,)
 
 
@@ -155,7 +155,7 @@ class _Reported(TrainingListener):
         total = self.of * self.run.monitor.schedule["num_microbatches"]
         self.emit("step", done=min(done, total), total=total)
 
-    def _few(self, wanted: int, config: Any) -> int:
+    def few(self, wanted: int, config: Any) -> int:
         """Of a schedule's microbatches only those run that the others follow from."""
         recipe, few = job_arguments.recipe, wanted
         world = self.capture.store.world if recipe is None else recipe.world

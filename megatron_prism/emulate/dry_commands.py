@@ -41,16 +41,7 @@ _LEFT_OUT = frozenset(  # what changes files, reaches other hosts, or stops proc
         "nvidia-persistenced fusermount ibstat ibv_devinfo mail sendmail jupyter tensorboard dvc",
     )).split()
 )  # fmt: skip
-_ANSWERED = (
-    "git",
-    "mkdir",
-    "nvidia-smi",
-    "rocm-smi",
-    "scontrol",
-    "tee",
-    "hostname",
-    "getent",
-)
+_ANSWERED = ("git", "mkdir", "nvidia-smi", "rocm-smi", "scontrol", "tee", "hostname", "getent")
 _STARTERS = {name for name in BY_NAME if "." not in name} - {"exec", "command"}
 NAMES = {*PYTHONS, *SHELLS, *_QUIET, *_LEFT_OUT, *_ANSWERED, *SUBMIT, *_STARTERS}
 _GIT_READS = {"rev-parse", "log", "status", "diff", "describe", "show", "branch", "ls-files"}

@@ -31,6 +31,10 @@ from megatron_prism.emulate import batch_script, confine, dry_commands
 from megatron_prism.emulate.launch_line import is_file, read_line
 from megatron_prism.emulate.workers import Json, die_with_parent
 
+_SHOWN = {  # kind of note -> what is said of it
+    "kept": "not written, for it is there, perhaps of an earlier dry run",
+    "left out": "left out",
+}
 _GPUS = (8, 4)  # of a host, where nobody says it: does the job depend on it?
 MOST_S = 20.0  # a script that has not started its job until then waits for something
 _PRELUDE = r"""
@@ -192,12 +196,10 @@ def dry_run(
     sources = [f"{name}={known[name]}" for name in sorted(read) if known[name].isdigit()
                and name not in batch_script.HERE]  # fmt: skip
     lines = [f"{', '.join(sources)}: {alloc.said}"] if sources and alloc.said else []
-    if kept := list(dict.fromkeys(one for kind, one in notes if kind == "kept")):
-        files = "; ".join(one[:80] for one in kept[:12])
-        lines.append(f"not written, for it is there, perhaps of an earlier dry run: {files}")
-    if left_out := list(dict.fromkeys(one for kind, one in notes if kind == "left out")):
-        more = f"; {len(left_out) - 12} more" if len(left_out) > 12 else ""
-        lines.append(f"left out: {'; '.join(one[:80] for one in left_out[:12])}{more}")
+    for wanted, what in _SHOWN.items():
+        if found := list(dict.fromkeys(one for kind, one in notes if kind == wanted)):
+            more = f"; {len(found) - 12} more" if len(found) > 12 else ""
+            lines.append(f"{what}: {'; '.join(one[:80] for one in found[:12])}{more}")
     if not confine.available():
         lines.append("this kernel has no Landlock: commands were left out by their names alone")
     changed = {name: value for name, value in job["env"].items()

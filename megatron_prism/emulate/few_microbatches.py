@@ -85,7 +85,7 @@ def of_all(
 
 def _counted_as_all(few: Program, whole: Program) -> Program:
     """``whole`` with the calls that its earlier iterations make; those that ran had ``few``."""
-    earlier = {few.strings[i]: n for i, n in few.earlier.tolist()}
+    earlier = few.calls_before()
     turns = earlier.get("", 0)
     more = {desc: len(whole.collectives(desc)) - len(few.collectives(desc)) for desc in earlier}
     place = {text: i for i, text in enumerate(whole.strings)}

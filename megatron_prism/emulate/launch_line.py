@@ -313,9 +313,7 @@ def numbers(
     each, parts, gpus and all_gpus."""
     found, sources, unclear = dict[str, int](), dict[str, str](), ""
     variables = dict(zip(("ranks", "nodes", "each"), row.reads, strict=True))
-    if options.keys() & set(
-        row.each.split()
-    ):  # of all the ranks of an allocation, and of this step
+    if options.keys() & set(row.each.split()):  # the variable's ranks are the allocation's then
         del variables["ranks"]
     for what in ("ranks", "nodes", "each", "parts", "gpus", "all_gpus"):
         given = [one for one in getattr(row, what).split() if one in options]

@@ -65,9 +65,8 @@ def put(args: argparse.Namespace) -> str:
         _drop(args, _TOKENIZER)
     checkpoints = gone & set(_CHECKPOINTS)
     _drop(args, checkpoints)
-    if (
-        getattr(args, "eval_interval", 0) is None
-    ):  # Megatron divides by it (training.py:3307 @0.16.1)
+    # Megatron divides by it (training.py:3307 @0.16.1)
+    if getattr(args, "eval_interval", 0) is None:
         args.eval_interval = 1000
         stand_ins.append("--eval-interval 1000, the default until 0.15")
     stand_ins += [f"new parameters for {_option(name)}" for name in checkpoints]

@@ -173,7 +173,7 @@ class Alignment:
         know how many calls came before theirs."""
         program = self.programs.of(rank)
         fifos, counts = self.fifos[int(self.programs.program_of[rank])], self.state.counts(rank)
-        earlier: dict[str, int] = {program.strings[i]: n for i, n in program.earlier.tolist()}
+        earlier = program.calls_before()
         made = self.steps[int(self.programs.program_of[rank])][step][1]
         sizes = {desc: len(fifos[desc, False]) for desc in counts if (desc, False) in fifos}
         if not sizes:

@@ -326,21 +326,17 @@ class _Explainer:
         how many calls came before the iteration that they hold."""
         turns: Counter[int] = Counter()
         for rank in {rank: None for _, rank in counts}:
-            before = int(self._earlier(rank).get("", 0))
+            before = self.programs.of(rank).calls_before().get("", 0)
             for name, (_, more, size) in self._since_capture(rank).items():
                 whole, rest = divmod(more - counts[name, rank], size)
                 turns[-1 if rest else whole + before] += 1
         usual = max(turns.values(), default=0)
         return turns.total() - usual
 
-    def _earlier(self, rank: int) -> dict[str, int]:
-        program = self.programs.of(rank)
-        return {program.strings[i]: n for i, n in program.earlier.tolist()}
-
     def _since_capture(self, rank: int) -> dict[str, tuple[str, int, int]]:
         """Group -> (its description, calls since the iteration that was captured began, calls of an
         iteration), where captures know what came before."""
-        earlier, found = self._earlier(rank), dict[str, tuple[str, int, int]]()
+        earlier, found = self.programs.of(rank).calls_before(), dict[str, tuple[str, int, int]]()
         fifos = self.overlay.fifos[int(self.programs.program_of[rank])]
         for name in self.state.groups_of[rank]:
             desc, count = self.state.groups[name].desc, self.state.enqueued.get((name, rank))

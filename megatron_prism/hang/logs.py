@@ -170,8 +170,7 @@ def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
     reader = _Reader()
     for path in map(Path, paths):
         with foreign.reading(path, "a log", FIX, error=DumpError):
-            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else (
-                foreign.read_bytes(path, _MOST))  # fmt: skip
+            data = foreign.read_unpacked(path, _MOST, 1000)
         reader.read(data.decode(errors="replace"), rank_of_name(path.name))
     if not reader.ranks and not reader.evidence:
         raise DumpError("no line of these logs is of a rank: [rank12]: …, or a rank in its name",

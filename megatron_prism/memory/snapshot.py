@@ -12,13 +12,9 @@ makes have no Python frames, since autograd runs in a thread of C++.
 from __future__ import annotations
 
 import bisect
-import gzip
-import io
-import lzma
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -38,7 +34,6 @@ from megatron_prism.memory.peaks import HeldMemory, Peak, difference, holdings_a
 
 _MOST = 1 << 31  # bytes of a snapshot, unpacked
 _FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
-_PACKED: dict[bytes, Callable[[io.BytesIO], Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
 _OURS = re.compile(r"(?:^|/)(?:megatron/((?:core|training|legacy)/.*)|(transformer_engine/.*))$")
 # a frame of Python's names its source; one of C++ the file that it was built from, or none
 _PYTHON = re.compile(r".*\.pyx?|<.*>")
@@ -170,14 +165,7 @@ def read(path: str | PathLike[str], device: int | None = None) -> Snapshot:
         UsageError: it is no snapshot, is damaged, or asks for code.
     """
     with foreign.reading(path, "a memory snapshot", _FIX) as file:
-        data = foreign.read_bytes(file, _MOST)
-        opened = _PACKED.get(data[:2])
-        if opened is not None:
-            most = min(_MOST, (1 << 28) + 1000 * len(data))
-            try:
-                data = opened(io.BytesIO(data)).read(most)
-            except (EOFError, lzma.LZMAError, zlib.error) as error:
-                raise ValueError(f"it is damaged: {error}") from None
+        data = foreign.read_unpacked(file, _MOST, 1000)
         with foreign.bounded_memory(16 * len(data) + (1 << 30)):
             value = foreign.unpickled(data, lambda value: None)
         taken = _of(foreign.shaped(value, _File), device)

@@ -12,13 +12,11 @@ and FlightRecorderDetail.hpp (torch/csrc/distributed/c10d @2.11).
 from __future__ import annotations
 
 import contextlib
-import gzip
 import itertools
 import os
 import re
 import sqlite3
 import stat
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Mapping
@@ -123,7 +121,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Recorded]:
             start = file.read(16)
         if start == b"SQLite format 3\0":
             return _read_nsight(place)
-        return [_read_kineto(place, start[:2] == b"\x1f\x8b")]
+        return [_read_kineto(place)]
 
 
 class _Sink:
@@ -236,18 +234,8 @@ _DEVICE_ARGS = msgspec.json.Decoder(_DeviceArgs, strict=False)
 _CALL_ARGS = msgspec.json.Decoder(CallArgs, strict=False)
 
 
-def _read_kineto(path: Path, packed: bool) -> Recorded:
-    most = min(_MOST, (1 << 28) + 100 * path.stat().st_size)
-    data = bytearray()
-    with gzip.open(path) if packed else open(path, "rb") as file:
-        try:
-            while piece := file.read(1 << 23):
-                data += piece
-                if len(data) > most:
-                    raise ValueError(f"it unpacks to more than {most:,} bytes")
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"it is cut off or damaged: {error}") from None
-    read = _TRACE.decode(data)
+def _read_kineto(path: Path) -> Recorded:
+    read = _TRACE.decode(foreign.read_unpacked(path, _MOST))
     trace = _Trace(read) if isinstance(read, list) else read
     sink = _Sink(path)
     for event in trace.traceEvents:

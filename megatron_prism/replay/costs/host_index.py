@@ -5,12 +5,10 @@ In : a file of ``prism calibrate --host``, or traces of torch.profiler.  Out: Ho
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import math
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,7 +66,7 @@ class HostIndex:
 TRACED = {"aten::empty": 5_300.0, "cudaLaunchKernel": 8_700.0}
 _ENOUGH, _WINDOW = 100, 50  # events of a trace; of what one median is taken
 _ON_HOST = ("cpu_op", "cuda_runtime", "cuda_driver")
-_MOST = 1 << 31  # bytes of a trace, of a small one fewer
+_MOST = 1 << 31  # bytes of a trace, unpacked
 
 
 def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
@@ -81,7 +79,8 @@ def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
     with foreign.reading(path, "an index of a host", fix):
         if not files:
             raise ValueError(f"it has neither of {' and '.join(names)}")
-        read = [msgspec.json.decode(_bytes(one), type=_File, strict=False) for one in files]
+        texts = (foreign.read_unpacked(one, _MOST) for one in files)
+        read = [msgspec.json.decode(text, type=_File, strict=False) for text in texts]
         stored = read[0].host_index
         if len(read) == 1 and stored is not None:
             if stored.version != VERSION:
@@ -117,21 +116,6 @@ def _alone(events: Sequence[_Event]) -> dict[str, np.ndarray]:
         if name in took and (not following or following[:2] >= (thread, begin - dur)):
             took[name].append(-dur)
     return {name: np.array(each) for name, each in took.items()}
-
-
-def _bytes(path: Path) -> bytes:
-    size = path.stat().st_size
-    if path.suffix != ".gz":
-        return foreign.read_bytes(path, min(_MOST, max(size, foreign.JSON_BYTES)))
-    most = min(_MOST, (1 << 28) + 100 * size)
-    try:
-        with gzip.open(path) as file:
-            data = file.read(most)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"it is cut off or damaged: {error}") from None
-    if len(data) == most:
-        raise ValueError(f"it unpacks to more than {most:,} bytes")
-    return data
 
 
 _Times = Annotated[float, msgspec.Meta(gt=0, lt=1e4)]
