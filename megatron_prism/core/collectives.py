@@ -107,3 +107,5 @@ TABLE: tuple[Collective, ...] = (
 
 BY_NAME: dict[str, Collective] = {row.name: row for row in TABLE}
 BY_METHOD: dict[str, Collective] = {method: row for row in TABLE for method in row.methods}
+# what recorders and profilers call it -> our name
+NAME_OF = {word: row.name for row in TABLE for word in (row.recorder, row.name, *row.methods)}

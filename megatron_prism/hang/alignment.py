@@ -14,14 +14,13 @@ import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megatron_prism.core.ops import Op
+from megatron_prism.core.ops import DTYPE_WORDS, Op
 from megatron_prism.core.program import Programs
-from megatron_prism.hang import export
 from megatron_prism.hang.dumps import Entry
 from megatron_prism.hang.state import JobState
 
 _STRETCH = 256  # calls of the history that are compared
-_DTYPES = {word: name for name, word in export.DTYPE_WORDS.items()}
+_DTYPES = {word: name for name, word in DTYPE_WORDS.items()}
 Key = tuple[object, ...]  # operation, dtype, elements
 _UNSIZED = ("all_to_all", "barrier")  # their sizes differ from iteration to iteration
 
@@ -55,7 +54,7 @@ class Place:
 
 def key(op: Op) -> Key:
     size = -1 if op.name in _UNSIZED else max(op.num_in, op.num_out)
-    return op.name, export.DTYPE_WORDS.get(op.dtype, "Float"), size
+    return op.name, DTYPE_WORDS.get(op.dtype, "Float"), size
 
 
 def seen(entry: Entry) -> Key:

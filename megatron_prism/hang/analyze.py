@@ -27,17 +27,11 @@ from megatron_prism.core.files import no_collector
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import consistency, siblings, waits
 from megatron_prism.hang.dumps import DumpSet, Entry, Launch
+from megatron_prism.hang.logs import op_type
 from megatron_prism.hang.mismatch import Mismatch, find_mismatches, is_batched
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis
 from megatron_prism.hang.waits import issue_order
-
-_TYPES = {
-    "all_reduce": "ALLREDUCE", "all_gather": "_ALLGATHER_BASE",
-    "reduce_scatter": "_REDUCE_SCATTER_BASE", "broadcast": "BROADCAST", "reduce": "REDUCE",
-    "all_to_all": "ALLTOALL_BASE", "send": "SEND", "recv": "RECV", "barrier": "BARRIER",
-    "gather": "GATHER", "scatter": "SCATTER",
-}  # fmt: skip
 
 
 def first_watchdog(state: JobState) -> str:
@@ -72,7 +66,7 @@ def stop_options(rank: int, call: str, site: str, more: str = "") -> str:
 def _message(rank: int, entry: Entry, batched: bool) -> str:
     """What the watchdog of ``rank`` prints about ``entry``, or the batch in which it is."""
     ins, outs = (0, 0) if batched and entry.pair else (sum(side) for side in entry.numbers)
-    kind = "COALESCED" if batched else _TYPES.get(entry.op, entry.op.upper())
+    kind = "COALESCED" if batched else op_type(entry.op)
     return (f"[Rank {rank}] Watchdog caught collective operation timeout: "
             f"WorkNCCL(SeqNum={entry.seq}, OpType={kind}, NumelIn={ins}, NumelOut={outs}, "
             f"Timeout(ms)={entry.timeout_ms}) of {entry.desc} ran for {entry.timeout_ms} "

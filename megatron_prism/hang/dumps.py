@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 import msgspec
 
 from megatron_prism.core import foreign
-from megatron_prism.core.collectives import TABLE
+from megatron_prism.core.collectives import NAME_OF
 from megatron_prism.core.errors import DumpError, shown
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.foreign import bounded_memory
@@ -154,9 +154,7 @@ class DumpSet:
 
 T = TypeVar("T")
 
-_NAMES = {row.recorder: row.name for row in TABLE} | {row.name: row.name for row in TABLE}
-_NAMES |= {method: row.name for row in TABLE for method in row.methods}
-_NAMES |= {"_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "ALLGATHER_coalesced":
+_NAMES = {**NAME_OF, "_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "ALLGATHER_coalesced":
            "all_gather", "REDUCE_SCATTER_coalesced": "reduce_scatter", "all_to_allv": "all_to_all",
            "all_reduce_barrier": "barrier", "all_gather_into_tensor_coalesced": "all_gather",
            "_all_gather_base_coalesced": "all_gather"}  # fmt: skip

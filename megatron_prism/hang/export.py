@@ -22,18 +22,13 @@ import numpy as np
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import check_writable
-from megatron_prism.core.ops import IS_CALL, IS_PAIR, NAMES, Op
+from megatron_prism.core.ops import DTYPE_WORDS, IS_CALL, IS_PAIR, NAMES, Op
 from megatron_prism.core.program import Program
 from megatron_prism.graph.stall import StalledJob
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-DTYPE_WORDS = {
-    "bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp64": "Double", "int64": "Long",
-    "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool",
-    "fp8e4m3": "Float8_e4m3fn", "fp8e5m2": "Float8_e5m2",
-}  # fmt: skip
 Row = dict[str, Any]  # an entry, or a part of one, as torch writes it
 
 

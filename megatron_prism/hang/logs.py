@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_prism.core import foreign
+from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import DumpError, PrismError
 from megatron_prism.core.world import World
 from megatron_prism.hang.dumps import (
@@ -81,11 +82,11 @@ _SIGNALS = {-9: "killed (SIGKILL)", -11: "crashed (SIGSEGV)", -7: "crashed (SIGB
 _SIZES = {"world size": "size", "context-parallel size": "cp", "tensor-model-parallel size": "tp",
           "pipeline-model-parallel size": "pp"}  # fmt: skip
 _ARGUMENT = re.compile(r"^\s*(expert_model_parallel_size|expert_tensor_parallel_size) \.+ (\d+)$")
-_OPS = {"ALLREDUCE": "all_reduce", "BROADCAST": "broadcast", "REDUCE": "reduce",
-        "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather", "ALLGATHER_COALESCED":
-        "all_gather", "REDUCE_SCATTER": "reduce_scatter", "_REDUCE_SCATTER_BASE": "reduce_scatter",
-        "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all", "BARRIER": "barrier",
-        "GATHER": "gather", "SCATTER": "scatter"}  # fmt: skip
+_BASES = {"all_gather": "_ALLGATHER_BASE", "reduce_scatter": "_REDUCE_SCATTER_BASE",
+          "all_to_all": "ALLTOALL_BASE"}  # fmt: skip
+_OPS = {row.name.replace("_", "").upper(): row.name for row in TABLE}
+_OPS |= {"ALLGATHER_COALESCED": "all_gather", "REDUCE_SCATTER": "reduce_scatter"}
+_OPS |= {word: name for name, word in _BASES.items()}
 _STEPS = {"recv_forward": ("recv", -1), "send_forward": ("send", 1),
           "recv_backward": ("recv", 1), "send_backward": ("send", -1)}  # fmt: skip
 
@@ -112,6 +113,11 @@ class _Speaker:
     stack: list[str] = field(default_factory=list)  # of its main thread, innermost first
     in_main: bool = False  # whether the lines are that stack's
     events: list[RankEvent] = field(default_factory=list)
+
+
+def op_type(name: str) -> str:
+    """What a watchdog calls a collective of ours or of the recorder's."""
+    return _BASES.get(name, name.replace("_", "").upper())
 
 
 def _standing(stack: list[str]) -> Iterator[RankEvent]:

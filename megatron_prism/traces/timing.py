@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.core.collectives import TABLE
+from megatron_prism.core.collectives import NAME_OF
 from megatron_prism.core.errors import PrismError
+from megatron_prism.core.ops import DTYPE_WORDS
 from megatron_prism.traces.events import CallArgs, Groups, HostCall, Recorded
 
-_NAMES = {method: row.name for row in TABLE for method in (row.recorder, row.name, *row.methods)}
-_NAMES |= {
+_NAMES = NAME_OF | {
     "alltoallv": "all_to_all",
     "all_to_allv": "all_to_all",
     "allgatherv": "all_gather",
@@ -40,23 +40,8 @@ _NAMES |= {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatterv": "reduce_scatter",
 }
-_DTYPES = {
-    "float": "fp32",
-    "double": "fp64",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "long": "int64",
-    "long int": "int64",
-    "int": "int32",
-    "short": "int16",
-    "char": "int8",
-    "signed char": "int8",
-    "byte": "uint8",
-    "unsigned char": "uint8",
-    "bool": "bool",
-    "float8_e4m3fn": "fp8e4m3",
-    "float8_e5m2": "fp8e5m2",
-}
+_DTYPES = {word.lower(): name for name, word in DTYPE_WORDS.items()}
+_DTYPES |= {"long int": "int64", "signed char": "int8", "unsigned char": "uint8"}  # C++'s
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _WAITED_NS = 1000  # ns: what begins so soon before a call ends has waited for it
 _MOST_ELEMENTS = 1 << 56
