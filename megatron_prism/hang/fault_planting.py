@@ -9,14 +9,14 @@ compare.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.groups import Membership, named_group, short_names
+from megatron_prism.core.groups import named_group, short_names
 from megatron_prism.core.ops import CODE, IS_CALL, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph import stall
@@ -32,14 +32,12 @@ from megatron_prism.hang.fault_plan import (
 from megatron_prism.replay import whatif
 from megatron_prism.replay.whatif import Edit
 
-Groups = Mapping[str, Membership]
 
-
-def left_out(ops: Sequence[Op], at: int) -> list[Op]:
-    """Without op ``at`` and the wait for it."""
-    handle = ops[at].handle
+def without(ops: Sequence[Op], gone: Collection[int]) -> list[Op]:
+    """Without the ops at these places and the waits for them."""
+    handles = {ops[i].handle for i in gone} - {-1}
     return [op for i, op in enumerate(ops)
-            if i != at and not (op.name == "wait" and op.handle == handle >= 0)]  # fmt: skip
+            if i not in gone and not (op.name == "wait" and op.handle in handles)]  # fmt: skip
 
 
 def twice(ops: Sequence[Op], at: int) -> list[Op]:
@@ -53,57 +51,6 @@ def exchanged(ops: Sequence[Op], at: int, other: int) -> list[Op]:
     new[at], new[other] = ops[other], ops[at]
     return new
 
-
-def _drop(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    ops[:] = left_out(ops, at)
-
-
-def _skip(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    number = ops[at].microbatch
-    gone = {op.handle for op in ops if op.microbatch == number and op.handle >= 0}
-    ops[:] = [op for op in ops if op.microbatch != number
-              and not (op.name == "wait" and op.handle in gone)]  # fmt: skip
-
-
-def _swap(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    group, name, *nth = fault.params["with"].split(":")
-    wanted = int(nth[0]) - 1 if nth else 0
-    found = [i for i, op in enumerate(ops)
-             if op.name == name and op.group and named_group(group, op.group)]  # fmt: skip
-    if not 0 <= wanted < len(found) or found[wanted] == at:
-        raise UsageError(f"{fault}: rank {rank} has no such other call", fix="with=ep:all_to_all:1")
-    ops[:] = exchanged(ops, at, found[wanted])
-
-
-def _group(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    to = [n for n in groups if named_group(fault.params["to"], n)]
-    if not to or not len(groups[to[0]].group(rank)):
-        raise UsageError(f"{fault}: rank {rank} is in no such group", fix="to=tp")
-    ops[at] = dataclasses.replace(ops[at], group=to[0])
-
-
-def _dup(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    ops[:] = twice(ops, at)
-
-
-def _late(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
-    """The call waits for a segment that was not there."""
-    op, ns = ops[at], 1_000_000 * (fault.late_ms or 0)
-    late = Op("compute", stream=op.stream, phase=op.phase, microbatch=op.microbatch,
-              chunk=op.chunk, ns=ns, note="planted")  # fmt: skip
-    ops.insert(at, late)
-
-
-EDITS: dict[str, Callable[[Groups, Fault, int, list[Op], int], None]] = {
-    "drop": _drop,
-    "p2p_lost": _drop,
-    "skip_microbatch": _skip,
-    "swap": _swap,
-    "group": _group,
-    "p2p_dup": _dup,
-    "delay": _late,
-    "data_stall": _late,
-}
 
 _SILENT = ("exception", "exit", "sigkill", "segfault", "sigstop", "data_end", "nan", "oom")
 _ELSEWHERE = {  # what programs know nothing of
@@ -252,7 +199,38 @@ class _Planter:
         elif kind in CHANGES:
             ops[at] = changed_call(fault, op, members.index(rank), len(members))
         else:
-            EDITS[kind](self.groups, fault, rank, ops, at)
+            ops[:] = self._moved(fault, rank, ops, at)
+
+    def _moved(self, fault: Fault, rank: int, ops: list[Op], at: int) -> list[Op]:
+        """``ops`` with call ``at`` left out, repeated, elsewhere, later or in another group."""
+        kind, op = fault.kind, ops[at]
+        if kind in ("drop", "p2p_lost"):
+            return without(ops, {at})
+        if kind == "skip_microbatch":
+            return without(ops, {i for i, one in enumerate(ops) if one.microbatch == op.microbatch})
+        if kind == "p2p_dup":
+            return twice(ops, at)
+        if kind == "swap":
+            return exchanged(ops, at, _other_call(fault, rank, ops, at))
+        if kind == "group":
+            to = next((n for n in self.groups if named_group(fault.params["to"], n)), "")
+            if not to or not len(self.groups[to].group(rank)):
+                raise UsageError(f"{fault}: rank {rank} is in no such group", fix="to=tp")
+            return [*ops[:at], dataclasses.replace(op, group=to), *ops[at + 1 :]]
+        late = Op("compute", stream=op.stream, phase=op.phase, microbatch=op.microbatch,
+                  chunk=op.chunk, ns=1_000_000 * (fault.late_ms or 0), note="planted")  # fmt: skip
+        return [*ops[:at], late, *ops[at:]]
+
+
+def _other_call(fault: Fault, rank: int, ops: Sequence[Op], at: int) -> int:
+    """The place of the call with which ``swap`` exchanges call ``at``."""
+    group, name, *nth = fault.params["with"].split(":")
+    wanted = int(nth[0]) - 1 if nth else 0
+    found = [i for i, op in enumerate(ops)
+             if op.name == name and op.group and named_group(group, op.group)]  # fmt: skip
+    if not 0 <= wanted < len(found) or found[wanted] == at:
+        raise UsageError(f"{fault}: rank {rank} has no such other call", fix="with=ep:all_to_all:1")
+    return found[wanted]
 
 
 def _place(fault: Fault, ops: list[Op]) -> int | None:

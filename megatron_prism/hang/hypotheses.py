@@ -29,7 +29,7 @@ from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
 from megatron_prism.hang.alignment import Alignment, Place, as_dumped, key, seen
 from megatron_prism.hang.dumps import DumpSet, Entry
-from megatron_prism.hang.fault_planting import exchanged, left_out, twice, with_ops
+from megatron_prism.hang.fault_planting import exchanged, twice, with_ops, without
 from megatron_prism.hang.mismatch import find_mismatches
 from megatron_prism.hang.siblings import Way, batches_of, kind_of_change, way_text
 from megatron_prism.hang.state import JobState, call_text
@@ -449,7 +449,7 @@ class _Explainer:
         for i in calls:
             op = ops[i]
             text = f"left out op {i} of its program, {op.name} of {op.group}"
-            yield "skipped call", text, i, left_out(ops, i)
+            yield "skipped call", text, i, without(ops, {i})
         for i in calls:
             op = ops[i]
             text = f"makes op {i} of its program twice, {op.name} of {op.group}"
