@@ -384,16 +384,11 @@ class Programs:
             raise ProgramError(what, fix=fix)
 
     @staticmethod
-    def one_per_rank(
-        programs: Sequence[Program],
-        world: World | None = None,
-        *,
-        source: Mapping[str, str] | None = None,
-    ) -> Programs:
+    def one_per_rank(programs: Sequence[Program], world: World | None = None) -> Programs:
         """A world in which every rank has a program of its own, as in a real run's dumps."""
         ordered = tuple(sorted(programs, key=lambda program: program.rank))
         own = np.arange(len(ordered), dtype=np.int32)
-        return Programs(world or World(len(ordered)), ordered, own, {}, source or {})
+        return Programs(world or World(len(ordered)), ordered, own)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Programs):

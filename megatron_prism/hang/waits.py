@@ -194,11 +194,10 @@ def supporting_evidence(state: JobState, ranks: Collection[int]) -> list[str]:
 def ranks_without_message(state: JobState) -> Iterator[tuple[int, Entry]]:
     """Ranks with nothing outstanding whose messages others wait for."""
     for rank in sorted(state.outstanding):
-        head, (why, others) = state.head(rank), state.waits(rank)
-        if head is not None and head.pair and why == "has not posted its side":
-            for other in others:
-                if other in state.dumps and not state.outstanding[other]:
-                    yield other, head
+        head = state.head(rank)
+        for other in state.waits(rank)[1] if head is not None and head.pair else ():
+            if other in state.dumps and not state.outstanding[other]:
+                yield other, head
 
 
 def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:

@@ -40,7 +40,7 @@ _HOST = 8  # GPUs, where the world does not say it
 _HOST_PEERS = _HOST - 1  # of a rank
 
 
-def network_bytes(buffer: int = 4 << 20) -> tuple[int, int]:
+def network_bytes() -> tuple[int, int]:
     """(of one channel of a ring or tree, both ends; of all messages to other hosts) on a rank.
 
     With GPUDirect the buffers of two protocols are in device memory at either end, without it none
@@ -48,7 +48,7 @@ def network_bytes(buffer: int = 4 << 20) -> tuple[int, int]:
     (src/transport/net.cc sendProxyConnect, sharedNetBuffersInit @022c022).
     """
     ll128 = 120 * 640 * 8 * 8
-    return 2 * -(-(buffer + ll128) // PAGE) * PAGE, 2 * 32 * 16 * (128 << 10)
+    return 2 * -(-((4 << 20) + ll128) // PAGE) * PAGE, 2 * 32 * 16 * (128 << 10)
 
 
 def connection_bytes(buffer: int = 4 << 20) -> tuple[int, int]:
