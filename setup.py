@@ -35,7 +35,7 @@ setup(
     package_dir={"megatron_prism.recipes": "recipes"},
     package_data={
         "megatron_prism.recipes": ["*.yaml", "README.md", "data/*.txt"],
-        "megatron_prism.emulate": ["*.json"],
+        "megatron_prism.emulate": ["*.json", "*.sh"],
         "megatron_prism.memory": ["device_memory/*.json"],
         "megatron_prism.predict": ["variability/*.json"],
         "megatron_prism.replay.costs": ["*/*.json"],

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import shlex
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.messages import progress
+from megatron_prism.hang.verdict import JOB
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.script_job import Job
@@ -97,6 +99,9 @@ def hang(args: argparse.Namespace) -> Answer | int:
         found = _live(args)
     elif dumps:
         found = _of_dumps(args)
+        if args.job:  # the command is whole then
+            job = shlex.join(args.job)
+            found = dataclasses.replace(found, stop=found.stop.replace(JOB, job))
     else:
         found, planted = _of_programs(args)
     write_outputs(args.force, (args.markdown, found.to_markdown))

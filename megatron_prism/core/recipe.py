@@ -466,7 +466,8 @@ def _read_as(kind: object, value: object, key: str) -> object:
     except ValueError as error:
         with contextlib.suppress(ValueError):  # --recompute-modules mlp core_attn
             if isinstance(value, str):
-                return foreign.shaped(value.split(), cast(type, kind), strict=False)
+                words = value.replace(",", " ").split()
+                return foreign.shaped(words, cast(type, kind), strict=False)
         fix = f"use {' or '.join(foreign.choices(kind)) or 'a value of that type'}"
         raise RecipeError(f"{key}={value}: {error}", fix=fix) from None
 

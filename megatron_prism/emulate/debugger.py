@@ -59,18 +59,22 @@ _SKIPPED = ["megatron_prism.*", "torch.*", "contextlib", "typing_extensions"]
 def add_to(run: Run, session: Session) -> None:
     """Stop this rank at a call, if it is the one that is meant, or at an operator's result."""
     options, world, tier = run.options, run.options.world, run.options.tier
-    if options.stop is not None:
-        breakpoint = Breakpoint.parse(options.stop)
+    stops = dict[int, Breakpoint]()
+    for text in filter(None, map(str.strip, (options.stop or "").split(";"))):
+        breakpoint = Breakpoint.parse(text)
         named = breakpoint.select.rank
         ranks = world.select(named) if named else options.ranks[:1]
         if not set(ranks) & set(options.ranks):
-            raise UsageError(f"--prism-break {options.stop!r}: rank {ranks[0]} has no process here",
+            raise UsageError(f"--prism-break {text!r}: rank {ranks[0]} has no process here",
                              fix=f"--prism-ranks {ranks[0]}")  # fmt: skip
-        if options.rank in ranks:
-            at = debugger_at(options.debugger)
-            debugger = Debugger(breakpoint, at, options.rank, world, options.values, tier)
-            run.calls += (debugger,)
-            run.training += (debugger,)
+        stops |= dict.fromkeys(set(ranks) & set(options.ranks), breakpoint)
+    if options.rank in stops:
+        at = debugger_at(options.debugger)
+        if at is not None:
+            at = at[0], at[1] + sorted(stops).index(options.rank)
+        debugger = Debugger(stops[options.rank], at, options.rank, world, options.values, tier)
+        run.calls += (debugger,)
+        run.training += (debugger,)
     if options.watch is not None:
         watch = ValueWatch(options.watch, tier, options.debugger)
         session.changes.on_undo(watch.stop)

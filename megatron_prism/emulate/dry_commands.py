@@ -254,7 +254,7 @@ def rewritten(command: str) -> str:
     """A simple command of Bash that writes no file which is there or outside the working folder,
     and whose program is looked for by its name where it is named by a path.
 
-    ``__prism_place`` and ``__prism_run`` are functions of ``dry_run``'s prelude.
+    ``__prism_place`` and ``__prism_run`` are functions of dry_run.sh.
     """
     parts, first = list[str](), ""
     for token in _TOKEN.finditer(command):

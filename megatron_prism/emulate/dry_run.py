@@ -37,55 +37,7 @@ _SHOWN = {  # kind of note -> what is said of it
 }
 _GPUS = (8, 4)  # of a host, where nobody says it: does the job depend on it?
 MOST_S = 20.0  # a script that has not started its job until then waits for something
-_PRELUDE = r"""
-__prism_note() { printf '["%s", "%s"]\n' "$1" "${2//[\"\\$'\n\t']/ }" >> "$PRISM_DRY/notes"; }
-__prism_new() {
-  local path=$1; [[ $path == /* ]] || path=$PWD/$path
-  [[ $path == "$PRISM_DRY_HOME"/* && ! -e $path && -d ${path%/*} ]]
-}
-__prism_place() {
-  if __prism_new "$1"; then echo "$1"
-  elif [[ -f $1 ]]; then __prism_note kept "$1"; echo /dev/null
-  else __prism_note "left out" "> $1"; echo /dev/null; fi
-}
-__prism_run() {
-  local name=${1##*/}
-  [[ $1 == */* ]] || { "$@"; return; }
-  if [[ -x $PRISM_DRY/bin/$name ]]; then shift; "$PRISM_DRY/bin/$name" "$@"
-  elif [[ ! -e $1 ]]; then __prism_note "left out" "$*"
-  elif [[ $name == *.py ]]; then python "$@"
-  elif [[ $name == *.sh ]] || head -n 1 "$1" | grep -aq '^#!.*sh'; then bash "$@"
-  else "$@"; fi
-}
-command_not_found_handle() { __prism_note "left out" "$*"; return 0; }
-__prism_check() {
-  printf '%s\n' "$BASH_COMMAND" >| "$PRISM_DRY/at"
-  local text=$BASH_COMMAND plain
-  case $text in
-    '[[ '*|'(('*|'for '*|'case '*|'select '*|__prism_*|*'>> "$PRISM_DRY/notes"') return 0 ;;
-  esac
-  case $text in
-    source\ *|.\ *)
-      [[ $text == *[\`\(]* ]] && return 0
-      eval "set -- ${text#* }"
-      [[ -r $1 ]] || type -P "$1" >/dev/null && return 0
-      __prism_note "left out" "$text"; __prism_line=:; return 1 ;;
-    cd\ *|pushd\ *) __prism_line="$text || __prism_note 'left out' '${text//\'/}'"; return 1 ;;
-  esac
-  plain=$text
-  while [[ $plain =~ ^[A-Za-z_][A-Za-z0-9_]*=[^[:space:]\"\'\$\`\(]*[[:space:]]+(.*)$ ]]; do
-    plain=${BASH_REMATCH[1]}
-  done
-  case ${plain%%[[:space:]]*} in */*|\$*|\"\$*) ;; *) [[ $text == *\>* ]] || return 0 ;; esac
-  __prism_line=$("$PRISM_DRY/bin/rewrite" "$text")
-  plain=${__prism_line##*$'\n'#} __prism_line=${__prism_line%$'\n'#*}
-  [[ $__prism_line == "$text" ]] && return 0
-  [[ -n $plain ]] && eval "$plain" && return 0
-  return 1
-}
-set -T
-trap 'shopt -s extdebug; __prism_check "$@" || { eval "$__prism_line" || :; ! :; }' DEBUG
-"""
+_PRELUDE = Path(__file__).with_name("dry_run.sh")  # Bash reads it first
 _OWN = re.compile(  # variables that are no settings of the job, or of this place alone
     r"(BASH|PRISM_|SLURM|PBS_|LSB_|OMPI_|PMI|LD_|HOSTNAME$|(SHLVL|PWD|OLDPWD|PATH|_|TMPDIR|HOME|"
     r"RANK|WORLD_SIZE|LOCAL_RANK|NODE_RANK|GROUP_RANK|JOB_ID|MASTER_ADDR|MASTER_PORT|LS_SUBCWD|"
@@ -221,7 +173,6 @@ def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> d
     (scratch / "tmp").mkdir()
     (scratch / "notes").touch()
     (scratch / "hosts").write_text("".join(f"{name}\n" for name in hosts))
-    (scratch / "prelude").write_text(_PRELUDE)
     root = str(Path(megatron_prism.__file__).parent.parent)
     start = f"import sys, runpy; sys.path.insert(0, {root!r}); "
     start += "runpy.run_module('megatron_prism.emulate.dry_commands', run_name='__main__')"
@@ -236,7 +187,7 @@ def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> d
         **{name: value for name, value in os.environ.items() if name != "PRISM_ARGS"},
         **known,
         "PATH": f"{folder}:{path}",
-        "BASH_ENV": str(scratch / "prelude"),
+        "BASH_ENV": str(_PRELUDE),
         "TMPDIR": str(scratch / "tmp"),
         "PRISM_DRY": str(scratch),
         "PRISM_DRY_PATH": path,

@@ -399,7 +399,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     ),
     "--prism-break": _value(
         "stop this rank at a call, in a debugger: '1B2 all_reduce group=tp nth=3', '2F0', "
-        "'@mappings.py:31 after' (as prism show prints calls; rank=R where several are local)",
+        "'@mappings.py:31 after' (as prism show prints calls); where several ranks are local: "
+        "'rank=4 2F0; rank=5 2F0'",
         "CALL",
         dest="prism_stop",
     ),

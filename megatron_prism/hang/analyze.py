@@ -19,7 +19,7 @@ A culprit is never also a victim.  Who is late because he waits for someone else
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_prism.core.collectives import BY_NAME
@@ -30,7 +30,7 @@ from megatron_prism.hang.dumps import DumpSet, Entry, Launch
 from megatron_prism.hang.logs import op_type
 from megatron_prism.hang.mismatch import Mismatch, find_mismatches, is_batched
 from megatron_prism.hang.state import JobState, call_text
-from megatron_prism.hang.verdict import Culprit, Diagnosis
+from megatron_prism.hang.verdict import JOB, Culprit, Diagnosis
 from megatron_prism.hang.waits import issue_order
 
 
@@ -57,10 +57,22 @@ def _audit(state: JobState) -> str:
     return f" ({'; '.join(odd)}; the others {usual / 1e3:,.0f} s)" if odd else ""
 
 
-def stop_options(rank: int, call: str, site: str, more: str = "") -> str:
-    """How ``prism`` is told to stop a rank at a call; sites are those inside Megatron's folder."""
-    at = f" at {site.rpartition('megatron/')[2]}" if site else ""
-    return f"--prism-ranks {rank} --prism-break '{call}{at}{more}'"
+def breakpoint_at(call: str, site: str) -> str:
+    """A call as ``--prism-break`` takes it; sites are those inside Megatron's folder."""
+    return f"{call} at {site.rpartition('megatron/')[2]}" if site else call
+
+
+def stop_command(calls: Mapping[int, str], size: int) -> str:
+    """The command that runs ranks of a world of ``size`` and stops each at its call."""
+    alike: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        alike.setdefault(call, []).append(rank)
+    text = "; ".join(f"rank={format_ranks(ranks)} {call}" for call, ranks in alike.items())
+    flags = f"--prism-world-size {size} --prism-ranks {','.join(map(str, calls))} --prism-break "
+    if len(calls) == 1:
+        return f"prism run {flags}'{next(iter(calls.values()))}' -- {JOB}"
+    flags = f"{flags}'{text}' --prism-debugger debugpy:5678"  # they would share one terminal
+    return f"torchrun --nproc-per-node {len(calls)} {JOB} --prism-emulate {flags}"
 
 
 def _message(rank: int, entry: Entry, batched: bool) -> str:
@@ -76,6 +88,7 @@ def _message(rank: int, entry: Entry, batched: bool) -> str:
 _CALLED_OTHERWISE = {
     "operation", "dtype", "shape", "splits", "coalescing", "extra call", "skipped call"
 }  # fmt: skip
+_STOPPED = 8  # culprits that one command stops: those of a host
 _WHERE = ("outside", "in a call", "at work")  # events that say where a rank stands
 
 
@@ -512,15 +525,18 @@ class _Judge:
             chain,
             self.state.lacks(),
             candidates=tuple(sorted({*self.among})),
-            stop=self._stop(first, min(blamed)) if first and blamed else "",
+            stop=self._stop(first, sorted(blamed)) if first and blamed else "",
         )
 
-    def _stop(self, call: Entry, rank: int) -> str:
-        """Options that stop ``rank`` at ``call``.  Its number since the job began is known, and is
-        one of the first iteration's, where the recorder still holds the first call."""
+    def _stop(self, call: Entry, ranks: Sequence[int]) -> str:
+        """The command that stops ``ranks`` at ``call``.  Its number since the job began is known,
+        and is one of the first iteration's, where the recorder still holds the first call."""
         if call.op not in BY_NAME:
             return ""
-        entries = self.state.dumps[rank].entries if rank in self.state.dumps else ()
-        whole = not call.pair and bool(entries) and entries[0].record == 0
-        number = f" #{call.seq}" if whole else ""
-        return stop_options(rank, f"{call.op}{number} of {call.desc}", call.site)
+        calls = {}
+        for rank in ranks[:_STOPPED]:
+            entries = self.state.dumps[rank].entries if rank in self.state.dumps else ()
+            whole = not call.pair and bool(entries) and entries[0].record == 0
+            number = f" #{call.seq}" if whole else ""
+            calls[rank] = breakpoint_at(f"{call.op}{number} of {call.desc}", call.site)
+        return stop_command(calls, 1 + max(*self.state.dumps, *self.state.missing, 0))

@@ -88,19 +88,21 @@ def judged(
     shown = [place for place in placed.places if place.rank in named]
     others = [place for place in placed.places if place.rank not in named]
     shown += others[: _SHOWN - len(shown)]
+    calls = {rank: _call(programs, rank, index) for rank, index in sorted(placed.stops.items())}
+    exact = calls and (named <= calls.keys() or not verdict.stop)
     verdict = dataclasses.replace(
         verdict,
         places=tuple(map(str, shown)),
         tried=placed.lines,
         confirmed=placed.confirmed,
         decides=analyze.what_decides(verdict, JobState(dumps), programs=True),
-        stop=next((_stop(programs, *stop) for stop in sorted(placed.stops.items())), verdict.stop),
+        stop=analyze.stop_command(calls, programs.world.size) if exact else verdict.stop,
     )
     return verdict, placed
 
 
-def _stop(programs: Programs, rank: int, index: int) -> str:
-    """Options that stop ``rank`` at its first call from op ``index`` of its program on."""
+def _call(programs: Programs, rank: int, index: int) -> str:
+    """The first call of ``rank`` from op ``index`` of its program on, as a breakpoint."""
     ops = list(programs.of(rank))
     at = next((i for i, op in enumerate(ops) if i >= index and op.group), 0)
 
@@ -109,7 +111,7 @@ def _stop(programs: Programs, rank: int, index: int) -> str:
 
     call, nth = key(ops[at]), sum(key(op) == key(ops[at]) for op in ops[:at])
     label, name, group, site = call
-    return analyze.stop_options(rank, f"{label} {name} of {group}", site, f" nth={nth + 1}")
+    return f"{analyze.breakpoint_at(f'{label} {name} of {group}', site)} nth={nth + 1}"
 
 
 def diagnose_faults(
@@ -228,11 +230,14 @@ def _members(graph: WorldGraph, finding: Finding) -> list[int]:
 
 def _kind(graph: WorldGraph, finding: Finding, rank: int) -> str:
     """What is wrong with the call of ``rank``: it is left out, made once too often, or differs."""
-    if finding.kind != "missing":
+    programs, unmatched = graph.programs, finding.kind.startswith("unmatched")
+    if finding.kind != "missing" and not unmatched:
         return finding.kind
-    calls = {r: len(graph.programs.of(r).groups().get(finding.group, ()))
-             for r in {rank, *finding.ranks}}  # fmt: skip
-    return "extra call" if calls[rank] > min(calls.values()) else "skipped call"
+    stages = programs.world._along("pp", np.arange(programs.world.size))
+    like = np.flatnonzero(stages == stages[rank]) if unmatched else [rank, *finding.ranks]
+    of = programs.program_of
+    calls = {n: len(programs.programs[n].groups().get(finding.group, ())) for n in {*of[like]}}
+    return "extra call" if calls[of[rank]] > min(calls.values()) else "skipped call"
 
 
 def diagnose_stall(

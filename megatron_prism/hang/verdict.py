@@ -13,6 +13,7 @@ from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks, ranks_text
 
 SCHEMA = "prism.diagnosis/1"
+JOB = "pretrain_gpt.py …"  # in a command, where the job's own line is not known
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Diagnosis:
     confirmed: bool | None = None  # by them; None: not tried, or it says nothing
     candidates: tuple[int, ...] = ()  # where nobody is named: among whom the culprit is, if known
     decides: str = ""  # where nobody is named: the command or setting that would tell
-    stop: str = ""  # options with which the culprit's rank stops at that call, in a debugger
+    stop: str = ""  # the command in which the culprits' ranks stop at that call, in a debugger
 
     @property
     def exit_code(self) -> int:

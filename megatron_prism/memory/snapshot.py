@@ -404,8 +404,20 @@ def _place(frames: Any) -> AllocationSite:
     return AllocationSite(site, phase, kind, bool(rows))
 
 
+class _Shown:
+    """What all three kinds of answers have."""
+
+    def to_text(self) -> str:
+        """A table, and what differs most."""
+        return rendered("report.snapshot:render_text", self, str)
+
+    def to_html(self) -> str:
+        """The same as one page."""
+        return rendered("report.snapshot:render_html", self, str)
+
+
 @dataclass(frozen=True)
-class SnapshotGrowth:
+class SnapshotGrowth(_Shown):
     """What one process holds more at the end of the last of its snapshots than of the first.
 
     grown      : by kind and line, largest first; negative where it has become less
@@ -452,10 +464,6 @@ class SnapshotGrowth:
         return {"schema": "prism.memory_growth/2", "grown": self.num_bytes, "leaking": self.leaking,
                 "iterations": list(self.iterations), "by": self.to_rows()}  # fmt: skip
 
-    def to_text(self) -> str:
-        """The same as text."""
-        return rendered("report.snapshot:render_growth", self, str)
-
 
 def grown(*taken: Snapshot) -> SnapshotGrowth:
     """What is alive at the end of the last snapshot and was not at the end of the first.
@@ -485,7 +493,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class SnapshotComparison:
+class SnapshotComparison(_Shown):
     """A real process beside the slices of its job, in the iteration of the real peak.
 
     rank           : whose slices they are
@@ -529,13 +537,9 @@ class SnapshotComparison:
                 "by_category": of_kind,
                 **{name: [asdict(one) for one in each] for name, each in only.items()}}  # fmt: skip
 
-    def to_text(self) -> str:
-        """The same as text."""
-        return rendered("report.snapshot:render_alignment", self, str)
-
 
 @dataclass(frozen=True)
-class RankedSnapshots:
+class RankedSnapshots(_Shown):
     """What is to be said of several processes, by the rank or the name of each."""
 
     answers: Mapping[str, Any]  # SnapshotComparison or SnapshotGrowth
@@ -553,10 +557,6 @@ class RankedSnapshots:
         """What ``prism compare FOLDER …`` prints."""
         each = {name: one.to_json() for name, one in self.answers.items()}
         return {"schema": "prism.memory_ranks/1", "ranks": each}
-
-    def to_text(self) -> str:
-        """A line for each, and the page of the one that differs most."""
-        return rendered("report.snapshot:render_ranks", self, str)
 
 
 def compare(snapshot: Snapshot, programs: Programs) -> SnapshotComparison:

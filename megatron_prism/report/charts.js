@@ -32,7 +32,7 @@ function stack(bars, write = formatNs) {
 function table(head, rows, texts = []) {
   const cell = (tag) => (value, i) => {
     const made = element(tag, texts.includes(i) ? "text" : "", value);
-    if (tag === "td") made.dataset.head = head[i];
+    if (tag === "td") made.dataset.head = head[i].replaceAll("_", "_\u200b");  // where it may break
     return made;
   };
   return element("table", "",

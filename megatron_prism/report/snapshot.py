@@ -1,20 +1,40 @@
-"""A memory snapshot beside slices of its job, or beside an earlier one, as text."""
+"""A memory snapshot beside slices of its job, or beside an earlier one, as text and as a page."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_prism.memory.snapshot import SnapshotGrowth
+from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotGrowth
 from megatron_prism.report.columns import columns, folded
 from megatron_prism.report.fit import KINDS
+from megatron_prism.report.page import render_page
 
 if TYPE_CHECKING:
-    from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotComparison
+    from megatron_prism.memory.snapshot import SnapshotComparison
+
+    Found = SnapshotGrowth | SnapshotComparison | RankedSnapshots
 
 _SHOWN = 12  # lines of what has grown
 
 
-def render_growth(found: SnapshotGrowth) -> str:
+def render_text(found: Found) -> str:
+    """Ends in a newline."""
+    if isinstance(found, RankedSnapshots):
+        return _ranks(found)
+    return _growth(found) if isinstance(found, SnapshotGrowth) else _alignment(found)
+
+
+def render_html(found: Found) -> str:
+    """What one process, or the worst of several, holds more; a row for each."""
+    every = found.answers if isinstance(found, RankedSnapshots) else {"": found}
+    data = {"answers": {name: one.to_json() for name, one in every.items()}}
+    grown = isinstance(next(iter(every.values())), SnapshotGrowth)
+    title = "What a process holds more" if grown else "A real process beside the slices of its job"
+    about, text = "memory snapshots", found.to_text()
+    return render_page("prism compare", title, about, "snapshot", data, text, ("memory.js",))
+
+
+def _growth(found: SnapshotGrowth) -> str:
     """What one process holds more, by line."""
     head = f"{found.num_bytes:+,} B"
     if found.iterations:
@@ -31,7 +51,7 @@ def render_growth(found: SnapshotGrowth) -> str:
     return "\n".join(lines) + "\n"
 
 
-def render_ranks(found: RankedSnapshots) -> str:
+def _ranks(found: RankedSnapshots) -> str:
     """A line for each process, and the page of the one that differs most."""
     rows, answers = list[list[str]](), found.answers
     for name, one in answers.items():
@@ -47,7 +67,7 @@ def render_ranks(found: RankedSnapshots) -> str:
     return "\n".join([*columns([head, *rows]), "", f"{worst}:", answers[worst].to_text()])
 
 
-def render_alignment(found: SnapshotComparison) -> str:
+def _alignment(found: SnapshotComparison) -> str:
     """Categories side by side, how much is alike, and the first difference."""
     real, emulated = found.real.by_kind, found.emulated.by_kind
     rows = [["bytes", "real", "slices", "slices - real"]]

@@ -49,7 +49,7 @@ def test_the_main_job_in_numbers():
 
 
 def test_flags_are_megatrons_fields_and_have_their_types():
-    recipe = load("window_size=[128,0]", "moe_layer_freq=2", "recompute_modules=mlp core_attn",
+    recipe = load("window_size=[128,0]", "moe_layer_freq=2", "recompute_modules=mlp, core_attn",
                   "lr=1e-3", "--clip-grad=2", "train_iters=1e3")  # fmt: skip
     assert recipe.flags["window_size"] == (128, 0)
     assert recipe.flags["recompute_modules"] == ["mlp", "core_attn"]

@@ -145,12 +145,14 @@ def test_figures_are_in_the_junit_report(pytester, job):
     assert 'name="prism_memory[all].peak_allocated" value="1000"' in text
 
 
-def test_a_recipe_is_captured_once_for_all_tests_and_after_the_baseline_is_read(
-    pytester, job, monkeypatch
+@pytest.mark.parametrize("job_line", ["tiny-gpt_1cpu", "torchrun --nproc-per-node 2 a.py --lr 1"])
+def test_a_job_is_captured_once_for_all_tests_and_after_the_baseline_is_read(
+    pytester, job, monkeypatch, job_line
 ):
     from megatron_prism import pytest_plugin
+    from megatron_prism.core.program import save
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.emulate import recipe_job
+    from megatron_prism.emulate import recipe_job, script_job
 
     taken = []
 
@@ -158,15 +160,22 @@ def test_a_recipe_is_captured_once_for_all_tests_and_after_the_baseline_is_read(
         taken.append(recipe.name)
         return open_programs(pytester.path / "job.txt")
 
+    def capture_line(script, argv, folder, console):
+        taken.append(" ".join([script, *argv]))
+        folder.mkdir()
+        save(open_programs(pytester.path / "job.txt"), folder / "world.prism")
+
     monkeypatch.setattr(recipe_job, "capture", capture)
+    monkeypatch.setattr(script_job, "capture_command_line", capture_line)
+    (pytester.path / "a.py").touch()
     monkeypatch.setattr(pytest_plugin, "_captured", pytest_plugin._captured.__wrapped__)
     monkeypatch.setattr(pytest_plugin, "_captured", functools.cache(pytest_plugin._captured))
-    call = "prism_memory.check('tiny-gpt_1cpu', device='none')"
+    call = f"prism_memory.check('{job_line}', device='none')"
     pytester.makepyfile(
         test_x=f"def test_peak(prism_memory):\n    {call}\ndef test_it(prism_memory):\n    {call}\n"
     )
     run(pytester).assert_outcomes(passed=2)
-    assert taken == ["tiny-gpt_1cpu"]
+    assert taken in (["tiny-gpt_1cpu"], ["a.py --prism-world-size 2 --lr 1"])
     pytest_plugin._captured.cache_clear()
     (pytester.path / BASELINE).write_text("{")
     run(pytester, "-k", "test_peak").assert_outcomes(failed=1)

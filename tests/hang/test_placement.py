@@ -6,14 +6,19 @@ Oracle: the standstill that the dumps are of, which placement never sees.
 import dataclasses
 import json
 import re
+import shlex
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from helpers import hang_worlds
+from helpers.programs import healthy
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.call_selector import NthCall
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, CallLabel
+from megatron_prism.core.world import World
+from megatron_prism.emulate import debugger, options
 from megatron_prism.emulate.debugger import Breakpoint
 from megatron_prism.graph import stall
 from megatron_prism.hang import analyze as hang
@@ -192,7 +197,8 @@ def test_the_verdict_says_how_to_stop_at_the_call_that_the_fault_hit(fault):
     dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
     verdict, _ = diagnose.judged(dumps, hang.diagnose_dumps(dumps), programs)
     (hit,) = found.hits
-    rank, text = re.fullmatch(r"--prism-ranks (\d+) --prism-break '(.*)'", verdict.stop).groups()
+    command = r"prism run --prism-world-size \d+ --prism-ranks (\d+) --prism-break '(.*)' -- .*"
+    rank, text = re.fullmatch(command, verdict.stop).groups()
     assert int(rank) == hit.rank
     breakpoint = Breakpoint.parse(text)
     matcher = NthCall(breakpoint.select)
@@ -200,3 +206,44 @@ def test_the_verdict_says_how_to_stop_at_the_call_that_the_fault_hit(fault):
              for i, op in enumerate(programs.of(hit.rank)) if op.group]  # fmt: skip
     assert [i for i, call in calls if matcher.hit(call)] == [hit.index]
     assert f"stop there:\n  {verdict.stop}" in str(verdict)
+
+
+@pytest.mark.parametrize("nth", [3, 4])
+def test_two_culprits_are_stopped_by_one_command(nth, monkeypatch):
+    """Each at its own call, in a process and at a port of its own."""
+    monkeypatch.setattr(debugger, "find_spec", lambda name: name)
+    programs, faults = healthy(World(16, tp=2, pp=2)), (f"gil@rank=1,nth={nth}", "gil@rank=6,nth=3")
+    found = plant(programs, list(map(parse, faults)))
+    state = stall.run_until_stalled(found.programs, found.faults)
+    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
+    verdict = hang.diagnose_dumps(dumps)
+    for command in (verdict.stop, diagnose.judged(dumps, verdict, programs)[0].stop):
+        words = shlex.split(command)
+        assert words[:3] == ["torchrun", "--nproc-per-node", "2"]
+        given = options.from_command_line(words[5:], {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"})
+        assert given.ranks == (1, 6)
+        stops = {}
+        for rank in given.ranks:
+            mine = dataclasses.replace(given, process=given.ranks.index(rank))
+            run = SimpleNamespace(options=mine, calls=(), training=())
+            debugger.add_to(run, None)
+            stops[rank] = run.calls[0]
+        assert [one._at[1] for one in stops.values()] == [5678, 5679]
+        assert all(one.rank == rank for rank, one in stops.items())
+
+
+KINDS = ("drop", "shape", "dtype", "op", "p2p_lost", "p2p_dup", "skip_microbatch")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_has_one_name_planted_dumped_and_in_programs(kind):
+    """What was planted, the dumps that it leaves, and the calls that do not match."""
+    programs = healthy(World(8, tp=2, pp=2))
+    group = "pp" if kind.startswith("p2p") else "tp"
+    found = plant(programs, [parse(f"{kind}@rank=1,group={group},nth=2")])
+    state = stall.run_until_stalled(found.programs, found.faults)
+    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
+    verdicts = [diagnose.diagnose_stall(state), hang.diagnose_dumps(dumps),
+                diagnose.diagnose(programs=found.programs)]  # fmt: skip
+    names = {(one.rank, one.kind) for verdict in verdicts for one in verdict.culprits}
+    assert len(names) == 1

@@ -1,6 +1,7 @@
 """``prism replay``: what it prints, the files it writes or refuses to; the page in a browser."""
 
 import dataclasses
+import itertools
 import json
 import re
 import runpy
@@ -25,6 +26,8 @@ from megatron_prism.report.page import allow_script
 from megatron_prism.report.replay import render_html, render_text
 from megatron_prism.sweep.space import SweepPoint
 from megatron_prism.sweep.sweep import Row, Sweep
+from megatron_prism.verify import verdict
+from megatron_prism.verify.compare import LayoutDifference
 
 SLICES = Path(__file__).parents[1] / "golden" / "slices" / "dense_pp2"
 REAL = Path(__file__).parents[2] / "benchmarks" / "results" / "snapshots"
@@ -299,41 +302,63 @@ def test_a_foreign_script_does_not_run(tmp_path):
     assert any("Content Security Policy" in line for line in errors)
 
 
-def a_sweep():
+def a_sweep(size=4, **axes):
+    """Of so many points; ``axes``: besides tp, one value for all."""
+
     def point(key, ns, gib):
         stage = {"count": 1, "compute": ns // 2, "exposed": {TP: ns // 4},
                  "waiting": {TP: ns // 8}, "idle": ns // 8}  # fmt: skip
-        return {"key": key, "axes": {"tp": key}, "iteration_ns": ns, "low_ns": ns * 9 // 10,
+        mine = {"tp": key} | {name: values[key % len(values)] for name, values in axes.items()}
+        return {"key": key, "axes": mine, "iteration_ns": ns, "low_ns": ns * 9 // 10,
                 "high_ns": ns * 11 // 10, "memory": {"bytes": gib << 30, "stage": "stage 0"},
                 "tokens_per_gpu": 512.0, "mfu": 0.4, "bubble": 0.1, "exposed": 0.2,
                 "p95_ns": None, "stages": [stage]}  # fmt: skip
 
-    rows = tuple(Row(i + 1, False, point(i, (20 + i) * 10**8, 60 - i), None) for i in range(4))
+    rows = tuple(Row(i + 1, False, point(i, (20 + i) * 10**8, 60 - i), None) for i in range(size))
     dropped = (SweepPoint({"tp": 3}, None, "64 heads are no multiple of 3", "no layout"),)
-    commands = {i: ["--tensor-model-parallel-size", str(i)] for i in range(4)}
-    return Sweep("a job", "iteration", "h200", 80 << 30, {"tp": [0, 1, 2, 3]}, rows, dropped,
-                 commands)  # fmt: skip
+    commands = {i: ["--tensor-model-parallel-size", str(i)] * (1 + len(axes)) for i in range(size)}
+    return Sweep("a job", "iteration", "h200", 80 << 30, {"tp": list(range(size)), **axes}, rows,
+                 dropped, commands)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
-def test_every_page_looks_right_in_a_browser():
+def test_every_page_looks_right_in_a_browser(tmp_path, monkeypatch):
     """1,400 and 390 pixels wide, light and dark: nothing overlaps, is cut off or an error."""
+    script, verified = str(tmp_path / "pretrain_gpt.py"), tmp_path / "verify.html"
+    Path(script).touch()
+    first = LayoutDifference("gradient", 1, "output_layer.weight", "rank 0", 0.5, 1e-5, (), (3, 9))
+    judged = verdict.Verdict((script,), World(16, tp=8), World(4, tp=2), [["bf16", "1", "0", ""]],
+                             same=False, difference=first, worst={"gradient": 7e3})  # fmt: skip
+    monkeypatch.setattr(verdict, "verify", lambda *args, **how: judged)
+    words = ["verify", "--prism-world-size", "16", "--html", str(verified), "--", script]
+    assert cli.main(words) == 1
     priced = price(healthy(World(64, tp=4, pp=4)), machine="h200")
     forecast = prism.predict(priced, samples=200)
     compared = prism.compare(priced, priced.again(slow={5: 1.5}), names=("as it is", "slow"))
     fault = parse("drop@rank=5,group=tp,nth=2")
-    verdict = prism.diagnose_faults(healthy(World(64, tp=4, pp=4)), [fault]).verdict
+    stopped = prism.diagnose_faults(healthy(World(64, tp=4, pp=4)), [fault]).verdict
     pages = {
         "replay": priced.timeline.to_html(),
         "predict": forecast.to_html(),
         "compare": compared.to_html(),
-        "hang": verdict.to_html(),
+        "hang": stopped.to_html(),
+        "verify": verified.read_text(encoding="utf-8"),
         "fit": prism.fit(prism.load(SLICES), limit=36 << 20, machine="h200").to_html(),
         "out of memory": render_snapshot(FULL.name, snapshot.read(FULL)),
         "healthy": prism.hang(programs=tiny()).to_html(),
         "sweep": a_sweep().to_html(),
-    }
+        "wide sweep": a_sweep(
+            40, pp=[2, 4], vpp=[1, 5], cp=[1, 2], ep=[1], micro_batch_size=[1, 2],
+            recompute_granularity=["none", "selective", "full"], world_size=[512, 1024],
+            overlap_moe_expert_parallel_comm=[True, False], global_batch_size=[1024, 2048],
+        ).to_html(),
+        "snapshot": snapshot.compare(snapshot.read(FULL), prism.load(SLICES)).to_html(),
+        "snapshots": snapshot.RankedSnapshots({
+            f"rank {rank}": snapshot.grown(*series) for rank, series in enumerate(
+                itertools.pairwise(map(snapshot.read, [FULL, *REAL.glob("dense_*rank*"), FULL])))
+        }).to_html(),
+    }  # fmt: skip
     browser = runpy.run_path(str(Path(__file__).parents[2] / "docs/screenshots.py"))
     for scheme in ("light", "dark"):
         tabs, wrong = browser["inspect"](pages, scheme)
@@ -342,4 +367,6 @@ def test_every_page_looks_right_in_a_browser():
         assert tabs["predict", 390] == ["distribution", "moves", "provenance", "reading"]
         assert tabs["compare", 1400][0] == "compare"
         assert tabs["hang", 1400][0] == "waits"
+        assert tabs["snapshot", 390] == ["compared", "reading"]
+        assert tabs["snapshots", 1400] == ["compared", "processes", "reading"]
         assert tabs["sweep", 390] == ["answer", "all", "pair", "dropped", "provenance", "reading"]
