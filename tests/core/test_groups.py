@@ -1,37 +1,14 @@
 """Parts of Megatron's groups, as Megatron itself makes them for every rank."""
 
 import pytest
+from helpers.megatron_groups import groups_of
 
 from megatron_prism.core.groups import subgroups
 from megatron_prism.core.world import World
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
-
-
-def made(monkeypatch, size, rank, **sizes):
-    """description -> all groups that Megatron asks for, in its order."""
-    from megatron.core import parallel_state
-
-    found = {}
-
-    def create_group(ranks=None, *args, group_desc=None, **kwargs):
-        found.setdefault(group_desc, []).append(tuple(sorted(map(int, ranks))))  # as torch does
-        return object()
-
-    monkeypatch.setattr(parallel_state, "create_group", create_group)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: size)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda *args: rank)
-    state = {
-        k: v for k, v in vars(parallel_state).items() if k.startswith("_") and k[1:2].isupper()
-    }
-    try:
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
-    finally:
-        vars(parallel_state).update(state)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -47,13 +24,7 @@ def made(monkeypatch, size, rank, **sizes):
     ids=["instances", "instances of experts", "hierarchical", "embedding and MTP", "untied"],
 )
 def test_one_group_tells_all(world, more, cut, monkeypatch):
-    sizes = {
-        "tensor_model_parallel_size": world.tp,
-        "pipeline_model_parallel_size": world.pp,
-        "context_parallel_size": world.cp,
-        "expert_model_parallel_size": world.ep,
-    }
-    theirs = made(monkeypatch, world.size, 0, **sizes, **more)
+    theirs = groups_of(monkeypatch, world, create_gloo_process_groups=False, **more)
     known = 0
     for name, groups in theirs.items():
         for own in (groups[0], groups[-1]):

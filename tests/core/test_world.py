@@ -6,6 +6,7 @@ import time
 import warnings
 
 import pytest
+from helpers.megatron_groups import groups_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -202,34 +203,14 @@ def test_orthogonal_rank_groups_equal_megatrons(parallel_state, data):
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("sizes", SWEEP, ids=IDS)
-def test_groups_are_what_initialize_model_parallel_creates(parallel_state, sizes, monkeypatch):
+@pytest.mark.usefixtures("parallel_state")
+def test_groups_are_what_initialize_model_parallel_creates(sizes, monkeypatch):
     """Run Megatron's own function for every rank, recording what it would create."""
-    import torch
     from megatron.core import __version__
 
     world = World(**sizes)
     release = tuple(int(part) for part in __version__.split(".")[:2])
-    made = {}
-
-    def create_group(ranks=None, group_desc=None, **_):
-        made.setdefault(group_desc, []).append(tuple(sorted(ranks)))
-
-    monkeypatch.setattr(parallel_state, "create_group", create_group)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world.size)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    for name, value in vars(parallel_state).items():  # as in a fresh process, and again afterwards
-        if name.isupper() and name.startswith("_") and value is None:
-            monkeypatch.setattr(parallel_state, name, None)
-    monkeypatch.setattr(parallel_state, "_set_global_memory_buffer", lambda: None)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=world.tp,
-        pipeline_model_parallel_size=world.pp,
-        context_parallel_size=world.cp,
-        expert_model_parallel_size=world.ep,
-        expert_tensor_parallel_size=world.etp,
-        order=world.order,
-    )
+    made = groups_of(monkeypatch, world)
     for rank in range(world.size):
         theirs = {desc: [g for g in groups if rank in g] for desc, groups in made.items()}
         ours = world.groups(rank, megatron=release)

@@ -8,17 +8,14 @@ import dataclasses
 import json
 import os
 import pathlib
-import random
-from collections import Counter
 
 import pytest
 from helpers import random_hangs
-from helpers.programs import FAULTS, TP, healthy, with_rank
+from helpers.programs import FAULTS, healthy, with_rank
 from helpers.random_hangs import KINDS, judged, named
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.program_text import parse
-from megatron_prism.core.world import World
 from megatron_prism.graph import stall as quiescence
 from megatron_prism.graph import world_graph
 from megatron_prism.hang import analyze as hang
@@ -80,37 +77,11 @@ def test_with_less_recorded_nobody_innocent_is_named(kind, tmp_path):
     assert any("TORCH_INCLUDE_ONLY_ACTIVE=0" in line for line in found.missing)
 
 
-@pytest.mark.parametrize("world", random_hangs.WORLDS[:4], ids=str)
-@pytest.mark.parametrize("active", [False, True])
-def test_a_healthy_world_is_clean(world, active, tmp_path):
-    finished, found = judged(tmp_path / "d", healthy(world), active_only=active)
-    assert finished
-    assert (found.verdict, found.culprits, found.exit_code) == ("healthy", (), 0)
-
-
-def test_the_odd_one_does_not_depend_on_who_was_read_first(tmp_path):
-    """fr_trace takes the first file for the truth and names seven innocent ranks here."""
-    world = World(8, tp=8)
-    for rank in (0, 3, 7):
-        change = random_hangs.replaced(TP, "all_reduce", 0, num_in=32, num_out=32)
-        programs = random_hangs.edited(healthy(world), rank, change)
-        _, found = judged(tmp_path / str(rank), programs, active_only=True)
-        assert named(found) == {rank}
-        assert "8 others" not in found.evidence[0]
-        assert (found.op, found.seq, found.group) == ("all_reduce", 1, TP)
-
-
 def test_two_hosts_that_stop_at_different_calls_are_late_in_a_job_that_runs(tmp_path):
     """Two that stop at the same call have one reason: "two at once" of the labelled cases."""
     faults = {5: quiescence.RankFault(host=6), 10: quiescence.RankFault(host=3)}
     _, found = judged(tmp_path / "d", healthy(WORLD), faults, active_only=True, stacks=False)
     assert (named(found), found.candidates) == (set(), (5, 10))
-
-
-def test_a_ring_over_two_groups_from_dumps(tmp_path):
-    """fr_trace prints nothing here: no group by itself is wrong."""
-    _, found = judged(tmp_path / "d", parse(RING), active_only=True)
-    assert (found.verdict, named(found)) == ("order", {3})
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="PRISM_FR_TRACES names no folder")
@@ -222,29 +193,7 @@ def test_bad_usage_ends_with_2(words, says, tmp_path, capsys):
     assert "fix:" in said
 
 
-# -- the score ------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_score_of_100_single_faults(capsys):
-    """A fault that lets the job finish must be called healthy; it counts as exact then."""
-    hows = {"timing": {"timing": True}, "active only": {"active_only": True, "stacks": False}}
-    exact, innocent = Counter(), Counter()
-    for seed in range(100):
-        rng = random.Random(seed)
-        kind, world = rng.choice(list(KINDS)), rng.choice(random_hangs.WORLDS)
-        programs, faults, culprits = random_hangs.draw(kind, world, seed)
-        state = quiescence.run_until_stalled(programs, faults)
-        for name, how in hows.items():
-            found = hang.diagnose_dumps(random_hangs.dumps_of(state, **how))
-            healthy = state.finished and found.verdict == "healthy"
-            exact[name] += named(found) == culprits or healthy
-            innocent[name] += bool(named(found) - culprits)
-    with capsys.disabled():
-        print(f"\nexact culprit set of 100: {dict(exact)}, an innocent named: {dict(innocent)}")
-    assert exact["timing"] >= 98
-    assert exact["active only"] >= 50
-    assert innocent == {"timing": 0, "active only": 0}
-
-
+# -- standstills ----------------------------------------------------------------------------------
 def test_nothing_of_a_batch_is_launched_before_all_of_it():
     """A rank whose host or device stops between two calls of a coalesced one has made neither."""
     from megatron_prism.core.program_text import parse

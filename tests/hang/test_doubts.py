@@ -158,23 +158,6 @@ def four_pairs():
             for r in range(8)}  # fmt: skip
 
 
-@pytest.mark.parametrize("history", [True, False], ids=["history", "outstanding"])
-def test_where_a_call_has_everybody_and_nobody_leaves_it_no_order_is_to_blame(history):
-    """Ranks 6 and 7, which had rightly made more calls than their siblings, were certain."""
-    dumps = four_pairs()
-    for rank, dump in dumps.items():
-        dump.call("dp", done=True)
-        dump.call("tp", count=6 if rank > 5 else 4, done=True)
-        dump.call("tp" if rank > 5 else "dp")  # a kernel of 6 or 7 does not end
-        if not history:
-            dump.entries = [e for e in dump.entries if not e["retired"]]
-    named, found = verdict(dumps)
-    assert named == set()
-    assert found.verdict == "undetermined"
-    said_so = "every member (of ranks 6,7) entered the call and none left it"
-    assert said_so in str(found.evidence)
-
-
 @pytest.mark.parametrize("varying", [False, True], ids=["", "any sizes"])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_siblings_vote_only_where_their_calls_before_it_are_alike(shifted, varying):

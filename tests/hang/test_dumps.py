@@ -38,16 +38,16 @@ class Evil:
         return self.call
 
 
-def written(folder, prefix="_dump_", version="2.10", as_json=False, **how):
+def written(folder, version="2.10", as_json=False, **how):
     """Dumps as other releases and settings leave them."""
     folder = export.write(STATE, folder / "d", **how)
     for path in folder.iterdir():
         value = pickle.loads(path.read_bytes()) | {"version": version}
-        path.unlink()
         if as_json:
-            (folder / f"{prefix}{path.name[6:]}.json").write_text(json.dumps(value))
+            path.unlink()
+            (folder / f"{path.name}.json").write_text(json.dumps(value))
         else:
-            (folder / f"{prefix}{path.name[6:]}").write_bytes(pickle.dumps(value, protocol=2))
+            path.write_bytes(pickle.dumps(value, protocol=2))
     return folder
 
 
@@ -59,10 +59,29 @@ def test_every_version_says_the_same(version, as_json, tmp_path):
     assert named(hang.diagnose_dumps(found)) == {5}
 
 
-@pytest.mark.parametrize("prefix", ["_dump_", "nccl_trace_rank_", "comm_lib_trace_rank_", "h1-"])
-def test_file_names_end_in_the_rank(prefix, tmp_path):
-    folder = written(tmp_path, prefix=prefix)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "comm_lib_trace_rank_{}",
+        "h1-{}",
+        "nccl_trace_rank_{}_20260817",
+        "rank{}_host7.pkl",
+        "rank_{}.host-1",
+        "local_rank_1_rank-{}",
+        "node_rank_2_dump_{}",
+        "pp_rank0_dump_{}",
+        "rank_{}_tp_rank_0",
+        "rank{}_hostA.pkl",
+        "nccl_trace_rank_{}_worker-a",
+        "myjob_rank_{}_20260817",
+    ],
+)
+def test_the_rank_ends_a_file_s_name_or_stands_behind_its_word(name, tmp_path):
+    folder = written(tmp_path)
+    for path in [*folder.iterdir()]:
+        path.rename(folder / name.format(path.name.removeprefix("_dump_")))
     (folder / "fault_injection.log").write_text("no dump")
+    (folder / ".nfs0001").write_bytes(b"")  # NFS leaves it where an open file was removed
     assert sorted(read_in_process(folder).dumps) == list(range(16))
 
 
@@ -145,13 +164,6 @@ def test_dumps_are_written_all_or_none(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         written(tmp_path)
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-
-
-def test_hidden_files_are_nobodys(tmp_path):
-    """NFS leaves .nfs0003 where somebody removed an open file."""
-    folder = written(tmp_path)
-    (folder / ".nfs0001").write_bytes(b"")
-    assert sorted(read_in_process(folder).dumps) == list(range(16))
 
 
 def test_force_replaces_dumps_and_nothing_else(tmp_path, monkeypatch):

@@ -15,23 +15,6 @@ def pairs(count=8):
             for r in range(count)}  # fmt: skip
 
 
-def test_a_call_that_differs_comes_before_a_dump_that_was_lost():
-    """Ranks 0 and 1 call otherwise: the job hangs also where 7 only lost its file."""
-    dumps = pairs()
-    for rank, dump in dumps.items():
-        dump.call("tp", done=True)
-        if rank < 2:
-            dump.call("tp", "all_gather" if rank else "all_reduce")
-        else:
-            dump.call(*(("tp", "broadcast") if rank == 6 else ("dp",)))
-    del dumps[7]
-    named, found = verdict(dumps)
-    assert (named, found.verdict, found.exit_code) == (set(), "mismatch", 3)
-    (line,) = said(found, "no majority decides")
-    assert "#2 of TENSOR_MODEL_PARALLEL_GROUP: rank 0 calls all_reduce 8 Float" in line
-    assert "rank 1 calls all_gather 8 Float" in line
-
-
 def test_what_names_the_culprit_is_said_once():
     dumps = pairs()
     for rank, dump in dumps.items():

@@ -47,12 +47,14 @@ def test_who_did_not_come_to_a_call_outside_nccl(tmp_path):
     """Rank 0's own log says that it waits for rank 1, which went on without the save."""
     found = judged(tmp_path, CAUGHT + GLOO)
     assert [(c.rank, c.kind) for c in found.culprits] == [(1, "skipped call")]
+    assert "next:" not in str(found)
     assert "gather of get_parameter_state" in found.culprits[0].why
 
 
 def test_of_several_who_may_not_have_come_none_is_named(tmp_path):
     found = judged(tmp_path, "using world size: 4, data-parallel size: 4\n" + CAUGHT + GLOO)
     assert (found.culprits, found.candidates) == ((), (1, 2, 3))
+    assert str(found).splitlines()[-1].startswith("next: the log of ranks 1-3, or its stack")
 
 
 @pytest.mark.parametrize(
@@ -98,14 +100,6 @@ def planted(kind, seed):
     return world, dict(export.dumps_of(state, active_only=True, stacks=False)), culprits
 
 
-@pytest.mark.parametrize("kind", ["host_stuck", "shape", "message_shape", "killed", "extra"])
-def test_logs_alone_name_who_dumps_name(kind, tmp_path):
-    world, values, culprits = planted(kind, 3)
-    killed = culprits if kind == "killed" else ()
-    found = judged(tmp_path, rendered_logs.text(values, world, killed))
-    assert named(found) == culprits, found
-
-
 @pytest.mark.parametrize("kind", list(random_hangs.KINDS))
 def test_logs_alone_name_nobody_innocent(kind, tmp_path):
     for seed in range(4):
@@ -148,13 +142,6 @@ def test_a_dump_says_more_than_the_log_of_its_rank():
     world, values, culprits = planted("operation", 3)
     dumps = DumpSet({rank: of_value(value, rank) for rank, value in values.items()})
     assert together(dumps, []) is dumps
-
-
-def test_a_verdict_that_names_nobody_ends_with_what_would_decide_it(tmp_path):
-    found = judged(tmp_path, "using world size: 4, data-parallel size: 4\n" + CAUGHT + GLOO)
-    assert str(found).splitlines()[-1].startswith("next: the log of ranks 1-3, or its stack")
-    named = judged(tmp_path, CAUGHT + GLOO)
-    assert "next:" not in str(named)
 
 
 # -- stacks, RAS and rank monitors ----------------------------------------------------------------

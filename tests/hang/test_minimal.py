@@ -75,19 +75,6 @@ def test_a_dead_rank_is_named_beside_a_call_that_differs():
     assert (found.exit_code, found.confidence) == (1, "likely")
 
 
-def test_a_lost_dump_that_may_be_a_victim_s_is_not_named_beside_a_culprit():
-    """Rank 2 is stuck; 4, whose file is lost, may wait with the others of its group for it."""
-    dumps = {r: Dump({"tp": (r // 2 * 2, r // 2 * 2 + 1), "mp": tuple(range(8))})
-             for r in range(8)}  # fmt: skip
-    for rank, dump in dumps.items():
-        dump.call("tp", done=True)
-        if rank != 2:
-            dump.call("mp")
-    del dumps[4]
-    named, found = verdict(dumps)
-    assert named == {2}, found
-
-
 @pytest.mark.parametrize("steps", [5, 6])
 def test_who_stands_between_two_iterations_may_wait_outside_nccl(steps):
     """Rank 0 gathers a checkpoint by gloo, or is stuck; inside an iteration it is stuck."""

@@ -6,8 +6,6 @@ first call is recorded, and the recorder outlives the groups of a process.
 """
 
 import copy
-import json
-import pickle
 from collections import Counter
 
 import pytest
@@ -16,7 +14,6 @@ from helpers.dump_values import Dump, verdict
 from helpers.flight_dumps import FULL, GIL, judged, said, values
 from helpers.production import ACTIVE, DP, EP, another, stands
 
-from megatron_prism.cli import main as cli
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program_text import parse
 from megatron_prism.graph import stall
@@ -199,29 +196,6 @@ def test_one_dump_of_sixteen_says_nothing_of_those_without_one(rank, how):
     named, found = judged({rank: values(GIL, how)[rank]})
     assert (named, found.verdict, found.exit_code) == (set(), "undetermined", 3)
     assert len(said(found, "waited for: ")) == 1
-
-
-# -- names of files -------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nccl_trace_rank_{r}_20260817",
-        "rank{r}_host7.pkl",
-        "rank_{r}.host-1",
-        "local_rank_1_rank-{r}",
-        "node_rank_2_dump_{r}",
-        "pp_rank0_dump_{r}",
-        "rank_{r}_tp_rank_0",
-        "rank{r}_hostA.pkl",
-        "nccl_trace_rank_{r}_worker-a",
-        "myjob_rank_{r}_20260817",
-    ],
-)
-def test_the_rank_may_stand_behind_its_word(name, tmp_path, capsys):
-    for rank, value in values(GIL, ACTIVE).items():
-        (tmp_path / name.format(r=rank)).write_bytes(pickle.dumps(value))
-    assert cli.main(["hang", "--dumps", str(tmp_path), "--json"]) == 1
-    assert [c["rank"] for c in json.loads(capsys.readouterr().out)["culprits"]] == [10]
 
 
 def test_a_batch_waits_for_all_that_is_in_it():
