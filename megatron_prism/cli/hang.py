@@ -18,12 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import Answer, check_outputs, console, steps, write_outputs
+from megatron_prism.cli.output import (
+    Answer,
+    check_outputs,
+    console,
+    print_lines,
+    steps,
+    write_outputs,
+)
 from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.messages import progress
-from megatron_prism.hang.verdict import JOB
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.script_job import Job
@@ -100,6 +106,8 @@ def hang(args: argparse.Namespace) -> Answer | int:
     elif dumps:
         found = _of_dumps(args)
         if args.job:  # the command is whole then
+            from megatron_prism.hang.verdict import JOB
+
             job = shlex.join(args.job)
             found = dataclasses.replace(found, stop=found.stop.replace(JOB, job))
     else:
@@ -112,7 +120,10 @@ def hang(args: argparse.Namespace) -> Answer | int:
         return int(found.exit_code)
     return Answer(
         lambda: found.to_json() | more,
-        lambda: print(*[f"planted: {hit}" for hit in hits], found, sep="\n"),
+        lambda: print_lines(
+            "\n".join([*(f"planted: {hit}" for hit in hits), str(found)]),
+            (found.stop, found.decides),
+        ),
         found.to_rows,
         status=int(found.exit_code),
         html=found.to_html,

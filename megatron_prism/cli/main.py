@@ -45,11 +45,11 @@ from megatron_prism.cli.replay import replay
 from megatron_prism.cli.sweep import sweep
 from megatron_prism.cli.traces import import_
 from megatron_prism.cli.verify import verify
+from megatron_prism.core.columns import folded
 from megatron_prism.core.errors import PrismError, UnitError, UsageError, did_you_mean
 from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort, progress
-from megatron_prism.report.columns import folded
 
 OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
 FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}

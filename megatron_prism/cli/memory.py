@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from megatron_prism.cli.fit import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs, exact
 from megatron_prism.cli.snapshot import snapshots
+from megatron_prism.core.columns import folded
 from megatron_prism.core.errors import UsageError, refuse
-from megatron_prism.report.columns import folded
 
 if TYPE_CHECKING:
     from megatron_prism.memory.baseline import Change, MemoryReport

@@ -12,13 +12,15 @@ import errno
 import io
 import json
 import os
+import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from megatron_prism.core.columns import folded, listed
 from megatron_prism.core.errors import PrismError, UsageError, shown
 from megatron_prism.core.files import check_not_taken, check_writable, write_whole
 from megatron_prism.core.messages import printed, progress
@@ -27,7 +29,6 @@ from megatron_prism.core.units import format_bytes, format_share
 if TYPE_CHECKING:
     from rich.console import Console
 
-_FOLDED = 24  # columns that a cell folded over several lines has at least
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
 
 
@@ -124,22 +125,17 @@ def _nobody_reads() -> None:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns without lines; only the last one may be folded over several lines.
+    """Columns without lines."""
+    print("\n".join(listed([head, *rows])))
 
-    A terminal that is too narrow for the others folds lines: half a number is another number.
-    """
-    from rich.cells import cell_len
-    from rich.table import Table
 
-    table, out = Table(box=None, pad_edge=False), console()
-    rows = [[shown(cell) for cell in row] for row in rows]
-    widths = [max(map(cell_len, column)) for column in zip(head, *rows, strict=True)]
-    out.width = max(out.width, sum(widths[:-1]) + min(widths[-1], _FOLDED) + 2 * len(widths))
-    for place, name in enumerate(head):
-        table.add_column(name, no_wrap=place < len(head) - 1, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
+def print_lines(text: str, whole: Collection[str]) -> None:
+    """Print lines of any length: a terminal gets them broken between words, but those of ``whole``,
+    which are to be pasted; anything else gets them as they are, to search."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for line in text.splitlines():
+        kept = len(line) <= width or not width or any(one and one in line for one in whole)
+        print(*([line] if kept else folded(line, 4, width)), sep="\n")
 
 
 def print_json(value: object) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.cli import what_ifs
 from megatron_prism.cli.output import Answer, console, print_table, steps
+from megatron_prism.core.columns import folded
 from megatron_prism.core.units import format_change, format_ns
-from megatron_prism.report.columns import folded
 
 if TYPE_CHECKING:
     from megatron_prism.predict import Prediction

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.cli.output import Answer, exact, print_table
 from megatron_prism.core import units
+from megatron_prism.core.columns import folded
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -106,6 +107,10 @@ def explain(path: str, top: int) -> Answer:
     )
 
 
+def _say(text: str) -> None:
+    print(*folded(text, 4), sep="\n")
+
+
 def _print_ranks(
     every: Mapping[str, Snapshot], tops: Mapping[str, Peak], differ: Sequence[HeldMemory]
 ) -> None:
@@ -113,32 +118,32 @@ def _print_ranks(
              "out of memory" if every[name].failed else "")
             for name, top in tops.items()]  # fmt: skip
     print_table(("snapshot", "peak", "in", "reserved at the end", ""), rows)
-    print("the largest peak has more than the smallest:" if differ else "all peaks are alike")
+    _say("the largest peak has more than the smallest:" if differ else "all peaks are alike")
     _print_holdings(differ)
 
 
 def _print_snapshot(name: str, taken: Snapshot, peak: Peak) -> None:
     since = "its first request" if taken.whole else "later"
     last = taken.iterations[-1]
-    print(f"{name}: {f'iterations 1 to {last}' if last else 'no iteration'}, history since {since}")
+    _say(f"{name}: {f'iterations 1 to {last}' if last else 'no iteration'}, history since {since}")
     if taken.failed is not None:
         _print_failed(taken)
     when = f" in iteration {taken.iterations[peak.index]}, {peak.op.label}, {peak.site}"
-    print(f"peak {exact(peak.num_bytes)}{when if last else ''}")
-    print("  " + ", ".join(f"{k} {units.format_bytes(v)}" for k, v in peak.by_kind.items() if v))
+    _say(f"peak {exact(peak.num_bytes)}{when if last else ''}")
+    _say("  " + ", ".join(f"{k} {units.format_bytes(v)}" for k, v in peak.by_kind.items() if v))
     most = taken.peak_reserved
     if most is not None:
         same = "the same" if most == taken.modelled else f"{exact(taken.modelled)} of its requests"
         rules = f": the allocator's rules say {same}" if taken.whole else ""
-        print(f"reserved {exact(most)} at most{rules}")
+        _say(f"reserved {exact(most)} at most{rules}")
         if taken.unknown:
-            print(f"  {taken.unknown}")
+            _say(f"  {taken.unknown}")
         for whose, sizes in zip(("the process", "the rules"), taken.segments, strict=True):
             if sizes:
                 listed = ", ".join(map(units.format_bytes, sizes[:_SHOWN]))
                 count = units.counted(len(sizes), "segment")
-                print(f"  {count} at the end of {whose} alone: {listed}")
-    print(f"  at the end {exact(taken.reserved)}, {_free(taken)}")
+                _say(f"  {count} at the end of {whose} alone: {listed}")
+    _say(f"  at the end {exact(taken.reserved)}, {_free(taken)}")
 
 
 def _figures(taken: Snapshot, peak: Peak) -> dict[str, object]:
@@ -159,22 +164,22 @@ def _free(taken: Snapshot) -> str:
 def _print_failed(taken: Snapshot) -> None:
     failed = taken.failed
     assert failed is not None
-    print(f"out of memory in iteration {failed.iteration}, {failed.label} {failed.site}: "
+    _say(f"out of memory in iteration {failed.iteration}, {failed.label} {failed.site}: "
           f"{failed.size:,} B do not fit")  # fmt: skip
-    print(f"  {units.format_bytes(taken.reserved)} reserved, {_free(taken)}; the device has "
+    _say(f"  {units.format_bytes(taken.reserved)} reserved, {_free(taken)}; the device has "
           f"{units.format_bytes(failed.device_free)} left")  # fmt: skip
     if taken.fits_expandable():
-        print("  fragmentation: the same requests fit with "
+        _say("  fragmentation: the same requests fit with "
               "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")  # fmt: skip
     else:
-        print("  size: the same requests do not fit with expandable segments either")
+        _say("  size: the same requests do not fit with expandable segments either")
     if failed.iteration == 1:
-        print("  the optimizer's states do not exist yet: later iterations need more")
+        _say("  the optimizer's states do not exist yet: later iterations need more")
 
 
 def _print_holdings(holdings: Sequence[HeldMemory]) -> None:
     rows = [(f"{h.num_bytes:,}", str(h.count), h.kind, h.site, h.module) for h in holdings]
-    print_table(("  bytes", "tensors", "kind", "site", "module"), rows)
+    print_table(("bytes", "tensors", "kind", "site", "module"), rows)
 
 
 def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
@@ -205,7 +210,7 @@ def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
         _print_holdings(peaks.holdings_at(found[0].program, found[0].event)[: args.top])
         if tried is not None:
             size = f"the {units.format_bytes(tried.limit)} of segments that the process could have"
-            print(f"a later iteration {'fits' if tried.fits else 'does not fit'} into {size}")
+            _say(f"a later iteration {'fits' if tried.fits else 'does not fit'} into {size}")
             print("\n".join(changes_of(tried)))
 
     return Answer(lambda: value, page, lambda: rows)
@@ -216,14 +221,14 @@ def _print_request(said: Said, found: Sequence[Candidate]) -> None:
     when = "the first iteration: Adam's states do not exist yet" if best.first else "any iteration"
     several = len({one.program.rank for one in found}) > 1
     whose = f"rank {best.program.rank}: " if several else ""
-    print(f"{whose}{best.num_bytes:,} B in {best.op.label} {best.op.name} {best.site}")
+    _say(f"{whose}{best.num_bytes:,} B in {best.op.label} {best.op.name} {best.site}")
     real = f", the error says {units.format_bytes(said.allocated)}" if said.allocated else ""
-    print(f"  {when}; {exact(best.allocated)} allocated in the slices then{real}")
+    _say(f"  {when}; {exact(best.allocated)} allocated in the slices then{real}")
     if said.unused is not None:
         enough = said.unused + (said.device_free or 0) >= said.asked
         kind = "fragmentation" if enough and said.unused >= said.asked // 4 else "size"
-        print(f"  {kind}: {units.format_bytes(said.unused)} are reserved and not in use")
+        _say(f"  {kind}: {units.format_bytes(said.unused)} are reserved and not in use")
     others = {(one.op.label, one.site) for one in found[1:]} - {(best.op.label, best.site)}
     if others:
         listed = ", ".join(f"{label} {site}" for label, site in sorted(others)[:4])
-        print(f"  requests of the same size: {listed}")
+        _say(f"  requests of the same size: {listed}")

@@ -12,6 +12,7 @@ job_settings.py             what tells one job from another
 megatron_source.py          releases of megatron-core: tested, installed, what its source defines
 foreign.py                  every file that somebody else may have written is read here
 files.py                    files and folders of results that appear whole or not at all
+columns.py                  lines and tables of 80 columns
 bare_engine.py              Transformer Engine without its library, out of sight
 process_changes.py          changes of a process that can be undone
 errors.py  messages.py  units.py  errors with a fix; lines of progress; durations, sizes, rates

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -14,31 +15,37 @@ from collections.abc import Callable, Iterator
 
 from megatron_prism.core.errors import shown
 
-EVERY_S = 1.5  # seconds without output until a line says what is being done
+EVERY_S = 1.5  # seconds without output until a line, or a dot more, says that work goes on
+LINE_S = 20.0  # seconds until a new line says how far it is, if only numbers have changed
 SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
 _doing = list[tuple[Callable[[], str], Callable[[str], object]]]()
 _last = 0.0  # when something was printed, s
+_open: Callable[[str], object] | None = None  # what has written the line that is not ended yet
 
 
 def printed() -> None:
-    """Tell that the user has just been shown something."""
-    global _last
-    _last = time.monotonic()
+    """Tell that the user is shown something now; ends a line of dots."""
+    global _last, _open
+    _last, write, _open = time.monotonic(), _open, None
+    if write is not None:
+        write("\n")
 
 
-def _print(line: str) -> None:
+def _print(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-        print(line, file=sys.stderr, flush=True)
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress(what: Callable[[], str], write: Callable[[str], object] = _print) -> Iterator[None]:
-    """Inside, a line says ``what`` whenever nothing was printed for ``EVERY_S`` seconds.
+    """Inside, a line says ``what`` where nothing was printed for ``EVERY_S`` seconds.
+
+    It grows by a dot each time, for ``LINE_S`` seconds or until more than its numbers changes.
 
     Args:
         what: returns the text, in a thread; of several the innermost is asked, and an empty text
             is not written.
-        write: takes the line.
+        write: takes what to write, and ends no line by itself.
     """
     ended = threading.Event()
     _doing.append((what, write))
@@ -50,17 +57,30 @@ def progress(what: Callable[[], str], write: Callable[[str], object] = _print) -
     finally:
         ended.set()
         _doing.pop()
+        if _open is not None:
+            printed()
 
 
 def _beat(ended: threading.Event) -> None:
+    global _last, _open
     start = time.monotonic()
-    while not ended.wait(_last + EVERY_S - time.monotonic()):
-        if time.monotonic() < _last + EVERY_S:
+    said, since = "", start
+    while not ended.wait(_last + EVERY_S - (now := time.monotonic())):
+        if now < _last + EVERY_S:
             continue
-        printed()
         for what, write in _doing[-1:]:
-            if text := what():
-                write(f"prism: … {text}, {time.monotonic() - start:.0f} s")
+            text = what()
+            words = re.sub(r"\d+", "", text)
+            if _open is not None and words == said and now < since + LINE_S:
+                _open = None
+                write(".")
+            else:
+                printed()
+                said, since = words, now
+                if text:
+                    write(f"prism: … {text}, {now - start:.0f} s")
+            _open = write if text else None
+        _last = time.monotonic()
 
 
 def last_resort(error: BaseException, doing: str) -> int:

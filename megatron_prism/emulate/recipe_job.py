@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_prism.core import job_settings
 from megatron_prism.core import recipe as recipes
+from megatron_prism.core.columns import columns
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import artefact_folder, write_json
+from megatron_prism.core.groups import short_name
 from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
 from megatron_prism.core.recipe import Recipe
@@ -71,9 +71,8 @@ def body(
 
 
 def _stages(recipe: Recipe, summaries: Sequence[Json], console: Console) -> None:
-    columns = ("stage", "layers by chunk", ">rank", ">parameters", ">live peak", "peak in",
-               ">sends", ">receives", ">s / iteration here")  # fmt: skip
-    rows = []
+    rows = [["stage", "layers by chunk", "peak in", "rank", "parameters", "live peak", "sends",
+             "receives", "s / iteration here"]]  # fmt: skip
     for summary in summaries:
         peak = max(summary["memory"]["peaks"], key=lambda p: p["bytes"], default=None)
         where = ", ".join(f"{k} {v}" for k, v in peak["at"].items()) if peak else "unknown"
@@ -81,19 +80,19 @@ def _stages(recipe: Recipe, summaries: Sequence[Json], console: Console) -> None
         for row in summary["communication"]:
             calls[row["op"]] += row["calls"]
         rows.append(
-            (
+            [
                 str(summary["stage"]),
                 "+".join(str(n) for n in summary["layers"]),
+                where,
                 f"{summary['rank']:,}",
                 f"{summary['parameters']:,}",
                 format_bytes(peak["bytes"]) if peak else "unknown",
-                where,
                 f"{calls['send']:,}",
                 f"{calls['recv']:,}",
                 f"{summary['iteration_s'][-1]:.2f}",
-            )
+            ]
         )
-    _print("Per stage, one iteration", columns, rows, console)
+    console.print("\n".join(["", "per stage, one iteration", *columns(rows, left=3)]))
 
 
 def _communication(summaries: Sequence[Json], console: Console) -> None:
@@ -104,29 +103,15 @@ def _communication(summaries: Sequence[Json], console: Console) -> None:
             key = (row["group"], row["group_size"], row["op"], row["calls"], row["bytes"])
             stages.setdefault(key, []).append(str(summary["stage"]))
     everyone = len(summaries)
-    rows = [
-        (group, f"{size:,}", op, f"{calls:,}", format_bytes(num_bytes),
-         "all" if len(there) == everyone and everyone > 1 else ", ".join(there))
+    rows = [["group", "collective", "stages", "ranks", "calls", "message bytes"]] + [
+        [short_name(group), op, "all" if len(there) == everyone > 1 else ",".join(there),
+         f"{size:,}", f"{calls:,}", format_bytes(num_bytes)]
         for (group, size, op, calls, num_bytes), there in sorted(
             stages.items(), key=lambda item: (-item[0][4], item[0][0], item[0][2], item[1])
         )
     ]  # fmt: skip
-    columns = ("group", ">ranks", "collective", ">calls", ">message bytes", "stages")
-    _print("Communication of one rank, one iteration", columns, rows, console)
-
-
-def _print(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
-) -> None:
-    """A table; ``>`` begins a column of numbers.  On a narrow terminal cells fold: a number that is
-    cut says something else."""
-    table = Table(title=title)
-    for name in columns:
-        justify: Literal["left", "right"] = "right" if name[0] == ">" else "left"
-        table.add_column(name.lstrip(">"), justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    head = "communication of one rank, one iteration"
+    console.print("\n".join(["", head, *columns(rows, left=3), ""]))
 
 
 SCRIPT = "megatron_prism.emulate.recipe_script"

@@ -3,7 +3,6 @@
     metrics.py       the numbers that all renderers print, as one value
     page.py          the shell of every page: page.html, page.css, page.js, terms.js, charts.js
     words.py         ops, kernels and steps in words
-    columns.py       lines and tables of 80 columns
     replay.py        a timeline as text; one, or two side by side, as a page
     fit.py           whether a job fits, and peaks of memory, as text
     memory.py        memory of slices or of a real snapshot as a page

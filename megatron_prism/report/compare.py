@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_prism.core import job_settings
+from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.groups import with_short_names
 from megatron_prism.core.units import format_bytes, format_ns, format_share
 from megatron_prism.report import replay
-from megatron_prism.report.columns import columns, folded
 from megatron_prism.report.fit import KINDS, PARTS, module_of
 
 if TYPE_CHECKING:

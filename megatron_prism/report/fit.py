@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
 from megatron_prism.memory.baseline import beside_tensors, needed
 from megatron_prism.report import words
-from megatron_prism.report.columns import columns, folded
 
 if TYPE_CHECKING:
     from megatron_prism.ask.fit import Fit, TriedChange

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from megatron_prism.core import job_settings
+from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.gpu_state import GPU_CLOCK, states_of
 from megatron_prism.core.groups import short_name
 from megatron_prism.core.ops import PHASE_NAMES, label
@@ -21,7 +22,6 @@ from megatron_prism.replay.costs.host import MODELLED
 from megatron_prism.replay.interval import Uncertainty
 from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.report import words
-from megatron_prism.report.columns import columns, folded
 from megatron_prism.report.memory import largest, timeline_memory
 from megatron_prism.report.metrics import Metrics, PathPart, Value, sources_of, timeline_metrics
 from megatron_prism.report.page import Data, render_page

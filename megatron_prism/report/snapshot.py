@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_prism.core.columns import columns, folded
 from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotGrowth
-from megatron_prism.report.columns import columns, folded
 from megatron_prism.report.fit import KINDS
 from megatron_prism.report.page import render_page
 
@@ -101,6 +101,6 @@ def _first(found: SnapshotComparison) -> list[str]:
         shown: dict[tuple[int, str], int] = {}
         for one in requests:
             shown[one.num_bytes, one.site] = shown.get((one.num_bytes, one.site), 0) + 1
-        lines += (f"  only {what} {size:,} B x {count}  {site or 'no Python frame'}"
-                  for (size, site), count in list(shown.items())[:4])  # fmt: skip
+        for (size, site), count in list(shown.items())[:4]:
+            lines += folded(f"  only {what} {size:,} B x {count}  {site or 'no Python frame'}", 6)
     return lines

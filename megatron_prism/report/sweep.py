@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from megatron_prism.core import job_settings
+from megatron_prism.core.columns import columns
 from megatron_prism.core.units import counted, format_bytes, format_share
 from megatron_prism.replay.timeline import mean_parts
-from megatron_prism.report.columns import columns
 from megatron_prism.report.page import Data, render_page
 from megatron_prism.sweep.space import text as axis_text
 from megatron_prism.sweep.sweep import Row, Sweep, front

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_prism.core import units
-from megatron_prism.report.columns import columns
+from megatron_prism.core.columns import columns
 from megatron_prism.report.replay import render_html
 
 if TYPE_CHECKING:

@@ -7,17 +7,28 @@ from megatron_prism.core import messages
 
 def test_silence_alone_is_broken_by_the_innermost_text(monkeypatch):
     monkeypatch.setattr(messages, "EVERY_S", 0.05)
-    lines = []
-    with messages.progress(lambda: "outside", lines.append):
-        with messages.progress(lambda: "inside", lines.append):
-            _until(lambda: len(lines) == 2)
-        with messages.progress(lambda: "", lines.append):
+    said = []
+    with messages.progress(lambda: "outside", said.append):
+        with messages.progress(lambda: "inside", said.append):
+            _until(lambda: len(said) == 2)
+        with messages.progress(lambda: "", said.append):
             time.sleep(0.15)
-        _until(lambda: len(lines) == 3)
+        _until(lambda: len(said) == 4)
         for _ in range(20):
             messages.printed()
             time.sleep(0.01)
-    assert lines == ["prism: … inside, 0 s"] * 2 + ["prism: … outside, 0 s"]
+    assert said == ["prism: … inside, 0 s", ".", "\n", "prism: … outside, 0 s", "\n"]
+
+
+def test_a_line_grows_until_more_than_numbers_changes(monkeypatch):
+    monkeypatch.setattr(messages, "EVERY_S", 0.02)
+    said, texts = [], ["step 1 of 9", "step 2 of 9", "writing 3"]
+    with messages.progress(lambda: texts.pop(0) if len(texts) > 1 else texts[0], said.append):
+        _until(lambda: len(said) == 5)
+        monkeypatch.setattr(messages, "LINE_S", 0)
+        _until(lambda: len(said) >= 7)
+    assert said[:5] == ["prism: … step 1 of 9, 0 s", ".", "\n", "prism: … writing 3, 0 s", "."]
+    assert said[-3:] == ["\n", "prism: … writing 3, 0 s", "\n"]
 
 
 def _until(reached):

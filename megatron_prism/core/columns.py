@@ -11,16 +11,28 @@ GAP = "  "
 _UNIT = r"(?:%|[KMGTP]?i?B|[num]?s|[TG]FLOP/s)(?!\w)"
 
 
-def folded(line: str, indent: int = 2) -> list[str]:
+def folded(line: str, indent: int = 2, width: int = WIDTH) -> list[str]:
     """``line`` on as many lines as it needs, the later ones moved in; words, and numbers with their
     units, stay whole."""
     begin = line[: len(line) - len(line.lstrip())]
     text = re.sub(rf"(\d) (?={_UNIT})", "\\1\u00a0", line.lstrip())
     lines = textwrap.wrap(
-        text, WIDTH, initial_indent=begin, subsequent_indent=" " * indent,
+        text, width, initial_indent=begin, subsequent_indent=" " * indent,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
     return [one.replace("\u00a0", " ") for one in lines]
+
+
+def listed(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns to the left, of which the last may be folded; where it is too wide, below them."""
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    indent = sum(widths) + len(GAP) * len(widths)
+    lines: list[str] = []
+    for *cells, last in rows:
+        begin = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        room = indent + max(map(len, last.split()), default=0) <= WIDTH
+        lines += folded(GAP.join([*begin, last]).rstrip(), indent if room else 6)
+    return lines
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
