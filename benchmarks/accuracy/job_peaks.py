@@ -3,10 +3,11 @@
 ``python -m benchmarks.accuracy.job_peaks RESULTS SCRIPTS [JOB …]``
 
 SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  Every job
-of ``results/RESULTS.json`` is captured alone on tier ``meta`` with the arguments of the real run:
+of ``results/RESULTS.json`` is emulated alone on tier ``meta`` with the arguments of the real run:
 
 h200_fp8_peaks     : 15 jobs, 13 of them in FP8, emulated on one GPU (four minutes of one core)
 h100_stock_peaks   : 23 configurations after Megatron-LM's examples (fifteen minutes)
+h100_graph_peaks   : 14 jobs with CUDA graphs (three minutes), reserved bytes, too
 h200_x4_real_peaks : the 24 ranks of six real 4-GPU jobs, ``CONFIG:RANK`` (eight minutes), reserved
                      and device bytes, too.  Reserved is midway between a device that keeps up with
                      its host and a host that is far ahead; both ends are printed
@@ -49,7 +50,8 @@ def jobs_of(name: str) -> dict[str, dict[str, Any]]:
               "te_version": real.get("te_version")}  # fmt: skip
     return {
         name: {**shared, **job, "arguments": f"{real['arguments']} {job['arguments']}",
-               "real": {"allocated": job["peak"]}}
+               "real": {"allocated": job["peak"]}
+               | ({"reserved": job["reserved"]} if "reserved" in job else {})}
         for name, job in real["jobs"].items()
     }  # fmt: skip
 
@@ -59,17 +61,21 @@ def figures(script: Path, job: dict[str, Any], out: Path) -> dict[str, Any]:
     was measured."""
     rank = job["rank"]
     release = ["--prism-te-version", job["te_version"]] if job.get("te_version") else []
+    capture = [] if job.get("whole_run") else ["--prism-capture", str(out / "slices")]
     words = [sys.executable, "-m", "megatron_prism", "run", "--prism-world-size", str(job["world"]),
-             "--prism-ranks", str(rank), "--prism-tier", "meta", *release, "--prism-capture",
-             str(out / "slices"), "--prism-out", str(out / "summary"), "--", str(script),
-             *job["arguments"].split(), "--train-iters", "3", "--num-workers", "0"]  # fmt: skip
+             "--prism-ranks", str(rank), "--prism-tier", "meta", *release, *capture, "--prism-out",
+             str(out / "summary"), "--", str(script), "--train-iters", "3", "--num-workers", "0",
+             *job["arguments"].split()]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
         raise SystemExit(f"{job['arguments']} failed:\n{done.stderr[-1500:]}")
     if job.get("whole_run"):
         summary = json.loads((out / "summary" / f"rank-{rank:06}.json").read_text())
-        return {"peak_allocated": summary["memory"]["allocated_peak"]}
+        memory = summary["memory"]
+        between = memory["reserved_between"]
+        return {"peak_allocated": memory["allocated_peak"], "peak_reserved": sum(between) / 2,
+                "reserved_between": between}  # fmt: skip
     programs = prism.load(out / "slices" / f"slice-{rank:06}.prism")
     (one,) = prism.peak_memory(programs).classes.values()
     return dict(one)
@@ -77,7 +83,9 @@ def figures(script: Path, job: dict[str, Any], out: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", choices=("h200_fp8_peaks", "h100_stock_peaks", REAL_JOBS))
+    parser.add_argument(
+        "results", choices=("h200_fp8_peaks", "h100_stock_peaks", "h100_graph_peaks", REAL_JOBS)
+    )
     parser.add_argument("scripts", type=Path)
     parser.add_argument("jobs", nargs="*", metavar="JOB")
     args = parser.parse_args()
@@ -91,7 +99,7 @@ def main() -> None:
             off = 100 * (here / real - 1)
             bound = job["bound"] if level == "allocated" else None
             rows.append(Row(f"{name}: {level}, off the GPU", abs(off), "%", bound))
-            print(f"{name} {level}: {here:,} B here, {real:,} B real, {off:+.4f} %", flush=True)
+            print(f"{name} {level}: {here:,.0f} B here, {real:,} B real, {off:+.4f} %", flush=True)
             if level == "reserved":
                 low, high = (100 * (end / real - 1) for end in ours["reserved_between"])
                 print(f"{name} reserved between: {low:+.1f} to {high:+.1f} %", flush=True)

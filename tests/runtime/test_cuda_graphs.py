@@ -27,6 +27,14 @@ print((live.now - before) / MIB, tuple(weak[0].shape) == (MIB,), *weak[1:])
 graph.replay()
 weak[0].detach().view(-1)
 print((live.now - before) / MIB, cuda_graphs.replays)
+torch.cuda.set_stream(torch.cuda.Stream())  # a pool's blocks stay with their stream
+rows = len(live.history)
+for pool in (graph.pool(), graph.pool(), torch.cuda.graph_pool_handle()):
+    torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+    kept = x + 1
+    torch._C._cuda_endAllocateToPool(0, pool)
+    torch.cuda.set_stream(torch.cuda.default_stream())
+print(len(set(live.history.rows(rows)[:, 2].tolist()) - {0}), torch.cuda.current_stream().stream_id)
 changes.undo()
 print(torch.cuda.CUDAGraph is not cuda_graphs.CUDAGraph)
 """
@@ -42,5 +50,6 @@ def test_a_capture_keeps_what_python_does_and_a_replay_takes_nothing():
         "True",
         "0.0 True None 3",
         "0.0 1",
+        "3 0",
         "True",
     ]

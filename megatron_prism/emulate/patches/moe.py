@@ -135,6 +135,8 @@ def _balanced_splits(
 ) -> Any:
     """Token counts steer shapes, and shapes have no data: every expert gets its even share, at the
     one point where the dispatcher copies its splits to the host."""
+    if point == self.cuda_sync_point and not self.drop_and_pad:
+        cuda.refuse_while_capturing("token counts")
     if self.drop_and_pad or point != self.cuda_dtoh_point:
         return tokens_per_expert
     if cuda.watcher is not None:  # the copy to the host that this stands in for

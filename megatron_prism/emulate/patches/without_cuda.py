@@ -22,14 +22,15 @@ from megatron_prism.runtime.devices import kernels, local_layers
 PATCHES = Patches(tiers=NO_CUDA)
 
 
-@PATCHES.patch("megatron.core.full_cuda_graph:FullCudaGraphWrapper.__init__", at=":167 @0.16.1")
 @PATCHES.patch(
-    "megatron.core.transformer.cuda_graphs:CudaGraphManager.__init__",
-    at=":1374 @0.16.1; :1769 @0.19.0",
+    "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__init__",
+    at=":167 @0.16.1",
+    tiers=("cpu",),
 )
 @PATCHES.patch(
-    "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.__init__",
-    at=":1677 @0.16.1; :2095 @0.19.0",
+    "megatron.core.transformer.cuda_graphs:CudaGraphManager.__init__",
+    "TECudaGraphHelper.__init__",
+    at=":1374, :1677 @0.16.1; :1769, :2095 @0.19.0",
     tiers=("cpu",),
 )
 def _no_graphs(module: ModuleType, context: PatchContext) -> None:
@@ -51,6 +52,30 @@ def _capture_graphs(context: PatchContext, original: Original, self: object) -> 
         raise UnsupportedError(what, fix="leave --cuda-graph-impl out, or --prism-tier cuda")
     with context.monitor.part("graph capture"):
         original(self)
+
+
+@PATCHES.instead(
+    "megatron.core.transformer.cuda_graphs:_CudaGraphRunner.create_fwd_graph",
+    "_CudaGraphRunner.create_bwd_graph",
+    at=":787, :1020 @0.16.1; :1137, :1389 @0.19.0",
+    tiers=META,
+)
+def _capture_layer(
+    context: PatchContext, original: Original, *args: object, **kwargs: object
+) -> None:
+    """--cuda-graph-impl local captures at the end of a train step; that is none of the step's."""
+    with context.monitor.part("graph capture"):
+        original(*args, **kwargs)
+
+
+@PATCHES.patch(
+    "megatron.core.transformer.cuda_graphs:_ensure_generator_state_is_cudagraph_safe",
+    at=":292 @0.16.1; :372 @0.19.0",
+    tiers=META,
+)
+def _states_stay(module: ModuleType, context: PatchContext) -> None:
+    """A graph draws from states of generators; here they are tensors, and no kernel draws."""
+    context.replace(module, lambda original, generator: generator)
 
 
 # options that the job does without here: how Megatron says that they are off, and what that means
@@ -78,10 +103,8 @@ def _leave_out(
     context: PatchContext, original: Original, args: object, *rest: object, **kwargs: object
 ) -> object:
     """Ways of running the same operations that need a device: the job runs without, and says so."""
-    impl = getattr(args, "cuda_graph_impl", "")
-    in_shapes = context.meta and not context.records and impl == "transformer_engine"
     for name, (off, meaning) in _LEFT_OUT.items():
-        if in_shapes and "cuda_graph_impl" in off:
+        if "cuda_graph_impl" in off and context.meta and not context.records:
             continue  # these are captured
         asked = [key for key, no in off.items() if getattr(args, key, no) not in (no, None)]
         for key in asked:

@@ -32,9 +32,12 @@ REFERENCE = {
 }
 
 
+_Times = Annotated[float, msgspec.Meta(gt=0, lt=1e4)]
+
+
 @dataclass(frozen=True)
 class HostIndex:
-    """How fast a host issues work.
+    """How fast a host issues work, as it is written and read.
 
     index  : times as long as the reference host; 2: half as fast
     spread : of single measurements, as a part of the index
@@ -42,10 +45,11 @@ class HostIndex:
     source : processor, versions, date
     """
 
-    index: float
-    spread: float
-    parts: Mapping[str, float]
+    index: _Times
+    spread: Annotated[float, msgspec.Meta(ge=0, lt=1e4)]
+    parts: Mapping[str, _Times]
     source: str
+    version: int = VERSION
 
     @classmethod
     def of(cls, ns: Mapping[str, float], spread: Mapping[str, float], source: str) -> HostIndex:
@@ -57,7 +61,7 @@ class HostIndex:
 
     def to_json(self) -> str:
         """What ``read_host_index`` reads."""
-        return json.dumps({"host_index": {"version": VERSION, **asdict(self)}}, indent=1) + "\n"
+        return json.dumps({"host_index": asdict(self)}, indent=1) + "\n"
 
 
 # Operators of a trace -> median ns on the reference host, the first that a trace has often enough.
@@ -86,7 +90,7 @@ def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
             if stored.version != VERSION:
                 what = f"of version {stored.version}, this release compares version {VERSION}"
                 raise ValueError(f"its host index is {what}")
-            return HostIndex(stored.index, stored.spread, stored.parts, stored.source)
+            return stored
         return _of_traces([one.traceEvents for one in read], place.name)
 
 
@@ -118,17 +122,6 @@ def _alone(events: Sequence[_Event]) -> dict[str, np.ndarray]:
     return {name: np.array(each) for name, each in took.items()}
 
 
-_Times = Annotated[float, msgspec.Meta(gt=0, lt=1e4)]
-
-
-class _Index(msgspec.Struct):
-    version: int
-    index: _Times
-    spread: Annotated[float, msgspec.Meta(ge=0, lt=1e4)]
-    parts: dict[str, _Times]
-    source: str
-
-
 class _Event(msgspec.Struct, gc=False):
     cat: str = ""
     name: str | int | None = ""
@@ -138,5 +131,5 @@ class _Event(msgspec.Struct, gc=False):
 
 
 class _File(msgspec.Struct):
-    host_index: _Index | None = None
+    host_index: HostIndex | None = None
     traceEvents: list[_Event] = []

@@ -31,6 +31,7 @@ _H200 = types.SimpleNamespace(
 
 
 watcher: Any = None  # a slicer.Recorder while a slice is captured: hears of what follows
+capturing: list[Any] = []  # CUDA graphs that are being captured
 
 
 class Stream:
@@ -74,10 +75,13 @@ class Stream:
 class Event:
     """Stands in for torch.cuda.Event; elapsed_time is 0 because these tiers keep no device time."""
 
+    captured = False  # last recorded in the capture of a CUDA graph
+
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def record(self, stream: Any = None) -> None:
         """Recorded at once."""
+        self.captured = bool(capturing)
         if watcher is not None:
             watcher.event_recorded(id(self), stream)
 
@@ -88,7 +92,8 @@ class Event:
 
     def synchronize(self) -> None:
         """Already complete."""
-        host_waits("event")
+        if self.captured or not capturing:
+            host_waits("event")
 
     def query(self) -> bool:
         return True
@@ -97,7 +102,8 @@ class Event:
         return 0.0
 
 
-_streams = [Stream()]  # the default stream, then those entered and not yet left
+# the default stream, the one that the job has set, then those entered and not yet left
+_streams = [Stream()] * 2
 
 
 _NO_MEMORY = types.SimpleNamespace(
@@ -163,10 +169,20 @@ def current_stream() -> int:
 
 def host_waits(what: str) -> None:
     """The host waits for the device: said to who listens."""
+    refuse_while_capturing(what)
     if _memory.history is not None:
         _memory.history.waited()
     if watcher is not None:
         watcher.host_waited(what)
+
+
+def refuse_while_capturing(what: str) -> None:
+    """CUDA refuses that the host waits for what is not launched, but captured."""
+    if capturing:
+        fix = (
+            "leave what waits out of --cuda-graph-modules (0.16: -scope), or --cuda-graph-impl none"
+        )
+        raise UnsupportedError(f"the host waits ({what}) while a CUDA graph is captured", fix=fix)
 
 
 def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
@@ -208,9 +224,8 @@ def replace_functions(changes: ProcessChanges, num_devices: int = 8) -> None:
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         changes.set(cuda.nvtx, name, _nothing)
     changes.set(torch.autograd.profiler, "emit_nvtx", _no_ranges)  # --profile at 0.16
-    for name, answer in {**_memory_answers(), "empty_cache": _empty_cache}.items():
+    for name, answer in _memory_answers().items():
         changes.set(cuda.memory, name, answer)
-    changes.set(cuda, "empty_cache", _empty_cache)
     changes.set(cuda.memory, "_record_memory_history", _no_history)
     # its binding insists on a real stream before any function mode is asked
     changes.set(torch.Tensor, "record_stream", _record_stream)
@@ -224,9 +239,10 @@ def _reset() -> None:
     """As after the import of this module: nobody watches, and the default stream is the first."""
     global watcher
     watcher = None
+    capturing.clear()
     set_memory_source(None)
     Stream._count = 0
-    _streams[:] = [Stream()]
+    _streams[:] = [Stream()] * 2
 
 
 _WITHOUT_EFFECT = (
@@ -256,7 +272,7 @@ def _device_answers(num_devices: int) -> dict[str, Any]:
         "StreamContext": StreamContext,
         "Stream": Stream,
         "Event": Event,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: bool(capturing),
         # --log-straggler prints them; there is no device to ask
         **dict.fromkeys(
             ("temperature", "power_draw", "utilization", "clock_rate"), lambda device=None: 0
@@ -275,6 +291,7 @@ def _memory_answers() -> dict[str, Any]:
         **dict.fromkeys(peaks, lambda device=None: _memory.peak()),
         **dict.fromkeys(resets, lambda device=None: _memory.reset_peak()),
         "memory_stats": _memory_stats,
+        "empty_cache": _empty_cache,
         "mem_get_info": lambda device=None: (total - _memory.current(), total),
     }
 

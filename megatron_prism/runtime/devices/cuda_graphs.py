@@ -1,8 +1,8 @@
 """CUDA graphs on tier ``meta``: what is captured runs once, and a replay runs nothing again.
 
-torch's and Transformer Engine's Python captures as on a GPU: static inputs, what a capture keeps,
-and what the graphs before it have freed.  To the allocator a graph's pool is a stream of its own,
-with a negative number, whose segments stay until the end.
+torch's, Megatron's and Transformer Engine's Python captures as on a GPU: static inputs, what a
+capture keeps, and what the graphs before it have freed.  To the allocator each stream of a graph's
+pool is a stream of its own, with a negative number, whose segments stay until the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megatron_prism.runtime.devices import cuda
 
 replays = 0  # so far
 _handles = itertools.count(1)
-_open: list[CUDAGraph] = []  # the graphs that are being captured
+_open: list[tuple[int, int]] = []  # pools that requests go to: the last one
+_numbers: dict[tuple[tuple[int, int], int], int] = {}  # pool, stream -> the allocator's stream
 
 
 class CUDAGraph:
@@ -30,10 +31,12 @@ class CUDAGraph:
 
     def capture_begin(self, pool: tuple[int, int] | None = None, **options: object) -> None:
         self._pool = pool or graph_pool_handle()
-        _open.append(self)
+        cuda.capturing.append(self)
+        _open.append(self._pool)
 
     def capture_end(self) -> None:
-        _open.remove(self)
+        cuda.capturing.remove(self)
+        _open.pop()
 
     def pool(self) -> tuple[int, int]:
         return self._pool
@@ -55,32 +58,34 @@ def graph_pool_handle() -> tuple[int, int]:
 
 
 def current_stream() -> int:
-    """Whose blocks a request gets: the current stream's, or those of the pool of the graph that is
-    being captured."""
-    return -_open[-1].pool()[1] if _open else cuda.current_stream()
+    """Whose blocks a request gets: the current stream's, of the pool of the graph that is being
+    captured if there is one."""
+    stream = cuda.current_stream()
+    return _numbers.setdefault((_open[-1], stream), -1 - len(_numbers)) if _open else stream
 
 
 def weak_references(tensors: Any) -> Any:
     """Tensors at the addresses of ``tensors`` (nested), which they do not keep alive."""
+
+    def weak(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
     with _disable_current_modes():
-        return tree_map_only(torch.Tensor, _weak_reference, tensors)
-
-
-def _weak_reference(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return tree_map_only(torch.Tensor, weak, tensors)
 
 
 def replace_functions(changes: ProcessChanges) -> None:
     """Put them into torch.cuda until ``changes`` are undone."""
-    answers: dict[str, Any] = {
-        "CUDAGraph": CUDAGraph,
-        "graph_pool_handle": graph_pool_handle,
-        "is_current_stream_capturing": lambda: bool(_open),
-    }
     for module in (torch.cuda, torch.cuda.graphs):
-        for name, answer in answers.items():
-            changes.set(module, name, answer)
-    changes.set(torch._C, "_graph_pool_handle", graph_pool_handle)
-    if not hasattr(torch._C, "_host_emptyCache"):
-        changes.set(torch._C, "_host_emptyCache", lambda: None)
+        changes.set(module, "CUDAGraph", CUDAGraph)
+        changes.set(module, "graph_pool_handle", graph_pool_handle)
+    bindings: dict[str, Any] = {
+        "_graph_pool_handle": graph_pool_handle,
+        "_host_emptyCache": lambda: None,
+        "_cuda_beginAllocateCurrentThreadToPool": lambda device, pool: _open.append(pool),
+        "_cuda_endAllocateToPool": lambda device, pool: _open.pop(),
+    }
+    for name, answer in bindings.items():
+        changes.set(torch._C, name, answer)
     changes.on_undo(_open.clear)
+    changes.on_undo(_numbers.clear)

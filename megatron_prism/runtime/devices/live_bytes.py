@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from megatron_prism.core.ops import BEGUN, EMPTIED, WAITED
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices import operators
+from megatron_prism.runtime.devices import cuda, operators
 from megatron_prism.runtime.devices.operators import (
     COPY_INTO_ROWS,
     IN_PLACE,
@@ -109,9 +109,9 @@ class History:
             self._beside[storage] = stream
 
 
-# What torch takes from its allocator for every cuBLAS handle that multiplies, and keeps: 32 MiB on
-# Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize, torch 2.11); one handle
-# of the main thread, one of autograd's.
+# What torch takes from its allocator for every cuBLAS handle and stream that multiply, and keeps:
+# 32 MiB on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize, torch 2.11);
+# one handle of the main thread, one of autograd's.
 WORKSPACE_BYTES = 32 << 20
 _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")
@@ -120,7 +120,7 @@ _ALLOCATE = ("aten::empty", "aten::new_empty")  # and launch nothing
 _ADD, _SUM = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
 _LONGEST = 1 << 20  # rows outside captures: 32 MiB, replayed in a few seconds
 _FRESH = ("aten::lift", "aten::lift_fresh")  # said to be views, and the first to see their storage
-workspaces: dict[bool, torch.Tensor] = {}  # is it autograd's -> the tensor
+workspaces: dict[tuple[bool, int], torch.Tensor] = {}  # is it autograd's, stream -> the tensor
 
 
 @dataclass
@@ -427,11 +427,12 @@ class LiveBytes(TorchDispatchMode):
         self._seen = min(self._running, self.high.bytes)
 
     def _handle(self) -> None:
-        """A product is asked for: its thread's cuBLAS handle takes a workspace, once."""
+        """A product is asked for: its thread's cuBLAS handle takes a workspace, once a stream."""
         autograd = torch._C._current_graph_task_id() >= 0  # a CUDA backward has its own thread
-        if autograd not in workspaces:
+        key = autograd, cuda.current_stream()
+        if key not in workspaces:
             made = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device_type)
-            workspaces[autograd] = made
+            workspaces[key] = made
             self.track(made)
 
     def _change(self, tensor: object) -> None:

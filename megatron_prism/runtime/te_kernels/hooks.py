@@ -292,7 +292,8 @@ def _graphs_keep_shapes(changes: ProcessChanges) -> None:
     """A weak reference is made of an address (pytorch/utils.py:1050 @v2.20)."""
     graph = importlib.import_module(f"{_TE}.graph")
     changes.set(graph, "_graph_pool_handle", cuda_graphs.graph_pool_handle)
-    changes.set(graph, "make_weak_ref", cuda_graphs.weak_references)
+    for module in (graph, importlib.import_module(f"{_TE}.utils")):
+        changes.set(module, "make_weak_ref", cuda_graphs.weak_references)
     changes.set(graph, "graph_safe_rng_available", lambda: False)
 
 
