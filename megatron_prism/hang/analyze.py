@@ -161,12 +161,11 @@ class _Judge:
             return self._idle()
         odds = find_mismatches(state)
         self.differ = {odd.entry.launch for odd in odds}
-        entered = [odd for odd in odds if self._all_came(odd.entry)]
-        self.split = any(not odd.ranks for odd in entered)
+        self.split = any(not odd.ranks for odd in odds)
         found: dict[int, Culprit] = {}
         self._add(found, self._ended)  # what a rank did needs no wait that leads to it
         self._add(found, self._outside)
-        self._add(found, lambda: self._odd(entered))
+        self._add(found, lambda: self._odd(odds))
         self._add(found, self._stuck)
         self._add(found, lambda: self._ordered(odds))
         self._add(found, lambda: self._odd(siblings.find_broken_rhythms(state)))
@@ -259,12 +258,6 @@ class _Judge:
         return found
 
     # -- 1: signatures ----------------------------------------------------------------------------
-    def _all_came(self, entry: Entry) -> bool:
-        state = self.state
-        return entry.pair or all(
-            r not in state.dumps or state.arrived(r, entry) for r in state.groups[entry.group].ranks
-        )
-
     def _odd(self, odds: Iterable[Mismatch]) -> list[Culprit]:
         decided = [odd for odd in odds if odd.ranks]  # the same in other groups is one fault
         same = [odd for odd in decided if odd.call == decided[0].call or odd.voted]
