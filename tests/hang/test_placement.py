@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import hang_worlds
 from helpers.programs import healthy
+from helpers.random_hangs import dumps_of
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.call_selector import NthCall
@@ -30,10 +31,17 @@ from megatron_prism.hang.fault_planting import plant
 PAIRS = ("send", "recv")
 
 
+def planted(name, fault):
+    """(the call that ``fault`` hits, the standstill, its dumps, the verdict on them)."""
+    found = plant(hang_worlds.world(name), [parse(fault)])
+    (hit,), state = found.hits, stall.run_until_stalled(found.programs, found.faults)
+    dumps = dumps_of(state)
+    return hit, state, dumps, hang.diagnose_dumps(dumps)
+
+
 def placed(name, fault, start=0, **how):
     """(state, Placed); every counter is ``start`` larger, as after other iterations."""
-    found = plant(hang_worlds.world(name), [parse(fault)])
-    state = stall.run_until_stalled(found.programs, found.faults)
+    _, state, *_ = planted(name, fault)
     values = dict(export.dumps_of(state, **how))
     for value in values.values():
         for status in value["pg_status"].values():
@@ -85,10 +93,7 @@ def test_with_outstanding_calls_only_a_place_is_exact_or_not_named():
 
 def test_a_wrong_verdict_is_not_confirmed():
     """Blame another rank: then the others do not stand where they stood."""
-    found = plant(hang_worlds.world("moe"), [parse("gil@rank=10,group=tp,nth=21")])
-    state = stall.run_until_stalled(found.programs, found.faults)
-    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
-    verdict = hang.diagnose_dumps(dumps)
+    _, _, dumps, verdict = planted("moe", "gil@rank=10,group=tp,nth=21")
     wrong = dataclasses.replace(
         verdict, culprits=(dataclasses.replace(verdict.culprits[0], rank=2),)
     )
@@ -105,7 +110,7 @@ def test_calls_that_differ_are_tried_as_the_dumps_have_them(fault):
     _, found = placed("moe", fault, timing=True)
     assert found.confirmed
     rank = int(parse(fault).select.rank)
-    (hit,) = plant(hang_worlds.world("moe"), [parse(fault)]).hits
+    hit, *_ = planted("moe", fault)
     assert found.stops[rank] in (hit.index, hit.index + 1)  # a dropped call is seen at the next
 
 
@@ -113,8 +118,7 @@ def test_calls_that_differ_are_tried_as_the_dumps_have_them(fault):
 def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
     """Counters go on from iteration to iteration, and every group made a few calls before."""
     world = hang_worlds.world("moe")
-    found = plant(world, [parse("gil@rank=10,group=tp,nth=4")])
-    state = stall.run_until_stalled(found.programs, found.faults)
+    _, state, *_ = planted("moe", "gil@rank=10,group=tp,nth=4")
     dumps = {}
     for rank, value in export.dumps_of(state):
         per = Counter(op.group for op in world.of(rank) if op.group and op.name not in PAIRS)
@@ -136,10 +140,7 @@ def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
     from megatron_prism.emulate import confirm
 
     world = hang_worlds.world("moe")
-    found = plant(world, [parse("gil@rank=10,group=tp,nth=21")])
-    state = stall.run_until_stalled(found.programs, found.faults)
-    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
-    verdict = hang.diagnose_dumps(dumps)
+    _, _, dumps, verdict = planted("moe", "gil@rank=10,group=tp,nth=21")
     where = hypotheses.confirm_verdict(dumps, verdict, world)
 
     def answer(change, error=""):
@@ -192,11 +193,8 @@ def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):
                                    "gpu_error@rank=13,group=tp,nth=4"])  # fmt: skip
 def test_the_verdict_says_how_to_stop_at_the_call_that_the_fault_hit(fault):
     programs = hang_worlds.world("moe")
-    found = plant(programs, [parse(fault)])
-    state = stall.run_until_stalled(found.programs, found.faults)
-    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
-    verdict, _ = diagnose.judged(dumps, hang.diagnose_dumps(dumps), programs)
-    (hit,) = found.hits
+    hit, _, dumps, verdict = planted("moe", fault)
+    verdict, _ = diagnose.judged(dumps, verdict, programs)
     command = r"prism run --prism-world-size \d+ --prism-ranks (\d+) --prism-break '(.*)' -- .*"
     rank, text = re.fullmatch(command, verdict.stop).groups()
     assert int(rank) == hit.rank
