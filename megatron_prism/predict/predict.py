@@ -23,7 +23,6 @@ from megatron_prism.predict.distributions import Quantile, quantile
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.predict.variability import (
     PARTS,
-    CallSpread,
     Variability,
     call_spread,
     fitted,
@@ -110,33 +109,6 @@ class Prediction:
         return rendered("report.predict:render_distribution", self, str)
 
 
-@dataclass(frozen=True)
-class Spreads:
-    """How much everything varies.
-
-    variability : of GPUs, steps, calls, the network, hosts
-    calls       : of calls that a calibration has samples of; None: as ``read_variability`` says
-    said        : how calls vary, in words
-    """
-
-    variability: Variability
-    calls: CallSpread | None
-    said: str
-
-
-def spreads_of(priced: PricedGraph, variability: VariabilityLike = None) -> Spreads:
-    """The spreads of a world: ``read_variability`` as of ``predict``, calls as its calibration has
-    samples of them."""
-    spread = _variability(variability, priced.programs)
-    calls, file = None, "" if priced.calibration is None else priced.calibration.path
-    if file:
-        calls = call_spread(priced.graph, priced.prices, priced.machine, file)
-    said = calls.source if calls is not None else "all vary as the spreads say"
-    if file and calls is None:
-        said += f" ({file} has no samples of this job's calls)"
-    return Spreads(spread, calls, said)
-
-
 def _variability(asked: VariabilityLike, programs: Programs) -> Variability:
     """What was asked for; None: what the slices say, if their iterations were timed."""
     if isinstance(asked, Variability):
@@ -182,33 +154,15 @@ def predict(
     priced = programs
     if not isinstance(priced, PricedGraph):
         priced = price(priced, machine=machine, calibration=calibration, what_if=what_if)
-    check_times(priced)
-    spreads = spreads_of(priced, variability)
-    sampler = Sampler(priced.timeline, seed, spreads.calls)
-    return _distribution(priced, sampler, spreads, samples, levels, slow_by, progress)
-
-
-def check_times(priced: PricedGraph) -> None:
-    """PrismError if no op of the world takes any time, or all of them less than they can."""
-    if not priced.prices.used():
-        path = priced.programs.path or "DIR"
-        what = f"nothing in {path} takes time, so there is nothing to predict"
-        raise PrismError(what, fix=f"prism show {path}")
-    if not (priced.what_if.slow or priced.what_if.faster):  # factors of the user's own
-        check_plausible(priced.timeline)
-
-
-def _distribution(
-    priced: PricedGraph,
-    sampler: Sampler,
-    spreads: Spreads,
-    samples: int | None,
-    levels: Sequence[float],
-    slow_by: float,
-    progress: Progress | None,
-) -> Prediction:
-    """The distribution itself, and its one-at-a-time changes."""
-    spread = spreads.variability
+    _check_times(priced)
+    spread = _variability(variability, priced.programs)
+    calls, file = None, "" if priced.calibration is None else priced.calibration.path
+    if file:
+        calls = call_spread(priced.graph, priced.prices, priced.machine, file)
+    said = calls.source if calls is not None else "all vary as the spreads say"
+    if file and calls is None:
+        said += f" ({file} has no samples of this job's calls)"
+    sampler = Sampler(priced.timeline, seed, calls)
     affordable = int(min(_DRAWS, _NODES / max(1, len(sampler.paths.lasts))))  # replicas
     count = samples or min(_MOST, max(_LEAST, affordable // sampler.replicas))
     if count < FEWEST:
@@ -251,7 +205,7 @@ def _distribution(
         slow_from=p95(each[:tried].max(axis=1)),
         slow_by=slow_by,
         source=f"{spread.name}: {spread.source}",
-        calls=spreads.said,
+        calls=said,
         durations=priced.prices.used(),
         world=job_settings.title(priced.programs.source, priced.graph.programs.world),
         graph=str(priced.graph),
@@ -259,6 +213,16 @@ def _distribution(
         variability=spread,
         draws=times,
     )
+
+
+def _check_times(priced: PricedGraph) -> None:
+    """PrismError if no op of the world takes any time, or all of them less than they can."""
+    if not priced.prices.used():
+        path = priced.programs.path or "DIR"
+        what = f"nothing in {path} takes time, so there is nothing to predict"
+        raise PrismError(what, fix=f"prism show {path}")
+    if not (priced.what_if.slow or priced.what_if.faster):  # factors of the user's own
+        check_plausible(priced.timeline)
 
 
 def _busiest(sampler: Sampler) -> list[int]:

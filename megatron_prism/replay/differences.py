@@ -11,8 +11,11 @@ and calls.  A job's own interval stays what ``interval`` says of it.
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,22 +32,26 @@ _DEVIATIONS = 1.959964
 
 @dataclass(frozen=True)
 class UncertainTime:
-    """An iteration in ns, and how much shorter and longer each source may make it."""
+    """An iteration in ns, and how much shorter and longer each source may make it.
+
+    of : what the time of a source goes to, by number (``interval.Uncertainty``)
+    """
 
     ns: float
     sources: Mapping[str, tuple[float, float]]
+    of: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     def scaled(self, by: float) -> UncertainTime:
         """Of what is proportional to the iteration: money, time a token."""
         ends = {what: (low * by, high * by) for what, (low, high) in self.sources.items()}
-        return UncertainTime(self.ns * by, ends)
+        return UncertainTime(self.ns * by, ends, self.of)
 
 
 @dataclass(frozen=True)
 class Standing:
     """A job among others, in the order of their iterations.
 
-    group     : 1 + how many groups are surely faster than its own
+    group     : from 1; no two jobs of one surely differ
     slower_ns : than the fastest, with the ends of its interval
     best      : chance to be the fastest of all
     """
@@ -61,36 +68,48 @@ def estimate(timeline: Timeline) -> UncertainTime:
     return of_sources(timeline.iteration_ns, (vars(one) for one in interval(timeline).sources))
 
 
-def of_sources(ns: float, sources: Iterable[Mapping[str, object]]) -> UncertainTime:
-    """Of what ``prism replay --json`` says: ``what``, ``low_ns`` and ``high_ns`` of each source."""
-    ends = {str(one["what"]): (float(str(one["low_ns"])), float(str(one["high_ns"])))
-            for one in sources}  # fmt: skip
-    return UncertainTime(ns, ends)
+def of_sources(ns: float, sources: Iterable[Mapping[str, Any]]) -> UncertainTime:
+    """Of the fields of ``interval.Uncertainty``, also as JSON has them."""
+    ends, of = {}, {}
+    for one in sources:
+        ends[one["what"]] = float(one["low_ns"]), float(one["high_ns"])
+        if one.get("of"):
+            of[one["what"]] = {int(part): took for part, took in one["of"].items()}
+    return UncertainTime(ns, ends, of)
 
 
 def drawn(estimates: Sequence[UncertainTime], draws: int = _DRAWS, own: float = OWN) -> np.ndarray:
     """float64 [draws, jobs] ns: in each draw the unknowns are the same for all jobs, but for the
-    part ``own`` of each."""
-    whats = sorted({what for one in estimates for what in one.sources})
-    rng = np.random.default_rng(0)
-    shared = {what: rng.standard_normal(draws) for what in whats}
-    found, known = np.empty((draws, len(estimates))), {}
+    part ``own`` of each.
+
+    That part is of what a source's time goes to: a segment's kernels are as far off in every job
+    that runs them, and so is a call of a size among as many ranks.
+    """
+    found, known = np.empty((draws, len(estimates))), dict[str, np.ndarray]()
     for at, one in enumerate(estimates):
-        key = one.ns, tuple(sorted(one.sources.items()))
+        key = repr((float(one.ns), sorted(one.sources.items())))
         if key not in known:
             known[key] = total = np.full(draws, float(one.ns))
             for what, (low, high) in sorted(one.sources.items()):
-                z = np.sqrt(1 - own**2) * shared[what] + own * rng.standard_normal(draws)
+                parts = one.of.get(what, {key: 1})
+                size = math.hypot(*parts.values())
+                mine = sum(_normal(draws, what, part) * ns / size for part, ns in parts.items())
+                z = np.sqrt(1 - own**2) * _normal(draws, what) + own * mine
                 total += np.where(z > 0, z * high, z * low) / _DEVIATIONS
         found[:, at] = known[key]
     return found
 
 
+def _normal(draws: int, *of: object) -> np.ndarray:
+    """float64 [draws]: the same for the same thing, whatever else is drawn."""
+    return np.random.default_rng(zlib.crc32(repr(of).encode())).standard_normal(draws)
+
+
 def standings(estimates: Sequence[UncertainTime]) -> list[Standing]:
     """Each job's place, in the order given.
 
-    A job belongs to a group unless it is slower than the fastest of it at both ends of the 95 %
-    interval.
+    A job belongs to a group unless it is slower than some job of it at both ends of the 95 %
+    interval, so no two of a group surely differ.
     """
     if not estimates:
         return []
@@ -99,10 +118,11 @@ def standings(estimates: Sequence[UncertainTime]) -> list[Standing]:
     first, best = order[0], np.bincount(times.argmin(axis=1), minlength=len(estimates)) / _DRAWS
     ties = [at for at in order if np.array_equal(times[:, at], times[:, first])]
     best[ties] = best[ties].sum() / len(ties)
-    groups, leader, group = {}, first, 1
+    groups, members, group = {}, list[int](), 1
     for at in order:
-        if np.mean(times[:, at] <= times[:, leader]) < _ENDS[0]:
-            leader, group = at, group + 1
+        if any(np.mean(times[:, at] <= times[:, one]) < _ENDS[0] for one in members):
+            members, group = [], group + 1
+        members.append(at)
         groups[at] = group
     ends = np.quantile(times - times[:, [first]], _ENDS, axis=0)
     return [

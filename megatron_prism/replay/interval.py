@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import math
 import statistics
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -103,18 +105,24 @@ HOST_MODEL, HOST_MODEL_KNOWN = (0.75, 1.3), (0.7, 1.16)
 _SLOWEST = OverlapFactors(
     {"gemm": ((1, 1.8, 1.25),), "memory": ((1, 1.25, 2.2),), "attention": ((1, 1.25, 1.65),)}
 )
+_LONGEST = 16  # parts of a source: the others take little
+_OF_SEGMENTS = "note", "flops", "traffic", "ns"  # what two segments that are alike have in common
 _LEAST = 0.002  # of the iteration: less is not worth a line
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """One source: ``low_ns`` shorter to ``high_ns`` longer, why, and what to type against it."""
+    """One source: ``low_ns`` shorter to ``high_ns`` longer, why, and what to type against it.
+
+    of : what takes long in it -> ns; a segment of these kernels, a call of this size: by a number
+    """
 
     what: str
     low_ns: int
     high_ns: int
     why: str
     fix: str = ""
+    of: Mapping[int, int] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -189,8 +197,30 @@ class _Variations:
                 ends.append(self._longer(durations))
             why = "; ".join(dict.fromkeys(one.why for one, _ in parts))
             fix = "prism calibrate there, then --calibration FILE" if what == "calls" else ""
-            found.append(Uncertainty(what, max(0, -ends[0]), max(0, ends[1]), why, fix))
+            mine = np.any([mine for _, mine in parts], axis=0)
+            ends = [max(0, -ends[0]), max(0, ends[1])]
+            found.append(Uncertainty(what, *ends, why, fix, self._longest(mine)))
         return [one for one in found if one is not None]
+
+    def _longest(self, mine: np.ndarray) -> dict[int, int]:
+        """What most of the time of these nodes goes to; the same number in every job."""
+        numbers, which = np.unique(self.numbers[mine], return_inverse=True)
+        total = np.bincount(which, self.durations[mine]).astype(np.int64)
+        order = np.argsort(-total, kind="stable")[:_LONGEST]
+        return dict(zip(numbers[order].tolist(), total[order].tolist(), strict=True))
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """int64 [nodes]: of what a node does, by its text, whichever job it is in."""
+        graph = self.timeline.graph
+        kinds, firsts = graph.call_kinds, graph.matched_calls.start[:-1]
+        texts = [f"{one.name} {(one.ranks - one.ranks[0]).tolist()}" for one in kinds.kinds]
+        called = _numbered((kinds.of[firsts], kinds.num_bytes[firsts]), texts)
+        segments = [
+            _numbered([program.ops[key] for key in _OF_SEGMENTS], program.strings)
+            for program in graph.program_list
+        ]
+        return of_nodes(self.dag, called, {COMPUTE: segments})
 
     def _longer(self, durations: np.ndarray) -> int:
         """ns by which the iteration is longer if nodes take ``durations``."""
@@ -282,3 +312,11 @@ class _Variations:
 def _apart(*times: float) -> float:
     """How many times as long something may take that independent reasons make ``times`` longer."""
     return math.exp(math.hypot(*(math.log(max(1, one)) for one in times)))
+
+
+def _numbered(columns: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
+    """int64 [rows]: equal where the text of the first column and all others are equal."""
+    rows = np.stack([column.astype(np.int64) for column in columns])
+    each, which = np.unique(rows, axis=1, return_inverse=True)
+    found = [zlib.crc32(repr((texts[text], *rest)).encode()) for text, *rest in each.T.tolist()]
+    return np.array(found, dtype=np.int64)[which.ravel()]

@@ -230,8 +230,11 @@ class Metrics:
 
 
 def to_json(timeline: Timeline) -> dict[str, object]:
-    """``timeline_metrics`` as plain values."""
-    return asdict(timeline_metrics(timeline))
+    """``timeline_metrics`` as plain values, without what only other timelines are told by."""
+    found = asdict(timeline_metrics(timeline))
+    for one in found["uncertainties"]:
+        del one["of"]
+    return found
 
 
 def timeline_metrics(timeline: Timeline) -> Metrics:

@@ -41,7 +41,7 @@ def render_text(sweep: Sweep) -> str:
         if len(sweep.rows) > _SHOWN:
             lines.append(f"… and {len(sweep.rows) - _SHOWN} more: --csv FILE or --json has all")
         if sum(row.rank == 1 for row in sweep.rows) > 1:
-            lines.append("= not surely slower than the first of its rank (95 %)")
+            lines.append("= no two layouts of a rank surely differ (95 %)")
         lines += ["", f"memory: device bytes, {sweep.memory_provenance}"]
         lines += [f"start the first: {command(sweep, sweep.rows[0])}"]
     lines += ["", *_fell(sweep)] if sweep.dropped else []

@@ -20,7 +20,7 @@ const TERMS = {
   "confidence": "Certain: what was recorded leaves no other explanation. Possible: nothing contradicts it, and something is missing that would prove it; see the next time.",
   "watchdog": "The rank whose timeout fires first is rarely the culprit.",
   "layout": "One rank of each stage was run without a GPU, and the iteration of the whole world was replayed from what these ranks issued.",
-  "to the first": "How much slower than the first, with the 95 % interval of the difference. What is unknown of the machine makes all layouts slower or faster together; a part of it is a layout's own. Layouts that are not surely slower than the first of their rank count as equal (=).",
+  "to the first": "How much slower than the first, with the 95 % interval of the difference. What is unknown of the machine makes all layouts slower or faster together; a part of it is a layout’s own, but kernels and calls that two layouts have are as far off in both. No two layouts of a rank (=) surely differ.",
   "dropped": "Layouts that cannot run, and why: no such layout, too much memory, or refused by Megatron.",
   "unknown": "A figure that says unknown needs something that was not given or recorded. It is never guessed.",
 };

@@ -25,11 +25,11 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megatron_prism import __version__
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError
-from megatron_prism.core.files import write_whole
+from megatron_prism.core.files import rendered, write_whole
 from megatron_prism.core.program import Program, Programs, load
 from megatron_prism.core.slices import WHAT_IF, assemble
 from megatron_prism.core.units import format_bytes
@@ -365,7 +365,8 @@ def _reserved(program: Program, family: Path) -> int:
 
 def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     """What ``prism replay --json`` says of the point, as far as a sweep compares it."""
-    every = cast(Figures, timeline.to_json())
+    metrics: Any = rendered("report.metrics:timeline_metrics", timeline, object)
+    every: Figures = dataclasses.asdict(metrics)
     programs = timeline.graph.programs
     world = programs.world
     tokens = every["tokens_per_s"]["value"]
@@ -376,7 +377,7 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
         "mfu": every["mfu"]["value"],
         "gpus": world.size,
         "p95_ns": None,
-        "sources": [{key: one[key] for key in ("what", "low_ns", "high_ns")}
+        "sources": [{key: one[key] for key in ("what", "low_ns", "high_ns", "of")}
                     for one in every["uncertainties"]],
         "stages": [
             {key: one[key] for key in

@@ -1,5 +1,7 @@
 """Orders, ties, fronts and tau on results that a person can check."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -51,7 +53,22 @@ def test_what_is_shared_decides_nothing():
     assert difference(one, one) == TimeDifference(0, 0, 0, 0.5)
 
 
-def test_groups_are_neighbours_and_their_members_near_the_first():
+def test_kernels_that_both_run_are_as_far_off_in_both():
+    """Of 10 % each of layouts of one kind of kernels nothing is left, of two kinds a third."""
+    first, alike, half, other = (
+        UncertainTime(ns, {"kernels": (10, 10)}, {"kernels": of})
+        for ns, of in ((100, {1: 90}), (102, {1: 90}), (102, {1: 45, 2: 45}), (102, {2: 90}))
+    )
+    widths = []
+    for job in (alike, half, other):
+        found = difference(first, job)
+        widths.append((found.high_ns - found.low_ns) / 2)
+    assert widths[0] == pytest.approx(0, abs=1e-6)
+    assert widths[2] == pytest.approx(10 / 3 * 2**0.5, rel=0.05)
+    assert widths[0] < widths[1] < widths[2]
+
+
+def test_no_two_of_a_group_surely_differ():
     rng = np.random.default_rng(3)
     jobs = [UncertainTime(ns, {"host": (0.1 * ns, 0.3 * ns), "calls": (5, rng.uniform(5, 40))})
             for ns in rng.uniform(90, 180, 30)]  # fmt: skip
@@ -61,7 +78,7 @@ def test_groups_are_neighbours_and_their_members_near_the_first():
     assert groups[-1] > 1
     for number in set(groups):
         members = [job for place, job in places if place.group == number]
-        assert all(difference(members[0], job).low_ns <= 0 for job in members)
+        assert all(difference(*pair).low_ns <= 0 for pair in combinations(members, 2))
 
 
 def test_cost_is_of_a_billion_tokens():

@@ -69,6 +69,16 @@ def test_points_of_one_program_are_captured_once(first, folder):
     assert all("microbatches instead of" in row.result["provenance"] for row in first.rows)
 
 
+def test_compare_says_of_two_points_what_the_sweep_says(first, folder, capsys):
+    one, other = (row.result for row in sorted(first.rows, key=lambda r: r.result["iteration_ns"]))
+    words = [str(folder / point["slices"]) for point in (one, other)]
+    assert cli.main(["compare", *words, "--machine", "h200", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["difference"]
+    (_, found) = ranking.ranked([one, other], "time")
+    of_first = [said[key] / one["iteration_ns"] for key in ("ns", "low_ns", "high_ns")]
+    assert found.slower == pytest.approx(of_first)
+
+
 def test_slices_of_few_microbatches_bring_those_that_any_number_follows_from(recipe, tmp_path):
     few, many = (
         prism.sweep(recipe, ["pp=2", f"global_batch_size={size}"], tmp_path, limit=8 << 30)
