@@ -417,8 +417,12 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
         given = [word for _, some in flags for word in some]
         launched, job = job_of(line, given)
         ours = [*given, *launched]
+        if not job:
+            raise UsageError(f"no script stands in {shlex.join(line)}",
+                             fix=f"prism {name} … torchrun … pretrain_gpt.py …")  # fmt: skip
     place = COMMANDS[name].programs
     if job and place is not None and not has_observation(rest):
+        _parse(name, [*rest[:place], "SLICES", *rest[place:]])  # what is wrong there is said first
         rest = [*rest[:place], str(_captured(job, ours)), *rest[place:]]
         job = []
     args = _parse(name, rest)
@@ -483,9 +487,10 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
         fix = f"see prism {name} --help"
         if takes_settings and word.startswith("--"):
             fix = f"of the job itself: {word[2:].replace('-', '_')}={following}"
-        raise UsageError(
-            f"prism {name} has no option {word}", fix=did_you_mean(word, options, fix, cutoff=0.7)
-        )
+        from megatron_prism.emulate.launch_line import BY_NAME
+
+        fix = did_you_mean(word, [*options, *BY_NAME], fix, cutoff=0.7)
+        raise UsageError(f"prism {name} has no option {word}", fix=fix)
     return args
 
 

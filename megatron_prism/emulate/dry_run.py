@@ -101,6 +101,9 @@ def dry_run(
     if not (inline or here or text):
         raise UsageError(f"there is no script {script}", fix="the path of the script, or its line")
     title = script if here else shlex.join(shell)[:60]
+    if here and b"\r\n" in Path(script).read_bytes():
+        raise UsageError(f"{script} has line ends of Windows, which Bash takes for parts of words",
+                         fix=f"sed -i 's/\\r$//' {shlex.quote(script)}")  # fmt: skip
     text = Path(script).read_text(errors="replace") if here else script if inline else text
     if alloc is None:
         alloc = batch_script.allocation(text, [word for word in shell[1:] if word not in words])
@@ -240,7 +243,7 @@ def _no_job(title: str, ended: bool, scratch: Path) -> UsageError:
     what = "ended" if ended else f"ran for {MOST_S:.0f} s, at last: {_at(scratch)},"
     parts = [f"{title} {what} without a command that trains"]
     printed = (scratch / "printed").read_text(errors="replace").strip().splitlines()
-    parts += [f"it printed: {line[:200]}" for line in printed[-1:]]
+    parts += [f"it printed: {line[:200]}" for line in printed[-2:]]
     if skipped := [text[:60] for kind, text in _notes(scratch) if kind == "left out"]:
         parts.append(f"{counted(len(skipped), 'command')} left out: {'; '.join(skipped[-4:])}")
     return UsageError("; ".join(parts), fix="the line that starts Megatron: prism … torchrun …")

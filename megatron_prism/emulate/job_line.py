@@ -46,6 +46,9 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
     ours = line.flags([*words_of(os.environ), *given, *job])
     if line.launchers:
         _tell(_summary(line))
+    size = value_of("--prism-world-size", given)
+    if line.ranks and size and size != str(line.ranks):
+        _tell(f"--prism-world-size {size} counts, not the {line.ranks:,} ranks of the line")
     os.environ.update(line.variables)
     return ours, job
 

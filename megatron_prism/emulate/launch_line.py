@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,7 +123,7 @@ _PYTHON = re.compile(r"python[\d.]*$")
 _PYTHON_ALONE = "-u -O -OO -B -I -s -S -v -q -E -P -d -i"
 _SHELL = re.compile(r"(ba|da|z|k)?sh$")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
+_NUMBER = re.compile(r"(?<![\w.])(?<!^-)\d+(?![\w.])")
 _PER_NODE = re.compile(r"ppr:(\d+):node")  # of --map-by
 _SLOTS = re.compile(r"(?:\bslots=|:)(\d+)")  # of a host: node1 slots=8, node1:8
 
@@ -194,11 +195,21 @@ def split_line(words: Sequence[str], alone: Collection[str]) -> tuple[list[str],
         words: our options, then a line; ``--`` may stand before it.
         alone: those of our options that take no value.
     """
+    words = [one for word in words for one in _unquoted(word)]
     place = 0
     while place < len(words) and words[place] != "--" and not begins_line(words[place]):
         word = words[place]
         place += 2 if word.startswith("-") and word not in alone and "=" not in word else 1
     return list(words[:place]), list(words[place + (words[place : place + 1] == ["--"]) :])
+
+
+def _unquoted(word: str) -> list[str]:
+    """The words of a launch line that was quoted as one."""
+    with contextlib.suppress(ValueError):  # an open quote
+        parts = shlex.split(word)
+        if len(parts) > 1 and is_launcher(parts[0]) and not is_file(word):
+            return parts
+    return [word]
 
 
 def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
@@ -207,6 +218,9 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
     Args:
         words: from the first launcher, or from the script.
         env: variables that say what a launcher's options do not.
+
+    Raises:
+        UsageError: a launcher starts several programs, as srun and mpirun do behind ``:``.
     """
     rest, names = list(words), list[str]()
     variables, counted = dict[str, str](), LaunchLine()
@@ -243,6 +257,9 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
         values = [text for option in row.sets.split() for text in options.get(option, [])]
         settings = [one for text in values if (one := _ASSIGNMENT.fullmatch(text))]
         variables |= {one[1]: one[2] for one in settings}
+        if row.counts and ":" in rest:
+            raise UsageError(f"{name} starts several programs, with : between them",
+                             fix="the part that trains, with --prism-world-size N")  # fmt: skip
         if row.counts:
             counted = _counted(name, row, options, {**env, **variables})
         if row.text and len(rest) == 1 and " " in rest[0]:
@@ -278,10 +295,15 @@ def split_options(row: LauncherRow, words: Sequence[str]) -> tuple[dict[str, lis
     """({option: its values}, the command and what follows it)."""
     options, rest, skips = dict[str, list[str]](), list(words), row.skips
     alone, pairs = row.alone.split(), row.pairs.split()
+    known = [one for one in f"{row.ranks} {row.nodes} {row.each} {row.alone}".split()
+             if one.startswith("--")]  # fmt: skip
     while rest:
         word, following = rest[0], rest[1] if len(rest) > 1 else ""
         name, equals, value = word.partition("=")
         name = name[:2] + name[2:].replace("_", "-")
+        if len(name) > 4 and name not in known:  # getopt and argparse take what is begun
+            begun = [one for one in known if one.startswith(name)]
+            name = begun[0] if len(begun) == 1 else name
         taken = 1
         if word == "--":
             if not skips:
@@ -324,7 +346,7 @@ def numbers(
         text = options[option][-1] if option else env.get(variable, "")
         said = f"{option} {text}" if option else f"{variable}={text}"
         counts = _PER_NODE.findall(text) if option == "--map-by" else _NUMBER.findall(text)
-        if counts:  # the larger one of 1:8 and 4-8
+        if counts and int(counts[-1]):  # the larger one of 1:8 and 4-8
             found[what], sources[what] = int(counts[-1]), said
         elif text and option != "--map-by":
             unclear = unclear or said

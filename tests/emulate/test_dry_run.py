@@ -124,6 +124,11 @@ def test_older_kernels_confine_what_they_can(script, version, monkeypatch):
     assert script(f"{remove}\ntorchrun --nproc-per-node 2 {TRAIN}")[1] == TRAIN.split()
 
 
+def test_line_ends_of_windows_are_named(script):
+    with pytest.raises(UsageError, match="line ends of Windows"):
+        script(f"torchrun --nproc-per-node 8 {TRAIN}\r\n")
+
+
 @CONFINED
 def test_nothing_connects(script, capsys):
     code = "import socket; socket.create_connection(('127.0.0.1', 9))"

@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from megatron_prism.cli import main as cli
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate import job_line
@@ -17,6 +18,7 @@ LINES = [  # line, ranks, ranks on a host, the script and its words
     ("python3 -m pkg.mod --lr 1", None, None, "-m pkg.mod --lr 1"),
     ("torchrun a.py", 1, 1, "a.py"),
     ("torchrun --nnodes 4 --nproc-per-node=8 a.py -- b", 32, 8, "a.py -- b"),
+    ("torchrun --nnode=4 --nproc_per_n 8 a.py", 32, 8, "a.py"),
     ("/bin/torchrun --nnodes=1:4 --nproc_per_node 8 a.py", 32, 8, "a.py"),
     ("torchrun --nproc-per-node 2 -m pkg.mod --x", 2, 2, "-m pkg.mod --x"),
     ("python -m torch.distributed.run --nproc-per-node 2 a.py", 2, 2, "a.py"),
@@ -74,9 +76,9 @@ def test_variables_stand_in_for_options_and_are_kept_for_the_job():
     assert read.variables == {"A": "1", "B": "2"}
 
 
-@pytest.mark.parametrize("number", ["gpu", "auto", "$GPUS"])
+@pytest.mark.parametrize("number", ["gpu", "auto", "$GPUS", "0", "-2"])
 def test_a_number_that_is_left_to_the_host_is_asked_for(number):
-    read = read_line(["torchrun", "--nproc-per-node", number, "a.py"], {})
+    read = read_line(["torchrun", f"--nproc-per-node={number}", "a.py"], {})
     with pytest.raises(UsageError, match=re.escape(f"--nproc-per-node {number}")):
         read.flags([])
     assert read.flags(["--prism-world-size", "8"]) == []
@@ -98,11 +100,19 @@ def test_our_flags_win_and_name_hosts_where_there_are_several():
         ("explain x limit=2 -- -m pkg.mod", "explain x limit=2", "-m pkg.mod"),
         ("-o d sbatch -N 4 x", "-o d", "sbatch -N 4 x"),
         ("slices machine=h200", "slices machine=h200", ""),
+        ("--limit 80GB 'torchrun -m a.b --lr 1'", "--limit 80GB", "torchrun -m a.b --lr 1"),
+        ("-- 'torchrun a.py --lr 1'", "", "torchrun a.py --lr 1"),
         ("--dumps docker", "--dumps docker", ""),
     ],
 )
 def test_a_line_needs_no_dashes_before_it(words, ours, line):
-    assert split_line(words.split(), {"--force"}) == (ours.split(), line.split())
+    assert split_line(shlex.split(words), {"--force"}) == (ours.split(), line.split())
+
+
+def test_several_programs_of_one_launcher_are_refused():
+    for launcher in ("srun -n 8", "mpirun -np 8"):
+        with pytest.raises(UsageError, match="several programs"):
+            read_line(f"{launcher} python a.py : -n 2 python b.py".split(), {})
 
 
 def test_a_script_of_another_machine_is_the_file_of_its_name_here(tmp_path, monkeypatch, capsys):
@@ -121,6 +131,31 @@ def test_variables_of_the_line_reach_the_job(tmp_path, monkeypatch):
     monkeypatch.setenv("OF_THE_LINE", "0")
     job_line.job_of("env OF_THE_LINE=1 python train.py".split(), [])
     assert os.environ["OF_THE_LINE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "fix"),
+    [("--limt 80GB torchrun a.py", "no option --limt", "--limit"),
+     ("--limit 80 torchrun a.py", "80 bytes", "--limit 80GB"),
+     ("torchrn --nnodes=2 a.py", "torchrn", "torchrun"),
+     ("torchrun --nnodes 2 --nproc-per-node 8", "no script stands in torchrun", "pretrain_gpt.py")],
+)  # fmt: skip
+def test_what_is_wrong_before_a_line_is_said_before_the_capture(words, says, fix, tmp_path,
+                                                                monkeypatch):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
+    monkeypatch.setattr(cli, "_captured", lambda job, ours: pytest.fail("it was captured"))
+    with pytest.raises(UsageError, match=says) as error:
+        cli.read_words("fit", words.split())
+    assert fix in error.value.fix
+
+
+def test_a_world_that_contradicts_the_line_counts_and_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
+    given = ["--prism-world-size", "4"]
+    assert job_line.job_of("torchrun --nproc-per-node 8 a.py".split(), given)[0] == []
+    assert "--prism-world-size 4 counts, not the 8 ranks" in capsys.readouterr().err
 
 
 def test_a_world_that_nobody_says_is_asked_for(tmp_path, monkeypatch, capsys):
@@ -144,8 +179,6 @@ def test_a_world_that_nobody_says_is_asked_for(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_line_stands_in_place_of_programs(words, expected, monkeypatch, tmp_path):
-    from megatron_prism.cli import main as cli
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").touch()
     monkeypatch.setattr(cli, "_captured", lambda job, ours: "CAPTURED")
