@@ -6,6 +6,8 @@ import argparse
 import pickle
 import shlex
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import snapshot
@@ -110,20 +112,46 @@ def _write_snapshot(args: argparse.Namespace, program: Program) -> None:
     print(f"wrote {args.out}: open it at https://pytorch.org/memory_viz", file=sys.stderr)
 
 
+_MORE = "--prism-job-flags"
+_LINE = ".line"  # in a folder of slices: what it was captured from
+
+
+def keep_line(folder: Path, words: Sequence[str]) -> None:
+    """Keep the launch line whose slices ``folder`` has, for what is to be typed next."""
+    (folder / _LINE).write_text(f"{shlex.join(words)}\n", encoding="utf-8")
+
+
+def _line_of(folder: Path) -> list[str]:
+    """That launch line; empty where nobody kept it."""
+    file = folder / _LINE
+    return shlex.split(file.read_text(encoding="utf-8")) if file.is_file() else []
+
+
 def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
-    """What to type next: how long it takes, or the change that fits, captured for certain."""
+    """What to type next: how long it takes, the change that fits, captured for certain, or other
+    layouts where no change is enough."""
     machine = ["--machine", args.machine] if args.machine else []
+    limit = ["--limit", args.limit] if args.limit else []
     best = next((one for one in found.changes if one.fits), None)
-    if found.fits or best is None:
+    line = [*args.given, *args.line] or _line_of(Path(args.programs))
+    recipe, ask = programs.source.get("recipe"), ["prism", "fit", *limit, *machine]
+    if found.fits or not (best or line or recipe):
         return shlex.join(["prism", "replay", str(args.programs), *machine])
-    ask = ["prism", "fit", *(["--limit", args.limit] if args.limit else []), *machine]
+    if best is None:
+        job = [recipe] if recipe else []
+        out = f"{args.programs}-layouts"
+        sweep = ["prism", "sweep", *job, "tp=auto", "pp=auto", *limit, *machine, "-o", out, *line]
+        return shlex.join(sweep)
     variable, _, value = best.words.partition("=")
     if variable == "PYTORCH_CUDA_ALLOC_CONF":
         return shlex.join([*ask, str(args.programs), "--alloc", value])
-    if args.line:
-        return shlex.join([*ask, *args.given, "--prism-job-flags", best.words, *args.line])
-    recipe, out = programs.source.get("recipe"), f"{args.programs}-changed"
-    if recipe is None:
-        return shlex.join(["prism", "compare", str(args.programs), out])
-    capture = ["prism", "capture", recipe, *shlex.split(best.words), "-o", out]
-    return f"{shlex.join(capture)} && {shlex.join([*ask, out])}"
+    if recipe is not None:
+        out = f"{args.programs}-changed"
+        capture = ["prism", "capture", recipe, *shlex.split(best.words), "-o", out]
+        return f"{shlex.join(capture)} && {shlex.join([*ask, out])}"
+    more = best.words
+    if _MORE in line:
+        at = line.index(_MORE)
+        more = f"{line[at + 1]} {more}"
+        line = [*line[:at], *line[at + 2 :]]
+    return shlex.join([*ask, _MORE, more, *(line or ["torchrun", "…"])])

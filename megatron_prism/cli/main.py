@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import megatron_prism
 from megatron_prism.cli import arguments
 from megatron_prism.cli.compare import compare
-from megatron_prism.cli.fit import fit
+from megatron_prism.cli.fit import fit, keep_line
 from megatron_prism.cli.hang import hang, has_observation
 from megatron_prism.cli.memory import ACTIONS, memory
 from megatron_prism.cli.output import (
@@ -423,21 +423,24 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
     place = COMMANDS[name].programs
     if job and place is not None and not has_observation(rest):
         _parse(name, [*rest[:place], "SLICES", *rest[place:]])  # what is wrong there is said first
-        rest = [*rest[:place], str(_captured(job, ours)), *rest[place:]]
+        folder = _captured(job, ours, [*given, *line])
+        rest = [*rest[:place], str(folder), *rest[place:]]
         job = []
     args = _parse(name, rest)
     args.job, args.ours, args.line, args.given = job, ours, line, given
     return args
 
 
-def _captured(job: Sequence[str], ours: Sequence[str]) -> Path:
-    """The folder of slices of a script's job, which is captured unless it is there."""
+def _captured(job: Sequence[str], ours: Sequence[str], line: Sequence[str]) -> Path:
+    """The folder of slices of a script's job, which is captured unless it is there; ``line``: from
+    which."""
     from megatron_prism.emulate import script_job
 
     digest = hashlib.sha1("\0".join((*ours, *job)).encode()).hexdigest()[:8]
     folder = Path(f"prism-{digest}")
     talk = console(stderr=True)
     script_job.capture_command_line(job[0], [*ours, *job[1:]], folder, talk)
+    keep_line(folder, line)
     talk.print(f"prism: {folder} is kept: the next question about this line reads it")
     return folder
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from megatron_prism.cli.fit import keep_line
 from megatron_prism.cli.output import Answer, check_outputs, console, print_table
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError, refuse
@@ -51,6 +52,7 @@ def capture(args: argparse.Namespace) -> Answer:
 
         (script, *rest), words = args.job, args.ours
         script_job.capture_command_line(script, [*words, *rest], args.out, talk, force=args.force)
+        keep_line(args.out, [*args.given, *args.line])
     else:
         from megatron_prism.core import recipe as recipes
         from megatron_prism.emulate import recipe_job

@@ -4,11 +4,15 @@ import dataclasses
 import json
 import pickle
 import re
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megatron_prism.ask.fit import TriedChange
+from megatron_prism.cli import fit as fit_command
 from megatron_prism.cli import main as cli
 from megatron_prism.core.ops import BEGUN
 from megatron_prism.core.program import save
@@ -367,3 +371,32 @@ def test_over_the_limit_names_the_op_that_does_not_fit(tmp_path, capsys):
     assert "runs out in 0B0 compute core/transformer/mlp.py:5: 26,214,400 B do not fit" in (
         " ".join(out.split())
     )
+
+
+LINE = "torchrun --nproc-per-node 8 a.py"
+MLP = "--recompute-modules mlp"
+
+
+@pytest.mark.parametrize(
+    ("kept", "source", "words", "expected"),
+    [
+        (LINE, {}, MLP, f"prism fit --limit 8GB --prism-job-flags '{MLP}' {LINE}"),
+        (f"--prism-job-flags '--lr 1' {LINE}", {}, MLP,
+         f"prism fit --limit 8GB --prism-job-flags '--lr 1 {MLP}' {LINE}"),
+        ("", {"recipe": "r"}, "a='b c'", "prism capture r 'a=b c' -o P-changed && "
+         "prism fit --limit 8GB P-changed"),
+        ("", {}, "PYTORCH_CUDA_ALLOC_CONF=x:True", "prism fit --limit 8GB P --alloc x:True"),
+        (LINE, {}, "", f"prism sweep tp=auto pp=auto --limit 8GB -o P-layouts {LINE}"),
+        ("", {"recipe": "r"}, "", "prism sweep r tp=auto pp=auto --limit 8GB -o P-layouts"),
+        ("", {}, "", "prism replay P"),
+    ],
+)  # fmt: skip
+def test_what_to_type_next_can_be_pasted(kept, source, words, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("P").mkdir()
+    if kept:
+        fit_command.keep_line(Path("P"), shlex.split(kept))
+    args = SimpleNamespace(machine=None, limit="8GB", given=[], line=[], programs="P")
+    changes = (TriedChange(words, 1, True, 0),) if words else ()
+    found = SimpleNamespace(fits=False, changes=changes)
+    assert fit_command._next(args, found, SimpleNamespace(source=source)) == expected
