@@ -160,15 +160,11 @@ def together(dumps: DumpSet | None, logs: Sequence[str | os.PathLike[str]]) -> D
 def is_log(path: Path) -> bool:
     """Whether a file is text without being JSON, by its first bytes."""
     try:
-        data = _first_bytes(path)
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            data = file.read(4096)
     except OSError:
         return False
     return bool(data) and b"\0" not in data and data.lstrip()[:1] not in (b"{", b"\x80")
-
-
-def _first_bytes(path: Path) -> bytes:
-    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-        return file.read(4096)
 
 
 def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:

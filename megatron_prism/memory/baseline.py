@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, cast
+from typing import Annotated, Literal, TypedDict, cast
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ from megatron_prism.graph.classes import equal_programs
 from megatron_prism.memory import allocator, nccl_buffers, routing
 from megatron_prism.memory.peaks import (
     KINDS,
+    HeldMemory,
     class_name,
     described,
     estimates,
@@ -39,9 +40,6 @@ from megatron_prism.memory.peaks import (
     known_peak,
     reserved,
 )
-
-if TYPE_CHECKING:
-    from megatron_prism.memory.peaks import HeldMemory
 
 SCHEMA = "prism.mem-baseline/1"
 LEAK = 1 << 20  # bytes that an iteration may leave behind

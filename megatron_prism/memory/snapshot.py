@@ -227,7 +227,8 @@ class _History:
         self.steps = {"forward": 0, "backward": 0}  # begun in this iteration
         lines = {place.site for event in events if event.action == "alloc"
                  and (place := self.place(event.frames)).kind == "buffer"}  # fmt: skip
-        self.gradients = max(lines, default="", key=_line)  # parameters' buffers come before
+        # the last: parameters' buffers come before
+        self.gradients = max(lines, default="", key=lambda one: int(one.rpartition(":")[2] or 0))
 
     def run(self, segments: Sequence[_Segment]) -> Snapshot:
         stood = list(self._stood(segments))
@@ -361,10 +362,6 @@ class _History:
             self.machine.free(life.number)
             self.requests.append((life.number, -life.asked, 0))
             del self.alive[event.addr]
-
-
-def _line(site: str) -> int:
-    return int(site.rpartition(":")[2] or 0)
 
 
 # the phase of what functions call, the first that is there: Megatron's, then those of torch, which
