@@ -101,8 +101,9 @@ def _page(found: Verdict, other: str) -> list[str]:
         sizes = why == "sizes"
         reasons.setdefault(why, []).append(f"{name} {before} -> {after}" if sizes else name)
     lines = [f"job: {found.world}", f"copy: {found.copy}"]
-    lines += [row("sizes" if why == "sizes" else "without", _of(why, names))
-              for why, names in reasons.items()]  # fmt: skip
+    for why, names in reasons.items():
+        text = ", ".join(names)
+        lines.append(row("sizes", text) if why == "sizes" else row("without", f"{why}: {text}"))
     lines.append(row("not checked", found.not_checked))
     percent = {kind: f"{kind} {share:.0%}" for kind, share in found.worst.items() if share}
     if found.counts:
@@ -125,10 +126,6 @@ def _page(found: Verdict, other: str) -> list[str]:
     elif found.tried:
         lines.append(row("gone without", f"none of {', '.join(found.tried)}"))
     return lines
-
-
-def _of(why: str, names: list[str]) -> str:
-    return ", ".join(names) if why == "sizes" else f"{why}: {', '.join(names)}"
 
 
 def _difference(found: Verdict) -> list[str]:

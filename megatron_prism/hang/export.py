@@ -165,10 +165,6 @@ class _Table:
         self.collectives, self.messages, self.record, self.closes = map(list, numbers)
         self.seq = np.where(self.pair, self.messages, self.collectives)
 
-    def batch_rows(self, row: int) -> list[int]:
-        """The rows of its batch."""
-        return np.flatnonzero(self.batch == self.batch[row]).tolist()
-
 
 class _Writer:
     """One rank's calls."""
@@ -259,7 +255,7 @@ class _Writer:
 
     def _closing(self, last: Row, row: int) -> Row:
         """The record of a batch as a whole (ProcessGroupNCCL::endCoalescing)."""
-        rows = self.calls.batch_rows(row)
+        rows = np.flatnonzero(self.calls.batch == self.calls.batch[row])
         done, started = bool(self.done[rows].all()), bool(self.started[rows].all())
         op = self.program[int(self.calls.index[rows[0]])]
         return last | {
