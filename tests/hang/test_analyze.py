@@ -19,10 +19,9 @@ from megatron_prism.core.program_text import parse
 from megatron_prism.graph import stall as quiescence
 from megatron_prism.graph import world_graph
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import diagnose, export, fault_plan, hypotheses
+from megatron_prism.hang import diagnose, fault_plan, hypotheses
 from megatron_prism.hang import fault_planting as faults
 from megatron_prism.hang.diagnose import diagnose_graph
-from megatron_prism.hang.dumps import DumpSet, of_value
 
 WORLD = random_hangs.WORLDS[0]
 TRACES = pathlib.Path(os.environ.get("PRISM_FR_TRACES", "/nonexistent"))
@@ -101,21 +100,12 @@ def test_labelled_dumps_of_real_jobs(name, culprits, verdict, capsys):
 
 
 # -- from dumps and programs ----------------------------------------------------------------------
-def explained(kind, seed):
-    programs, faults, culprits = random_hangs.draw(kind, WORLD, seed)
+def test_outstanding_calls_and_the_programs_leave_one_rank():
+    programs, faults, culprits = random_hangs.draw("extra", WORLD, 94)
     state = quiescence.run_until_stalled(programs, faults)
-    values = export.dumps_of(state, active_only=True, stacks=False)
-    dumps = DumpSet({r: of_value(v, r) for r, v in values})
+    dumps = random_hangs.dumps_of(state, active_only=True, stacks=False)
     found = dataclasses.replace(hang.diagnose_dumps(dumps), culprits=())  # programs alone decide
-    return hypotheses.explain(dumps, found, healthy(WORLD)), culprits
-
-
-@pytest.mark.parametrize(
-    ("kind", "seed"),
-    [("swap", 52), ("extra", 94)],
-)
-def test_outstanding_calls_and_the_programs_leave_one_rank(kind, seed):
-    found, culprits = explained(kind, seed)
+    found = hypotheses.explain(dumps, found, healthy(WORLD))
     assert (named(found), found.confidence, found.exit_code) == (culprits, "likely", 1)
     assert culprits.isdisjoint(v.rank for v in found.victims)
     assert "single faults tried on the programs" in found.evidence[-1]

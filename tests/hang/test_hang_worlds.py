@@ -28,13 +28,8 @@ def test_every_case_is_exact(case, tmp_path):
         case, truth, hang_worlds.judged(case, tmp_path / "d", state, timing=True)
     )
     assert [name for name, right in seen.items() if right is False] == []
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_with_less_recorded_nobody_innocent_is_named(case, tmp_path):
-    """Megatron's default: outstanding calls only, no stacks."""
-    state, truth = hang_worlds.planted(case)
-    found = hang_worlds.judged(case, tmp_path / "d", state, active_only=True, stacks=False)
+    # Megatron's default, outstanding calls only, names nobody innocent
+    found = hang_worlds.judged(case, tmp_path / "less", state, active_only=True, stacks=False)
     assert {c.rank for c in found.culprits} in (truth.culprits, set())
 
 
