@@ -62,7 +62,9 @@ def judge(
     file: Path | None = None,
 ) -> dict[str, Any]:
     """Errors in percent, the KS distance (of medians brought together too), and sample sizes."""
-    base = read_variability("public").without("gpu", "call", "network", "slow_gpu", "slow_network")
+    none = {**dict.fromkeys(("gpu", "call", "network", "calls_by"), 0.0),
+            **dict.fromkeys(("slow_gpu", "slow_network"), (0.0, 1.0))}  # fmt: skip
+    base = dataclasses.replace(read_variability("public"), **none)
     spread = fitted(half(programs), base)
     if calibration is not None:  # its samples are those of ``file``
         calibration = dataclasses.replace(calibration, path="" if file is None else str(file))

@@ -185,10 +185,10 @@ def predict(
         part: p95(sampler.draw(spread.scaled(part, 0.5), few, progress=more).max(axis=1))
         for part in parts
     }
-    slow = {
-        index: p95(_with_slow(sampler, spread, each[:tried], {index: slow_by}, more))
-        for index in chosen
-    }
+    slow, others = dict[int, float](), each[:tried, 1:].max(axis=1, initial=0)
+    for index in chosen:  # in the first replica, which is drawn again
+        one = sampler.draw(spread, tried, slow={index: slow_by}, replicas=range(1), progress=more)
+        slow[index] = p95(np.maximum(one[:, 0], others))
     between = interval(priced.timeline)
     return Prediction(
         steady=priced.timeline.iteration_ns,
@@ -235,16 +235,3 @@ def _busiest(sampler: Sampler) -> list[int]:
 def p95(times: np.ndarray) -> float:
     """The 95 % quantile, as ``quantile`` picks it."""
     return float(np.sort(times)[min(len(times) - 1, int(0.95 * len(times)))])
-
-
-def _with_slow(
-    sampler: Sampler,
-    spread: Variability,
-    each: np.ndarray,
-    slow: Mapping[int, float],
-    progress: Callable[[int], object],
-) -> np.ndarray:
-    """Iteration times, ns [count], if ranks of the first replica are slow, which is drawn again;
-    the others are as in ``each`` [count, replicas]."""
-    one = sampler.draw(spread, len(each), slow=slow, replicas=range(1), progress=progress)
-    return np.asarray(np.maximum(one[:, 0], each[:, 1:].max(axis=1, initial=0)))

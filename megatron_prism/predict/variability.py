@@ -131,7 +131,6 @@ def _said(kind: np.ndarray, shapes: Sequence[Distribution], prices: Prices) -> s
 
 FOLDER = Path(__file__).with_name("variability")
 PARTS = ("gpu", "step", "segment", "host", "call", "network")
-CHANCES = ("slow_gpu", "slow_network")
 _Spread = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Slow = tuple[  # chance, factor
     Annotated[float, msgspec.Meta(ge=0, lt=1)], Annotated[float, msgspec.Meta(gt=0, le=1000)]
@@ -173,13 +172,6 @@ class Variability:
         given = self.shapes.get(part)
         return given or Distribution("lognormal", (0.0, getattr(self, part)))
 
-    def without(self, *parts: str) -> Variability:
-        """The same, but these parts do not vary."""
-        kept = {name: shape for name, shape in self.shapes.items() if name not in parts}
-        none: dict[str, Any] = {name: (0.0, 1.0) if name in CHANCES else 0.0 for name in parts}
-        by = 0.0 if "call" in parts else self.calls_by
-        return dataclasses.replace(self, shapes=kept, calls_by=by, **none)
-
     def scaled(self, part: str, factor: float) -> Variability:
         """The same, with ``factor`` times the spread of one of PARTS about its median."""
         one = self.of(part)
@@ -201,7 +193,7 @@ class Variability:
     def curve(self, *parts: str) -> tuple[np.ndarray, np.ndarray]:
         """(standard normal scores, values) of the product of these parts' factors; ``slow_gpu``
         goes with ``gpu``, ``slow_network`` with ``network``."""
-        chances = [getattr(self, f"slow_{part}") for part in parts if f"slow_{part}" in CHANCES]
+        chances = [getattr(self, f"slow_{part}") for part in parts if part in ("gpu", "network")]
         scores = np.linspace(-8, 8, _STEPS)
         if all(self.of(part).kind == "lognormal" for part in parts) and not any(
             chance for chance, _ in chances

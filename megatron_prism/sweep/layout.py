@@ -30,7 +30,7 @@ _MANY = 8  # times as many microbatches as stages: the schedule has shown its pe
 
 
 class _Sizes:
-    """World, microbatch and batch of a layout; what its result is stored under."""
+    """World, microbatch and batch of a layout."""
 
     world: World
     micro_batch_size: int
@@ -39,15 +39,6 @@ class _Sizes:
     @property
     def num_microbatches(self) -> int:
         return self.global_batch_size // (self.micro_batch_size * self.world.dp)
-
-    @property
-    def key(self) -> str:
-        """Of its result among stored ones."""
-        return _digest(self.content())
-
-    def content(self) -> object:
-        """All that decides its result, as JSON."""
-        raise NotImplementedError
 
 
 def _digest(content: object) -> str:
@@ -80,8 +71,10 @@ class RecipeLayout(_Sizes):
         """Microbatches of which any other number follows, as Megatron's scheduler has them."""
         return fewest(self.world, _MANY * self.world.pp, self.recipe.flags)
 
-    def content(self) -> object:
-        return dataclasses.asdict(self.recipe)
+    @property
+    def key(self) -> str:
+        """Of its result among stored ones: all that decides it."""
+        return _digest(dataclasses.asdict(self.recipe))
 
     def resized(self, dp: int, microbatches: int) -> RecipeLayout:
         """The same layout with other replicas and microbatches."""
@@ -165,8 +158,9 @@ class ScriptLayout(_Sizes):
         world = dataclasses.replace(self.world, vpp=2) if self.world.pp > 1 else self.world
         return fewest(world, _MANY * self.world.pp, {})
 
-    def content(self) -> object:
-        return [self.script, self.words, self.ours, self.world.size]
+    @property
+    def key(self) -> str:
+        return _digest([self.script, self.words, self.ours, self.world.size])
 
     def resized(self, dp: int, microbatches: int) -> ScriptLayout:
         size = self.world.size // self.world.dp * dp
