@@ -454,8 +454,9 @@ class _Judge:
                                  "judged says where that is")  # fmt: skip
         elif (calls := waits.complete_calls(state)) or not ends:
             self.evidence.append(waits.complete_call_lines(state))
-            whose = state.groups[calls[0].group].ranks if len(calls) == 1 else ()
-            self.among = self.among or tuple(whose)
+            group = state.groups[calls[0].group] if len(calls) == 1 else None
+            if group is not None and not group.partial:
+                self.among = self.among or group.ranks
         else:
             self.among = self.among or tuple(ends)
             self.evidence.append(f"waited for: {format_ranks(ends)}, and these wait for nobody")
@@ -482,7 +483,7 @@ class _Judge:
     def _idle(self) -> Diagnosis:
         state, missing, lost = self.state, self.state.lacks(), self.state.missing
         if off := not any(d.entries or d.status for d in state.dumps.values()):
-            self.evidence.append("no dump holds a call or a counter: the recorders were off")
+            self.evidence.append("no dump or log holds a call or a counter: the recorders were off")
         elif lost or state.unreadable or state.hidden:
             self.evidence.append("no call is outstanding in the dumps that are there")
         if off or lost or state.unreadable or state.hidden:
@@ -524,7 +525,7 @@ class _Judge:
     def _stop(self, call: Entry, ranks: Sequence[int]) -> str:
         """The command that stops ``ranks`` at ``call``.  Its number since the job began is known,
         and is one of the first iteration's, where the recorder still holds the first call."""
-        if call.op not in BY_NAME:
+        if call.op not in BY_NAME or not call.desc:
             return ""
         calls = {}
         for rank in ranks[:_STOPPED]:

@@ -35,11 +35,15 @@ from megatron_prism.core.foreign import bounded_memory
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One process group: its name, Megatron's group_desc, its global ranks in group order."""
+    """One process group: its name, Megatron's group_desc, its global ranks in group order.
+
+    partial : of a log that does not say who belongs to it: these are the ranks that speak of it
+    """
 
     name: str
     desc: str
     ranks: tuple[int, ...]
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,11 @@ _AFTER = re.compile(
 _THREAD = re.compile(r'Thread (?:0x)?\w+ \([\w+]+\): ?"?(\w*)')  # what py-spy dump prints
 _PLACE = re.compile(r"^\s+([\w<>.]+) \((\S+?):(\d+)\)$")
 _HEARTBEAT = re.compile(r"\[RankMonitorServer:(\d+)\] (Did not get \w+ heartbeat\. Waited [\d.]+)")
+_DEVICE = re.compile(r"thread terminated with exception: (CUDA error: .*)")
+_NETWORK = re.compile(
+    r"NET/\w+ ?: .*(?:status=|error|timed out|refused).*|NVRM: Xid .*|"
+    r"\[\d+\] is setting up NCCL communicator and retrieving ncclUniqueId from \[\d+\]"
+)
 _KILLED = re.compile(r"oom[-_ ]kill|Out of memory: Killed process", re.IGNORECASE)
 _TABLE = re.compile(r"\s*(rank|exitcode)\s*: (-?\d+)")
 _SIGNALS = {-9: "killed (SIGKILL)", -11: "crashed (SIGSEGV)", -7: "crashed (SIGBUS)",
@@ -101,6 +106,10 @@ class _Call:
     timeout_ms: int = -1
     group: str = ""
     stack: list[str] = field(default_factory=list)
+
+    @property
+    def signature(self) -> tuple[int, str, tuple[int, int], int]:
+        return self.seq, self.op, self.numbers, self.timeout_ms
 
 
 @dataclass
@@ -211,6 +220,8 @@ class _Reader:
                 self.evidence.append(f"desync report: {late[0].strip()}")
             elif (beat := _HEARTBEAT.search(line)) is not None:
                 self.evidence.append(f"rank monitor of rank {beat[1]}: {beat[2]}")
+            elif (network := _NETWORK.search(line)) is not None:
+                self.evidence.append(network[0].strip()[:200])
             rank, rest = self._whose(line, owner)
             if rank is None and _NATIVE.match(line):  # only its first line says whose it is
                 rank = self.stack_of
@@ -254,6 +265,8 @@ class _Reader:
             me.calls[-1].stack.append(frame[1])
         if _KILLED.search(line):
             me.events.append(RankEvent("killed", line.strip()[-200:]))
+        if (device := _DEVICE.search(line)) is not None:
+            me.events.append(RankEvent("exception", f"{device[1][:200]} in its NCCL watchdog"))
         if (thread := _THREAD.search(line)) is not None:
             me.in_main = thread[1] == "MainThread"
         elif me.in_main and (place := _PLACE.match(line)) is not None:
@@ -286,7 +299,19 @@ class _Reader:
             )
 
     # -- dumps ------------------------------------------------------------------------------------
+    def _assume_groups(self) -> None:
+        """Put calls whose group no rank names (torch before 2.4 prints no group) into one group for
+        each number, operation, size and time limit: its watchdog ended the first that had not."""
+        calls = [(me, call) for me in self.ranks.values() for call in me.calls]
+        named = {call.signature for _, call in calls if call.group}
+        for me, call in calls:
+            if not call.group and call.signature not in named:
+                call.group = f"{call.op} {call.seq}"
+                self.descs[call.group] = ""
+                me.counts.setdefault(call.group, (call.seq, call.seq - 1))
+
     def dumps(self) -> DumpSet:
+        self._assume_groups()
         world, groups = self._world(), self._groups()
         spoken: dict[str, int] = defaultdict(int)  # the last call of a group that anybody names
         ended: dict[str, int] = {}
@@ -325,14 +350,19 @@ class _Reader:
         found = {}
         for name, ranks in speakers.items():
             desc = self.descs.get(name, "default_pg" if name == "0" else name)
-            members = tuple(sorted(self.ranks if desc == "default_pg" else ranks))
+            spoken = Group(
+                name, desc, tuple(sorted(self.ranks if desc == "default_pg" else ranks)), True
+            )
+            members: Sequence[int] | None = None
             if world is not None and max(ranks) < world.size:
                 try:
-                    members = world.group(min(ranks), desc) or members
+                    members = world.group(min(ranks), desc)
                 except (PrismError, KeyError):
-                    members = tuple(range(world.size)) if desc == "default_pg" else members
-            if set(members) >= ranks:
-                found[name] = Group(name, desc, members)
+                    members = range(world.size) if desc == "default_pg" else None
+            if not members:
+                found[name] = spoken
+            elif set(members) >= ranks:
+                found[name] = Group(name, desc, tuple(members))
         return found
 
     def _entries(self, rank: int, me: _Speaker, groups: Mapping[str, Group]) -> Iterator[Entry]:

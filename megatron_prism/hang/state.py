@@ -116,7 +116,7 @@ class JobState:
                 self.groups[name] = versions.most_common(1)[0][0]
                 if len(versions) > 1:
                     self.notes.append(f"dumps disagree about who is in group {name}")
-        self.groups = {n: g for n, g in self.groups.items() if len(g.ranks) > 1}
+        self.groups = {n: g for n, g in self.groups.items() if len(g.ranks) > 1 or g.partial}
 
     def _count(self, rank: int) -> None:
         dump = self.dumps[rank]

@@ -26,6 +26,10 @@ class Culprit:
     why: str
 
 
+def _call_text(op: str, seq: int, group: str) -> str:
+    return f"{op} #{seq} of {group or 'a group without a name'}" if op else ""
+
+
 @dataclass(frozen=True)
 class Waiting:
     """A victim: its oldest outstanding call and the ranks it waits for."""
@@ -35,6 +39,11 @@ class Waiting:
     op: str
     group: str
     seq: int
+
+    @property
+    def call(self) -> str:
+        """Its call in words."""
+        return _call_text(self.op, self.seq, self.group)
 
 
 @dataclass(frozen=True)
@@ -118,12 +127,17 @@ class Diagnosis:
             lines.append(f"\nnext: {self.decides}")
         return "\n".join(lines)
 
+    @property
+    def call(self) -> str:
+        """The first call that cannot end, in words; empty if none is known."""
+        return _call_text(self.op, self.seq, self.group)
+
     def headline(self) -> str:
         """The verdict in one line."""
         if self.verdict == "healthy":
             moved = self.evidence[0] if self.evidence else "nobody waits for anybody"
             return f"HEALTHY: {moved}"
-        where = f"{self.op} #{self.seq} of {self.group}" if self.group else "no known call"
+        where = self.call or "no known call"
         if not self.culprits:
             among = f", among {ranks_text(self.candidates)}" if self.candidates else ""
             tail = f"{counted(len(self.victims), 'rank')} waiting, nobody is named"

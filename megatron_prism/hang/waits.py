@@ -334,6 +334,12 @@ def complete_call_lines(state: JobState) -> str:
     left = f"only {ranks_text(over)} left it" if over else "none left it"
     splits = ", or splits that do not fit, which dumps do not hold" * any(
         e.op == "all_to_all" for e in calls)  # fmt: skip
+    if any(state.groups[e.group].partial for e in calls):
+        known = ranks_text(sorted({r for e in calls for r in state.groups[e.group].ranks}))
+        return (
+            f"the call of {known} did not end, and the log does not say who else belongs to its "
+            f"group: a rank that did not come, a device, the network or NCCL{splits}"
+        )
     return f"every member{whose} entered the call and {left}: a device, the network or NCCL{splits}"
 
 

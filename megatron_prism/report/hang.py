@@ -36,8 +36,7 @@ def _victims(found: Diagnosis, victims: Sequence[Waiting]) -> list[tuple[str, ..
         if not waits:  # all have come, and their calls do not fit
             culprits = _ranks([one.rank for one in found.culprits])
             waits = f"the call of {culprits}" if found.culprits else "a call that does not fit"
-        call = f"{victim.op} #{victim.seq} of {victim.group}"
-        alike.setdefault((call, waits), []).append(victim.rank)
+        alike.setdefault((victim.call, waits), []).append(victim.rank)
     rows: list[tuple[str, ...]] = [(format_ranks(at), *row) for row, at in alike.items()]
     return rows[:_MOST]
 
@@ -104,7 +103,7 @@ def page_data(found: Diagnosis) -> Data:
         "verdict": found.verdict,
         "confidence": found.confidence,
         "confirmed": found.confirmed,
-        "call": f"{found.op} #{found.seq} of {found.group}" if found.group else "",
+        "call": found.call,
         "site": "" if site is None else site[1],
         "candidates": format_ranks(found.candidates),
         "culprits": [

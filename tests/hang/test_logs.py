@@ -228,3 +228,43 @@ def test_logs_of_some_and_dumps_of_others_are_compared_by_what_both_know(rank, t
     dumps = DumpSet({r: of_value(value, r) for r, value in values.items() if r > 7})
     found = analyze.diagnose_dumps(together(dumps, [tmp_path / "job.log"]))
     assert named(found) == {rank}
+
+
+# torch 2.1 to 2.3, and one whose group has a number: what public reports quote
+WAITS = """[rank{0}]:[E ProcessGroupNCCL.cpp:754] [Rank {0}] Watchdog caught collective operation \
+timeout: WorkNCCL(SeqNum=305, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for \
+600381 milliseconds before timing out.
+"""
+WORK = """[rank{0}]:[E419 10:42:28.86 ProcessGroupNCCL.cpp:1785] [PG ID 2 PG GUID 9 Rank {0}] \
+Exception (either an error or timeout) detected by watchdog at work: 305, last enqueued NCCL work: \
+306, last completed NCCL work: 304.
+"""
+
+
+@pytest.mark.parametrize("text", [WAITS, WAITS + WORK])
+@pytest.mark.parametrize("ranks", [(0,), (0, 1, 2)])
+def test_a_log_that_does_not_say_who_belongs_to_the_group(tmp_path, text, ranks):
+    """Whoever speaks waits; who did not come may be any rank that does not speak."""
+    found = judged(tmp_path, "".join(text.format(rank) for rank in ranks))
+    assert [(w.rank, w.op, w.seq) for w in found.victims] == [(r, "all_reduce", 305) for r in ranks]
+    assert found.verdict == "undetermined"
+    assert found.culprits == found.candidates == ()
+    assert "the log does not say who else belongs to its group" in found.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "culprits", "evidence"),
+    [
+        ("[rank3]:[E1101 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process "
+         "group watchdog thread terminated with exception: CUDA error: uncorrectable ECC error "
+         "encountered", [(3, "exception")], "ECC error"),
+        ("node7:88:99 [2] NET/IB: Got completion from peer 10.0.4.7<43210> with status=12 "
+         "opcode=0 len=0 vendor err 129 (Recv)", [], "peer 10.0.4.7"),
+        ("[55.1] NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", [], "Xid"),
+    ],
+)  # fmt: skip
+def test_errors_of_devices_and_the_network(tmp_path, lines, culprits, evidence):
+    found = judged(tmp_path, lines + "\n" + WAITS.format(0) + WAITS.format(1))
+    assert [(c.rank, c.kind) for c in found.culprits] == culprits
+    assert evidence in " ".join(found.evidence)
+    assert not found.stop  # no breakpoint can name that call
