@@ -1,6 +1,7 @@
 """The commands on the pages that a newcomer follows run, and print what the pages show."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,24 @@ from helpers import doc_blocks
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "docs/quickstart.md", "docs/how-it-works.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/tutorials").glob("[a-z]*.md"))
+
+
+def prose(page):
+    """The words of a page, without its first paragraph, blocks and marks."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").split("\n\n", 2)[-1]
+    text = text if page.startswith("reference") else re.sub(r"```.*?```", "", text, flags=re.S)
+    return re.sub(r"[`*|]", "", text).split()
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs/how-to").glob("*.md")))
+def test_a_how_to_page_does_not_repeat_the_reference(page):
+    """No twelve words in a row: commands.md and flags.md are made of what the code says."""
+    known = " ".join(
+        word for name in ("commands", "flags") for word in prose(f"reference/{name}.md")
+    )
+    words = prose(f"how-to/{page}")
+    runs = (" ".join(words[i : i + 12]) for i in range(len(words) - 11))
+    assert [run for run in runs if run in known] == []
 
 
 @pytest.fixture(scope="module")
