@@ -418,8 +418,8 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
         launched, job = job_of(line, given)
         ours = [*given, *launched]
         if not job:
-            raise UsageError(f"no script stands in {shlex.join(line)}",
-                             fix=f"prism {name} … torchrun … pretrain_gpt.py …")  # fmt: skip
+            fix = f"prism {name} … torchrun … pretrain_gpt.py …"
+            raise UsageError(f"no script stands in {shlex.join(line)}", fix=fix)
     place = COMMANDS[name].programs
     if job and place is not None and not has_observation(rest):
         _parse(name, [*rest[:place], "SLICES", *rest[place:]])  # what is wrong there is said first

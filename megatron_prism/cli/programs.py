@@ -19,7 +19,7 @@ from megatron_prism.core.units import counted, format_bytes, format_share
 
 if TYPE_CHECKING:
     from megatron_prism.core.ops import Op
-    from megatron_prism.core.program import Program, Programs
+    from megatron_prism.core.program import Programs
 
 _AROUND = 6  # ops before and after what ``--around`` names
 
@@ -128,7 +128,7 @@ def _classes(path: str) -> Answer:
                 "count": classes.counts[index],
                 "captured_as": program.rank,
                 "ops": len(program),
-                "peak_bytes": _peak(program),
+                "peak_bytes": int(program.live_bytes().max()) if len(program.allocations) else None,
                 "reason": classes.reasons[index],
                 "counts": dict(program.counts()),
             }
@@ -153,10 +153,6 @@ def _classes(path: str) -> Answer:
         return {"world": str(graph.programs.world), "source": short, "classes": rows()}
 
     return Answer(value, page, rows, next=f"prism fit {path}")
-
-
-def _peak(program: Program) -> int | None:
-    return int(program.live_bytes().max(initial=0)) if len(program.allocations) else None
 
 
 def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -> dict[int, Op]:

@@ -102,8 +102,8 @@ def dry_run(
         raise UsageError(f"there is no script {script}", fix="the path of the script, or its line")
     title = script if here else shlex.join(shell)[:60]
     if here and b"\r\n" in Path(script).read_bytes():
-        raise UsageError(f"{script} has line ends of Windows, which Bash takes for parts of words",
-                         fix=f"sed -i 's/\\r$//' {shlex.quote(script)}")  # fmt: skip
+        what = f"{script} has line ends of Windows, which Bash takes for parts of words"
+        raise UsageError(what, fix=f"sed -i 's/\\r$//' {shlex.quote(script)}")
     text = Path(script).read_text(errors="replace") if here else script if inline else text
     if alloc is None:
         alloc = batch_script.allocation(text, [word for word in shell[1:] if word not in words])

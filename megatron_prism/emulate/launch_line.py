@@ -258,8 +258,8 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
         settings = [one for text in values if (one := _ASSIGNMENT.fullmatch(text))]
         variables |= {one[1]: one[2] for one in settings}
         if row.counts and ":" in rest:
-            raise UsageError(f"{name} starts several programs, with : between them",
-                             fix="the part that trains, with --prism-world-size N")  # fmt: skip
+            fix = "the part that trains, with --prism-world-size N"
+            raise UsageError(f"{name} starts several programs, with : between them", fix=fix)
         if row.counts:
             counted = _counted(name, row, options, {**env, **variables})
         if row.text and len(rest) == 1 and " " in rest[0]:
@@ -295,8 +295,8 @@ def split_options(row: LauncherRow, words: Sequence[str]) -> tuple[dict[str, lis
     """({option: its values}, the command and what follows it)."""
     options, rest, skips = dict[str, list[str]](), list(words), row.skips
     alone, pairs = row.alone.split(), row.pairs.split()
-    known = [one for one in f"{row.ranks} {row.nodes} {row.each} {row.alone}".split()
-             if one.startswith("--")]  # fmt: skip
+    names = f"{row.ranks} {row.nodes} {row.each} {row.alone}".split()
+    known = [one for one in names if one.startswith("--")]
     while rest:
         word, following = rest[0], rest[1] if len(rest) > 1 else ""
         name, equals, value = word.partition("=")

@@ -139,7 +139,8 @@ class Reporter(TrainingListener):
         """Peaks in bytes; None where this tier does not know them."""
         if self.tier.live is not None:
             found = self._modelled(self.tier.live)
-            found["transformer_engine"] = _engine_of_memory()
+            engine = sys.modules.get("transformer_engine")  # None: the job has none
+            found["transformer_engine"] = None if engine is None else engine_version()
             graphs = "cuda_graph_impl" not in job_arguments.left_out
             unknown = peaks.estimates(job_arguments.of_running_job(), graphs)
             found["estimated"] = [asdict(estimate) for estimate in unknown]
@@ -314,11 +315,6 @@ class Reporter(TrainingListener):
             for rank, content in texts.items():
                 (folder / f"rank-{rank:06d}.json").write_text(content, encoding="utf-8")
         self._say(f"wrote {out} ({counted(len(texts), 'rank')})")
-
-
-def _engine_of_memory() -> str | None:
-    """The Transformer Engine whose memory this process has; None where the job has none."""
-    return engine_version() if sys.modules.get("transformer_engine") is not None else None
 
 
 def _paced(pacing: Json) -> list[str]:

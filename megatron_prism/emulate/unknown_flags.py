@@ -67,6 +67,6 @@ def unknown(words: Sequence[str], known: Collection[str]) -> UsageError:
     if not texts:
         return UsageError(f"words that belong to no option: {' '.join(words)}",
                           fix="correct the job's command line")  # fmt: skip
-    fix = " ".join(spelt) or (f"{IGNORE} runs the job without {'it' if len(texts) == 1 else 'them'}"
-                              "; options of prism itself stand before the job's line")  # fmt: skip
-    return UsageError("; ".join(texts), fix=fix)
+    fix = f"{IGNORE} runs the job without {'it' if len(texts) == 1 else 'them'}"
+    fix += "; options of prism itself stand before the job's line"
+    return UsageError("; ".join(texts), fix=" ".join(spelt) or fix)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -105,8 +106,8 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
                TimeElapsedColumn())  # fmt: skip
     selector = io_selectors.DefaultSelector()
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
-    far = progress(lambda: _far(running, bars, len(done), len(tasks)),
-                   lambda text: console.print(text, end=""))  # fmt: skip
+    say = partial(console.print, end="")
+    far = progress(lambda: _far(running, bars, len(done), len(tasks)), say)
     with bars, contextlib.nullcontext() if console.is_terminal else far, selector:
         made = {t.rank: bars.add_task(t.title, total=1, what="waiting") for t in tasks}
         try:
