@@ -31,6 +31,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -80,7 +81,8 @@ OLDER = {"pretrain_hybrid.py": "pretrain_mamba.py", "examples/bert/pretrain_bert
 
 @dataclass
 class Result:
-    """One test; bytes and seconds are of the emulated rank and of NVIDIA's run."""
+    """One test; bytes and seconds are of the emulated rank and of NVIDIA's run.  ``resident`` is
+    the optimizer step's peak, ``golden_resident`` what stays allocated between iterations."""
 
     test: str
     outcome: str = "not tried"
@@ -90,11 +92,19 @@ class Result:
     seconds: float | str = ""
     golden_seconds: float | str = ""
     took_s: int | str = ""
+    gpus: int | str = ""
+    resident: int | str = ""
+    golden_resident: int | str = ""
 
     @property
     def memory_error(self) -> float | None:
         """Percent."""
         return _percent(self.bytes, self.golden_bytes)
+
+    @property
+    def resident_error(self) -> float | None:
+        """Percent."""
+        return _percent(self.resident, self.golden_resident)
 
     @property
     def time_error(self) -> float | None:
@@ -119,8 +129,24 @@ def golden(file: Path, key: str, how: Callable[[list[float]], float]) -> float |
     return how(numbers) if numbers else ""
 
 
-def world_size(config: dict[str, Any]) -> int:
-    """GPUs that the test names, else the fewest whole nodes of 8 that its sizes imply."""
+def recipe_gpus(tree: Path) -> dict[str, int]:
+    """GPUs of each test that a recipe of the tree starts; H100's recipe where there are two."""
+    import yaml
+
+    gpus: dict[str, int] = {}
+    for file in sorted((tree / "tests/test_utils/recipes").glob("*/*.yaml")):
+        recipe = yaml.safe_load(file.read_text())
+        spec = recipe.get("spec", {})
+        for product in recipe.get("products", []):
+            for name in product.get("test_case", []):
+                test = f"{product.get('model', spec.get('model'))}/{name}"
+                if test not in gpus or file.parent.name == "h100":
+                    gpus[test] = spec["nodes"] * spec["gpus"]
+    return gpus
+
+
+def world_size(config: dict[str, Any], node: int) -> int:
+    """GPUs that the test names, else the fewest multiples of ``node`` that its sizes imply."""
     args = config["MODEL_ARGS"]
     own = (config.get("MODEL_ENV_VARS") or {}).get("MODEL_ARGS", {})
     if own.get("GPUS_PER_NODE"):
@@ -131,7 +157,7 @@ def world_size(config: dict[str, Any]) -> int:
 
     tp, pp, cp, ep = map(size, ("tensor-model", "pipeline-model", "context", "expert-model"))
     etp = int(args.get("--expert-tensor-parallel-size") or (tp if ep > 1 else 1))
-    return math.lcm(8, tp * pp * cp, pp * ep * etp)
+    return math.lcm(node, tp * pp * cp, pp * ep * etp)
 
 
 def words_of(value: Any) -> list[str]:
@@ -251,24 +277,39 @@ class Trial:
     limit: float
     samples: int | None
     machine: str | None
+    gpus: dict[str, int]
 
     def run(self, test: str) -> Result:
-        """Emulate one test."""
+        """Emulate one test.  The GPUs of a test without a recipe are written nowhere: the most
+        whose optimizer step, with its smaller shards, still holds NVIDIA's resident bytes."""
+        result = self.once(test, self.gpus.get(test))
+        while test not in self.gpus and (result.resident_error or 0) > 2:
+            more = self.once(test, 2 * int(result.gpus))
+            error = more.resident_error
+            if error is None or error < -2 or int(more.resident) >= int(result.resident):
+                break
+            result = more
+        return result
+
+    def once(self, test: str, gpus: int | None) -> Result:
+        """Emulate one test on as many GPUs; None: the fewest whole nodes of 8."""
         import yaml
 
         family, name = test.split("/")
         folder = self.tree / CASES / test
         result = Result(test)
         figures = folder / f"golden_values_{HARDWARE}.json"
-        peak = golden(figures, "mem-max-allocated-bytes", max)
-        result.golden_bytes = int(peak) if peak else ""
+        peak, resident = (f"mem-{name}allocated-bytes" for name in ("max-", ""))
+        result.golden_bytes = golden(figures, peak, max)
+        result.golden_resident = golden(figures, resident, statistics.median)
         result.golden_seconds = golden(figures, "iteration-time", statistics.median)
         config = yaml.safe_load((folder / "model_config.yaml").read_text())
         data = self.work / "data"
         job, result.why = command(family, config, self.iters, self.tree, data)
         if not job:
             return result
-        size = world_size(config)
+        size = world_size(config, gpus or 8)
+        result.gpus = size
         tp, pp, cp = (int(config["MODEL_ARGS"].get(f"--{name}-parallel-size") or 1)
                       for name in ("tensor-model", "pipeline-model", "context"))  # fmt: skip
         if self.samples:
@@ -280,6 +321,7 @@ class Trial:
         flags = ["run", "--prism-world-size", str(size), "--prism-tier", "meta", "--prism-force"]
         start = time.monotonic()
         out, log = base.with_suffix(".out"), Path(f"{base}.log")
+        shutil.rmtree(out, ignore_errors=True)
         words = [*flags, "--prism-ranks", str(size - 1), "--prism-out", str(out), *job]
         status = prism(words, self.tree, env, log, self.limit)
         result.took_s = round(time.monotonic() - start)
@@ -288,10 +330,11 @@ class Trial:
             return result
         result.outcome = "works"
         (file,) = out.rglob("rank-*.json")
-        memory = json.loads(file.read_text())["memory"]
+        parts = json.loads(file.read_text())["memory"]["by_part"]
         result.bytes = max(
-            v or 0 for k, v in memory["by_part"].items() if k not in ("evaluation", "checkpoint")
+            v or 0 for k, v in parts.items() if k not in ("evaluation", "checkpoint")
         )
+        result.resident = parts["optimizer step"] or ""
         if self.machine and result.golden_seconds:
             stages = [str(stage * (size // pp)) for stage in range(pp)]
             self.replay(
@@ -342,7 +385,8 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        trial = Trial(tree, work, options.iters, options.limit, options.samples, options.time)
+        gpus = recipe_gpus(tree)
+        trial = Trial(tree, work, options.iters, options.limit, options.samples, options.time, gpus)
         done = {result.test for result in read(out)}
         for file in sorted((tree / CASES).glob("*/*/model_config.yaml")):
             test = file.parent.relative_to(tree / CASES).as_posix()
