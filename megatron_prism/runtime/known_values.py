@@ -24,6 +24,7 @@ _CELL = "_prism_known"
 Args = Sequence[Any]
 Options = Mapping[str, Any]
 _MOST, _FEW = 1 << 22, 1 << 10  # elements of a tensor of lengths
+_MADE = {torch.arange: _MOST, torch.zeros: _FEW}  # of integers: known as they are made
 
 
 @dataclass
@@ -62,10 +63,8 @@ def _computes(name: str) -> Callable[..., object]:
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
-    for _kind in (f"__{_name}__", f"__r{_name}__"):
+    for _kind in (f"__{_name}__", f"__r{_name}__", "__neg__", "__pos__", "__abs__"):
         setattr(Unknown, _kind, _computes(_kind))
-for _kind in ("__neg__", "__pos__", "__abs__"):
-    setattr(Unknown, _kind, _computes(_kind))
 
 
 class UnknownCount(int):
@@ -92,6 +91,10 @@ def keep_lengths(tensor: torch.Tensor, host: torch.Tensor) -> None:
     """``tensor`` is the copy of ``host``, whose integers are lengths and no tokens: of 32 bits, few
     in a row (tokens of experts, transformer_engine/pytorch/ops/basic/grouped_linear.py:1044
     @2.20), or places of packed sequences, which say where these end."""
+    if hasattr(host, "__tensor_flatten__"):  # lengths of a nested tensor
+        for name in host.__tensor_flatten__()[0]:
+            keep_lengths(getattr(tensor, name), getattr(host, name))
+        return
     if host.device.type != "cpu" or not 0 < host.numel() <= _MOST:
         return
     few = host.dtype == torch.int64 and host.dim() == 1 and host.numel() <= _FEW
@@ -129,12 +132,16 @@ def _tensors(args: Args, kwargs: Options) -> list[torch.Tensor]:
 
 
 def _computed(
-    func: Callable[..., object], args: Args, kwargs: Options
+    func: Callable[..., object], args: Args, kwargs: Options, shapes: bool = False
 ) -> tuple[object, dict[int, torch.Tensor]] | None:
     """(what ``func`` gives on the host, the values of its arguments after it by their ids); None if
-    one is not known or the host lacks the operator."""
-    values = {id(one): value_of(one) for one in _tensors(args, kwargs)}
-    copies = {key: value.clone() for key, value in values.items() if value is not None}
+    one is not known or the host lacks the operator.  ``shapes``: floats without a gradient may be
+    anything, as what is known says where they go."""
+    values = {id(one): (one, value_of(one)) for one in _tensors(args, kwargs)}
+    copies = {key: value.clone() for key, (_, value) in values.items() if value is not None}
+    for key, (one, value) in values.items() if shapes else ():
+        if value is None and one.is_floating_point() and not one.requires_grad:
+            copies[key] = torch.zeros((), dtype=one.dtype, device="cpu").expand(one.shape)
     if len(copies) < len(values):
         return None
 
@@ -154,30 +161,38 @@ def _computed(
 def on_host(func: Callable[..., object], args: Args, kwargs: Options) -> object:
     """What ``func`` gives, whose shape depends on values, as meta tensors; None if that is not
     known."""
-    found = _computed(func, args, kwargs) if _known(args, kwargs) else None
-    if found is None:
+    if not _known(args, kwargs):
+        return None
+    found = _computed(func, args, kwargs)
+    shapes = found or _computed(func, args, kwargs, shapes=True)
+    if shapes is None:
         return None
 
     def stand_in(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        _keep(made, leaf)
+        if found is not None:
+            _keep(made, leaf)
         return made
 
-    return tree_map(stand_in, found[0])
+    return tree_map(stand_in, shapes[0])
 
 
 def follow(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -> None:
     """``func`` of meta tensors gave ``out``: what is known of that, and of what it wrote to."""
     if not _known(args, kwargs):  # nearly all calls end here
-        if func is torch.arange and not out.is_floating_point() and 0 < out.numel() <= _MOST:
-            _keep(out, func(*args, **{**kwargs, "device": "cpu"}))
+        if func in _MADE and out.is_meta:
+            if not out.is_floating_point() and 0 < out.numel() <= _MADE[func]:
+                _keep(out, func(*args, **{**kwargs, "device": "cpu"}))
+        elif func in (torch.all, torch.Tensor.all) and out.is_meta and out.numel() == 1:
+            _keep(out, torch.ones(out.shape, dtype=out.dtype, device="cpu"))  # what is asserted
         return
     tensors = _tensors(args, kwargs)
     name = getattr(func, "__name__", "")
-    writes = (name.endswith("_") and not name.endswith("__")) or name[:3] == "__i"
-    if "out" in kwargs or name in ("__setitem__", "__set__"):  # in part, perhaps
+    in_place = name[:3] == "__i" or name == "__setitem__"
+    writes = (name.endswith("_") and not name.endswith("__")) or in_place
+    if "out" in kwargs or name == "__set__":
         for one in tensors:
             forget(one)
         return
@@ -199,12 +214,9 @@ def follow(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -
     values = [one for one in tree_leaves(answer) if isinstance(one, torch.Tensor)]
     for one, value in zip(outs, values, strict=False):
         if one.shape == value.shape and not getattr(one, _CELL, None):
-            shared = [t for t in tensors if _memory(t) == _memory(one)]
+            memory = one.untyped_storage()._cdata
+            shared = [t for t in tensors if t.untyped_storage()._cdata == memory]
             _keep(one, value, getattr(shared[0], _CELL) if shared else None)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _keep(tensor: torch.Tensor, value: torch.Tensor, base: _Cell | None = None) -> None:

@@ -32,6 +32,7 @@ print("tp", parallel_state.get_tensor_model_parallel_group().rank(), "ranks", di
 """
 GRID = """
 import torch, torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -50,6 +51,7 @@ for _ in range(3):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=dp)
     optimizer.step()
+assert not parallel_state.model_parallel_is_initialized()
 print("tp", tp.rank(), "dp", dist.get_process_group_ranks(dp))
 """
 FRAMEWORK = """
@@ -106,6 +108,33 @@ for _ in range(1000):
         dist.all_reduce(parameter.grad, group=groups.dp_cp)
     optimizer.step()
 """
+RAGGED = """
+import torch, torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+class Stage(torch.nn.Linear):
+    given = model_type = None
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2,
+        sequence_parallel=True, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32,
+        variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    def set_input_tensor(self, tensors):
+        self.given = tensors[0]
+def forward_step(lengths, model):
+    mine = torch.randn(next(lengths), 1, 8, device="cuda")
+    return model(mine if model.given is None else model.given), lambda out: (out.mean(), {{}})
+dist.init_process_group("nccl")
+parallel_state.initialize_model_parallel(2, 2)
+model = Stage(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=iter([5, 3, 9, 2]), model=model,
+        num_microbatches=4, seq_length=1, micro_batch_size=1, forward_only=False)
+    optimizer.step()
+"""
 STORE = "import torch.distributed as d\nd.TCPStore('localhost', 29573, 8, True)\n"
 
 
@@ -122,6 +151,8 @@ def test_programs_are_hosted_or_refused(tmp_path, monkeypatch):
         "hosted": (meta, {}),
         "recorded": ((*meta, "--prism-capture", str(tmp_path / "slices")), {}),
         "grid": (meta, {"text": GRID}),
+        "ragged": ((*meta[:-1], "1"), {"text": RAGGED}),
+        "later": (meta, {"text": RAGGED}),
         "size": (meta, {"arguments": "'nccl', world_size=16, rank=5"}),
         "rank": (meta, {"arguments": "'nccl', world_size=8, rank=3"}),
         "sizes": (meta, {"tp": 3}),
@@ -146,6 +177,9 @@ def test_programs_are_hosted_or_refused(tmp_path, monkeypatch):
     for calls in ("24 KiB  DATA_PARALLEL_GROUP_WITH_CP", "6 KiB  TENSOR_MODEL_PARALLEL_GROUP",
                   "6 KiB  PIPELINE_MODEL_PARALLEL_GROUP"):  # fmt: skip
         assert f" {calls} (2)" in said, said
+    status, said = found["ragged"]  # gradients are as long as what was sent
+    assert status == 0, said
+    assert "3 optimizer steps applied of 3" in said, said
     assert not (tmp_path / "checkpoint").exists()
     assert (tmp_path / "slices/slice-000005.prism").exists()
     for name, fix in (
@@ -153,6 +187,7 @@ def test_programs_are_hosted_or_refused(tmp_path, monkeypatch):
         ("rank", "--prism-ranks 3"),
         ("sizes", "--prism-world-size"),
         ("idle", "train step"),
+        ("later", "emulate the first stage"),
         ("store", "init_process_group"),
     ):
         status, said = found[name]

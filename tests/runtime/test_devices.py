@@ -97,7 +97,7 @@ else: raise AssertionError
 META = """
 x = torch.ones(4, 8, device="cuda")
 assert x.is_meta and x.cuda().is_meta and x.is_cuda and not torch.ones(2, device="cpu").is_cuda
-assert x.sum().item() == 2.0 and not bool((x > 0).all())
+assert x.sum().item() == 2.0 and bool((x > 0).all()) and not bool((x > 0).any())
 assert x.tolist() == [[2.0] * 8] * 4 and x.long().tolist() == [[0] * 8] * 4
 assert x.cpu().shape == (4, 8) and x.to("cpu").device.type == "cpu"
 assert torch.tensor([[x.sum()], [x.sum()]]).shape == (2, 1)
@@ -133,6 +133,20 @@ lengths.mul_(2)
 assert lengths.tolist() == [6, 10] and valid.tolist() == [0, 3, 8]
 ends.copy_(x[:1, :5])  # unknown now, of its views, too
 assert row.tolist() == [0] * 5 and not any(valid.tolist())
+ragged = torch.nested.as_nested_tensor([torch.ones(5), torch.ones(3)], layout=torch.jagged)
+for moved in ragged.cuda(), ragged.to(0):  # its Python reads lengths
+    lengths = moved.offsets().diff()
+    assert lengths.tolist() == [5, 3] and [len(one) for one in moved.unbind()] == [5, 3]
+    assert moved[1].shape == (3,) and moved.to_padded_tensor(0.0).shape == (2, 5)
+spread = torch.repeat_interleave(x[0, :2], lengths)  # its length is known, its values are not
+assert spread.shape == (8,) and isinstance(spread.sum().item(), Unknown)
+ragged = torch.nested.as_nested_tensor([spread[:6], spread[6:]], layout=torch.jagged)
+assert ragged.offsets().tolist() == [0, 6, 8]
+ends = torch.zeros(3, dtype=torch.int32, device="cuda")
+ends[1:] = lengths.cumsum(0)
+assert ends.tolist() == [0, 5, 8]
+ends[1] = x.sum().int()
+assert not any(ends.tolist())
 tokens = torch.arange(2048).cuda()
 try: tokens.nonzero()
 except NotImplementedError: pass

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.emulate.patch import META, VALUES, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.virtual_world import current, values_of
 
@@ -296,6 +297,14 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
             before, behind = ([one[0] * n, *one[1:]] for n in long)
         else:
             before = behind = _shape_here(self.config, context, send_next, send_prev)
+            if self.virtual_pipeline_model_parallel_size is None:  # gradients in the order of sends
+                sent = self.__dict__.setdefault("_prism_sent", [])
+                sent += [list(send_next.shape)] if send_next is not None else []
+                behind = sent.pop(0) if recv_next and sent else behind
+            if recv_prev and not all(prev) and not all(before):  # lengths differ, and it says 0
+                what = "how long a microbatch is comes from the stage before, which is virtual"
+                fix = "emulate the first stage, or run all layers on one"
+                raise UnsupportedError(what, fix=fix)
         return (  # a local peer has said it
             before if recv_prev and not all(prev) else prev,
             behind if recv_next and not all(after) else after,

@@ -145,6 +145,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     live = None
     if name == "meta":
         live = LiveBytes("meta", cublas=True)
+        live.values = remap
         changes.on_undo(workspaces.clear)
         changes.set(kernels, "meter", None)  # a recorder's, later
         cuda_choices.replace_compile(live, changes)

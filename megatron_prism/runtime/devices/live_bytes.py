@@ -14,6 +14,7 @@ import sys
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -200,6 +201,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.device_type, self.meta, self.cublas = device, device == "meta", cublas
         self.now = 0
+        self.values: AbstractContextManager[object] = contextlib.nullcontext()  # answers reads
         self.wrappers: tuple[type, ...] = ()  # tensors whose memory is that of what they wrap
         self.high = LivePeak()
         self.parts: dict[str, int] = {}  # part of the job -> the most that was alive in it
@@ -476,8 +478,12 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # DTensor makes of it what its rank does, which comes here alone
+        for kind in types:
+            if hasattr(kind, "__tensor_flatten__"):
+                if not kind.__module__.startswith("torch.nested"):
+                    return NotImplemented  # DTensor makes of it what its rank does: that comes here
+                with self, self.values:  # its Python reads lengths
+                    return kind.__torch_dispatch__(func, types, args, kwargs)
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = self._ask(func)

@@ -8,7 +8,7 @@ A ``TorchFunctionMode`` that rewrites device arguments: ``cpu`` tier (real value
   @0.16.1), Megatron-FSDP and offloading optimizers ask for the device
 * on ``meta``, ``item()``, ``tolist()``, ``bool()`` and friends, which need data, answer what is
   known (``known_values``), else ``Unknown``: a finite positive number where a loss or gradient norm
-  is asked for, False for truth values; ``equal`` compares sizes
+  is asked for, False for truth values but ``all``'s; ``equal`` compares sizes
 
 Everything else passes through.  The mode stays active until the session is closed; backward runs in
 the calling thread (``torch.autograd.set_multithreading_enabled(False)``), so it applies there too.
@@ -31,7 +31,6 @@ from megatron_prism.runtime.known_values import PLACEHOLDER, Unknown, UnknownCou
 _TO_CUDA = torch.Tensor.cuda
 _TO = torch.Tensor.to
 _TYPE = torch.Tensor.type
-_PIN = torch.Tensor.pin_memory
 _EQUALS = (torch.equal, torch.Tensor.equal)
 # reading a value on the host waits for the device
 _READS: dict[object, str] = {
@@ -55,18 +54,9 @@ _LOOKS = frozenset(
         "element_size", "is_floating_point")]
     + [torch._C._set_grad_enabled]
 )  # fmt: skip
+_KINDS = "Double", "Float", "Half", "BFloat16", "Long", "Int", "Byte", "Bool"
 _LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
-    getattr(torch.cuda, f"{name}Tensor"): dtype
-    for name, dtype in (
-        ("Double", torch.float64),
-        ("Float", torch.float32),
-        ("Half", torch.float16),
-        ("BFloat16", torch.bfloat16),
-        ("Long", torch.int64),
-        ("Int", torch.int32),
-        ("Byte", torch.uint8),
-        ("Bool", torch.bool),
-    )
+    kind: kind.dtype for kind in (getattr(torch.cuda, f"{name}Tensor") for name in _KINDS)
 }
 _NAMES = {dtype: f"torch.{kind.__name__}" for kind, dtype in _LEGACY.items()}
 
@@ -99,25 +89,6 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     if value is not None:
         return value.clone()
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _first_leaf(data: Any) -> torch.Tensor | None:
-    """The first leaf of nested lists, if it is a meta tensor."""
-    while isinstance(data, (list, tuple)) and data:
-        data = data[0]
-    return data if isinstance(data, torch.Tensor) and data.is_meta else None
-
-
-def _shape_of(data: Any) -> tuple[int, ...]:
-    """Shape that ``torch.tensor`` gives nested lists of tensors."""
-    if isinstance(data, (list, tuple)):
-        return (len(data), *_shape_of(data[0]))
-    return tuple(data.shape)
-
-
-def _asks_the_host() -> bool:
-    """Whether the tensor that is read would be the host's on a GPU, too."""
-    return sys._getframe(3).f_code.co_filename.endswith(_OF_HOST)
 
 
 class Remap(TorchFunctionMode):
@@ -163,7 +134,8 @@ class Remap(TorchFunctionMode):
         return out
 
     def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        if func in _READS and args[0].device.type == self.target.type and not _asks_the_host():
+        reads = func in _READS and self._of_device(func, args, kwargs)
+        if reads and not sys._getframe(2).f_code.co_filename.endswith(_OF_HOST):
             cuda.host_waits(_READS[func])
         special = _SPECIAL.get(func)
         if special is not None:
@@ -229,9 +201,6 @@ class Remap(TorchFunctionMode):
     def _of_device(self, func: object, args: Sequence[torch.Tensor], kwargs: object) -> bool:
         return args[0].device.type == self.target.type
 
-    def _unpinned(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return args[0]
-
     def _equal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Shapes are equal where their sizes are: hashes of parameters that replicas compare."""
         if args[0].is_meta or args[1].is_meta:
@@ -240,14 +209,16 @@ class Remap(TorchFunctionMode):
 
     def _tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``torch.tensor([…])`` of meta scalars would read them."""
-        data = args[0] if args else kwargs.get("data")
-        leaf = _first_leaf(data) if self.meta else None
-        if leaf is None:
-            made = func(*args, **kwargs)
-            known_values.learn(made, data)
-            return made
-        dtype = kwargs.get("dtype") or leaf.dtype
-        return torch.empty(_shape_of(data), dtype=dtype, device="meta")
+        leaf = data = args[0] if args else kwargs.get("data")
+        shape: list[int] = []
+        while isinstance(leaf, (list, tuple)) and leaf:
+            shape, leaf = [*shape, len(leaf)], leaf[0]
+        if self.meta and isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            dtype = kwargs.get("dtype") or leaf.dtype
+            return torch.empty((*shape, *leaf.shape), dtype=dtype, device="meta")
+        made = func(*args, **kwargs)
+        known_values.learn(made, data)
+        return made
 
     def _copy_(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``host.copy_(meta)`` has no data to bring: the host tensor keeps what it holds."""
@@ -281,7 +252,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _TO: Remap._to,
     _TYPE: Remap._type,
     torch.device: Remap._device,
-    _PIN: Remap._unpinned,
+    torch.Tensor.pin_memory: lambda remap, func, args, _: args[0],
     **dict.fromkeys(_EQUALS, Remap._equal),
     torch.tensor: Remap._tensor,
     torch.Tensor.copy_: Remap._copy_,

@@ -20,6 +20,7 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.known_values import forget
 
 # the kernels that costs know by another name
 _COSTS = {
@@ -41,6 +42,8 @@ def _launch(function: Any, args: tuple[object, ...], options: dict[str, object])
     tensors = [a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)]
     if any(tensor.is_meta for tensor in tensors):
         fused(_COSTS.get(name, name), 0, *tensors)
+        for tensor in tensors:
+            forget(tensor)
         return
     if name not in COMPUTED:
         what = f"the triton kernel {name} needs a GPU, and has no stand-in here"
@@ -81,10 +84,6 @@ def _jit(fn: Callable[..., object] | None = None, **options: object) -> object:
     return _Kernel(fn) if fn is not None else _Kernel
 
 
-def _next_power_of_2(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
 _MODULES = ("", ".language", ".language.core", ".language.standard", ".language.extra", ".runtime")
 
 
@@ -95,7 +94,7 @@ def _stub(changes: ProcessChanges) -> None:
     kernels.add_packages(changes, dict.fromkeys(names, {}), Absent)
     vars(sys.modules["triton"]).update(
         __version__="0.0.0", jit=_jit, cdiv=lambda x, y: -(-x // y),
-        next_power_of_2=_next_power_of_2)  # fmt: skip
+        next_power_of_2=lambda number: 1 << max(0, number - 1).bit_length())  # fmt: skip
 
 
 def _launcher(kernel: Any, grid: object) -> Callable[..., None]:
