@@ -22,48 +22,20 @@ from megatron_prism.runtime.devices import kernels, local_layers
 PATCHES = Patches(tiers=NO_CUDA)
 
 
-@PATCHES.patch(
-    "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__init__",
-    at=":167 @0.16.1",
-    tiers=("cpu",),
-)
-@PATCHES.patch(
-    "megatron.core.transformer.cuda_graphs:CudaGraphManager.__init__",
-    "TECudaGraphHelper.__init__",
-    at=":1374, :1677 @0.16.1; :1769, :2095 @0.19.0",
-    tiers=("cpu",),
-)
-def _no_graphs(module: ModuleType, context: PatchContext) -> None:
-    """CUDA graphs are captured after some iterations of warm-up, and end in a traceback: this comes
-    before."""
-    fix = "leave --enable-cuda-graph or --cuda-graph-impl out, or --prism-tier cuda"
-    context.replace(module, refused("CUDA graphs need a CUDA device", fix))
-
-
 @PATCHES.instead(
     "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.create_cudagraphs",
-    at=":2228 @0.16.1; :2712 @0.19.0",
+    "_CudaGraphRunner.create_fwd_graph",
+    "_CudaGraphRunner.create_bwd_graph",
+    at=":2228, :787, :1020 @0.16.1; :2712, :1137, :1389 @0.19.0",
     tiers=META,
 )
-def _capture_graphs(context: PatchContext, original: Original, self: object) -> None:
+def _capture_graphs(
+    context: PatchContext, original: Original, *args: object, **kwargs: object
+) -> None:
     """A program has no ops of a graph that is replayed; and what is captured is in no iteration."""
     if context.records:
         what = "a slice has no calls of a CUDA graph"
         raise UnsupportedError(what, fix="leave --cuda-graph-impl out, or --prism-tier cuda")
-    with context.monitor.part("graph capture"):
-        original(self)
-
-
-@PATCHES.instead(
-    "megatron.core.transformer.cuda_graphs:_CudaGraphRunner.create_fwd_graph",
-    "_CudaGraphRunner.create_bwd_graph",
-    at=":787, :1020 @0.16.1; :1137, :1389 @0.19.0",
-    tiers=META,
-)
-def _capture_layer(
-    context: PatchContext, original: Original, *args: object, **kwargs: object
-) -> None:
-    """--cuda-graph-impl local captures at the end of a train step; that is none of the step's."""
     with context.monitor.part("graph capture"):
         original(*args, **kwargs)
 

@@ -202,6 +202,12 @@ def _no_history(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedError("torch records allocations of a CUDA device only", fix=fix)
 
 
+def _no_graphs(*args: Any, **kwargs: Any) -> None:
+    """Stands in for torch.cuda.CUDAGraph; tier meta has another (cuda_graphs.py)."""
+    fix = "leave --cuda-graph-impl out, or --prism-tier meta or cuda"
+    raise UnsupportedError("CUDA graphs need a CUDA device", fix=fix)
+
+
 def _no_ranges(*args: Any, **kwargs: Any) -> contextlib.nullcontext[None]:
     return contextlib.nullcontext()
 
@@ -273,6 +279,7 @@ def _device_answers(num_devices: int) -> dict[str, Any]:
         "Stream": Stream,
         "Event": Event,
         "is_current_stream_capturing": lambda: bool(capturing),
+        "CUDAGraph": _no_graphs,
         # --log-straggler prints them; there is no device to ask
         **dict.fromkeys(
             ("temperature", "power_draw", "utilization", "clock_rate"), lambda device=None: 0
