@@ -171,7 +171,7 @@ class Alignment:
         in it (start-up) than one iteration makes, else the number is too high; exact where captures
         know how many calls came before theirs."""
         program = self.programs.of(rank)
-        fifos, counts = self.fifos[int(self.programs.program_of[rank])], self.state.counts(rank)
+        fifos, counts = self.fifos[int(self.programs.program_of[rank])], self.state.counts[rank]
         earlier = program.calls_before()
         made = self.steps[int(self.programs.program_of[rank])][step][1]
         sizes = {desc: len(fifos[desc, False]) for desc in counts if (desc, False) in fifos}

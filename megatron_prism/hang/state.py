@@ -83,7 +83,6 @@ class JobState:
         self.completed: dict[tuple[str, int], int] = {}
         self.outstanding: dict[int, list[Entry]] = {}
         self._waited: dict[Launch, Mapping[str, Sequence[int]]] = {}
-        self._opened: dict[int, frozenset[Key]] = {}
         self._numbered: dict[int, dict[tuple[str, int], list[Entry]]] = {}
         self._collect_groups(found.listed)
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
@@ -162,7 +161,8 @@ class JobState:
         return found
 
     @cached_property
-    def _counts(self) -> dict[int, dict[str, int]]:
+    def counts(self) -> dict[int, dict[str, int]]:
+        """rank -> description -> collectives that it has issued."""
         found: dict[int, dict[str, int]] = {rank: {} for rank in self.dumps}
         for (name, rank), count in self.enqueued.items():
             if name in self.groups and name not in self.dumps[rank].assumed:
@@ -181,7 +181,7 @@ class JobState:
         for other in self.siblings_of(rank):
             head = self.head(other)
             if head is not None and other != rank and head.desc != desc and not head.pair:
-                made = self.counts(other).get(desc), self.messages_counted(other, desc)
+                made = self.counts[other].get(desc), self.messages_counted(other, desc)
                 counts[head.desc, head.seq][made] += 1
         return sum(n.total() - max(n.values()) for n in counts.values()) > 1
 
@@ -205,10 +205,6 @@ class JobState:
                     rows[e.desc, e.seq].append(e)
         return self._numbered[rank].get((desc, seq), [])
 
-    def counts(self, rank: int) -> dict[str, int]:
-        """Description -> collectives that ``rank`` has issued."""
-        return self._counts[rank]
-
     def all_counts(self, rank: int) -> dict[str, int]:
         """Description -> calls or messages issued, also in groups of one."""
         dump = self.dumps[rank]
@@ -223,11 +219,10 @@ class JobState:
                 if name in pairs and self.groups[name].desc == desc]  # fmt: skip
         return max(rows, default=(-1, -1))
 
-    def opened(self, rank: int) -> frozenset[Key]:
-        """Its outstanding calls, comparable between siblings."""
-        if rank not in self._opened:
-            self._opened[rank] = frozenset(map(key_of, self.outstanding[rank]))
-        return self._opened[rank]
+    @cached_property
+    def opened(self) -> dict[int, frozenset[Key]]:
+        """rank -> its outstanding calls, comparable between siblings."""
+        return {rank: frozenset(map(key_of, calls)) for rank, calls in self.outstanding.items()}
 
     def other(self, rank: int, entry: Entry) -> int:
         """The global rank at the other side of a send or receive; -1 if it is not known."""

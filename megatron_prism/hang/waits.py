@@ -294,7 +294,7 @@ def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
     siblings = state.siblings_of(lost)
     for name in state.groups_of[lost]:
         group = state.groups[name]
-        last = max((state.counts(s).get(group.desc, -1) for s in siblings), default=1 << 62)
+        last = max((state.counts[s].get(group.desc, -1) for s in siblings), default=1 << 62)
         for other in group.ranks:
             if other not in state.dumps:
                 continue
