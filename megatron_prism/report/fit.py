@@ -110,7 +110,7 @@ def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
     yield from folded(f"the peak of {name}: {place}".rstrip(), 2)
     yield from columns([["  of the device", ""], *_parts(one)])
     least, most = one.get("reserved_between") or (0, 0)
-    if least < most:
+    if format_bytes(least) != format_bytes(most):
         between = f"{format_bytes(least)} if the device keeps up with the host, up to "
         yield from folded(f"  reserved: {between}{format_bytes(most)} else", 4)
     sums: dict[tuple[str, str, str], list[int]] = {}
