@@ -18,9 +18,9 @@ Rows are added to OUT.csv at once and tests that it has are skipped, so a run ca
 started again; remove a row to try its test again.  ``table`` prints what the files say; ``new`` is
 ``run``, then the table, and each change of the tests that ran against the stored table of main.
 
-outcome: works; refused (by name, exit 2 or 1 with ``prism: error:``); crashes (any other failure);
-too long (not done within the limit); not tried (no training job, no way to convert it, or it needs
-a package that this environment lacks).
+outcome: works; refused (by name, exit 2 or 1 with ``prism: error:``); Megatron's own (a failure of
+``MEGATRONS_OWN``); crashes (any other); too long (not done within the limit); not tried (no
+training job, no way to convert it, or it needs a package that this environment lacks).
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ from pathlib import Path
 from typing import Any
 
 CASES = "tests/functional_tests/test_cases"
-OUTCOMES = ("works", "refused", "crashes", "too long", "not tried")
+OUTCOMES = ("works", "refused", "Megatron's own", "crashes", "too long", "not tried")
+MEGATRONS_OWN = {  # the end of an error -> why it comes without an emulation, too
+    "has no attribute 'use_legacy_models'": "pretrain_hybrid_flex.py:121 reads an argument that "
+    "39ec5ebeb4 has taken out",
+}
 HARDWARE = "dev_dgx_h100"
 LAST = Path(__file__).parents[1] / "results/functional_tests_main.csv"
 # of files, logs, data, and how long it runs; formats of checkpoints stay, some features need one
@@ -264,7 +268,9 @@ def said(status: int | None, log: Path) -> tuple[str, str]:
     place = "/".join(Path(frames[-1][0]).parts[-2:]) + f":{frames[-1][1]}" if frames else ""
     if errors and errors[-1].startswith(("ModuleNotFoundError", "ImportError")):
         return "not tried", f"needs a package: {errors[-1]}"[:300]
-    return "crashes", f"{(errors or refusals or [last])[-1][:240]} ({place})"
+    error = (errors or refusals or [last])[-1][:240]
+    own = next((why for end, why in MEGATRONS_OWN.items() if error.endswith(end)), None)
+    return ("crashes", f"{error} ({place})") if own is None else ("Megatron's own", own)
 
 
 @dataclass

@@ -193,8 +193,8 @@ def _without_stand_in(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
         ("hybrid and dynamic context parallelism deal sequences out by their lengths, to groups "
          "that change with every batch", f"leave --hybrid-context-parallel out, {cuda}"):
         any(getattr(config, f"{kind}_context_parallel", False) for kind in ("hybrid", "dynamic")),
-        ("activations that are offloaded beside overlapped all-to-alls come back in another order "
-         "than on a GPU where there are MTP layers", "leave one out: --mtp-num-layers, "
+        ("activations that are offloaded beside overlapped all-to-alls end in Megatron's own Chunk "
+         "mismatch where there are MTP layers", "leave one out: --mtp-num-layers, "
          "--overlap-moe-expert-parallel-comm, --fine-grained-activation-offloading"):
         all(getattr(config, name, False) for name in _OFFLOADED_BESIDE_MTP),
     }  # fmt: skip
