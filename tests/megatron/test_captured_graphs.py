@@ -1,4 +1,5 @@
-"""CUDA graphs are captured in shapes by the job's own Python, with static buffers and pools.
+"""CUDA graphs are captured in shapes by the job's own Python, with static buffers and pools; in
+a slice each of Transformer Engine's costs the host one launch.
 
 Needs megatron.training (0.19).  The figures of the GPU are those of a stored snapshot, which was
 taken behind the last iteration of a process on an H100, and of h100_graph_peaks.json.
@@ -12,6 +13,10 @@ from pathlib import Path
 import pytest
 from helpers import stock_jobs
 from helpers.needs import TRAINING
+
+from megatron_prism.core import program
+from megatron_prism.core.ops import IS_CALL, NAMES
+from megatron_prism.runtime.recorder.python_calls import KERNEL_NS
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
 
@@ -50,6 +55,12 @@ WAITS = (
     f"{SMALL} {OWN} {EXPERTS} --prism-world-size 2 --moe-token-dispatcher-type alltoall "
     "--cuda-graph-impl local --te-rng-tracker --cuda-graph-scope attn moe_router"
 )
+SLICES = {  # and layers of a rank times microbatches
+    "sequence parallel": (
+        f"{PIPELINE} --tensor-model-parallel-size 2 --sequence-parallel", 2 * 8),
+    "experts": (f"{EXPERTS} --moe-token-dispatcher-type alltoall", 4 * 2),
+}  # fmt: skip
+SCOPE = {"experts": "--cuda-graph-scope attn moe_router moe_preprocess"}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +73,11 @@ def jobs(place):
     """name -> (status, output)."""
     texts = {**JOBS, "waits": WAITS}
     words = {name: [*text.split(), "--prism-out", place / name] for name, text in texts.items()}
+    for name, (text, _) in SLICES.items():
+        for graphs in ("", f"{GRAPHS} {SCOPE.get(name, '')}"):
+            job = f"{SMALL} {text} {graphs} {OWN} --prism-world-size 8 --prism-ranks 5"
+            folder = place / f"{name} {bool(graphs)}"
+            words[folder.name] = [*job.split(), "--prism-capture", folder]
     return stock_jobs.named(stock_jobs.TINY, words)
 
 
@@ -98,3 +114,23 @@ def test_a_wait_of_the_host_in_a_capture_is_refused_as_by_cuda(jobs):
     status, said = jobs["waits"]
     assert status == 1, said[-3000:]
     assert "the host waits (token counts) while a CUDA graph is captured" in said
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_graph_is_one_launch_of_what_it_captured(name, jobs, place):
+    """Its kernels and calls are those of the job without graphs, but for copies of its inputs; the
+    host launches them all at once, and what is outside of layers as before."""
+    files = [place / f"{name} {graphs}" / "slice-000005.prism" for graphs in (False, True)]
+    eager, graphed = (program.load(file).of(5) for file in files)
+    assert [jobs[f"{name} {graphs}"][0] for graphs in (False, True)] == [0, 0]
+    for phase in ("forward", "backward"):
+        ops = [[op for op in one if op.phase == phase] for one in (eager, graphed)]
+        calls = [[op.name for op in each if IS_CALL[NAMES.index(op.name)]] for each in ops]
+        flops = [sum(max(op.flops, 0) for op in each) for each in ops]
+        assert calls[0] == calls[1]
+        assert flops[0] == flops[1] > 0
+        launched = [op for op in ops[1] if op.host in (0, KERNEL_NS)]
+        assert sum(op.host == KERNEL_NS for op in launched) == SLICES[name][1]
+        kernels = sum(max(op.kernels, 0) for op in launched)
+        assert kernels > 0.4 * sum(max(op.kernels, 0) for op in ops[0])
+        assert any(IS_CALL[NAMES.index(op.name)] for op in launched) or phase == "backward"

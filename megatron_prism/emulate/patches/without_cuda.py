@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import sys
 import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.devices import kernels, local_layers
@@ -30,14 +32,16 @@ PATCHES = Patches(tiers=NO_CUDA)
     tiers=META,
 )
 def _capture_graphs(
-    context: PatchContext, original: Original, *args: object, **kwargs: object
+    context: PatchContext, original: Original, self: Any, *args: object, **kwargs: object
 ) -> None:
-    """A program has no ops of a graph that is replayed; and what is captured is in no iteration."""
-    if context.records:
-        what = "a slice has no calls of a CUDA graph"
-        raise UnsupportedError(what, fix="leave --cuda-graph-impl out, or --prism-tier cuda")
-    with context.monitor.part("graph capture"):
-        original(*args, **kwargs)
+    """What is captured is in no iteration; a slice has graphs of the microbatches that run."""
+    with ProcessChanges() as changes, context.monitor.part("graph capture"):
+        if context.records:
+            module = sys.modules[type(self).__module__]
+            running = context.monitor.schedule["num_microbatches"]
+            changes.set(module, "get_num_microbatches", lambda: running)
+            changes.set(self.config, "cuda_graph_warmup_steps", 10)  # then one warm-up is enough
+        original(self, *args, **kwargs)
 
 
 @PATCHES.patch(
@@ -75,8 +79,15 @@ def _leave_out(
     context: PatchContext, original: Original, args: object, *rest: object, **kwargs: object
 ) -> object:
     """Ways of running the same operations that need a device: the job runs without, and says so."""
+    in_shapes = context.meta
+    if in_shapes and context.records:
+        in_shapes = getattr(args, "cuda_graph_impl", "") == "transformer_engine"
+        warm = "cuda_graph_warmup_steps"
+        if in_shapes and getattr(args, warm) > 1:  # the second iteration is recorded
+            context.changes.set_item(job_arguments.left_out, warm, getattr(args, warm))
+            setattr(args, warm, 1)
     for name, (off, meaning) in _LEFT_OUT.items():
-        if "cuda_graph_impl" in off and context.meta and not context.records:
+        if in_shapes and "cuda_graph_impl" in off:
             continue  # these are captured
         asked = [key for key, no in off.items() if getattr(args, key, no) not in (no, None)]
         for key in asked:

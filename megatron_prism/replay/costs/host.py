@@ -141,7 +141,7 @@ def host_ns(
     if not program.knows_host:
         return lead, ns, source
     calls = call_ns(program, calibration, CALL_NS)
-    talks = IS_CALL[ops["name"]]
+    talks = IS_CALL[ops["name"]] & (ops["host"] < 0)  # others a CUDA graph launches
     source[talks] = first + 1
     ns[talks] = calls[talks]
     batched = np.flatnonzero(ops["batch"] >= 0)

@@ -3,6 +3,7 @@
 torch's, Megatron's and Transformer Engine's Python captures as on a GPU: static inputs, what a
 capture keeps, and what the graphs before it have freed.  To the allocator each stream of a graph's
 pool is a stream of its own, with a negative number, whose segments stay until the end.
+A recorder hears what a graph launches.
 """
 
 from __future__ import annotations
@@ -28,13 +29,18 @@ class CUDAGraph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._pool: tuple[int, int] = (0, 0)
+        self._launches: Any = None  # what a recorder wrote of the capture
 
     def capture_begin(self, pool: tuple[int, int] | None = None, **options: object) -> None:
         self._pool = pool or graph_pool_handle()
         cuda.capturing.append(self)
         _open.append(self._pool)
+        if cuda.watcher is not None:
+            cuda.watcher.graph_begun()
 
     def capture_end(self) -> None:
+        if cuda.watcher is not None:
+            self._launches = cuda.watcher.graph_ended()
         cuda.capturing.remove(self)
         _open.pop()
 
@@ -45,6 +51,8 @@ class CUDAGraph:
         """The kernels of the capture, of which nobody here has values."""
         global replays
         replays += 1
+        if cuda.watcher is not None and self._launches is not None:
+            cuda.watcher.graph_launched(self._launches)
 
     def reset(self) -> None:
         """Its memory is the allocator's again once no graph of the pool is left."""

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -37,12 +38,13 @@ from megatron_prism.runtime.recorder.measurements import (
     stamp,
 )
 from megatron_prism.runtime.recorder.owners import AllocationOwners
-from megatron_prism.runtime.recorder.python_calls import host_ns
+from megatron_prism.runtime.recorder.python_calls import KERNEL_NS, host_ns
 from megatron_prism.runtime.recorder.shapes_meter import Meter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from megatron_prism.core.ops import Op
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
 Position = tuple[int, int, int, int]
 # rows, memory, its streams, trace: as ``Builder.since`` has them
 Part = tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int], list[str]]
+
+
+_OF_GRAPH = ("_builder", "_labels", "_trace", "_events", "_num_batches", "active")
 
 
 class Labels(TypedDict, total=False):
@@ -355,6 +360,46 @@ class Recorder(CallListener, TrainingListener):
             yield
         finally:
             self._batch = -1
+
+    # -- CUDA graphs of tier meta -----------------------------------------------------------------
+    def graph_begun(self) -> None:
+        """What is issued from here on is of a graph that is being captured."""
+        self.cut()
+        assert self.meter is not None
+        self.meter.take()
+        self._outside = {name: getattr(self, name) for name in _OF_GRAPH}
+        vars(self).update(zip(_OF_GRAPH, (Builder(), {}, [], {}, -1, True), strict=True))
+        self._open()
+
+    def graph_ended(self) -> tuple[Op, ...]:
+        """What the graph launches; its own stream is ``main``."""
+        self._close()
+        mine = self._stream()
+        ops = tuple(self._builder.build(self.rank, memory=False))
+        vars(self).update(self._outside)
+        return tuple(replace(op, stream="main") if op.stream == mine else op for op in ops)
+
+    def graph_launched(self, ops: tuple[Op, ...]) -> None:
+        """One launch for the host, and then all of ``ops``."""
+        if not self.active or self._inside:
+            return
+        self._enter()
+        assert self.meter is not None
+        first, batches, mine = len(self._builder), self._num_batches + 1, self._stream()
+        host = KERNEL_NS if self.meter.python.counts else -1
+        for op in ops:
+            fields: dict[str, Any] = {**vars(op), "host": host, "lead": host, **self._labels}
+            if op.stream == "main":
+                fields["stream"] = mine
+            if op.handle >= 0:
+                fields["handle"] += first
+            if op.batch >= 0:
+                fields["batch"] += batches
+                self._num_batches = max(self._num_batches, fields["batch"])
+            self._builder.add(**fields)
+            self._trace.append(op.name)
+            host = min(host, 0)
+        self._leave()
 
     def _site(self) -> str:
         """``core/tensor_parallel/mappings.py:31``: the innermost Megatron or TE frame."""
