@@ -18,7 +18,7 @@ import numpy as np
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.world_graph import CallKind
-from megatron_prism.replay.costs.collectives import fastest
+from megatron_prism.replay.costs.collectives import EXPERT_CALLS, fastest
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
 from megatron_prism.replay.costs.prices import shape_of
 from megatron_prism.replay.priced_graph import PricedGraph
@@ -123,15 +123,15 @@ def _calls(one: PricedGraph, stage: int) -> dict[_Line, _Calls]:
         line = lines[op.name, op.group, op.site]
         line.types.add(op.dtype)
         pair = op.name in ("send", "recv")
-        if op.name != "all_to_all":  # the routing's matter
+        if op.name not in ("all_to_all", *EXPERT_CALLS):  # the routing's matter
             counts = line.elements[-1 if pair else op.microbatch]
             size = max(op.num_in, op.num_out)
             counts[size] = 1 if pair else counts[size] + 1
         call = of, int(kinds.num_bytes[entry])
         if call not in known:
             shape = shape_of(kinds.kinds[of], one.machine)
-            known[call] = "alone"
-            if shape.size > 1:
+            known[call] = "alone" if shape.size == 1 else "HybridEP"
+            if shape.size > 1 and op.name not in EXPERT_CALLS:
                 known[call], _ = fastest(op.name, shape, call[1], one.machine, nccl)
         line.ways.add(known[call])
     return lines

@@ -18,6 +18,7 @@ reduce              k           k (root)      reduce over j of in[j], on the roo
 gather              k           n*k (root)    concatenation over j of in[j], on the root only
 scatter             n*k (root)  k             chunk p of in[root]
 barrier             0           0             every member has arrived
+dispatch, combine   k           m             tokens go to their experts and back (DeepEP …)
 send / recv         k           k             the peer's tensor
 ==================  ==========  ============  ====================================================
 """
@@ -103,6 +104,9 @@ TABLE: tuple[Collective, ...] = (
     Collective("barrier", ("barrier",), "barrier", "group"),
     Collective("send", ("send",), "send", "pair"),
     Collective("recv", ("recv", "recv_anysource"), "recv", "pair"),
+    # rows to nodes and rows to ranks: of a dispatch in and out, of a combine out and in
+    Collective("dispatch", ("dispatch",), "ep_dispatch", "group"),
+    Collective("combine", ("combine",), "ep_combine", "group"),
 )
 
 BY_NAME: dict[str, Collective] = {row.name: row for row in TABLE}

@@ -81,12 +81,14 @@ class CallKinds:
     kinds     : all of the world
     of        : int64 [total], the kind of each entry
     num_bytes : int64 [total], its message, as nccl-tests counts it
+    least     : int64 [total], bytes of the smaller of its input and output
     ns        : int64 [total], how long its program says that it takes; -1: it does not
     """
 
     kinds: tuple[CallKind, ...]
     of: np.ndarray
     num_bytes: np.ndarray
+    least: np.ndarray
     ns: np.ndarray
 
 
@@ -149,7 +151,7 @@ class WorldGraph:
     def call_kinds(self) -> CallKinds:
         """The kinds of calls, and which each entry of the matched calls is of."""
         meet, kinds = self.matched_calls, list[CallKind]()
-        of, num_bytes, ns = np.empty((3, len(meet.ops)), dtype=np.int64)
+        of, num_bytes, least, ns = np.empty((4, len(meet.ops)), dtype=np.int64)
         entries = np.split(
             np.argsort(meet.classes, kind="stable"),
             np.cumsum(np.bincount(meet.classes, minlength=len(self.classes)))[:-1],
@@ -163,9 +165,10 @@ class WorldGraph:
             _, first, which = np.unique(keys, return_index=True, return_inverse=True)
             of[mine] = len(kinds) + which
             num_bytes[mine] = program.num_bytes[places]
+            least[mine] = np.minimum(program.bytes_in, program.bytes_out)[places]
             ns[mine] = program.ops["ns"][places]
             kinds += [self._kind(index, program, op, both_ways) for op in places[first].tolist()]
-        return CallKinds(tuple(kinds), of, num_bytes, ns)
+        return CallKinds(tuple(kinds), of, num_bytes, least, ns)
 
     def _kind(self, index: int, program: Program, op: int, both_ways: np.ndarray) -> CallKind:
         row, rank = program.ops[op], self.classes.representatives[index]

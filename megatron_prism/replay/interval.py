@@ -66,6 +66,11 @@ RANGES = (
         "modelled: NCCL's alpha-beta between nodes", "calls", 0.95, 2.2,
         "NCCL's own estimate between nodes: published all-reduces of 32 MiB and more",
     ),
+    # with the time around HybridEP's kernels 1.07 to 1.32 times; DeepEP 2 needs 0.78 of its time
+    Range(
+        "modelled: HybridEP", "calls", 0.78, 1.32,
+        "published rates of HybridEP's kernels, with and without what surrounds them, and DeepEP's",
+    ),
     # a pair of H100 beside a pair of H200, calls of 1 MiB and more: 0.93 to 1.07 times as long
     Range(
         "modelled: calls of other GPUs", "calls", 0.9, 1.15,

@@ -21,6 +21,7 @@ from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, SHARED
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.graph.classes import equal_programs, memberships, partition
+from megatron_prism.replay.costs.collectives import EXPERT_CALLS
 from megatron_prism.replay.costs.kernels import scaled_kernels
 from megatron_prism.replay.whatif import with_assumption, without_unused
 
@@ -185,7 +186,7 @@ class _Resizer:
                 "not known",
                 fix="capture a world of that size",
             )
-        elif name == CODE["all_to_all"] or row["splits"] >= 0:
+        elif NAMES[name] in ("all_to_all", *EXPERT_CALLS) or row["splits"] >= 0:
             raise ProgramError(
                 f"who sends what in an {NAMES[name]} of {group} with {after} ranks is not known",
                 fix="capture a world of that size",

@@ -67,7 +67,7 @@ Fail = Callable[..., None]
 
 
 def _count(op: Op) -> int:
-    if op.name in ("all_to_all", "barrier"):
+    if op.name in ("all_to_all", "dispatch", "combine", "barrier"):
         return 0
     if op.splits:  # shares of members differ, their sum does not
         return op.num_out

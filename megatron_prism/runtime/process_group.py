@@ -415,6 +415,11 @@ class PrismGroup(dist.ProcessGroup):
     def alltoall(self, outs: Tensors, ins: Tensors, opts: object = None) -> None:
         self._answers(ins[0]).all_to_all_list(outs, ins)
 
+    def dispatch(self, out: torch.Tensor, source: torch.Tensor) -> None:
+        """Kernels of other libraries, on shapes."""
+
+    combine: _Alias = dispatch
+
     def gather(
         self, out_lists: Sequence[Tensors], shards: Tensors, opts: dist.GatherOptions
     ) -> None:

@@ -80,12 +80,6 @@ class NcclSettings:
         )
         return mine == theirs
 
-    def check(self, name: str, left: int) -> None:
-        """UsageError if no way is ``left`` for a call, where NCCL ends the job."""
-        if not left:
-            fix = "let Ring, which every call has: nccl=NCCL_ALGO=Ring nccl=NCCL_PROTO=Simple"
-            raise UsageError(f"{self} leaves no way for {name}", fix=fix)
-
     @cached_property
     def channels(self) -> tuple[int, int | None]:
         """(fewest, most) channels; None: as many as NCCL likes."""

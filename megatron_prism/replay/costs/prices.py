@@ -11,9 +11,11 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
 from megatron_prism.graph.world_graph import CallKind, WorldGraph
 from megatron_prism.replay.costs.collectives import (
+    EXPERT_CALLS,
     Calibration,
     Shape,
     calls_of,
+    expert_call_ns,
     measured_elsewhere,
     modelled,
 )
@@ -35,7 +37,7 @@ NO_TIME = "unknown: segments that say neither how long they take nor what they c
 
 
 # sources of calls: whose times the programs know, and modelled ones between nodes
-_OWN, _BETWEEN, _ELSEWHERE = 11, 12, 13
+_OWN, _BETWEEN, _ELSEWHERE, _EXPERTS = 11, 12, 13, 14
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,19 @@ def price_ops(
     if nccl.unmodelled:
         with_nccl += f", of which the model ignores {', '.join(nccl.unmodelled)}"
     tier = graph.programs.source.get("device", graph.programs.source.get("tier", ""))
+    table, of_calls = (
+        getattr(one, "source", "it has none")
+        for one in (table_of(machine), calls_of(machine.calls))
+    )
     sources = (
         f"measured: segments of the slices ({tier})" if tier else GIVEN,
         f"modelled: roofline of {machine.name} ({machine.source})",
         "none: not a segment",
         f"measured: calls ({calibration.source})",
         f"modelled: NCCL's alpha-beta on {machine.name}{with_nccl} ({machine.source})",
-        f"modelled: op table of {machine.name} ({_table_source(machine)})",
+        f"modelled: op table of {machine.name} ({table})",
         f"modelled: op table and roofline of {machine.name}, for kernels that the table lacks"
-        f" ({_table_source(machine)}; {machine.source})",
+        f" ({table}; {machine.source})",
         f"modelled: NCCL's alpha-beta{with_nccl}, times the calls that were measured with"
         f" {calibration.nccl or 'none of them'} ({calibration.source})",
         f"{NO_TIME}, so each counts as the shortest kernel",
@@ -104,7 +110,8 @@ def price_ops(
         else GIVEN.replace("segments", "calls"),
         f"modelled: NCCL's alpha-beta between nodes on {machine.name}{with_nccl}"
         f" ({machine.source})",
-        f"modelled: calls of other GPUs of this kind{with_nccl} ({_calls_source(machine)})",
+        f"modelled: calls of other GPUs of this kind{with_nccl} ({of_calls})",
+        f"modelled: HybridEP's published rates on {machine.name} ({machine.source})",
     )
     _check_fits(graph, machine)
     once = {p: compute_ns(graph.programs.programs[p], machine) for p in set(graph.classes.programs)}
@@ -116,7 +123,7 @@ def price_ops(
     issued = [hosts[program] for program in graph.classes.programs]
     meetings, collective_source = _meetings(graph, machine, calibration, nccl)
     assert (MEASURED, ROOFLINE, OPS, MIXED, UNKNOWN) == (0, 1, 5, 6, 8)  # the order of ``sources``
-    assert len(sources) - 1 == _ELSEWHERE
+    assert len(sources) - 1 == _EXPERTS
     return Prices(
         compute=tuple(ns for ns, _ in pairs),
         compute_source=tuple(source for _, source in pairs),
@@ -128,16 +135,6 @@ def price_ops(
         host_source=tuple(source for _, _, source in issued),
         peak=machine.peak,
     )
-
-
-def _calls_source(machine: Machine) -> str:
-    table = calls_of(machine.calls)
-    return table.source if table is not None else "it has none"
-
-
-def _table_source(machine: Machine) -> str:
-    table = table_of(machine)
-    return table.source if table is not None else "it has none"
 
 
 def _check_fits(graph: WorldGraph, machine: Machine) -> None:
@@ -155,10 +152,11 @@ def _meetings(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Price of every matched call, looked up once per kind of call and size."""
     calls, firsts = graph.call_kinds, graph.matched_calls.start[:-1]
-    keys = list(zip(*(each[firsts].tolist() for each in (calls.of, calls.num_bytes)), strict=True))
+    columns = calls.of, calls.num_bytes, calls.least
+    keys = list(zip(*(each[firsts].tolist() for each in columns), strict=True))
     known = {
-        (kind, size): _call(calls.kinds[kind], size, machine, calibration, nccl)
-        for kind, size in dict.fromkeys(keys)
+        (kind, size, least): _call(calls.kinds[kind], size, least, machine, calibration, nccl)
+        for kind, size, least in dict.fromkeys(keys)
     }
     ns, source = np.array([known[key] for key in keys], dtype=np.int64).reshape(-1, 2).T
     given = calls.ns[firsts]
@@ -171,6 +169,7 @@ def _meetings(
 def _call(
     kind: CallKind,
     num_bytes: int,
+    least: int,
     machine: Machine,
     calibration: Calibration,
     nccl: NcclSettings,
@@ -178,6 +177,8 @@ def _call(
     shape = shape_of(kind, machine)
     if shape.size == 1:
         return 0, 4
+    if kind.name in EXPERT_CALLS:
+        return expert_call_ns(kind.name, shape, num_bytes, least, machine), _EXPERTS
     ns = modelled(kind.name, shape, num_bytes, machine, nccl)
     rows = ("exchange", kind.name) if kind.exchange else (kind.name,)
     for row in rows:

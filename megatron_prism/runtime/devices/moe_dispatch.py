@@ -1,11 +1,11 @@
 """Tokens on their way to experts, as shapes: even shares, permutation, DeepEP and HybridEP.
 
 Shapes have no routing, so every expert gets its even share.  DeepEP and HybridEP write into the
-memory of other GPUs and size what they receive by the routing.  Here each exchange is one
-all-to-all of the group, so that traffic and replay know of it, of what crosses: a token goes once
-to each rank of a node that has experts of it, and between nodes once to each such node.  Assumed:
-the libraries' own buffers are outside of torch's allocator, and a handle is the routing map of all
-ranks for the local experts with a row number for each.
+memory of other GPUs and size what they receive by the routing, for which the host waits.  Each
+exchange is a call of the group that says what crosses: a token goes once to each node that has
+experts of it, and there once to each such rank.  Assumed: the libraries' own buffers are outside of
+torch's allocator, and a handle is the routing map of all ranks for the local experts with a row
+number for each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from megatron_prism.runtime.devices import cuda
 from megatron_prism.runtime.devices.kernels import differentiable, fused
 
 if TYPE_CHECKING:
@@ -35,71 +36,78 @@ def set_copies(copies: int) -> None:
     _copies = copies
 
 
-def _rows(tokens: int, copies: int, group: dist.ProcessGroup) -> int:
-    """Rows of the all-to-all that carries what ``tokens`` with ``copies`` experts each send at even
-    loads (DeepEP, README @v1.2: one copy a node, which forwards it over NVLink)."""
-    ranks = dist.get_process_group_ranks(group)
-    places = len({rank // _NODE for rank in ranks})
-    places = places if places > 1 else len(ranks)
-    return round(tokens * places * (1 - (1 - 1 / places) ** copies))
+Shape = Sequence[int]
+Rows = tuple[int, int]  # that a rank sends, if each node gets one copy, and each rank
 
 
-def _exchange(like: torch.Tensor, rows: int, group: dist.ProcessGroup) -> None:
-    """One all-to-all of ``rows`` rows, from and to memory that is not the allocator's."""
+def _nodes(group: dist.ProcessGroup) -> int:
+    return len({rank // _NODE for rank in dist.get_process_group_ranks(group)})
+
+
+def _rows(tokens: int, copies: int, group: dist.ProcessGroup) -> Rows:
+    """Of ``tokens`` with ``copies`` experts each at even loads (DeepEP, README @v1.2: a node
+    forwards its copy over NVLink)."""
+    places = _nodes(group), group.size()
+    nodes, ranks = (round(tokens * n * (1 - (1 - 1 / n) ** copies)) for n in places)
+    return nodes, ranks
+
+
+def _exchange(op: str, like: torch.Tensor, rows: Rows, group: dist.ProcessGroup) -> None:
+    """A ``dispatch`` or ``combine``, from and to memory that is not the allocator's."""
     if group.size() > 1:
-        row = like.new_empty(1).expand(rows, like.shape[-1])
-        dist.all_to_all_single(row, row, group=group)
+        sides = [like.new_empty(1).expand(number, like.shape[-1]) for number in rows]
+        getattr(group, op)(*(sides[::-1] if op == "dispatch" else sides)).wait()
+
+
+def _to_experts(x: torch.Tensor, shape: Shape, sent: Rows, group: dist.ProcessGroup) -> Any:
+    _exchange("dispatch", x, sent, group)
+    out = x.new_empty(shape)
+    fused("dispatch", 0, out, out)
+    return out
+
+
+def _to_tokens(x: torch.Tensor, shape: Shape, sent: Rows, group: dist.ProcessGroup) -> Any:
+    fused("combine", 0, x, x)
+    _exchange("combine", x, sent, group)
+    return x.new_empty(shape)
 
 
 @differentiable
 def _dispatch(
     x: torch.Tensor,
     probs: torch.Tensor,
-    shapes: tuple[int, tuple[int, ...], int],
+    shapes: tuple[int, Shape, Rows],
     handle: tuple[torch.Tensor, ...],
     group: dist.ProcessGroup,
 ) -> Any:
     """``rows`` of tokens and probabilities arrive; the handle lives as long as the graph."""
     rows, of_probs, sent = shapes
     given = x.shape, probs.shape
-    _exchange(x, sent, group)
-    out = x.new_empty(rows, x.shape[-1])
-    fused("dispatch", 0, x, out)
 
     def backward(grad: torch.Tensor, grad_probs: torch.Tensor, kept: object = handle) -> Grads:
-        _exchange(grad, sent, group)
-        out = grad.new_empty(given[0])
-        fused("combine", 0, grad, out)
+        out = _to_tokens(grad, given[0], sent, group)
         return out, grad_probs.new_empty(given[1]), None, None, None
 
+    out = _to_experts(x, (rows, x.shape[-1]), sent, group)
     return (out, probs.new_empty(of_probs)), (), backward
 
 
 @differentiable
 def _combine(x: torch.Tensor, handle: DispatchHandle) -> Any:
     rows = x.shape
-    _exchange(x, handle.sent, handle.group)
-    out = x.new_empty(handle.tokens, x.shape[-1])
-    fused("combine", 0, x, out)
-
-    def backward(grad: torch.Tensor) -> Grads:
-        _exchange(grad, handle.sent, handle.group)
-        out = grad.new_empty(rows)
-        fused("dispatch", 0, grad, out)
-        return out, None
-
-    return out, (), backward
+    out = _to_tokens(x, (handle.tokens, x.shape[-1]), handle.sent, handle.group)
+    return out, (), lambda grad: (_to_experts(grad, rows, handle.sent, handle.group), None)
 
 
 class DispatchHandle(tuple[torch.Tensor, ...]):
     """What a dispatch leaves for its combine; the last entry says whether tokens were dropped."""
 
     tokens: int
-    sent: int
+    sent: Rows
     group: dist.ProcessGroup
 
 
-def _handle(x: torch.Tensor, local: int, sent: int, group: dist.ProcessGroup) -> DispatchHandle:
+def _handle(x: torch.Tensor, local: int, sent: Rows, group: dist.ProcessGroup) -> DispatchHandle:
     every = x.shape[0] * group.size()
     made = DispatchHandle((
         x.new_empty(every, local, dtype=torch.bool),
@@ -129,7 +137,15 @@ def hybrid_ep_dispatch(
     pad_multiple: int | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, DispatchHandle]:
-    """Tokens ``[rows, hidden]`` of all ranks, in the order of the local experts."""
+    """Tokens ``[rows, hidden]`` of all ranks, in the order of the local experts; the routing map is
+    gathered first (DeepEP csrc/hybrid_ep/executor/executor.cu @hybrid-ep)."""
+    every = routing_map
+    if _nodes(group) > 1:
+        every = routing_map.new_empty(group.size() * x.shape[0], routing_map.shape[-1])
+        dist.all_gather_into_tensor(every, routing_map, group=group)
+    fused("scan_routing_map", 0, every)
+    if num_permuted_tokens is None:
+        cuda.host_waits("token counts")
     counts = _even(x.shape[0] * _copies, num_local_experts, pad_multiple or 1)
     rows = int(counts.sum()) if num_permuted_tokens is None else int(num_permuted_tokens)
     sent = _rows(x.shape[0], _copies, group)
@@ -158,6 +174,7 @@ def fused_dispatch(
     copies, local = token_indices.shape[-1], num_experts // group.size()
     rows = x.shape[0] * min(copies, group.size())
     sent = _rows(x.shape[0], copies, group)
+    cuda.host_waits("token counts")
     handle = _handle(x, local, sent, group)
     shapes = (rows, (rows, copies), sent)
     out, probs = _dispatch(x.contiguous(), token_probs, shapes, handle, group)
