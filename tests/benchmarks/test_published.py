@@ -1,4 +1,5 @@
-"""The table of published jobs in docs/measurements.md is what accuracy/published.py wrote."""
+"""The tables of published jobs in docs/measurements.md are what accuracy/published.py and
+summaries.py wrote."""
 
 import json
 import re
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.accuracy import summaries
 from megatron_prism.replay.interval import RANGES
 
 ROOT = Path(__file__).parents[2]
@@ -43,3 +45,8 @@ def test_kernels_that_never_ran_are_given_the_error_that_was_found(kind):
     worst = max(abs(row["error"]) for row in ROWS)
     range = next(one for one in RANGES if one.begins == f"modelled: {kind}")
     assert worst - 0.01 < range.high - 1 < worst + 0.05
+
+
+def test_the_table_of_todays_jobs_is_that_of_their_stored_rows():
+    page = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
+    assert summaries.table(json.loads(summaries.RESULT.read_text(encoding="utf-8"))) in page
