@@ -70,13 +70,16 @@ def captured() -> None:
 
 
 def without_gpu() -> None:
-    rows = sorted(kept.functional_tests(), key=lambda one: -abs(one.error))
-    errors = [one.error for one in rows]
-    mean, median = statistics.mean(map(abs, errors)), statistics.median(errors)
-    print(f"{len(rows)} functional tests: mean error {100 * mean:.0f} %, median "
-          f"{100 * median:+.0f} %, worst {100 * errors[0]:+.0f} % ({rows[0].job}); "
-          f"{sum(one.holds for one in rows)} inside their intervals")  # fmt: skip
-    beside(rows[:10], 0)
+    for hosts in ("faster", "slower", "earlier"):
+        rows = sorted(kept.functional_tests(hosts, named=True), key=lambda one: -abs(one.error))
+        errors = [one.error for one in rows]
+        mean, median = statistics.mean(map(abs, errors)), statistics.median(errors)
+        width = statistics.median(one.width for one in rows)
+        print(f"{len(rows)} functional tests, {hosts} hosts: mean error {100 * mean:.0f} %, median "
+              f"{100 * median:+.0f} %, worst {100 * errors[0]:+.0f} % ({rows[0].job}); "
+              f"{sum(one.holds for one in rows)} inside intervals {100 * width:.0f} % "
+              "wide")  # fmt: skip
+        beside(rows[:10], 0)
 
 
 # -- stored iterations of real jobs ---------------------------------------------------------------

@@ -29,8 +29,8 @@ CALL_NS = 20_000
 # earlier versions, and captures under another profiler.  The optimizer's start in loops of C++
 KERNEL_NS, LOOP_NS = 65_000, 10_000
 _BY_PYTHON = np.isin(PHASE_NAMES, STEPS)
-# of the hosts that the time is of, which nobody measured: a dense and an MoE job on two H100 whose
-# hosts have a known index say 0.66 and 0.69
+# of the hosts that the time is of, which nobody measured: between two kinds of NVIDIA's, 0.6 and
+# 0.9; a dense and an MoE job on two H100 whose hosts have a known index say 0.66 and 0.69
 MODELLED_INDEX = 0.7
 MODELLED = "modelled: the host's time by its "
 BY_KERNELS = "host_by_kernels"  # key of ``Programs.source``: no calls were counted

@@ -2,8 +2,8 @@
 
 On tier meta the job's own Python runs, Megatron's and Transformer Engine's, so its calls are
 counted (``sys.monitoring``; ``sys.setprofile``, which doubles their time, before Python 3.12),
-without those that only stand in for a GPU.  What a call and a kernel
-take is of DGX H100 hosts: least squares over 43 of NVIDIA's own tests (docs/measurements.md).
+without those that only stand in for a GPU.  What a call and a kernel take on a host of index 0.7 is
+of 36 of NVIDIA's own tests on one kind of host (docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_prism.core.ops import STEPS
 
 # of a function of Python; of a kernel of a forward or backward, with its operator and autograd's
 # node; of one that C++ or the optimizer launches in a loop, or that fills what is allocated
-CALL_NS, KERNEL_NS, LOOP_NS = 1_900, 35_000, 6_000
+CALL_NS, KERNEL_NS, LOOP_NS = 1_400, 47_000, 2_300
 
 _COUNTED, _PASSED, _ASIDE = range(3)  # counts; only what it calls counts; neither
 _PACKAGE = Path(megatron_prism.__file__).parent.as_posix()
