@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import cuda
+from megatron_prism.runtime.devices.remap import address
 
 replays = 0  # so far
 _handles = itertools.count(1)
@@ -76,7 +77,10 @@ def weak_references(tensors: Any) -> Any:
     """Tensors at the addresses of ``tensors`` (nested), which they do not keep alive."""
 
     def weak(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        size, stride = tensor.shape, tensor.stride()
+        made = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+        made.untyped_storage().address = address(tensor)  # type: ignore[attr-defined]
+        return made
 
     with _disable_current_modes():
         return tree_map_only(torch.Tensor, weak, tensors)

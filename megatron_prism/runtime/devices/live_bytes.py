@@ -370,6 +370,8 @@ class LiveBytes(TorchDispatchMode):
         size = storage.nbytes()
         before = self._alive.get(key)
         if before is None:
+            if hasattr(storage, "address"):
+                return  # a weak reference's: its memory is another's
             known, number, gone = 0, self.count, _Gone(storage, self._free)
             gone.key = key
             self.count += 1

@@ -91,10 +91,12 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """A number for its memory and its place in it: other tensors have others."""
+def address(tensor: torch.Tensor) -> int:
+    """A number for its memory and its place in it: other tensors have others, but for weak
+    references, whose storage says where they are."""
+    storage = tensor.untyped_storage()
     at = int(tensor.storage_offset()) * tensor.element_size()
-    return int(tensor.untyped_storage()._cdata) + at
+    return int(getattr(storage, "address", storage._cdata)) + at
 
 
 class Remap(TorchFunctionMode):
@@ -273,6 +275,6 @@ _OF_SHAPES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__bool__: lambda t: bool(_value_or(t, False)),
     torch.Tensor.tolist: _list,
     torch.Tensor.cpu: _on_host,
-    torch.Tensor.data_ptr: _address,
+    torch.Tensor.data_ptr: address,
 }
 _ANSWERED = _SPECIAL.keys() | _OF_SHAPES.keys() | _READS.keys()
