@@ -19,6 +19,8 @@ import os
 import socket
 import statistics
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +102,8 @@ KEPT = 65  # iterations at most: one written down, the others timed, clocked or 
 FEW = 9  # of a short job, though the first ones are still warming up
 WARM = 5  # the first iteration that is recorded if the job is long enough
 _DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
+_RUNS = "PRISM_RUNS"  # environment variable of a worker that has started over: what runs then
+_EVERY_STEP, _ALL = "every step", "all microbatches"
 _running: list[StockCapture] = []
 
 
@@ -129,8 +133,9 @@ def add_to(run: Run, session: Session) -> None:
     if emit is not None:
         reported = _Reported(run, capture, emit)
         run.on_arguments.append(reported.exit_if_captured)
-        if tier.name == "meta" and not options.all_microbatches:
-            run.monitor.few = reported.few
+        if tier.name == "meta" and not options.all_microbatches and os.environ.get(_RUNS) != _ALL:
+            run.monitor.few, capture.start_over = reported.few, reported.start_over
+            run.monitor.not_repeated = partial(reported.start_over, _EVERY_STEP)
         run.training += (reported,)
 
 
@@ -162,15 +167,23 @@ class _Reported(TrainingListener):
         if world.pp == config.pipeline_model_parallel_size:  # else nobody has said the sizes
             few = few_microbatches.few_of(world, self.run.options.rank, wanted, vars(config))
         if few < wanted and self.capture.wanted != wanted:
-            self.emit("note", text=few_microbatches.note(few, wanted))
+            ran = f"{few} of {wanted} microbatches run, the others follow; "
+            fix = "--prism-all-microbatches (prism.all_microbatches of a recipe) runs all"
+            self.emit("note", text=ran + fix)
         self.capture.wanted = wanted if few < wanted else 0
         return few
 
+    def start_over(self, runs: str, why: str = "") -> None:
+        """Begin this process anew, in which every step ``runs``, or every microbatch."""
+        if why:
+            self.emit("note", text=f"all microbatches run: {why}")
+        self.run.claims.close()
+        os.environ[_RUNS] = runs
+        os.set_inheritable(int(os.environ[workers.EVENTS]), True)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
     def finished(self) -> None:
-        if self.capture.refused:
-            self.emit("result", result={few_microbatches.AGAIN: self.capture.refused})
-        else:
-            self.report(self.capture.recorded() + self.capture.remarks())
+        self.report(self.capture.recorded() + self.capture.remarks())
 
     def report(self, text: str) -> None:
         """Give the result: that the slice is there, and ``text`` about it."""
@@ -230,7 +243,7 @@ class StockCapture(TrainingListener):
         self.program: Program | None = None
         self.num_iterations = 0  # that the slice is the median of
         self.wanted = 0  # microbatches that follow from those that run; 0: none
-        self.refused = ""  # why they do not
+        self.start_over: Callable[[str, str], object] | None = None  # where they do not
         self.links: nvlink_keepalive.KeepAlive | None = None  # of a GPU
         self._sampler: Any = None  # of its clock, where NVML answers
         self._recorder: Any = None
@@ -346,6 +359,7 @@ class StockCapture(TrainingListener):
         from megatron_prism.runtime.devices.moe_dispatch import loads
 
         self._probes, live = True, self.tier.live
+        self._monitor.repeats = None
         self.changes.set(loads, "more", routing.more_tokens(routes))
         live.end_history()
         before = live.high, {**live.parts}
@@ -361,11 +375,15 @@ class StockCapture(TrainingListener):
         import torch
 
         from megatron_prism.runtime.recorder.recorder import Recorder, report_to
+        from megatron_prism.runtime.recorder.repeats import Repeats
         from megatron_prism.runtime.virtual_world import current
 
         world = current()
         assert world is not None
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
+        if self._monitor.few is not None and _RUNS not in os.environ:
+            self._monitor.repeats = Repeats(self.tier.live, self._recorder)
+            self.changes.on_undo(lambda: setattr(self._monitor, "repeats", None))
         if self.tier.name == "cuda":
             self.links = nvlink_keepalive.keep_awake(
                 torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
@@ -428,9 +446,6 @@ class StockCapture(TrainingListener):
         if len(self._hosts) < _HOSTS:
             self._hosts.append(host_benchmark.measure(HOST_S))
 
-    def _host_index(self) -> float:
-        return statistics.median(one.index for one in self._hosts)
-
     def _remove(self) -> None:
         from megatron_prism.runtime.virtual_world import current
 
@@ -450,8 +465,6 @@ class StockCapture(TrainingListener):
     def finished(self) -> None:
         """Write the slice, and say so."""
         path = self.finish()
-        if self.refused:
-            return
         host = f" on {socket.gethostname()}" if self._num_processes > 1 else ""
         print(f"prism: {self.recorded()} in {path}{host}{self.remarks()}", file=sys.stderr)
 
@@ -490,14 +503,15 @@ class StockCapture(TrainingListener):
                 )
                 self._flops = source | self._flops  # Megatron's count is of all
             except ProgramError as error:
-                self.refused = error.message
-                return self.store.path(self.rank)
+                assert self.start_over is not None, "few ran"
+                self.start_over(_ALL, error.message)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.source.update(self._flops)
         if self.tier.name == "cuda":  # the others' hosts are not in their slices
             if not self._hosts:
                 self._measure_host()
-            self.store.source[HOST_INDEX] = f"{self.rank}={self._host_index():.4f}"
+            index = statistics.median(one.index for one in self._hosts)
+            self.store.source[HOST_INDEX] = f"{self.rank}={index:.4f}"
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 
@@ -506,7 +520,8 @@ class StockCapture(TrainingListener):
         found = f"; {self.links}" if self.links is not None else ""
         if self._hosts:
             took = HOST_S * len(self._hosts)
-            found += f"; host index {self._host_index():.2f}, which took {took:g} s"
+            index = statistics.median(one.index for one in self._hosts)
+            found += f"; host index {index:.2f}, which took {took:g} s"
         if self.program is None or len(hosts := self.program.hosts) < 2:
             return found
         if (used := np.maximum(self.program.ops["host"], 0).sum()) > _DISTURBED * min(hosts):

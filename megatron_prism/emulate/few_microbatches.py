@@ -23,7 +23,6 @@ _SCHEDULE = {  # Megatron's settings that change the order, and what ``schedules
     "overlap_moe_expert_parallel_comm": "ep_overlap",
 }
 _VARIES = ("rampup_batch_size", "step_batch_size_schedule")  # the number of microbatches
-AGAIN = "again"  # in what a worker says: why all microbatches have to run
 _WORTH = 2  # times as many microbatches: fewer take hardly less time
 
 
@@ -91,11 +90,3 @@ def _counted_as_all(few: Program, whole: Program) -> Program:
     place = {text: i for i, text in enumerate(whole.strings)}
     rows = [(place[desc], n + turns * more[desc]) for desc, n in earlier.items() if desc in place]
     return dataclasses.replace(whole, earlier=np.array(rows, np.int64).reshape(-1, 2))
-
-
-def note(few: int, wanted: int) -> str:
-    """What to say of a capture that runs few."""
-    return (
-        f"{few} of {wanted} microbatches run, the others follow; --prism-all-microbatches "
-        "(prism.all_microbatches of a recipe) runs all"
-    )

@@ -43,6 +43,8 @@ from megatron_prism.runtime.recorder.repeats import Repeats
 if TYPE_CHECKING:
     from megatron_prism.emulate.options import Options
 
+# by these a step leaves work to others, or runs beside one
+_BEYOND = ("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm")
 _SCHEDULE = ("num_microbatches", "seq_length", "micro_batch_size")
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
 PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint",
@@ -101,6 +103,7 @@ class TrainingMonitor:
         self.loop: OwnLoop | None = None  # of a program that has no pretrain
         self.few: Callable[[int, Any], int] | None = None  # see ``new_schedule``
         self.repeats: Repeats | None = None  # who writes steps that repeat themselves
+        self.not_repeated: Callable[[], object] = lambda: None  # told that they did not
 
     def listen(self, *listeners: TrainingListener) -> None:
         """Tell ``listeners`` from here on, in this order, instead of those before."""
@@ -142,10 +145,12 @@ class TrainingMonitor:
         self._forwards.clear()
         self._outputs.clear()
         self.schedule = {key: int(settings.get(key) or 0) for key in _SCHEDULE}
-        if self.repeats is not None:
-            self.repeats.reset(self.schedule["num_microbatches"] if trains else 0)
         if self.loop is not None and trains:
             self.loop.begin(settings.get("model"))
+        if any(getattr(config, name, None) for name in _BEYOND):
+            self.repeats = None
+        if self.repeats is not None:
+            self.repeats.reset(self.schedule["num_microbatches"] if trains else 0)
 
     def forward_labels(self, chunk: int | None) -> dict[str, Any]:
         """Labels of the next forward of ``chunk``: the schedule runs microbatches in order."""

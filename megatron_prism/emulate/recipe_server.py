@@ -210,12 +210,14 @@ def _repeat(
 
     world.listen(*world.listeners, recorder)
     monitor.listen(recorder, *monitor.listeners)
-    monitor.repeats = Repeats(live, recorder)
-    _note_sections(job, monitor.repeats.sections)
+    monitor.repeats = repeats = Repeats(live, recorder)
+    _note_sections(job, repeats.sections)
     first, builder = capture.first_recorded(recipe.train_iters), None
     try:
         while len(monitor.iterations) < first - 1:
             job.iterate(len(monitor.iterations))
+        if monitor.repeats is None:
+            return False
         for one, place in [(recipe, folder), *([more] if more else [])]:
             job.num_microbatches = one.num_microbatches
             recorder.start(like=builder)  # whose steps may be written again
@@ -228,8 +230,8 @@ def _repeat(
             store.put(recording.program())
             for stage in alike:
                 with parallel_state.get_pipeline_model_parallel_group().in_place_of(stage):
-                    other, sections = one.world.rank_at(pp=stage), monitor.repeats.sections
-                    store.put(sections.record_as(builder, other, job.schedule))
+                    other = one.world.rank_at(pp=stage)
+                    store.put(repeats.sections.record_as(builder, other, job.schedule))
     except NotRepeatedError:
         return False
     return True

@@ -13,7 +13,7 @@ import io
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,6 @@ from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES, World, format_ranks
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate import workers
-from megatron_prism.emulate.few_microbatches import AGAIN
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -148,7 +147,7 @@ def capture(
             virtual = job.world.size - len(ranks)
             console.print(f"  {'real here':<20} {real}; {virtual:,} are virtual")
 
-        def record(missing: Sequence[int], job: Job = job) -> list[workers.Json]:
+        def record(missing: Sequence[int]) -> list[workers.Json]:
             tasks = [
                 workers.RankTask(
                     rank,
@@ -158,13 +157,7 @@ def capture(
                 )
                 for rank in missing
             ]
-            results = dict(zip(missing, workers.run(tasks, console, at_once), strict=True))
-            again = {rank: one[AGAIN] for rank, one in results.items() if AGAIN in one}
-            if again:
-                console.print(f"  {'all microbatches':<20} run: {next(iter(again.values()))}")
-                every = replace(job, ours=(*job.ours, "--prism-all-microbatches"))
-                results |= dict(zip(again, record([*again], every), strict=True))
-            return list(results.values())
+            return workers.run(tasks, console, at_once)
 
         start = time.perf_counter()
         there = set(store.ranks())

@@ -454,9 +454,10 @@ class _Choice:
     ) -> None:
         self.after, self.edges = after, edges
         self.unlike = unlike  # what differs as much does not stand for it
-        self.captured = defaultdict[Kind, list[tuple[Kind, int]]](list)  # kind -> places, pieces
+        self.captured: dict[Kind, dict[Kind, list[int]]] = {}  # kind -> place -> pieces
         for piece in range(len(before)):
-            self.captured[_kind(before, piece)].append((self._place(before, piece, count), piece))
+            there = self.captured.setdefault(_kind(before, piece), {})
+            there.setdefault(self._place(before, piece, count), []).append(piece)
 
     def pieces(self) -> list[int]:
         """Of every wanted piece the captured one.  _MissingKind if there is none."""
@@ -467,12 +468,14 @@ class _Choice:
             places[key].append(piece)
         found = [0] * len(self.after)
         for (kind, place), pieces in places.items():
-            costs = [(_distance(place, one), piece) for one, piece in self.captured.get(kind, ())]
-            least = min((cost for cost, _ in costs), default=_OTHER)
+            there = self.captured.get(kind, {})
+            known = (place,) if place in there else there
+            costs = {one: _distance(place, one) for one in known}
+            least = min(costs.values(), default=_OTHER)
             if least >= self.unlike:
                 step = self.after.is_step(pieces[0])
                 raise _MissingKind(_named(self.after.shape(pieces[0]), step))
-            nearest = [piece for cost, piece in costs if cost == least]
+            nearest = sorted(p for one, cost in costs.items() if cost == least for p in there[one])
             for piece, place_of in zip(pieces, _spread(len(nearest), len(pieces)), strict=True):
                 found[piece] = nearest[place_of]
         return found
@@ -762,6 +765,7 @@ class _Extension:
         freed_behind = (homes > max(given.steps, default=-1)) & (old["bytes"] < 0)
         ends = {origins[int(old["storage"][i])]: i for i in np.flatnonzero(freed_behind).tolist()}
         waiting = defaultdict[Kind, deque[int]](deque)  # new storages, the oldest first
+        changes_of = old.tolist()
         live: list[int] = []  # bytes of every new storage
         rows: list[tuple[int, int, int, int, int, bool]] = []
 
@@ -778,7 +782,7 @@ class _Extension:
             mine: dict[int, int] = {}  # captured storage -> new one
             moved = int(self.base[piece] - given.bounds[chosen])
             for change in range(first[chosen], first[chosen + 1]):
-                before, storage, size, note = old[change].item()
+                before, storage, size, note = changes_of[change]
                 origin = origins[storage]
                 queue = waiting[origin]
                 if births[storage] == change:

@@ -2,6 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
+import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,8 +14,10 @@ from helpers.programs import without_host
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.program import load
 from megatron_prism.core.slices import SliceStore
-from megatron_prism.emulate import recipe_server
+from megatron_prism.emulate import capture, recipe_server, workers
+from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.runtime.devices.moe_dispatch import ExpertLoads
 
 TINY = ["num_layers=8", "hidden_size=64", "num_attention_heads=4",
         "seq_length=64", "vocab_size=256", "pp=4", "bf16=true",
@@ -83,3 +89,46 @@ def test_another_number_of_microbatches_beside_is_what_running_it_records(
     for one in (*beside.values(), *alone.values()):  # storages are numbered from the process' start
         object.__setattr__(one, "allocations", one.allocations[:0])
     assert beside == alone
+
+
+def test_experts_get_the_tokens_of_a_repeated_step_again():
+    ran, written = ExpertLoads(), ExpertLoads()
+    layers = [object(), object()]
+    for _ in range(4):
+        for layer in layers:
+            ran.add(layer, np.array([3, 5]), 2)
+    for layer in layers * 2:
+        first = written.turns()
+        written.add(layer, np.array([3, 5]), 2)
+        written.repeat(first, written.turns())
+    assert dict(written.calls) == dict(ran.calls)
+    assert written.turns() == ran.turns()
+
+
+@pytest.mark.parametrize(
+    "flag", ["overlap_moe_expert_parallel_comm", "defer_embedding_wgrad_compute"]
+)
+def test_steps_that_leave_work_to_others_all_run(flag):
+    monitor = TrainingMonitor(shapes_only=True)
+    for value, kept in ((False, True), (True, False)):
+        monitor.repeats = Mock()
+        monitor.new_schedule({"num_microbatches": 8}, SimpleNamespace(**{flag: value}))
+        assert (monitor.repeats is not None) == kept
+
+
+def test_a_worker_whose_steps_differ_starts_over(monkeypatch):
+    """It is the same command, told to run every step; its parent still hears of it."""
+    begun, events = Mock(), os.pipe()[1]
+    monkeypatch.setenv(workers.EVENTS, str(events))
+    monkeypatch.setenv(capture._RUNS, "")
+    monkeypatch.setattr(os, "execv", begun)
+    reported = object.__new__(capture._Reported)
+    reported.run, reported.emit = SimpleNamespace(claims=Mock()), Mock()
+    reported.start_over(capture._EVERY_STEP)
+    begun.assert_called_once_with(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    reported.run.claims.close.assert_called_once()
+    assert os.environ[capture._RUNS] == capture._EVERY_STEP
+    assert os.get_inheritable(events)
+    assert not reported.emit.called
+    reported.start_over(capture._ALL, "they differ")
+    reported.emit.assert_called_once_with("note", text="all microbatches run: they differ")

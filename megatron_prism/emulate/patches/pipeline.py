@@ -16,6 +16,7 @@ import torch
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.emulate.patch import META, VALUES, Original, PatchContext, Patches, refused
+from megatron_prism.runtime.recorder.repeats import NotRepeatedError
 from megatron_prism.runtime.virtual_world import current, values_of
 
 PATCHES = Patches()
@@ -216,10 +217,14 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
 
     def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
         asked, model, config = kwargs.get("num_microbatches", 0), kwargs.get("model"), None
-        if monitor.few is not None:
+        if monitor.few is not None or monitor.repeats is not None:
             config = module.get_model_config(model[0] if isinstance(model, list) else model)
         monitor.new_schedule(kwargs, config)
-        results = original(*args, **kwargs)
+        try:
+            results = original(*args, **kwargs)
+        except NotRepeatedError:
+            monitor.not_repeated()
+            raise
         if results and kwargs.get("num_microbatches", 0) < asked:  # its caller expects so many
             return list(itertools.islice(itertools.cycle(results), asked))
         return results

@@ -255,6 +255,17 @@ class ExpertLoads:
         self.calls[layer, turn] = int(here.sum()) * ways
         return here
 
+    def turns(self) -> Counter[tuple[int, bool]]:
+        """How many calls there were, by dispatcher and whether a backward made them again."""
+        return self._turns.copy()
+
+    def repeat(self, first: Counter[tuple[int, bool]], behind: Counter[tuple[int, bool]]) -> None:
+        """The calls between two moments happen again."""
+        for key in behind:
+            for turn in range(first[key], behind[key]):
+                self.calls[key[0], self._turns[key]] = self.calls[key[0], turn]
+                self._turns[key] += 1
+
     def table(self) -> np.ndarray:
         """``Program.routes`` of what has run since ``start``."""
         rows = [(*key, rows, 0) for key, rows in self.calls.items()]

@@ -205,11 +205,6 @@ class Recorder(CallListener, TrainingListener):
         """What was written since."""
         return *self._builder.since(*position[:2]), self._trace[position[2] :]
 
-    def drop_open(self) -> None:
-        """What ran since the last op is part of what is repeated now."""
-        if self.meter is not None:
-            self.meter.take()
-
     def repeat(self, part: Part, batches: int) -> None:
         """Write ``part`` behind the rest; it has so many batches."""
         rows, memory, streams, trace = part

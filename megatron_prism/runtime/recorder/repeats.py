@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_prism.core.ops import CODE, OP, WAITED
 from megatron_prism.runtime.devices import cuda_graphs
 from megatron_prism.runtime.devices.live_bytes import Outline
+from megatron_prism.runtime.devices.moe_dispatch import loads
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Builder, Program
@@ -51,6 +52,7 @@ class _Mark:
     launches: int
     storages: int
     replays: int  # of CUDA graphs, whose results are not the step's own
+    turns: Counter[tuple[int, bool]]  # of dispatchers of tokens
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,6 @@ class _Step:
     left: StepValue
 
     @property
-    def num_storages(self) -> int:
-        """How many storages it made."""
-        return self.end.storages - self.begin.storages
-
-    @property
     def born(self) -> tuple[int, int]:
         """First and behind the last number of the storages that it made."""
         return self.begin.storages, self.end.storages
@@ -96,6 +93,16 @@ class _Step:
                 if row[_HANDLE] < first or row[_HANDLE] > at:
                     return False
         return opened == waited
+
+
+def _section(step: Callable[..., StepValue]) -> Callable[..., StepValue]:
+    """A method of Repeats for (chunk, microbatch), which is a section of its schedule too."""
+
+    def call(self: Repeats, key: Key, *args: StepValue) -> StepValue:
+        run = partial(step, self, key, *args)
+        return self.sections.call(step.__name__, key[0], run, whole=True)
+
+    return call
 
 
 class Repeats:
@@ -123,6 +130,7 @@ class Repeats:
         self._recorded = self._recorder.active
         self._written: dict[Key, int] = {}  # forward -> number of the first storage it would make
 
+    @_section
     def forward(
         self,
         key: Key,
@@ -136,22 +144,11 @@ class Repeats:
         inputs : what it is given;  stored: where it leaves what the job reports
         give   : hands ``inputs`` to the model, as the forward does
         """
-        step = partial(self._forward, key, run, inputs, stored, give)
-        return self.sections.call("forward", key[0], step, whole=True)
-
-    def _forward(
-        self,
-        key: Key,
-        run: Callable[[], StepValue],
-        inputs: StepValue,
-        stored: list[StepValue],
-        give: Callable[[list[StepValue]], object],
-    ) -> StepValue:
         chunk, number = key
         pattern = self._forwards.get(chunk)
         if pattern is not None and 0 < number < self._last:
             give(inputs if isinstance(inputs, list) else [inputs])
-            own = self._live.reserve(pattern.num_storages)
+            own = self._live.reserve(pattern.born[1] - pattern.born[0])
             self._written[key] = own
             moved = _Moved(pattern.given, self._numbers(inputs), {pattern.born: own})
             self._write(pattern, number, moved)
@@ -166,16 +163,11 @@ class Repeats:
                 self._forwards[chunk] = step
         return result
 
+    @_section
     def backward(
         self, key: Key, run: Callable[[], StepValue], inputs: StepValue, others: StepValue
     ) -> StepValue:
         """The result of ``run()``, the backward of ``key``; ``others``: outputs and gradients."""
-        step = partial(self._backward, key, run, inputs, others)
-        return self.sections.call("backward", key[0], step, whole=True)
-
-    def _backward(
-        self, key: Key, run: Callable[[], StepValue], inputs: StepValue, others: StepValue
-    ) -> StepValue:
         chunk, number = key
         if key in self._written:
             pattern, forward = self._backwards.get(chunk), self._forwards[chunk]
@@ -183,7 +175,7 @@ class Repeats:
                 raise NotRepeatedError
             spans = {
                 forward.born: self._written.pop(key),
-                pattern.born: self._live.reserve(pattern.num_storages),
+                pattern.born: self._live.reserve(pattern.born[1] - pattern.born[0]),
             }
             moved = _Moved(pattern.given, self._numbers(inputs, others), spans)
             self._write(pattern, number, moved)
@@ -214,7 +206,8 @@ class Repeats:
             recorded = recorder.position()
         assert live.history is not None
         history = live.history
-        return _Mark(recorded, len(history), history.launches, live.count, cuda_graphs.replays)
+        counts = len(history), history.launches, live.count, cuda_graphs.replays
+        return _Mark(recorded, *counts, loads.turns())
 
     def _lone_step(
         self, begin: _Mark, given: tuple[int, ...], left: tuple[StepValue, ...], *partners: _Step
@@ -246,6 +239,7 @@ class Repeats:
         history[:, 0] = moved(history[:, 0])
         history[:, 3] += self._live.history.launches - begin.launches
         self._live.repeat(history, end.launches - begin.launches)
+        loads.repeat(begin.turns, end.turns)
         recorder = self._recording
         if recorder is None:
             return
@@ -458,7 +452,8 @@ class Sections:
             raise NotRepeatedError
         assert self._told is not None
         assert self._content is not None
-        self._recorder.drop_open()
+        if self._recorder.meter is not None:  # what ran since the last op is repeated, too
+            self._recorder.meter.take()
         here, _, _, batches = self._recorder.position()
         self._told[key] = here
         rows = []
