@@ -154,7 +154,12 @@ def predict(
     priced = programs
     if not isinstance(priced, PricedGraph):
         priced = price(priced, machine=machine, calibration=calibration, what_if=what_if)
-    _check_times(priced)
+    if not priced.prices.used():
+        path = priced.programs.path or "DIR"
+        what = f"nothing in {path} takes time, so there is nothing to predict"
+        raise PrismError(what, fix=f"prism show {path}")
+    if not (priced.what_if.slow or priced.what_if.faster):  # factors of the user's own
+        check_plausible(priced.timeline)
     spread = _variability(variability, priced.programs)
     calls, file = None, "" if priced.calibration is None else priced.calibration.path
     if file:
@@ -213,16 +218,6 @@ def predict(
         variability=spread,
         draws=times,
     )
-
-
-def _check_times(priced: PricedGraph) -> None:
-    """PrismError if no op of the world takes any time, or all of them less than they can."""
-    if not priced.prices.used():
-        path = priced.programs.path or "DIR"
-        what = f"nothing in {path} takes time, so there is nothing to predict"
-        raise PrismError(what, fix=f"prism show {path}")
-    if not (priced.what_if.slow or priced.what_if.faster):  # factors of the user's own
-        check_plausible(priced.timeline)
 
 
 def _busiest(sampler: Sampler) -> list[int]:
