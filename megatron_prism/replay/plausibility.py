@@ -57,6 +57,6 @@ def _steady_ns(timeline: Timeline) -> float:
         spans = timeline.spans(index)  # waits have none
         begins = {n: int(spans["start"][np.searchsorted(spans["op"], op)]) for n, op in ops.items()}
         gaps = [(begins[n + apart] - begins[n]) / apart for n in begins if n + apart in begins]
-        if gaps:
+        if gaps and (apart == 1 or len(begins) > 2 * apart):  # two rounds of chunks warm up
             found = max(found, float(np.median(gaps[len(gaps) // 2 :])))
     return found

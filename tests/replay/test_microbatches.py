@@ -262,6 +262,16 @@ def test_another_microbatch_that_takes_another_time_is_a_fault_of_ours(part, wro
         check_plausible(many, few)
 
 
+def test_two_rounds_of_chunks_show_no_steady_state():
+    text = "\n".join(
+        line + " ns=1000000" * (" compute " in f"{line} ")
+        for line in dump(schedule.schedules(pp=4, vpp=5, microbatches=8)).splitlines()
+    )
+    few = parse(text)
+    many = schedule.with_microbatches(few, 24)
+    check_plausible(*(prism.replay(one, machine="h200") for one in (many, few)))
+
+
 def test_a_rate_above_the_machines_peak_is_a_fault_of_ours():
     few, many = body(10**12, [("0F", 1), ("0B", 2)]), body(10**12, [("0F", 1), ("0B", 2)] * 2)
     source = {"model_flops_per_iteration": str(10**14), "tier": "meta"}
