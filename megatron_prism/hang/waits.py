@@ -195,7 +195,9 @@ def ranks_without_message(state: JobState) -> Iterator[tuple[int, Entry]]:
     """Ranks with nothing outstanding whose messages others wait for."""
     for rank in sorted(state.outstanding):
         head = state.head(rank)
-        for other in state.waits(rank)[1] if head is not None and head.pair else ():
+        if head is None or not head.pair:
+            continue
+        for other in state.waits(rank)[1]:
             if other in state.dumps and not state.outstanding[other]:
                 yield other, head
 

@@ -203,8 +203,8 @@ class _Variations:
             why = "; ".join(dict.fromkeys(one.why for one, _ in parts))
             fix = "prism calibrate there, then --calibration FILE" if what == "calls" else ""
             mine = np.any([mine for _, mine in parts], axis=0)
-            ends = [max(0, -ends[0]), max(0, ends[1])]
-            found.append(Uncertainty(what, *ends, why, fix, self._longest(mine)))
+            low, high = max(0, -ends[0]), max(0, ends[1])
+            found.append(Uncertainty(what, low, high, why, fix, self._longest(mine)))
         return [one for one in found if one is not None]
 
     def _longest(self, mine: np.ndarray) -> dict[int, int]:

@@ -184,7 +184,8 @@ def follow(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -
     if not _known(args, kwargs):  # nearly all calls end here
         if func in _MADE and out.is_meta:
             if not out.is_floating_point() and 0 < out.numel() <= _MADE[func]:
-                _keep(out, func(*args, **{**kwargs, "device": "cpu"}))
+                made: Any = func(*args, **{**kwargs, "device": "cpu"})
+                _keep(out, made)
         elif func in (torch.all, torch.Tensor.all) and out.is_meta and out.numel() == 1:
             _keep(out, torch.ones(out.shape, dtype=out.dtype, device="cpu"))  # what is asserted
         return

@@ -485,7 +485,7 @@ class LiveBytes(TorchDispatchMode):
                 if not kind.__module__.startswith("torch.nested"):
                     return NotImplemented  # DTensor makes of it what its rank does: that comes here
                 with self, self.values:  # its Python reads lengths
-                    return kind.__torch_dispatch__(func, types, args, kwargs)
+                    return cast(Any, kind).__torch_dispatch__(func, types, args, kwargs)
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = self._ask(func)
