@@ -133,7 +133,8 @@ def add_to(run: Run, session: Session) -> None:
     if emit is not None:
         reported = _Reported(run, capture, emit)
         run.on_arguments.append(reported.exit_if_captured)
-        if tier.name == "meta" and not options.all_microbatches and os.environ.get(_RUNS) != _ALL:
+        follows = tier.name == "meta" and not options.all_microbatches and not options.per_call
+        if follows and os.environ.get(_RUNS) != _ALL:
             run.monitor.few, capture.start_over = reported.few, reported.start_over
             run.monitor.not_repeated = partial(reported.start_over, _EVERY_STEP)
         run.training += (reported,)

@@ -467,6 +467,12 @@ class Options:
         return Path(path) if policy == "recorded" else None
 
     @property
+    def per_call(self) -> bool:
+        """Whether something looks at every call, so that every step has to run."""
+        asked = (self.hang, self.stop, self.watch, self.payload, self.record)
+        return any(one is not None for one in asked)
+
+    @property
     def one_by_one(self) -> bool:
         """Whether ``ranks`` are to be captured in processes of their own, none in this one."""
         return self.stages or len(self.ranks) > self.num_processes

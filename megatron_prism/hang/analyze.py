@@ -26,7 +26,7 @@ from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import consistency, siblings, waits
-from megatron_prism.hang.dumps import DumpSet, Entry, Launch
+from megatron_prism.hang.dumps import UNNAMED, DumpSet, Entry, Launch
 from megatron_prism.hang.logs import op_type
 from megatron_prism.hang.mismatch import Mismatch, find_mismatches, is_batched
 from megatron_prism.hang.state import JobState, call_text
@@ -62,7 +62,7 @@ def breakpoint_at(call: str, site: str) -> str:
     return f"{call} at {site.rpartition('megatron/')[2]}" if site else call
 
 
-def stop_command(calls: Mapping[int, str], size: int) -> str:
+def stop_command(calls: Mapping[int, str], size: int | str) -> str:
     """The command that runs ranks of a world of ``size`` and stops each at its call."""
     alike: dict[str, list[int]] = {}
     for rank, call in calls.items():
@@ -525,7 +525,7 @@ class _Judge:
     def _stop(self, call: Entry, ranks: Sequence[int]) -> str:
         """The command that stops ``ranks`` at ``call``.  Its number since the job began is known,
         and is one of the first iteration's, where the recorder still holds the first call."""
-        if call.op not in BY_NAME or not call.desc:
+        if call.op not in BY_NAME or call.desc == UNNAMED:
             return ""
         calls = {}
         for rank in ranks[:_STOPPED]:
@@ -533,4 +533,8 @@ class _Judge:
             whole = not call.pair and bool(entries) and entries[0].record == 0
             number = f" #{call.seq}" if whole else ""
             calls[rank] = breakpoint_at(f"{call.op}{number} of {call.desc}", call.site)
-        return stop_command(calls, 1 + max(*self.state.dumps, *self.state.missing, 0))
+        groups = [g for g in self.state.groups.values() if g.desc == "default_pg" and not g.partial]
+        world = [rank for group in groups for rank in group.ranks]
+        if self.state.has_logs and not world:  # a log does not say how many ranks there are
+            return stop_command(calls, "N")
+        return stop_command(calls, 1 + max(*world, *self.state.dumps, *self.state.missing, 0))

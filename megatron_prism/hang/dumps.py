@@ -32,6 +32,8 @@ from megatron_prism.core.errors import DumpError, shown
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.foreign import bounded_memory
 
+UNNAMED = "a group without a name"  # desc of one that a log does not name
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -25,6 +25,7 @@ from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import DumpError, PrismError
 from megatron_prism.core.world import World
 from megatron_prism.hang.dumps import (
+    UNNAMED,
     Dump,
     DumpSet,
     Entry,
@@ -301,13 +302,13 @@ class _Reader:
     # -- dumps ------------------------------------------------------------------------------------
     def _assume_groups(self) -> None:
         """Put calls whose group no rank names (torch before 2.4 prints no group) into one group for
-        each number, operation, size and time limit: its watchdog ended the first that had not."""
+        each number, operation, size and time limit; that call did not end, all before it did."""
         calls = [(me, call) for me in self.ranks.values() for call in me.calls]
         named = {call.signature for _, call in calls if call.group}
         for me, call in calls:
             if not call.group and call.signature not in named:
-                call.group = f"{call.op} {call.seq}"
-                self.descs[call.group] = ""
+                call.group = str(call.signature)
+                self.descs[call.group] = UNNAMED
                 me.counts.setdefault(call.group, (call.seq, call.seq - 1))
 
     def dumps(self) -> DumpSet:

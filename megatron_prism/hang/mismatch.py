@@ -117,6 +117,8 @@ def _right_call(
     without a dump counted; with the siblings at that number; by what members call next; by the
     job's other calls."""
     first = next(iter(calls.values()))[0]
+    if state.groups[first.group].partial:
+        return None, ""  # those whom the log does not name may be the majority
     votes = Counter(signatures.values())
     unseen = len(state.groups[first.group].ranks) - len(calls)
     known = set(votes) if len(votes) > 1 else None

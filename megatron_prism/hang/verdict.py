@@ -27,7 +27,7 @@ class Culprit:
 
 
 def _call_text(op: str, seq: int, group: str) -> str:
-    return f"{op} #{seq} of {group or 'a group without a name'}" if op else ""
+    return f"{op} #{seq} of {group}" if op else ""
 
 
 @dataclass(frozen=True)

@@ -268,3 +268,13 @@ def test_errors_of_devices_and_the_network(tmp_path, lines, culprits, evidence):
     assert [(c.rank, c.kind) for c in found.culprits] == culprits
     assert evidence in " ".join(found.evidence)
     assert not found.stop  # no breakpoint can name that call
+
+
+def test_ranks_of_unnamed_or_unknown_groups_outvote_nobody(tmp_path):
+    """Two groups may wait at calls of one number; four of an unknown number decide nothing."""
+    other = WAITS.format(5).replace("NumelIn=1, NumelOut=1", "NumelIn=8, NumelOut=8")
+    found = judged(tmp_path, "".join(WAITS.format(rank) for rank in range(4)) + other)
+    assert (found.verdict, found.culprits) == ("undetermined", ())
+    text = "".join((WAITS + WORK).format(rank) for rank in range(4))
+    found = judged(tmp_path, text + (other + WORK).format(5))
+    assert found.culprits == ()

@@ -214,11 +214,15 @@ def _apart(
     calls = IS_COLLECTIVE[names] | IS_PAIR[names]
     own = np.where((compute > 0) & calls[compute - 1], own_ns, 0)
     each = np.maximum(hosts[:, :, 1] - hosts[:, :, 0] - own, 0)
-    whole = np.maximum(each.sum(axis=1) - [r.collected for r in quick], 0)
+    collected = np.array([r.collected for r in quick])
+    whole = np.maximum(each.sum(axis=1) - collected, 0)
     # Delays of a host are few and long, and those of several ranks add up: they are in no segment's
     # median, nor do they delay others if they are spread over an iteration.  So one whole iteration
     # is kept, the middle one, of two the quicker: what disturbs a host only adds.
-    middle = int(np.argsort(whole, kind="stable")[(len(whole) - 1) // 2])
+    # An iteration with a full collection of garbage is taken where there is no other.
+    order = np.argsort(whole, kind="stable")
+    order = order[collected[order] == collected.min()]
+    middle = int(order[(len(order) - 1) // 2])
     usual = float(whole[middle])
     unrecorded = _lower_median(np.array(clocks)) / max(1.0, usual) if len(clocks) else 1.0
     scale = unrecorded * usual / max(1.0, each[middle].sum())
