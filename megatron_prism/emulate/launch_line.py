@@ -195,21 +195,21 @@ def split_line(words: Sequence[str], alone: Collection[str]) -> tuple[list[str],
         words: our options, then a line; ``--`` may stand before it.
         alone: those of our options that take no value.
     """
-    words = [one for word in words for one in _unquoted(word)]
-    place = 0
-    while place < len(words) and words[place] != "--" and not begins_line(words[place]):
-        word = words[place]
+    place, line = 0, list(words)
+    while line and line[0] != "--" and not begins_line(_unquoted(line)[0]):
+        word = line[0]
         place += 2 if word.startswith("-") and word not in alone and "=" not in word else 1
-    return list(words[:place]), list(words[place + (words[place : place + 1] == ["--"]) :])
+        line = list(words[place:])
+    return list(words[:place]), _unquoted(line[1:] if line[:1] == ["--"] else line)
 
 
-def _unquoted(word: str) -> list[str]:
-    """The words of a launch line that was quoted as one."""
+def _unquoted(line: Sequence[str]) -> list[str]:
+    """The words of a launch line, which may be quoted as one."""
     with contextlib.suppress(ValueError):  # an open quote
-        parts = shlex.split(word)
-        if len(parts) > 1 and is_launcher(parts[0]) and not is_file(word):
+        parts = shlex.split(line[0]) if len(line) == 1 else []
+        if len(parts) > 1 and is_launcher(parts[0]) and not is_file(line[0]):
             return parts
-    return [word]
+    return list(line)
 
 
 def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:

@@ -102,11 +102,15 @@ def test_our_flags_win_and_name_hosts_where_there_are_several():
         ("slices machine=h200", "slices machine=h200", ""),
         ("--limit 80GB 'torchrun -m a.b --lr 1'", "--limit 80GB", "torchrun -m a.b --lr 1"),
         ("-- 'torchrun a.py --lr 1'", "", "torchrun a.py --lr 1"),
+        ("srun -N 2 bash -c 'python a.py'", "", "srun -N 2 bash -c 'python a.py'"),
+        ("'bash -lc \"torchrun a.py\"'", "", "bash -lc 'torchrun a.py'"),
+        ("docker run img bash -c 'python a.py'", "", "docker run img bash -c 'python a.py'"),
+        ("-- a.py --experiment-name 'python run 7'", "", "a.py --experiment-name 'python run 7'"),
         ("--dumps docker", "--dumps docker", ""),
     ],
 )
 def test_a_line_needs_no_dashes_before_it(words, ours, line):
-    assert split_line(shlex.split(words), {"--force"}) == (ours.split(), line.split())
+    assert split_line(shlex.split(words), {"--force"}) == (ours.split(), shlex.split(line))
 
 
 def test_several_programs_of_one_launcher_are_refused():
