@@ -201,7 +201,8 @@ def _jobs(
     return Comparison(
         names, tuple(_settings(programs)), iterations, why, difference, tuple(times), memory,
         tuple(_kinds(*memory)) if memory else (),
-        tuple(_changes(*memory)) if memory else (), first, timelines,
+        tuple(one for one in baseline.compare(*memory, any_job=True)
+              if one.what not in ("same", "leaks")) if memory else (), first, timelines,
         scale_changes(*graphs) if not why and first is None else (),
     )  # fmt: skip
 
@@ -232,11 +233,6 @@ def _kinds(*reports: MemoryReport) -> list[Part]:
     worst = [max(report.classes.values(), key=needed) for report in reports]
     a, b = ({**w["by_category"], **beside_tensors(w), "device": needed(w)} for w in worst)
     return [Part(kind, a[kind], b[kind]) for kind in a if a[kind] or b[kind]]
-
-
-def _changes(a: MemoryReport, b: MemoryReport) -> list[Change]:
-    changes = baseline.compare(a, b, any_job=True)
-    return [one for one in changes if one.what not in ("same", "leaks")]
 
 
 def _settings(jobs: Sequence[object]) -> list[Setting]:

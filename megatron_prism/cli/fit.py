@@ -117,41 +117,47 @@ _LINE = ".line"  # in a folder of slices: what it was captured from
 
 
 def keep_line(folder: Path, words: Sequence[str]) -> None:
-    """Keep the launch line whose slices ``folder`` has, for what is to be typed next."""
+    """Keep the launch line, or the recipe and its settings, whose slices ``folder`` has."""
     (folder / _LINE).write_text(f"{shlex.join(words)}\n", encoding="utf-8")
-
-
-def _line_of(folder: Path) -> list[str]:
-    """That launch line; empty where nobody kept it."""
-    file = folder / _LINE
-    return shlex.split(file.read_text(encoding="utf-8")) if file.is_file() else []
 
 
 def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     """What to type next: how long it takes, the change that fits, captured for certain, or other
     layouts where no change is enough."""
+    from megatron_prism.emulate import options
+    from megatron_prism.emulate.launch_line import split_line
+
     machine = ["--machine", args.machine] if args.machine else []
     limit = ["--limit", args.limit] if args.limit else []
     best = next((one for one in found.changes if one.fits), None)
-    line = [*args.given, *args.line] or _line_of(Path(args.programs))
-    recipe, ask = programs.source.get("recipe"), ["prism", "fit", *limit, *machine]
-    if found.fits or not (best or line or recipe):
+    folder, recipe = Path(args.programs), programs.source.get("recipe")
+    text = file.read_text(encoding="utf-8") if (file := folder / _LINE).is_file() else ""
+    line = [*args.given, *args.line] or shlex.split(text) or ([recipe] if recipe else [])
+    ask = ["prism", "fit", *limit, *machine]
+    if found.fits or not (best or line):
         return shlex.join(["prism", "replay", str(args.programs), *machine])
     if best is None:
-        job = [recipe] if recipe else []
-        out = f"{args.programs}-layouts"
-        sweep = ["prism", "sweep", *job, "tp=auto", "pp=auto", *limit, *machine, "-o", out, *line]
-        return shlex.join(sweep)
+        job, line = (_held(line), []) if recipe else ([], line)
+        axes, out = ["tp=auto", "pp=auto"], f"{folder}-layouts"
+        return shlex.join(["prism", "sweep", *job, *axes, *limit, *machine, "-o", out, *line])
     variable, _, value = best.words.partition("=")
     if variable == "PYTORCH_CUDA_ALLOC_CONF":
         return shlex.join([*ask, str(args.programs), "--alloc", value])
     if recipe is not None:
-        out = f"{args.programs}-changed"
-        capture = ["prism", "capture", recipe, *shlex.split(best.words), "-o", out]
+        out = f"{folder}-changed"
+        capture = ["prism", "capture", *line, *shlex.split(best.words), "-o", out]
         return f"{shlex.join(capture)} && {shlex.join([*ask, out])}"
-    more = best.words
-    if _MORE in line:
-        at = line.index(_MORE)
-        more = f"{line[at + 1]} {more}"
-        line = [*line[:at], *line[at + 2 :]]
-    return shlex.join([*ask, _MORE, more, *(line or ["torchrun", "…"])])
+    ours, _ = split_line(line, options.alone())
+    kept = [word for name, words in options.split(ours)[0] if name != _MORE for word in words]
+    more = f"{options.value_of(_MORE, ours)} {best.words}".strip()
+    return shlex.join([*ask, *kept, _MORE, more, *(line[len(ours) :] or ["torchrun", "…"])])
+
+
+def _held(line: Sequence[str]) -> list[str]:
+    """A recipe and those of its settings that a sweep of tp and pp holds."""
+    from megatron_prism.core.recipe import OTHER_NAMES, SHORT
+
+    names = [OTHER_NAMES.get(key := word.partition("=")[0], key) for word in line]
+    free = {SHORT["tp"], SHORT["pp"], *(one for one in names if "." in one)} - {SHORT["world_size"]}
+    settings = zip(line[1:], names[1:], strict=True)
+    return [line[0], *(word for word, name in settings if name not in free)]

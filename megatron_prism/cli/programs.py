@@ -52,13 +52,15 @@ def capture(args: argparse.Namespace) -> Answer:
 
         (script, *rest), words = args.job, args.ours
         script_job.capture_command_line(script, [*words, *rest], args.out, talk, force=args.force)
-        keep_line(args.out, [*args.given, *args.line])
+        line = [*args.given, *args.line]
     else:
         from megatron_prism.core import recipe as recipes
         from megatron_prism.emulate import recipe_job
 
         recipe = recipes.load(args.recipe, args.settings)
         recipe_job.capture(recipe, args.out, force=args.force, console=talk)
+        line = [args.recipe, *args.settings]
+    keep_line(args.out, line)
     out = str(args.out)
     return Answer(lambda: _classes(out).value(), lambda: None,
                   lambda: _classes(out).value()["classes"],

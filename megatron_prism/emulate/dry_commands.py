@@ -223,16 +223,12 @@ def _gpus(words: Sequence[str]) -> list[str]:
     return [f"GPU {index}: NVIDIA GPU (UUID: GPU-{index})" for index in range(_gpu_count())]
 
 
-def _hosts(words: Sequence[str]) -> list[str]:
-    """``scontrol show hostnames``; other questions have no answer."""
-    asked = "hostname" in (words[1:2] or [""])[0]
-    return os.environ.get("PRISM_DRY_HOSTS", "").split(",") if asked else []
-
-
 _PRINTED: dict[str, Callable[[list[str]], list[str]]] = {
     "nvidia-smi": _gpus,
     "rocm-smi": _gpus,
-    "scontrol": _hosts,
+    "scontrol": lambda words: (  # show hostnames; other questions have no answer
+        os.environ.get("PRISM_DRY_HOSTS", "").split(",") * ("hostname" in "".join(words[1:2]))
+    ),
     "getent": lambda words: [f"127.0.0.1 {' '.join(words[1:])}"],
     "hostname": lambda words: [
         "127.0.0.1" if {"-I", "-i", "--ip-address"} & set(words) else "localhost"

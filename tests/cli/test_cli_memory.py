@@ -18,6 +18,7 @@ from megatron_prism.core.ops import BEGUN
 from megatron_prism.core.program import save
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.slices import SliceStore
+from megatron_prism.emulate import recipe_job
 
 HEAD = """
 prism-program 1
@@ -383,12 +384,19 @@ MLP = "--recompute-modules mlp"
         (LINE, {}, MLP, f"prism fit --limit 8GB --prism-job-flags '{MLP}' {LINE}"),
         (f"--prism-job-flags '--lr 1' {LINE}", {}, MLP,
          f"prism fit --limit 8GB --prism-job-flags '--lr 1 {MLP}' {LINE}"),
+        (f"--prism-tier meta --prism-job-flags='--lr 1' {LINE}", {}, MLP,
+         f"prism fit --limit 8GB --prism-tier meta --prism-job-flags '--lr 1 {MLP}' {LINE}"),
+        ("a/r.yaml world_size=8 tp=4", {"recipe": "r"}, "b=1",
+         "prism capture a/r.yaml world_size=8 tp=4 b=1 -o P-changed && "
+         "prism fit --limit 8GB P-changed"),
+        ("a/r.yaml world_size=8 tp=4 prism.tier=cpu seq_length=9", {"recipe": "r"}, "",
+         "prism sweep a/r.yaml world_size=8 seq_length=9 tp=auto pp=auto --limit 8GB -o P-layouts"),
         ("", {"recipe": "r"}, "a='b c'", "prism capture r 'a=b c' -o P-changed && "
          "prism fit --limit 8GB P-changed"),
-        ("", {}, "PYTORCH_CUDA_ALLOC_CONF=x:True", "prism fit --limit 8GB P --alloc x:True"),
+        ("", {}, "PYTORCH_CUDA_ALLOC_CONF=x:True", "prism fit --limit 8GB P/ --alloc x:True"),
         (LINE, {}, "", f"prism sweep tp=auto pp=auto --limit 8GB -o P-layouts {LINE}"),
         ("", {"recipe": "r"}, "", "prism sweep r tp=auto pp=auto --limit 8GB -o P-layouts"),
-        ("", {}, "", "prism replay P"),
+        ("", {}, "", "prism replay P/"),
     ],
 )  # fmt: skip
 def test_what_to_type_next_can_be_pasted(kept, source, words, expected, tmp_path, monkeypatch):
@@ -396,7 +404,14 @@ def test_what_to_type_next_can_be_pasted(kept, source, words, expected, tmp_path
     Path("P").mkdir()
     if kept:
         fit_command.keep_line(Path("P"), shlex.split(kept))
-    args = SimpleNamespace(machine=None, limit="8GB", given=[], line=[], programs="P")
+    args = SimpleNamespace(machine=None, limit="8GB", given=[], line=[], programs="P/")
     changes = (TriedChange(words, 1, True, 0),) if words else ()
     found = SimpleNamespace(fits=False, changes=changes)
     assert fit_command._next(args, found, SimpleNamespace(source=source)) == expected
+
+
+def test_what_a_recipe_was_captured_with_is_asked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe_job, "capture", lambda recipe, out, **_: out.mkdir())
+    out, words = tmp_path / "P", ["tiny-gpt_1cpu", "seq_length=64"]
+    cli.main(["capture", *words, "-o", str(out)])
+    assert (out / ".line").read_text().split() == words
