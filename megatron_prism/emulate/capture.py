@@ -46,7 +46,6 @@ from megatron_prism.emulate import (
     workers,
 )
 from megatron_prism.memory import routing
-from megatron_prism.replay.costs.host_index import HostIndex
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
@@ -260,7 +259,7 @@ class StockCapture(TrainingListener):
         self._own_ns = 0  # of the host, that recording adds behind a call
         self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
         self._cool = False  # the device is, behind one
-        self._hosts: list[HostIndex] = []  # of a GPU's, beside iterations in which it is clocked
+        self._hosts: list[float] = []  # indices, beside iterations in which a GPU is clocked
         self._quick = False  # the iteration that is recorded is not written down, only timed
         self._written = self._traced = False  # of ``_recordings``: one was
         self._probes = False  # the iteration that is recorded has other loads of experts
@@ -445,7 +444,7 @@ class StockCapture(TrainingListener):
         from megatron_prism.emulate import host_benchmark  # needs torch
 
         if len(self._hosts) < _HOSTS:
-            self._hosts.append(host_benchmark.measure(HOST_S))
+            self._hosts.append(host_benchmark.measure(HOST_S).index)
 
     def _remove(self) -> None:
         from megatron_prism.runtime.virtual_world import current
@@ -511,8 +510,7 @@ class StockCapture(TrainingListener):
         if self.tier.name == "cuda":  # the others' hosts are not in their slices
             if not self._hosts:
                 self._measure_host()
-            index = statistics.median(one.index for one in self._hosts)
-            self.store.source[HOST_INDEX] = f"{self.rank}={index:.4f}"
+            self.store.source[HOST_INDEX] = f"{self.rank}={statistics.median(self._hosts):.4f}"
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 
@@ -520,8 +518,7 @@ class StockCapture(TrainingListener):
         """What to say of device and host beside the slice."""
         found = f"; {self.links}" if self.links is not None else ""
         if self._hosts:
-            took = HOST_S * len(self._hosts)
-            index = statistics.median(one.index for one in self._hosts)
+            index, took = statistics.median(self._hosts), HOST_S * len(self._hosts)
             found += f"; host index {index:.2f}, which took {took:g} s"
         if self.program is None or len(hosts := self.program.hosts) < 2:
             return found

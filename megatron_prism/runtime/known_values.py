@@ -63,8 +63,10 @@ def _computes(name: str) -> Callable[..., object]:
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
-    for _kind in (f"__{_name}__", f"__r{_name}__", "__neg__", "__pos__", "__abs__"):
+    for _kind in (f"__{_name}__", f"__r{_name}__"):
         setattr(Unknown, _kind, _computes(_kind))
+for _kind in ("__neg__", "__pos__", "__abs__"):
+    setattr(Unknown, _kind, _computes(_kind))
 
 
 class UnknownCount(int):
