@@ -40,6 +40,7 @@ class Collective:
                 directed pair)
     reduces   : whether a reduce op is part of the call
     rooted    : whether one member is the root
+    nccl      : whether NCCL makes it, with a communicator, a counter and a record
     """
 
     name: str
@@ -48,6 +49,7 @@ class Collective:
     kind: str
     reduces: bool = False
     rooted: bool = False
+    nccl: bool = True
 
     def wire_bytes(self, payload: int, n: int) -> int:
         """Fewest bytes one rank must send for a message of ``payload`` bytes among ``n`` ranks.
@@ -105,8 +107,8 @@ TABLE: tuple[Collective, ...] = (
     Collective("send", ("send",), "send", "pair"),
     Collective("recv", ("recv", "recv_anysource"), "recv", "pair"),
     # rows to nodes and rows to ranks: of a dispatch in and out, of a combine out and in
-    Collective("dispatch", ("dispatch",), "ep_dispatch", "group"),
-    Collective("combine", ("combine",), "ep_combine", "group"),
+    Collective("dispatch", ("dispatch",), "ep_dispatch", "group", nccl=False),
+    Collective("combine", ("combine",), "ep_combine", "group", nccl=False),
 )
 
 BY_NAME: dict[str, Collective] = {row.name: row for row in TABLE}

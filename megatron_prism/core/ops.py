@@ -43,6 +43,7 @@ CODE = {name: code for code, name in enumerate(NAMES)}
 IS_PAIR = np.array([name in ("send", "recv") for name in NAMES])
 IS_COLLECTIVE = np.array([any(r.name == n and r.kind == "group" for r in TABLE) for n in NAMES])
 IS_CALL = IS_COLLECTIVE | IS_PAIR
+IS_NCCL = np.array([any(row.name == name and row.nccl for row in TABLE) for name in NAMES])
 # letters of the text form; W is a weight gradient computed apart from its backward
 PHASES = {"": "-", "forward": "F", "backward": "B", "weight": "W", "optimizer": "O", "sync": "G"}
 PHASE_NAMES = tuple(PHASES)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_prism.core.ops import IS_NCCL
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 
@@ -86,7 +87,12 @@ def _counted_as_all(few: Program, whole: Program) -> Program:
     """``whole`` with the calls that its earlier iterations make; those that ran had ``few``."""
     earlier = few.calls_before()
     turns = earlier.get("", 0)
-    more = {desc: len(whole.collectives(desc)) - len(few.collectives(desc)) for desc in earlier}
+    more = {desc: _of_nccl(whole, desc) - _of_nccl(few, desc) for desc in earlier}
     place = {text: i for i, text in enumerate(whole.strings)}
     rows = [(place[desc], n + turns * more[desc]) for desc, n in earlier.items() if desc in place]
     return dataclasses.replace(whole, earlier=np.array(rows, np.int64).reshape(-1, 2))
+
+
+def _of_nccl(program: Program, group: str) -> int:
+    """How many collectives of ``group`` its communicator counts."""
+    return int(IS_NCCL[program.ops["name"][program.collectives(group)]].sum())

@@ -11,10 +11,11 @@ none is named.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megatron_prism.core.ops import DTYPE_WORDS, Op
+from megatron_prism.core.ops import CODE, DTYPE_WORDS, IS_NCCL, Op
 from megatron_prism.core.program import Programs
 from megatron_prism.hang.dumps import Entry
 from megatron_prism.hang.state import JobState
@@ -50,6 +51,11 @@ class Place:
         what = f"op {self.index} ({self.label}), {self.op} of {self.group}{at}"
         when = f"iteration {self.iteration}, " if self.iteration else ""
         return f"rank {self.rank}: {when}last issued {what}"
+
+
+def recorded(op: Op) -> bool:
+    """Whether dumps have it."""
+    return bool(op.group and IS_NCCL[CODE[op.name]])
 
 
 def key(op: Op) -> Key:
@@ -100,11 +106,11 @@ class Alignment:
         keys: dict[tuple[str, bool], list[Key]] = defaultdict(list)
         steps: list[tuple[int, dict[tuple[str, bool], int]]] = []
         for index, op in enumerate(ops):
-            if op.group:
+            if recorded(op):
                 group = (op.group, op.name in ("send", "recv"))
                 keys[group].append(key(op))
                 steps.append((index, {g: len(k) for g, k in keys.items()}))
-        self.orders[number] = [(op.group, *key(op)) for op in ops if op.group]
+        self.orders[number] = [(op.group, *key(op)) for op in ops if recorded(op)]
         self.fifos[number] = dict(keys)
         self.steps[number] = steps
 
@@ -134,6 +140,14 @@ class Alignment:
         lengths = {step: self._stretch(number, step, order[-_STRETCH:]) for step in found}
         most = max(lengths.values(), default=0)
         return [step for step, length in lengths.items() if length == most > 0]
+
+    def stops(self, rank: int, step: int) -> list[int]:
+        """Ops before which its host may stand after ``step``: no dump says how many of the calls
+        behind it that are not NCCL's it has made."""
+        ops = self.programs.of(rank)
+        first = self.steps[int(self.programs.program_of[rank])][step][0] + 1
+        rest = itertools.takewhile(lambda at: not recorded(ops[at]), range(first, len(ops)))
+        return [first, *(at + 1 for at in rest if ops[at].group)]
 
     def first_open(self, rank: int, step: int) -> int:
         """The op of the oldest outstanding call of a dump taken after ``step``: as many calls back

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import check_writable
-from megatron_prism.core.ops import DTYPE_WORDS, IS_CALL, IS_PAIR, NAMES, Op
+from megatron_prism.core.ops import DTYPE_WORDS, IS_NCCL, IS_PAIR, NAMES, Op
 from megatron_prism.core.program import Program
 from megatron_prism.graph.stall import StalledJob
 
@@ -140,7 +140,7 @@ class _Table:
 
     def __init__(self, program: Program, known: Collection[str]) -> None:
         ops = program.ops
-        talks = np.flatnonzero(IS_CALL[ops["name"]])
+        talks = np.flatnonzero(IS_NCCL[ops["name"]])
         self.groups = [program.strings[g] for g in ops["group"][talks].tolist()]
         mine = [at for at, name in enumerate(self.groups) if name in known]
         self.index = talks[mine]

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group, short_names
-from megatron_prism.core.ops import CODE, IS_CALL, Op
+from megatron_prism.core.ops import CODE, IS_CALL, IS_NCCL, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
@@ -259,6 +259,6 @@ def _seq(ops: list[Op], at: int) -> int:
     """Place among the collectives, or the messages, of the group: batches are one launch."""
     pair, group = ops[at].name in ("send", "recv"), ops[at].group
     mine = [(op.batch, -1 if op.batch >= 0 else i) for i, op in enumerate(ops[: at + 1])
-            if op.group == group and IS_CALL[CODE[op.name]]
+            if op.group == group and IS_NCCL[CODE[op.name]]
             and (op.name in ("send", "recv")) == pair]  # fmt: skip
     return len(set(mine))

@@ -21,13 +21,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import IS_CALL, IS_COLLECTIVE, NAMES, Op
+from megatron_prism.core.ops import IS_COLLECTIVE, IS_NCCL, NAMES, Op
 from megatron_prism.core.program import Programs
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
-from megatron_prism.hang.alignment import Alignment, Place, as_dumped, key, seen
+from megatron_prism.hang.alignment import Alignment, Place, as_dumped, key, recorded, seen
 from megatron_prism.hang.dumps import DumpSet, Entry
 from megatron_prism.hang.fault_planting import exchanged, twice, with_ops, without
 from megatron_prism.hang.mismatch import find_mismatches
@@ -201,8 +201,7 @@ class _Explainer:
         """What the verdict may mean by what it says of one rank."""
         rank, kind, overlay = culprit.rank, culprit.kind, self.overlay
         if kind == "host stuck":
-            for step in overlay.fits(rank):
-                at = overlay.steps[int(self.programs.program_of[rank])][step][0] + 1
+            for at in (at for step in overlay.fits(rank) for at in overlay.stops(rank, step)):
                 yield _Hypothesis(rank, kind, "", at, fault=stall.RankFault(host=at))
         elif kind == "device stuck":
             yield from self._devices(rank)
@@ -227,7 +226,8 @@ class _Explainer:
         best: set[int] = set()
         members = self.groups[verdict.group].group(rank).tolist() if verdict.group in (
             self.groups) else []  # fmt: skip
-        mine = self.programs.of(rank).collectives(verdict.group).tolist()
+        program = self.programs.of(rank)
+        mine = [i for i in program.collectives(verdict.group).tolist() if recorded(program[i])]
         for other in set(members) & self.state.dumps.keys() - {rank}:
             name = next(n for n, g in self.state.groups.items()
                         if g.desc == verdict.group and other in g.ranks)  # fmt: skip
@@ -316,7 +316,7 @@ class _Explainer:
                 same.add(rank)
                 if len(left) > len(wanted):  # its host may wait for a copy, which no program shows
                     ends[rank] = left[len(wanted)][0]
-            issued[rank] = int(IS_CALL[programs.of(rank).ops["name"][: ends[rank]]].sum())
+            issued[rank] = int(IS_NCCL[programs.of(rank).ops["name"][: ends[rank]]].sum())
         counts = self._issued(after, ends)
         complete = len(same) == len(self.wanted) and self._relative(counts) == self.counts
         return _Outcome(frozenset(same), issued, counts, complete)
@@ -353,7 +353,7 @@ class _Explainer:
             return True
         ops = self.programs.of(why.rank) if why.ops is None else why.ops
         launches = {(op.group, op.batch if op.batch >= 0 else -1 - i): op.group
-                    for i, op in enumerate(ops) if op.group in known
+                    for i, op in enumerate(ops) if op.group in known and recorded(op)
                     and op.name not in ("send", "recv")}  # fmt: skip
         order = [*launches.values()]
         more, size = max(known.values(), key=lambda one: one[1])
@@ -366,7 +366,7 @@ class _Explainer:
     def _calls_of(self, ops: Iterable[Op]) -> list[tuple[int, int, tuple[object, ...]]]:
         """(index, its batch, what is called); what is issued in one ends in one."""
         return [(i, op.batch if op.batch >= 0 else -1 - i, self._key(op))
-                for i, op in enumerate(ops) if op.group]  # fmt: skip
+                for i, op in enumerate(ops) if recorded(op)]  # fmt: skip
 
     def _key(self, op: Op) -> tuple[object, ...]:
         if op.name not in ("send", "recv"):
@@ -385,7 +385,7 @@ class _Explainer:
             number = int(after.programs.program_of[rank]), end
             if number not in per:
                 rows = program.ops[:end]
-                talks = rows[IS_COLLECTIVE[rows["name"]]]
+                talks = rows[(IS_COLLECTIVE & IS_NCCL)[rows["name"]]]
                 seen = zip(talks["group"].tolist(), talks["batch"].tolist(), strict=True)
                 launches = {(g, b) if b >= 0 else (g, b, i) for i, (g, b) in enumerate(seen)}
                 per[number] = Counter(program.strings[launch[0]] for launch in launches)
@@ -398,7 +398,7 @@ class _Explainer:
             yield from self._devices(rank)
             entries, known = self.state.outstanding[rank][:2], set[tuple[object, ...]]()
             for kind, text, at, ops in self._edits(rank, list(self.programs.of(rank)), entries):
-                said = tuple(self._key(op) for op in ops if op.group)
+                said = tuple(self._key(op) for op in ops if recorded(op))
                 if said not in known and self._may_stand(rank, said):
                     known.add(said)
                     yield _Hypothesis(rank, kind, text, at, ops)
@@ -443,7 +443,7 @@ class _Explainer:
         """One call as the dump has it (of ``entries``), left out, made twice, with the other
         neighbour, or exchanged with the next."""
         calls = [i for i, op in enumerate(ops)
-                 if op.group and len(self.groups[op.group].group(rank)) > 1]  # fmt: skip
+                 if recorded(op) and len(self.groups[op.group].group(rank)) > 1]  # fmt: skip
         for entry in entries:
             yield from _as_in_dump(ops, calls, entry)
         for i in calls:

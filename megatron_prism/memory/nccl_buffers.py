@@ -29,7 +29,7 @@ import msgspec
 
 from megatron_prism.core import foreign
 from megatron_prism.core.groups import WORLD_GROUP, of_family, of_lists
-from megatron_prism.core.ops import CODE, IS_PAIR, ITEM_SIZE, NAMES
+from megatron_prism.core.ops import IS_NCCL, IS_PAIR, ITEM_SIZE, NAMES
 from megatron_prism.core.program import Programs
 
 FOLDER = Path(__file__).with_name("device_memory")
@@ -324,7 +324,7 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     host = programs.world.gpus_per_node or _HOST
     used.add(WORLD_GROUP, len(everyone), "barrier", 0, local=_on_host(everyone, rank, host))
     members = cache(lambda group: _members(programs, group, rank))
-    calls = ops[(ops["name"] >= CODE["mark"] + 1) & (ops["group"] != 0)]
+    calls = ops[IS_NCCL[ops["name"]] & (ops["group"] != 0)]
     columns = [calls[key].tolist() for key in ("name", "group", "peer", "dtype", "num_in")]
     batches = (calls["batch"] >= 0).tolist()
     for code, text, peer, dtype, num_in, batched in sorted(

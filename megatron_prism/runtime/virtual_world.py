@@ -26,6 +26,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import torch_distributed
@@ -71,10 +72,10 @@ class TrafficCounter:
         self._ends[key] = min(least, num_bytes), max(most, num_bytes)
 
     def collectives(self) -> Counter[str]:
-        """Description -> collectives that were counted so far."""
+        """Description -> NCCL's collectives that were counted so far."""
         found: Counter[str] = Counter()
         for (group, _, op), calls in list(self._calls.items()):
-            found[group] += calls if op not in ("send", "recv") else 0
+            found[group] += calls if BY_NAME[op].kind == "group" and BY_NAME[op].nccl else 0
         return found
 
     def calls_to_others(self) -> int:

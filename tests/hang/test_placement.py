@@ -17,7 +17,8 @@ from helpers.random_hangs import dumps_of
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.call_selector import NthCall
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, CallLabel
+from megatron_prism.core.ops import IS_COLLECTIVE, IS_NCCL, IS_PAIR, CallLabel
+from megatron_prism.core.program import Program
 from megatron_prism.core.world import World
 from megatron_prism.emulate import debugger, options
 from megatron_prism.emulate.debugger import Breakpoint
@@ -82,6 +83,25 @@ def test_everybody_is_placed_and_the_verdict_is_confirmed(name, fault, start):
     assert unknown == []
     assert found.confirmed
     assert "without a fault the programs come to their end" in found.lines
+
+
+def test_calls_that_nccl_does_not_make_are_in_no_dump(monkeypatch):
+    """DeepEP's exchanges are in programs, and neither recorded nor counted by NCCL."""
+    moe = hang_worlds.world("moe")
+    programs = [Program.from_ops(p.rank, [replaced_exchange(op) for op in p]) for p in moe.programs]
+    world = dataclasses.replace(moe, programs=tuple(programs))
+    monkeypatch.setattr(hang_worlds, "world", lambda name: world)
+    state, found = placed("moe", "gil@rank=3,group=tp,nth=21", 1000)
+    assert {entry["profiling_name"] for _, dump in export.dumps_of(state)
+            for entry in dump["entries"]}.isdisjoint({"nccl:ep_dispatch"})  # fmt: skip
+    for place in found.places:
+        here = state.programs.of(place.rank).ops["name"][: state.issued[place.rank]]
+        assert place.issued == IS_NCCL[here].sum() < issued(state, place.rank)
+    assert found.confirmed
+
+
+def replaced_exchange(op):
+    return dataclasses.replace(op, name="dispatch", splits=None) if op.name == "all_to_all" else op
 
 
 def test_with_outstanding_calls_only_a_place_is_exact_or_not_named():

@@ -124,6 +124,7 @@ program ranks=0-7
 1F0 send pp bf16 n=10 peer=1 batch=1
 0B0 send default_pg bf16 n=10 peer=2
 0B0 all_to_all pp bf16 n=8
+0B0 dispatch EXPERT_MODEL_PARALLEL_GROUP bf16 in=8 out=8
 """
     text = text.replace(" tp ", " TENSOR_MODEL_PARALLEL_GROUP ")
     text = text.replace(" pp ", " PIPELINE_MODEL_PARALLEL_GROUP ")
@@ -135,7 +136,7 @@ program ranks=0-7
     assert used["default_pg", 8].kinds == {"small"}
     # p2p outside a batch has a communicator per pair, of which each way takes its own
     assert used["default_pg pair", 2] == Communicator("default_pg pair", 2, frozenset({"out"}))
-    assert len(used) == 5
+    assert len(used) == 5  # none of the dispatch, which is not NCCL's
 
 
 # MiB of device memory beyond torch's reserved and the process's own, in real jobs on 4 x H200
