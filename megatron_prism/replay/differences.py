@@ -87,7 +87,7 @@ def drawn(estimates: Sequence[UncertainTime], draws: int = _DRAWS, own: float = 
     """
     found, known = np.empty((draws, len(estimates))), dict[str, np.ndarray]()
     for at, one in enumerate(estimates):
-        key = repr((float(one.ns), sorted(one.sources.items())))
+        key = repr((float(one.ns), sorted(one.sources.items()), sorted(one.of.items())))
         if key not in known:
             known[key] = total = np.full(draws, float(one.ns))
             for what, (low, high) in sorted(one.sources.items()):

@@ -101,7 +101,7 @@ HOST_FACTOR, HOST_KNOWN = 1.75, 1.35
 HOSTS = 0.7, 2.0
 _SHOWN = HOSTS[0], 1.0, 1.4, HOSTS[1]
 _USUAL = f"nine hosts in ten have index {HOSTS[0]} to {HOSTS[1]:g}"
-# modelled: nine in ten of 43 of Megatron's own tests, on one kind of host that nobody measured,
+# modelled: nine in ten of 43 of Megatron's own tests, on two kinds of hosts that nobody measured,
 # take 0.78 to 1.25 times as long; jobs beside which the index was measured 0.7 to 1.16 times
 HOST_MODEL, HOST_MODEL_KNOWN = (0.75, 1.3), (0.7, 1.16)
 # beside calls of 16 MiB and more products took 1.4 to 1.8 times as long, memory-bound kernels 1.1

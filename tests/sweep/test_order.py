@@ -66,6 +66,8 @@ def test_kernels_that_both_run_are_as_far_off_in_both():
     assert widths[0] == pytest.approx(0, abs=1e-6)
     assert widths[2] == pytest.approx(10 / 3 * 2**0.5, rel=0.05)
     assert widths[0] < widths[1] < widths[2]
+    as_long = UncertainTime(100, {"kernels": (10, 10)}, {"kernels": {2: 90}})
+    assert difference(first, as_long).high_ns == pytest.approx(widths[2], rel=0.1)
 
 
 def test_no_two_of_a_group_surely_differ():
