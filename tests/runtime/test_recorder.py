@@ -9,6 +9,7 @@ import torch
 from helpers import processes
 from torch import distributed as dist
 
+from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.ops import CODE
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.listeners import CallListener
@@ -238,6 +239,12 @@ def test_nothing_is_recorded_before_the_start_and_after_the_stop(world):
     recorder.start()
     assert names(recorder) == []
     assert [(op.name, op.batch) for op in first] == [("barrier", -1), ("barrier", 0)]
+
+
+def test_a_graph_that_was_captured_unheard_is_refused_while_recording(recorder):
+    with pytest.raises(UnsupportedError, match="captured before the first train step"):
+        recorder.graph_launched(None)
+    Recorder(RANK, "cpu").graph_launched(None)  # which records nothing
 
 
 def test_an_error_inside_a_call_leaves_the_recorder_usable(world, recorder):

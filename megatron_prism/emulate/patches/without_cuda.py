@@ -83,7 +83,7 @@ def _leave_out(
     if in_shapes and context.records:
         in_shapes = getattr(args, "cuda_graph_impl", "") == "transformer_engine"
         warm = "cuda_graph_warmup_steps"
-        if in_shapes and getattr(args, warm) > 1:  # the second iteration is recorded
+        if in_shapes and getattr(args, warm) != 1:  # heard from the first step, recorded the second
             context.changes.set_item(job_arguments.left_out, warm, getattr(args, warm))
             setattr(args, warm, 1)
     for name, (off, meaning) in _LEFT_OUT.items():

@@ -52,7 +52,7 @@ class CUDAGraph:
         """The kernels of the capture, of which nobody here has values."""
         global replays
         replays += 1
-        if cuda.watcher is not None and self._launches is not None:
+        if cuda.watcher is not None:
             cuda.watcher.graph_launched(self._launches)
 
     def reset(self) -> None:

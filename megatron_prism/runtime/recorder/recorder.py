@@ -23,6 +23,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.ops import SHARED
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Builder
@@ -374,10 +375,13 @@ class Recorder(CallListener, TrainingListener):
         vars(self).update(self._outside)
         return tuple(replace(op, stream="main") if op.stream == mine else op for op in ops)
 
-    def graph_launched(self, ops: tuple[Op, ...]) -> None:
-        """One launch for the host, and then all of ``ops``."""
+    def graph_launched(self, ops: tuple[Op, ...] | None) -> None:
+        """One launch for the host, and then all of ``ops``; None: nobody heard its capture."""
         if not self.active or self._inside:
             return
+        if ops is None:
+            what = "a CUDA graph was captured before the first train step: its kernels are unknown"
+            raise UnsupportedError(what, fix="capture it later, or --cuda-graph-impl none")
         self._enter()
         assert self.meter is not None
         first, batches, mine = len(self._builder), self._num_batches + 1, self._stream()
