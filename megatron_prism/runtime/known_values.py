@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 PLACEHOLDER = 2.0
-_CELL = "_prism_known"
+_CELL, _ASSERTED = "_prism_known", "_prism_asserted"
 Args = Sequence[Any]
 Options = Mapping[str, Any]
 _MOST, _FEW = 1 << 22, 1 << 10  # elements of a tensor of lengths
@@ -77,6 +77,11 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a meta tensor on the host, if it has a known one."""
     cell = getattr(tensor, _CELL, None)
     return cell.value.reshape(tensor.shape) if cell is not None and cell.valid[0] else None
+
+
+def asserted(tensor: torch.Tensor) -> bool:
+    """How an unknown truth value reads: ``all``'s as what asserts it expects."""
+    return hasattr(tensor, _ASSERTED)
 
 
 def learn(tensor: torch.Tensor, data: object) -> None:
@@ -189,7 +194,7 @@ def follow(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -
                 made: Any = func(*args, **{**kwargs, "device": "cpu"})
                 _keep(out, made)
         elif func in (torch.all, torch.Tensor.all) and out.is_meta and out.numel() == 1:
-            _keep(out, torch.ones(out.shape, dtype=out.dtype, device="cpu"))  # what is asserted
+            setattr(out, _ASSERTED, True)
         return
     tensors = _tensors(args, kwargs)
     name = getattr(func, "__name__", "")

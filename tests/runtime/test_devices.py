@@ -95,14 +95,20 @@ else: raise AssertionError
 """
 
 META = """
+from megatron_prism.runtime.known_values import Unknown
 x = torch.ones(4, 8, device="cuda")
 assert x.is_meta and x.cuda().is_meta and x.is_cuda and not torch.ones(2, device="cpu").is_cuda
 assert x.sum().item() == 2.0 and bool((x > 0).all()) and not bool((x > 0).any())
+alike = (x > 0).all()  # as an assertion expects, but nothing follows from it
+assert alike.item() and torch.all(x).bool() and isinstance((alike * 3.0).item(), Unknown)
+many = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
+places = sorted(one.data_ptr() for one in many)  # no place in one is one in another
+assert min(after - before for before, after in zip(places, places[1:])) >= 1 << 20
+assert many[0][4096:].data_ptr() == many[0].data_ptr() + 4096
 assert x.tolist() == [[2.0] * 8] * 4 and x.long().tolist() == [[0] * 8] * 4
 assert x.cpu().shape == (4, 8) and x.to("cpu").device.type == "cpu"
 assert torch.tensor([[x.sum()], [x.sum()]]).shape == (2, 1)
 host = torch.zeros(4, 8); host.copy_(x); assert float(host.sum()) == 0
-from megatron_prism.runtime.known_values import Unknown
 assert f"{x.sum().item() / 3 + 1:.3E} {x.sum().item() ** .5:9.1f}|" == "unknown   unknown|"
 rate = torch.tensor([1e-4], device="cuda")  # made of a number of the host: not of data
 least = torch.tensor([1e-9], device="cuda")

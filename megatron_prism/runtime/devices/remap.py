@@ -16,6 +16,7 @@ the calling thread (``torch.autograd.set_multithreading_enabled(False)``), so it
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +62,7 @@ _LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
 _NAMES = {dtype: f"torch.{kind.__name__}" for kind, dtype in _LEGACY.items()}
 
 
+_storages = itertools.count(1)
 _UNKNOWN, _COUNT = Unknown(PLACEHOLDER), UnknownCount(0)
 
 
@@ -72,7 +74,7 @@ def _value_or(tensor: torch.Tensor, otherwise: float) -> float:
 
 def _number(tensor: torch.Tensor) -> float | int | bool:
     if tensor.dtype == torch.bool:
-        return _value_or(tensor, False)
+        return _value_or(tensor, known_values.asserted(tensor))
     return _value_or(tensor, _UNKNOWN if tensor.is_floating_point() else _COUNT)
 
 
@@ -94,9 +96,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def address(tensor: torch.Tensor) -> int:
     """A number for its memory and its place in it: other tensors have others, but for weak
     references, whose storage says where they are."""
-    storage = tensor.untyped_storage()
+    storage: Any = tensor.untyped_storage()
     at = int(tensor.storage_offset()) * tensor.element_size()
-    return int(getattr(storage, "address", storage._cdata)) + at
+    if not hasattr(storage, "address"):  # far above all offsets, and an int64 in any table
+        storage.address = next(_storages) << 40
+    return int(storage.address) + at
 
 
 class Remap(TorchFunctionMode):
@@ -272,7 +276,7 @@ _OF_SHAPES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (torch.Tensor.__int__, torch.Tensor.__index__), lambda t: int(_value_or(t, PLACEHOLDER))
     ),
-    torch.Tensor.__bool__: lambda t: bool(_value_or(t, False)),
+    torch.Tensor.__bool__: lambda t: bool(_value_or(t, known_values.asserted(t))),
     torch.Tensor.tolist: _list,
     torch.Tensor.cpu: _on_host,
     torch.Tensor.data_ptr: address,
