@@ -90,6 +90,7 @@ NOT_RUN = {
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",
     ("memory/peaks.py", "capture on tier meta"): "every job of tier meta",
     ("runtime/answers.py", "--no-gradient-reduce-div-fusion"): "runtime/test_virtual_world.py",
+    ("runtime/devices/cuda.py", "leave --cuda-graph-impl out"): "a script's own graph on tier cpu",
     ("runtime/devices/triton.py", "leave out the flag"): "runtime/test_te_kernels.py",
     ("runtime/te_kernels/table.py", "--prism-tier meta"): "pretrain_gpt.py: --sft with cp",
 }  # fmt: skip

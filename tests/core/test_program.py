@@ -205,7 +205,7 @@ def test_what_is_no_program_says_so(text, says):
 @pytest.mark.parametrize(
     ("odd", "says"),
     [
-        ({"ops0": {"name": 200}}, "name 200 outside 0 to 17"),
+        ({"ops0": {"name": 200}}, "name 200 outside 0 to 19"),
         ({"ops1": {"lead": 1 << 62}}, "program 1 has lead"),
         ({"head": {"source": {"a": 1}}}, r"source\[\.\.\.\]: expected `str`, got `int`"),
     ],
