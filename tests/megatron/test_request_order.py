@@ -35,7 +35,8 @@ def captured(tmp_path_factory):
     return stock_jobs.named(stock_jobs.TINY, words), place
 
 
-@pytest.mark.parametrize("name", JOBS)
+# a slice's job captures its graphs after one iteration, the real one after three
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "one_graphs"])
 def test_large_requests_come_in_the_order_of_the_gpus(name, captured):
     answers, place = captured
     status, said = answers[name]
