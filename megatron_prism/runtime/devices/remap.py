@@ -55,9 +55,20 @@ _LOOKS = frozenset(
         "element_size", "is_floating_point")]
     + [torch._C._set_grad_enabled]
 )  # fmt: skip
-_KINDS = "Double", "Float", "Half", "BFloat16", "Long", "Int", "Byte", "Bool"
-_LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
-    kind: kind.dtype for kind in (getattr(torch.cuda, f"{name}Tensor") for name in _KINDS)
+# torch.cuda.FloatTensor, …, which its stubs do not declare; by torch's names of dtypes, since
+# ``prism verify --precise`` has another behind float32
+_LEGACY = {
+    getattr(torch.cuda, f"{name}Tensor"): dtype
+    for name, dtype in (
+        ("Double", torch.float64),
+        ("Float", torch.float32),
+        ("Half", torch.float16),
+        ("BFloat16", torch.bfloat16),
+        ("Long", torch.int64),
+        ("Int", torch.int32),
+        ("Byte", torch.uint8),
+        ("Bool", torch.bool),
+    )
 }
 _NAMES = {dtype: f"torch.{kind.__name__}" for kind, dtype in _LEGACY.items()}
 
