@@ -100,6 +100,7 @@ _HOSTS = 12  # indices that are measured at most
 KEPT = 65  # iterations at most: one written down, the others timed, clocked or left out
 FEW = 9  # of a short job, though the first ones are still warming up
 WARM = 5  # the first iteration that is recorded if the job is long enough
+ENDS_SHAPES = 3  # step that ends a worker's capture on tier meta, where it starts no probe
 _DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
 _RUNS = "PRISM_RUNS"  # environment variable of a worker that has started over: what runs then
 _EVERY_STEP, _ALL = "every step", "all microbatches"
@@ -125,6 +126,8 @@ def add_to(run: Run, session: Session) -> None:
     device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
     source = source_of(run.version, tier.name, device)
     capture = StockCapture(options, tier, source, run.monitor)
+    if emit is not None:
+        capture.ends = ENDS_SHAPES
     session.changes.on_undo(capture.changes.undo)
     run.on_arguments.append(capture.is_of)
     run.training += (capture,)
@@ -149,10 +152,18 @@ class _Reported(TrainingListener):
         run.monitor.on_note = lambda text: emit("note", text=text)
 
     def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
-        self.of = 2 * wanted * len(model or (1,))
-        shapes, stock = self.run.tier.name == "meta", job_arguments.recipe is None
-        if shapes and stock and number == wanted > 2 and self.capture.kept():
-            self.run.monitor.finish_steps(number - 1)  # the last step only ends the one before it
+        """Follow step ``number`` of ``wanted``, or end the job where nothing is left to record."""
+        leaves_early = self.run.tier.name == "meta" and job_arguments.recipe is None
+        probes = self.capture.probes_now()
+        steps = wanted
+        if leaves_early:
+            steps = min(wanted, ENDS_SHAPES + 1 if probes else max(number, ENDS_SHAPES))
+        self.of = 2 * steps * len(model or (1,))
+
+        # a stock job on tier meta: this step would only end the one before it
+        is_last = wanted > 2 and number >= min(wanted, ENDS_SHAPES)
+        if leaves_early and is_last and self.capture.kept() and not probes:
+            self.run.monitor.finish_steps(number - 1)
             sys.stdout.flush()
             self._leave()
 
@@ -244,6 +255,7 @@ class StockCapture(TrainingListener):
         self.num_iterations = 0  # that the slice is the median of
         self.wanted = 0  # microbatches that follow from those that run; 0: none
         self.start_over: Callable[[str, str], object] | None = None  # where they do not
+        self.ends: int | None = None  # step from which on an iteration with an evaluation counts
         self.links: nvlink_keepalive.KeepAlive | None = None  # of a GPU
         self._sampler: Any = None  # of its clock, where NVML answers
         self._recorder: Any = None
@@ -302,7 +314,10 @@ class StockCapture(TrainingListener):
         if self._recorder is not None:
             self._keep()
         meta = self.tier.name == "meta"  # has no times: once is enough
-        if wanted > 2 and number >= wanted or meta and self._recordings:
+        counts = bool(self._recordings)
+        if self.ends is not None and number >= self.ends:  # whoever captures waits no longer
+            counts = bool(self.kept())
+        if wanted > 2 and number >= wanted or meta and counts:
             if self._recorder is None:
                 return
             if number < wanted and self._starts_probe():
@@ -353,8 +368,10 @@ class StockCapture(TrainingListener):
     def _starts_probe(self) -> bool:
         """Whether the iteration that begins shows what depends on routing: one after that which is
         written down, with other loads of the experts."""
-        routes = self._recordings[0].builder.routes
-        if self._probes or not len(routes):
+        if self._probes:
+            return False
+        routes = self.kept()[0].builder.routes
+        if not len(routes):
             return False
         from megatron_prism.runtime.devices.moe_dispatch import loads
 
@@ -365,6 +382,10 @@ class StockCapture(TrainingListener):
         before = live.high, {**live.parts}
         self.changes.on_undo(lambda: vars(live).update(zip(("high", "parts"), before, strict=True)))
         return True
+
+    def probes_now(self) -> bool:
+        """Whether the iteration that runs shows what depends on routing."""
+        return self._probes and self._probe is None
 
     def _clock_next(self, left: int, timed: int) -> bool:
         """Whether the iteration is one of the two clocked ones behind two, six, ten ... others."""

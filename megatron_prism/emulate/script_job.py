@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STEPS = 12  # of a capture with times: two warm up, nine count, the last ends them
-STEPS_OF_SHAPES = 3  # tier meta: one warms up, one counts, the last ends it
+# tier meta: one warms up, one counts, one of an MoE job has other loads of the experts, the last
+# ends it; a job without experts ends behind the second
+STEPS_OF_SHAPES = 4
 _SETTLED = (  # by ``Job.words`` for every rank
     "--prism-emulate", "--prism-world-size", "--prism-ranks", "--prism-capture", "--prism-tier",
     "--prism-force", "--prism-pace", "--prism-slow", "--prism-job-flags", "--prism-steps",

@@ -261,11 +261,28 @@ def peak_memory(
         if draws is not None:
             more = needed(figures) - figures["peak_allocated"]
             figures["drawn"] = _drawn(program, draws, _capacity(job, draws), more)
-    if draws is not None and not any(one["drawn"] for one in classes.values()):
-        what = "the slices do not say which allocations depend on routing"
-        fix = "an MoE job on tier meta with an alltoall or allgather dispatcher, --train-iters 4"
-        raise UsageError(what, fix=fix)
+    if draws is not None and not any(figures["drawn"] for figures in classes.values()):
+        raise _nothing_to_draw(programs)
     return MemoryReport(job, classes, device.provenance())
+
+
+def _nothing_to_draw(programs: Programs) -> UsageError:
+    """Say why no slice of ``programs`` tells which allocations depend on routing."""
+    what = "the slices do not say which allocations depend on routing"
+    called_dispatchers = any(len(program.routes) for program in programs.programs)
+    if called_dispatchers:
+        # tokens went to experts, and no iteration with other loads came, or it was another one
+        why = "no iteration with other loads of the experts was recorded that can be compared"
+        fix = "capture them again with this release on tier meta, --train-iters 4 or more"
+        return UsageError(f"{what}: {why}", fix=fix)
+    tier = programs.source.get("tier", "meta")
+    if tier != "meta":
+        # a device computes its routing: nobody can ask it for another
+        fix = "prism capture --prism-tier meta of the same job"
+        return UsageError(f"{what}: they are of tier {tier}", fix=fix)
+    why = "no call of a dispatcher that sizes its buffers by the routing is in them"
+    fix = "an MoE job with an alltoall or allgather dispatcher; no --draws for others"
+    return UsageError(f"{what}: {why}", fix=fix)
 
 
 def _capacity(job: Mapping[str, str], draws: Draws) -> float | None:

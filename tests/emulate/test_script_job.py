@@ -57,7 +57,7 @@ def test_every_rank_gets_the_job_s_words_and_not_ours_twice(monkeypatch):
     job = Job.of("x.py", words, given(*PP4).world, "meta")
     assert job.command(8, "d") == (
         "-m megatron_prism run --prism-values noise --prism-world-size 16 --prism-ranks 8 "
-        "--prism-capture d --prism-steps 3 --prism-tier meta -- x.py --lr 1 --train-samples 9"
+        "--prism-capture d --prism-steps 4 --prism-tier meta -- x.py --lr 1 --train-samples 9"
     ).split()  # fmt: skip
     with pytest.raises(UsageError, match="--prism-out"):
         Job.of("x.py", ["--prism-out", "d"], given(*PP4).world, "meta")

@@ -5,12 +5,16 @@ import sys
 
 import numpy as np
 import pytest
+from helpers.needs import TRAINING
+from helpers.pretrain import JOB, SCRIPT
 
+from megatron_prism.cli.main import main
 from megatron_prism.core import program
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program import Builder, Programs
+from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World
-from megatron_prism.memory import routing
+from megatron_prism.memory import baseline, routing
 
 SENT, EXPERTS, TOPK, WAYS = 64, 8, 2, 4  # a rank has two of the experts
 
@@ -146,6 +150,57 @@ def test_a_peak_is_that_of_a_run_with_these_loads(tmp_path, recompute):
     assert even.live_bytes().max() != other.live_bytes().max()
     found = routing._Timeline(even).peak(_rows(even, 1))
     assert found == other.live_bytes().max()
+
+
+SCRIPT_MOE = """
+--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2
+--moe-token-dispatcher-type alltoall --disable-bias-linear --num-layers 1 --global-batch-size 4
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+""".split()
+RECIPE_MOE = "num_experts=4 moe_router_topk=2 ep=2 train_iters={iters}"
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(("script", "--train-iters", "1"), marks=TRAINING),
+        pytest.param(("script", "--train-iters", "5000", "--eval-interval", "1"), marks=TRAINING),
+        ("recipe", "1"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.megatron
+def test_every_capture_of_an_moe_job_shows_what_depends_on_routing(tmp_path, capsys, job):
+    """On tier meta, however many iterations the job itself would make."""
+    pytest.importorskip("megatron.core")
+    kind, *settings = job
+    folder = str(tmp_path / "slices")
+    if kind == "script":
+        ours = ["--prism-tier", "meta", "--prism-world-size", "4"]
+        words = ["capture", "-o", folder, *ours, "--", str(SCRIPT), *JOB, *SCRIPT_MOE, *settings]
+    else:
+        changes = RECIPE_MOE.format(iters=settings[0]).split()
+        recipe = "guard-gpt_16gpu_tp2pp2vp2_h200"
+        words = ["capture", recipe, "-o", folder, *changes]
+    assert main(words) == 0, capsys.readouterr()
+    made = open_programs(folder).programs
+    assert made
+    for rank in made:
+        drawn = routing.draw(rank, routing.law("zipf:1"), 20)
+        assert drawn is not None
+        assert len(np.unique(drawn.ranks)) > 1
+
+
+def test_why_nothing_can_be_drawn_is_said():
+    def refused(program, tier="meta"):
+        made = Programs(World(1), (program,), np.zeros(1, dtype=np.int32), source={"tier": tier})
+        return str(baseline._nothing_to_draw(made))
+
+    dense = Builder()
+    dense.add("compute")
+    assert "no iteration with other loads" in refused(iteration((64, 64)))
+    assert "no call of a dispatcher" in refused(dense.build(0))
+    assert "they are of tier cuda" in refused(dense.build(0), tier="cuda")
 
 
 def _rows(made, seed):
