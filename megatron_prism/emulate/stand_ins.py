@@ -1,29 +1,40 @@
 """Put stand-ins in place of a job's files that are not on this machine.
 
 In : Megatron's parsed arguments, before it has validated them.  Data become mock data, a tokenizer
-a NullTokenizer of the same vocabulary, a checkpoint none.  Sizes and times stay: they follow from
-the vocabulary.  Where nobody knows that, it is asked for.
+a NullTokenizer of the same vocabulary, a checkpoint none.  Sizes and times of an iteration stay:
+they follow from the vocabulary.  Where only a name tells that, the answer says what a tenth more
+would change; where nobody knows, it is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.units import format_bytes
+from megatron_prism.runtime.listeners import TrainingListener
+
+if TYPE_CHECKING:
+    import torch
 
 _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
          "per_split_data_args_path")  # fmt: skip
 _TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file", "tokenizer_metadata")
 _CHECKPOINTS = ("load", "pretrained_checkpoint")
 _HUB = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")  # name or folder
+_GUESSED = "that of "  # how a source begins that is a name alone
 _OF_TYPE = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 _OF_MODEL = (  # pattern of a tokenizer's name -> entries of its config.json, unchecked
     (r"llama-?3|llama-4-tokenizer", 128256), (r"llama-?4", 202048), (r"phi-.*moe", 32064),
@@ -36,44 +47,198 @@ _OF_MODEL = (  # pattern of a tokenizer's name -> entries of its config.json, un
 )  # fmt: skip
 
 
-def put(args: argparse.Namespace) -> str:
-    """Change ``args`` to do without what is not here; one line that says so, empty if all is.
+@dataclass(frozen=True)
+class StandIns:
+    """What stands in for files that are not here.
+
+    Attributes:
+        text: one line that says so; empty if all files are here.
+        vocabulary: "32,000 tokens, that of …", where the number is a guess; else empty.
+        without_checkpoint: whether the real job reads parameters and optimizer states first.
+    """
+
+    text: str
+    vocabulary: str = ""
+    without_checkpoint: bool = False
+
+
+def put(args: argparse.Namespace) -> StandIns:
+    """Change ``args`` to do without the files that are not here, and without writing any.
 
     Raises:
         UsageError: ``--prism-strict`` and something is missing, all of which it names; or nobody
             says how large the vocabulary is.
     """
+    # the default of pretrain_gpt.py, which it sets later
     if not args.tokenizer_type and getattr(args, "merge_file", None):
-        args.tokenizer_type = "GPT2BPETokenizer"  # the default of pretrain_gpt.py, set later
+        args.tokenizer_type = "GPT2BPETokenizer"
     missing = list(_missing(args))
     if missing and getattr(args, "prism_strict", False):
         names = ", ".join(f"{_option(name)} {value}" for name, value in missing)
         raise UsageError(f"not on this machine: {names}", fix="leave --prism-strict out")
-    gone, stand_ins = {name for name, _ in missing}, list[str]()
-    if gone & set(_DATA) or args.mock_data:
+    missing_names = {name for name, _ in missing}
+    replaced = list[str]()
+
+    # data
+    if missing_names & set(_DATA) or args.mock_data:
         args.mock_data = True
         _drop(args, _DATA)
-    if data := [_option(name) for name, _ in missing if name in _DATA]:
-        stand_ins.append(f"mock data for {', '.join(data)}")
-    if {"tokenizer_type", *_TOKENIZER} & gone:
+    missing_data = [_option(name) for name, _ in missing if name in _DATA]
+    if missing_data:
+        replaced.append(f"mock data for {', '.join(missing_data)}")
+
+    # the tokenizer: only the number of its tokens matters
+    guessed_vocabulary = ""
+    if {"tokenizer_type", *_TOKENIZER} & missing_names:
         entries, source = _vocabulary(args)
         one_more = megatron_release().startswith("0.16") and source != "--vocab-size"
         args.vocab_size = entries - one_more  # its NullTokenizer has one more, the end of a text
         args.tokenizer_type = "NullTokenizer"
-        stand_ins.append(f"a NullTokenizer of {entries:,} tokens ({source})")
+        replaced.append(f"a NullTokenizer of {entries:,} tokens ({source})")
+        if source.startswith(_GUESSED):
+            guessed_vocabulary = f"{entries:,} tokens, {source}"
     if args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
         _drop(args, _TOKENIZER)
-    checkpoints = gone & set(_CHECKPOINTS)
-    _drop(args, checkpoints)
-    # Megatron divides by it (training.py:3307 @0.16.1)
+
+    # Megatron divides by the interval (training.py:3307 @0.16.1)
     if getattr(args, "eval_interval", 0) is None:
         args.eval_interval = 1000
-        stand_ins.append("--eval-interval 1000, the default until 0.15")
-    stand_ins += [f"new parameters for {_option(name)}" for name in checkpoints]
+        replaced.append("--eval-interval 1000, the default until 0.15")
+
+    # checkpoints: none is read, and none is written, in the background neither
+    checkpoints = [name for name, _ in missing if name in _CHECKPOINTS]
+    without_checkpoint = bool(checkpoints) and not _leaves_optimizer(args, checkpoints)
+    _drop(args, checkpoints)
+    replaced += [f"new parameters for {_option(name)}" for name in checkpoints]
     args.exit_on_missing_checkpoint = False
-    if not stand_ins:
+    if getattr(args, "async_save", None):
+        args.async_save = args.use_persistent_ckpt_worker = False
+        replaced.append("no writer for --async-save")
+    if not replaced:
+        return StandIns("")
+
+    text = f"stand-ins: {', '.join(replaced)}; "
+    if guessed_vocabulary:
+        text += "memory and time are those of that many tokens"
+    else:
+        text += "memory and time of an iteration are the same"
+    if without_checkpoint:
+        text += "; reading the checkpoint takes more, before the first iteration"
+    return StandIns(text, guessed_vocabulary, without_checkpoint)
+
+
+def _leaves_optimizer(args: argparse.Namespace, checkpoints: Sequence[str]) -> bool:
+    """Whether the real job reads no optimizer states from ``checkpoints``."""
+    flags = ("finetune", "no_load_optim")
+    only_pretrained = "load" not in checkpoints  # it is read as --finetune reads
+    return only_pretrained or any(getattr(args, flag, False) for flag in flags)
+
+
+class Remarks(TrainingListener):
+    """Say at the first train step what the stand-ins of a job may change on this rank."""
+
+    def __init__(
+        self,
+        stand_ins: StandIns,
+        args: Callable[[], argparse.Namespace],
+        say: Callable[[str], None],
+    ) -> None:
+        self._stand_ins, self._args, self._say = stand_ins, args, say
+
+    def iteration_started(self, number: int, wanted: int, model: object, optimizer: object) -> None:
+        """Model and optimizer are there: weigh them."""
+        if number > 1:
+            return
+        args = self._args()
+        if self._stand_ins.without_checkpoint and optimizer is not None:
+            text = _weigh_reading(args, optimizer)
+            if text:
+                self._say(text)
+        if self._stand_ins.vocabulary:
+            text = _weigh_vocabulary(args, model)
+            if text:
+                self._say(f"a guess: {self._stand_ins.vocabulary}; {text}")
+
+
+def _weigh_reading(args: argparse.Namespace, optimizer: object) -> str:
+    """What reading optimizer states takes beyond them: Megatron makes them to be filled, and the
+    optimizer makes its own from these (distrib_optimizer.py:773 @0.16.1, NVIDIA/Megatron-LM#7288).
+    """
+    numbers = 0
+    for group in getattr(optimizer, "param_groups", None) or ():
+        numbers += sum(parameter.numel() for parameter in group["params"])
+    bytes_each = 0
+    precise = getattr(args, "use_precision_aware_optimizer", False)
+    names = ["exp_avg_dtype", "exp_avg_sq_dtype"]
+    if precise:  # the optimizer holds the main parameters, too
+        names.append("main_params_dtype")
+    for name in names:
+        dtype = getattr(args, name, None)
+        bytes_each += getattr(dtype, "itemsize", 4)
+    if not numbers or "adam" not in str(getattr(args, "optimizer", "adam")):
         return ""
-    return f"stand-ins: {', '.join(stand_ins)}; memory and time are the same"
+    size = format_bytes(numbers * bytes_each)
+    return (
+        f"--load: while the checkpoint is read, the optimizer's states may exist twice: {size} "
+        "beside parameters, gradients and states, before the first iteration; it is in no peak"
+    )
+
+
+def _weigh_vocabulary(args: argparse.Namespace, model: object) -> str:
+    """What a tenth more tokens would take on this rank; empty if it has no part of them."""
+    several = model if isinstance(model, list | tuple) else [model]
+    chunks = cast("Sequence[torch.nn.Module]", several)
+    parameters_bytes = logits_bytes = 0.0
+    replicas = getattr(args, "data_parallel_size", 1)
+    replicas *= getattr(args, "context_parallel_size", 1)
+    shards = replicas if getattr(args, "use_distributed_optimizer", False) else 1
+    rows = args.padded_vocab_size // args.tensor_model_parallel_size
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            is_vocabulary = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+            if not is_vocabulary or parameter.shape[0] != rows:
+                continue
+            gradient = getattr(parameter, "main_grad", parameter)
+            # main parameters and two moments of fp32; of fp32 parameters the moments alone
+            states = 8 if parameter.element_size() == 4 else 12
+            each = parameter.element_size() + gradient.element_size() + states / shards
+            parameters_bytes += parameter.numel() * each
+        if getattr(_unwrapped(chunk), "post_process", False):
+            tokens = args.micro_batch_size * args.seq_length
+            tokens /= getattr(args, "context_parallel_size", 1)
+            logits_bytes += tokens * rows * (2 + 4)  # in bf16, and as the loss reads them
+    if not parameters_bytes + logits_bytes:
+        return ""
+    text = "a tenth more takes "
+    text += f"{format_bytes(round(parameters_bytes / 10))} more of parameters, gradients and states"
+    if logits_bytes:
+        text += f", {format_bytes(round(logits_bytes / 10))} of a microbatch's logits"
+    share = _computing_of_vocabulary(args)
+    if share is not None:
+        text += f", and {share / 10:.1%} more computing"
+    return f"{text}; --vocab-size N says what it is"
+
+
+def _unwrapped(chunk: object) -> object:
+    """The model in its wrappers (DDP, Float16Module)."""
+    while not hasattr(chunk, "post_process"):
+        inner = getattr(chunk, "module", None)
+        if inner is None:
+            break
+        chunk = inner
+    return chunk
+
+
+def _computing_of_vocabulary(args: argparse.Namespace) -> float | None:
+    """The part of the model's floating-point operations that grows with the vocabulary."""
+    training = sys.modules.get("megatron.training.training")
+    if training is None:
+        return None
+    more = copy.copy(args)
+    more.padded_vocab_size = 2 * args.padded_vocab_size
+    count = training.num_floating_point_operations
+    operations = count(args, args.global_batch_size)
+    return float(count(more, args.global_batch_size) / operations - 1)
 
 
 def _drop(args: argparse.Namespace, names: Iterable[str]) -> None:
@@ -139,9 +304,9 @@ def _vocabulary(args: argparse.Namespace) -> tuple[int, str]:
     named = " ".join(str(getattr(args, name, None) or "") for name in _TOKENIZER).strip()
     for pattern, entries in _OF_MODEL:
         if model := re.search(pattern, named, re.IGNORECASE):
-            return entries, f"that of {model[0]}"
+            return entries, f"{_GUESSED}{model[0]}"
     if args.tokenizer_type in _OF_TYPE:
-        return _OF_TYPE[args.tokenizer_type], f"that of {args.tokenizer_type}"
+        return _OF_TYPE[args.tokenizer_type], f"{_GUESSED}{args.tokenizer_type}"
     raise UsageError(
         f"the tokenizer {named or args.tokenizer_type} is not on this machine, and nothing "
         "says how many tokens it has",

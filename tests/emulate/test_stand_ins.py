@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,7 @@ def put(tmp_path, monkeypatch):
 
     def put(**given):
         args = argparse.Namespace(**{**NONE, "mock_data": False, **given})
-        return args, stand_ins.put(args)
+        return args, stand_ins.put(args).text
 
     return put
 
@@ -91,6 +92,79 @@ def test_a_checkpoint_that_is_not_here_is_none(put):
         put(load="no/where", use_checkpoint_args=True)
     with pytest.raises(UsageError, match="--prism-iteration"):
         put(load="no/where", prism_iteration="7")
+
+
+def stand_ins_of(put, **given):
+    """All that is known of the stand-ins of these arguments."""
+    args = argparse.Namespace(**{**NONE, "mock_data": False, **given})
+    return args, stand_ins.put(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reads"),
+    [
+        ({"load": "no"}, True),
+        ({"load": "no", "finetune": True}, False),
+        ({"load": "no", "no_load_optim": True}, False),
+        ({"pretrained_checkpoint": "no"}, False),
+        ({"data_path": ["no"]}, False),
+    ],
+)
+def test_reading_a_checkpoint_takes_memory_that_no_iteration_has(put, flags, reads):
+    _, replaced = stand_ins_of(put, **flags)
+    assert replaced.without_checkpoint == reads
+    assert ("reading the checkpoint takes more" in replaced.text) == reads
+    assert "of an iteration are the same" in replaced.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_guessed"),
+    [
+        ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "no"}, True),
+        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "Qwen/Qwen3-8B"}, True),
+        ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "no", "vocab_size": 7}, False),
+        ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "here/no.model"}, False),
+    ],
+)
+def test_a_vocabulary_that_a_name_tells_is_a_guess(put, flags, is_guessed):
+    _, replaced = stand_ins_of(put, **flags)
+    assert bool(replaced.vocabulary) == is_guessed
+    assert ("are the same" in replaced.text) != is_guessed
+    assert ("those of that many tokens" in replaced.text) == is_guessed
+
+
+def test_no_checkpoint_is_written_in_the_background(put):
+    args, replaced = stand_ins_of(put, async_save=True, use_persistent_ckpt_worker=True)
+    assert (args.async_save, args.use_persistent_ckpt_worker) == (False, False)
+    assert "--async-save" in replaced.text
+
+
+def test_what_a_tenth_more_of_a_guess_would_take_is_said_once():
+    torch = pytest.importorskip("torch")
+    said = []
+    model = torch.nn.Module()
+    model.output_layer = torch.nn.Linear(8, 1000, bias=False, dtype=torch.bfloat16)
+    model.output_layer.weight.main_grad = torch.zeros(1)
+    model.post_process = True
+    args = SimpleNamespace(
+        padded_vocab_size=2000, tensor_model_parallel_size=2, data_parallel_size=4,
+        context_parallel_size=1, use_distributed_optimizer=True, micro_batch_size=1,
+        seq_length=100, optimizer="adam", exp_avg_dtype=torch.bfloat16,
+        exp_avg_sq_dtype=torch.float32, use_precision_aware_optimizer=False,
+    )  # fmt: skip
+    optimizer = SimpleNamespace(param_groups=[{"params": [torch.zeros(1 << 20)]}])
+    replaced = stand_ins.StandIns("", "2,000 tokens, that of x", without_checkpoint=True)
+    remarks = stand_ins.Remarks(replaced, lambda: args, said.append)
+    for number in (1, 2):
+        remarks.iteration_started(number, 2, [model], optimizer)
+    reading, vocabulary = said
+    assert "states may exist twice: 6 MiB" in reading
+    # a tenth of 8,000 parameters of 2 + 4 + 12 / 4 bytes; of 100 x 1,000 logits of 6 bytes
+    assert "takes 7.031 KiB more of parameters" in vocabulary
+    assert "58.59 KiB of a microbatch's logits" in vocabulary
+    del model.output_layer, model.post_process
+    remarks.iteration_started(1, 2, [model], None)
+    assert len(said) == 2  # a stage in between has no part of the vocabulary
 
 
 def test_what_nobody_knows_is_asked_for_and_strict_names_all(put):

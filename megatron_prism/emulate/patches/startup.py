@@ -257,10 +257,13 @@ def _without_files(
     if steps := args.prism_steps:
         _shorten(args, steps)
     if args.yaml_cfg is None and not context.is_real(args.world_size):
-        said = stand_ins.put(args)
-        if said:
-            context.monitor.note(said)
-            print(f"prism: {said}", file=sys.stderr)
+        replaced = stand_ins.put(args)
+        if replaced.text:
+            context.monitor.note(replaced.text)
+            print(f"prism: {replaced.text}", file=sys.stderr)
+        if replaced.vocabulary or replaced.without_checkpoint:
+            remarks = stand_ins.Remarks(replaced, megatron_args, context.say)
+            context.monitor.listen(*context.monitor.listeners, remarks)
     return args
 
 
