@@ -27,7 +27,7 @@ from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.runtime.known_values import forget
+from megatron_prism.runtime.known_values import forget, summed
 from megatron_prism.runtime.values import PartialSums, Values, rms
 
 _NAMES: dict[object, str] = {
@@ -116,7 +116,10 @@ class OneLocalMember:
         if self.n == 1 or op in _IDENTITIES:
             return
         if tensor.is_meta:
-            forget(tensor)
+            if op == "sum":
+                summed(tensor, self.n)
+            else:
+                forget(tensor)
             return
         target = tensor.detach()
         if target.dtype == torch.bool and op != "bxor":

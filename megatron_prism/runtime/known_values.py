@@ -3,10 +3,12 @@
 Control values keep their numbers: a tensor that was made of a few numbers on the host (a learning
 rate, flags of what a job does), lengths that came from the host (where documents of a packed
 sequence end, how many tokens each expert has), and what is computed from such tensors alone.
-Everything else depends on data, and is ``Unknown`` where it is read.
+Everything else depends on data, and is ``Unknown`` where it is read: a number that is finite, so
+that what asks for its health is told so (``uniform_values``).
 
 The numbers lie in a cell: one for a tensor of one element and its views, else one for each, which
-all end when somebody writes to one of them.
+all end when somebody writes to one of them.  A cell that is ``uniform`` has one number, which
+stands for every element.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatron_prism.runtime import uniform_values
+
 PLACEHOLDER = 2.0
 _CELL, _ASSERTED = "_prism_known", "_prism_asserted"
 Args = Sequence[Any]
@@ -29,10 +33,12 @@ _MADE = {torch.arange: _MOST, torch.zeros: _FEW}  # of integers: known as they a
 
 @dataclass
 class _Cell:
-    """The value of a tensor, on the host; ``valid`` is shared by all that see the same memory."""
+    """The value of a tensor, on the host; ``valid`` is shared by all that see the same memory, and
+    ``uniform``: the value has no dimensions, and each element has it."""
 
     value: torch.Tensor
     valid: list[bool] = field(default_factory=lambda: [True])
+    uniform: bool = False
 
 
 class Unknown(float):
@@ -76,7 +82,21 @@ class UnknownCount(int):
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a meta tensor on the host, if it has a known one."""
     cell = getattr(tensor, _CELL, None)
-    return cell.value.reshape(tensor.shape) if cell is not None and cell.valid[0] else None
+    if cell is None or not cell.valid[0]:
+        return None
+    if cell.uniform:
+        return cell.value.expand(tensor.shape)
+    return cell.value.reshape(tensor.shape)
+
+
+def _uniform(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The one value of all elements of a tensor, without dimensions, if that is known."""
+    cell = getattr(tensor, _CELL, None)
+    if cell is None or not cell.valid[0]:
+        return None
+    if cell.uniform:
+        return cell.value
+    return cell.value.reshape(()) if cell.value.numel() == 1 else None
 
 
 def asserted(tensor: torch.Tensor) -> bool:
@@ -91,7 +111,8 @@ def learn(tensor: torch.Tensor, data: object) -> None:
         isinstance(one, int | float) and not isinstance(one, Unknown | UnknownCount)
         for one in tree_leaves([*data] if isinstance(data, list | tuple) else data)
     ):
-        _keep(tensor, torch.tensor(data, dtype=tensor.dtype, device="cpu"))
+        host = torch.tensor(data, dtype=tensor.dtype, device="cpu")
+        _keep(tensor, host.expand(tensor.shape).clone())
 
 
 def keep_lengths(tensor: torch.Tensor, host: torch.Tensor) -> None:
@@ -124,6 +145,34 @@ def forget(tensor: torch.Tensor) -> None:
         cell.valid[0] = False
 
 
+def summed(tensor: torch.Tensor, count: int) -> None:
+    """``count`` members have added up their ``tensor``, of which other members' are unknown, but as
+    healthy as this one's: so many times an answer about health, else something unknown."""
+    cell = getattr(tensor, _CELL, None)
+    if cell is None:
+        return
+    settled = cell.valid[0] and cell.uniform and tensor.dtype != torch.bool
+    forget(tensor)
+    if settled:
+        setattr(tensor, _CELL, _Cell(cell.value * count, uniform=True))
+
+
+def exchanged(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None:
+    """Members have given each other ``ins``, and this one has got ``outs``: unknown values, but the
+    same answer from each about health."""
+    values = [
+        cell.value
+        for cell in (getattr(tensor, _CELL, None) for tensor in ins)
+        if cell is not None and cell.valid[0] and cell.uniform
+    ]
+    settled = bool(values) and len(values) == len(ins)
+    settled = settled and all(bool(value == values[0]) for value in values)
+    for out in outs:
+        forget(out)
+        if settled:
+            setattr(out, _CELL, _Cell(values[0].to(out.dtype), uniform=True))
+
+
 def _known(args: Args, kwargs: Options) -> bool:
     """Whether something may be known of a tensor among the arguments."""
     for arg in (*args, *kwargs.values()) if kwargs else args:
@@ -144,13 +193,16 @@ def _computed(
     """(what ``func`` gives on the host, the values of its arguments after it by their ids); None if
     one is not known or the host lacks the operator.  ``shapes``: floats without a gradient may be
     anything, as what is known says where they go."""
-    values = {id(one): (one, value_of(one)) for one in _tensors(args, kwargs)}
-    copies = {key: value.clone() for key, (_, value) in values.items() if value is not None}
-    for key, (one, value) in values.items() if shapes else ():
-        if value is None and one.is_floating_point() and not one.requires_grad:
-            copies[key] = torch.zeros((), dtype=one.dtype, device="cpu").expand(one.shape)
-    if len(copies) < len(values):
-        return None
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in _tensors(args, kwargs):
+        value = value_of(tensor)
+        if value is not None and value.numel() <= _MOST:
+            copies[id(tensor)] = value.clone(memory_format=torch.contiguous_format)
+        elif value is None and shapes and tensor.is_floating_point() and not tensor.requires_grad:
+            zero = torch.zeros((), dtype=tensor.dtype, device="cpu")
+            copies[id(tensor)] = zero.expand(tensor.shape)
+        else:
+            return None
 
     def host(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
@@ -188,50 +240,122 @@ def on_host(func: Callable[..., object], args: Args, kwargs: Options) -> object:
 
 def follow(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -> None:
     """``func`` of meta tensors gave ``out``: what is known of that, and of what it wrote to."""
-    if not _known(args, kwargs):  # nearly all calls end here
-        if func in _MADE and out.is_meta:
-            if not out.is_floating_point() and 0 < out.numel() <= _MADE[func]:
-                made: Any = func(*args, **{**kwargs, "device": "cpu"})
-                _keep(out, made)
-        elif func in (torch.all, torch.Tensor.all) and out.is_meta and out.numel() == 1:
-            setattr(out, _ASSERTED, True)
+    # nearly all calls end here
+    if not _known(args, kwargs):
+        _follow_unknown(func, args, kwargs, out)
         return
     tensors = _tensors(args, kwargs)
     name = getattr(func, "__name__", "")
-    in_place = name[:3] == "__i" or name == "__setitem__"
-    writes = (name.endswith("_") and not name.endswith("__")) or in_place
     if "out" in kwargs or name == "__set__":
-        for one in tensors:
-            forget(one)
+        for tensor in tensors:
+            forget(tensor)
         return
-    outs = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
-    size = 1 if all(one.numel() == 1 for one in tensors) else _MOST
-    if not writes and (not outs or any(one.numel() > size for one in outs)):
+    in_place = name[:3] == "__i" and name != "__invert__"
+    writes = (name.endswith("_") and not name.endswith("__")) or in_place or name == "__setitem__"
+    outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    if _follow_uniform(func, args, kwargs, outs, writes):
         return
-    found = _computed(func, args, kwargs)
-    if found is None:
-        for one in tensors if name[:1] == "_" else tensors[:1]:  # _amp_…_ writes to the others too
-            if writes:
-                forget(one)
+    # of many numbers only those are followed that were lengths
+    size = 1 if all(tensor.numel() == 1 for tensor in tensors) else _MOST
+    if not writes and (not outs or any(tensor.numel() > size for tensor in outs)):
         return
-    answer, after = found
+    answer_and_arguments = _computed(func, args, kwargs)
+    if answer_and_arguments is None:
+        if writes:
+            _forget_written(func, args, tensors)
+        else:
+            _learn_health(func, args, outs)
+        return
+    answer, after = answer_and_arguments
     if writes:
         forget(tensors[0])
         _keep(tensors[0], after[id(tensors[0])])
         return
-    values = [one for one in tree_leaves(answer) if isinstance(one, torch.Tensor)]
-    for one, value in zip(outs, values, strict=False):
-        if one.shape == value.shape and not getattr(one, _CELL, None):
-            memory = one.untyped_storage()._cdata
-            shared = [t for t in tensors if t.untyped_storage()._cdata == memory]
-            _keep(one, value, getattr(shared[0], _CELL) if shared else None)
+    values = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
+    for tensor, value in zip(outs, values, strict=False):
+        if tensor.shape == value.shape and not getattr(tensor, _CELL, None):
+            _keep(tensor, value, _cell_of_memory(tensor, tensors))
+
+
+def _follow_unknown(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -> None:
+    """``func`` of arguments of which nothing is known gave ``out``."""
+    if func in _MADE and out.is_meta:
+        if not out.is_floating_point() and 0 < out.numel() <= _MADE[func]:
+            made: Any = func(*args, **{**kwargs, "device": "cpu"})
+            _keep(out, made)
+    elif func is torch.full and out.is_meta:
+        learn(out, args[1] if len(args) > 1 else kwargs["fill_value"])
+    elif func in (torch.all, torch.Tensor.all) and out.is_meta and out.numel() == 1:
+        setattr(out, _ASSERTED, True)
+    elif isinstance(out, torch.Tensor) and out.dtype == torch.bool:
+        _learn_health(func, args, [out])
+
+
+def _learn_health(func: Callable[..., object], args: Args, outs: Sequence[torch.Tensor]) -> None:
+    """``func`` may have asked whether unknown numbers are finite: they are."""
+    value = uniform_values.health(func, args) if outs and outs[0].is_meta else None
+    if value is not None:
+        setattr(outs[0], _CELL, _Cell(value, uniform=True))
+
+
+def _follow_uniform(
+    func: Callable[..., object],
+    args: Args,
+    kwargs: Options,
+    outs: Sequence[torch.Tensor],
+    writes: bool,
+) -> bool:
+    """Whether all elements of the result have one value, which it is given then; an argument of
+    many elements has one value, too."""
+    tensors = _tensors(args, kwargs)
+    cells = [getattr(tensor, _CELL, None) for tensor in tensors]
+    if not any(cell is not None and cell.uniform for cell in cells):
+        return False
+    result = args[0] if writes else (outs[0] if outs else None)
+    if not isinstance(result, torch.Tensor) or not result.is_meta:
+        return False
+    value = uniform_values.computed(func, args, kwargs, result, _uniform)
+    if value is None:
+        return False
+    value = value.to(result.dtype)
+    if writes:
+        # what else sees the memory may see a part of it, or more
+        forget(result)
+        setattr(result, _CELL, _Cell(value, uniform=True))
+    elif getattr(result, _CELL, None) is None:
+        base = _cell_of_memory(result, tensors)
+        valid = [True] if base is None else base.valid
+        setattr(result, _CELL, _Cell(value, valid, uniform=True))
+    return True
+
+
+def _forget_written(
+    func: Callable[..., object], args: Args, tensors: Sequence[torch.Tensor]
+) -> None:
+    """``func`` has written something unknown to its first argument, or to several."""
+    # a flag that tells of numbers that are not finite: it keeps what it says
+    flag = uniform_values.flag_of(func, args)
+    several = getattr(func, "__name__", "")[:1] == "_"
+    for tensor in tensors if several else tensors[:1]:
+        if tensor is not flag:
+            forget(tensor)
+
+
+def _cell_of_memory(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Cell | None:
+    """The cell of the first of ``tensors`` that sees the same memory as ``tensor``."""
+    memory = tensor.untyped_storage()._cdata
+    for other in tensors:
+        if other.untyped_storage()._cdata == memory:
+            cell: _Cell | None = getattr(other, _CELL, None)
+            return cell
+    return None
 
 
 def _keep(tensor: torch.Tensor, value: torch.Tensor, base: _Cell | None = None) -> None:
     """``tensor`` is known to be ``value``; ``base``: the cell of what it is a view of."""
     cell = getattr(tensor, _CELL, None)
     if cell is not None:
-        cell.value, cell.valid = value, [True]
+        cell.value, cell.valid, cell.uniform = value, [True], False
     elif base is not None and base.value.numel() == value.numel() == 1:
         setattr(tensor, _CELL, base)
     else:

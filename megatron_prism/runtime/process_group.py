@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_prism.core.collectives import BY_METHOD
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime.answers import OneLocalMember, PartiallyLocalGroup, reduction_of
-from megatron_prism.runtime.known_values import forget
+from megatron_prism.runtime.known_values import exchanged
 from megatron_prism.runtime.values import Exchange, Values, holds_sequences, is_ring
 
 if TYPE_CHECKING:
@@ -533,8 +533,8 @@ def _issued(method: str, answer: Callable[..., dist.Work | None]) -> Answer:
         for observe in observers:
             observe(self, op, ins, outs)
         if self.world.shapes_only and op not in _KEEP:
-            for out in outs:
-                forget(out)
+            # a reduction's result depends on what others hold
+            exchanged(outs, [] if op.startswith("reduce") else ins)
         return work if real or work is not None else CompletedWork(outs)
 
     def call(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:

@@ -119,7 +119,7 @@ view.mul_(4)
 assert abs(rate.item() - 4e-4) < 1e-9 and not zero and zero.tolist() == 0 and rate.cpu() > 0
 for write in (lambda t: t.add_(x.sum()), lambda t: t.copy_(x[0, :1]), lambda t: t.fill_(x[0, 0]),
               lambda t: t.__setitem__(0, x[0, 0]), lambda t: torch.add(t, x[0, :1], out=t),
-              lambda t: torch._amp_foreach_non_finite_check_and_unscale_([x], t, torch.ones(1))):
+              lambda t: torch._amp_foreach_non_finite_check_and_unscale_([t], x[0, 0], x[0, 0])):
     known = torch.tensor([3.0], device="cuda")
     write(known)
     assert isinstance(known.item(), Unknown), write
@@ -173,6 +173,54 @@ weight.data = buffer[:4].view(2, 2)
 assert late.weight is weight and weight.is_meta and weight.sequence_parallel
 assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad
 assert weight.data.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+"""
+
+# Unknown values are finite, whoever asks for it and however
+HEALTH = """
+from megatron_prism.runtime import known_values
+from megatron_prism.runtime.known_values import Unknown
+inf = float("inf")
+x, huge = torch.ones(4, 8, device="cuda"), torch.empty(1 << 40, device="cuda")
+sick = [
+    torch.isnan(x), x.isnan(), torch.isinf(x), x.isneginf(), torch.isposinf(x), torch.isnan(huge),
+    x != x, x.ne(x), torch.ne(x, x), x == inf, x < -inf, x.abs() == inf, ~torch.isfinite(x),
+    torch.isnan(x) | torch.isinf(x), torch.logical_or(x.isnan(), x.isinf()), x.isnan() & (x > 0),
+    torch.isfinite(x).logical_not(), x.isnan().view(-1)[3:], torch.isnan(x.sum()), x[0].isnan(),
+    torch.stack([x.isnan(), x.isinf()]), torch.isnan(torch.linalg.norm(x)), x.norm() == inf,
+]
+for flag in sick:
+    assert not flag.any() and not flag.all() and flag.any().item() is False
+    assert int(flag.sum()) == 0 and torch.count_nonzero(flag).item() == 0
+    assert flag.float().max().item() == 0.0 and flag.any().cpu().item() is False
+    assert not flag.float().mean() and not flag.any().float() > 0
+for flag in [torch.isfinite(x), x == x, x < inf, x != inf, ~x.isnan(), torch.isfinite(huge)]:
+    assert flag.all() and flag.any() and flag.sum().item() == flag.numel()
+    assert not (~flag).any() and flag.float().min().item() == 1.0
+bad = torch.tensor([float("nan")], device="cuda")  # what is known is what it is
+assert torch.isnan(bad) and not torch.isfinite(bad) and bad != bad
+assert x[x.isfinite()].shape == (32,) and x[x.isnan()].shape == (0,)
+assert isinstance(x[x.isfinite()].sum().item(), Unknown)
+flags = torch.full((1,), 0.0, device="cuda")
+flags += x.isnan().any()
+assert flags.item() == 0
+kernel = torch._amp_foreach_non_finite_check_and_unscale_
+for before in (0.0, 1.0):
+    flag = torch.full((), before, device="cuda")
+    kernel([x], flag, torch.ones(1))
+    assert flag.item() == before  # it tells of numbers that are not finite
+torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(x)], 1.0, error_if_nonfinite=True)
+mixed = x.isnan()
+rows = mixed.view(-1)
+mixed[0] = x[0] > 0  # some depend on data now, of views, too
+assert isinstance(rows.sum().item(), known_values.UnknownCount) and not mixed.isnan().any()
+count = x.isfinite().sum()  # of members of a group, which are as healthy
+known_values.summed(count, 3)
+assert count.item() == 96
+received = torch.empty(2, 4, 8, dtype=torch.bool, device="cuda")
+known_values.exchanged([received], [x.isfinite()])
+assert received.all() and received.sum().item() == 64
+known_values.exchanged([received], [x > 0])
+assert isinstance(received.sum().item(), known_values.UnknownCount)
 """
 
 LIVE = """
@@ -253,8 +301,8 @@ assert rows[-1][3] > rows[0][3] >= 0 and history.launches > rows[-1][3]
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("cpu", CPU), ("meta", META), ("meta", LIVE), ("meta", HISTORY)],
-    ids=["cpu", "meta", "live", "history"],
+    [("cpu", CPU), ("meta", META), ("meta", HEALTH), ("meta", LIVE), ("meta", HISTORY)],
+    ids=["cpu", "meta", "health", "live", "history"],
 )
 def test_a_device_less_tier_answers_like_cuda(name, code):
     run(name, code)

@@ -408,3 +408,30 @@ def test_a_tier_is_recorded(tier, code):
 )
 def test_a_buffer_is_named_by_the_parameters_in_it(parameters, name):
     assert owners._together(parameters) == name
+
+
+def test_buffers_of_megatron_fsdp_say_what_they_hold():
+    def buffer(num_bytes, shared_out):
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        return SimpleNamespace(data=data, is_data_distributed=shared_out)
+
+    group = SimpleNamespace(
+        params=[],
+        model_weight_buffer=buffer(1, False),
+        main_weight_buffer=buffer(2, True),
+        main_grad_buffer=buffer(3, True),
+        hfsdp_helper_gbuf=buffer(4, False),
+        transpose_weight_buffer=None,
+    )
+    model = torch.nn.Linear(1, 1)
+    model.param_and_grad_buffer = SimpleNamespace(parameter_groups=[group])
+    notes = owners.AllocationOwners(model).standing()
+
+    def note_of(tensor):
+        return notes[tensor.untyped_storage()._cdata]
+
+    assert note_of(group.model_weight_buffer.data) == "param:buffer of weights"
+    assert note_of(group.main_weight_buffer.data) == "optim:main parameters"
+    assert note_of(group.main_grad_buffer.data) == "grad:main parameters"  # of a shard's size
+    assert note_of(group.hfsdp_helper_gbuf.data) == "grad:main gradients"
+    assert note_of(model.weight) == "param:weight"

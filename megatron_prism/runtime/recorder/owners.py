@@ -154,7 +154,14 @@ class AllocationOwners:
     def parts(self) -> dict[int, list[tuple[str, str, int]]]:
         """Storage address -> (kind, name, bytes) of each tensor of ``standing`` that it holds."""
         found: dict[int, list[tuple[str, str, int]]] = {}
-        for tensors in (self._of_models(), self._of_optimizer(), _workspaces()):
+        sources = (
+            self._of_buffers("optim", "grad"),
+            self._of_models(),
+            self._of_buffers("param"),
+            self._of_optimizer(),
+            _workspaces(),
+        )
+        for tensors in sources:
             known = set(found)  # main gradients are pieces of the model's buffers
             for kind, name, tensor in tensors:
                 tensor = getattr(tensor, "_local_tensor", tensor)  # noqa: PLW2901 - of a DTensor
@@ -163,6 +170,18 @@ class AllocationOwners:
                     if key not in known:
                         found.setdefault(key, []).append((kind, name, tensor.nbytes))
         return found
+
+    def _of_buffers(self, *kinds: str) -> Iterator[tuple[str, str, object]]:
+        """The buffers of ``kinds`` of Megatron-FSDP, which say what they hold; parameters and the
+        optimizer see parts of some of them.
+
+        Source: ParameterGroup, core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py.
+        """
+        for model in self.models:
+            for module in model.modules():
+                whole = getattr(module, "param_and_grad_buffer", None)
+                for group in getattr(whole, "parameter_groups", None) or ():
+                    yield from (row for row in _of_group(group) if row[0] in kinds)
 
     def _of_models(self) -> Iterator[tuple[str, str, object]]:
         for number, model in enumerate(self.models):
@@ -191,6 +210,22 @@ class AllocationOwners:
             for state in (getattr(inner, "state", None) or {}).values():
                 for name, tensor in state.items() if isinstance(state, dict) else ():
                     yield "optim", str(name), tensor
+
+
+def _of_group(group: object) -> Iterator[tuple[str, str, object]]:
+    """What each buffer of a group of Megatron-FSDP's parameters holds, by the buffer's name."""
+    for name, buffer in vars(group).items():
+        data = getattr(buffer, "data", None)
+        if not isinstance(data, torch.Tensor) or not hasattr(buffer, "is_data_distributed"):
+            continue
+        if name.startswith("main_weight"):
+            yield "optim", "main parameters", data
+        elif "grad" in name or "gbuf" in name:
+            # a shard's, where replicas share gradients out
+            shared_out = buffer.is_data_distributed
+            yield "grad", "main parameters" if shared_out else "main gradients", data
+        else:
+            yield "param", "buffer of weights", data
 
 
 def _parts(parameter: object) -> Iterable[object]:
