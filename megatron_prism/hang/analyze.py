@@ -402,29 +402,61 @@ class _Judge:
 
     # -- 5, 6: no source --------------------------------------------------------------------------
     def _ordered(self, odds: list[Mismatch], queued: bool = False) -> list[Culprit]:
-        free = odds or not waits.complete_calls(self.state)
-        odd, about = siblings.find_order_conflicts(self.state, queued) if free else ({}, None)
-        among = {r for o in odds if not o.ranks for r in o.among}
-        # of those who differ in one call, it says nothing that all of them are at odds with others
-        if about is None or not odd or (among and (among <= odd.keys() or among.isdisjoint(odd))):
+        """Name the ranks that issued calls in another order than their siblings.
+
+        Args:
+            odds: Calls that members of their group make differently.
+            queued: Also compare calls that one sibling queued and another has not yet issued.
+        """
+        state = self.state
+
+        # all members stand in a call: it may end, and the job go on, whatever the order
+        if not odds and waits.complete_calls(state):
             return []
-        if not (ranks := waits.ranks_where_waits_end(self.state, sorted(odd))):
+        conflicts = siblings.find_order_conflicts(state, queued)
+        opponent_counts = conflicts.opponent_counts
+        if conflicts.first is None or not opponent_counts:
             return []
-        text = f"issues {about.text} otherwise than its siblings"
-        self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-        lines = [
-            set(self.state.groups[n].ranks) for n in self.state.pairs & self.state.groups.keys()
-        ]
-        if not self.state.history and any(len(line.intersection(ranks)) > 1 for line in lines):
-            # each may differ because of the other: counters do not say whose call came first
+
+        # the ranks between which no vote decided: that all of them are at odds with others, or
+        # none of them, says nothing about the call
+        undecided: set[int] = set()
+        for odd in odds:
+            if not odd.ranks:
+                undecided |= set(odd.among)
+        if undecided and undecided <= opponent_counts.keys():
+            return []
+        if undecided and undecided.isdisjoint(opponent_counts):
+            return []
+
+        ranks = waits.ranks_where_waits_end(state, sorted(opponent_counts))
+        if not ranks:
+            return []
+        text = f"issues {conflicts.first.text} otherwise than its siblings"
+        for rank in ranks:
+            self.evidence.append(f"rank {rank} {text} (at odds with {opponent_counts[rank]})")
+
+        # each may differ because of the other: counters do not say whose call came first
+        if not state.history and self._are_of_one_pipeline(ranks):
             self.among = self.among or tuple(ranks)
             return []
-        for doubt in waits.supporting_evidence(self.state, ranks):
+
+        for doubt in waits.supporting_evidence(state, ranks):
             self._doubt(doubt)
-        self.first = odds[0].entry if odds else siblings.call_of(self.state, about, ranks[0])
+        if odds:
+            self.first = odds[0].entry
+        else:
+            self.first = siblings.call_of(state, conflicts.first, ranks[0])
         if self.first is not None:
             self.evidence.append(f"first: {call_text(self.first)}")
-        return [Culprit(r, "order", text) for r in ranks]
+        return [Culprit(rank, "order", text) for rank in ranks]
+
+    def _are_of_one_pipeline(self, ranks: Collection[int]) -> bool:
+        """Tell whether two of the ranks send each other messages."""
+        for name in self.state.pairs & self.state.groups.keys():
+            if len(set(ranks).intersection(self.state.groups[name].ranks)) > 1:
+                return True
+        return False
 
     def _never_started(self) -> list[Culprit]:
         """With timing on: whose device never started its oldest call, though nothing is before?"""

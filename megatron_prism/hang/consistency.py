@@ -26,7 +26,7 @@ from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import waits
 from megatron_prism.hang.dumps import Dump, DumpSet, Group, Launch
 from megatron_prism.hang.siblings import fewest_at_odds
-from megatron_prism.hang.state import JobState, Key, key_of
+from megatron_prism.hang.state import CallKey, JobState, key_of
 from megatron_prism.hang.verdict import Diagnosis
 from megatron_prism.hang.waits import issue_order
 
@@ -184,7 +184,7 @@ def _by_chance(verdict: Diagnosis, state: JobState) -> bool:
     stuck = [c for c in verdict.culprits if c.kind in _STILL]
     ranks = {c.rank for c in stuck}
     most = min(_FEW, -(-len(state.dumps) // _EIGHT))
-    firsts = dict[int, Key]()  # of hosts: the first call that waits for each
+    firsts = dict[int, CallKey]()  # of hosts: the first call that waits for each
     for (_, rank), entry in sorted(state.lates.items(), key=lambda late: issue_order(late[1])):
         firsts.setdefault(rank, key_of(entry))
     hosts = {firsts.get(c.rank) for c in stuck if c.kind == "host stuck"}
@@ -303,7 +303,7 @@ def _other_groups(found: DumpSet) -> dict[int, Group]:
                 for other in others:
                     at_odds[other].add(rank)
                     where.setdefault(other, groups[other])
-    odd, _ = fewest_at_odds(at_odds, dict.fromkeys(at_odds, 1))
+    odd = fewest_at_odds(at_odds, dict.fromkeys(at_odds, 1)).opponent_counts
     return {rank: where[rank] for rank in sorted(odd)}
 
 

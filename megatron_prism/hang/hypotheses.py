@@ -31,7 +31,14 @@ from megatron_prism.hang.alignment import Alignment, Place, as_dumped, key, reco
 from megatron_prism.hang.dumps import DumpSet, Entry
 from megatron_prism.hang.fault_planting import exchanged, twice, with_ops, without
 from megatron_prism.hang.mismatch import find_mismatches
-from megatron_prism.hang.siblings import Way, batches_of, kind_of_change, way_text
+from megatron_prism.hang.siblings import (
+    MessageBatch,
+    MessageStep,
+    Way,
+    batches_of,
+    kind_of_change,
+    way_text,
+)
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
 
@@ -243,39 +250,64 @@ class _Explainer:
         return best
 
     def messages_otherwise(self) -> Iterator[_Hypothesis]:
-        """Ranks of whom all messages are recorded, where they are not those of their program."""
-        for rank in self.state.dumps:
+        """Find ranks whose messages, where all are recorded, are not those of their programs."""
+        for rank, dump in self.state.dumps.items():
+            if not dump.messages:
+                continue
             for name, batches in batches_of(self.state, rank).items():
-                if not self.state.dumps[rank].messages or name not in self.state.groups:
-                    continue
-                desc, size = self.state.groups[name].desc, len(self.state.groups[name].ranks)
-                ops = list(self.programs.of(rank))
-                rows: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
-                for i, op in enumerate(ops):
-                    if op.name in ("send", "recv") and op.group == desc:
-                        rows[op.batch if op.batch >= 0 else -1 - i][i] = op.name, op.peer % size
-                pairs = zip(batches.values(), itertools.cycle(rows.values()), strict=False)
-                for (mine, entry), row in pairs if rows else ():
-                    if mine != (ways := tuple(sorted(row.values()))):
-                        known = {way: dataclasses.replace(ops[i], handle=-1)
-                                 for one in rows.values() for i, way in one.items()}  # fmt: skip
-                        known |= {way: ops[i] for i, way in row.items()}
-                        alike = (tuple(one.values()) for one in rows.values())
-                        order = next((o for o in alike if tuple(sorted(o)) == mine), mine)
-                        new = _with_messages(ops, sorted(row), [known.get(way) for way in order])
-                        yield self._break(rank, entry, mine, ways, min(row), new)
-                        break
+                if name in self.state.groups:
+                    yield from self._first_batch_otherwise(rank, name, list(batches.values()))
+
+    def _first_batch_otherwise(
+        self, rank: int, name: str, batches: Sequence[MessageBatch]
+    ) -> Iterator[_Hypothesis]:
+        """Compare the batches of a rank in a group with its program, which repeats.
+
+        Yields:
+            One hypothesis, for the first batch that differs; none if all are alike.
+        """
+        ops = list(self.programs.of(rank))
+        planned_batches = _planned_batches(
+            ops, self.state.groups[name].desc, len(self.state.groups[name].ranks)
+        )
+        if not planned_batches:
+            return
+        for batch, planned in zip(batches, itertools.cycle(planned_batches), strict=False):
+            planned_steps = tuple(sorted(planned.values()))
+            if batch.steps == planned_steps:
+                continue
+
+            # an op of the program for each message: of this batch before those of others
+            op_of_step: dict[MessageStep, Op] = {}
+            for other_batch in planned_batches:
+                for place, step in other_batch.items():
+                    op_of_step[step] = dataclasses.replace(ops[place], handle=-1)
+            for place, step in planned.items():
+                op_of_step[step] = ops[place]
+
+            # in the order in which the program issues such a batch elsewhere
+            issued_steps = batch.steps
+            for other_batch in planned_batches:
+                if tuple(sorted(other_batch.values())) == batch.steps:
+                    issued_steps = tuple(other_batch.values())
+                    break
+            messages = [op_of_step.get(step) for step in issued_steps]
+            edited = _with_messages(ops, sorted(planned), messages)
+            yield self._break(rank, batch, planned_steps, min(planned), edited)
+            return
 
     def _break(
-        self, rank: int, entry: Entry, mine: Way, usual: Way, at: int, ops: list[Op] | None
+        self, rank: int, batch: MessageBatch, planned: Way, place: int, ops: list[Op] | None
     ) -> _Hypothesis:
-        kind = kind_of_change(mine, usual)
-        text = f"posts {way_text(mine)} in batch #{entry.seq}, its program {way_text(usual)}"
+        """Blame a batch of messages that is not the planned one of the program, at op ``place``."""
+        kind = kind_of_change(batch.steps, planned)
+        text = f"posts {way_text(batch.steps)} in batch #{batch.first.seq}, its program "
+        text += way_text(planned)
         turns = {op.microbatch for op in self.programs.of(rank) if op.microbatch >= 0}
         if kind == "extra call" and turns:
             text += (f": it runs more than the {len(turns)} microbatches of its program; compare "
                      "the batch flags of the ranks")  # fmt: skip
-        return _Hypothesis(rank, kind, text, at, ops)
+        return _Hypothesis(rank, kind, text, place, ops)
 
     # -- what the dumps say -----------------------------------------------------------------------
     def _observed(self, rank: int) -> list[tuple[object, ...]]:
@@ -462,6 +494,16 @@ class _Explainer:
         for i, j in itertools.pairwise(calls):
             if self._key(ops[i]) != self._key(ops[j]):
                 yield _order(ops, i, j)
+
+
+def _planned_batches(ops: Sequence[Op], desc: str, size: int) -> list[dict[int, MessageStep]]:
+    """Collect the messages of a program in a group of ``size`` ranks, by batch: place -> step."""
+    batches: dict[int, dict[int, MessageStep]] = defaultdict(dict)
+    for place, op in enumerate(ops):
+        if op.name in ("send", "recv") and op.group == desc:
+            batch = op.batch if op.batch >= 0 else -1 - place
+            batches[batch][place] = MessageStep(op.name, op.peer % size)
+    return list(batches.values())
 
 
 def _with_messages(

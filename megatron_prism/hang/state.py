@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_prism.core.world import ranks_text
 from megatron_prism.hang.dumps import DumpSet, Entry, Group, Launch
@@ -46,12 +47,25 @@ def _unnamed(group: Group, seq: int) -> Entry:
     )
 
 
-Key = tuple[str, bool, int]  # description, whether of messages, number
+class CallKey(NamedTuple):
+    """A call, comparable between siblings: each makes it in a group of its own.
+
+    Keys are made and hashed by the million: hence a named tuple.
+
+    Attributes:
+        desc: Description of the group.
+        pair: Whether it is a send or a receive.
+        seq: Number of the call among the group's collectives, or among its messages.
+    """
+
+    desc: str
+    pair: bool
+    seq: int
 
 
-def key_of(entry: Entry) -> Key:
-    """What calls of siblings in their own groups have in common."""
-    return entry.desc, entry.pair, entry.seq
+def key_of(entry: Entry) -> CallKey:
+    """Return the key of a call."""
+    return CallKey(entry.desc, entry.pair, entry.seq)
 
 
 def call_text(entry: Entry) -> str:
@@ -220,7 +234,7 @@ class JobState:
         return max(rows, default=(-1, -1))
 
     @cached_property
-    def opened(self) -> dict[int, frozenset[Key]]:
+    def opened(self) -> dict[int, frozenset[CallKey]]:
         """rank -> its outstanding calls, comparable between siblings."""
         return {rank: frozenset(map(key_of, calls)) for rank, calls in self.outstanding.items()}
 
@@ -287,7 +301,7 @@ class JobState:
         votes = self.went_on_without(rank, key_of(entry))
         return votes[True] > votes[False]
 
-    def went_on_without(self, rank: int, wanted: Key) -> Counter[bool]:
+    def went_on_without(self, rank: int, wanted: CallKey) -> Counter[bool]:
         """Whether ``rank`` made one of the calls that a sibling made after ``wanted``: votes."""
         mine, votes = set(map(key_of, self.issued(rank))), Counter[bool]()
         for other in self.siblings_of(rank):

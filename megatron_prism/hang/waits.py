@@ -6,8 +6,9 @@ and says why.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import siblings
@@ -219,75 +220,176 @@ def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
 
 
 def held(state: JobState, culprits: Collection[int]) -> set[int]:
-    """Ranks that wait on even if ``culprits`` made their calls: something else holds them.
+    """Find ranks that would still wait if ``culprits`` made their calls.
 
-    Who waits goes on when all for whom its oldest call waits do.  A rank without a dump goes on
-    with anybody for whom it may wait.
+    A rank goes on once all ranks go on for which its oldest call waits.  A rank without a dump goes
+    on with any of the ranks for which it may wait.
     """
-    needs, goes = whom_calls_need(state, culprits), set(culprits)
-    lost = {rank: set(_may_wait_for(state, rank)) for rank in state.missing}
+    needs = _needs_of_oldest_calls(state, culprits)
+    needs_without_dump = {rank: set(_may_wait_for(state, rank)) for rank in state.missing}
+    going = set(culprits)
     while True:
-        more = {rank for rank, need in needs.items() if need <= goes}
-        more |= {rank for rank, others in lost.items() if not goes.isdisjoint(others)}
-        if more <= goes:
-            return needs.keys() - goes
-        goes |= more
+        released = {rank for rank, needed in needs.items() if needed <= going}
+        for rank, candidates in needs_without_dump.items():
+            if not going.isdisjoint(candidates):
+                released.add(rank)
+        if released <= going:
+            return needs.keys() - going
+        going |= released
 
 
-_NOBODY = -1  # never goes on
+_NOBODY = -1  # a rank that never goes on
 
 
-def whom_calls_need(
-    state: JobState, culprits: Collection[int] | None = None, differ: Collection[Launch] = ()
-) -> dict[int, set[int]]:
-    """For whom the oldest call of each rank waits.
+def _needs_of_oldest_calls(state: JobState, culprits: Collection[int]) -> dict[int, set[int]]:
+    """Return, for a job that stands still, which ranks must go on before each rank can.
+
+    Returns:
+        Waiting rank -> ranks that its oldest call needs, never an empty set.
+    """
+    needs: dict[int, set[int]] = {}
+    needs_of_collective: dict[Launch, set[int]] = {}
+    for rank in state.heads:
+        head = state.outstanding[rank][0]
+
+        # all members of a collective need the same ranks
+        if head.launch in needs_of_collective:
+            needs[rank] = needs_of_collective[head.launch]
+            continue
+        needed = _blocking_ranks(state, rank, head, state.heads)
+
+        # all participants came and the call does not end: a culprit among them keeps it
+        if not needed:
+            needed = _participants(state, rank, head).intersection(culprits)
+        # else a message ends with its other side
+        if not needed and head.pair:
+            needed = {state.other(rank, head)}
+        # and nothing is known that would end a collective
+        if not needed:
+            needed = {_NOBODY}
+
+        needs[rank] = needed
+        if not head.pair:
+            needs_of_collective[head.launch] = needed
+    return needs
+
+
+def whom_calls_need(state: JobState, differ: Collection[Launch] = ()) -> dict[int, set[int]]:
+    """Return, for a job that may still run, for which ranks each rank waits.
+
+    The dumps may be older than the ends of their calls.  So every call ends here that can: all
+    members have come to it, no other call is queued before it, and, where devices were timed, all
+    of them have started it.  What remains is a wait.
 
     Args:
-        culprits: in a job that stands still, a call that has everybody ends when one of them goes
-            on, if one takes part; a message else with its other side.  None: the job may run, and
-            every call has ended that may: to which all have come, with nothing before it and, where
-            devices were timed, which all have started.  What is issued in one batch ends in one.
-        differ: calls that members make differently: these do not end.
+        state: The job.
+        differ: Calls that their members make differently.  These do not end.
+
+    Returns:
+        Waiting rank -> ranks for which its oldest remaining call waits.
     """
-    last = None if culprits is None else 1  # of a job that stands still the first calls do
-    queues = {rank: deque({e.launch: e for e in calls[:last][::-1]}.values())
-              for rank, calls in state.outstanding.items()}  # fmt: skip
-    timed = any(e.state == "started" for calls in state.outstanding.values() for e in calls)
+    queues = {rank: _oldest_last(calls) for rank, calls in state.outstanding.items()}
+    is_timed = _is_timed(state)
     while True:
-        first = {rank: queue[-1] for rank, queue in queues.items() if queue}
-        at = {rank: entry.launch for rank, entry in first.items()}
-        needs: dict[object, set[int]] = {}
-        found: dict[int, set[int]] = {}
-        for rank, entry in first.items():
-            key = (rank, entry.launch) if entry.pair else entry.launch
-            if key not in needs:
-                needs[key] = set().union(*state.blockers(rank, entry, at).values())
-                sides = _sides(state, rank, entry)
-                if culprits is not None:
-                    other = {state.other(rank, entry) if entry.pair else _NOBODY}
-                    needs[key] = needs[key] or sides.intersection(culprits) or other
-                elif entry.launch in differ and sides.isdisjoint(needs[key]):
-                    needs[key] = sides
-                elif timed and not needs[key]:
-                    needs[key] = {r for r in sides & first.keys() if first[r].state == "scheduled"}
-            found[rank] = needs[key]
-        waits = {rank for rank, others in found.items() if others}
-        while more := {r for r in first.keys() - waits if first[r].pair
-                       and not waits.isdisjoint(_sides(state, r, first[r]))}:  # fmt: skip
-            waits |= more
-            found |= {r: _sides(state, r, first[r]) & waits - {r} for r in more}
-        if culprits is not None or waits == first.keys():
-            return found
-        for rank in first.keys() - waits:
+        oldest_calls = {rank: queue[-1] for rank, queue in queues.items() if queue}
+        needs = _needs_of_running_calls(state, oldest_calls, differ, is_timed)
+        _hold_rest_of_batches(state, oldest_calls, needs)
+        ended = [rank for rank, needed in needs.items() if not needed]
+        if not ended:
+            return needs
+        for rank in ended:
             queues[rank].pop()
 
 
-def _sides(state: JobState, rank: int, entry: Entry) -> set[int]:
-    """Who takes part in an outstanding call of ``rank``, or in the messages issued with it."""
+def _oldest_last(calls: Sequence[Entry]) -> list[Entry]:
+    """Return one call of each launch, in reverse order of issue."""
+    queue: dict[Launch, Entry] = {}
+    for entry in reversed(calls):
+        queue[entry.launch] = entry
+    return list(queue.values())
+
+
+def _needs_of_running_calls(
+    state: JobState,
+    oldest_calls: Mapping[int, Entry],
+    differ: Collection[Launch],
+    is_timed: bool,
+) -> dict[int, set[int]]:
+    """Return rank -> ranks for which its call waits; an empty set where the call can end."""
+    launches = {rank: entry.launch for rank, entry in oldest_calls.items()}
+    needs: dict[int, set[int]] = {}
+    needs_of_collective: dict[Launch, set[int]] = {}
+    for rank, entry in oldest_calls.items():
+        # all members of a collective need the same ranks
+        if entry.launch in needs_of_collective:
+            needs[rank] = needs_of_collective[entry.launch]
+            continue
+        needed = _blocking_ranks(state, rank, entry, launches)
+        participants = _participants(state, rank, entry)
+
+        # members that disagree about the call wait for each other
+        if entry.launch in differ:
+            if participants.isdisjoint(needed):
+                needed = participants
+        # all have come, but some device has not started the call; only a timed job knows
+        elif is_timed and not needed:
+            for member in participants & oldest_calls.keys():
+                if oldest_calls[member].state == "scheduled":
+                    needed.add(member)
+
+        needs[rank] = needed
+        if not entry.pair:
+            needs_of_collective[entry.launch] = needed
+    return needs
+
+
+def _is_timed(state: JobState) -> bool:
+    """Tell whether the recorder knows which calls have started on the device."""
+    outstanding = itertools.chain.from_iterable(state.outstanding.values())
+    return any(entry.state == "started" for entry in outstanding)
+
+
+def _hold_rest_of_batches(
+    state: JobState, oldest_calls: Mapping[int, Entry], needs: dict[int, set[int]]
+) -> None:
+    """Let messages wait whose batch has a message that waits: a batch ends as a whole.
+
+    Args:
+        state: The job.
+        oldest_calls: Rank -> its oldest remaining call.
+        needs: Rank -> ranks for which this call waits; updated.
+    """
+    waiting = {rank for rank, needed in needs.items() if needed}
+    while True:
+        participants_of_held: dict[int, set[int]] = {}
+        for rank in oldest_calls.keys() - waiting:
+            if oldest_calls[rank].pair:
+                participants = _participants(state, rank, oldest_calls[rank])
+                if not participants.isdisjoint(waiting):
+                    participants_of_held[rank] = participants
+        if not participants_of_held:
+            return
+
+        # a message held now may hold the batches of other ranks in the next round
+        waiting |= participants_of_held.keys()
+        for rank, participants in participants_of_held.items():
+            needs[rank] = participants & (waiting - {rank})
+
+
+def _blocking_ranks(
+    state: JobState, rank: int, entry: Entry, oldest_launches: Mapping[int, Launch]
+) -> set[int]:
+    """Return the ranks that keep an outstanding call waiting, for whatever reason."""
+    ranks_by_reason = state.blockers(rank, entry, oldest_launches)
+    return set[int]().union(*ranks_by_reason.values())
+
+
+def _participants(state: JobState, rank: int, entry: Entry) -> set[int]:
+    """Return the members of a collective, or both sides of the messages of a batch."""
     if not entry.pair:
         return set(state.groups[entry.group].ranks)
-    batch = (e for e in state.outstanding[rank] if e.launch == entry.launch)
-    return {rank, *(state.other(rank, e) for e in batch)}
+    batch = [message for message in state.outstanding[rank] if message.launch == entry.launch]
+    return {rank, *(state.other(rank, message) for message in batch)}
 
 
 def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
