@@ -133,9 +133,12 @@ def _difference(found: Verdict) -> list[str]:
     if first is None:
         return []
     more, of = first.as_well
-    rest = f"; {more} more of {of}" if of else ""
-    return [
-        f"  first: {first.what} of iteration {first.iteration}, {first.where} ({first.place})",
-        f"    {first.error:.2g} off, {first.tolerance:.1g} allowed{rest}",
-        *(f"    {note}" for note in first.notes),
-    ]
+    rest = f"{more} more of {of}" if of else ""
+    lines = [f"  first: {first.what} of iteration {first.iteration}, {first.where} ({first.place})"]
+    # a value that one run has not is off by no number
+    if first.error is not None:
+        off = f"{first.error:.2g} off, {first.tolerance:.1g} allowed"
+        rest = f"{off}; {rest}" if rest else off
+    if rest:
+        lines.append(f"    {rest}")
+    return [*lines, *(f"    {note}" for note in first.notes)]

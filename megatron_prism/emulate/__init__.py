@@ -7,6 +7,7 @@ dry_run.py  dry_commands.py  batch_script.py  confine.py  a shell script that st
 stand_ins.py  unknown_flags.py      files that are not here; flags that Megatron does not know
 launch.py  session.py              how a job starts; what it changes in its process
 import_hooks.py  patch.py  patches/  what is changed in Megatron, where and why
+checkpoint_names.py                what a checkpoint calls a model's tensors
 monitor.py  summary.py  exit_status.py  did it train, what does it say, may it exit with 0
 capture.py  job_arguments.py       a slice of a job, and which job it is of
 pace.py  nvlink_keepalive.py       virtual ranks that take their time

@@ -10,61 +10,44 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
-from megatron_prism.core.world import World, ranks_text
-from megatron_prism.emulate.workers import Json
+from megatron_prism.core.world import ranks_text
 from megatron_prism.verify import shrink
+from megatron_prism.verify.kept import (
+    STATES,
+    Kept,
+    PartKey,
+    Shard,
+    UndecidedError,
+    missing_elements,
+    placed,
+)
 
 LAST_BIT = {False: 2.0**-24, True: 2.0**-53}  # of float32, of float64
 MARGIN = 4  # times what one sum's roundings make, for those that follow each other
 FLOORS = 32  # times what one rounding of every parameter makes
 UPDATED = 1e-2  # of an update: where gradients are noise, Adam makes steps of it
+NAMES, INITIAL = "parameter names", "initial parameter"  # kinds of what is there at the start
 _ALIKE = 1e-3  # of a factor
+_SEEN = 0.5  # of a value: where as much is allowed, the value is not compared
 _Axes = ("tp", "cp", "dp", "pp", "ep", "edp")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A part of a gradient or parameter, as ``rank`` has it."""
-
-    key: str
-    offset: tuple[int, ...]
-    whole: tuple[int, ...]
-    rank: int
-    data: np.ndarray
-
-    def of(self, whole: np.ndarray) -> np.ndarray:
-        """The same part of another whole."""
-        return whole[
-            tuple(slice(o, o + n) for o, n in zip(self.offset, self.data.shape, strict=True))
-        ]
-
-    @property
-    def place(self) -> str:
-        """``rank 3, [32:64, 0:16]``; the rank alone where it has all of it."""
-        ends = [f"{o}:{o + n}" for o, n in zip(self.offset, self.data.shape, strict=True)]
-        return f"rank {self.rank}" + (
-            f", [{', '.join(ends)}]" if self.data.shape != self.whole else ""
-        )
+_MOST_NAMES = 3  # of a sentence
 
 
 @dataclass(frozen=True)
 class LayoutDifference:
     """The first value that is another one.
 
-    what   : loss, reported, routing, gradient, gradient norm, exp_avg, exp_avg_sq, parameter,
-        evaluation
+    what   : parameter names, loss, reported, routing, gradient, gradient norm, a state of the
+        optimizer, parameter, evaluation
     where  : the parameter, microbatch or layer; place: rank and part of the whole
-    error  : relative, and what it may be
+    error  : relative, and what it may be; None where one run does not have the value
     notes  : what is known of it: a factor, ranks that do not agree
     as_well : how many other values of this kind differ, of how many
     """
@@ -73,85 +56,11 @@ class LayoutDifference:
     iteration: int
     where: str
     place: str
-    error: float
+    error: float | None
     tolerance: float
     notes: tuple[str, ...] = ()
     as_well: tuple[int, int] = (0, 0)
     axes: tuple[str, ...] = ()
-
-
-@dataclass
-class Kept:
-    """What the ranks of one run have kept."""
-
-    folder: Path
-    world: World
-
-    @cached_property
-    def facts(self) -> list[Json]:
-        return [json.loads((self.folder / f"rank-{rank}.json").read_text())
-                for rank in range(self.world.size)]  # fmt: skip
-
-    @cached_property
-    def _tensors(self) -> dict[tuple[str, int], dict[str, list[Shard]]]:
-        found: dict[tuple[str, int], dict[str, list[Shard]]] = {}
-        for rank, facts in enumerate(self.facts):
-            with np.load(self.folder / f"rank-{rank}.npz") as file:
-                arrays = [file[name] for name in file.files]
-            for (what, iteration, key, offset, whole), data in zip(
-                facts["tensors"], arrays, strict=True
-            ):
-                one = Shard(key, tuple(offset), tuple(whole), rank, data)
-                found.setdefault((what, iteration), {}).setdefault(key, []).append(one)
-        return found
-
-    def tensors(self, what: str, iteration: int) -> dict[str, list[Shard]]:
-        """Key -> the parts that ranks have, in the order in which the model has them."""
-        return self._tensors.get((what, iteration), {})
-
-    def wholes(self, what: str, iteration: int) -> dict[str, np.ndarray]:
-        """Key -> the whole, of the first ranks that have its parts; what nobody has is zero."""
-        found = {}
-        for key, parts in self.tensors(what, iteration).items():
-            found[key] = np.zeros(parts[0].whole)
-            for part in reversed(parts):
-                part.of(found[key])[...] = part.data
-        return found
-
-    @cached_property
-    def losses(self) -> dict[tuple[int, int, str], tuple[float, int]]:
-        """(iteration, microbatch of the whole batch, name) -> (loss of a token, a rank)."""
-        sums: dict[tuple[int, int, str], list[tuple[list[float], int]]] = {}
-        for facts in self.facts:
-            at = self.world.coordinates(facts["rank"])
-            if at.tp:
-                continue
-            for iteration, number, values in facts["losses"]:
-                for key, numbers in values.items():
-                    place = iteration, number * self.world.dp + at.dp, key
-                    sums.setdefault(place, []).append((numbers, facts["rank"]))
-        found = {}
-        for place, members in sorted(sums.items()):
-            total = np.sum([numbers for numbers, _ in members], axis=0)
-            mean = total[0] / total[1] if len(total) == 2 else total[0] / len(members)
-            found[place] = float(mean), members[0][1]
-        return found
-
-    @cached_property
-    def reported(self) -> dict[tuple[int, str], float]:
-        """(iteration, Megatron's name) -> a figure that the last rank reports to TensorBoard."""
-        figures = reversed(self.facts[-1]["reported"])  # the first evaluation of an iteration
-        return {(iteration, name): value for iteration, name, value in figures}
-
-    @cached_property
-    def routed(self) -> dict[tuple[int, int], np.ndarray]:
-        """(iteration, layer) -> the share of tokens that each expert gets."""
-        sums: dict[tuple[int, int], np.ndarray] = {}
-        for facts in self.facts:
-            for key, counts in facts["routed"].items():
-                iteration, layer = map(int, key.split())
-                sums[iteration, layer] = sums.get((iteration, layer), 0) + np.array(counts, float)
-        return {key: counts / counts.sum() for key, counts in sorted(sums.items())}
 
 
 @dataclass(frozen=True)
@@ -160,6 +69,8 @@ class _Value:
 
     size  : what an error is relative to
     floor : how far other roundings move it
+    part  : of a tensor that ranks have copies of
+    notes : what is known of it already, if it differs
     """
 
     where: str
@@ -169,9 +80,29 @@ class _Value:
     size: float
     floor: float = 0.0
     part: Shard | None = None
+    notes: tuple[str, ...] = ()
 
 
-_Step = tuple[str, int, Callable[[int], Iterator[_Value]], float]  # kind, iteration, least allowed
+@dataclass(frozen=True)
+class _Lack:
+    """A value that one run has and the other has not, or has of another shape."""
+
+    where: str
+    place: str
+    note: str
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """A value that differs: by how much, and how much is allowed."""
+
+    value: _Value | _Lack
+    error: float | None
+    allowed: float
+
+
+_Item = _Value | _Lack
+_Step = tuple[str, int, Callable[[int], Iterator[_Item]], float]  # kind, iteration, least allowed
 
 
 @dataclass
@@ -179,6 +110,7 @@ class LayoutComparison:
     """``job`` against ``other``; ``rounded`` is the other with other roundings.
 
     worst : kind of value -> the largest share of its tolerance that an error took
+    not_compared : sentences on what both runs may have and what was not compared
     """
 
     job: Kept
@@ -186,14 +118,16 @@ class LayoutComparison:
     rounded: Kept
     iterations: int
     worst: dict[str, float] = field(default_factory=dict)
+    not_compared: list[str] = field(default_factory=list)
 
     @property
     def microbatches(self) -> int:
         """Of one iteration, in the whole batch."""
-        return len([place for place in self.other.losses if place[0] == 1])
+        return len({number for iteration, number, _ in self.other.losses if iteration == 1})
 
     @property
     def last_bit(self) -> float:
+        """What half of a last bit is, relative to a number."""
         return LAST_BIT[self.job.facts[0].get("precise", False)]
 
     @property
@@ -203,126 +137,344 @@ class LayoutComparison:
         return MARGIN * self.last_bit * math.sqrt(terms)
 
     def first(self, start: int = 0) -> LayoutDifference | None:
-        """The first difference in the order of execution, behind iteration ``start``, of which a
-        run that was resumed has a checkpoint."""
-        gradients = functools.partial(self._like_gradients, "gradient")
-        steps: list[_Step] = [("initial parameter", 0, self._initial, 0.0)]
+        """Find the first difference in the order of execution.
+
+        Args:
+            start: the iteration of whose checkpoint a run was resumed; those behind it are
+                compared.
+
+        Raises:
+            UndecidedError: if a run ended early, or a value that is compared with is no number.
+        """
+        self.job.check_iterations(start, self.iterations)
+        for kept in (self.other, self.rounded):
+            kept.check_iterations(0, self.iterations)
+        with np.errstate(all="ignore"):
+            for kind, iteration, values, least in self._steps(start):
+                difference = self._compare(kind, iteration, values(iteration), least)
+                if difference is not None:
+                    return difference
+        return None
+
+    def _steps(self, start: int) -> Iterator[_Step]:
+        """Yield what is compared, in the order of execution."""
+        yield NAMES, start, functools.partial(self._coverage, "parameter"), 0.0
         if start:
-            steps = [*self._states(start), ("parameter", start, self._parameters, UPDATED)]
+            # a resumed run begins with what it has loaded
+            yield from self._states(start)
+            yield "parameter", start, self._parameters, UPDATED
+        else:
+            yield INITIAL, 0, self._initial, 0.0
         for i in range(start + 1, self.iterations + 1):
-            steps += [
-                ("loss", i, self._losses, self.tolerance),
-                ("routing", i, self._routed, self.tolerance),
-                ("gradient", i, gradients, self.tolerance),
-                ("gradient norm", i, self._norms, self.tolerance),
-                *self._states(i),
-                ("parameter", i, self._parameters, UPDATED),
-                ("evaluation", i, functools.partial(self._reported, "validation$"), UPDATED / 100),
-            ]
-        found = (self._compare(kind, i, values(i), least) for kind, i, values, least in steps)
-        return next((one for one in found if one is not None), None)
+            yield "loss", i, self._losses, self.tolerance
+            yield "routing", i, self._routed, self.tolerance
+            yield "gradient", i, functools.partial(self._like_gradients, "gradient"), self.tolerance
+            yield "gradient norm", i, self._norms, self.tolerance
+            yield from self._states(i)
+            yield "parameter", i, self._parameters, UPDATED
+            yield "evaluation", i, functools.partial(self._reported, "validation$"), UPDATED / 100
+
+    def _states(self, iteration: int) -> Iterator[_Step]:
+        """Yield the steps that compare the optimizer's states."""
+        for name in STATES:
+            values = functools.partial(self._like_gradients, name)
+            yield name, iteration, values, 2 * self.tolerance
 
     def reports(self) -> list[LayoutDifference]:
-        """The first that differs of the figures of each iteration that Megatron reports by name."""
-        figures = functools.partial(self._reported, "loss$|/|logit$|s-norm$")
-        found = (self._compare("reported", i, figures(i), UPDATED / 100)
-                 for i in range(1, self.iterations + 1))  # fmt: skip
-        return [one for one in found if one is not None]
-
-    def _states(self, iteration: int) -> list[_Step]:
-        return [(name, iteration, functools.partial(self._like_gradients, name), 2 * self.tolerance)
-                for name in ("exp_avg", "exp_avg_sq")]  # fmt: skip
+        """Find the first that differs, in each iteration, of the figures that Megatron reports."""
+        differences = []
+        with np.errstate(all="ignore"):
+            for i in range(1, self.iterations + 1):
+                figures = self._reported("loss$|/|logit$|s-norm$", i)
+                difference = self._compare("reported", i, figures, UPDATED / 100)
+                if difference is not None:
+                    differences.append(difference)
+        return differences
 
     def _compare(
-        self, kind: str, iteration: int, values: Iterable[_Value], least: float
+        self, kind: str, iteration: int, values: Iterable[_Item], least: float
     ) -> LayoutDifference | None:
-        """The first of ``values`` that differs, and how many do."""
-        wrong: dict[str, tuple[_Value, float, float]] = {}
+        """Find the first of ``values`` that differs, and how many do."""
+        wrong: dict[str, _Wrong] = {}
+        unseen: list[str] = []
         names = set()
-        for one in values:
-            names.add(one.where)
-            error = _norm(one.got - one.wanted) / one.size
-            most = max(least, FLOORS * one.floor / one.size)
-            self.worst[kind] = max(self.worst.get(kind, 0.0), error / most if most else error)
-            if not error <= most:  # NaN is none
-                wrong.setdefault(one.where, (one, error, most))
+        for value in values:
+            names.add(value.where)
+            if isinstance(value, _Lack):
+                wrong.setdefault(value.where, _Wrong(value, None, 0.0))
+                continue
+            self._check_finite(kind, iteration, value)
+            error = _norm(value.got - value.wanted) / value.size
+            allowed = max(least, FLOORS * value.floor / value.size)
+            share = error / allowed if allowed else error
+            # a share that is no number is of a value that is none
+            if math.isnan(share):
+                share = math.inf
+            self.worst[kind] = max(self.worst.get(kind, 0.0), share)
+            if not error <= allowed:  # NaN is no number that is allowed
+                wrong.setdefault(value.where, _Wrong(value, error, allowed))
+            elif 0 < _norm(value.wanted) <= allowed * value.size / _SEEN:
+                unseen.append(value.where)
+        if unseen:
+            self._say_not_compared(f"{kind} of {_listed(unseen)}: not above roundings")
         if not wrong:
             return None
-        one, error, most = next(iter(wrong.values()))
+        if kind == NAMES:
+            names.update(*(kept.tensors("parameter", iteration) for kept in (self.job, self.other)))
+        return self._difference(kind, iteration, wrong, len(names))
+
+    def _check_finite(self, kind: str, iteration: int, value: _Value) -> None:
+        """Check that there is a number to compare with.
+
+        Raises:
+            UndecidedError: if neither run has one, or roundings alone make it none.
+        """
+        place = f"{kind} of iteration {iteration}, {value.where}"
+        if not np.isfinite(value.wanted).all() and not np.isfinite(value.got).all():
+            raise UndecidedError(
+                f"{self.job.title} and {self.other.title} have NaN or infinity: {place}"
+            )
+        if np.isfinite(value.wanted).all() and not math.isfinite(value.floor):
+            raise UndecidedError(f"{self.rounded.title} has NaN or infinity: {place}")
+
+    def _difference(
+        self, kind: str, iteration: int, wrong: Mapping[str, _Wrong], compared: int
+    ) -> LayoutDifference:
+        """Describe the first of the values that differ."""
+        first = next(iter(wrong.values()))
+        value = first.value
         notes: tuple[str, ...] = ()
         axes: tuple[str, ...] = ()
-        if one.part is None and one.got.size == 1:
-            notes = self._of_number(kind, float(one.got[0]), float(one.wanted[0]))
-        elif one.part is not None:
-            notes, axes = self._of_part(one.part, one.wanted, self.job.tensors(kind, iteration))
-            ratios = {key: _ratio(value.got, value.wanted) for key, (value, *_) in wrong.items()}
-            if len(wrong) > 1 and np.allclose([*ratios.values()], ratios[one.where], _ALIKE):
+        if isinstance(value, _Lack):
+            notes = (value.note,)
+        elif value.notes:
+            notes = value.notes
+        elif not np.isfinite(value.got).all():
+            notes = (f"NaN or infinity in {self.job.title} only",)
+        elif not np.isfinite(value.wanted).all():
+            notes = (f"NaN or infinity in {self.other.title} only",)
+        elif value.part is not None:
+            held = self.job.tensors(kind, iteration)
+            notes, axes = self._of_part(value.part, value.wanted, held)
+            if self._by_one_factor(wrong):
                 notes += ("all by the same factor",)
-        as_well = len(wrong) - 1, len(names)
+        elif value.got.size == 1:
+            notes = self._of_number(kind, value.got.item(), value.wanted.item())
+        as_well = len(wrong) - 1, compared
         return LayoutDifference(
-            kind, iteration, one.where, one.place, error, most, notes, as_well, axes
-        )
+            kind, iteration, value.where, value.place, first.error, first.allowed, notes, as_well,
+            axes,
+        )  # fmt: skip
+
+    def _by_one_factor(self, wrong: Mapping[str, _Wrong]) -> bool:
+        """Whether several values differ, and all by the same factor."""
+        ratios = []
+        for difference in wrong.values():
+            value = difference.value
+            if isinstance(value, _Lack):
+                return False
+            ratios.append(_ratio(value.got, value.wanted))
+        return len(ratios) > 1 and bool(np.allclose(ratios, ratios[0], _ALIKE))
+
+    def _say_not_compared(self, sentence: str) -> None:
+        """Keep what was not compared, once."""
+        if sentence not in self.not_compared:
+            self.not_compared.append(sentence)
+
+    # -- whether both runs have a value -----------------------------------------------------------
+
+    def _coverage(self, kind: str, iteration: int) -> Iterator[_Lack]:
+        """Yield the tensors that one run has not, or has of another shape, by name and rank."""
+        wanted = self.other.tensors(kind, iteration)
+        got = self.job.tensors(kind, iteration)
+        self._check_whole(kind, iteration)
+        for key in wanted:
+            if key not in got:
+                yield _Lack(key, "no rank", f"in {self.other.title} only")
+        for key, parts in got.items():
+            ranks = ranks_text({part.rank for part in parts})
+            if key not in wanted:
+                yield _Lack(key, ranks, f"in {self.job.title} only")
+                continue
+            yield from self._shapes(parts, wanted[key][0].whole)
+            missing = missing_elements(parts)
+            if missing:
+                of = f"{missing:,} of {math.prod(parts[0].whole):,} elements"
+                yield _Lack(key, "no rank", f"{of} are on no rank of {self.job.title}")
+            yield from self._ranks_without(kind, iteration, key)
+
+    def _check_whole(self, kind: str, iteration: int) -> None:
+        """Check that there is all to compare with, and how far roundings move it.
+
+        Raises:
+            UndecidedError: with the tensor that is missing.
+        """
+        wanted = self.other.tensors(kind, iteration)
+        rounded = self.rounded.tensors(kind, iteration)
+        for key, parts in wanted.items():
+            if missing_elements(parts):
+                raise UndecidedError(f"{self.other.title} has a part of {kind} {key} alone")
+            if key not in rounded or rounded[key][0].whole != parts[0].whole:
+                raise UndecidedError(f"{self.rounded.title} has another {kind} {key}")
+
+    def _shapes(self, parts: Sequence[Shard], whole: tuple[int, ...]) -> Iterator[_Lack]:
+        """Yield the parts of wholes of another shape."""
+        for part in parts:
+            if part.whole != whole:
+                note = f"shape {list(part.whole)} in place of {list(whole)}"
+                yield _Lack(part.key, part.place, note)
+
+    def _ranks_without(self, kind: str, iteration: int, key: str) -> Iterator[_Lack]:
+        """Yield the ranks that have a part of a parameter and nothing of this kind of it."""
+        having = {(part.rank, part.offset) for part in self.job.tensors(kind, iteration)[key]}
+        # a parameter is compared with what the rank had before the step
+        before = iteration - 1 if kind == "parameter" else iteration
+        for part in self.job.tensors("parameter", before).get(key, ()):
+            if (part.rank, part.offset) not in having:
+                yield _Lack(key, part.place, f"the rank has the parameter and no {kind} of it")
 
     # -- the values of an iteration, in the order of execution ------------------------------------
 
-    def _initial(self, _: int) -> Iterator[_Value]:
-        wanted, got = self.other.wholes("parameter", 0), self.job.tensors("parameter", 0)
-        one, none = np.ones(1), np.zeros(1)
-        for key in [*wanted, *(got.keys() - wanted.keys())]:
-            if key not in wanted or key not in got:
-                yield _Value(key, "only one of the runs has it", one, none, 1.0)
-                continue
-            for part in got[key]:
+    def _initial(self, _: int) -> Iterator[_Item]:
+        wanted = self.other.wholes("parameter", 0)
+        for key, parts in self.job.tensors("parameter", 0).items():
+            for part in parts:
                 yield _Value(key, part.place, part.data, part.of(wanted[key]), 1.0)
 
-    def _losses(self, iteration: int) -> Iterator[_Value]:
-        for place, (wanted, _) in self.other.losses.items():
-            if place[0] == iteration:
-                got, rank = self.job.losses.get(place, (math.nan, 0))
-                rounded, _ = self.rounded.losses[place]
-                where = f"{place[2]} of microbatch {place[1]}"
-                yield _number(where, f"rank {rank}", got, wanted, rounded)
+    def _losses(self, iteration: int) -> Iterator[_Item]:
+        """Losses of each microbatch on each tensor rank."""
+        for place in {**self.other.losses, **self.job.losses}:
+            place_iteration, number, name = place
+            if place_iteration != iteration:
+                continue
+            where = f"{name} of microbatch {number}"
+            wanted, got = self.other.losses.get(place), self.job.losses.get(place)
+            if wanted is None or got is None:
+                only = self.other.title if got is None else self.job.title
+                yield _Lack(where, "all ranks", f"in {only} only")
+                continue
+            if place not in self.rounded.losses:
+                raise UndecidedError(f"{self.rounded.title} has no {where}")
+            rounded = self.rounded.losses[place][0].mean
+            for loss in got:
+                yield _number(where, f"rank {loss.rank}", loss.mean, wanted[0].mean, rounded)
 
-    def _reported(self, names: str, iteration: int) -> Iterator[_Value]:
+    def _reported(self, names: str, iteration: int) -> Iterator[_Item]:
         """Figures whose name has ``names``."""
-        for place, wanted in self.other.reported.items():
-            if place[0] == iteration and re.search(names, place[1]):
-                got = self.job.reported.get(place, math.nan)
-                yield _number(place[1], "last rank", got, wanted, self.rounded.reported[place])
+        for place in {**self.other.reported, **self.job.reported}:
+            place_iteration, name = place
+            if place_iteration != iteration or not re.search(names, name):
+                continue
+            if place not in self.job.reported or place not in self.other.reported:
+                only = self.job if place in self.job.reported else self.other
+                yield _Lack(name, "last rank", f"reported by {only.title} only")
+                continue
+            wanted = self.other.reported[place]
+            rounded = self.rounded.reported.get(place, wanted)
+            yield _number(name, "last rank", self.job.reported[place], wanted, rounded)
 
-    def _routed(self, iteration: int) -> Iterator[_Value]:
-        for place, wanted in self.other.routed.items():
-            if place[0] == iteration:
-                got = self.job.routed.get(place, np.full_like(wanted, math.nan))
-                floor = _norm(self.rounded.routed[place] - wanted)
-                yield _Value(f"layer {place[1]}", "all ranks", got, wanted, 1.0, floor)
+    def _routed(self, iteration: int) -> Iterator[_Item]:
+        """Shares of tokens that experts get, layer by layer."""
+        for place in {**self.other.routed, **self.job.routed}:
+            place_iteration, layer = place
+            if place_iteration != iteration:
+                continue
+            where = f"layer {layer}"
+            if place not in self.job.routed or place not in self.other.routed:
+                only = self.job if place in self.job.routed else self.other
+                yield _Lack(where, "all ranks", f"routed in {only.title} only")
+                continue
+            got, wanted = self.job.routed[place], self.other.routed[place]
+            if got.shape != wanted.shape:
+                note = f"{got.size} experts in place of {wanted.size}"
+                yield _Lack(where, "all ranks", note)
+                continue
+            rounded = self.rounded.routed.get(place, wanted)
+            yield _Value(where, "all ranks", got, wanted, 1.0, _norm(rounded - wanted))
 
-    def _like_gradients(self, what: str, iteration: int) -> Iterator[_Value]:
+    def _like_gradients(self, kind: str, iteration: int) -> Iterator[_Item]:
         """Gradients, or states of the optimizer, which are sums of them and of their squares."""
-        wanted = self.other.wholes(what, iteration)
-        rounded = self.rounded.wholes(what, iteration)
-        got = self.job.tensors(what, iteration)
+        yield from self._coverage(kind, iteration)
+        wanted = self.other.wholes(kind, iteration)
+        rounded = self.rounded.wholes(kind, iteration)
+        got = self.job.tensors(kind, iteration)
         if not wanted:
             return
+        # beside these shares of a whole, and of all gradients, roundings of sums are as large
+        of_whole, of_all = 1e-2, 1e-4
+        if kind == "exp_avg_sq":
+            of_whole, of_all = of_whole**2, of_all**2  # a sum of squares
         usual = _mean(np.concatenate([whole.ravel() for whole in wanted.values()]))
         for key in reversed(wanted):  # backward
             whole, moved = wanted[key], rounded[key] - wanted[key]
             for part in got.get(key, ()):
+                # another shape has been said by ``_coverage``
+                if part.whole != whole.shape:
+                    continue
                 right, root = part.of(whole), math.sqrt(part.data.size)
-                size = root * max(_mean(right), 1e-2 * _mean(whole), 1e-4 * usual)
+                size = root * max(_mean(right), of_whole * _mean(whole), of_all * usual)
                 floor = root * max(_mean(part.of(moved)), _mean(moved))
-                yield _Value(key, part.place, part.data, right, size, floor, part)
+                yield _Value(key, part.place, part.data, right, max(size, 1e-30), floor, part)
 
-    def _norms(self, iteration: int) -> Iterator[_Value]:
-        def norms(kept: Kept) -> list[float]:
-            return [facts["norms"][str(iteration)] or math.nan for facts in kept.facts]
+    def _norms(self, iteration: int) -> Iterator[_Item]:
+        """What is in the gradient norm, by parameter and rank, and the norm of each rank."""
+        yield from self._counts(iteration)
+        wanted, rounded = self.other.norms(iteration)[0], self.rounded.norms(iteration)[0]
+        for kept in (self.job, self.other):
+            for rank, got in enumerate(kept.norms(iteration)):
+                where = "of all parameters"
+                if kept is self.other:
+                    where = f"of all parameters of {kept.title}"
+                if got is None and wanted is None:
+                    self._say_not_compared("the gradient norm: neither run has one")
+                elif got is None or wanted is None:
+                    only = self.job.title if wanted is None else self.other.title
+                    yield _Lack(where, f"rank {rank}", f"in {only} only")
+                else:
+                    moved = wanted if rounded is None else rounded
+                    yield _number(where, f"rank {rank}", got, wanted, moved)
 
-        (wanted,), (rounded,) = norms(self.other)[:1], norms(self.rounded)[:1]
-        for rank, got in enumerate(norms(self.job)):
-            yield _number("of all parameters", f"rank {rank}", got, wanted, rounded)
+    def _counts(self, iteration: int) -> Iterator[_Value]:
+        """How often each part of each gradient is in the norm that a rank gets.
 
-    def _parameters(self, iteration: int) -> Iterator[_Value]:
+        A part that is small beside the norm would vanish in it.
+        """
+        wanted_counts = self.other.counted(iteration, 0)
+        wholes: dict[str, np.ndarray] = {}
+        for rank in range(self.job.world.size):
+            counts = self.job.counted(iteration, rank)
+            if counts is None or wanted_counts is None:
+                without = self.job.title if counts is None else self.other.title
+                self._say_not_compared(
+                    f"which parameters are in the gradient norm: not known of {without}"
+                )
+                return
+            for part in self._gradient_parts(iteration):
+                if part.key not in wholes:
+                    wholes[part.key] = placed(wanted_counts, part.key, part.whole)
+                wanted = part.of(wholes[part.key])
+                # a gradient that the other run has not is another difference, and said as such
+                if not np.isfinite(wanted).all():
+                    continue
+                got = counts.get(part.part_key)
+                # no member of the rank's groups has this part
+                if got is None:
+                    got = np.zeros(part.data.shape)
+                note = f"counted {_times(got)} in the norm of rank {rank}, not {_times(wanted)}"
+                size = math.sqrt(part.data.size)
+                yield _Value(part.key, part.place, got, wanted, size, notes=(note,))
+
+    def _gradient_parts(self, iteration: int) -> list[Shard]:
+        """Return the parts of the job's gradients, of copies the first."""
+        parts: dict[PartKey, Shard] = {}
+        for shards in self.job.tensors("gradient", iteration).values():
+            for part in shards:
+                parts.setdefault(part.part_key, part)
+        return list(parts.values())
+
+    def _parameters(self, iteration: int) -> Iterator[_Item]:
         """Updates; where a gradient is noise Adam steps by its sign, and those places count 0."""
+        yield from self._coverage("parameter", iteration)
         wanted, before = (self.other.wholes("parameter", i) for i in (iteration, 0))
         rounded, start = (self.rounded.wholes("parameter", i) for i in (iteration, 0))
         gradients = self.other.wholes("gradient", 1)
@@ -333,6 +485,9 @@ class LayoutComparison:
             step = (whole - before[key]) * counts
             moved = (rounded[key] - start[key]) * counts - step
             for part in parts.get(key, ()):
+                # another shape has been said by ``_coverage``
+                if part.whole != whole.shape:
+                    continue
                 change = (part.data - part.of(before[key])) * part.of(counts)
                 rounding = 64 * self.last_bit * _norm(part.of(whole))
                 usual = 1e-2 * math.sqrt(part.data.size) * _mean(step)
@@ -343,54 +498,73 @@ class LayoutComparison:
     # -- what is known of a difference --------------------------------------------------------
 
     def _of_number(self, kind: str, got: float, wanted: float) -> tuple[str, ...]:
-        known, square = (self._as_factor((got / wanted) ** power) for power in (1, 2))
-        if kind == "gradient norm" and ":" in "".join(square):
-            known = (f"its square: {square[0]}",)
-        return (f"{got:.7g} in place of {wanted:.7g}", *known)
+        """Say both numbers, and the factor between them if there is one."""
+        ratio = got / wanted if wanted else math.nan
+        factor = self._as_factor(ratio)
+        if kind == "gradient norm":
+            # a norm is a root: what is counted twice shows in its square
+            square = self._as_factor(ratio * ratio)
+            if ":" in "".join(square):
+                factor = (f"its square: {square[0]}",)
+        return (f"{got:.7g} in place of {wanted:.7g}", *factor)
 
     def _as_factor(self, ratio: float) -> tuple[str, ...]:
         """``2 x: tp, or cp``: the sizes of groups whose product, or quotient, it is."""
         if not (math.isfinite(ratio) and ratio > 0 and abs(ratio - 1) > _ALIKE):
             return ()
+        above_one = {name: size for name, size in self._sizes().items() if size > 1}
+        for number_of_factors in (1, 2):
+            texts = []
+            for names in itertools.combinations(above_one, number_of_factors):
+                product = math.prod(above_one[name] for name in names)
+                text = " x ".join(names)
+                if abs(ratio / product - 1) < _ALIKE:
+                    texts.append(text)
+                if abs(ratio * product - 1) < _ALIKE:
+                    texts.append(f"1/({text})")
+            if texts:
+                return (f"{ratio:.4g} x: {', or '.join(texts)}",)
+        return (f"{ratio:.4g} x",)
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the sizes of groups, and the microbatches of a rank."""
         world = self.job.world
         axes = _Axes if world.ep > 1 else _Axes[:4]  # without experts edp is another dp
         sizes = {axis: getattr(world, axis) for axis in axes}
         sizes["the number of microbatches"] = self.microbatches // world.dp
-        above = {axis: size for axis, size in sizes.items() if size > 1}
-        for n in (1, 2):
-            found = []
-            for some in itertools.combinations(above, n):
-                product, text = math.prod(above[axis] for axis in some), " x ".join(some)
-                found += [text] if abs(ratio / product - 1) < _ALIKE else []
-                found += [f"1/({text})"] if abs(ratio * product - 1) < _ALIKE else []
-            if found:
-                return (f"{ratio:.4g} x: {', or '.join(found)}",)
-        return (f"{ratio:.4g} x",)
+        return sizes
 
     def _of_part(
         self, part: Shard, right: np.ndarray, held: Mapping[str, Sequence[Shard]]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What is known of a gradient that differs, and the axes that it points at."""
+        """Return what is known of a gradient that differs, and the axes that it points at."""
         notes = self._as_factor(_ratio(part.data, right)) if _norm(part.data) else ("zero",)
-        same = [one for one in held[part.key] if one.offset == part.offset]
-        if all(_norm(one.data - part.data) <= _ALIKE * _norm(right) for one in same):
+        copies = [other for other in held[part.key] if other.part_key == part.part_key]
+        if all(_norm(copy.data - part.data) <= _ALIKE * _norm(right) for copy in copies):
             return notes, ()
-        notes += (
-            f"{ranks_text({one.rank for one in same})} hold this part and do not agree on it",
-        )
-        coordinates, axes = self.job.world.coordinates, []
-        here = coordinates(part.rank)._asdict()
-        for axis in _Axes[:4]:
-            others = {(k, v) for k, v in here.items() if k in _Axes[:4] and k != axis}
-            members = [x for x in same if others <= coordinates(x.rank)._asdict().items()]
-            total = np.sum([one.data for one in members], axis=0)
-            if len(members) > 1 and any(
-                _norm(total / n - right) <= 1e-2 * _norm(right) for n in (1, len(members))
-            ):
-                axes.append(axis)
+        ranks = ranks_text({copy.rank for copy in copies})
+        notes += (f"{ranks} hold this part and do not agree on it",)
+        axes = [axis for axis in _Axes[:4] if self._is_sum_over(axis, part, copies, right)]
         if axes:
             notes += (f"together over {' or '.join(axes)} they have it: not reduced there",)
         return notes, tuple(axes)
+
+    def _is_sum_over(
+        self, axis: str, part: Shard, copies: Sequence[Shard], right: np.ndarray
+    ) -> bool:
+        """Whether the sum or mean of the copies along an axis is the right value."""
+        place = self.job.world.coordinates(part.rank)._asdict()
+        other_axes = [name for name in _Axes[:4] if name != axis]
+        members = []
+        for copy in copies:
+            coordinates = self.job.world.coordinates(copy.rank)._asdict()
+            if all(coordinates[name] == place[name] for name in other_axes):
+                members.append(copy)
+        if len(members) < 2:
+            return False
+        total = np.sum([copy.data for copy in members], axis=0)
+        allowed = 1e-2 * _norm(right)
+        return any(_norm(total / n - right) <= allowed for n in (1, len(members)))
 
 
 def _norm(values: np.ndarray) -> float:
@@ -400,6 +574,20 @@ def _norm(values: np.ndarray) -> float:
 def _mean(values: np.ndarray) -> float:
     """The root of the mean square."""
     return _norm(values) / math.sqrt(max(values.size, 1))
+
+
+def _times(counts: np.ndarray) -> str:
+    """``0 times``; ``0 to 1 times`` where elements differ."""
+    least, most = int(counts.min()), int(counts.max())
+    return f"{most} times" if least == most else f"{least} to {most} times"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``a, b, c and 4 more``: the first of the names, each once."""
+    single = list(dict.fromkeys(names))
+    text = ", ".join(single[:_MOST_NAMES])
+    more = len(single) - _MOST_NAMES
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def _number(where: str, place: str, got: float, wanted: float, rounded: float) -> _Value:

@@ -27,6 +27,8 @@ from megatron_prism.verify import shrink
 from megatron_prism.verify.shrink import SmallRun
 
 _PATIENCE = 300  # seconds after which ranks count as hanging
+_LONGEST = 200  # letters of a message
+_VALUE = re.compile(r"\w*[\[({<'\"]")  # begins as Python writes a value
 _PREPARED = ("torch", "torch.distributed.fsdp", "transformers", "wandb")
 
 
@@ -110,6 +112,7 @@ def _train(run: SmallRun) -> Json:
 
 
 def _fork(run: SmallRun, rank: int, port: int) -> int:
+    """Start a rank; return its process."""
     pid = os.fork()
     if pid:
         return pid
@@ -124,20 +127,45 @@ def _fork(run: SmallRun, rank: int, port: int) -> int:
         status = 0
     except BaseException as error:
         traceback.print_exc()
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
-        said: Json = {"message": first, "fix": None, "kind": type(error).__name__}
-        if isinstance(error, PrismError):
-            said |= {"message": error.message, "fix": error.fix, "exit_code": error.exit_code}
-        elif isinstance(error, SystemExit):
-            text = (run.folder / f"rank-{rank}.log").read_text(errors="replace")
-            reported = re.findall(r"^prism: error: (.+)\n(?:  fix: (.+)\n)?", text, re.MULTILINE)
-            message, fix = (reported or [(f"exit status {first}", None)])[-1]
-            said |= {"message": message, "fix": fix or None, "exit_code": error.code}
-        (run.folder / f"rank-{rank}.error").write_text(json.dumps(said))
+        answer = _answer(error, run.folder / f"rank-{rank}.log")
+        (run.folder / f"rank-{rank}.error").write_text(json.dumps(answer))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _answer(error: BaseException, log: Path) -> Json:
+    """Describe the end of a rank: a sentence, a fix if there is one, and its kind."""
+    answer: Json = {"message": sentence(error), "fix": None, "kind": type(error).__name__}
+    if isinstance(error, PrismError):
+        return {**answer, "message": error.message, "fix": error.fix, "exit_code": error.exit_code}
+    if isinstance(error, SystemExit):
+        # what ends a process has printed why
+        text = log.read_text(errors="replace")
+        reported = re.findall(r"^prism: error: (.+)\n(?:  fix: (.+)\n)?", text, re.MULTILINE)
+        message, fix = (reported or [(f"exit status {sentence(error)}", None)])[-1]
+        return {**answer, "message": message, "fix": fix or None, "exit_code": error.code}
+    return answer
+
+
+def sentence(error: BaseException) -> str:
+    """Return what an exception says in a line, and where it was raised if that is no sentence.
+
+    An assertion may say nothing, or a value alone (the keys of a dictionary).
+    """
+    text = str(error).strip().partition("\n")[0]
+    if len(text) > _LONGEST:
+        text = text[:_LONGEST].rsplit(" ", 1)[0] + " …"
+    if re.search(r"[^\W\d_]+ [^\W\d_]+", text) and not _VALUE.match(text):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SystemExit) or not frames:
+        return text or type(error).__name__
+    last = frames[-1]
+    file = "/".join(Path(last.filename).parts[-3:])
+    what = f"{type(error).__name__} {text}".strip()
+    return f"{what} at {file}:{last.lineno}, in {last.name}: {last.line}"
 
 
 def _rank(run: SmallRun, rank: int, port: int) -> None:
@@ -170,8 +198,9 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
     except Exception as error:
         if not recorder.iteration:  # Megatron refuses the job, or it ends for want of something
             raise
-        said = f"in iteration {recorder.iteration}: {type(error).__name__}: {error}"
-        raise NotTrainedError(said.partition("\n")[0]) from error
+        kind = type(error).__name__
+        text = sentence(error).removeprefix(kind).lstrip()
+        raise NotTrainedError(f"in iteration {recorder.iteration}: {kind}: {text}") from error
     recorder.write()
 
 

@@ -9,10 +9,12 @@ unmodified; one wrapper of ``train_step`` sees what goes in and comes out.
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import json
 import queue
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,40 +22,126 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_prism.emulate.checkpoint_names import sharded_state
 from megatron_prism.emulate.patch import Original, PatchContext, Patches
 from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.emulate.workers import Json
 from megatron_prism.verify import shrink
 from megatron_prism.verify.compare import LAST_BIT
+from megatron_prism.verify.kept import COUNTED, STATES
 from megatron_prism.verify.shrink import SmallRun
 
-Shard = tuple[str, list[int], list[int], np.ndarray]  # key, offset, shape of the whole, data
 Model = Sequence[Any]  # of Megatron: chunks of a stage
 Parameter = torch.nn.Parameter
 Tensors = dict[Parameter, torch.Tensor]
-STATES = ("exp_avg", "exp_avg_sq")  # of Adam
+
+
+@dataclass(frozen=True)
+class NamedPart:
+    """A part of a tensor under the name that a checkpoint gives it.
+
+    parameter : of which it is a value; None for a buffer
+    """
+
+    key: str
+    offset: list[int]
+    whole: list[int]
+    data: np.ndarray
+    parameter: Parameter | None
+
+
+@dataclass(frozen=True)
+class NormCall:
+    """One call of Megatron's function of the gradient norm.
+
+    ranks    : of the group over which it sums
+    counts   : parameter -> how often each of its elements is in this rank's sum
+    nameless : elements in this rank's sum that are in no parameter's gradient
+    """
+
+    ranks: tuple[int, ...]
+    counts: Tensors
+    nameless: int
+
+
+class GradientPlaces:
+    """Where the gradients of a model lie in memory, so that a view of one has a parameter."""
+
+    def __init__(self, model: Model) -> None:
+        self.parameters: list[Parameter] = []
+        # storage -> (first element, one behind the last, parameter), ascending
+        self._places: dict[int, list[tuple[int, int, Parameter]]] = {}
+        for _, bucket in _buckets(model):
+            for parameter in bucket.params:
+                gradient = parameter.main_grad
+                start = int(gradient.storage_offset())
+                place = start, start + gradient.numel(), parameter
+                self._places.setdefault(_storage(gradient), []).append(place)
+                self.parameters.append(parameter)
+        for places in self._places.values():
+            places.sort(key=lambda place: place[0])
+
+    def find(self, view: torch.Tensor) -> tuple[Parameter, int] | None:
+        """Return the parameter of a view of its gradient, and the view's first element there.
+
+        Returns None for a tensor that is not wholly in one parameter's gradient.
+        """
+        places = self._places.get(_storage(view), [])
+        start = int(view.storage_offset())
+        number = bisect.bisect_right(places, start, key=lambda place: place[0]) - 1
+        if number < 0 or not view.is_contiguous():
+            return None
+        first, behind, parameter = places[number]
+        if start + view.numel() > behind:
+            return None
+        return parameter, start - first
+
+    def counted(self, gradients: Sequence[torch.Tensor], group: Any) -> NormCall:
+        """Return how often each element is among ``gradients``, whose norm is summed over
+        ``group``; None is the whole world."""
+        counts = {parameter: torch.zeros(parameter.numel()) for parameter in self.parameters}
+        nameless = 0
+        for gradient in gradients:
+            place = self.find(gradient)
+            if place is None:
+                nameless += gradient.numel()
+                continue
+            parameter, start = place
+            counts[parameter][start : start + gradient.numel()] += 1
+        if group is None:
+            ranks = tuple(range(torch.distributed.get_world_size()))
+        else:
+            ranks = tuple(torch.distributed.get_process_group_ranks(group))
+        shaped = {parameter: count.view(parameter.shape) for parameter, count in counts.items()}
+        return NormCall(ranks, shaped, nameless)
 
 
 class StepRecorder:
     """Collects what one rank does, and writes it as two files.
 
     ``tensors``: [what, iteration, key, offset, shape of the whole], one for each array.
+    ``norm_calls``: [iteration, what its counts are called, ranks of the group, nameless elements].
+    ``unnamed``: name of a parameter that no checkpoint names -> [elements, whether its gradient
+    was 0 in each iteration].
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.place = folder / f"rank-{rank}"
         self.iteration = 0
         self.facts: Json = {
-            "rank": rank, "losses": [], "norms": {}, "routed": {}, "reported": [], "changes": [],
-            "parts": [], "tensors": [], "unnamed": 0,
+            "rank": rank, "losses": [], "norms": {}, "norm_calls": [], "routed": {},
+            "reported": [], "changes": [], "parts": [], "tensors": [], "unnamed": {},
         }  # fmt: skip
         self.arrays: list[np.ndarray] = []
         self.trains = False  # since its first step
         self.training = False  # now
+        self.places: GradientPlaces | None = None  # while the optimizer steps
+        self.norm_calls: list[NormCall] = []  # of this step
 
-    def tensor(self, what: str, key: str, offset: object, whole: object, data: object) -> None:
-        self.facts["tensors"].append([what, self.iteration, key, offset, whole])
-        self.arrays.append(np.asarray(data))
+    def tensor(self, what: str, part: NamedPart) -> None:
+        """Keep a part of a tensor."""
+        self.facts["tensors"].append([what, self.iteration, part.key, part.offset, part.whole])
+        self.arrays.append(np.asarray(part.data))
 
     def add_scalar(self, name: str, value: Any, iteration: int) -> None:
         """Keep a figure, as TensorBoard's writer of the last rank does."""
@@ -63,97 +151,176 @@ class StepRecorder:
         """As TensorBoard's writer: nothing is written before ``write``."""
 
     def write(self) -> None:
+        """Write both files; the facts last, so that a rank that has them has all."""
         np.savez(f"{self.place}.npz", *self.arrays)
         Path(f"{self.place}.json").write_text(json.dumps(self.facts))
 
+    def keep_gradients(self, model: Model) -> None:
+        """Keep the gradients as the optimizer reads them, and the names that some lack."""
+        gradients = whole_buffers(model, True)
+        unnamed = {parameter: parameter.numel() for parameter in gradients}
+        for part in shards(model, gradients, True):
+            self.tensor("gradient", part)
+            if part.parameter is not None:
+                unnamed[part.parameter] -= part.data.size
+        for name, parameter in _names(model):
+            if unnamed.get(parameter, 0) <= 0:
+                continue
+            _, was_zero = self.facts["unnamed"].get(name, [0, True])
+            is_zero = not bool(gradients[parameter].any())
+            self.facts["unnamed"][name] = [unnamed[parameter], was_zero and is_zero]
+
+    def keep_norm_calls(self, model: Model) -> None:
+        """Keep which elements of which parameters are in the gradient norm."""
+        for number, call in enumerate(self.norm_calls):
+            what = f"{COUNTED} {number}"
+            self.facts["norm_calls"].append([self.iteration, what, list(call.ranks), call.nameless])
+            for part in shards(model, call.counts, True):
+                self.tensor(what, replace(part, data=part.data.astype(np.uint8)))
+        self.norm_calls = []
+
+    def keep_parameters(self, model: Model, optimizer: Any) -> None:
+        """Keep the parameters, and the optimizer's states behind a step."""
+        for part in shards(model, whole_buffers(model, False), False):
+            self.tensor("parameter", part)
+        if not self.iteration:
+            return
+        for name in STATES:
+            for part in shards(model, whole_states(model, optimizer, name), True):
+                self.tensor(name, part)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return what two views of the same memory have alike."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _inner(chunk: Any) -> Any:
+    """Return a chunk without its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _names(model: Model) -> Iterator[tuple[str, Parameter]]:
+    """Yield Megatron's own names of parameters, with the chunk's number if there are several."""
+    for number, chunk in enumerate(model):
+        before = f"chunk {number} " if len(model) > 1 else ""
+        for name, parameter in _inner(chunk).named_parameters():
+            yield before + name, parameter
+
 
 def whole_buffers(model: Model, of_gradients: bool) -> Tensors:
-    """Gradients, or parameters, of every parameter as copies that are complete on this rank.
+    """Return gradients, or parameters, of every parameter as copies that are complete here.
 
     With the distributed optimizer a rank has reduced, or updated, its part of each bucket alone;
     the others' parts are gathered.
     """
-    found: Tensors = {}
+    copies: Tensors = {}
     for group, bucket in _buckets(model):
         kept = bucket.grad_data if of_gradients else bucket.param_data
-        if kept is None:  # parameters stay where they were made
-            found.update((p, p.detach().clone()) for p in bucket.params)
+        # parameters stay where they were made
+        if kept is None:
+            for parameter in bucket.params:
+                copies[parameter] = parameter.detach().clone()
             continue
         data = kept.detach().clone()
         if group.ddp_config.use_distributed_optimizer:
             owners = group.intra_distributed_optimizer_instance_group
             parts = list(data.chunk(owners.size()))
-            mine = parts[owners.rank()].clone()
-            torch.distributed.all_gather(parts, mine, group=owners)
+            own_part = parts[owners.rank()].clone()
+            torch.distributed.all_gather(parts, own_part, group=owners)
             data = torch.cat(parts)
         for parameter in bucket.params:
             view = parameter.main_grad if of_gradients else parameter.data
             start = view.storage_offset() - kept.storage_offset()
-            found[parameter] = data[start : start + view.numel()].view(view.shape)
-    return found
+            copies[parameter] = data[start : start + view.numel()].view(view.shape).clone()
+    return copies
 
 
 def whole_states(model: Model, optimizer: Any, name: str) -> Tensors:
-    """One of Adam's states of every parameter as copies that are complete on this rank."""
-    own: dict[Parameter, tuple[int, torch.Tensor]] = {}  # from which element on, what is here
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if hasattr(one, "model_param_gbuf_map"):  # the distributed one
-            for parameter in one.model_param_gbuf_map:
-                start = one._get_model_param_range_map(parameter)["param"].start
-                state = one._get_main_param_and_optimizer_states(parameter)
-                own[parameter] = start, state[name]
-        else:
-            own |= {parameter: (0, state[name]) for parameter, state in one.optimizer.state.items()}
-    found: Tensors = {}
+    """Return one of the optimizer's states of every parameter that has it, complete here."""
+    own_parts = _own_states(optimizer, name)
+    states: Tensors = {}
     for group, bucket in _buckets(model):
         for parameter in bucket.params_list:
             whole = torch.zeros(parameter.numel())
-            if parameter in own:
-                start, part = own[parameter]
+            held = torch.zeros(parameter.numel())
+            if parameter in own_parts:
+                start, part = own_parts[parameter]
                 whole[start : start + part.numel()] = part.reshape(-1)
+                held[start : start + part.numel()] = 1
             if group.ddp_config.use_distributed_optimizer:
                 owners = group.intra_distributed_optimizer_instance_group
                 torch.distributed.all_reduce(whole, group=owners)
-            found[parameter] = whole.view(parameter.shape)
-    return found
+                torch.distributed.all_reduce(held, group=owners)
+            # an optimizer may have this state for some of its parameters alone
+            if bool(held.all()):
+                states[parameter] = whole.view(parameter.shape)
+    return states
+
+
+def _own_states(optimizer: Any, name: str) -> dict[Parameter, tuple[int, torch.Tensor]]:
+    """Return parameter -> (its first element that this rank has a state of, these states)."""
+    own_parts: dict[Parameter, tuple[int, torch.Tensor]] = {}
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # the distributed one has states of parts of parameters
+        if hasattr(part, "model_param_gbuf_map"):
+            for parameter in part.model_param_gbuf_map:
+                start = part._get_model_param_range_map(parameter)["param"].start
+                states = part._get_main_param_and_optimizer_states(parameter)
+                if isinstance(states.get(name), torch.Tensor):
+                    own_parts[parameter] = start, states[name]
+            continue
+        # a rank without parameters has no optimizer
+        if part.optimizer is None:
+            continue
+        for parameter, states in part.optimizer.state.items():
+            if isinstance(states.get(name), torch.Tensor):
+                own_parts[parameter] = 0, states[name]
+    return own_parts
 
 
 def _buckets(model: Model) -> Iterator[tuple[Any, Any]]:
-    """(group, bucket) of every chunk."""
+    """Yield (group, bucket) of every chunk."""
     for chunk in model:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            yield from ((group, bucket) for bucket in group.buckets)
+            for bucket in group.buckets:
+                yield group, bucket
 
 
-def shards(model: Model, values: Tensors, only: bool) -> Iterator[Shard]:
-    """What a checkpoint would have of ``values`` in place of the parameters; ``only``: less what
-    are no parameters."""
+def shards(model: Model, values: Tensors, only: bool) -> Iterator[NamedPart]:
+    """Yield what a checkpoint would have of ``values`` in place of the parameters.
+
+    Args:
+        only: leave out what is no value of a parameter.
+    """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from torch.utils._pytree import tree_leaves
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for chunk in model:
-        inner = chunk
-        while hasattr(inner, "module"):
-            inner = inner.module
+        inner = _inner(chunk)
         before = {p: p.data for p in inner.parameters() if p in values}
         try:
+            owners: dict[int, Parameter] = {}
             for parameter in before:
                 parameter.data = values[parameter]
-            storages = {p.untyped_storage()._cdata for p in before}
+                owners[_storage(parameter)] = parameter
             metadata = {"non_homogeneous_layers": True, "dp_cp_group": group}
-            state = {"model": inner.sharded_state_dict(metadata=metadata)}
+            state = {"model": sharded_state(inner, metadata)}
             apply_factories(state)
-            for one in tree_leaves(state):
-                if not isinstance(one, ShardedTensor) or one.data is None:
+            for leaf in tree_leaves(state):
+                if not isinstance(leaf, ShardedTensor) or leaf.data is None:
                     continue
-                if only and one.data.untyped_storage()._cdata not in storages:
+                owner = owners.get(_storage(leaf.data))
+                if only and owner is None:
                     continue
-                data = one.data.detach().to(torch.float64).numpy().copy()
-                shape = list(one.local_shape)
-                data = data.reshape([1] * one.prepend_axis_num + shape)
-                yield one.key, list(one.global_offset), list(one.global_shape), data
+                data = leaf.data.detach().to(torch.float64).numpy().copy()
+                data = data.reshape([1] * leaf.prepend_axis_num + list(leaf.local_shape))
+                offset, whole = list(leaf.global_offset), list(leaf.global_shape)
+                yield NamedPart(leaf.key, offset, whole, data, owner)
         finally:
             for parameter, data in before.items():
                 parameter.data = data
@@ -195,7 +362,7 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
         model, optimizer = call.arguments["model"], call.arguments["optimizer"]
         if not recorder.trains:
             recorder.trains, recorder.iteration = True, megatron_args().iteration
-            _keep_parameters(recorder, model, optimizer)
+            recorder.keep_parameters(model, optimizer)
             if run.rounded:
                 _round_otherwise(model, LAST_BIT[run.precise])
         recorder.iteration += 1
@@ -205,19 +372,18 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
             recorder.training = True
             losses = schedule(*args, **kwargs)
             recorder.training = False
-            for number, one in enumerate(losses or ()):
-                values = {key: value.reshape(-1).tolist() for key, value in one.items()}
+            for number, microbatch in enumerate(losses or ()):
+                values = {key: value.reshape(-1).tolist() for key, value in microbatch.items()}
                 recorder.facts["losses"].append([recorder.iteration, number, values])
             return losses
 
         def updated(*args: object, **kwargs: object) -> object:
-            gradients = whole_buffers(model, True)
-            unnamed = sum(one.numel() for one in gradients.values())
-            for found in shards(model, gradients, True):
-                recorder.tensor("gradient", *found)
-                unnamed -= found[3].size
-            recorder.facts["unnamed"] = unnamed
-            return update(*args, **kwargs)
+            recorder.keep_gradients(model)
+            recorder.places = GradientPlaces(model)
+            try:
+                return update(*args, **kwargs)
+            finally:
+                recorder.places = None
 
         call.arguments["forward_backward_func"] = scheduled
         optimizer.step = updated
@@ -227,8 +393,25 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
             optimizer.step = update
         norm = None if result[5] is None else float(result[5])
         recorder.facts["norms"][recorder.iteration] = norm
-        _keep_parameters(recorder, model, optimizer)
+        recorder.keep_norm_calls(model)
+        recorder.keep_parameters(model, optimizer)
         return result
+
+    @patches.instead(
+        "megatron.core.optimizer.clip_grads:get_grad_norm_fp32", at=":51 @0.16.1; :55 @0.19.0"
+    )
+    def gradient_norm(
+        context: PatchContext, original: Original, *args: object, **kwargs: object
+    ) -> object:
+        """Which parameters are in the gradient norm is compared with another layout's."""
+        if recorder.places is not None:
+            call = inspect.signature(original).bind(*args, **kwargs)
+            gradients = call.arguments["grads_for_norm"]
+            if isinstance(gradients, torch.Tensor):
+                gradients = [gradients]
+            group = call.arguments.get("grad_stats_parallel_group")
+            recorder.norm_calls.append(recorder.places.counted(gradients, group))
+        return original(*args, **kwargs)
 
     @patches.patch("megatron.training.training", at=":2588 @0.19.0")
     def report(module: ModuleType, context: PatchContext) -> None:
@@ -252,14 +435,6 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
         return result
 
     return patches
-
-
-def _keep_parameters(recorder: StepRecorder, model: Model, optimizer: Any) -> None:
-    for found in shards(model, whole_buffers(model, False), False):
-        recorder.tensor("parameter", *found)
-    for name in STATES if optimizer.config.optimizer == "adam" and recorder.iteration else ():
-        for found in shards(model, whole_states(model, optimizer, name), True):
-            recorder.tensor(name, *found)
 
 
 def _round_otherwise(model: Model, last_bit: float) -> None:

@@ -127,9 +127,13 @@ _AT_MOST = {
     "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 16, "mamba_state_dim": 16,
     "mamba_head_dim": 16, "mamba_num_heads": 8,
 }  # fmt: skip
+_WITHOUT_FSDP = (
+    "leave it out, with its own flags, to verify the rest; FSDP shards, reduces and updates by "
+    "code of its own, of which that says nothing"
+)
 _REFUSED = {
-    "use_megatron_fsdp": "--use-distributed-optimizer in its place is the same arithmetic",
-    "use_torch_fsdp2": "--use-distributed-optimizer in its place is the same arithmetic",
+    "use_megatron_fsdp": _WITHOUT_FSDP,
+    "use_torch_fsdp2": _WITHOUT_FSDP,
     "use_legacy_models": "leave it out",
     "heterogeneous_layers_config_path": "leave it out: all layers alike are shrunk",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import World
 from megatron_prism.verify import shrink
-from megatron_prism.verify.compare import Kept, LayoutComparison, LayoutDifference
+from megatron_prism.verify.compare import INITIAL, LayoutComparison, LayoutDifference
+from megatron_prism.verify.kept import Kept, UndecidedError
 from megatron_prism.verify.ranks import RankError, Server
 from megatron_prism.verify.shrink import SmallRun
 
@@ -49,6 +51,8 @@ class Verdict:
     counts    : kind of value -> how many were compared
     run       : which run differs, where it is not the copy from its beginning
     reports   : figures that Megatron reports otherwise; they do not make another job
+    unnamed   : parameters that no checkpoint names -> [elements, whether no gradient reaches them]
+    not_compared : sentences on what runs may have and what was not compared
     """
 
     words: tuple[str, ...]
@@ -65,7 +69,8 @@ class Verdict:
     counts: dict[str, int] = field(default_factory=dict)
     tolerance: float = 0.0
     iterations: int = shrink.ITERATIONS
-    unnamed: int = 0
+    unnamed: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    not_compared: list[str] = field(default_factory=list)
     run: str = ""
     reports: list[LayoutDifference] = field(default_factory=list)
 
@@ -80,14 +85,30 @@ class Verdict:
     def not_checked(self) -> str:
         """What no run without a GPU can check: of every job, and of this one."""
         kernels = [name for name, _, _, why in self.asked if why in shrink.NOT_CHECKED]
-        text = _NOT_HERE + (f"; of this job {', '.join(kernels)}" if kernels else "")
-        unnamed = f"; {self.unnamed:,} parameters that checkpoints do not name"
-        return text + (unnamed if self.unnamed else "")
+        sentences = [_NOT_HERE]
+        if kernels:
+            sentences.append(f"of this job {', '.join(kernels)}")
+        for name, (elements, is_idle) in self.unnamed.items():
+            idle = ", no gradient reaches it" if is_idle else ""
+            sentences.append(f"{name} ({elements:,} elements that no checkpoint names{idle})")
+        return "; ".join([*sentences, *self.not_compared])
 
     def to_json(self) -> dict[str, object]:
+        """Return all fields; a number that is none is its name, as JSON has no word for it."""
         shown = {"world": str(self.world), "copy": str(self.copy), "changes": self.asked,
                  "not_checked": self.not_checked}  # fmt: skip
-        return {**asdict(self), **shown}
+        return {name: _finite(value) for name, value in {**asdict(self), **shown}.items()}
+
+
+def _finite(value: object) -> object:
+    """Return the same with NaN and infinity as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return value
 
 
 def verify(
@@ -118,37 +139,40 @@ def verify(
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server(line.python))
 
-        def kept(name: str, run: SmallRun, by: Server = server) -> Kept:
+        def kept(name: str, run: SmallRun, by: Server = server, title: str = "the copy") -> Kept:
             say(f"{name}: {counted(run.here.size, 'rank')}")
             place = by.run(replace(run, folder=folder / name.replace(" ", "-")))
-            return Kept(place, run.here)
+            return Kept(place, run.here, title)
 
         try:
             if against is None:
-                one = shrink.one_rank(copy)
-                second, by = replace(job, here=one, left_out=tuple(shrink.PARTS)), server
+                alone = shrink.one_rank(copy)
+                second, by = replace(job, here=alone, left_out=tuple(shrink.PARTS)), server
+                title = "one rank alone"
             else:
                 its, words = _copy(against), against.words
                 second = replace(job, words=words, job=against.world, copy=its, here=its)
                 by = stack.enter_context(Server(against.python))
+                title = "the other job"
             name = "copy"
-            found = kept(name, replace(job, saves=resume))
+            copied = kept(name, replace(job, saves=resume))
             name = "reference" if against is None else "other job"
-            other = kept(name, second, by)
-            rounded = kept(f"{name} rounded otherwise", replace(second, rounded=True), by)
+            other = kept(name, second, by, title)
+            rounded_name = f"{name} rounded otherwise"
+            rounded = kept(rounded_name, replace(second, rounded=True), by, f"the {rounded_name}")
         except RankError as error:
             if error.kind in _REFUSALS or error.exit_code == 2:
                 raise UsageError(f"the {name} is refused: {error.message}", error.fix) from None
             verdict.why = f"the {name} failed: {error.message}"
             return verdict
-        _judge(verdict, LayoutComparison(found, other, rounded, verdict.iterations))
+        _judge(verdict, LayoutComparison(copied, other, rounded, verdict.iterations))
 
         def compare(name: str, run: SmallRun) -> LayoutComparison:
             return LayoutComparison(kept(name, run), other, rounded, run.iterations)
 
         first = verdict.difference
-        if first is not None and 0 < first.error < _NEAR * first.tolerance and not precise:
-            say("near the tolerance: decided in float64")
+        if first is not None and not precise and _is_near(first):
+            say("a difference that roundings may make: decided in float64")
             folder /= "float64"
             return verify(line, against, folder, say, bisect=bisect, resume=resume, precise=True)
         if first is not None and bisect and against is None:
@@ -163,28 +187,55 @@ _REFUSALS = ("AssertionError", "ValueError", "NotImplementedError", "Unsupported
              "ImportError", "ModuleNotFoundError")  # fmt: skip
 
 
+def _is_near(difference: LayoutDifference) -> bool:
+    """Whether roundings alone may make a difference."""
+    error = difference.error
+    return error is not None and 0 < error < _NEAR * difference.tolerance
+
+
 def _copy(line: Line) -> World:
     wide = "--no-overlap-p2p-communication" in line.words
     return shrink.small_world(line.world, line.dp_known, wide)
 
 
 def _judge(verdict: Verdict, compared: LayoutComparison) -> None:
-    facts, other = compared.job.facts, compared.other
-    verdict.changes, verdict.parts = facts[0]["changes"], facts[0]["parts"]
-    verdict.unnamed = max(one["unnamed"] for one in facts)
-    if not other.losses:
-        raise UnsupportedError("the reference says no loss", fix="a script that uses pretrain()")
-    first = verdict.difference = compared.first()
-    verdict.reports = compared.reports()
-    verdict.worst, verdict.tolerance = compared.worst, compared.tolerance
-    verdict.same = first is None
-    if first is not None and first.what == "initial parameter":
+    """Put what was found between the copy and its reference into the verdict."""
+    other = compared.other
+    try:
+        facts = compared.job.facts
+        verdict.changes, verdict.parts = facts[0]["changes"], facts[0]["parts"]
+        verdict.unnamed = _unnamed(compared.job)
+        if not other.losses:
+            raise UnsupportedError(
+                f"{other.title} says no loss", fix="a script that uses pretrain()"
+            )
+        verdict.tolerance = compared.tolerance
+        verdict.difference = compared.first()
+        verdict.same = verdict.difference is None
+        verdict.reports = compared.reports()
+    except UndecidedError as error:
+        verdict.same, verdict.why = None, error.message
+    verdict.worst, verdict.not_compared = compared.worst, compared.not_compared
+    # runs that cannot be compared have no numbers of values either
+    if verdict.why:
+        return
+    if verdict.difference is not None and verdict.difference.what == INITIAL:
         verdict.same, verdict.why = None, "the two do not start from the same parameters"
     verdict.counts = {
         "losses": len(other.losses),
         "gradients": len(other.tensors("gradient", 1)) * verdict.iterations,
         "parameters": len(other.tensors("parameter", 0)) * 2,
     }
+
+
+def _unnamed(kept: Kept) -> dict[str, tuple[int, bool]]:
+    """Return name -> elements that no checkpoint names, and whether no gradient reaches them."""
+    unnamed: dict[str, tuple[int, bool]] = {}
+    for facts in kept.facts:
+        for name, (elements, is_idle) in facts["unnamed"].items():
+            most, was_idle = unnamed.get(name, (0, True))
+            unnamed[name] = max(most, elements), was_idle and is_idle
+    return unnamed
 
 
 def _resume(verdict: Verdict, job: SmallRun, compare: Compare) -> None:
@@ -201,7 +252,11 @@ def _resume(verdict: Verdict, job: SmallRun, compare: Compare) -> None:
         except RankError as error:
             verdict.same, verdict.why = None, f"{name} from iteration {at}: {error.message}"
             return
-        verdict.difference = compared.first(at)
+        try:
+            verdict.difference = compared.first(at)
+        except UndecidedError as error:
+            verdict.same, verdict.why = None, f"{name} from iteration {at}: {error.message}"
+            return
         verdict.worst[name] = max(compared.worst.values())
         if verdict.difference is not None:
             verdict.same, verdict.run = False, f"{name} from iteration {at} ({few})"
@@ -219,9 +274,9 @@ def _bisect(verdict: Verdict, job: SmallRun, compare: Compare) -> None:
         run = replace(job, left_out=(part,), iterations=iterations, here=here or job.here)
         verdict.tried.append(part)
         try:
-            compared = compare(f"without {part.lstrip('-')}", run)
-        except RankError:
-            continue  # Megatron refuses the rest
-        if compared.first() is None:
+            first = compare(f"without {part.lstrip('-')}", run).first()
+        except (RankError, UndecidedError):
+            continue  # Megatron refuses the rest, or it does not come to its end
+        if first is None:
             verdict.culprits.append(part)
             return

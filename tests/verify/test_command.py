@@ -1,6 +1,7 @@
 """``prism verify``: what it prints, and its exit status."""
 
 import json
+import math
 
 import pytest
 
@@ -47,6 +48,34 @@ def test_the_first_difference_is_shown_with_what_makes_it(job, capsys):
     assert "first: gradient of iteration 1, output_layer.weight (rank 0)" in said
     assert "0.5 off, 1e-05 allowed; 3 more of 9" in said
     assert "gone without --sequence-parallel" in said
+
+
+def test_a_value_of_one_run_alone_is_off_by_no_number(job, capsys):
+    lack = LayoutDifference(
+        "parameter names", 0, "decoder.layers.2.mlp.weight", "no rank", None, 0.0,
+        ("in one rank alone only",), (3, 9),
+    )  # fmt: skip
+    assert job(same=False, difference=lack) == 1
+    *_, first, count, note = capsys.readouterr().out.splitlines()
+    assert first.strip() == (
+        "first: parameter names of iteration 0, decoder.layers.2.mlp.weight (no rank)"
+    )
+    assert (count.strip(), note.strip()) == ("3 more of 9", "in one rank alone only")
+
+
+def test_numbers_that_are_none_are_text_in_json(job, capsys):
+    difference = LayoutDifference("loss", 1, "lm loss of microbatch 0", "rank 0", math.nan, 1e-5)
+    assert job("--json", same=False, difference=difference, worst={"loss": math.inf}) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["difference"]["error"], said["worst"]) == ("nan", {"loss": "inf"})
+
+
+def test_what_is_not_compared_is_named(job, capsys):
+    unnamed = {"output_layer.weight": (16384, True)}
+    assert job(same=True, unnamed=unnamed, not_compared=["the gradient norm: neither"]) == 0
+    said = capsys.readouterr().out
+    assert "output_layer.weight (16,384 elements that no checkpoint names, no gradient" in said
+    assert "the gradient norm: neither" in said
 
 
 def test_the_page_has_the_verdict_and_what_was_shrunk(job, tmp_path, capsys):

@@ -113,3 +113,11 @@ def test_what_it_does_not_know_is_refused_by_name(given):
     (name,) = given
     with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
         shrunk(**given)
+
+
+@pytest.mark.parametrize("name", ["use_megatron_fsdp", "use_torch_fsdp2"])
+def test_a_refusal_of_fsdp_promises_nothing_of_it(name):
+    with pytest.raises(UsageError) as error:
+        shrunk(**{name: True})
+    assert "of which that says nothing" in error.value.fix
+    assert "same arithmetic" not in error.value.fix

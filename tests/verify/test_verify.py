@@ -4,6 +4,8 @@ is not, and the parameter and the axis are named.
 Needs megatron.training (0.19).
 """
 
+import os
+import pathlib
 import sys
 
 import pytest
@@ -70,6 +72,28 @@ def test_gradients_that_are_not_reduced_are_named_with_their_axis(tmp_path):
     assert found.difference.where == "decoder.final_layernorm.bias"
     assert found.difference.axes == ("tp",)
     assert found.culprits == ["--sequence-parallel"]
+
+
+def test_shards_that_are_left_out_of_the_norm_are_named_though_they_vanish_in_it(tmp_path):
+    # 0.19 does not mark this parameter as sharded, so ranks other than 0 are left out
+    found = verdict(tmp_path, stock_jobs.TINY, World(8, tp=8), "--softmax-type", "learnable")
+    assert found.same is False
+    assert (found.difference.what, found.difference.iteration) == ("gradient norm", 1)
+    assert found.difference.where.endswith("core_attention.softmax_offset")
+    assert found.difference.place == "rank 1, [2:4]"
+    assert found.difference.notes == ("counted 0 times in the norm of rank 0, not 1 times",)
+
+
+@pytest.mark.skipif("PRISM_MEGATRON" not in os.environ, reason="PRISM_MEGATRON: a checkout")
+def test_tied_embeddings_beside_mtp_in_a_pipeline_are_verified(tmp_path, monkeypatch):
+    checkout = os.environ["PRISM_MEGATRON"]
+    monkeypatch.setenv("PYTHONPATH", checkout)
+    flags = ["--pipeline-model-parallel-size", "4", "--mtp-num-layers", "1"]
+    script = pathlib.Path(checkout, "pretrain_gpt.py")
+    found = verdict(tmp_path, script, World(8, pp=4), *flags)
+    assert found.same, found.why or found.difference
+    # Megatron allocates it on the last stage, where the embedding is read in its place
+    assert found.unnamed == {"output_layer.weight": (256 * 64, True)}
 
 
 def test_states_that_a_checkpoint_does_not_bring_back_are_named(tmp_path):

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_prism.emulate import job_arguments
+from megatron_prism.emulate.checkpoint_names import sharded_state
 from megatron_prism.emulate.patch import Original, PatchContext, Patches
 from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.runtime.virtual_world import values_of
@@ -100,7 +101,7 @@ def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
     from torch.utils._pytree import tree_leaves
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    state = {"model": model.sharded_state_dict(metadata={"dp_cp_group": group})}  # 0.16's MTP asks
+    state = {"model": sharded_state(model, {"dp_cp_group": group})}  # 0.16's MTP asks for it
     apply_factories(state)
     filled = set[int]()
     for shard in tree_leaves(state):
