@@ -50,6 +50,7 @@ YAML_BYTES = 1 << 18
 _DEPTH = 32
 _EXPANDED = 1 << 26, 64, 1 << 31  # bytes of a value that any file may mean; by its size; at most
 _HEAD = 1 << 28  # bytes of one member that is text
+_PIECE = 1 << 23  # bytes that are read at once
 _INFLATED = 1 << 28  # bytes to which the compressed members of a file may inflate together
 _MEMORY = 1 << 30, 32  # bytes that any file may take; by its size
 
@@ -107,24 +108,83 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def read_unpacked(path: str | os.PathLike[str], most: int, times: int = 100) -> bytearray:
-    """All bytes of a file, or what it packs by gzip or xz, at most ``times`` as many (256 MiB more
-    are always fine).  OSError; ValueError for more than ``most`` bytes, and for a damaged file."""
-    with open(path, "rb") as file:
-        opened = _PACKED.get(file.read(2))
-        packed = opened is not None
-        most = min(most, (1 << 28) + times * os.fstat(file.fileno()).st_size) if packed else most
-        file.seek(0)
-        data = bytearray()
-        try:
-            with opened(file) if opened is not None else file as unpacked:
-                while piece := unpacked.read(1 << 23):
-                    data += piece
-                    if len(data) > most:
-                        what = "unpacks to" if packed else "has"
-                        raise ValueError(f"it {what} more than {most:,} bytes")
-        except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"it is cut off or damaged: {error}") from None
+    """Read all bytes of a file, or what it packs by gzip or xz.
+
+    Args:
+        path: the file.
+        most: bytes that it may have, or unpack to.
+        times: how many times its size it may unpack to; 256 MiB more are always fine.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has more bytes, or is damaged.
+    """
+    data, damage = read_to_cut(path, most, times)
+    if damage:
+        raise ValueError(f"it is cut off or damaged: {damage}")
     return data
+
+
+_CUT = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # what a cut packed file raises
+
+
+def read_to_cut(path: str | os.PathLike[str], most: int, times: int = 100) -> tuple[bytearray, str]:
+    """Read a file as ``read_unpacked`` does, but keep what stands before a cut.
+
+    Returns:
+        The bytes, and why they end early; "" where the file is whole.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has more bytes than allowed.
+    """
+    data = bytearray()
+    with open(path, "rb") as file:
+        opened = _opener(file)
+        packed = opened is not None
+        if packed:
+            most = min(most, (1 << 28) + times * os.fstat(file.fileno()).st_size)
+        try:
+            for piece in _pieces(file, opened):
+                data += piece
+                if len(data) > most:
+                    verb = "unpacks to" if packed else "has"
+                    raise ValueError(f"it {verb} more than {most:,} bytes")
+        except _CUT as error:
+            return data, str(error)
+    return data, ""
+
+
+def first_bytes(path: str | os.PathLike[str], size: int) -> bytes:
+    """Read the first ``size`` bytes of a file, or of what it packs, as far as it can be unpacked.
+
+    OSError if it cannot be read.
+    """
+    data = bytearray()
+    with open(path, "rb") as file, contextlib.suppress(*_CUT):
+        for piece in _pieces(file, _opener(file)):
+            data += piece
+            if len(data) >= size:
+                break
+    return bytes(data[:size])
+
+
+def _opener(file: BinaryIO) -> Callable[[BinaryIO], Any] | None:
+    """Find what unpacks a file, by its first two bytes; None: it is not packed."""
+    opened = _PACKED.get(file.read(2))
+    file.seek(0)
+    return opened
+
+
+def _pieces(file: BinaryIO, opened: Callable[[BinaryIO], Any] | None) -> Iterator[bytes]:
+    """Yield the bytes of a file, unpacked by ``opened``, in pieces of at most ``_PIECE``.
+
+    ``read1`` gives what stands before a cut; ``read`` would lose its last piece.
+    """
+    unpacked = file if opened is None else opened(file)
+    read = getattr(unpacked, "read1", unpacked.read)
+    while piece := read(_PIECE):
+        yield piece
 
 
 # -- values ---------------------------------------------------------------------------------------

@@ -2,7 +2,11 @@
 
 diagnose.py      all ways to a verdict: ``prism.hang``
 dumps.py         Flight Recorder dumps as entries, groups and status
+log_lines.py     the lines of logs that say something, as a table, and whose they are
+log_errors.py    exceptions in a rank's log: those that ended it, those that it handled
+attempts.py      what earlier attempts of a job printed, left out
 logs.py          what the job printed, as dumps and events
+fingerprints.py  whose call differs, by torch's own check
 ras.py           what NCCL's RAS reports
 consistency.py   dumps of another job or of another moment
 state.py         outstanding calls of every rank

@@ -25,12 +25,13 @@ from dataclasses import replace
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.world import format_ranks, ranks_text
-from megatron_prism.hang import consistency, siblings, waits
-from megatron_prism.hang.dumps import UNNAMED, DumpSet, Entry, Launch
+from megatron_prism.hang import consistency, fingerprints, siblings, waits
+from megatron_prism.hang.dumps import UNNAMED, DumpSet, Entry, Launch, RankEvent
+from megatron_prism.hang.fingerprints import Disagreement
 from megatron_prism.hang.logs import op_type
 from megatron_prism.hang.mismatch import Mismatch, find_mismatches, is_batched
 from megatron_prism.hang.state import JobState, call_text
-from megatron_prism.hang.verdict import JOB, Culprit, Diagnosis
+from megatron_prism.hang.verdict import JOB, Culprit, Diagnosis, Waiting
 from megatron_prism.hang.waits import issue_order
 
 
@@ -90,6 +91,7 @@ _CALLED_OTHERWISE = {
 }  # fmt: skip
 _STOPPED = 8  # culprits that one command stops: those of a host
 _WHERE = ("outside", "in a call", "at work")  # events that say where a rank stands
+_HANDLED = "handled"  # the event of an exception after which the rank went on
 
 
 def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
@@ -102,9 +104,17 @@ def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
         parted = consistency.consistent_dumps(found if then is None else then)
         judge = _Judge(parted)
         made = replace(judge.verdict(), watchdog=first_watchdog(judge.state))
-        made = (consistency.unless_running(made, parted, judge.differ, judge.excused)
-                if then is None else consistency.unless_moved(made, found, then))  # fmt: skip
+        if then is not None:
+            made = consistency.unless_moved(made, found, then)
+        elif not _stands_still(found):
+            made = consistency.unless_running(made, parted, judge.differ, judge.excused)
         return replace(made, decides=what_decides(made, judge.state))
+
+
+def _stands_still(observed: DumpSet) -> bool:
+    """Whether all that is known is of logs in which watchdogs fired: such a job does not run."""
+    only_logs = all(dump.version == "log" for dump in observed.dumps.values())
+    return only_logs and bool(observed.waits)
 
 
 def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) -> str:
@@ -114,14 +124,17 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
     """
     if verdict.exit_code != 3:
         return ""
-    who = ranks_text(verdict.candidates or [c.rank for c in verdict.culprits] or [0])
+    suspects = verdict.candidates or [c.rank for c in verdict.culprits] or state.missing or [0]
     if any("--then DIR" in line for line in verdict.evidence):
         return "prism hang DIR --then DIR2: dumps of the same job some seconds later"
     if any("outside NCCL" in line for line in verdict.evidence):
-        return f"the log of {who}, or its stack: prism hang DIR with the logs in DIR, py-spy dump"
+        return _log_or_stack(state, suspects, stack_too=True)
     if verdict.verdict == "missing dump" or any("and no dump" in x for x in verdict.evidence):
-        return f"what {who} printed: prism hang DIR with its log in DIR"
-    if not any(dump.entries or dump.status for dump in state.dumps.values()):
+        return _log_or_stack(state, suspects)
+    only_logs = all(dump.version == "log" for dump in state.dumps.values())
+    unknown_members = any(group.partial for group in state.groups.values())
+    nothing_known = not any(dump.entries or dump.status for dump in state.dumps.values())
+    if nothing_known or only_logs and unknown_members:
         return "TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 in the job: dumps"
     if not programs:
         return ("prism hang DIR -- pretrain_gpt.py <the job's arguments>: its programs, captured "
@@ -129,6 +142,27 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
     if not state.history:
         return "--no-flight-recorder-include-only-active (TORCH_INCLUDE_ONLY_ACTIVE=0) in the job"
     return "TORCH_NCCL_ENABLE_TIMING=1 in the job: which device started its call"
+
+
+def _log_or_stack(state: JobState, suspects: Collection[int], stack_too: bool = False) -> str:
+    """What to ask for of ranks: their logs, where these are not there; else their stacks.
+
+    In a log of several ranks one that says nothing has no log of its own to give.
+    """
+    logged = state.observed.logged
+    without_log = [rank for rank in suspects if rank not in logged]
+    if without_log and not logged:
+        text = f"what {ranks_text(without_log)} printed: prism hang DIR with its log in DIR"
+        if stack_too:
+            text = (f"the log of {ranks_text(without_log)}, or its stack: prism hang DIR with the "
+                    "logs in DIR, py-spy dump")  # fmt: skip
+        return text
+    stacks = f"py-spy dump > DIR/rank{min(suspects)}.txt"
+    if without_log:
+        stacks = f"py-spy dump > DIR/rank{min(without_log)}.txt"
+        return (f"the log of {ranks_text(without_log)}, if there is one, or a stack ({stacks}): "
+                "prism hang DIR")  # fmt: skip
+    return f"the stack of {ranks_text(suspects)} ({stacks}): prism hang DIR"
 
 
 class _Judge:
@@ -152,12 +186,15 @@ class _Judge:
         if self.parted.otherwise:
             return self._result("mismatch", self._grouped())
         self.evidence += state.said
+        differ = fingerprints.disagreement(state.observed.differ)
+        if differ is not None:
+            return self._by_torch(differ)
         known = any(dump.entries or dump.status for dump in state.dumps.values())
         stacks = {r: e.text for r, events in state.events.items() for e in events
                   if e.kind in _WHERE[1:]}  # fmt: skip
         if stacks and not known:
             return self._by_stacks(stacks)
-        if not any(state.outstanding.values()) and not state.lates and not state.events:
+        if not any(state.outstanding.values()) and not state.lates and not self._eventful():
             return self._idle()
         odds = find_mismatches(state)
         self.differ = {odd.entry.launch for odd in odds}
@@ -165,6 +202,7 @@ class _Judge:
         found: dict[int, Culprit] = {}
         self._add(found, self._ended)  # what a rank did needs no wait that leads to it
         self._add(found, self._outside)
+        self._add(found, self._absent)
         self._add(found, lambda: self._odd(odds))
         self._add(found, self._stuck)
         self._add(found, lambda: self._ordered(odds))
@@ -206,14 +244,86 @@ class _Judge:
         return waits.held(self.state, {*culprits, *self.excused, *self.state.mute()})
 
     # -- 0: what logs say -------------------------------------------------------------------------
+    def _eventful(self) -> bool:
+        """Whether logs say of a rank more than that it handled an exception or came to no
+        barrier."""
+        events = self.state.events.values()
+        kinds = {event.kind for of_rank in events for event in of_rank}
+        return bool(kinds - {_HANDLED}) or bool(self.state.observed.absent)
+
+    def _by_torch(self, differ: Disagreement) -> Diagnosis:
+        """The verdict by torch's own check of collectives, which is taken at its word."""
+        self.evidence.append(str(differ))
+        call, desc = differ.usual, UNNAMED
+        self.first = Entry(0, desc, desc, call.op or "call", call.seq, call.seq, -1, ((), ()), (),
+                           "scheduled", False, "", -1, -1)  # fmt: skip
+        culprits = []
+        if differ.whole:
+            for rank in differ.odd:
+                why = f"makes {differ.calls[rank]}, where the others make {call}"
+                culprits.append(Culprit(rank, differ.kind, why))
+        if differ.whole and not culprits:
+            self.among = tuple(sorted(differ.calls))
+        self.doubt = True  # ranks behind the first that differs are not in the log
+        verdict = self._result("mismatch" if not culprits else differ.kind, culprits)
+        blamed = {culprit.rank for culprit in culprits}
+        waiting = {wait.rank: wait for wait in verdict.victims}
+        for rank, own in differ.calls.items() if differ.whole else ():
+            if rank not in blamed and rank not in waiting:
+                others = tuple(sorted(blamed))
+                waiting[rank] = Waiting(rank, others, own.op or "call", desc, own.seq)
+        return replace(verdict, victims=tuple(waiting[rank] for rank in sorted(waiting)))
+
     def _ended(self) -> list[Culprit]:
         """Whose process failed by itself; where half of them did, that is the job's error."""
-        found = {r: e for r, events in self.state.events.items() for e in events[::-1]
-                 if e.kind not in _WHERE}  # fmt: skip
+        found: dict[int, RankEvent] = {}
+        for rank, events in sorted(self.state.events.items()):
+            for event in events:
+                if event.kind in _WHERE or rank in found:
+                    continue
+                if event.kind == _HANDLED or self._waits_like_others(rank, event):
+                    self.evidence.append(f"rank {rank} went on after an exception: {event.text}")
+                else:
+                    found[rank] = event
         self.evidence += [f"rank {r}: {e.kind}: {e.text}" for r, e in sorted(found.items())[:4]]
-        if 2 * len(found) > len(self.state.dumps):
+        ranks = max(len(self.state.dumps), self.state.observed.world)
+        if len(found) > 1 and 2 * len(found) > ranks:
             return []
+        # of one rank alone nobody knows whether the others failed alike
+        self.doubt |= bool(found) and ranks < 2
         return [Culprit(r, e.kind, e.text) for r, e in sorted(found.items())]
+
+    def _waits_like_others(self, rank: int, event: RankEvent) -> bool:
+        """Whether a rank of which an exception is printed waits in a call as the others do.
+
+        It handled the exception then, unless others wait for this rank, and would go on with it.
+        """
+        state = self.state
+        if event.kind not in ("exception", "out of memory") or "NCCL watchdog" in event.text:
+            return False
+        if not state.outstanding.get(rank) and rank not in state.hidden:
+            return False
+        awaited = {late for _, late in state.lates}
+        for other in state.outstanding:
+            head = state.head(other)
+            if head is not None and head.pair:
+                awaited.update(state.waits(other)[1])
+        waiting = {other for other, calls in state.outstanding.items() if calls} - {rank}
+        helps = len(self._held({rank}) - {rank}) < len(waiting)
+        return rank not in awaited or not helps
+
+    def _absent(self) -> list[Culprit]:
+        """Who did not come to a monitored barrier, as gloo says it."""
+        absent = self.state.observed.absent
+        if not absent:
+            return []
+        text = "did not come to a monitored barrier"
+        self.evidence.append(f"{ranks_text(absent)} {text}, as another rank prints")
+        if len(absent) > 1:
+            # the barrier names all who are late, also those that wait for one of them
+            self.among = tuple(sorted({*self.among, *absent}))
+            return []
+        return [Culprit(absent[0], "host stuck", text)]
 
     def _outside(self) -> list[Culprit]:
         """Who did not come to a call outside NCCL, in which others time out by their logs."""
@@ -390,6 +500,13 @@ class _Judge:
         """Ranks without a dump at which waits end."""
         state = self.state
         found = waits.dead_ranks(state, self.parted.stale)
+        silent = {rank: entry for rank, entry in found.items() if rank not in state.observed.logged}
+        if silent and len(silent) < len(found):
+            spoke = sorted(found.keys() - silent.keys())
+            self.evidence.append(f"{ranks_text(spoke)} printed something, though nothing of their "
+                                 "calls")  # fmt: skip
+            self.excused.update(spoke)
+            found = silent
         if self.split or len(state.missing) > len(state.dumps):
             return []  # others contradict each other, or most are not here: it says nothing of them
         for entry, text in waits.missing_dump_lines(found):
@@ -469,7 +586,35 @@ class _Judge:
         return [Culprit(r, "device stuck", f"never started {call_text(e)}")
                 for r, e in found.items()]  # fmt: skip
 
+    def _complete_text(self, calls: Sequence[Entry]) -> str:
+        """What is said where calls have everybody, as far as logs and dumps know it."""
+        state, call = self.state, calls[0]
+        members = state.groups[call.group].ranks
+        assumed = [rank for rank in members
+                   if rank in state.dumps and call.group in state.dumps[rank].assumed]  # fmt: skip
+        several = len({entry.launch for entry in calls}) > 1
+        if several and any(state.groups[entry.group].partial for entry in calls):
+            # each is said with its own ranks: one call is not counted into another
+            return ("none of these calls ended, and the log does not say who else belongs to their "
+                    "groups: ranks that did not come, a device, the network or NCCL")  # fmt: skip
+        if not assumed:
+            return waits.complete_call_lines(state)
+        came = [rank for rank in members if rank not in assumed]
+        return (f"{ranks_text(came)} wait in {call_text(call)}, and the logs do not say whether "
+                f"{ranks_text(assumed)} came to it: a rank that did not come, a device, the "
+                "network or NCCL")  # fmt: skip
+
+    def _logged_waits(self) -> list[str]:
+        """The calls that watchdogs name, each with all its ranks."""
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for wait in self.state.observed.waits:
+            ranks[f"{wait.op} #{wait.seq} of {wait.desc}"].append(wait.rank)
+        return [f"{ranks_text(waiting)} {'wait' if len(waiting) > 1 else 'waits'} in {call}, by "
+                f"{'their watchdogs' if len(waiting) > 1 else 'its watchdog'}"
+                for call, waiting in list(ranks.items())[:4]]  # fmt: skip
+
     def _nobody(self, odds: list[Mismatch]) -> Diagnosis:
+        self.evidence += self._logged_waits()
         self.evidence += map(str, odds[:3])
         if odds:
             self.first, self.among = odds[0].entry, self.among or odds[0].among
@@ -484,11 +629,13 @@ class _Judge:
         elif unknown := [r for r in ends if not state.head(r)]:
             self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
                                  "judged says where that is")  # fmt: skip
-        elif (calls := waits.complete_calls(state)) or not ends:
-            self.evidence.append(waits.complete_call_lines(state))
+        elif calls := waits.complete_calls(state):
+            self.evidence.append(self._complete_text(calls))
             group = state.groups[calls[0].group] if len(calls) == 1 else None
             if group is not None and not group.partial:
                 self.among = self.among or group.ranks
+        elif not ends:
+            self.evidence += [] if self.evidence else ["no dump or log holds a call that waits"]
         else:
             self.among = self.among or tuple(ends)
             self.evidence.append(f"waited for: {format_ranks(ends)}, and these wait for nobody")
@@ -514,6 +661,14 @@ class _Judge:
 
     def _idle(self) -> Diagnosis:
         state, missing, lost = self.state, self.state.lacks(), self.state.missing
+        if state.observed.waits or state.events:
+            self._ended()
+            self.evidence += self._logged_waits()
+            if state.hidden:
+                self.evidence.append(f"{ranks_text(sorted(state.hidden))} may wait for any other "
+                                     "member: the log does not say to whom its message goes, or "
+                                     "from whom it comes")  # fmt: skip
+            return self._result("undetermined", [])
         if off := not any(d.entries or d.status for d in state.dumps.values()):
             self.evidence.append("no dump or log holds a call or a counter: the recorders were off")
         elif lost or state.unreadable or state.hidden:
@@ -528,6 +683,7 @@ class _Judge:
     ) -> Diagnosis:
         state, blamed = self.state, {c.rank for c in culprits}
         victims, chain = waits.waiting_ranks(state, blamed, cycle)
+        victims = self._with_logged(victims, blamed)
         heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)
                  if (e := state.head(r)) is not None]  # fmt: skip
         first = self.first or next((e for _, e in sorted(heads, key=lambda h: h[0])), None)
@@ -539,13 +695,20 @@ class _Judge:
             state.missing or self.doubt
         ):
             confidence = "certain"
+        group, op, seq = (first.desc, first.op, first.seq) if first else ("", "", -1)
+        if victims and not first:
+            group, op, seq = victims[0].group, victims[0].op, victims[0].seq
+        elif op == "call":
+            # counters alone say only its number
+            named = [wait.op for wait in victims if (wait.group, wait.seq) == (group, seq)]
+            op = next(iter(named), op)
         return Diagnosis(
             "mismatch" if verdict in _CALLED_OTHERWISE else verdict,
             tuple(sorted(culprits, key=lambda c: c.rank)),
             victims,
-            first.desc if first else "",
-            first.op if first else "",
-            first.seq if first else -1,
+            group,
+            op,
+            seq,
             confidence,
             tuple(self.evidence[:20]),
             chain,
@@ -553,6 +716,21 @@ class _Judge:
             candidates=tuple(sorted({*self.among})),
             stop=self._stop(first, sorted(blamed)) if first and blamed else "",
         )
+
+    def _with_logged(
+        self, victims: tuple[Waiting, ...], blamed: Collection[int]
+    ) -> tuple[Waiting, ...]:
+        """Victims, with those that only a log says wait, and its words where dumps know none."""
+        logged = {(wait.rank, wait.desc, wait.seq): wait for wait in self.state.observed.waits}
+        found = {}
+        for victim in victims:
+            wait = logged.get((victim.rank, victim.group, victim.seq))
+            plain = victim.op == "call" and wait is not None
+            found[victim.rank] = replace(victim, op=wait.op) if plain and wait else victim
+        for wait in self.state.observed.waits:
+            if wait.rank not in found and wait.rank not in blamed:
+                found[wait.rank] = Waiting(wait.rank, (), wait.op, wait.desc, wait.seq)
+        return tuple(found[rank] for rank in sorted(found))
 
     def _stop(self, call: Entry, ranks: Sequence[int]) -> str:
         """The command that stops ``ranks`` at ``call``.  Its number since the job began is known,

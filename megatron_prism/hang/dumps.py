@@ -31,6 +31,7 @@ from megatron_prism.core.collectives import NAME_OF
 from megatron_prism.core.errors import DumpError, shown
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.foreign import bounded_memory
+from megatron_prism.hang.log_lines import Differ
 
 UNNAMED = "a group without a name"  # desc of one that a log does not name
 
@@ -121,8 +122,9 @@ class Dump:
 
 @dataclass(frozen=True)
 class RankEvent:
-    """What a log says of a rank.  kind: exception, out of memory, killed; outside: it waited for
-    others in a call outside NCCL; or where its stack is: in a call of torch.distributed, at work.
+    """What a log says of a rank.  kind: exception, out of memory, killed; handled: an exception
+    after which the rank went on; outside: it waited for others in a call outside NCCL; or where its
+    stack is: in a call of torch.distributed, at work.
     """
 
     kind: str
@@ -130,14 +132,38 @@ class RankEvent:
 
 
 @dataclass(frozen=True)
+class RankWait:
+    """The call in which a rank waits, as its log names it; ``desc``: of the group."""
+
+    rank: int
+    op: str
+    seq: int
+    desc: str
+
+
+@dataclass(frozen=True)
 class DumpSet:
-    """The dumps of a folder by rank, files that could not be read (rank -> why), and what logs say
-    beside them: of ranks, and of the job."""
+    """The dumps of a folder by rank, and what logs say beside them.
+
+    unreadable : rank -> why its file could not be read
+    events     : rank -> what became of it, by its log
+    evidence   : what logs say of the job
+    waits      : the calls that timed out, by what watchdogs print
+    differ     : calls that differ, by torch's own check
+    absent     : ranks that did not come to a monitored barrier, by what the others print
+    logged     : ranks of which there is a line in a log
+    world      : how many ranks the job has, by its log; 0: it does not say so
+    """
 
     dumps: Mapping[int, Dump]
     unreadable: Mapping[int, str] = field(default_factory=dict)
     events: Mapping[int, tuple[RankEvent, ...]] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
+    waits: tuple[RankWait, ...] = ()
+    differ: tuple[Differ, ...] = ()
+    absent: tuple[int, ...] = ()
+    logged: frozenset[int] = frozenset()
+    world: int = 0
 
     @cached_property
     def listed(self) -> Mapping[str, Counter[Group]]:

@@ -86,11 +86,13 @@ class JobState:
     missing     : ranks that are in some group but left no dump
     role        : rank -> its place in its pipeline
     has_logs    : whether what some ranks called is known from their logs
+    observed    : the dumps, with what logs say beside them
     """
 
     def __init__(self, found: DumpSet) -> None:
         self.dumps, self.unreadable, self.events = found.dumps, found.unreadable, found.events
         self.said = found.evidence
+        self.observed = found  # what logs say beside the dumps is read there
         self.groups: dict[str, Group] = {}
         self.notes: list[str] = []
         self.enqueued: dict[tuple[str, int], int] = {}
@@ -386,17 +388,21 @@ class JobState:
         if self.missing:
             found.append(f"dumps of {ranks_text(self.missing)}")
         found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
-        if not any(d.entries or d.status for d in dumps):
+        if not any(d.entries or d.status for d in dumps) and not self.observed.differ:
             found.append("calls and counters: next time TORCH_FR_BUFFER_SIZE=2000")
         if mute := self.mute():
             found.append(f"counters of {ranks_text(mute)}: their recorders were off or new")
-        if self.hidden:
+        if self.hidden and not all(d.version == "log" for d in dumps):
             found.append(f"outstanding messages of {ranks_text(self.hidden)}: next "
                          "time a larger TORCH_FR_BUFFER_SIZE")  # fmt: skip
         found += sorted({note for dump in dumps for note in dump.notes})
+        if dumps and all(dump.version == "log" for dump in dumps):
+            # nothing more is in a log, whatever the recorders are told
+            return (*found, "dumps: next time TORCH_FR_BUFFER_SIZE=2000 and "
+                    "TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
         if not self.history:
             found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0 "
-                         "(Megatron: --flight-recorder-include-only-active)")  # fmt: skip
+                         "(Megatron: --no-flight-recorder-include-only-active)")  # fmt: skip
         if not any(e.site for d in dumps for e in d.entries):
             found.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1 "
                          "(Megatron: --flight-recorder-include-stack-trace)")  # fmt: skip

@@ -54,7 +54,7 @@ def test_who_did_not_come_to_a_call_outside_nccl(tmp_path):
 def test_of_several_who_may_not_have_come_none_is_named(tmp_path):
     found = judged(tmp_path, "using world size: 4, data-parallel size: 4\n" + CAUGHT + GLOO)
     assert (found.culprits, found.candidates) == ((), (1, 2, 3))
-    assert str(found).splitlines()[-1].startswith("next: the log of ranks 1-3, or its stack")
+    assert str(found).splitlines()[-1].startswith("next: the log of ranks 2,3, if there is one")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_log_that_does_not_say_who_belongs_to_the_group(tmp_path, text, ranks)
     assert [(w.rank, w.op, w.seq) for w in found.victims] == [(r, "all_reduce", 305) for r in ranks]
     assert found.verdict == "undetermined"
     assert found.culprits == found.candidates == ()
-    assert "the log does not say who else belongs to its group" in found.evidence[0]
+    assert "the log does not say who else belongs to its group" in found.evidence[-1]
 
 
 @pytest.mark.parametrize(

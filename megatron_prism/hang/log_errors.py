@@ -1,0 +1,115 @@
+"""Exceptions in the log of a rank: which of them ended it, and which it handled.
+
+In : the lines of one rank, one after another.  Out: ``Raised``, each with why it was handled.  An
+exception that is printed while the rank trains on ends nothing: a retried upload, a record of
+``logger.exception``, "Exception ignored in", one of another thread.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_TYPE = re.compile(r"(?:\w+\.)*\w*(?:[Ee]rror|Exception|Interrupt|Exit|Iteration|Timeout)\b")
+_OOM = re.compile(r"out of memory", re.IGNORECASE)
+_OUTSIDE = re.compile(
+    r"gloo.*Timed out waiting|Timed out waiting \d+ms|Wait timeout|Socket Timeout|"
+    r"DistStoreError|wait timeout after|timed out.*(?:store|TCPStore|barrier)", re.IGNORECASE
+)  # fmt: skip
+_OF_OTHERS = re.compile(
+    r"Connection (?:closed|reset)|Broken pipe|Socket|NCCL|DistBackend|ChildFailed|SignalException|"
+    r"SystemExit|KeyboardInterrupt|collective operation timeout|recvValue failed|monitoredBarrier|"
+    r"Detected mismatch between collectives", re.IGNORECASE
+)  # fmt: skip
+_CHAIN = re.compile(r"(?:During handling of the above|The above) exception")
+_BEFORE = (
+    (re.compile(r"Exception ignored in"), "it was ignored"),
+    (re.compile(r"Exception in thread (?!MainThread)"), "it ended another thread"),
+    (re.compile(r"\b(?:ERROR|WARNING|WARN|CRITICAL|INFO|DEBUG)\b"), "it was logged"),
+)  # what stands before a traceback that ends nothing
+_AGAIN = re.compile(r"\bretr(?:y|ies|ying)\b|try(?:ing)? again", re.IGNORECASE)
+
+
+@dataclass
+class Raised:
+    """An exception.
+
+    kind    : exception, out of memory, outside (it waited for others outside NCCL); "" if it only
+              says that others are gone
+    handled : why it did not end the rank; "" if it may have
+    """
+
+    kind: str
+    text: str
+    handled: str = ""
+
+
+@dataclass
+class Tracebacks:
+    """The tracebacks of one rank."""
+
+    raised: list[Raised] = field(default_factory=list)
+    _frames: list[str] | None = None  # of a traceback that has not ended
+    _handled: str = ""  # why that one ends nothing
+    _last: str = ""  # the line before
+    _fresh: bool = False  # whether the line before ended a traceback
+
+    def read(self, line: str) -> Raised | None:
+        """Read the next line of the rank; the exception, if a traceback ends with it."""
+        ended = None
+        if "Traceback (most recent call last)" in line:
+            self._begin(line)
+        elif self._frames is not None and (frame := _FRAME.search(line)) is not None:
+            path = frame[1].rpartition("site-packages/")[2]
+            self._frames.append(f"{frame[3]} ({path}:{frame[2]})")
+        elif self._frames is not None and _TYPE.match(line.strip()):
+            ended = self._end(line.strip()[:200])
+        elif self.raised and _CHAIN.search(line):
+            # one error: the traceback that follows says how it ended
+            self._handled = self.raised.pop().handled
+            self._last = ""
+            return None
+        elif self._fresh and self.raised and _AGAIN.search(line):
+            self.raised[-1].handled = "it tried again"
+        self._fresh = ended is not None
+        if line.strip():
+            self._last = line
+        return ended
+
+    def goes_on(self) -> None:
+        """Take all exceptions so far as handled: the rank ended an iteration after them."""
+        for raised in self.raised:
+            raised.handled = raised.handled or "it went on"
+
+    def _begin(self, line: str) -> None:
+        before = line.partition("Traceback")[0].strip() or self._last
+        self._frames = []
+        reasons = [reason for pattern, reason in _BEFORE if pattern.search(before)]
+        self._handled = self._handled or (reasons[0] if reasons else "")
+
+    def _end(self, text: str) -> Raised:
+        frames = self._frames or []
+        own = [frame for frame in frames if "torch/distributed" not in frame]
+        site = own[-1] if own else "its script"
+        if _OUTSIDE.search(text):
+            raised = Raised("outside", f"{_distributed_call(frames)} of {site}: {text}")
+        elif _OOM.search(text):
+            raised = Raised("out of memory", f"{text} in {site}")
+        elif _OF_OTHERS.search(text):
+            raised = Raised("", f"{text} in {site}")
+        else:
+            raised = Raised("exception", f"{text} in {site}")
+        raised.handled = self._handled or ("it tried again" if _AGAIN.search(text) else "")
+        self._frames, self._handled = None, ""
+        self.raised.append(raised)
+        return raised
+
+
+def _distributed_call(frames: list[str]) -> str:
+    """The innermost function of torch.distributed, but its wrappers."""
+    for frame in reversed(frames):
+        name = frame.partition(" ")[0]
+        if "torch/distributed" in frame and name != "wrapper":
+            return name
+    return "a call"

@@ -1,0 +1,410 @@
+"""The lines of job logs that say something, as a table; and what their prefixes say of the rank.
+
+In : the text of a log.  Out: logical lines (colours, NULs, wraps and glued lines undone), the rank
+that speaks in each, and what it says (``Says``) as a match of one row of ``LINES``.
+
+Sources: ``NCCL`` is torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, by the releases of torch that
+print it so; a quoted word is a kind of public report.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+
+class Says(Enum):
+    """What a line says."""
+
+    CALL = auto()  # a call that timed out: number, kind, elements
+    COUNTS = auto()  # how many calls of a group were enqueued and ended
+    FAILED = auto()  # the number of the call that timed out, beside the group's name
+    NATIVE_STACK = auto()  # the stack of that call follows
+    DIFFER = auto()  # two ranks make different calls, by torch's own check
+    ABSENT = auto()  # a rank did not come to a monitored barrier
+    DEVICE = auto()  # the watchdog ended by an error of the device
+    KILLED = auto()  # the kernel killed a process
+    EVIDENCE = auto()  # of the job: shown as it is
+    STARTS = auto()  # the job, or an attempt of it, starts
+    GOES_ON = auto()  # an iteration is over
+    DEDUPLICATED = auto()  # the launcher left out like lines of other ranks
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A row of the grammar.
+
+    word    : a part of each such line, looked for first: most lines have none
+    source  : who prints it, and since when
+    """
+
+    says: Says
+    word: str
+    pattern: re.Pattern[str]
+    source: str
+
+
+def _line(says: Says, word: str, pattern: str, source: str, flags: int = 0) -> LogLine:
+    return LogLine(says, word, re.compile(pattern, flags), source)
+
+
+_NUMBERS = r"last\s*enqueued\s*(?:NCCL\s*)?work:\s*(-?\d+),\s*(?:last\s*started\s*(?:NCCL\s*)?work:"
+_NUMBERS += r"\s*-?\d+,[^:]*?\s*)?last\s*completed\s*(?:NCCL\s*)?work:\s*(-?\d+)"
+_PRINT = r"CollectiveFingerPrint\(.*?\)(?=, but|\.?\s*Collectives|\.|$)|\w+"
+
+LINES = (
+    _line(Says.CALL, "WorkNCCL(", r"aught collective operation timeout:\s*WorkNCCL\((?P<body>"
+          r"(?:(?!ran for|WorkNCCL).)*)(?:ran for (?P<ran_ms>\d+))?",
+          "NCCL checkTimeout, 1.9 on (\"Caught\" to 1.13); also inside \"terminated with "
+          "exception\" (2.0 on) and \"what():\"; without NumelIn before 2.1"),
+    _line(Says.COUNTS, "enqueued", _NUMBERS,
+          "NCCL watchdogHandler: 2.2 (Timeout at NCCL work), 2.3 to 2.5 (detected by watchdog at "
+          "work), 2.6 on (PG status, last started since 2.13); HeartbeatMonitor's dump signal",
+          re.IGNORECASE),
+    _line(Says.FAILED, "work", r"(?:at\s*work\s*sequence\s*id|at\s*NCCL\s*work|at\s*work):\s*(\d+)",
+          "NCCL watchdogHandler, as COUNTS"),
+    _line(Says.NATIVE_STACK, "Stack trace of the failed", r"Stack trace of the failed collective:",
+          "NCCL printTraceback, 2.5 on; its frames follow without a prefix"),
+    _line(Says.DIFFER, "running", r"Rank (?P<rank>\d+) is running (?:inconsistent )?collective: ?"
+          rf"(?P<call>{_PRINT})(?:, but Rank (?P<other>\d+) is running collective: ?"
+          rf"(?P<others>{_PRINT}))?",
+          "ProcessGroupWrapper.cpp verify_tensors (TORCH_DISTRIBUTED_DEBUG=DETAIL): 1.9 to 1.12 "
+          "\"inconsistent\", 1.13 the other's kind alone, 2.0 on both"),
+    _line(Says.ABSENT, "monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass "
+          r"monitoredBarrier", "ProcessGroupGloo.cpp monitoredBarrier, 1.9 on: rank 0 says it"),
+    _line(Says.DEVICE, "CUDA error", r"thread terminated with exception: (CUDA error: .*)",
+          "NCCL ncclCommWatchdog, 2.0 on"),
+    _line(Says.KILLED, "oom", r"oom[-_ ]kill", "slurmstepd, kernel", re.IGNORECASE),
+    _line(Says.KILLED, "Out of memory", r"Out of memory: Killed process", "kernel"),
+    _line(Says.EVIDENCE, "didn't", r"(?:desync report: )?\[[\d, ]+\] (?:finished|joined|got|never)"
+          r"[^\n]*?didn't (?:join|finish) collective #\d+", "TraceUtils.h, 1.12 on"),
+    _line(Says.EVIDENCE, "RankMonitorServer", r"\[RankMonitorServer:(?P<monitored>\d+)\] "
+          r"(?P<text>Did not get \w+ heartbeat\. Waited [\d.]+)", "nvidia-resiliency-ext"),
+    _line(Says.EVIDENCE, "NET/", r"NET/\w+ ?: .*(?:status=|error|timed out|refused).*", "NCCL"),
+    _line(Says.EVIDENCE, "NVRM", r"NVRM: Xid .*", "kernel"),
+    _line(Says.EVIDENCE, "ncclUniqueId", r"\[\d+\] is setting up NCCL communicator and retrieving "
+          r"ncclUniqueId from \[\d+\]", "NCCL broadcastUniqueNCCLID"),
+    _line(Says.EVIDENCE, "watchdog got stuck", r"ProcessGroupNCCL's watchdog got stuck for \d+ "
+          r"seconds", "NCCL HeartbeatMonitor, 2.2 on"),
+    _line(Says.STARTS, "using world size", r"using world size: \d+", "Megatron's arguments.py"),
+    _line(Says.STARTS, "worker group", r"[Rr]estarting worker group|(?:Starting|restart_count=[1-9]"
+          r").*worker group", "torch elastic, agent/server/api.py"),
+    _line(Says.GOES_ON, "", r"\b(?:iteration|iter|global_step|step|epoch)\b[\s:=\[]{0,12}\d|"
+          r"\blm loss\b|\d+/\d+ \[|\bloss ?[:=] ?\d", "training logs and progress bars",
+          re.IGNORECASE),
+    _line(Says.DEDUPLICATED, "across cluster", r"\[repeated \d+x across cluster\]", "Ray's logs"),
+)  # fmt: skip
+
+
+def statements(text: str) -> Iterator[tuple[Says, re.Match[str]]]:
+    """Yield what a line says, with the match of its row."""
+    for line in LINES:
+        if line.word in text:
+            match = line.pattern.search(text)
+            if match is not None:
+                yield line.says, match
+
+
+# -- fields of calls ------------------------------------------------------------------------------
+GROUP = re.compile(
+    r"\[PG (?:ID (?P<id>\d+) )?(?:PG )?(?P<whole>GUID )?(?P<name>[^\s()\]]+)\s?"
+    r"(?:\((?P<desc>[^)]*)\))?\s?Rank (?P<rank>\d+)\]"
+)  # to 2.3 a number that each process counts by itself; since 2.4 the GUID, the same everywhere
+_OWN_NUMBER = re.compile(r"(?:\[E[^\]]*\]|^|:)\s*\[Rank (\d{1,9})\]")
+_FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut|Timeout\(ms\))\s*=\s*(\w+)(…?)")
+_UNKNOWN = (1 << 64) - 1  # of elements: torch's -1, unsigned
+_PRINTED = re.compile(r"SequenceNumber=(\d+)|OpType=(\w+)|TensorShape=(\[[^\]]*\])|"
+                      r"TensorDtypes=([A-Za-z]+)")  # fmt: skip
+TIME = re.compile(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)(?:\.\d+)? \w+\.cpp")
+_CUT = "…"  # stands where something on the screen hid a part of a line
+
+OPERATIONS = {
+    "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce", "BARRIER": "all_reduce",
+    "_ALLREDUCE_SPARSE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather",
+    "ALLGATHER_COALESCED": "all_gather", "REDUCE_SCATTER": "reduce_scatter",
+    "_REDUCE_SCATTER_BASE": "reduce_scatter", "REDUCESCATTER": "reduce_scatter",
+    "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all", "BROADCAST": "broadcast",
+    "REDUCE": "reduce", "GATHER": "gather", "SCATTER": "scatter", "SEND": "send", "RECV": "recv",
+    "RECVANYSOURCE": "recv", "COALESCED": "coalesced",
+}  # torch's words for kinds of calls (Types.hpp, opTypeToString) -> ours  # fmt: skip
+
+
+def operation(word: str, cut: bool = False) -> str:
+    """Our name of torch's word for a kind of call, also of its beginning where the rest is cut.
+
+    "" if it is none, or may be several.
+    """
+    if word in OPERATIONS and not cut:
+        return OPERATIONS[word]
+    names = {ours for torchs, ours in OPERATIONS.items() if torchs.startswith(word)}
+    if cut and not names:
+        # what follows the hidden part is glued to the beginning: the longest beginning that fits
+        names = _names_of_longest_beginning(word)
+    return names.pop() if len(names) == 1 and len(word) > 2 else ""
+
+
+def _names_of_longest_beginning(word: str) -> set[str]:
+    for length in range(len(word) - 1, 3, -1):
+        names = {ours for torchs, ours in OPERATIONS.items() if torchs.startswith(word[:length])}
+        if names:
+            return names
+    return set()
+
+
+@dataclass
+class LoggedCall:
+    """A call that timed out.
+
+    seq         : its number in the group; -1 if the line does not say it
+    kind        : torch's word for it
+    elements    : of input and output; -1: not known
+    ran_ms      : how long it had waited
+    group       : the name that the line, or a later one, gives; "" if none does
+    group_rank  : the rank's number in that group; -1 if it is not known
+    stack       : torch's of the failed collective, innermost first
+    """
+
+    seq: int
+    op: str = ""
+    kind: str = ""
+    elements: tuple[int, int] = (-1, -1)
+    timeout_ms: int = -1
+    ran_ms: int = -1
+    group: str = ""
+    group_rank: int = -1
+    stack: list[str] = field(default_factory=list)
+
+    @property
+    def signature(self) -> tuple[int, str, tuple[int, int], int]:
+        """What members of one group print alike."""
+        return self.seq, self.op, self.elements, self.timeout_ms
+
+
+def call_of(match: re.Match[str], text: str) -> LoggedCall:
+    """Read the call that a line of ``Says.CALL`` names."""
+    fields: dict[str, str] = {}
+    hidden: set[str] = set()
+    for name, value, mark in _FIELD.findall(match["body"]):
+        fields[name] = value
+        if mark:
+            hidden.add(name)
+    kind = fields.get("OpType", "")
+    own = _OWN_NUMBER.findall(text)
+    return LoggedCall(
+        _number(fields.get("SeqNum", "")),
+        operation(kind.partition(_CUT)[0], "OpType" in hidden or _CUT in match["body"]),
+        kind,
+        (_number(fields.get("NumelIn", "")), _number(fields.get("NumelOut", ""))),
+        _number(fields.get("Timeout(ms)", "")),
+        _number(match["ran_ms"] or ""),
+        group_rank=int(own[-1]) if own else -1,
+    )
+
+
+def _number(word: str) -> int:
+    """A number; -1 where there is none, or torch did not know it."""
+    value = int(word) if word.isdecimal() and len(word) < 21 else -1
+    return -1 if value == _UNKNOWN else value
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A call as torch's own check of collectives prints it; "" and -1: not printed."""
+
+    seq: int = -1
+    op: str = ""
+    shape: str = ""
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        parts = (self.op or "a call", f"#{self.seq}" if self.seq > 0 else "", self.shape,
+                 self.dtype)  # fmt: skip
+        return " ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Differ:
+    """Two calls that differ, as torch says it; ranks as the group numbers them, and the global rank
+    that says it.  ``other`` is -1 where only one side is printed (to 1.12)."""
+
+    speaker: int
+    rank: int
+    call: Fingerprint
+    other: int
+    others: Fingerprint
+
+
+def fingerprint(text: str | None) -> Fingerprint:
+    """Read a call out of a line of ``Says.DIFFER``."""
+    seq, kind, shape, dtype = "", "", "", ""
+    for printed in _PRINTED.findall(text or ""):
+        seq, kind = seq or printed[0], kind or printed[1]
+        shape, dtype = shape or printed[2], dtype or printed[3]
+    if text and not kind and "(" not in text:
+        kind = text  # 1.13 prints the other's kind alone
+    name = OPERATIONS.get(kind, kind.lower())
+    return Fingerprint(int(seq) if seq else -1, name, shape, dtype)
+
+
+# -- who speaks -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Mark:
+    """A prefix that says which rank speaks; ``source``: who prints it."""
+
+    pattern: re.Pattern[str]
+    source: str
+
+
+ANYWHERE = (
+    Mark(re.compile(r"(?:\[|^)rank[=:]?\s?(\d{1,9})\]:?\s?"),
+         "torch 2.2 on (c10 logging, excepthook), behind any launcher's prefix; Ray's [rank=107]"),
+)  # fmt: skip
+IN_FRONT = (
+    Mark(re.compile(r"\[1,(\d{1,9})\](?:<std(?:out|err|diag)>)?:\s?"), "mpirun --tag-output"),
+    Mark(re.compile(r"\(\w+ rank=(\d{1,9}) pid=\d+[^)]*\)\s?"), "Ray Train"),
+    Mark(re.compile(r"[\[(](?i:global[ _]?)?(?:RANK|rank|Rank)[ _]?[=:]?\s?(\d{1,9})[\])]:?"
+                    r"(?!:?\s?(?:Watchdog|Some NCCL|To avoid|Caught|Found|NCCL|Ranks? ))"),
+         "loggers: [RANK 4], [rank: 4] of Lightning; not torch's [Rank 4], which is of a group"),
+    Mark(re.compile(r"(?:RANK|rank|Rank)[ _=]?(\d{1,9})\s?[:|]\s"), "loggers: rank 4: …"),
+)  # fmt: skip
+_TASK = re.compile(r"^\s*(\d{1,6}): ")  # srun --label: a rank, where a task is one
+_LOCAL = re.compile(r"^\s*(?:\d{1,6}: )?\[(?:default|trainer)\d+\]:")  # torchrun --tee: a local one
+_ACTOR = re.compile(r"\((\w+ pid=\d+(?:, ip=[^)\s]+)?)\)")  # of Ray
+_PEELED = re.compile(
+    r"\s*(?:\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[\s:]*"  # times
+    r"|\d\d:\d\d:\d\d(?:[.,]\d+)?\s+|\[\d{3,}\]\s+"  # and numbers of lines
+    r"|\[(?:default|trainer)\d+\]:|\[?(?:INFO|ERROR|WARNING|WARN|DEBUG|CRITICAL)\]?[:\s]+"
+    r"|[a-z][\w.-]*\d[\w.-]*:\s+)"  # a host
+)
+
+
+class Speakers:
+    """Whose the lines of one log are.
+
+    What a prefix means is decided by the log as a whole: a task of srun is a rank unless lines say
+    otherwise, and an actor of Ray is the rank that its lines name once.
+    """
+
+    def __init__(self, lines: Iterable[str], owner: int | None) -> None:
+        self.owner = owner
+        self.marked = False
+        self._tasks_are_ranks = True
+        actors: dict[str, set[int]] = defaultdict(set)
+        for line in lines:
+            rank, _ = _marked(line)
+            if rank is None:
+                continue
+            self.marked = True
+            task = _TASK.match(line)
+            if task is not None and int(task[1]) != rank:
+                self._tasks_are_ranks = False
+            actor = _ACTOR.search(line)
+            if actor is not None:
+                actors[actor[1]].add(rank)
+        self._actors = {actor: min(ranks) for actor, ranks in actors.items() if len(ranks) == 1}
+
+    def of(self, line: str) -> tuple[int | None, str]:
+        """(the global rank that speaks, what is left of the line)."""
+        rank, rest = _marked(line)
+        if rank is not None:
+            return rank, rest
+        actor = _ACTOR.search(line)
+        if actor is not None and actor[1] in self._actors:
+            return self._actors[actor[1]], line[actor.end() :].lstrip()
+        if self.owner is not None:
+            return self.owner, line
+        task = _TASK.match(line)
+        if task is not None and self._tasks_are_ranks and not _LOCAL.match(line):
+            return int(task[1]), line[task.end() :]
+        return self._of_group(line), line
+
+    def _of_group(self, line: str) -> int | None:
+        """The rank by its number in a group: before torch 2.2 there is nothing else.
+
+        It is the global one in the default group, and taken for it where no line has another mark.
+        """
+        if "NCCL" not in line and "Watchdog" not in line:
+            return None
+        group = GROUP.search(line)
+        if group is not None:
+            whole = group["desc"] == "default_pg" or group["name"] == "0"
+            return int(group["rank"]) if whole or not self.marked else None
+        alone = _OWN_NUMBER.search(line)
+        return int(alone[1]) if alone is not None and not self.marked else None
+
+
+def _marked(line: str) -> tuple[int | None, str]:
+    """(the rank of a mark that a line has, what follows it)."""
+    for mark in ANYWHERE:
+        if "rank" in line and (found := mark.pattern.search(line)) is not None:
+            return int(found[1]), line[found.end() :]
+    start = 0
+    while (peeled := _PEELED.match(line, start)) is not None and peeled.end() > start:
+        start = peeled.end()
+    for mark in IN_FRONT:
+        if (found := mark.pattern.match(line, start)) is not None:
+            return int(found[1]), line[found.end() :].lstrip()
+    return None, line
+
+
+# -- logical lines --------------------------------------------------------------------------------
+_COLOUR = re.compile(
+    r"\x1b\[[0-9;?]*[A-Za-z]|\[3[0-7]m(?=\()|(?<=\))\[0m"
+)  # the escape may be lost
+_GLUED = re.compile(r"(?=\[rank\d{1,9}\]:)")
+_OF_TORCH = re.compile(r"ProcessGroup\w+\.cpp|Watchdog|WorkNCCL|CollectiveFingerPrint")
+_RECORD = re.compile(r"\s*(?:\[[EWIF]\d|Traceback|File \"|frame #|terminate called|what\(\)|#\d+ |"
+                     r"Exception raised|\[default)|.*Watchdog caught coll")  # fmt: skip
+_POSITION = re.compile(r"\[\d+/\d+\]\s*$")  # tmux, over the end of the first line on the screen
+_BEGUN = (
+    (re.compile(r"WorkNCCL\("), re.compile(r"WorkNCCL\(.*timing out")),
+    (re.compile(r"Watchdog caught collective"), re.compile(r"timeout")),
+    (re.compile(r"last\s*enqueue", re.IGNORECASE), re.compile(_NUMBERS, re.IGNORECASE)),
+    (re.compile(r"CollectiveFingerPrint"), re.compile(r"Collectives differ|\.$")),
+)  # messages that have begun, and what they have once they are whole
+_WIDTH = 60  # columns: no screen is narrower
+_WRAPS = 12  # lines of a screen that one message takes at most
+
+
+def logical_lines(text: str) -> list[str]:
+    """The lines as they were printed: without colours and NULs, one message in each."""
+    text = _COLOUR.sub("", text.replace("\0", "")).replace("\r\n", "\n").replace("\r", "\n")
+    physical = text.split("\n")
+    width = _screen_width(physical)
+    found: list[str] = []
+    wraps = 0
+    last_length = 0
+    for line in physical:
+        if found and wraps < _WRAPS and _continues(found[-1], last_length, line, width):
+            found[-1] = _POSITION.sub(_CUT, found[-1].rstrip()) + line.rstrip()
+            wraps += 1
+        else:
+            pieces = _GLUED.split(line)
+            # text in front of the first mark is a launcher's prefix
+            whole = pieces[0] + pieces[1] if len(pieces) > 1 else pieces[0]
+            found += [whole.rstrip(), *(piece.rstrip() for piece in pieces[2:])]
+            wraps = 0
+        last_length = len(line)
+    return found
+
+
+def _screen_width(lines: list[str]) -> int:
+    """The columns at which a copied screen cut long lines; 0 if lines are whole."""
+    longest = max(map(len, lines), default=0)
+    full = sum(len(line) == longest for line in lines)
+    return longest if full > 1 and longest >= _WIDTH else 0
+
+
+def _continues(before: str, length: int, line: str, width: int) -> bool:
+    """Whether ``line`` is the rest of the message ``before``, whose last part had ``length``."""
+    if not line.strip() or not _OF_TORCH.search(before):
+        return False
+    if _marked(line)[0] is not None or _TASK.match(line) or _RECORD.match(line):
+        return False
+    open_messages = [
+        end for begin, end in _BEGUN if begin.search(before) and not end.search(before)
+    ]
+    return bool(open_messages) or 0 < width == length
