@@ -26,6 +26,7 @@ from megatron_prism.memory.baseline import (
     needed,
     peak_memory,
 )
+from megatron_prism.memory.host_need import HostNeed, host_need
 from megatron_prism.memory.nccl_buffers import DEFAULT
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, table_of
 from megatron_prism.replay.costs.machine import Machine, device_limit
@@ -93,6 +94,11 @@ class Fit:
         """Bytes by which the worst class exceeds the limit; negative: what is left."""
         return needed(self.memory.classes[self.worst]) - self.limit
 
+    @property
+    def host(self) -> HostNeed | None:
+        """What the job keeps in memory of its hosts; None if slices say nothing of that."""
+        return host_need(self.programs)
+
     def to_rows(self) -> list[dict[str, object]]:
         """A row for every class; bytes."""
         return [
@@ -103,6 +109,7 @@ class Fit:
 
     def to_json(self) -> dict[str, object]:
         """What ``prism fit --json`` prints; bytes and ns."""
+        host = self.host
         return {
             "schema": "prism.fit/1",
             "fits": self.fits,
@@ -112,6 +119,7 @@ class Fit:
             "over": self.over,
             "iteration_ns": self.iteration_ns,
             "classes": dict(self.memory.classes),
+            **({} if host is None else {"host": vars(host)}),
             "overruns": {name: vars(one) for name, one in self.overruns.items()},
             "changes": [vars(one) for one in self.changes],
             "provenance": self.memory.provenance,

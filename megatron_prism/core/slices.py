@@ -33,7 +33,13 @@ _DEFAULTS = {"transformer_engine": "2.17.1"}  # what a source that does not say 
 _MOST_TEXT = 1 << 26  # bytes, a million lines
 # of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is
 HOST_INDEX = "host_index"
-_OF_RANKS = HOST_INDEX, GPU_CLOCK  # each slice has its own rank's, which no two have alike
+# of a source: "RANK=BYTES …", the most that large copies on the rank's host take
+HOST_MEMORY = "host_memory"
+_OF_RANKS = (
+    HOST_INDEX,
+    GPU_CLOCK,
+    HOST_MEMORY,
+)  # each slice has its own rank's, which no two have alike
 WHAT_IF = "what-if"  # of a source: what is not as it ran; of a slice, no part of what the job is
 _SHOWN = 64  # ranks of a message
 _AGAIN = (

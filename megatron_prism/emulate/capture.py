@@ -35,7 +35,8 @@ from megatron_prism.core.megatron_source import versions
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.slices import HOST_INDEX, Origin, SliceStore
+from megatron_prism.core.slices import HOST_INDEX, HOST_MEMORY, Origin, SliceStore
+from megatron_prism.core.units import format_bytes
 from megatron_prism.core.world import World
 from megatron_prism.emulate import (
     exit_status,
@@ -509,6 +510,8 @@ class StockCapture(TrainingListener):
             quick = [r.hosts for r in self.kept() if r.builder is None and r.busy is None]
             state = self._sampler.state([(h[0][0], h[-1][1]) for h in quick if h])
             self.store.source |= {GPU_CLOCK: f"{self.rank}={state}"} if state else {}
+        if copies := self._host_bytes():
+            self.store.source[HOST_MEMORY] = f"{self.rank}={copies}"
         steps = len(self._monitor.iterations)
         if not any(recording.builder is not None for recording in self.kept()):
             what = f"--prism-capture: nothing was recorded, the job ended after {steps} train steps"
@@ -535,9 +538,16 @@ class StockCapture(TrainingListener):
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 
+    def _host_bytes(self) -> int:
+        """The most that large copies on the host would have taken at once; 0 on other tiers."""
+        live = self.tier.live
+        return 0 if live is None else int(live.host.high)
+
     def remarks(self) -> str:
         """What to say of device and host beside the slice."""
         found = f"; {self.links}" if self.links is not None else ""
+        if copies := self._host_bytes():
+            found += f"; {format_bytes(copies)} of host memory for copies there"
         if self._hosts:
             index, took = statistics.median(self._hosts), HOST_S * len(self._hosts)
             found += f"; host index {index:.2f}, which took {took:g} s"

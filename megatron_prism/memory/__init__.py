@@ -5,6 +5,7 @@ allocator.py     what PyTorch's caching allocator reserves for it
 snapshot.py      memory snapshots of real processes, and beside the slices of their job
 oom.py           which request of the slices an out-of-memory error is about
 nccl_buffers.py  what NCCL's communicators take beside it
+host_need.py     what the job keeps in its hosts' memory
 remedies.py      what recomputation frees at the peak, and the peak that decides then
 routing.py       peaks of an MoE job whose routing is drawn from a law
 baseline.py      peaks kept in a file, and compared: ``prism.peak_memory``

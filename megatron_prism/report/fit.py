@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         DrawnFigures,
         MemoryReport,
     )
+    from megatron_prism.memory.host_need import HostNeed
 
 KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
          "comm": "communication", "tmp": "temporaries", "other": "other"}  # fmt: skip
@@ -30,6 +31,7 @@ def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     parts = [
         _verdict(found),
         _classes(found.memory, found.overruns),
+        _host(found.host),
         _peak(found, shown or found.worst, top),
     ]
     parts += [changes_of(found), _sources(found.memory)]
@@ -57,6 +59,18 @@ def _verdict(found: Fit) -> Iterator[str]:
             beside = f"{place.size:,} B do not fit beside {format_bytes(place.reserved)} reserved"
             text = f"runs out {place.where}: {beside}"
         yield from folded(f"  {name} {text}", 4)
+
+
+def _host(need: HostNeed | None) -> Iterator[str]:
+    """What the job keeps in memory of its hosts."""
+    if need is None:
+        return
+    rank, node = format_bytes(need.rank_bytes), format_bytes(need.node_bytes)
+    text = f"{rank} of host memory a rank, {node} a node of {need.node_ranks}: copies and states "
+    text += "that the job keeps there, without its processes; pinned pieces may be rounded up"
+    if need.what_if:
+        text += f"; as captured, without {need.what_if}"
+    yield from folded(text, 2)
 
 
 def render_memory(found: MemoryReport) -> str:

@@ -223,6 +223,40 @@ known_values.exchanged([received], [x > 0])
 assert isinstance(received.sum().item(), known_values.UnknownCount)
 """
 
+# Copies on the host of what is on the device, as HybridDeviceOptimizer has them: of 2 TiB
+HOST_COPIES = """
+import gc
+host, live, count = tier.live.host, tier.live, 1 << 39
+weight = torch.nn.Parameter(torch.empty(count // 512, 512, dtype=torch.bfloat16, device="cuda"))
+on_device = live.current()
+copy = weight.detach().clone().cpu().pin_memory()
+assert not copy.is_cuda and copy.device.type == "cpu" and copy.shape == weight.shape
+assert live.current() == on_device and host.now == 2 * count
+main = copy.float()
+del copy; gc.collect()
+assert host.now == 4 * count and main.dtype == torch.float32 and main.view(-1)[3:].sum() == 0
+for pinned in True, False:
+    options = dict(dtype=main.dtype, pin_memory=pinned, device="cpu")
+    grad = torch.empty(main.shape, **options)
+    grad.data.copy_(weight, non_blocking=True)
+main.requires_grad, main.grad = True, grad
+optimizer = torch.optim.AdamW([main], lr=0.1)
+optimizer.step(); optimizer.step()
+assert host.now == 16 * count and host.high > host.now  # fp32, gradient, states; temporaries
+assert optimizer.state[main]["step"] == 2
+weight.data.copy_(main.data, non_blocking=True)
+assert weight.is_meta and live.current() == on_device
+back = main.detach().cuda()
+assert back.is_meta and live.current() == on_device + 4 * count
+norm = torch.linalg.vector_norm(main.detach())
+assert norm.shape == () and norm.item() == 0 and not torch.isnan(main).any()
+del optimizer, main, grad, back; gc.collect()
+assert host.now == 0 and live.current() == on_device
+small = torch.ones(8, device="cuda").cpu()  # real, and so are numbers that somebody has said
+small += 1
+assert small.tolist() == [1.0] * 8 and torch.ones(1 << 20).sum() == 1 << 20 and host.now == 0
+"""
+
 LIVE = """
 import gc
 live = tier.live
@@ -301,8 +335,15 @@ assert rows[-1][3] > rows[0][3] >= 0 and history.launches > rows[-1][3]
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("cpu", CPU), ("meta", META), ("meta", HEALTH), ("meta", LIVE), ("meta", HISTORY)],
-    ids=["cpu", "meta", "health", "live", "history"],
+    [
+        ("cpu", CPU),
+        ("meta", META),
+        ("meta", HEALTH),
+        ("meta", HOST_COPIES),
+        ("meta", LIVE),
+        ("meta", HISTORY),
+    ],
+    ids=["cpu", "meta", "health", "host", "live", "history"],
 )
 def test_a_device_less_tier_answers_like_cuda(name, code):
     run(name, code)

@@ -148,20 +148,11 @@ def _dealt_documents(module: ModuleType, context: PatchContext) -> None:
     at=":251 @0.19.0",
 )
 def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
-    """On tier meta the host has no values to step with; on cpu host and device are one."""
-    if not context.meta:
-        what = "--optimizer-cpu-offload moves states between a CUDA device and its host"
-        context.replace(
-            module, refused(what, "leave it out, --prism-tier meta, or --prism-tier cuda")
-        )
+    """On tier cpu host and device are one; on meta the host's copies are shapes."""
+    if context.meta:
         return
-
-    def without_steps(original: Original, self: Any) -> None:
-        original(self)
-        for optimizer in self.cpu_optimizers:
-            optimizer.step = lambda closure=None: None
-
-    context.replace(module, without_steps)
+    what = "--optimizer-cpu-offload moves states between a CUDA device and its host"
+    context.replace(module, refused(what, "leave it out, --prism-tier meta, or --prism-tier cuda"))
 
 
 @PATCHES.instead(

@@ -14,6 +14,7 @@ recurrences.py   what their scans compute, of tensors that have values
 local_layers.py  a norm without apex
 moe_dispatch.py  tokens on their way to experts
 live_bytes.py    bytes that are alive (meta)
+host_shapes.py   copies on the host, which take no memory (meta)
 operators.py     shapes of simple results, and what CUDA's kernels take (meta)
 cuda_choices.py  where torch chooses otherwise on a GPU (meta)
 signatures.py    types that these share
@@ -138,13 +139,12 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     stand_in += [one(changes) for one in (
         kernels.add_modules, state_space.add_modules, triton.replace_launches)]  # fmt: skip
     absent.add_modules(changes)
-    remap = Remap(name)
+    live = LiveBytes("meta", cublas=True) if name == "meta" else None
+    remap = Remap(name, None if live is None else live.host)
     remap.__enter__()
     changes.on_undo(lambda: remap.__exit__(None, None, None))
     _remap_backward(remap, changes)
-    live = None
-    if name == "meta":
-        live = LiveBytes("meta", cublas=True)
+    if live is not None:
         live.values = remap
         changes.on_undo(workspaces.clear)
         changes.set(kernels, "meter", None)  # a recorder's, later

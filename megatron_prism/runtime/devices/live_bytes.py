@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from megatron_prism.core.ops import BEGUN, EMPTIED, WAITED
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import cuda, operators
+from megatron_prism.runtime.devices.host_shapes import HostShapes
 from megatron_prism.runtime.devices.operators import (
     COPY_INTO_ROWS,
     IN_PLACE,
@@ -204,6 +205,7 @@ class LiveBytes(TorchDispatchMode):
         self.values: AbstractContextManager[object] = contextlib.nullcontext()  # answers reads
         self.wrappers: tuple[type, ...] = ()  # tensors whose memory is that of what they wrap
         self.high = LivePeak()
+        self.host = HostShapes()  # copies on the host, which count by themselves
         self.parts: dict[str, int] = {}  # part of the job -> the most that was alive in it
         self._running = self._seen = 0  # the most in this part; below ``_seen`` nothing is new
         self.labels: dict[str, object] = {}
@@ -489,6 +491,8 @@ class LiveBytes(TorchDispatchMode):
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = self._ask(func)
+        if self.host and not known[3] and self.host.concerned(args, kwargs):
+            return self.host.answer(func, args, kwargs)  # no kernel of the device
         _, product, answer, view, launches, takes, changes, in_place, copies = known
         if product:
             self._handle()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_prism.runtime import known_values
 from megatron_prism.runtime.devices import cuda
+from megatron_prism.runtime.devices.host_shapes import HostShapes, is_large
 from megatron_prism.runtime.known_values import PLACEHOLDER, Unknown, UnknownCount
 
 _TO_CUDA = torch.Tensor.cuda
@@ -73,6 +74,9 @@ _LEGACY = {
 _NAMES = {dtype: f"torch.{kind.__name__}" for kind, dtype in _LEGACY.items()}
 
 
+# what makes a tensor of numbers that nobody has said, and may pin its memory
+_PINNED = frozenset((torch.empty, torch.empty_like, torch.zeros, torch.zeros_like))
+
 _storages = itertools.count(1)
 _UNKNOWN, _COUNT = Unknown(PLACEHOLDER), UnknownCount(0)
 
@@ -96,11 +100,13 @@ def _list(tensor: torch.Tensor) -> Any:
     return np.full(tensor.shape, _number(tensor), dtype=object).tolist()
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """What is known of a meta tensor, or zeros."""
+def _on_host(tensor: torch.Tensor, host: HostShapes) -> torch.Tensor:
+    """What is known of a meta tensor, or zeros: many of them take no memory."""
     value = known_values.value_of(tensor)
     if value is not None:
         return value.clone()
+    if is_large(tensor.shape, tensor.dtype):
+        return host.make(tensor.shape, tensor.dtype)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
@@ -117,9 +123,11 @@ def address(tensor: torch.Tensor) -> int:
 class Remap(TorchFunctionMode):
     """Rewrites ``cuda`` to ``target`` (``cpu`` or ``meta``)."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, host: HostShapes | None = None) -> None:
+        """``host``: keeps the large copies of meta tensors that are on the host."""
         super().__init__()
         self.target = torch.device(target)
+        self.host = HostShapes() if host is None else host
         self.meta = target == "meta"
 
     def _is_cuda(self, device: Any) -> bool:
@@ -139,7 +147,10 @@ class Remap(TorchFunctionMode):
                 if func is torch.tensor:  # copies from the host, and waits until it is there
                     cuda.host_waits("copy")
                 kwargs = {**kwargs, "device": self.target}
-            if kwargs.get("pin_memory"):
+            if "pin_memory" in kwargs:
+                # who says that, or that it is not wanted, keeps copies of the device's tensors
+                if self.meta and func in _PINNED and self._on_cpu(args, kwargs):
+                    return self._host_copy(func, args, kwargs)
                 kwargs = {**kwargs, "pin_memory": False}
         else:
             kwargs = {}
@@ -165,6 +176,30 @@ class Remap(TorchFunctionMode):
             return special(self, func, args, kwargs)
         of_shapes = args[0].is_meta and _OF_SHAPES.get(func)
         return of_shapes(*args) if of_shapes else func(*args, **kwargs)
+
+    def _on_cpu(self, args: Sequence[object], kwargs: Mapping[str, Any]) -> bool:
+        """Whether what these arguments make is on the host."""
+        device = kwargs.get("device")
+        if device is not None:
+            return torch.device(device).type == "cpu"
+        likes = [argument for argument in args[:1] if isinstance(argument, torch.Tensor)]
+        return bool(kwargs["pin_memory"]) or not any(like.is_meta for like in likes)
+
+    def _host_copy(
+        self, func: Callable[..., torch.Tensor], args: Sequence[object], kwargs: dict[str, object]
+    ) -> torch.Tensor:
+        """New memory of the host for what goes to the device, or comes from there."""
+        kwargs = {**kwargs, "pin_memory": False}
+        with torch._C._DisableTorchDispatch():  # it is not the device's
+            shape = func(*args, **{**kwargs, "device": "meta"})
+        if is_large(shape.shape, shape.dtype):
+            return self.host.make(shape.shape, shape.dtype)
+        return func(*args, **kwargs)
+
+    def _cpu(
+        self, func: Callable[..., object], args: Sequence[torch.Tensor], kwargs: dict[str, object]
+    ) -> object:
+        return _on_host(args[0], self.host) if args[0].is_meta else func(*args, **kwargs)
 
     def _cuda(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         blocks = not kwargs.get("non_blocking", len(args) > 2 and args[2])
@@ -201,7 +236,7 @@ class Remap(TorchFunctionMode):
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
             rest = [a for a in args[2:] if isinstance(a, torch.dtype)]
             dtype = kwargs.get("dtype") or (rest[0] if rest else args[0].dtype)
-            return _on_host(args[0]).to(dtype)
+            return _on_host(args[0], self.host).to(dtype)
         return _TO(*args, **kwargs)
 
     def _device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -274,6 +309,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _TO_CUDA: Remap._cuda,
     _TO: Remap._to,
     _TYPE: Remap._type,
+    torch.Tensor.cpu: Remap._cpu,
     torch.device: Remap._device,
     torch.Tensor.pin_memory: lambda remap, func, args, _: args[0],
     **dict.fromkeys(_EQUALS, Remap._equal),
@@ -289,7 +325,6 @@ _OF_SHAPES: dict[Any, Callable[..., Any]] = {
     ),
     torch.Tensor.__bool__: lambda t: bool(_value_or(t, known_values.asserted(t))),
     torch.Tensor.tolist: _list,
-    torch.Tensor.cpu: _on_host,
     torch.Tensor.data_ptr: address,
 }
 _ANSWERED = _SPECIAL.keys() | _OF_SHAPES.keys() | _READS.keys()

@@ -1,0 +1,62 @@
+"""What a job needs of its hosts' memory, as far as slices say it.
+
+Slices of tier meta keep the most that the large copies on their rank's host would have taken at
+once (``--optimizer-cpu-offload``).  The process itself, its data and what CUDA rounds pinned memory
+up to come on top.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core.program import Programs
+from megatron_prism.core.slices import HOST_MEMORY, WHAT_IF
+
+_NODE = 8  # ranks of a host where nobody says how many
+_BYTES = re.compile(r"(?<!\S)(\d{1,9})=(\d{1,16})(?!\S)")
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """What the host that needs most must have.
+
+    rank_bytes : of the rank that needs most
+    node_bytes : of all ranks of a host
+    node_ranks : how many these are
+    what_if    : other data-parallel sizes, which the figures do not know; "" if there are none
+    """
+
+    rank_bytes: int
+    node_bytes: int
+    node_ranks: int
+    what_if: str = ""
+
+
+def bytes_of(source: Mapping[str, str]) -> dict[int, int]:
+    """Captured rank -> bytes of its host, as far as the slices say; a file may lie."""
+    matches = _BYTES.finditer(source.get(HOST_MEMORY, ""))
+    return {int(match[1]): int(match[2]) for match in matches}
+
+
+def host_need(programs: Programs) -> HostNeed | None:
+    """What ``programs`` need of a host; None if nothing is known of that, or nothing is kept
+    there."""
+    captured = bytes_of(programs.source)
+    of_program = np.array([captured.get(program.rank, 0) for program in programs.programs])
+    if not of_program.any():
+        return None
+
+    # each rank needs what the captured rank of its program needs
+    place = programs.program_of
+    of_rank = np.where(place < 0, 0, of_program[place])
+    size = programs.world.size
+    node_ranks = min(programs.world.gpus_per_node or _NODE, size)
+    of_node = np.add.reduceat(of_rank, np.arange(0, size, node_ranks))
+    # other numbers of microbatches leave the optimizer as it is
+    changes = programs.source.get(WHAT_IF, "").split("; ")
+    resized = [change.partition(":")[0] for change in changes if change.startswith("data-parallel")]
+    return HostNeed(int(of_rank.max()), int(of_node.max()), node_ranks, "; ".join(resized))
