@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_prism.hang.dumps import Entry
+from megatron_prism.hang.dumps import Entry, Launch
 from megatron_prism.hang.state import JobState, call_text
 
 _HALVES = {"Half", "BFloat16"}  # a job computes in one of them; others have their places
@@ -63,18 +63,58 @@ class Mismatch:
 
 
 def find_mismatches(state: JobState) -> list[Mismatch]:
-    """Calls that somebody waits in and that members of their group make differently, of each group
-    the first; earliest first."""
-    found = [*_messages(state)]
-    groups = set[str]()
-    waits = {e.launch: e for c in state.outstanding.values() for e in c if not e.pair}
-    for (name, _, seq), entry in sorted(waits.items(), key=lambda wait: wait[0][2]):
-        members = state.groups[name].ranks if name not in groups else ()
-        here = {r: made for r in members if (made := state.at(r, entry.desc, seq))}
-        if here and (odd := _compare(state, here)) is not None:
-            groups.add(name)
-            found.append(odd)
-    return sorted(found, key=lambda odd: odd.entry.created_ns)
+    """Find outstanding calls that members of their group make differently.
+
+    Returns:
+        The first such call of each group, and messages that do not fit; earliest first.
+    """
+    mismatches = list(_messages(state))
+    awaited_calls: dict[Launch, Entry] = {}
+    for outstanding in state.outstanding.values():
+        for entry in outstanding:
+            if entry.to < 0:
+                awaited_calls[entry.group, False, entry.seq] = entry
+
+    # of each group the calls in the order of issue, until one differs
+    decided_groups: set[str] = set()
+    calls_of_members: dict[str, list[tuple[int, Mapping[int, list[Entry]]]]] = {}
+    for (name, _, seq), entry in sorted(awaited_calls.items(), key=lambda call: call[0][2]):
+        if name in decided_groups:
+            continue
+        if name not in calls_of_members:
+            members = state.groups[name].ranks
+            calls_of_members[name] = [
+                (rank, state.numbered(rank).get(entry.desc, {})) for rank in members
+            ]
+        calls: Calls = {}
+        for rank, numbered in calls_of_members[name]:
+            made = numbered.get(seq)
+            if made is not None:
+                calls[rank] = made
+        if not calls or _is_plainly_alike(state, calls):
+            continue
+        mismatch = _compare(state, calls)
+        if mismatch is not None:
+            decided_groups.add(name)
+            mismatches.append(mismatch)
+    return sorted(mismatches, key=lambda mismatch: mismatch.entry.created_ns)
+
+
+def _is_plainly_alike(state: JobState, calls: Calls) -> bool:
+    """Tell whether all members made one single call, each the same: the common case, at once.
+
+    Calls that read the same may still not fit where each member has sizes of its own.
+    """
+    first = next(iter(calls.values()))[0]
+    if first.op not in SIZED or len(calls) < len(state.groups[first.group].ranks):
+        return False
+    for made in calls.values():
+        entry = made[0]
+        if len(made) > 1 or entry.op != first.op:
+            return False
+        if entry.dtypes != first.dtypes or entry.numbers != first.numbers:
+            return False
+    return True
 
 
 def _onward(state: JobState, rank: int, like: Entry) -> list[Signature]:

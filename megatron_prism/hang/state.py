@@ -7,9 +7,11 @@ program, so what one of them did tells what the other should have done.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -68,6 +70,46 @@ def key_of(entry: Entry) -> CallKey:
     return CallKey(entry.desc, entry.pair, entry.seq)
 
 
+class _Route(NamedTuple):
+    """What messages have in common that meet in the order of issue.
+
+    Attributes:
+        group: Name of the group.
+        op: "send" or "recv".
+        peer: Global rank of the other side; -1 if it is not known.
+    """
+
+    group: str
+    op: str
+    peer: int
+
+
+@dataclass
+class _Messages:
+    """Messages of a rank on one route, in the order of issue.
+
+    Attributes:
+        entries: The messages.
+        position_of_entry: Message -> its position; of equal ones the first.
+        position_of_record: Number of the record -> position of the message.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    position_of_entry: dict[Entry, int] = field(default_factory=dict)
+    position_of_record: dict[int, int] = field(default_factory=dict)
+
+    def append(self, message: Entry) -> None:
+        """Add the message that was issued next."""
+        position = len(self.entries)
+        self.entries.append(message)
+        self.position_of_entry.setdefault(message, position)
+        self.position_of_record.setdefault(message.record, position)
+
+
+_NO_MESSAGES = _Messages()
+_OTHER_OP = {"send": "recv", "recv": "send"}
+
+
 def call_text(entry: Entry) -> str:
     """``all_reduce #3 of GROUP at file:line``."""
     way = "to" if entry.op == "send" else "from"
@@ -98,8 +140,14 @@ class JobState:
         self.enqueued: dict[tuple[str, int], int] = {}
         self.completed: dict[tuple[str, int], int] = {}
         self.outstanding: dict[int, list[Entry]] = {}
-        self._waited: dict[Launch, Mapping[str, Sequence[int]]] = {}
-        self._numbered: dict[int, dict[tuple[str, int], list[Entry]]] = {}
+        self._waited: dict[Launch | tuple[int, Launch], Mapping[str, Sequence[int]]] = {}
+        self._places: dict[str, dict[int, int]] = {}
+        self._launches: dict[int, dict[Launch, list[Entry]]] = {}
+        self._blocking: dict[Launch | tuple[int, Launch], frozenset[int]] = {}
+        self._same_ranks: dict[frozenset[int], frozenset[int]] = {}
+        self._outstanding_messages: dict[int, dict[_Route, _Messages]] = {}
+        self._all_messages: dict[int, dict[_Route, _Messages]] = {}
+        self._numbered: dict[int, dict[str, dict[int, list[Entry]]]] = {}
         self._collect_groups(found.listed)
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
         self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
@@ -212,14 +260,24 @@ class JobState:
         have the number of a collective that came before them."""
         return [e for e in self.dumps[rank].entries if e.op != "coalesced"]
 
+    def numbered(self, rank: int) -> Mapping[str, Mapping[int, list[Entry]]]:
+        """Return the recorded collectives of ``rank``: description -> number -> calls.
+
+        There are several calls of one number where they are coalesced.
+        """
+        calls = self._numbered.get(rank)
+        if calls is None:
+            calls = self._numbered[rank] = {}
+            entries = self.dumps[rank].entries if rank in self.dumps else ()
+            for entry in entries:
+                if entry.to < 0 and entry.op != "coalesced":
+                    of_desc = calls.setdefault(entry.desc, {})
+                    of_desc.setdefault(entry.seq, []).append(entry)
+        return calls
+
     def at(self, rank: int, desc: str, seq: int) -> list[Entry]:
-        """The collectives of ``rank`` that have that number: several where they are coalesced."""
-        if rank not in self._numbered:
-            rows = self._numbered[rank] = defaultdict(list)
-            for e in self.dumps[rank].entries if rank in self.dumps else ():
-                if not e.pair and e.op != "coalesced":
-                    rows[e.desc, e.seq].append(e)
-        return self._numbered[rank].get((desc, seq), [])
+        """Return the collectives of ``rank`` that have that number."""
+        return self.numbered(rank).get(desc, {}).get(seq, [])
 
     def all_counts(self, rank: int) -> dict[str, int]:
         """Description -> calls or messages issued, also in groups of one."""
@@ -245,39 +303,104 @@ class JobState:
         ranks = self.groups[entry.group].ranks
         return ranks[entry.to] if entry.to < len(ranks) else -1
 
+    def _place(self, name: str, rank: int) -> int:
+        """Return the place of ``rank`` in a group; -1 if it is no member."""
+        places = self._places.get(name)
+        if places is None:
+            members = self.groups[name].ranks
+            places = self._places[name] = {member: place for place, member in enumerate(members)}
+        return places.get(rank, -1)
+
     def step(self, rank: int, entry: Entry) -> int:
-        """How many places further in the group the other side of a send or receive is."""
-        group = self.groups.get(entry.group)
-        if group is None or rank not in group.ranks:
+        """Return how many places further in the group the other side of a message is."""
+        if entry.group not in self.groups:
             return entry.to
-        return (entry.to - group.ranks.index(rank)) % len(group.ranks)
+        place = self._place(entry.group, rank)
+        if place < 0:
+            return entry.to
+        return (entry.to - place) % len(self.groups[entry.group].ranks)
+
+    def launches(self, rank: int) -> Mapping[Launch, list[Entry]]:
+        """Return the outstanding calls of ``rank`` by launch, both in the order of issue.
+
+        The calls are collected once per rank: asking for each launch looks at each call once.
+        """
+        launches = self._launches.get(rank)
+        if launches is None:
+            launches = self._launches[rank] = {}
+            for entry in self.outstanding.get(rank, ()):
+                launches.setdefault((entry.group, entry.to >= 0, entry.seq), []).append(entry)
+        return launches
+
+    def blocking_ranks(self, rank: int, launch: Launch) -> frozenset[int]:
+        """Return the ranks that keep an outstanding launch waiting, for whatever reason.
+
+        Equal sets are one object, so that a union over a thousand launches is one of a few sets.
+        """
+        _, is_message, _ = launch
+        key = (rank, launch) if is_message else launch
+        ranks = self._blocking.get(key)
+        if ranks is None:
+            ranks_by_reason = self.blockers(rank, self.launches(rank)[launch][0])
+            ranks = frozenset(itertools.chain.from_iterable(ranks_by_reason.values()))
+            ranks = self._blocking[key] = self._same_ranks.setdefault(ranks, ranks)
+        return ranks
+
+    def _by_route(self, rank: int, messages: Iterable[Entry]) -> dict[_Route, _Messages]:
+        """Collect messages of ``rank`` by group, operation and other side."""
+        by_route: dict[_Route, _Messages] = defaultdict(_Messages)
+        for message in messages:
+            route = _Route(message.group, message.op, self.other(rank, message))
+            by_route[route].append(message)
+        return dict(by_route)
+
+    def _outstanding_of_route(self, rank: int, route: _Route) -> _Messages:
+        """Return the outstanding messages of ``rank`` on a route."""
+        if rank not in self._outstanding_messages:
+            messages = [entry for entry in self.outstanding.get(rank, ()) if entry.pair]
+            self._outstanding_messages[rank] = self._by_route(rank, messages)
+        return self._outstanding_messages[rank].get(route, _NO_MESSAGES)
+
+    def _all_of_route(self, rank: int, route: _Route) -> _Messages:
+        """Return the messages of ``rank`` on a route since the job began, where all are known."""
+        if rank not in self._all_messages:
+            known = (entry for entry in self.dumps[rank].messages if entry.group in self.groups)
+            self._all_messages[rank] = self._by_route(rank, known)
+        return self._all_messages[rank].get(route, _NO_MESSAGES)
 
     def mate(self, rank: int, entry: Entry) -> Entry | None:
-        """The other side's outstanding counterpart of a send or receive."""
+        """Find the other side's outstanding counterpart of an outstanding send or receive.
+
+        Messages of two ranks meet in the order of issue: the third send meets the third receive.
+        """
         peer = self.other(rank, entry)
-        back = "recv" if entry.op == "send" else "send"
-        mine = [e for e in self.outstanding[rank] if (e.group, e.op, e.to) ==
-                (entry.group, entry.op, entry.to)]  # fmt: skip
-        theirs = [e for e in self.outstanding.get(peer, ()) if e.pair and e.group == entry.group
-                  and e.op == back and self.other(peer, e) == rank]  # fmt: skip
-        at = mine.index(entry)
-        return theirs[at] if at < len(theirs) else None
+        own_messages = self._outstanding_of_route(rank, _Route(entry.group, entry.op, peer))
+        route_back = _Route(entry.group, _OTHER_OP[entry.op], rank)
+        counterparts = self._outstanding_of_route(peer, route_back).entries
+        position = own_messages.position_of_entry[entry]
+        return counterparts[position] if position < len(counterparts) else None
 
     def messages(self, rank: int) -> tuple[Entry, ...]:
         """Its recorded messages: of outstanding calls only, where all are left, all of them."""
         return self.dumps[rank].messages or tuple(e for e in self.dumps[rank].entries if e.pair)
 
     def never_posted(self, rank: int, entry: Entry) -> bool | None:
-        """Whether the other side made fewer messages of this kind than ``rank``, up to ``entry``;
-        None where not all of them are recorded."""
+        """Tell whether the other side made fewer messages of this kind than ``rank`` up to this.
+
+        Args:
+            rank: One side.
+            entry: Its send or receive.
+
+        Returns:
+            None where not all messages of both sides are recorded.
+        """
         peer = self.other(rank, entry)
         if peer not in self.dumps or not self.dumps[rank].messages or not self.dumps[peer].messages:
             return None
-        mine = [e for e in self.dumps[rank].messages
-                if (e.group, e.op, e.to) == (entry.group, entry.op, entry.to)]  # fmt: skip
-        theirs = sum(e.group == entry.group and e.op != entry.op and self.other(peer, e) == rank
-                     for e in self.dumps[peer].messages)  # fmt: skip
-        return theirs <= next(i for i, e in enumerate(mine) if e.record == entry.record)
+        own_messages = self._all_of_route(rank, _Route(entry.group, entry.op, peer))
+        route_back = _Route(entry.group, _OTHER_OP[entry.op], rank)
+        counterparts = self._all_of_route(peer, route_back).entries
+        return len(counterparts) <= own_messages.position_of_record[entry.record]
 
     def is_over(self, rank: int, entry: Entry) -> bool:
         """Whether ``rank`` saw the collective ``entry`` end."""
@@ -326,40 +449,73 @@ class JobState:
     def blockers(
         self, rank: int, entry: Entry, first: Mapping[int, Launch] | None = None
     ) -> Mapping[str, Sequence[int]]:
-        """Why, and for whom, an outstanding call waits where ranks stand at ``first``, by default
-        their oldest calls; what says most comes first."""
+        """Find why, and for which ranks, an outstanding call waits.
+
+        Args:
+            rank: The rank that waits.
+            entry: Its call.
+            first: Rank -> the launch at which it stands; by default its oldest outstanding one.
+
+        Returns:
+            Reason -> ranks, which may be none; the reason that says most comes first.
+        """
+        if first is not None:
+            return self._blockers(rank, entry, first)
+
+        # all ranks that stand in a collective wait for the same ranks; messages differ by rank
+        key = (rank, entry.launch) if entry.pair else entry.launch
+        if key not in self._waited:
+            self._waited[key] = self._blockers(rank, entry, self.heads)
+        return self._waited[key]
+
+    def _blockers(
+        self, rank: int, entry: Entry, first: Mapping[int, Launch]
+    ) -> Mapping[str, Sequence[int]]:
+        """Find what keeps a collective or a message waiting: reason -> ranks."""
         if entry.pair:
-            return self._unanswered(rank, entry, self.heads if first is None else first)
-        if first is None and entry.launch in self._waited:
-            return self._waited[entry.launch]  # all who stand there wait for the same ranks
-        at, ranks = self.heads if first is None else first, self.groups[entry.group].ranks
-        found = {
-            "has not come": [r for r in ranks if r in self.dumps and not self.arrived(r, entry)],
-            "left no dump": [r for r in ranks if r not in self.dumps],
-            "has it queued behind another call": [
-                r for r in ranks
-                if at.get(r, entry.launch) != entry.launch and not self.is_over(r, entry)
-            ],
-        }  # fmt: skip
-        if first is None:
-            self._waited[entry.launch] = found
-        return found
+            return self._unanswered(rank, entry, first)
+        absent: list[int] = []
+        without_dump: list[int] = []
+        elsewhere: list[int] = []
+        launch = entry.launch
+        for member in self.groups[entry.group].ranks:
+            counter = entry.group, member
+            if member not in self.dumps:
+                without_dump.append(member)
+            elif self.enqueued.get(counter, -1) < entry.seq:
+                absent.append(member)
+            is_over = self.completed.get(counter, -1) >= entry.seq
+            if first.get(member, launch) != launch and not is_over:
+                elsewhere.append(member)
+        return {
+            "has not come": absent,
+            "left no dump": without_dump,
+            "has it queued behind another call": elsewhere,
+        }
 
     def _unanswered(
         self, rank: int, head: Entry, first: Mapping[int, Launch]
     ) -> Mapping[str, Sequence[int]]:
-        """Who keeps a message waiting, or one of those issued with it: they end together."""
-        lacking, behind = dict[int, None](), dict[int, None]()
-        for entry in self.outstanding[rank]:
-            if entry.launch == head.launch:
-                peer = self.other(rank, entry)
-                mate, never = self.mate(rank, entry), self.never_posted(rank, entry)
-                if mate is None if never is None else never:
-                    lacking[peer] = None
-                elif mate is not None and first.get(peer, mate.launch) != mate.launch:
-                    behind[peer] = None  # without a mate it ended, or waits for its batch's rest
-        return {"has not posted its side": [*lacking], "has it queued behind another call": [
-            *behind] * (not lacking)}  # fmt: skip
+        """Find what keeps a message waiting, or one of those issued with it: they end together."""
+        lacking: dict[int, None] = {}
+        behind: dict[int, None] = {}
+        for entry in self.launches(rank)[head.launch]:
+            peer = self.other(rank, entry)
+            mate = self.mate(rank, entry)
+            not_posted = self.never_posted(rank, entry)
+
+            # not all messages are recorded: what is not outstanding was not posted, or it ended
+            if not_posted is None:
+                not_posted = mate is None
+            if not_posted:
+                lacking[peer] = None
+            # without a mate it ended, or waits for the rest of its batch
+            elif mate is not None and first.get(peer, mate.launch) != mate.launch:
+                behind[peer] = None
+        return {
+            "has not posted its side": list(lacking),
+            "has it queued behind another call": [] if lacking else list(behind),
+        }
 
     @cached_property
     def hidden(self) -> set[int]:

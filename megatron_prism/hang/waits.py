@@ -50,19 +50,22 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
     Ranks that wait for each other only and make the calls of their programs do not stand still: so
     where no device does, each such circle holds somebody who errs, and who is in none is a victim.
     """
-    ahead = dict[int, set[int]]()
-    for rank, calls in state.outstanding.items():  # a host may stand at another than the first
-        launches = {e.launch: e for e in calls}.values()
-        blockers = (b for e in launches for b in state.blockers(rank, e).values())
-        ahead[rank] = set[int]().union(*blockers) - {rank}
-    back = reversed_edges(ahead)
-    found = []
+    ranks_needed: dict[int, set[int]] = {}
+    for rank in state.outstanding:
+        # a host may stand at another call than the oldest one
+        needed_sets = {state.blocking_ranks(rank, launch) for launch in state.launches(rank)}
+        ranks_needed[rank] = set[int]().union(*needed_sets) - {rank}
+    ranks_waiting = reversed_edges(ranks_needed)
+
+    ends: list[int] = []
     for rank in ranks:
-        reached = reached_from([rank], ahead)
-        unknown = any(not state.outstanding.get(r) for r in reached)  # may wait for anybody
-        if unknown or reached <= reached_from([rank], back):
-            found.append(rank)
-    return found
+        reached = reached_from([rank], ranks_needed)
+
+        # a rank without an outstanding call may wait for any other
+        ends_unknown = any(not state.outstanding.get(other) for other in reached)
+        if ends_unknown or reached <= reached_from([rank], ranks_waiting):
+            ends.append(rank)
+    return ends
 
 
 def reached_from(start: Iterable[int], edges: Mapping[int, Collection[int]]) -> set[int]:
@@ -388,7 +391,7 @@ def _participants(state: JobState, rank: int, entry: Entry) -> set[int]:
     """Return the members of a collective, or both sides of the messages of a batch."""
     if not entry.pair:
         return set(state.groups[entry.group].ranks)
-    batch = [message for message in state.outstanding[rank] if message.launch == entry.launch]
+    batch = state.launches(rank)[entry.launch]
     return {rank, *(state.other(rank, message) for message in batch)}
 
 
@@ -500,8 +503,11 @@ def waiting_ranks(
 
 def _lacking_message(state: JobState, rank: int, head: Entry) -> Entry:
     """Of a batch the message that the other side did not post."""
-    calls = (e for e in state.outstanding[rank] if head.pair and e.launch == head.launch)
-    return next((e for e in calls if state.never_posted(rank, e)), head)
+    if head.pair:
+        for message in state.launches(rank)[head.launch]:
+            if state.never_posted(rank, message):
+                return message
+    return head
 
 
 def issue_order(entry: Entry) -> tuple[int, int]:
