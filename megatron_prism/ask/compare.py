@@ -6,8 +6,9 @@ real process beside one.  Out: ``Comparison``, or what ``traces`` and ``memory.s
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.program import Programs
+from megatron_prism.core.slices import of_ranks
 from megatron_prism.graph.difference import FirstDifference, difference, rows_of
 from megatron_prism.memory import baseline, snapshot
 from megatron_prism.memory.baseline import (
@@ -27,8 +29,9 @@ from megatron_prism.memory.baseline import (
 )
 from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotComparison, SnapshotGrowth
 from megatron_prism.replay import differences
-from megatron_prism.replay.differences import TimeDifference
+from megatron_prism.replay.differences import TimeDifference, UncertainTime
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
+from megatron_prism.replay.rates import Rates, rates_of, tokens_of
 from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.traces.compare import TraceComparison, compare_traces
 
@@ -55,6 +58,23 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast both train, which decides between jobs of other batches or numbers of GPUs.
+
+    what         : ``tokens/s``, of the whole job; ``tokens/s a GPU``
+    of_a_gpu     : whether it is the latter
+    a, b         : of A and of B
+    first_faster : the chance that A trains more of them
+    """
+
+    what: str
+    of_a_gpu: bool
+    a: float
+    b: float
+    first_faster: float
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Two jobs.
 
@@ -69,6 +89,8 @@ class Comparison:
     first      : of the ranks that both have: the ops in which they differ first; None if they are
                  of other sizes
     scale      : what else changes then
+    rates      : tokens and flops per second of each, as ``prism replay`` says them
+    paces      : tokens per second of both; none where one does not say how many it has
     """
 
     names: tuple[str, str]
@@ -83,6 +105,24 @@ class Comparison:
     first: tuple[FirstDifference, ...] | None
     timelines: tuple[Timeline, Timeline] | None = field(repr=False, default=None)
     scale: tuple[ScaleChange, ...] = ()
+    rates: tuple[Rates, Rates] | None = None
+    paces: tuple[Pace, ...] = ()
+
+    @property
+    def batches_differ(self) -> bool | None:
+        """Whether an iteration of one has more tokens; None where one of them does not say."""
+        if not self.paces or self.timelines is None:
+            return None
+        a, b = (tokens_of(timeline.graph.programs) for timeline in self.timelines)
+        return a != b
+
+    @property
+    def gpus_differ(self) -> bool:
+        """Whether one has more GPUs."""
+        if self.timelines is None:
+            return False
+        a, b = (timeline.graph.programs.world.size for timeline in self.timelines)
+        return a != b
 
     @cached_property
     def same(self) -> bool:
@@ -108,6 +148,8 @@ class Comparison:
             "iterations": None if self.iterations is None else list(self.iterations),
             "untimed": self.untimed,
             "difference": None if self.difference is None else vars(self.difference),
+            "rates": None if self.rates is None else [asdict(rates) for rates in self.rates],
+            "paces": [asdict(pace) for pace in self.paces],
             "parts": self.to_rows(),
             "changes": [asdict(one) for one in self.changes],
             "first": None if self.first is None else [one.to_json() for one in self.first],
@@ -174,57 +216,114 @@ def compare(
 def _jobs(
     jobs: tuple[Job, Job], names: tuple[str, str], priced: Callable[[object], PricedGraph | None]
 ) -> Comparison:
-    graphs, why = list[PricedGraph](), ""
+    # times, where both have some
+    graphs: list[PricedGraph] = []
+    untimed = ""
     try:
-        graphs = [one for one in map(priced, jobs) if one is not None]
+        graphs = [graph for graph in map(priced, jobs) if graph is not None]
     except PrismError as error:
-        why = error.message
-    if not why and len(graphs) < 2:
-        why = "a report of memory has no times"
-    given = [one.programs if isinstance(one, PricedGraph) else one for one in jobs]
-    memory = _memory(given)
-    programs = given if why else [one.graph.programs for one in graphs]
-    first = _first(programs)
-    iterations = difference = timelines = None
-    times: list[Part] = []
-    if not why:
-        one, other = (graph.timeline for graph in graphs)
-        timelines, iterations = (one, other), (one.iteration_ns, other.iteration_ns)
-        alike = first == () and graphs[0].machine == graphs[1].machine
-        own = 0.0 if alike else differences.OWN  # the same kernels and calls have the same errors
-        of_a, of_b = map(differences.estimate, timelines)
-        difference = differences.difference(of_a, of_b, own)
-        parts = [mean_parts({**vars(each.account(index)), "count": count}
-                            for index, count in enumerate(each.graph.classes.counts))
-                 for each in timelines]  # fmt: skip
-        times = _parts(*parts)
-    return Comparison(
-        names, tuple(_settings(programs)), iterations, why, difference, tuple(times), memory,
-        tuple(_kinds(*memory)) if memory else (),
-        tuple(one for one in baseline.compare(*memory, any_job=True)
-              if one.what not in ("same", "leaks")) if memory else (), first, timelines,
-        scale_changes(*graphs) if not why and first is None else (),
-    )  # fmt: skip
+        untimed = error.message
+    if not untimed and len(graphs) < 2:
+        untimed = "a report of memory has no times"
+    # memory, sizes and ops are those of the what-ifs too
+    as_asked = [job.graph.programs if isinstance(job, PricedGraph) else job for job in jobs]
+    memory = _memory(as_asked)
+    compared = as_asked if untimed else [graph.graph.programs for graph in graphs]
+    first = _first(compared)
+    changes: list[Change] = []
+    if memory is not None:
+        found = baseline.compare(*memory, any_job=True)
+        changes = [change for change in found if change.what not in ("same", "leaks")]
+    comparison = Comparison(
+        names=names,
+        settings=tuple(_settings(compared)),
+        iterations=None,
+        untimed=untimed,
+        difference=None,
+        times=(),
+        memory=memory,
+        kinds=tuple(_kinds(*memory)) if memory else (),
+        changes=tuple(changes),
+        first=first,
+    )
+    if untimed:
+        return comparison
+    return _with_times(comparison, graphs[0], graphs[1])
+
+
+def _with_times(comparison: Comparison, a: PricedGraph, b: PricedGraph) -> Comparison:
+    """The comparison with what the replays of both say."""
+    timelines = a.timeline, b.timeline
+    # the same kernels and calls on the same machine have the same errors
+    alike = comparison.first == () and a.machine == b.machine
+    own = 0.0 if alike else differences.OWN
+    estimates = [differences.estimate(timeline) for timeline in timelines]
+    parts = []
+    for timeline in timelines:
+        accounts = []
+        for index, count in enumerate(timeline.graph.classes.counts):
+            accounts.append({**vars(timeline.account(index)), "count": count})
+        parts.append(mean_parts(accounts))
+    rates = rates_of(timelines[0]), rates_of(timelines[1])
+    return dataclasses.replace(
+        comparison,
+        iterations=(timelines[0].iteration_ns, timelines[1].iteration_ns),
+        difference=differences.difference(estimates[0], estimates[1], own),
+        times=tuple(_parts(parts[0], parts[1])),
+        timelines=timelines,
+        rates=rates,
+        paces=tuple(_paces(timelines, rates, estimates, own)),
+        scale=scale_changes(a, b) if comparison.first is None else (),
+    )
+
+
+def _paces(
+    timelines: tuple[Timeline, Timeline],
+    rates: tuple[Rates, Rates],
+    estimates: Sequence[UncertainTime],
+    own: float,
+) -> Iterator[Pace]:
+    """Tokens per second of both, of the job and of a GPU; none where one does not say its tokens.
+
+    own : as of ``differences.difference``
+    """
+    tokens = [tokens_of(timeline.graph.programs) for timeline in timelines]
+    if not all(tokens) or any(rate.tokens_per_s.value is None for rate in rates):
+        return
+    per_second = [float(rate.tokens_per_s.value or 0) for rate in rates]
+    sizes = [timeline.graph.programs.world.size for timeline in timelines]
+    for what, gpus in (("tokens/s", [1, 1]), ("tokens/s a GPU", sizes)):
+        of_a_gpu = gpus is sizes
+        # what a token takes, of all GPUs or of one
+        costs = [
+            estimate.scaled(shared_by / count)
+            for estimate, shared_by, count in zip(estimates, gpus, tokens, strict=True)
+        ]
+        chance = differences.difference(costs[0], costs[1], own).first_faster
+        a, b = per_second[0] / gpus[0], per_second[1] / gpus[1]
+        yield Pace(what, of_a_gpu, a, b, chance)
 
 
 def _parts(a: dict[str, float], b: dict[str, float]) -> list[Part]:
     """The largest difference first."""
-    found = [Part(what, a.get(what, 0), b.get(what, 0)) for what in {**a, **b}]
-    found = [one for one in found if one.a or one.b]
-    return sorted(found, key=lambda one: (-abs(one.b - one.a), one.what))
+    parts = [Part(what, a.get(what, 0), b.get(what, 0)) for what in {**a, **b}]
+    shown = [part for part in parts if part.a or part.b]
+    return sorted(shown, key=lambda part: (-abs(part.b - part.a), part.what))
 
 
 def _memory(jobs: Sequence[Programs | MemoryReport]) -> tuple[MemoryReport, MemoryReport] | None:
+    """What ``prism fit`` says of both; None where one recorded no memory."""
     reports = []
-    for one in jobs:
-        if isinstance(one, Programs):
-            if not all(len(program.allocations) for program in one.programs):
-                return None
-            try:
-                one = peak_memory(one)
-            except UsageError:  # no whole iteration
-                return None
-        reports.append(one)
+    for job in jobs:
+        if isinstance(job, MemoryReport):
+            reports.append(job)
+            continue
+        if not all(len(program.allocations) for program in job.programs):
+            return None
+        try:
+            reports.append(peak_memory(job))
+        except UsageError:  # no whole iteration
+            return None
     return reports[0], reports[1]
 
 
@@ -235,19 +334,45 @@ def _kinds(*reports: MemoryReport) -> list[Part]:
     return [Part(kind, a[kind], b[kind]) for kind in a if a[kind] or b[kind]]
 
 
-def _settings(jobs: Sequence[object]) -> list[Setting]:
+def _settings(jobs: Sequence[Programs | MemoryReport]) -> list[Setting]:
     """Sizes first, then the flags by Megatron's names, then versions and what follows from them."""
-    said: list[dict[str, str]] = []
-    for one in jobs:
-        source = one.source if isinstance(one, Programs) else one.job  # type: ignore[attr-defined]
-        sizes = {"world": str(one.world)} if isinstance(one, Programs) else {}
-        rest = {key: value for key, value in source.items() if key not in job_settings.KEYS}
-        said.append({**sizes, **job_settings.plain(job_settings.line_of(source)), **rest})
+    both: list[dict[str, str]] = []
+    for job in jobs:
+        texts: dict[str, str] = {}
+        if isinstance(job, Programs):
+            texts["world"] = str(job.world)
+        source = job.source if isinstance(job, Programs) else job.job
+        texts |= job_settings.plain(job_settings.line_of(source))
+        texts |= {key: text for key, text in source.items() if key not in job_settings.KEYS}
+        # a host or GPU stays the same one where its rank gets another number
+        if all(isinstance(other, Programs) for other in jobs):
+            assert isinstance(job, Programs)
+            texts |= _by_place(job)
+        both.append(texts)
+    a, b = both
     return [
-        Setting(name, said[0].get(name), said[1].get(name))
-        for name in {**said[0], **said[1]}
-        if said[0].get(name) != said[1].get(name) and name != "alloc_conf"
+        Setting(name, a.get(name), b.get(name))
+        for name in {**a, **b}
+        if a.get(name) != b.get(name) and name != "alloc_conf"
     ]
+
+
+def _by_place(programs: Programs) -> dict[str, str]:
+    """What slices say of their ranks' hosts and GPUs, by the rank's place in a replica; where it is
+    the same of all of them, once."""
+    texts: dict[str, str] = {}
+    for key, by_rank in of_ranks(programs.source).items():
+        places: dict[str, str] = {}
+        for rank, text in sorted(by_rank.items()):
+            if rank >= programs.world.size:
+                continue
+            at = programs.world.coordinates(rank)
+            places.setdefault(f"pp={at.pp},cp={at.cp},tp={at.tp}", text)
+        if len(set(places.values())) == 1:
+            texts[key] = next(iter(places.values()))
+        elif places:
+            texts[key] = " ".join(f"{place}: {text}" for place, text in places.items())
+    return texts
 
 
 def _first(jobs: Sequence[object]) -> tuple[FirstDifference, ...] | None:

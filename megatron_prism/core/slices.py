@@ -47,8 +47,35 @@ _AGAIN = (
     "-o DIR, or prism capture -o DIR -- pretrain_gpt.py …"
 )
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
+_OF_RANK = re.compile(r"(\d{1,9})=(\S+)")
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
 _DUMP = re.compile(r"\d(\.json)?$")  # files of one rank each, as Flight Recorders name them
+
+
+def of_ranks(source: Mapping[str, str]) -> dict[str, dict[int, str]]:
+    """Key of a source -> rank -> what it says of the rank's own host or GPU."""
+    return {
+        key: {int(rank): text for rank, text in _OF_RANK.findall(source[key])}
+        for key in _OF_RANKS
+        if key in source
+    }
+
+
+def renumbered(source: Mapping[str, str], ranks: Mapping[int, int]) -> dict[str, str]:
+    """The source of a world in which captured ranks have other numbers.
+
+    Args:
+        source: what slices say of their job.
+        ranks: number in the captured world -> in the new one; a rank that is absent has no place
+            there, and neither has what its slice says of its host and GPU.
+    """
+    new = dict(source)
+    for key, texts in of_ranks(source).items():
+        kept = {ranks[rank]: text for rank, text in texts.items() if rank in ranks}
+        del new[key]
+        if kept:
+            new[key] = " ".join(f"{rank}={text}" for rank, text in sorted(kept.items()))
+    return new
 
 
 class Origin(NamedTuple):

@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE
+from megatron_prism.core.ops import CODE, NAMES
 from megatron_prism.core.units import format_ns, format_share
 from megatron_prism.graph.issue_graph import COMPUTE, HOST, LEAD
 from megatron_prism.replay.costs.collectives import OverlapFactors
@@ -119,7 +119,8 @@ _LEAST = 0.002  # of the iteration: less is not worth a line
 class Uncertainty:
     """One source: ``low_ns`` shorter to ``high_ns`` longer, why, and what to type against it.
 
-    of : what takes long in it -> ns; a segment of these kernels, a call of this size: by a number
+    of : what takes long in it -> ns; a segment of these kernels, a call of this size, what a host
+         issues of them: by a number
     """
 
     what: str
@@ -221,11 +222,15 @@ class _Variations:
         kinds, firsts = graph.call_kinds, graph.matched_calls.start[:-1]
         texts = [f"{one.name} {(one.ranks - one.ranks[0]).tolist()}" for one in kinds.kinds]
         called = _numbered((kinds.of[firsts], kinds.num_bytes[firsts]), texts)
-        segments = [
-            _numbered([program.ops[key] for key in _OF_SEGMENTS], program.strings)
-            for program in graph.program_list
-        ]
-        return of_nodes(self.dag, called, {COMPUTE: segments})
+        segments, issued = [], []
+        for program in graph.program_list:
+            ops = program.ops
+            numbers = _numbered([ops[key] for key in _OF_SEGMENTS], program.strings)
+            # what a host issues is a segment of these kernels, or a call of this kind
+            names = _numbered([ops["name"]], NAMES)
+            segments.append(numbers)
+            issued.append(np.where(ops["name"] == CODE["compute"], numbers, names))
+        return of_nodes(self.dag, called, {COMPUTE: segments, LEAD: issued, HOST: issued})
 
     def _longer(self, durations: np.ndarray) -> int:
         """ns by which the iteration is longer if nodes take ``durations``."""
@@ -272,7 +277,9 @@ class _Variations:
         # all four: of two replayed iterations the last may be shorter behind a slower first
         hosts = {tuple(factors) for factors in (*ends, faster, slower)}
         each = [self.with_hosts(factors) - self.base for factors in hosts]
-        return Uncertainty("host", max(0, -min(each)), max(0, *each), why, fix)
+        mine = self.hosts | (self.dag.kind == COMPUTE) if self._delayed else self.hosts
+        low, high = max(0, -min(each)), max(0, *each)
+        return Uncertainty("host", low, high, why, fix, self._longest(mine))
 
     def with_hosts(self, factors: Sequence[float]) -> int:
         """ns of an iteration if the hosts of each program take ``factors`` times as long."""

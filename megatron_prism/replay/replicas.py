@@ -19,6 +19,7 @@ from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.groups import WORLD_GROUP
 from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, SHARED
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.slices import renumbered
 from megatron_prism.core.world import World
 from megatron_prism.graph.classes import equal_programs, memberships, partition
 from megatron_prism.replay.costs.collectives import EXPERT_CALLS
@@ -78,6 +79,7 @@ def with_data_parallel(programs: Programs, dp: int) -> Programs:
     bare = dataclasses.replace(programs, world=world, program_of=of)
     before, after = memberships(programs), memberships(bare)
     made, widths, sharded = list(programs.programs), set[tuple[int, int]](), False
+    moved: dict[int, int] = {}  # captured rank -> the rank that runs its program in the new world
     for index in np.unique(of).tolist():
         place = tuple(np.argwhere(running[first] == index)[0])
         here, there = int(first[place]), int(_places(world)[(*place, 0)])
@@ -87,9 +89,11 @@ def with_data_parallel(programs: Programs, dp: int) -> Programs:
         }
         resized = _Resizer(programs.programs[index], sizes, old, world, here, there)
         made[index] = resized.program()
+        moved[programs.programs[index].rank] = there
         widths |= resized.buckets
         sharded |= resized.sharded
-    scaled = without_unused(dataclasses.replace(bare, programs=tuple(made)))
+    source = renumbered(programs.source, moved)
+    scaled = without_unused(dataclasses.replace(bare, programs=tuple(made), source=source))
     text = _text(old.dp, dp, widths, sharded) + ", times of the first replica" * bool(differ)
     return with_assumption(scaled, text, Fraction(dp, old.dp))
 

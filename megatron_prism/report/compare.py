@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.groups import with_short_names
-from megatron_prism.core.units import format_bytes, format_ns, format_share
+from megatron_prism.core.units import format_bytes, format_change, format_ns, format_share
 from megatron_prism.report import replay
 from megatron_prism.report.fit import KINDS, PARTS, module_of
 
@@ -39,7 +39,8 @@ def render_html(found: Comparison) -> str:
     if settings:
         tables.append(("what differs between the jobs", ("", "A", "B"), settings))
     names = [f"{letter}: {name}" for letter, name in zip("AB", found.names, strict=True)]
-    return replay.render_html(a, names[0], (names[1], b), tables, [_sure(found)])
+    notes = [*_sure(found), *_precision(found)]
+    return replay.render_html(a, names[0], (names[1], b), tables, notes)
 
 
 def _settings(found: Comparison) -> Iterator[str]:
@@ -70,18 +71,56 @@ def _times(found: Comparison) -> Iterator[str]:
         times = (format_ns(round(one.a)), format_ns(round(one.b)), _signed(one.b - one.a))
         rows += [[with_short_names(one.what), *times]]
     a, b = found.iterations
-    yield from columns([*rows, ["= iteration", format_ns(a), format_ns(b), _signed(b - a)]])
-    yield from folded(_sure(found), 2)
+    rows.append(["= iteration", format_ns(a), format_ns(b), _signed(b - a)])
+    for pace in found.paces:
+        more = format_change(pace.b / pace.a - 1) if pace.a else ""
+        rows.append([pace.what, f"{pace.a:,.0f}", f"{pace.b:,.0f}", more])
+    yield from columns(rows)
+    for line in (*_sure(found), *_precision(found)):
+        yield from folded(line, 2)
 
 
-def _sure(found: Comparison) -> str:
-    """How sure the difference of the times is."""
+def _sure(found: Comparison) -> list[str]:
+    """How sure the difference of the times is, and which job is faster.
+
+    Iterations of other batches do another amount of work: tokens per second decide there, and
+    those of a GPU where numbers of GPUs differ, too.
+    """
     sure = found.difference
     if sure is None:
-        return found.untimed
-    return (f"B - A: {_signed(sure.ns)}, from {_signed(sure.low_ns)} to {_signed(sure.high_ns)} "
-            f"with 95 %; A is faster with {format_share(sure.first_faster)}: what is unknown of "
-            "the machine is the same for both")  # fmt: skip
+        return [found.untimed]
+    between = f"from {_signed(sure.low_ns)} to {_signed(sure.high_ns)} with 95 %"
+    letter, chance = _first(sure.first_faster)
+    shorter = f"{letter} is faster with {format_share(chance)}"
+    if found.batches_differ is not False:
+        shorter = f"{letter}'s iteration is shorter with {format_share(chance)}"
+    if sure.low_ns == sure.high_ns == 0:
+        shorter = "both take as long"
+    lines = [f"B - A: {_signed(sure.ns)}, {between}; {shorter}: what is unknown of the machine is "
+             "the same for both"]  # fmt: skip
+    if found.batches_differ is None:
+        lines.append("one of them does not say how many tokens an iteration has, so nobody knows "
+                     "which trains faster")  # fmt: skip
+    for pace in found.paces:
+        decides = found.gpus_differ if pace.of_a_gpu else found.batches_differ
+        if decides:
+            letter, chance = _first(pace.first_faster)
+            lines.append(f"by {pace.what}: {letter} is faster with {format_share(chance)}")
+    return lines
+
+
+def _first(first_faster: float) -> tuple[str, float]:
+    """The likelier of A and B, and how likely it is."""
+    if first_faster >= 0.5:
+        return "A", first_faster
+    return "B", 1 - first_faster
+
+
+def _precision(found: Comparison) -> Iterator[str]:
+    """What a job without --bf16 has to be asked."""
+    for letter, rates in zip("AB", found.rates or (), strict=False):
+        if rates.precision:
+            yield f"{letter} {rates.precision}"
 
 
 def _memory(found: Comparison) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
 from megatron_prism.memory.baseline import beside_tensors, needed
+from megatron_prism.replay.costs.precision import precision_of
 from megatron_prism.report import words
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ def _verdict(found: Fit) -> Iterator[str]:
             beside = f"{place.size:,} B do not fit beside {format_bytes(place.reserved)} reserved"
             text = f"runs out {place.where}: {beside}"
         yield from folded(f"  {name} {text}", 4)
+    if asks := precision_of(found.programs).asks:
+        yield from folded(f"  {asks}", 4)
 
 
 def _host(need: HostNeed | None) -> Iterator[str]:

@@ -18,6 +18,7 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.costs.host import host_spread
 from megatron_prism.replay.interval import Uncertainty, answers_by_host, interval
 from megatron_prism.replay.network import BusyLink, busy_links
+from megatron_prism.replay.rates import Value, rates_of
 from megatron_prism.replay.timeline import Timeline
 
 HOST_PART = "host: "  # what begins so is a host that issues work
@@ -141,14 +142,6 @@ _RANKS = 60  # characters of a list of ranks
 
 
 @dataclass(frozen=True)
-class Value:
-    """A number with its basis, or None with what is missing for it."""
-
-    value: float | None
-    basis: str
-
-
-@dataclass(frozen=True)
 class ClassMetrics:
     """One class; times in ns.  compute, exposed, waiting and idle add up to ``total``.
 
@@ -193,6 +186,7 @@ class Metrics:
     host_unknown    : ranks whose slices do not say how long the host takes, where others do
     host_spread     : relative standard deviation of what a rank's host takes for an iteration, the
     largest of the slices'; None if none has two iterations
+    precision       : what a job without --bf16 and --fp16 has to be asked; "" of others
     """
 
     sizes: str
@@ -214,6 +208,7 @@ class Metrics:
     tokens_per_s: Value
     flops_per_gpu: Value
     mfu: Value
+    precision: str
     classes: tuple[ClassMetrics, ...]
     path: tuple[PathPart, ...]
     calls: tuple[CallTotals, ...]
@@ -275,7 +270,7 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
         hosts=answers_by_host(timeline),
         host_unknown=int((~knows[graph.programs.program_of]).sum()) if knows.any() else 0,
         host_spread=host_spread(graph.programs.programs),
-        **_rates(timeline),
+        **vars(rates_of(timeline)),
         classes=classes,
         path=path,
         calls=calls,
@@ -312,37 +307,3 @@ def _classes(timeline: Timeline) -> list[ClassMetrics]:
             )
         )
     return found
-
-
-def _rates(timeline: Timeline) -> dict[str, Value]:
-    """Tokens per second, flops per second and GPU, and MFU, as far as the programs say."""
-    graph, source, peak = timeline.graph, timeline.graph.programs.source, timeline.prices.peak
-    seconds, size = timeline.iteration_ns / 1e9, graph.programs.world.size
-    tokens, model = (int(text) if (text := source.get(key, "")).isdigit() else 0
-                     for key in ("tokens_per_iteration", "model_flops_per_iteration"))  # fmt: skip
-    flops = sum(
-        int(np.maximum(program.ops["flops"], 0).sum()) * count
-        for program, count in zip(graph.program_list, graph.classes.counts, strict=True)
-    )
-
-    def rate(amount: float, basis: str, *missing: tuple[bool, str]) -> Value:
-        why = [text for lacks, text in ((not seconds, "nothing takes time"), *missing) if lacks]
-        return Value(None, why[0]) if why else Value(amount / seconds, basis)
-
-    return {
-        "tokens_per_s": rate(
-            tokens, "tokens of the slices / iteration time",
-            (not tokens, "the slices do not say how many tokens an iteration has"),
-        ),
-        "flops_per_gpu": rate(
-            flops / size, "recorded kernels, recomputation included",
-            (not flops, "the slices recorded no flops"),
-        ),
-        "mfu": rate(
-            model / size / (peak or 1),
-            f"of {(peak or 0) / 1e12:,.0f} TFLOP/s dense bf16; model flops as Megatron counts them",
-            (not peak, "the machine's file has no peak of the data sheet"),
-            (not model, "the slices do not say the model's flops"),
-            (source.get("tier") == "cpu", "the slices are of a CPU"),
-        ),
-    }  # fmt: skip

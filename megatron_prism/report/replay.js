@@ -14,7 +14,7 @@ function figures() {
     ...(F.host === null || F.host < 5e-4 ? [] : [["host", percent(F.host), "of the critical path: the host launches kernels late"]]),
     ["tokens per second", value(F.tokens_per_s, (v) => round(v, 6)), F.tokens_per_s.basis],
     ["per GPU", value(F.flops_per_gpu, (v) => `${round(v / 1e12)} TFLOP/s`), F.flops_per_gpu.basis],
-    ["MFU", value(F.mfu, percent), F.mfu.basis],
+    ["MFU", value(F.mfu, percent), [F.mfu.basis, F.precision].filter(Boolean).join("; ")],
     ...(typeof MEMORY === "string" ? [["memory", null, MEMORY]] : memoryCards().slice(0, 1))]);
 }
 

@@ -90,6 +90,8 @@ def _head(found: Metrics, verbose: bool) -> str:
     rows.append(("tokens/s", _value(found.tokens_per_s, lambda v: f"{v:,.0f}")))
     rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
     rows.append(("MFU", _value(found.mfu, format_share)))
+    if found.precision:
+        rows.append(("precision", found.precision))
     for name, text in rows:
         lines += folded(f"  {name:<12} {text}", 15 + 10 * (not name))
     return "\n".join(lines)

@@ -12,7 +12,8 @@ or None for what was not measured.
   In a segment a kernel's inputs were just written and may be in L2, its outputs were not: the mean
   of the times with everything in L2 that fits, and with nothing
 * a roofline: the start of a kernel, and what its flops or its bytes take; fused attention also
-  leaves multiprocessors idle at its end
+  leaves multiprocessors idle at its end.  Products of fp32 operands are TF32 where Transformer
+  Engine makes them, and where the job let torch do so (``product_type``)
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ _ALIKE = {
 }  # fmt: skip
 
 _ARITHMETIC = frozenset(("add", "sub", "mul", "div", "where", "maximum"))
+# cuBLASLt's through Transformer Engine, which computes in TF32 wherever all operands are fp32
+# (common/gemm/cublaslt_gemm.cu:445 @v2.20); torch's do so only if the job asked for it
+_OF_TRANSFORMER_ENGINE = frozenset(("gemm", "gemm_wgrad", "grouped_gemm"))
 _SINGLE = ("mm", "addmm", "_scaled_mm", "gemm", "gemm_wgrad")
 _BATCHED = ("bmm", "baddbmm")
 PRODUCTS = frozenset((*_SINGLE, *_BATCHED))  # what the power limit was seen to slow down
@@ -372,8 +376,23 @@ _MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
 KERNEL = re.compile(
     r"(?P<name>[^(;]+)\((?P<shapes>[^)]*)\)(?P<dtype>\w*):(?P<flops>\d+):(?P<bytes>\d+)(?:\*(?P<count>\d+))?"
 )
-_TORCH = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8",
-          "float8_e5m2": "fp8"}  # fmt: skip
+# dtype of a kernel in a note -> the type that its products compute in; "tf32" is what the recorder
+# writes of torch's own products of fp32 operands where the job allowed TF32
+_TORCH = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32",
+          "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}  # fmt: skip
+
+
+def product_type(name: str, dtype: str) -> str:
+    """Say in which type a kernel multiplies: bf16, fp16, fp8, tf32 or fp32.
+
+    Args:
+        name: of the kernel, as a note has it.
+        dtype: of its operands, as a note has it.
+    """
+    operands = _TORCH.get(dtype, "bf16")
+    if operands == "fp32" and name in _OF_TRANSFORMER_ENGINE:
+        return "tf32"
+    return operands
 
 
 def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
@@ -509,6 +528,27 @@ def _scaled_shape(text: str, factor: float) -> str:
     return f"{max(1, round(int(first) * factor))}{rest}" if first not in ("", "1") else text
 
 
+# of bf16 where a machine does not say: half on the data sheets of A100, H100 and B200; outside
+# tensor cores a sixteenth, a fifteenth and a thirtieth
+_TF32_OF_BF16, _FP32_OF_BF16 = 1 / 2, 1 / 16
+
+
+def _product_rate(machine: Machine, dtype: str) -> float:
+    """Flops per second of large products in a type; UnsupportedError of FP8 without a rate."""
+    if dtype in machine.flops:
+        return machine.flops[dtype]
+    bf16 = machine.flops["bf16"]
+    if dtype == "fp8":
+        fix = "a machine with fp8 in its flops, or a job without FP8"
+        raise UnsupportedError(f"{machine.name} has no rate of products in FP8", fix=fix)
+    if dtype == "tf32" and machine.generation != "volta":
+        return bf16 * _TF32_OF_BF16
+    # Volta has no TF32, so its fp32 operands are multiplied in fp32
+    if dtype in ("tf32", "fp32"):
+        return machine.flops.get("fp32", bf16 * _FP32_OF_BF16)
+    return bf16
+
+
 _MULTIPROCESSORS = {"volta": 80, "ampere": 108, "hopper": 132, "blackwell": 148}  # V100 to B200
 _QUERIES = 128  # of a block of fused attention (FlashAttention-2, arXiv 2307.08691, section 3.3)
 
@@ -522,11 +562,9 @@ def _roofline(kernel: MeasuredKernel, machine: Machine) -> int:
     end.  Products are not like that: of those on H100 and H200 that were measured, waves of tiles
     (NVIDIA's Matrix Multiplication Background, DU-09799) explain nothing that sizes do not.
     """
-    dtype, name = _TORCH.get(kernel.dtype, "bf16"), _plain(kernel.name)
-    if dtype == "fp8" and dtype not in machine.flops:
-        fix = "a machine with fp8 in its flops, or a job without FP8"
-        raise UnsupportedError(f"{machine.name} has no rate of products in FP8", fix=fix)
-    rate = machine.flops.get(dtype, machine.flops["bf16"])
+    name = _plain(kernel.name)
+    dtype = product_type(name, kernel.dtype)
+    rate = _product_rate(machine, dtype)
     if dtype in ("bf16", "fp16"):
         rate = machine.flops.get(name, rate)  # attention, attention_backward
     flops = float(kernel.flops)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -53,8 +53,9 @@ class Machine:
                       of a job whose slices say how many ranks a host has: ``with_nodes_of``
     generation      : of the GPU, for NCCL's limits: volta, ampere, hopper, blackwell
     link            : between GPUs of a node: nvlink or pcie
-    flops           : dtype -> dense matrix flops per second that large products reach; fused
-                      attention and attention_backward may have entries of their own (bf16)
+    flops           : dtype -> dense matrix flops per second that large products reach; tf32 is
+                      what tensor cores make of fp32 operands, fp32 what is computed without them;
+                      fused attention and attention_backward may have entries of their own (bf16)
     memory_rate     : bytes per second of device memory that elementwise kernels reach
     kernel_ns       : what the shortest kernel takes, launch gap included
     link_rate       : bytes per second per GPU and direction inside a node (bus bandwidth)
@@ -63,6 +64,7 @@ class Machine:
     call_ns         : of a call, beyond what NCCL says: the streams that wait for each other
     peak            : dense bf16 flops per second of the data sheet, which MFU is a share of; 0 if
                       nobody said
+    peaks           : dtype -> the same of jobs that compute in tf32 or fp32
     host_index      : of its hosts (``prism calibrate --host``), times as long as the reference
                       host; 0 if nobody measured one
     oversubscription : of ``network=fat-tree``: bandwidth below a leaf switch over that upwards; 0:
@@ -90,6 +92,7 @@ class Machine:
     ops: str = ""
     calls: str = ""
     peak: RateOrNone = 0.0
+    peaks: dict[Literal["tf32", "fp32"], Rate] = field(default_factory=dict)
     host_index: RateOrNone = 0.0
     oversubscription: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     leaf_nodes: foreign.Natural = 0

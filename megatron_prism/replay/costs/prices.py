@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -53,7 +53,9 @@ class Prices:
                       op and then never waits for a launch, and from then on; 0 throughout for
                       programs whose segments have the host's delays in them
     host_source     : per class uint8 [ops], index into ``sources``
-    peak            : flops per second that a GPU of the machine has on its data sheet; 0: unknown
+    peak            : flops per second that a GPU of the machine has on its data sheet in bf16; 0:
+                      unknown
+    peaks           : the same of other types: tf32, fp32
     """
 
     compute: tuple[np.ndarray, ...]
@@ -65,6 +67,7 @@ class Prices:
     host: tuple[np.ndarray, ...] = ()
     host_source: tuple[np.ndarray, ...] = ()
     peak: float = 0.0
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
     def used(self) -> tuple[str, ...]:
         """The provenances that some duration above 0 rests on, those of computing first."""
@@ -134,6 +137,7 @@ def price_ops(
         host=tuple(host for _, host, _ in issued),
         host_source=tuple(source for _, _, source in issued),
         peak=machine.peak,
+        peaks=dict(machine.peaks),
     )
 
 

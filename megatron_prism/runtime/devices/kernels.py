@@ -136,7 +136,12 @@ def _transformed(x: torch.Tensor, scale: float) -> torch.Tensor:
 def _accumulate(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
     """inputs ``[tokens, in]``, grad ``[tokens, out]``, main_grad ``[out, in]`` of its own type."""
     if main_grad.is_meta:
-        fused("gemm_wgrad", 2 * grad.numel() * inputs.shape[1], grad, inputs, main_grad)
+        flops = 2 * grad.numel() * inputs.shape[1]
+        if grad.dtype == torch.float32:
+            # with torch's handle of cuBLAS, whose settings decide between fp32 and TF32
+            fused("mm", flops, grad.t(), inputs, main_grad)
+        else:
+            fused("gemm_wgrad", flops, grad, inputs, main_grad)
     else:
         main_grad.add_((grad.t() @ inputs).to(main_grad.dtype))
 

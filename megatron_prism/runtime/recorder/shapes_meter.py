@@ -51,6 +51,8 @@ _PICK = frozenset(("embedding", "gather", "index", "index_select"))  # from thei
 _PUT = frozenset(("index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_"))  # into it
 # casts to FP8, of all experts in one call; what is allocated in deterministic mode
 _LOOPED = ("fp8_", "fill_empty")
+# what torch hands to cuBLAS, whose type its settings decide; Transformer Engine ignores them
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 _LONGEST = 240  # distinct kernels of a segment that are written out
 
 
@@ -162,7 +164,20 @@ class Meter:
         if flops and any(map(_turned, tensors[:3])):
             shapes = ",".join("x".join(map(str, t.shape)) + "t" * _turned(t) for t in tensors[:3])
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        if flops and dtype == "float32" and name in _PRODUCTS and _allows_tf32():
+            dtype = "tf32"
         work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
+
+
+def _allows_tf32() -> bool:
+    """Whether torch multiplies fp32 operands as TF32: ``torch.backends.cuda.matmul``, however the
+    job said so (allow_tf32, set_float32_matmul_precision, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE)."""
+    matmul = torch.backends.cuda.matmul
+    # from torch 2.9 on; there allow_tf32 raises if the job used this name
+    precision = getattr(matmul, "fp32_precision", None)
+    if precision is not None:
+        return bool(precision == "tf32")
+    return bool(matmul.allow_tf32)
 
 
 def _fills() -> bool:

@@ -1,0 +1,101 @@
+"""Tokens and flops per second of an iteration, and its MFU: one function for every answer.
+
+In : a timeline.  Out: ``Rates``.  A figure that needs what the programs do not say is
+``Value(None, why)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core.program import Programs
+from megatron_prism.replay.costs.precision import precision_of
+from megatron_prism.replay.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number with its basis, or None with what is missing for it."""
+
+    value: float | None
+    basis: str
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a timeline does in a second.
+
+    tokens_per_s  : of the whole job
+    flops_per_gpu : of recorded kernels
+    mfu           : part of 1 of the data sheet's peak, of the type in which the job computes
+    precision     : what a job without --bf16 and --fp16 has to be asked; "" of others
+    """
+
+    tokens_per_s: Value
+    flops_per_gpu: Value
+    mfu: Value
+    precision: str = ""
+
+
+def tokens_of(programs: Programs) -> int:
+    """Tokens of an iteration; 0 if the programs do not say."""
+    return _count(programs, "tokens_per_iteration")
+
+
+def _count(programs: Programs, key: str) -> int:
+    text = programs.source.get(key, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def rates_of(timeline: Timeline) -> Rates:
+    """Tokens per second, flops per second and GPU, and MFU, as far as the programs say."""
+    programs = timeline.graph.programs
+    seconds, gpus = timeline.iteration_ns / 1e9, programs.world.size
+    tokens = tokens_of(programs)
+    model_flops = _count(programs, "model_flops_per_iteration")
+    kernel_flops = _kernel_flops(timeline)
+    precision = precision_of(programs)
+    peak = timeline.prices.peak
+    if precision.peak != "bf16":
+        peak = timeline.prices.peaks.get(precision.peak, 0.0)
+    of_type = "" if precision.peak == "bf16" else f" for {precision.peak}"
+
+    def rate(amount: float, basis: str, *missing: tuple[bool, str]) -> Value:
+        """A rate, or the first thing that is missing for it."""
+        for lacks, why in ((not seconds, "nothing takes time"), *missing):
+            if lacks:
+                return Value(None, why)
+        return Value(amount / seconds, basis)
+
+    return Rates(
+        tokens_per_s=rate(
+            tokens,
+            "tokens of the slices / iteration time",
+            (not tokens, "the slices do not say how many tokens an iteration has"),
+        ),
+        flops_per_gpu=rate(
+            kernel_flops / gpus,
+            "recorded kernels, recomputation included",
+            (not kernel_flops, "the slices recorded no flops"),
+        ),
+        mfu=rate(
+            model_flops / gpus / (peak or 1),
+            f"of {peak / 1e12:,.0f} TFLOP/s dense {precision.peak}; model flops as Megatron "
+            "counts them",
+            (not peak, f"the machine's file has no peak of the data sheet{of_type}"),
+            (not model_flops, "the slices do not say the model's flops"),
+            (programs.source.get("tier") == "cpu", "the slices are of a CPU"),
+        ),
+        precision=precision.asks,
+    )
+
+
+def _kernel_flops(timeline: Timeline) -> int:
+    """Of all ranks' segments."""
+    graph = timeline.graph
+    total = 0
+    for program, ranks in zip(graph.program_list, graph.classes.counts, strict=True):
+        total += int(np.maximum(program.ops["flops"], 0).sum()) * ranks
+    return total
