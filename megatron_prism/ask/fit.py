@@ -230,13 +230,19 @@ def _tried(
             again[EXPANDABLE] = None
         for words in again:
             most[words] = max(most.get(words, 0), need - freed.get(words, 0))
-    found = []
+    enough = [words for words, num_bytes in most.items() if num_bytes <= limit]
+    tried = []
     for words, num_bytes in most.items():
-        if num_bytes < max(needs.values()):
-            how = again[words]
-            slower = 0 if how is None else None if priced is None else _slower(priced, how)
-            found.append(TriedChange(words, num_bytes, num_bytes <= limit, slower))
-    return tuple(sorted(found, key=lambda one: (not one.fits, one.slower_ns or 0, one.num_bytes)))
+        # a part of these words is enough
+        needless = any(words.startswith(f"{fewer} ") for fewer in enough)
+        if needless or num_bytes >= max(needs.values()):
+            continue
+        how = again[words]
+        slower: int | None = 0
+        if how is not None:
+            slower = None if priced is None else _slower(priced, how)
+        tried.append(TriedChange(words, num_bytes, num_bytes <= limit, slower))
+    return tuple(sorted(tried, key=lambda one: (not one.fits, one.slower_ns or 0, one.num_bytes)))
 
 
 def _slower(priced: PricedGraph, how: remedies.Recomputation) -> int:

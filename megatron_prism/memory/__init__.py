@@ -7,6 +7,7 @@ oom.py           which request of the slices an out-of-memory error is about
 nccl_buffers.py  what NCCL's communicators take beside it
 host_need.py     what the job keeps in its hosts' memory
 remedies.py      what recomputation frees at the peak, and the peak that decides then
+loader_masks.py  the data loader's mask, which a flag leaves out
 routing.py       peaks of an MoE job whose routing is drawn from a law
 baseline.py      peaks kept in a file, and compared: ``prism.peak_memory``
 """

@@ -1,9 +1,9 @@
-"""What recomputation frees at the peak: the allocator again, without what would not be kept.
+"""What a change frees at the peak: the allocator again, without what would not be kept.
 
-In : a program.  Out: a ``Remedy`` for every module that Megatron can recompute, with the peak that
-decides then.  A checkpointed part of the forward keeps its input and its output.  What else it made
-for backward goes when it ends, and is made anew (with the temporaries of that forward) before its
-backward: both are in the replay.
+In : a program. Out: a ``Remedy`` for every module that Megatron can recompute, and for the mask
+that its data loader may leave out, with the peak that decides then.  A checkpointed part of the
+forward keeps its input and its output.  What else it made for backward goes when it ends, and is
+made anew (with the temporaries of that forward) before its backward: both are in the replay.
 
 Allocations do not say what a part was given.  What its layer had made before, and freed in the
 forward behind it, counts as given: a value that is a view keeps the storage of queries and keys,
@@ -27,6 +27,7 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.ops import ALLOCATION, IS_CALL, PHASE_NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.memory import allocator, peaks
+from megatron_prism.memory.loader_masks import NO_MASK, without_mask
 
 Row = tuple[int, int, int, int, int]  # before, storage, bytes, note, stream
 
@@ -87,44 +88,88 @@ class Remedy:
     freed    : bytes of tensors that the peak is lower
     reserved : bytes of segments that an iteration holds less
     peak     : the next one
-    how      : what runs again
+    how      : what runs again; None: nothing does
     """
 
     words: str
     freed: int
     reserved: int
     peak: peaks.Peak
-    how: Recomputation
+    how: Recomputation | None
 
 
 def remedies(
     program: Program, job: Mapping[str, str], settings: allocator.Settings | None = None
 ) -> tuple[Remedy, ...]:
-    """Recomputations that lower the peak of ``program``, by what each frees, most first.
+    """Changes that lower the peak of ``program``, by what each frees, most first: a mask of the
+    data loader that attention does not read is left out, parts of the model run again, or both.
 
     job : its source: whether it is a recipe's, and what it recomputes already
     """
-    before, found = peaks.known_peak(program), []
+    before = peaks.known_peak(program)
+    tried = _recomputed_parts(program, job, settings, before)
+    bare = without_mask(program, job)
+    if bare is not None:
+        # earlier iterations had the mask, too, and the cache keeps what they asked for
+        less = sum(peaks.reserved(program, settings)) - sum(peaks.reserved(bare, settings))
+        masked = _remedy(NO_MASK, before, bare, less // 2, None)
+        tried.append(masked)
+        for remedy in _recomputed_parts(bare, job, settings, before):
+            words, reserved = f"{NO_MASK} {remedy.words}", masked.reserved + remedy.reserved
+            tried.append(dataclasses.replace(remedy, words=words, reserved=reserved))
+    worthwhile = [
+        remedy
+        for remedy in tried
+        if remedy.freed * _LEAST >= before.num_bytes and remedy.reserved > 0
+    ]
+    return tuple(sorted(worthwhile, key=lambda remedy: -remedy.freed))
+
+
+def _remedy(
+    words: str, before: peaks.Peak, changed: Program, reserved: int, how: Recomputation | None
+) -> Remedy:
+    after = peaks.known_peak(changed)
+    return Remedy(words, before.num_bytes - after.num_bytes, reserved, after, how)
+
+
+def _recomputed_parts(
+    program: Program,
+    job: Mapping[str, str],
+    settings: allocator.Settings | None,
+    before: peaks.Peak,
+) -> list[Remedy]:
+    """What each part of the model frees that Megatron can run again."""
     segments = _segments(program, settings)
+    tried = []
+    for words, changed, how in _recomputations(program, job):
+        less = segments - _segments(changed, settings)
+        tried.append(_remedy(words, before, changed, less, how))
+    return tried
+
+
+def _recomputations(
+    program: Program, job: Mapping[str, str]
+) -> Iterator[tuple[str, Program, Recomputation]]:
+    """(words to type, the program with them, what runs again) of what Megatron can run again."""
     values = job_settings.plain(job_settings.line_of(job))
     granularity = values.get("recompute_granularity", "")
+    # whole layers run again already
+    if granularity == "full":
+        return
     modules = re.findall(r"\w+", values.get("recompute_modules", "core_attn"))
     modules = modules if granularity == "selective" else []
+    refused = list(modules)
     # with biases the backward of a recomputed MLP starts itself without end (docs/limitations)
     biases = values.get("add_bias_linear") not in ("false", "False")
-    refused = [*modules, "mlp"] if biases and "disable_bias_linear" not in values else modules
-    for one in _KNOWN:
-        if one.module in refused or granularity == "full":
+    if biases and "disable_bias_linear" not in values:
+        refused.append("mlp")
+    for how in _KNOWN:
+        if how.module in refused:
             continue
-        changed = _recomputed(program, one)
-        if changed is None:
-            continue
-        after, less = peaks.known_peak(changed), segments - _segments(changed, settings)
-        freed = before.num_bytes - after.num_bytes
-        if freed * _LEAST >= before.num_bytes and less > 0:
-            words = _words([*modules, one.module] if one.module else [], "settings" in job)
-            found.append(Remedy(words, freed, less, after, one))
-    return tuple(sorted(found, key=lambda remedy: -remedy.freed))
+        changed = _recomputed(program, how)
+        if changed is not None:
+            words = _words([*modules, how.module] if how.module else [], "settings" in job)
+            yield words, changed, how
 
 
 def _words(modules: Sequence[str], recipe: bool) -> str:

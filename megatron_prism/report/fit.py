@@ -178,7 +178,7 @@ def outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
     if one.slower_ns is None or iteration_ns is None:
         return f"{text}; its time is not known"
     if one.slower_ns == 0:
-        return f"{text}; an iteration takes as long"
+        return f"{text}; an iteration takes no longer"
     slower = format_change(one.slower_ns / iteration_ns)
     return f"{text}; an iteration takes {format_ns(one.slower_ns)} longer ({slower})"
 
