@@ -135,6 +135,30 @@ def kernels(busy: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def products_of_fp32(busy: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
+    """TFLOP/s of a layer's product and its two gradients, of fp32 operands as TF32 and as fp32."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for kind in ("tf32", "fp32"):
+        torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
+        found[kind] = []
+        for m, k, n in GEMMS:
+            x, weight, grad = (
+                torch.randn(*shape, device="cuda") for shape in ((m, k), (n, k), (m, n))
+            )
+            work = 2 * m * k * n / 1e6
+            products = {
+                "forward": lambda: x @ weight.t(),
+                "dgrad": lambda: grad @ weight,
+                "wgrad": lambda: grad.t() @ x,
+            }
+            row: dict[str, Any] = {"m": m, "k": k, "n": n}
+            for name, product in products.items():
+                row[name] = round(work / clock(product, busy, None, 2), 1)
+            found[kind].append(row)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return found
+
+
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
@@ -148,6 +172,7 @@ def main() -> None:
         "calls": calls(rank, world, busy),
     }
     found |= kernels(busy)
+    found |= products_of_fp32(busy)
     if rank == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)

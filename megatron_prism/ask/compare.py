@@ -58,7 +58,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Pace:
+class TrainingSpeed:
     """How fast both train, which decides between jobs of other batches or numbers of GPUs.
 
     what         : ``tokens/s``, of the whole job; ``tokens/s a GPU``
@@ -90,7 +90,7 @@ class Comparison:
                  of other sizes
     scale      : what else changes then
     rates      : tokens and flops per second of each, as ``prism replay`` says them
-    paces      : tokens per second of both; none where one does not say how many it has
+    speeds      : tokens per second of both; none where one does not say how many it has
     """
 
     names: tuple[str, str]
@@ -106,12 +106,12 @@ class Comparison:
     timelines: tuple[Timeline, Timeline] | None = field(repr=False, default=None)
     scale: tuple[ScaleChange, ...] = ()
     rates: tuple[Rates, Rates] | None = None
-    paces: tuple[Pace, ...] = ()
+    speeds: tuple[TrainingSpeed, ...] = ()
 
     @property
     def batches_differ(self) -> bool | None:
         """Whether an iteration of one has more tokens; None where one of them does not say."""
-        if not self.paces or self.timelines is None:
+        if not self.speeds or self.timelines is None:
             return None
         a, b = (tokens_of(timeline.graph.programs) for timeline in self.timelines)
         return a != b
@@ -149,7 +149,7 @@ class Comparison:
             "untimed": self.untimed,
             "difference": None if self.difference is None else vars(self.difference),
             "rates": None if self.rates is None else [asdict(rates) for rates in self.rates],
-            "paces": [asdict(pace) for pace in self.paces],
+            "speeds": [asdict(speed) for speed in self.speeds],
             "parts": self.to_rows(),
             "changes": [asdict(one) for one in self.changes],
             "first": None if self.first is None else [one.to_json() for one in self.first],
@@ -272,17 +272,17 @@ def _with_times(comparison: Comparison, a: PricedGraph, b: PricedGraph) -> Compa
         times=tuple(_parts(parts[0], parts[1])),
         timelines=timelines,
         rates=rates,
-        paces=tuple(_paces(timelines, rates, estimates, own)),
+        speeds=tuple(_speeds(timelines, rates, estimates, own)),
         scale=scale_changes(a, b) if comparison.first is None else (),
     )
 
 
-def _paces(
+def _speeds(
     timelines: tuple[Timeline, Timeline],
     rates: tuple[Rates, Rates],
     estimates: Sequence[UncertainTime],
     own: float,
-) -> Iterator[Pace]:
+) -> Iterator[TrainingSpeed]:
     """Tokens per second of both, of the job and of a GPU; none where one does not say its tokens.
 
     own : as of ``differences.difference``
@@ -301,7 +301,7 @@ def _paces(
         ]
         chance = differences.difference(costs[0], costs[1], own).first_faster
         a, b = per_second[0] / gpus[0], per_second[1] / gpus[1]
-        yield Pace(what, of_a_gpu, a, b, chance)
+        yield TrainingSpeed(what, of_a_gpu, a, b, chance)
 
 
 def _parts(a: dict[str, float], b: dict[str, float]) -> list[Part]:

@@ -72,9 +72,9 @@ def _times(found: Comparison) -> Iterator[str]:
         rows += [[with_short_names(one.what), *times]]
     a, b = found.iterations
     rows.append(["= iteration", format_ns(a), format_ns(b), _signed(b - a)])
-    for pace in found.paces:
-        more = format_change(pace.b / pace.a - 1) if pace.a else ""
-        rows.append([pace.what, f"{pace.a:,.0f}", f"{pace.b:,.0f}", more])
+    for speed in found.speeds:
+        more = format_change(speed.b / speed.a - 1) if speed.a else ""
+        rows.append([speed.what, f"{speed.a:,.0f}", f"{speed.b:,.0f}", more])
     yield from columns(rows)
     for line in (*_sure(found), *_precision(found)):
         yield from folded(line, 2)
@@ -101,11 +101,11 @@ def _sure(found: Comparison) -> list[str]:
     if found.batches_differ is None:
         lines.append("one of them does not say how many tokens an iteration has, so nobody knows "
                      "which trains faster")  # fmt: skip
-    for pace in found.paces:
-        decides = found.gpus_differ if pace.of_a_gpu else found.batches_differ
+    for speed in found.speeds:
+        decides = found.gpus_differ if speed.of_a_gpu else found.batches_differ
         if decides:
-            letter, chance = _first(pace.first_faster)
-            lines.append(f"by {pace.what}: {letter} is faster with {format_share(chance)}")
+            letter, chance = _first(speed.first_faster)
+            lines.append(f"by {speed.what}: {letter} is faster with {format_share(chance)}")
     return lines
 
 

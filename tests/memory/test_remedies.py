@@ -6,7 +6,7 @@ import pytest
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.program import Builder
-from megatron_prism.memory import peaks, remedies
+from megatron_prism.memory import loader_masks, peaks, remedies
 
 MIB = 1 << 20
 
@@ -227,3 +227,113 @@ def test_a_boththat_takes_the_advice_peaks_where_it_was_promised(tmp_path, kind)
             actual, promised = peaks.peak(again).num_bytes, one.peak.num_bytes
             assert -0.05 < actual / promised - 1 < 0.01, one.words
             assert sum(peaks.reserved(again)) < sum(peaks.reserved(program)), one.words
+
+
+MASK = "--no-create-attention-mask-in-dataloader"
+LENGTH = 8192  # a mask of 64 MiB
+SIZES = {"seq_length": str(LENGTH), "micro_batch_size": "1"}
+
+
+def with_masks(size=64, masks=1, late=0, **more):
+    """A pass whose loader makes masks before the first module runs, and whose loss makes ``late``
+    MiB behind the last one."""
+    passed = Pass()
+    for number in range(masks):
+        passed.new(f"mask of the loader {number}", size, "@core/pipeline_parallel/schedules.py:509")
+    for layer in range(4):
+        passed.forward(layer, scores=10)
+    if late:
+        passed.new("logits", late, "@core/tensor_parallel/cross_entropy.py:36")
+    passed.op("forward")
+    passed.op("backward")
+    if late:
+        passed.free("logits")
+    for layer in reversed(range(4)):
+        passed.backward(layer)
+    passed.op("backward")
+    for number in range(masks):
+        passed.free(f"mask of the loader {number}")
+    return passed.build.build(0)
+
+
+def masks_freed(program, **given):
+    """MiB that leaving out the loader's mask alone frees; None: it is no remedy."""
+    tried = {one.words: one for one in remedies.remedies(program, job(**given))}
+    return None if MASK not in tried else tried[MASK].freed / MIB
+
+
+def test_the_loaders_mask_is_left_out():
+    program = with_masks()
+    assert peaks.peak(program).num_bytes == (40 + 4 * 20 + 64 + 1) * MIB
+    assert masks_freed(program, **SIZES) == 64
+    tried = {one.words: one for one in remedies.remedies(program, job(**SIZES))}
+    # recomputation comes on top of it: layers keep 10 instead of 20
+    both = tried[f"{MASK} --recompute-granularity selective --recompute-modules core_attn"]
+    alone = tried["--recompute-granularity selective --recompute-modules core_attn"]
+    assert both.freed == alone.freed + 64 * MIB
+    assert tried[MASK].how is None
+    assert tried[MASK].reserved >= 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("given", "freed"),
+    [
+        ({"micro_batch_size": "2"}, None),  # of two samples it would be twice as large
+        ({"context_parallel_size": "4"}, 64),
+        ({"seq_length": "4096"}, None),
+        # Megatron's own attention makes it anew, and documents need it
+        ({"transformer_impl": "local"}, None),
+        ({"reset_attention_mask": ""}, None),
+        # nothing runs again beside it
+        ({"recompute_granularity": "full"}, 64),
+    ],
+)
+def test_a_mask_is_known_by_its_size_and_whether_it_is_read(given, freed):
+    assert masks_freed(with_masks(), **SIZES | given) == freed
+
+
+def test_a_context_parallel_ranks_rows_are_its_mask_too():
+    given = SIZES | {"context_parallel_size": "4"}
+    assert masks_freed(with_masks(size=16), **given) == 16
+    assert masks_freed(with_masks(size=16), **SIZES) is None
+
+
+def test_what_comes_behind_the_modules_is_no_mask():
+    """Logits of just that size."""
+    program = with_masks(masks=0, late=64)
+    assert peaks.peak(program).num_bytes > 180 * MIB
+    assert masks_freed(program, **SIZES) is None
+
+
+def test_a_recipes_loader_makes_no_mask():
+    settings = {"settings": job_settings.as_text(SIZES | {"disable_bias_linear": "true"})}
+    assert all(MASK not in one.words for one in remedies.remedies(with_masks(), settings))
+
+
+def test_masks_of_earlier_iterations_leave_the_cache():
+    """Of these a slice knows sizes alone."""
+    import dataclasses
+
+    import numpy as np
+
+    program = with_masks()
+    mask = 64 * MIB
+    earlier = [[900, mask, 0, 0], [901, 3 * MIB, 0, 0], [900, -mask, 0, 0], [901, -3 * MIB, 0, 0]]
+    now = [[*row, 0] for row in peaks.changes(program)]
+    history = np.array(earlier + now, dtype=np.int64)
+    bare = loader_masks.without_mask(dataclasses.replace(program, history=history), job(**SIZES))
+    assert bare is not None
+    assert mask not in bare.history[:, 1]
+    assert 3 * MIB in bare.history[:, 1]
+    assert mask not in bare.allocations["bytes"]
+
+
+@pytest.mark.megatron
+def test_the_flag_is_megatrons():
+    arguments = pytest.importorskip("megatron.training.arguments")
+    import argparse
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    known, unknown = parser.parse_known_args([MASK])
+    assert not unknown
+    assert known.create_attention_mask_in_dataloader is False

@@ -28,7 +28,7 @@ GOOD = json.loads(machines()["h200"].read_text(encoding="utf-8"))
         ("gpus_per_node", 0, ">= 1"),
         ("flops", {"fp32": 1.0}, "has no bf16"),
         ("flops", {"bf16": 0}, "> 0"),
-        ("memory_rate", float("nan"), "byte 355"),
+        ("memory_rate", float("nan"), "byte 446"),
         ("generation", "pascal", "invalid enum value 'pascal'"),
     ],
 )

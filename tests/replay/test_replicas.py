@@ -12,6 +12,7 @@ from megatron_prism.core.program_text import parse
 from megatron_prism.memory.peaks import known_peak
 from megatron_prism.replay.costs.kernels import scaled_kernels
 from megatron_prism.replay.replicas import with_data_parallel
+from megatron_prism.replay.whatif import host_factors
 
 DP = "DATA_PARALLEL_GROUP_WITH_CP"
 SITE = "@core/distributed/param_and_grad_buffer.py:504"
@@ -104,3 +105,25 @@ def test_measured_ranks_of_one_stage_are_one_replica_with_the_times_of_the_first
     shapes = parse(f"{text}program ranks=1{other.replace('in=1024', 'in=1028')}")
     with pytest.raises(ProgramError, match="run different programs"):
         with_data_parallel(dataclasses.replace(shapes, source={"tier": "cuda"}), 8)
+
+
+def test_what_slices_say_of_a_host_follows_its_rank():
+    """Two stages on hosts of two speeds: the second stage's first rank gets another number."""
+    text = f"""
+prism-program 1
+world size=8 pp=2
+program ranks=0-3
+0F   compute flops=100 traffic=1000 kernels=1 host=100us
+program ranks=4-7
+0F   compute flops=100 traffic=1000 kernels=1 host=100us note="{STEP}"
+"""
+    programs = parse(text)
+    states = "0=1500/1980MHz,600/700W,0.9,58C 4=1700/1980MHz,600/700W,0.9,58C"
+    source = {"host_index": "0=0.93 4=1.48", "gpu_clock": states, "tier": "cuda"}
+    larger = with_data_parallel(dataclasses.replace(programs, source=source), 8)
+    assert [program.rank for program in larger.programs] == [0, 8]
+    assert larger.source["host_index"] == "0=0.93 8=1.48"
+    assert larger.source["gpu_clock"] == states.replace(" 4=", " 8=")
+    # on a host of index 1 each takes what its own host says
+    factors = host_factors(larger, "1.0")
+    assert [round(float(factor), 2) for factor in factors] == [1.08, 0.68]

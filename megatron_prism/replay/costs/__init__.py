@@ -4,6 +4,7 @@
     collectives.py      calls: calibrations, what they and computing cost each other, a model of
                         NCCL
     kernels.py          segments that never ran on a GPU: measured kernels, rooflines
+    precision.py        in which type products compute, and what MFU is a share of
     host.py             how long the host takes to issue an op
     host_index.py       how fast a host is, by a benchmark or by traces
     machine.py          rates and links of machines (machines/*.json)
