@@ -20,10 +20,11 @@ from megatron_prism.core.units import format_bytes, format_ns, format_share
 from megatron_prism.memory.peaks import module_of
 from megatron_prism.replay.costs.host import MODELLED
 from megatron_prism.replay.interval import Uncertainty
+from megatron_prism.replay.rates import Value
 from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.report import words
 from megatron_prism.report.memory import largest, timeline_memory
-from megatron_prism.report.metrics import Metrics, PathPart, Value, sources_of, timeline_metrics
+from megatron_prism.report.metrics import Metrics, PathPart, sources_of, timeline_metrics
 from megatron_prism.report.page import Data, render_page
 
 _CLASSES = 24  # classes at all
