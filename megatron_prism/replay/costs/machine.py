@@ -92,7 +92,7 @@ class Machine:
     ops: str = ""
     calls: str = ""
     peak: RateOrNone = 0.0
-    peaks: dict[Literal["tf32", "fp32"], Rate] = field(default_factory=dict)
+    peaks: dict[str, Rate] = field(default_factory=dict)
     host_index: RateOrNone = 0.0
     oversubscription: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     leaf_nodes: foreign.Natural = 0

@@ -137,7 +137,7 @@ def price_ops(
         host=tuple(host for _, host, _ in issued),
         host_source=tuple(source for _, _, source in issued),
         peak=machine.peak,
-        peaks={**machine.peaks},
+        peaks=machine.peaks,
     )
 
 
