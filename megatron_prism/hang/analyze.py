@@ -30,9 +30,8 @@ from megatron_prism.hang.dumps import UNNAMED, DumpSet, Entry, Launch, RankEvent
 from megatron_prism.hang.fingerprints import Disagreement
 from megatron_prism.hang.logs import op_type
 from megatron_prism.hang.mismatch import Mismatch, find_mismatches, is_batched
-from megatron_prism.hang.state import JobState, call_text
+from megatron_prism.hang.state import JobState, call_text, issue_order
 from megatron_prism.hang.verdict import JOB, Culprit, Diagnosis, Waiting
-from megatron_prism.hang.waits import issue_order
 
 
 def first_watchdog(state: JobState) -> str:
@@ -175,6 +174,7 @@ class _Judge:
         self.split = False  # whether a call differs and no majority decides
         self.among: tuple[int, ...] = ()  # where nobody is named, who may be the culprit
         self.sure = False  # whether a majority made the very call that differs
+        self.uncompared = ""  # which siblings were not compared by the order of their calls
         self.doubt = False  # whether who is named may be a victim of something that dumps lack
 
     def verdict(self) -> Diagnosis:
@@ -531,8 +531,9 @@ class _Judge:
         if not odds and waits.complete_calls(state):
             return []
         conflicts = siblings.find_order_conflicts(state, queued)
+        self.uncompared = conflicts.uncompared
         opponent_counts = conflicts.opponent_counts
-        if conflicts.first is None or not opponent_counts:
+        if not opponent_counts:
             return []
 
         # the ranks between which no vote decided: that all of them are at odds with others, or
@@ -549,9 +550,12 @@ class _Judge:
         ranks = waits.ranks_where_waits_end(state, sorted(opponent_counts))
         if not ranks:
             return []
-        text = f"issues {conflicts.first.text} otherwise than its siblings"
+        texts: dict[int, str] = {}
         for rank in ranks:
-            self.evidence.append(f"rank {rank} {text} (at odds with {opponent_counts[rank]})")
+            conflict = conflicts.conflict_of_rank[rank]
+            texts[rank] = f"issues {conflict.text} otherwise than its siblings"
+            odds_text = f"(at odds with {opponent_counts[rank]})"
+            self.evidence.append(f"rank {rank} {texts[rank]} {odds_text}")
 
         # each may differ because of the other: counters do not say whose call came first
         if not state.history and self._are_of_one_pipeline(ranks):
@@ -563,10 +567,11 @@ class _Judge:
         if odds:
             self.first = odds[0].entry
         else:
-            self.first = siblings.call_of(state, conflicts.first, ranks[0])
+            conflict = conflicts.conflict_of_rank[ranks[0]]
+            self.first = siblings.call_of(state, conflict, ranks[0])
         if self.first is not None:
             self.evidence.append(f"first: {call_text(self.first)}")
-        return [Culprit(rank, "order", text) for rank in ranks]
+        return [Culprit(rank, "order", texts[rank]) for rank in ranks]
 
     def _are_of_one_pipeline(self, ranks: Collection[int]) -> bool:
         """Tell whether two of the ranks send each other messages."""

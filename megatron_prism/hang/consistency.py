@@ -26,9 +26,8 @@ from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import waits
 from megatron_prism.hang.dumps import Dump, DumpSet, Group, Launch
 from megatron_prism.hang.siblings import fewest_at_odds
-from megatron_prism.hang.state import CallKey, JobState, key_of
+from megatron_prism.hang.state import CallKey, JobState, issue_order, key_of
 from megatron_prism.hang.verdict import Diagnosis
-from megatron_prism.hang.waits import issue_order
 
 _JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _ROOTLESS = (

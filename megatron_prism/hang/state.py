@@ -70,6 +70,11 @@ def key_of(entry: Entry) -> CallKey:
     return CallKey(entry.desc, entry.pair, entry.seq)
 
 
+def issue_order(entry: Entry) -> tuple[int, int]:
+    """Return a key that orders calls by the time of issue; a call of unknown time comes last."""
+    return entry.created_ns if entry.created_ns >= 0 else 1 << 63, entry.seq
+
+
 class _Route(NamedTuple):
     """What messages have in common that meet in the order of issue.
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.hang import siblings
 from megatron_prism.hang.dumps import Entry, Launch
-from megatron_prism.hang.state import JobState, call_text
+from megatron_prism.hang.state import JobState, call_text, issue_order
 from megatron_prism.hang.verdict import Waiting
 
 _EDGES = 1_000_000  # waits that are looked at for the smallest circle
@@ -508,8 +508,3 @@ def _lacking_message(state: JobState, rank: int, head: Entry) -> Entry:
             if state.never_posted(rank, message):
                 return message
     return head
-
-
-def issue_order(entry: Entry) -> tuple[int, int]:
-    """To compare calls by: which was issued first?"""
-    return entry.created_ns if entry.created_ns >= 0 else 1 << 63, entry.seq
