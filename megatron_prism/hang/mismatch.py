@@ -129,52 +129,110 @@ def _before(state: JobState, rank: int, like: Entry) -> list[tuple[str, ...]]:
     return [tuple(e.op for e in state.at(rank, like.desc, n)) for n in numbers]
 
 
+@dataclass(frozen=True)
+class _RightCall:
+    """The call that is right where ranks differ.
+
+    Attributes:
+        signature: The call.
+        example: The calls of a rank that made it, a member or a sibling in a group of its own.
+        makers: The others that make it, in words.
+        voted: Whether a majority made it; else only calls like it.
+    """
+
+    signature: Signature
+    example: list[Entry]
+    makers: str
+    voted: bool
+
+
 def _compare(state: JobState, calls: Calls) -> Mismatch | None:
-    """How the members who made one call differ in it, and who of them is wrong."""
+    """Find how the members that made one call differ in it, and which of them is wrong."""
     signatures = {rank: signature(state, entries) for rank, entries in calls.items()}
     one, *others = dict.fromkeys(signatures.values())
     first = next(iter(calls.values()))[0]
     if not others and len(calls) == len(state.groups[first.group].ranks):
         return _totals(state, calls)
-    usual, why = _right_call(state, calls, signatures)
-    if not others and usual in (None, one):
+    right = _right_call(state, calls, signatures)
+
+    # all members known agree, and nothing says that they err
+    if not others and (right is None or right.signature == one):
         return None
     texts = {rank: _text(entries) for rank, entries in calls.items()}
-    if usual is None:
+    if right is None:
         return Mismatch(_kind(one, others[0]), first, (), tuple(calls), _differ(texts))
-    odd = tuple(r for r, s in signatures.items() if s != usual)
-    model = next((calls[r] for r, s in signatures.items() if s == usual), calls[odd[0]])
-    kind = _skipped_or_extra(state, calls[odd[0]][0], odd[0], usual, calls.keys())
-    text = f"{_differ({odd[0]: texts[odd[0]]})}, {why} {_text(model)}"
-    kind, voted = kind or _kind(signatures[odd[0]], usual), why.endswith("others")
-    return Mismatch(kind, model[0], odd, tuple(calls), text, voted)
+
+    odd = tuple(rank for rank, made in signatures.items() if made != right.signature)
+    odd_text = _differ({odd[0]: texts[odd[0]]})
+    text = f"{odd_text}, {right.makers} {_text(right.example)}"
+    kind = _skipped_or_extra(state, calls[odd[0]][0], odd[0], right.signature, calls.keys())
+    if not kind:
+        kind = _kind(signatures[odd[0]], right.signature)
+
+    # a sibling made it in a group of its own: the call is that of this group
+    entry = right.example[0]._replace(group=first.group)
+    return Mismatch(kind, entry, odd, tuple(calls), text, right.voted)
 
 
 def _right_call(
     state: JobState, calls: Calls, signatures: dict[int, Signature]
-) -> tuple[Signature | None, str]:
-    """(the call that is right, who else makes it): by a strict majority of the members, those
-    without a dump counted; with the siblings at that number; by what members call next; by the
-    job's other calls."""
+) -> _RightCall | None:
+    """Find the call that is right.
+
+    In this order: by a strict majority of the members, those without a dump counted; with the
+    siblings at that number; by what members call next; by the job's other calls.
+    """
     first = next(iter(calls.values()))[0]
+    # members that the log does not name may be the majority
     if state.groups[first.group].partial:
-        return None, ""  # those whom the log does not name may be the majority
+        return None
+    examples: dict[Signature, list[Entry]] = {}
+    for rank, made in signatures.items():
+        examples.setdefault(made, calls[rank])
     votes = Counter(signatures.values())
     unseen = len(state.groups[first.group].ranks) - len(calls)
-    known = set(votes) if len(votes) > 1 else None
+    right = _majority(votes, unseen, examples)
+    if right is not None:
+        return right
+
+    # the siblings vote, too: of the calls in question, or of all where the members agree
+    candidates = set(votes) if len(votes) > 1 else None
     unlike = any(state.unlike_replicas(rank, first.desc) for rank in calls)
-    for more in ((), () if unlike else _elsewhere(state, first, set(calls), known)):
-        votes.update(more)
-        usual, count = votes.most_common(1)[0]
-        if 2 * count > votes.total() + unseen:
-            return usual, f"{count} others"
-    if known is None or unlike:
-        return None, ""
-    right = {s for r, s in signatures.items() if _is_numbered_as_siblings(state, r, first, calls)}
-    if len(right) == 1 and 2 * sum(s in right for s in signatures.values()) >= len(calls):
-        return right.pop(), "the others, who make the next calls as siblings do,"
-    rank = _replaced(state, calls)
-    return (None if rank is None else signatures[rank]), "as nobody else, the other"
+    if not unlike:
+        for made, entries in _elsewhere(state, first, set(calls), candidates):
+            votes[made] += 1
+            examples.setdefault(made, entries)
+    right = _majority(votes, unseen, examples)
+    if right is not None or candidates is None or unlike:
+        return right
+
+    # what members call next
+    numbered_alike: set[Signature] = set()
+    for rank, made in signatures.items():
+        if _is_numbered_as_siblings(state, rank, first, calls):
+            numbered_alike.add(made)
+    makers_count = sum(made in numbered_alike for made in signatures.values())
+    if len(numbered_alike) == 1 and 2 * makers_count >= len(calls):
+        made = numbered_alike.pop()
+        makers = "the others, who make the next calls as siblings do,"
+        return _RightCall(made, examples[made], makers, voted=False)
+
+    # what the rest of the job calls
+    replaced_rank = _replaced(state, calls)
+    if replaced_rank is None:
+        return None
+    made = signatures[replaced_rank]
+    return _RightCall(made, examples[made], "as nobody else, the other", voted=False)
+
+
+def _majority(
+    votes: Counter[Signature], unseen: int, examples: Mapping[Signature, list[Entry]]
+) -> _RightCall | None:
+    """Return the call of a strict majority, ``unseen`` ranks counted against it."""
+    made, count = votes.most_common(1)[0]
+    if 2 * count <= votes.total() + unseen:
+        return None
+    return _RightCall(made, examples[made], f"{count} others", voted=True)
 
 
 def _is_numbered_as_siblings(state: JobState, rank: int, call: Entry, members: Calls) -> bool:
@@ -225,20 +283,34 @@ def _skipped_or_extra(
 
 
 def _elsewhere(
-    state: JobState, like: Entry, here: set[int], known: set[Signature] | None
-) -> Iterator[Signature]:
-    """What siblings of the ranks ``here`` call at this place of their own groups, of what is
-    ``known``: those whose calls before it are alike, since numbers say nothing where siblings make
-    calls of their own."""
-    mine = [_before(state, rank, like) for rank in sorted(here)]
-    for role in {state.role.get(rank, 0) for rank in here}:
-        for rank in state.siblings[role]:
-            entries = [] if rank in here else state.at(rank, like.desc, like.seq)
-            found = signature(state, entries)
-            if entries and (known is None or found in known):
-                before = _before(state, rank, like)
-                if any(_fit(before, one) for one in mine):
-                    yield found
+    state: JobState, like: Entry, members: set[int], candidates: set[Signature] | None
+) -> Iterator[tuple[Signature, list[Entry]]]:
+    """Find what siblings call at this place of their own groups.
+
+    Only siblings count whose calls before it are alike: numbers say nothing where siblings make
+    calls of their own.
+
+    Args:
+        state: The job.
+        like: The call of a member.
+        members: Ranks that made it.
+        candidates: Calls that are in question; None: all.
+
+    Yields:
+        The call of a sibling, and its records.
+    """
+    before_members = [_before(state, rank, like) for rank in sorted(members)]
+    for role in {state.role.get(rank, 0) for rank in members}:
+        for sibling in state.siblings[role]:
+            if sibling in members:
+                continue
+            entries = state.at(sibling, like.desc, like.seq)
+            made = signature(state, entries)
+            if not entries or (candidates is not None and made not in candidates):
+                continue
+            before_sibling = _before(state, sibling, like)
+            if any(_fit(before_sibling, before) for before in before_members):
+                yield made, entries
 
 
 def _unlike_the_job(
