@@ -8,7 +8,16 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli import snapshot, what_ifs
+from megatron_prism.cli import arguments, snapshot, what_ifs
+from megatron_prism.cli.command import (
+    CALIBRATION,
+    MACHINE,
+    Command,
+    HelpGroup,
+    file_option,
+    option,
+    switch,
+)
 from megatron_prism.cli.output import Answer
 from megatron_prism.core.errors import PrismError, UsageError
 
@@ -158,3 +167,23 @@ def _run(path: str) -> dict[int, Callable[[], list[ComparedOp]]]:
 
     ranks = [int(one.stem.rpartition("-")[2]) for one in sorted(Path(path).glob(_PAYLOADS))]
     return {rank: partial(payloads.rows_of, Path(path), rank) for rank in ranks}
+
+
+COMMANDS = {
+    "compare": Command(
+        compare,
+        (
+            (("paths",), {"metavar": "PATH|key=value", "nargs": "+", "help": "A, then B"}),
+            MACHINE,
+            CALIBRATION,
+            option("norm", arguments.number("--norm 1e-3"), "1e-3", "of recordings", default=0.0),
+            switch("--exit-code", "status 1 if anything differs"),
+            file_option("--html", "page to write, for any browser"),
+            file_option("--trace", "trace with both, for ui.perfetto.dev"),
+        ),
+        group=HelpGroup.ASK,
+        programs=1,
+        shows_progress=True,
+        formerly=("memory diff", "diff"),
+    ),
+}

@@ -10,7 +10,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli import snapshot
+from megatron_prism.cli import arguments, snapshot
+from megatron_prism.cli.command import (
+    ALLOC,
+    CALIBRATION,
+    DEVICE,
+    DRAWS,
+    HEADROOM,
+    LIMIT,
+    MACHINE,
+    PROGRAMS,
+    Command,
+    HelpGroup,
+    file_option,
+    option,
+)
+from megatron_prism.cli.job_slices import kept_line
 from megatron_prism.cli.output import Answer, check_outputs
 from megatron_prism.cli.what_ifs import machine_note
 from megatron_prism.core.errors import UsageError
@@ -113,12 +128,6 @@ def _write_snapshot(args: argparse.Namespace, program: Program) -> None:
 
 
 _MORE = "--prism-job-flags"
-_LINE = ".line"  # in a folder of slices: what it was captured from
-
-
-def keep_line(folder: Path, words: Sequence[str]) -> None:
-    """Keep the launch line, or the recipe and its settings, whose slices ``folder`` has."""
-    (folder / _LINE).write_text(f"{shlex.join(words)}\n", encoding="utf-8")
 
 
 def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
@@ -131,8 +140,7 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     limit = ["--limit", args.limit] if args.limit else []
     best = next((one for one in found.changes if one.fits), None)
     folder, recipe = Path(args.programs), programs.source.get("recipe")
-    text = file.read_text(encoding="utf-8") if (file := folder / _LINE).is_file() else ""
-    line = [*args.given, *args.line] or shlex.split(text) or ([recipe] if recipe else [])
+    line = [*args.given, *args.line] or kept_line(folder) or ([recipe] if recipe else [])
     ask = ["prism", "fit", *limit, *machine]
     if found.fits or not (best or line):
         return shlex.join(["prism", "replay", str(args.programs), *machine])
@@ -161,3 +169,31 @@ def _held(line: Sequence[str]) -> list[str]:
     free = {SHORT["tp"], SHORT["pp"], *(one for one in names if "." in one)} - {SHORT["world_size"]}
     settings = zip(line[1:], names[1:], strict=True)
     return [line[0], *(word for word, name in settings if name not in free)]
+
+
+COMMANDS = {
+    "fit": Command(
+        fit,
+        (
+            PROGRAMS,
+            LIMIT,
+            HEADROOM,
+            MACHINE,
+            CALIBRATION,
+            ALLOC,
+            DEVICE,
+            option("class", arguments.name, "CLASS", "whose peak to show", dest="of_class"),
+            option(
+                "top", arguments.count(0, 10**9, "--top 12"), "N", "origins of the peak", default=8
+            ),
+            *DRAWS,
+            option("oom", str, "TEXT", "of an out-of-memory error: which request it was"),
+            file_option("--html", "page to write, for any browser"),
+            (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "snapshot to write"}),
+        ),
+        group=HelpGroup.ASK,
+        programs=0,
+        shows_progress=True,
+        formerly=("memory explain",),
+    ),
+}

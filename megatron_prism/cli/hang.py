@@ -18,6 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
+from megatron_prism.cli.command import (
+    PROGRAMS,
+    Command,
+    HelpGroup,
+    file_option,
+    option,
+    settings,
+    switch,
+)
 from megatron_prism.cli.output import (
     Answer,
     check_outputs,
@@ -309,3 +318,42 @@ def _faults(words: list[str], plans: list[str]) -> list[Fault]:
 
     given = arguments.read(words, {"fault": parse}, "hang", several=("fault",))
     return [*given.get("fault", ()), *itertools.chain.from_iterable(map(load_plan, plans))]
+
+
+COMMANDS = {
+    "hang": Command(
+        hang,
+        (
+            (("programs",), {**PROGRAMS[1], "nargs": "?"}),
+            settings("fault=KIND@…, or changes of --recipe"),
+            option("plan", arguments.name, "FILE", "of faults", action="append", default=[]),
+            option(
+                "seed",
+                arguments.count(0, 10**18, "--seed 0"),
+                "N",
+                "of ranks that are drawn",
+                default=None,
+            ),
+            file_option("--truth", "what was planted, to write"),
+            (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
+            (("--logs",), {"metavar": "FILE", "nargs": "+", "help": "what the job printed"}),
+            (("--then",), {"metavar": "DIR2", "help": "dumps of the same job some seconds later"}),
+            switch("--live", "of the job that runs on this host"),
+            (("--watch",), {"metavar": "60s", "help": "look again so often"}),
+            file_option("--ras", "what ncclras printed, instead of asking"),
+            file_option("--prometheus", "of its collector"),
+            (("--programs",), {"dest": "of", "metavar": "PATH", "help": "of the dumps' job"}),
+            (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
+            switch("--confirm", "run the suspects' real code"),
+            (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
+            file_option("--markdown", "it, for an issue"),
+            file_option("--html", "the verdict as a page"),
+            file_option("--trace", "for ui.perfetto.dev"),
+        ),
+        group=HelpGroup.DEBUG,
+        job=True,
+        programs=0,
+        observes=has_observation,
+        shows_progress=True,
+    ),
+}

@@ -11,6 +11,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_prism.cli import arguments
+from megatron_prism.cli.command import (
+    ALLOC,
+    DEVICE,
+    DRAWS,
+    HEADROOM,
+    LIMIT,
+    PROGRAMS,
+    Command,
+    HelpGroup,
+    file_option,
+    option,
+    switch,
+)
 from megatron_prism.cli.fit import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs, exact
 from megatron_prism.cli.snapshot import snapshots
@@ -184,3 +198,28 @@ def _print(args: argparse.Namespace, changes: list[Change]) -> None:
     if any(change.what == "shrunk" for change in changes) and not failed:
         print(f"smaller than {args.baseline}: prism memory update keeps it that way")
     print(f"{len(failed)} failure{'s'[len(failed) == 1 :]}" if failed else "no class grew")
+
+
+COMMANDS = {
+    "memory": Command(
+        memory,
+        (
+            (("action",), {"choices": ACTIONS}),
+            PROGRAMS,
+            file_option("--baseline", "what to check against, or to update"),
+            option("real", arguments.name, "SNAPSHOT", "of a real run of the job", action="append"),
+            option("tol", arguments.size, "1MiB", "growth that is still none", default=0),
+            LIMIT,
+            HEADROOM,
+            option("leak", arguments.size, "1MiB", "what an iteration may leave behind"),
+            ALLOC,
+            DEVICE,
+            *DRAWS,
+            (("-o", "--out"), {"metavar": "FILE", "help": "baseline to record"}),
+            switch("--github", "also annotate, for GitHub Actions"),
+        ),
+        group=HelpGroup.MAINTAIN,
+        programs=1,
+        shows_progress=True,
+    ),
+}

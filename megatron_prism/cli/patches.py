@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from megatron_prism.cli.command import Command, HelpGroup, option
 from megatron_prism.cli.output import Answer, console, print_table
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
@@ -49,3 +50,12 @@ def patches(args: argparse.Namespace) -> Answer:
     value = {"schema": "prism.patches/1", "megatron_core": release, "targets": rows}
     missing = any(one.fatal for one in statuses)
     return Answer(lambda: value, page, lambda: rows, status=int(missing))
+
+
+COMMANDS = {
+    "patches": Command(
+        patches,
+        (option("megatron", str, "DIR", "a checkout of Megatron-LM"),),
+        group=HelpGroup.MAINTAIN,
+    ),
+}

@@ -10,7 +10,18 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli import what_ifs
+from megatron_prism.cli import arguments, what_ifs
+from megatron_prism.cli.command import (
+    CALIBRATION,
+    MACHINE,
+    PROGRAMS,
+    VERBOSE,
+    WHAT_IFS,
+    Command,
+    HelpGroup,
+    file_option,
+    option,
+)
 from megatron_prism.cli.output import Answer, console, print_table, steps
 from megatron_prism.core.columns import folded
 from megatron_prism.core.units import format_change, format_ns
@@ -108,3 +119,32 @@ def predict(args: argparse.Namespace) -> Answer:
 
     rows = [dataclasses.asdict(one) for one in found.quantiles]
     return Answer(found.to_json, page, lambda: rows, html=found.to_html)
+
+
+COMMANDS = {
+    "predict": Command(
+        predict,
+        (
+            PROGRAMS,
+            WHAT_IFS,
+            MACHINE,
+            CALIBRATION,
+            option("variability", arguments.name, "NAME", "fitted, public, or a file"),
+            option(
+                "samples",
+                arguments.count(1, 5_000_000, "--samples 100K; more take hours"),
+                "N",
+                "iterations to draw",
+            ),
+            option("seed", arguments.count(0, 1 << 62, "--seed 2"), "N", "of the draws", default=0),
+            option(
+                "slow", arguments.number("--slow 1.2"), "1.2", "of the one slow GPU", default=1.2
+            ),
+            file_option("--html", "page to write, with all what-ifs"),
+            VERBOSE,
+        ),
+        group=HelpGroup.ASK,
+        programs=0,
+        shows_progress=True,
+    ),
+}

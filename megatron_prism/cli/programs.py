@@ -9,9 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_prism.cli.fit import keep_line
+from megatron_prism.cli import arguments
+from megatron_prism.cli.command import (
+    OUT,
+    OVERRIDES,
+    PROGRAMS,
+    RECIPE_OR_JOB,
+    Command,
+    HelpGroup,
+    option,
+    switch,
+)
+from megatron_prism.cli.job_slices import keep_line
 from megatron_prism.cli.output import Answer, check_outputs, console, print_table
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError, refuse
@@ -284,3 +296,48 @@ def _from_nccl_tests(args: argparse.Namespace) -> Answer:
         print(f"wrote {args.out}: {stored['source']}")
 
     return Answer(lambda: stored, page)
+
+
+COMMANDS = {
+    "capture": Command(
+        capture,
+        (RECIPE_OR_JOB, OUT, OVERRIDES),
+        group=HelpGroup.RUN,
+        job=True,
+        shows_progress=True,
+    ),
+    "show": Command(
+        show,
+        (
+            PROGRAMS,
+            option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
+            option("around", arguments.name, "2F0", "near this step: microbatch, letter, chunk"),
+            option("group", arguments.name, "GROUP", "calls in it: tp, pp, dp, or its whole name"),
+            switch("--text", "print the whole text form"),
+        ),
+        group=HelpGroup.DEBUG,
+        programs=0,
+        shows_progress=True,
+        formerly=("classes", "world"),
+    ),
+    "check": Command(check, (PROGRAMS,), group=HelpGroup.DEBUG, programs=0, shows_progress=True),
+    "calibrate": Command(
+        calibrate,
+        (
+            (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
+            switch("--host", "this host alone, without a GPU"),
+            (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
+            option("processes", arguments.count(0, 9999, "--processes 4"), "N", "one a GPU"),
+            option(
+                "seconds", arguments.count(1, 3600, "--seconds 10"), "N", "of --host", default=10
+            ),
+            option(
+                "node-gpus",
+                arguments.count(1, 9999, "--node-gpus 72"),
+                "N",
+                "that NVLink joins, with --from-nccl-tests",
+            ),
+        ),
+        group=HelpGroup.MAINTAIN,
+    ),
+}

@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import cast
 
-from megatron_prism.cli import what_ifs
+from megatron_prism.cli import arguments, what_ifs
+from megatron_prism.cli.command import (
+    CALIBRATION,
+    MACHINE,
+    PROGRAMS,
+    VERBOSE,
+    WHAT_IFS,
+    Command,
+    HelpGroup,
+    file_option,
+    option,
+)
 from megatron_prism.cli.output import Answer, Row
 
 
@@ -48,3 +59,29 @@ def replay(args: argparse.Namespace) -> Answer:
         html=timeline.to_html,
         trace=timeline.to_chrome_trace,
     )
+
+
+COMMANDS = {
+    "replay": Command(
+        replay,
+        (
+            PROGRAMS,
+            WHAT_IFS,
+            MACHINE,
+            CALIBRATION,
+            option(
+                "iterations",
+                arguments.count(1, 100, "--iterations 2 is settled"),
+                "N",
+                "in a row, of which the last is shown",
+                default=2,
+            ),
+            file_option("--html", "page to write, for any browser"),
+            file_option("--trace", "trace to write, for ui.perfetto.dev"),
+            VERBOSE,
+        ),
+        group=HelpGroup.ASK,
+        programs=0,
+        shows_progress=True,
+    ),
+}

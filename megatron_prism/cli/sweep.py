@@ -8,6 +8,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_prism.cli import arguments
+from megatron_prism.cli.command import (
+    LIMIT,
+    MACHINE,
+    OUT,
+    RECIPE_OR_JOB,
+    Command,
+    HelpGroup,
+    file_option,
+    option,
+    settings,
+    switch,
+)
 from megatron_prism.cli.output import Answer, console, write_outputs
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
@@ -138,3 +151,28 @@ def _array_job(args: argparse.Namespace) -> str:
     write_whole(path, text, force=True)
     joined = f"{shlex.join([*words, '--join'])} {job}".strip()
     return f"wrote {path}: sbatch {path}; when it has ended: {joined}"
+
+
+COMMANDS = {
+    "sweep": Command(
+        sweep,
+        (
+            RECIPE_OR_JOB,
+            settings("axes: tp=1,2,4 pp=auto"),
+            OUT,
+            MACHINE,
+            LIMIT,
+            option("objective", arguments.name, "NAME", "time, tokens_per_gpu, p95 or cost"),
+            option("price", arguments.number("--price 2.5"), "2.5", "of a GPU for an hour"),
+            option("workers", arguments.count(1, 1 << 10, "--workers 2"), "N", "processes here"),
+            option("address", arguments.name, "ADDRESS", "of a Ray cluster; local: Ray here"),
+            option("trials", arguments.count(1, 100_000, "--trials 200"), "N", "Optuna picks"),
+            option("part", arguments.name, "I/N", "of the points, for --join"),
+            file_option("--html", "page: time against memory"),
+            (("--slurm",), {"metavar": "N", "type": int, "help": "write an array job of N parts"}),
+            switch("--join", "rank what the parts have found"),
+        ),
+        group=HelpGroup.ASK,
+        job=True,
+    ),
+}

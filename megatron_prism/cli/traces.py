@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 
+from megatron_prism.cli.command import OUT, Command, HelpGroup
 from megatron_prism.cli.output import console, write_data
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
@@ -46,3 +47,16 @@ def import_(args: argparse.Namespace) -> int:
         print(varies.to_text(), end="")
     console(stderr=True).print(f"wrote {args.out}")
     return 0
+
+
+COMMANDS = {
+    "import": Command(
+        import_,
+        (
+            (("traces",), {"metavar": "TRACE", "nargs": "+", "help": "files, or folders of them"}),
+            (("--slices",), {"metavar": "DIR", "help": "captured programs of the same job"}),
+            OUT,
+        ),
+        group=HelpGroup.RUN,
+    ),
+}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_prism.cli.command import Command, HelpGroup, file_option, switch
 from megatron_prism.cli.output import Answer, console, deliver
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
@@ -142,3 +143,20 @@ def _difference(found: Verdict) -> list[str]:
     if rest:
         lines.append(f"    {rest}")
     return [*lines, *(f"    {note}" for note in first.notes)]
+
+
+COMMANDS = {
+    "verify": Command(
+        verify,
+        (
+            (("--against",), {"metavar": "FLAGS", "help": "flags more, or another command line"}),
+            (("--keep",), {"metavar": "DIR", "type": Path, "help": "what ranks kept and printed"}),
+            file_option("--html", "the verdict as a page"),
+            switch("--precise", "compute in float64"),
+            switch("--no-bisect", "do not look for the flag"),
+            switch("--resume", "another layout goes on from a checkpoint, too"),
+        ),
+        group=HelpGroup.ASK,
+        job=True,
+    ),
+}

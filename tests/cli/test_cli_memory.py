@@ -13,6 +13,7 @@ import pytest
 
 from megatron_prism.ask.fit import TriedChange
 from megatron_prism.cli import fit as fit_command
+from megatron_prism.cli import job_slices
 from megatron_prism.cli import main as cli
 from megatron_prism.core.ops import BEGUN
 from megatron_prism.core.program import save
@@ -403,7 +404,7 @@ def test_what_to_type_next_can_be_pasted(kept, source, words, expected, tmp_path
     monkeypatch.chdir(tmp_path)
     Path("P").mkdir()
     if kept:
-        fit_command.keep_line(Path("P"), shlex.split(kept))
+        job_slices.keep_line(Path("P"), shlex.split(kept))
     args = SimpleNamespace(machine=None, limit="8GB", given=[], line=[], programs="P/")
     changes = (TriedChange(words, 1, True, 0),) if words else ()
     found = SimpleNamespace(fits=False, changes=changes)

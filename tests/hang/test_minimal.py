@@ -236,7 +236,7 @@ def test_a_launch_line_behind_dumps_is_the_job_that_left_them(how, tmp_path, mon
         dump.call("tp", count=rank)
         (tmp_path / f"_dump_{rank}").write_bytes(pickle.dumps(dump.value(), protocol=2))
     (tmp_path / "pretrain_gpt.py").touch()
-    monkeypatch.setattr(cli, "_captured", None)
+    monkeypatch.setattr(cli, "capture_line", None)
     line = ["torchrun", "--nproc-per-node", "2", str(tmp_path / "pretrain_gpt.py"), "--bf16"]
     words = [*([how] if how[0] == "-" else []), str(tmp_path), *line]
     args = cli.read_words("hang", words)

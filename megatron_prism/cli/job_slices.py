@@ -1,0 +1,49 @@
+"""The slices of a launch line: captured into a folder that is named after the line.
+
+A folder of slices keeps the line that it was captured from, so that advice can repeat it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_prism.cli.output import console
+
+_LINE_FILE = ".line"
+
+
+def keep_line(folder: Path, words: Sequence[str]) -> None:
+    """Keep in ``folder`` the launch line, or the recipe and its settings, that it has slices of."""
+    (folder / _LINE_FILE).write_text(f"{shlex.join(words)}\n", encoding="utf-8")
+
+
+def kept_line(folder: Path) -> list[str]:
+    """Return the words that ``keep_line`` kept in ``folder``; none where it has no such file."""
+    file = folder / _LINE_FILE
+    return shlex.split(file.read_text(encoding="utf-8")) if file.is_file() else []
+
+
+def capture_line(job: Sequence[str], flags: Sequence[str], line: Sequence[str]) -> Path:
+    """Capture the job of a launch line, unless its folder is complete.
+
+    Args:
+        job: the training script and its arguments.
+        flags: ``--prism-*`` flags of the job.
+        line: the words that the user typed.
+
+    Returns:
+        The folder of slices, in the working folder.
+    """
+    from megatron_prism.emulate import script_job
+
+    digest = hashlib.sha1("\0".join((*flags, *job)).encode()).hexdigest()[:8]
+    folder = Path(f"prism-{digest}")
+    talk = console(stderr=True)
+    script, *script_arguments = job
+    script_job.capture_command_line(script, [*flags, *script_arguments], folder, talk)
+    keep_line(folder, line)
+    talk.print(f"prism: {folder} is kept: the next question about this line reads it")
+    return folder
