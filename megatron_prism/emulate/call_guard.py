@@ -19,7 +19,7 @@ from megatron_prism.core.program import Programs
 from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.emulate.fault_injector import Injector
-from megatron_prism.emulate.options import HangOptions
+from megatron_prism.features.faults.flags import FaultOptions
 from megatron_prism.hang.fault_plan import Fault
 from megatron_prism.runtime.call_check import (
     CallCheck,
@@ -32,7 +32,7 @@ from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.session import Run
     from megatron_prism.graph.stall import StalledJob
     from megatron_prism.hang.fault_planting import FaultedCall
 
@@ -224,21 +224,20 @@ def _text(op: Op) -> str:
 _LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
 
 
-def add_to(run: Run, session: Session) -> None:
-    """Guard the calls as ``run.options.hang`` asks; prints what is wrong on purpose."""
-    assert run.options.hang is not None, "it is why this is called"
-    guard = CallGuard(run.options, run.options.hang, run.tier, run.store)
+def add_to(run: Run, asked: FaultOptions) -> None:
+    """Guard the calls of ``run`` as ``asked``; prints what is wrong on purpose."""
+    guard = CallGuard(run.options, asked, run.tier, run.store)
     guard.steps = lambda: run.monitor.iterations
     sys.stderr.write(guard.banner())
     run.on_arguments.append(guard.is_of)
-    run.calls += (guard,)
-    run.training += (guard,)
+    run.follow_calls(guard)
+    run.follow_training(guard)
 
 
 class CallGuard(LabelledCalls):
     """Makes the calls of one rank, and follows in which train step and phase they are made."""
 
-    def __init__(self, options: Any, asked: HangOptions, tier: Any, store: Any) -> None:
+    def __init__(self, options: Any, asked: FaultOptions, tier: Any, store: Any) -> None:
         super().__init__()
         self.rank, self.asked, self.local = options.rank, asked, options.ranks
         seeds = [(f, f.ranks(options.world, asked.seed)) for f in asked.faults]

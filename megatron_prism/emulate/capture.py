@@ -131,7 +131,7 @@ def add_to(run: Run, session: Session) -> None:
         capture.ends = ENDS_SHAPES
     session.changes.on_undo(capture.changes.undo)
     run.on_arguments.append(capture.is_of)
-    run.training += (capture,)
+    run.follow_training(capture)
     run.places.append(capture.store.path(options.rank))
     if emit is not None:
         reported = _Reported(run, capture, emit)
@@ -140,7 +140,7 @@ def add_to(run: Run, session: Session) -> None:
         if follows and os.environ.get(_RUNS) != _ALL:
             run.monitor.few, capture.start_over = reported.few, reported.start_over
             run.monitor.not_repeated = partial(reported.start_over, _EVERY_STEP)
-        run.training += (reported,)
+        run.follow_training(reported)
 
 
 class _Reported(TrainingListener):

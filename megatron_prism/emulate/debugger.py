@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.features.debugger.flags import StopOptions
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.owners import Models
@@ -56,11 +57,11 @@ _LISTED = 16  # members of a group
 _SKIPPED = ["megatron_prism.*", "torch.*", "contextlib", "typing_extensions"]
 
 
-def add_to(run: Run, session: Session) -> None:
+def add_to(run: Run, session: Session, asked: StopOptions) -> None:
     """Stop this rank at a call, if it is the one that is meant, or at an operator's result."""
     options, world, tier = run.options, run.options.world, run.options.tier
     stops = dict[int, Breakpoint]()
-    for text in filter(None, map(str.strip, (options.stop or "").split(";"))):
+    for text in filter(None, map(str.strip, asked.stop.split(";"))):
         breakpoint = Breakpoint.parse(text)
         named = breakpoint.select.rank
         ranks = world.select(named) if named else options.ranks[:1]
@@ -69,16 +70,16 @@ def add_to(run: Run, session: Session) -> None:
                              fix=f"--prism-ranks {ranks[0]}")  # fmt: skip
         stops |= dict.fromkeys(set(ranks) & set(options.ranks), breakpoint)
     if options.rank in stops:
-        at = debugger_at(options.debugger)
+        at = debugger_at(asked.debugger)
         if at is not None:
             at = at[0], at[1] + sorted(stops).index(options.rank)
         debugger = Debugger(stops[options.rank], at, options.rank, world, options.values, tier)
-        run.calls += (debugger,)
-        run.training += (debugger,)
-    if options.watch is not None:
-        watch = ValueWatch(options.watch, tier, options.debugger)
+        run.follow_calls(debugger)
+        run.follow_training(debugger)
+    if asked.watch is not None:
+        watch = ValueWatch(asked.watch, tier, asked.debugger)
         session.changes.on_undo(watch.stop)
-        run.training += (watch,)
+        run.follow_training(watch)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def add_to(run: Any, session: object) -> None:  # a Run, whose module imports th
         run.monitor.held = lambda: held.held
     run.memory = watch_from_options(run.options)
     if run.memory is not None:
-        run.training += (run.memory,)
+        run.follow_training(run.memory)
         run.places.append(run.memory.path.with_suffix(""))
 
 

@@ -14,8 +14,9 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from megatron_prism.core.messages import last_resort
 from megatron_prism.core.units import counted
 from megatron_prism.emulate import exit_status, launchers
 from megatron_prism.emulate import options as flags
+from megatron_prism.emulate.job_flags import Place
 from megatron_prism.emulate.job_line import job_of
 from megatron_prism.emulate.launch_line import split_line
 from megatron_prism.emulate.options import cuda_max_connections, without_engine
@@ -217,17 +219,27 @@ def patched(run: Run, session: Session) -> PatchContext:
     return context
 
 
-# Modules of ``emulate`` in the order in which they are told of the training, each with the options
-# that ask for it.  Its ``add_to(run, session)`` adds listeners, places to write and checks.
-_FEATURES = (
-    ("summary", ("out",)),
-    ("pace", ("pace", "slow")),
-    ("debugger", ("stop", "watch")),
-    ("call_guard", ("hang",)),
-    ("payloads", ("record", "payload", "recorded")),
-    ("device_memory", ("memory", "reserve_nccl")),
-    ("capture", ("capture",)),
+# Parts of core that a run has where one of these options asks for them.  ``add_to(run, session)``
+# of the module adds listeners, places to write and checks.
+_CORE_PARTS = (
+    (Place.OUTPUT, "summary", ("out",)),
+    (Place.RECORDING, "recording", ("record", "recorded")),
+    (Place.DEVICE_MEMORY, "device_memory", ("memory", "reserve_nccl")),
+    (Place.CAPTURE, "capture", ("capture",)),
 )
+
+
+def _attach_parts(run: Run, session: Session) -> None:
+    """Attach the parts of core and of features that the options ask for, in their order."""
+    steps: list[tuple[int, Callable[[], None]]] = []
+    for place, name, fields in _CORE_PARTS:
+        if any(getattr(run.options, field) for field in fields):
+            module = import_module(f"megatron_prism.emulate.{name}")
+            steps.append((place, partial(module.add_to, run, session)))
+    for asked in run.options.asked_features:
+        steps.append((asked.row.place, partial(asked.row.attach, run, session, asked.options)))
+    for _, attach_part in sorted(steps, key=lambda step: step[0]):
+        attach_part()
 
 
 def build_run(options: flags.Options, session: Session) -> Run:
@@ -261,9 +273,7 @@ def build_run(options: flags.Options, session: Session) -> Run:
     monitor.who = f"rank {options.rank} ({summary.coordinates(options)})"
     run = Run(options, tier, monitor, version=version, store=store)
     session.changes.on_undo(run.claims.close)
-    for name, fields in _FEATURES:
-        if any(getattr(options, field) for field in fields):
-            import_module(f"megatron_prism.emulate.{name}").add_to(run, session)
+    _attach_parts(run, session)
     for place in run.places:
         run.claims.enter_context(claimed(place))
     return run
@@ -302,7 +312,7 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
             backend="nccl" if device.type == "cuda" else "gloo",
             tally=run.tally,
             listeners=run.calls,
-            patient=bool(options.stop or options.watch),
+            patient=options.holds_calls,
         )
     )
     for begin in run.on_world:

@@ -15,16 +15,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from megatron_prism.core.call_selector import CallSelector
+from megatron_prism.core import feature
 from megatron_prism.core.errors import UsageError, WorldError, did_you_mean, refuse
-from megatron_prism.core.files import check_writable
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
+from megatron_prism.emulate.job_flags import (
+    AskedFeature,
+    FeatureOptions,
+    JobFlags,
+    ParsedFlags,
+    recorded_folder,
+    switch,
+    value,
+)
 from megatron_prism.emulate.launchers import number_in, processes, processes_here
-from megatron_prism.hang.fault_plan import Fault, load_plan, parse
+
+FeatureOptionsT = TypeVar("FeatureOptionsT", bound=FeatureOptions)
 
 # Megatron's own arguments that fix the smallest world (training/arguments.py @0.16.1, 0.19.0)
 SIZES = {
@@ -154,152 +163,22 @@ def without_engine() -> bool:
     return value_of("--transformer-impl", words) == "local"
 
 
-@dataclass(frozen=True)
-class HangOptions:
-    """faults: the plan; programs: folder or file of the world's programs; strict: check calls;
-    policy: strict, or let through what nccl or gloo lets through; truth: file for what was
-    injected."""
-
-    faults: tuple[Fault, ...]
-    seed: int
-    dry_run: bool
-    programs: Path | None
-    strict: bool
-    check_order: bool = False
-    policy: str = "strict"
-    truth: Path | None = None
-
-
-def hang_options(
-    args: argparse.Namespace, env: Mapping[str, str], world: World, local: tuple[int, ...]
-) -> HangOptions | None:
-    """What was asked for, or None.  UsageError for a fault of a rank that nobody plays here."""
-    texts = args.prism_fault
-    if texts is None:  # the flag wins over the environment
-        texts = [t for t in env.get("PRISM_FAULT", "").split(";") if t]
-    faults = tuple(parse(text) for text in texts)
-    if args.prism_fault_plan:
-        faults += load_plan(args.prism_fault_plan)
-    programs = args.prism_world
-    policy = args.prism_mismatch or ("off" if programs is None else "strict")
-    strict, seed = policy != "off", args.prism_fault_seed or 0
-    refuse(
-        (programs is not None and str(programs).isdecimal() and not programs.exists(),
-         f"--prism-world {programs}: there is no such folder of programs",
-         f"--prism-world-size {programs}"),
-        (args.prism_check_order and (programs is None or not strict),
-         "--prism-check-order compares with the programs of the world",
-         "--prism-world DIR (prism capture)"),
-        (args.prism_fault_dry_run and not faults,
-         "--prism-fault-dry-run without a fault", "--prism-fault drop@rank=0"),
-        (args.prism_fault_seed is not None and not faults,
-         "--prism-fault-seed without a fault", "--prism-fault drop@rank=0"),
-    )  # fmt: skip
-    _check_truth(args, bool(faults))
-    for fault in faults:
-        if virtual := set(fault.ranks(world, seed)) - set(local):
-            _check_virtual(fault, min(virtual), args, strict and programs is not None)
-    if strict and programs is None and len(local) < 2:
-        raise UsageError(
-            "one local rank, and nothing to compare its calls with",
-            fix="--prism-world DIR (prism capture), or several local ranks",
-        )
-    if not (faults or strict):
-        return None
-    return HangOptions(faults, seed, args.prism_fault_dry_run, programs, strict,
-                       args.prism_check_order, policy, args.prism_fault_truth)  # fmt: skip
-
-
-def _check_truth(args: argparse.Namespace, faults: bool) -> None:
-    """UsageError if the file for what was injected cannot be written."""
-    if (truth := args.prism_fault_truth) is None:
-        return
-    folder = truth.absolute().parent
-    refuse(
-        (not faults or args.prism_fault_dry_run,
-         "--prism-fault-truth says what was injected, and nothing is",
-         "--prism-fault drop@rank=0, no --prism-fault-dry-run"),
-        (not folder.is_dir(), f"cannot write {truth}: {truth.parent} is no folder",
-         f"mkdir -p {truth.parent}"),
-        (truth.is_dir(), f"{truth} is a folder", f"--prism-fault-truth {truth / 'truth'}"),
-        (truth.exists() and not args.prism_force, f"{truth} exists and is not overwritten",
-         "--prism-force"),
-    )  # fmt: skip
-    check_writable(folder, "--prism-fault-truth FILE")
-
-
-def _check_virtual(fault: Fault, rank: int, args: argparse.Namespace, compared: bool) -> None:
-    """UsageError for a fault of virtual ``rank`` that no local rank would feel.
-
-    compared : whether calls are checked against the programs of the world
-    """
-    if fault.only_time:
-        _check_paced(fault, args)
-    elif fault.kind == "env":
-        raise UsageError(f"{fault}: programs do not say what a variable changes on a virtual rank",
-                         fix=f"--prism-ranks {rank}")  # fmt: skip
-    elif not compared:
-        raise UsageError(
-            f"{fault}: rank {rank} is virtual here and answers at once",
-            fix="--prism-world DIR says what it would do (prism capture), or run it with "
-            f"--prism-ranks {rank}",
-        )
-
-
-def slow_factors(found: HangOptions | None, world: World, local: tuple[int, ...]) -> str:
-    """Virtual ranks that a fault makes slow, in the words of ``--prism-slow``."""
-    parts = []
-    for fault in found.faults if found is not None else ():
-        virtual = set(fault.ranks(world, found.seed)) - set(local)  # type: ignore[union-attr]
-        if fault.kind == "slow" and virtual:
-            parts.append(f"{format_ranks(virtual)}:{fault.factor('factor', 2):g}")
-    return ";".join(parts)
-
-
-def _check_paced(fault: Fault, args: argparse.Namespace) -> None:
-    """UsageError: a virtual rank that is late is felt only where virtual ranks take their time."""
-    if fault.kind == "slow" and args.prism_pace:
-        if fault.select != CallSelector(fault.select.rank):
-            raise UsageError(f"{fault}: a paced rank is slow in every iteration",
-                             fix=f"slow@rank={fault.select.rank}:factor=1.5")  # fmt: skip
-        return
-    if fault.kind == "slow":
-        how = f"--prism-pace DIR --prism-slow {fault.select.rank}:{fault.factor('factor', 2):g}"
-    else:
-        how = f"prism hang DIR fault={fault} says what it costs"
-    raise UsageError(f"{fault}: virtual ranks answer at once, however late they are", fix=how)
-
-
 TIERS = ("auto", "cuda", "cpu", "meta")
 
 
-def _switch(text: str) -> dict[str, Any]:
-    return {"action": "store_true", "help": text}
-
-
-def _value(text: str, metavar: str = "DIR", **more: Any) -> dict[str, Any]:
-    """A flag with a value, which of a folder or file is a path."""
-    kind = {"DIR": _path, "FILE": _path, "W": int, "N": int}.get(metavar, str)
-    return {"metavar": metavar, "help": text, "type": kind, **more}
-
-
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None
-
-
-FLAGS: dict[str, dict[str, Any]] = {
-    "--prism-emulate": _switch(
+_CORE_FLAGS: dict[str, dict[str, Any]] = {
+    "--prism-emulate": switch(
         "run this process as one rank of the large job; all other ranks are virtual"
     ),
-    "--prism-world-size": _value(
+    "--prism-world-size": value(
         "ranks of the target job (default: WORLD_SIZE, or what the parallel sizes imply)", "W"
     ),
-    "--prism-gpus-per-node": _value(
+    "--prism-gpus-per-node": value(
         "ranks on each host of the target job (default: --nproc-per-node of torchrun on "
         "several nodes; else what the machine of a replay has)",
         "N",
     ),
-    "--prism-ranks": _value(
+    "--prism-ranks": value(
         "ranks to run for real, one per process: '0,517', 'pp=3,tp=0' (default: RANK or "
         "0); with --prism-capture also one by one, 'stages' for all that the world needs",
         "SEL",
@@ -309,115 +188,80 @@ FLAGS: dict[str, dict[str, Any]] = {
         "choices": TIERS,
         "help": "cuda: real device; cpu: real values on the CPU; meta: shapes only (default: best)",
     },
-    "--prism-te-version": _value(
+    "--prism-te-version": value(
         "tiers meta and cpu: refuse to run with another Transformer Engine than V", "V"
     ),
-    "--prism-values": _value(
+    "--prism-values": value(
         "what virtual ranks hold: mirror (default), noise, recorded:PATH",
         "POLICY",
         default="mirror",
     ),
-    "--prism-record": _value(
+    "--prism-record": value(
         "record control values and MoE routing for a later --prism-values recorded:PATH; "
         "with all ranks local this run is the real job, and writes its checkpoints"
     ),
-    "--prism-capture": _value(
+    "--prism-capture": value(
         "folder of slices: record what each local rank does in an iteration (prism show)"
     ),
-    "--prism-all-microbatches": _switch(
+    "--prism-all-microbatches": switch(
         "prism capture on tier meta: run every microbatch, also those that follow from few"
     ),
-    "--prism-steps": _value(
+    "--prism-steps": value(
         "end the job behind N train steps, without what it does at its end; also a loop of its own",
         "N",
     ),
-    "--prism-pace": _value(
-        "virtual ranks answer when they would, by the slices in DIR (captured if missing)"
-    ),
-    "--prism-slow": _value(
-        "with --prism-pace: virtual ranks slower by FACTOR, 'pp=3:1.2;17:2'", "SEL:FACTOR"
-    ),
-    "--prism-memory-snapshot": _value(
+    "--prism-memory-snapshot": value(
         "tier cuda: peaks by phase, and a snapshot of each local rank for memory_viz",
         dest="prism_memory",
     ),
-    "--prism-reserve-nccl": _value(
+    "--prism-reserve-nccl": value(
         "tier cuda: hold what the large job's NCCL communicators take (h200, or a file)",
         "CALIBRATION",
     ),
-    "--prism-out": _value(
+    "--prism-out": value(
         "artefact folder: one JSON per local rank, written when the job has trained"
     ),
-    "--prism-force": _switch("replace an existing --prism-out folder"),
-    "--prism-recipe": _value(
+    "--prism-force": switch("replace an existing --prism-out folder"),
+    "--prism-recipe": value(
         "the same options as a file: its 'prism:' section; flags given here win", "YAML"
     ),
-    "--prism-payload": _value(
-        "of which calls --prism-record also keeps what they deliver: all, or calls as "
-        "--prism-break names them, with ; between them",
-        "CALLS",
-    ),
-    "--prism-verbose": _switch(
+    "--prism-verbose": switch(
         "list what stands in for missing libraries; keep Megatron's warnings of them and "
         "its lists of every bucket's parameters"
     ),
-    "--prism-strict": _switch(
+    "--prism-strict": switch(
         "refuse a job whose data, tokenizer or checkpoint are not here (default: mock "
         "data, a NullTokenizer of its vocabulary, new parameters)"
     ),
-    "--prism-allow-writes": _switch(
-        "a script that runs dry also makes new files and folders outside the working folder"
-    ),
-    "--prism-job-flags": _value(
+    "--prism-job-flags": value(
         "flags more of the job itself, behind those of its line or script", "FLAGS"
     ),
-    "--prism-ignore-unknown": _switch(
+    "--prism-ignore-unknown": switch(
         "run without the flags that this Megatron does not know, such as a fork's"
     ),
-    "--prism-fault": _value(
-        "make a fault happen: drop@rank=37,iter=2,group=tp,nth=3 (repeatable)",
-        "KIND@SEL",
-        action="append",
-    ),
-    "--prism-fault-plan": _value("a list of faults as a file", "YAML"),
-    "--prism-fault-seed": _value("draws the ranks of rank=any:K (default 0)", "N"),
-    "--prism-fault-dry-run": _switch("say which call every fault would hit, and make none happen"),
-    "--prism-fault-truth": _value(
-        "write what was injected, a JSON line per fault: the truth that verdicts are scored with",
-        "FILE",
-    ),
-    "--prism-world": _value(
-        "programs of the whole job (prism capture): every call is checked against them"
-    ),
-    "--prism-mismatch": {
-        "choices": ("strict", "nccl", "gloo", "off"),
-        "help": "strict: stop at a call that peers would not make (default with --prism-world); "
-        "nccl, gloo: only where that library would hang or abort, else warn",
-    },
-    "--prism-check-order": _switch(
-        "also stop where this rank leaves the order of its own program in --prism-world"
-    ),
-    "--prism-break": _value(
-        "stop this rank at a call, in a debugger: '1B2 all_reduce group=tp nth=3', '2F0', "
-        "'@mappings.py:31 after' (as prism show prints calls); where several ranks are local: "
-        "'rank=4 2F0; rank=5 2F0'",
-        "CALL",
-        dest="prism_stop",
-    ),
-    "--prism-debugger": _value(
-        "pdb (default), or debugpy:[HOST:]PORT, to which an editor attaches", "WHICH"
-    ),
-    "--prism-iteration": _value(
+    "--prism-iteration": value(
         "with --load: run iteration N (to M) of the job from its last checkpoint before N, "
         "with the samples, learning rate and batch size of then",
         "N[..M]",
     ),
-    "--prism-watch": _value(
-        "stop at the first operator whose result has nan, inf, or norm>X: which module, "
-        "phase, microbatch and line",
-        "VALUE",
-    ),
 }
+
+
+def _all_flags() -> dict[str, Mapping[str, Any]]:
+    """Collect the flags of core and of every feature, with their settings for argparse."""
+    flags: dict[str, Mapping[str, Any]] = dict(_CORE_FLAGS)
+    for row in feature_flags():
+        flags.update(row.flags)
+    return flags
+
+
+def feature_flags() -> list[JobFlags]:
+    """Return the rows of all features, in the order in which they are attached."""
+    rows = [row for module in feature.modules("flags") for row in module.JOB_FLAGS]
+    return sorted(rows, key=lambda row: row.place)
+
+
+FLAGS = _all_flags()
 
 
 @dataclass(frozen=True)
@@ -427,6 +271,7 @@ class Options:
     process, num_processes : which of how many real processes this one is (torchrun: RANK of k)
     ranks                  : the global rank of each process, in process order
     stages                 : capture whatever the world needs, ``ranks`` to begin with
+    asked_features         : what the flags of features say, in the order of attachment
     """
 
     world: World
@@ -439,21 +284,27 @@ class Options:
     force: bool = False
     record: Path | None = None
     capture: Path | None = None
-    pace: Path | None = None
-    slow: str = ""
-    hang: HangOptions | None = None
     memory: Path | None = None
     reserve_nccl: str | None = None
-    stop: str | None = None
-    debugger: str | None = None
-    watch: str | None = None
     stages: bool = False
-    payload: str | None = None
     iterations: tuple[int, int] | None = None
     verbose: bool = False
     te_version: str | None = None
     all_microbatches: bool = False
     steps: int | None = None
+    asked_features: tuple[AskedFeature, ...] = ()
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether the rank may stand at a call for as long as the user likes."""
+        return any(asked.options.holds_calls for asked in self.asked_features)
+
+    def of(self, kind: type[FeatureOptionsT]) -> FeatureOptionsT | None:
+        """Return the options of a feature, by their class; None where nothing was asked for."""
+        for asked in self.asked_features:
+            if isinstance(asked.options, kind):
+                return asked.options
+        return None
 
     @property
     def rank(self) -> int:
@@ -463,14 +314,14 @@ class Options:
     @property
     def recorded(self) -> Path | None:
         """The folder of recorded values that virtual ranks hold, if they do."""
-        policy, _, path = self.values.partition(":")
-        return Path(path) if policy == "recorded" else None
+        return recorded_folder(self.values)
 
     @property
     def per_call(self) -> bool:
         """Whether something looks at every call, so that every step has to run."""
-        asked = (self.hang, self.stop, self.watch, self.payload, self.record)
-        return any(one is not None for one in asked)
+        if self.record is not None:
+            return True
+        return any(asked.options.looks_at_every_call for asked in self.asked_features)
 
     @property
     def one_by_one(self) -> bool:
@@ -589,32 +440,30 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         (args.prism_emulate and args.fake_process_group,
          "--prism-emulate and --fake-process-group both replace the process groups",
          "drop one of the two flags"),
-        (args.prism_capture and args.prism_pace,
-         "--prism-capture keeps what a rank does alone, and --prism-pace makes it wait",
-         "capture without --prism-pace, which captures what it lacks"),
-        (args.prism_debugger and not (args.prism_stop or args.prism_watch),
-         "--prism-debugger without a place to stop", "--prism-break CALL, or --prism-watch nan"),
     )  # fmt: skip
     if not args.prism_emulate:
         return None
     process, k, launched = processes(env)
     world = target_world(args, env, launched, k)
     ranks = local_ranks(args, world, env, launched, k)
-    hang = hang_options(args, env, world, ranks)
-    slow = [args.prism_slow or "", slow_factors(hang, world, ranks)]
-    known = {one.name for one in fields(Options)}
-    given_flags = {name.removeprefix("prism_"): value for name, value in vars(args).items()}
+    parsed = ParsedFlags(args, argv, env, world, ranks)
+    asked_features = []
+    for row in feature_flags():
+        feature_options = row.read(parsed)
+        if feature_options is not None:
+            asked_features.append(AskedFeature(row, feature_options))
+    names = {field.name for field in fields(Options)}
+    of_flags = {name.removeprefix("prism_"): value for name, value in vars(args).items()}
     settled: dict[str, Any] = {
         "world": world,
         "process": process,
         "num_processes": k,
         "ranks": ranks,
-        "slow": ";".join(filter(None, slow)),
-        "hang": hang,
         "stages": args.prism_ranks == STAGES and _captured_separately(args, k),
         "iterations": _iterations(args.prism_iteration, argv),
+        "asked_features": tuple(asked_features),
     }
-    return Options(**{k: v for k, v in given_flags.items() if k in known} | settled)
+    return Options(**{k: v for k, v in of_flags.items() if k in names} | settled)
 
 
 def words_of(env: Mapping[str, str]) -> list[str]:

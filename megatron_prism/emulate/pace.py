@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from megatron_prism.core.world import World
     from megatron_prism.emulate.options import Options
     from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.features.pacing.flags import PaceOptions
     from megatron_prism.runtime.pacing.pacer import PacedCall
     from megatron_prism.runtime.virtual_world import VirtualWorld
 
@@ -115,8 +116,10 @@ def missing_ranks(folder: Path, world: World) -> list[int]:
     return [world.rank_at(pp=stage) for stage in world.stages if stage not in stages]
 
 
-def capture_missing(options: Options, job: Sequence[str], store: dist.Store | None = None) -> None:
-    """Run ``job``, the script and its own arguments, once for every missing rank, recording it.
+def capture_missing(
+    options: Options, folder: Path, job: Sequence[str], store: dist.Store | None = None
+) -> None:
+    """Run ``job``, the script and its own arguments, once for every rank that ``folder`` lacks.
 
     PrismError if one fails; what was captured until then is kept.  Of several local processes the
     first captures, the others wait at ``store``.
@@ -125,14 +128,12 @@ def capture_missing(options: Options, job: Sequence[str], store: dist.Store | No
         assert store is not None, "several local processes share a store"
         store.wait(["prism/pace/captured"], timedelta(days=1))
         return
-    _capture_all(options, job)
+    _capture_all(options, folder, job)
     if store is not None:
         store.set("prism/pace/captured", "1")
 
 
-def _capture_all(options: Options, job: Sequence[str]) -> None:
-    folder = options.pace
-    assert folder is not None, "--prism-pace names the folder"
+def _capture_all(options: Options, folder: Path, job: Sequence[str]) -> None:
     missing = missing_ranks(folder, options.world)
     if missing:
         script = Job.of(job[0], job[1:], options.world, options.tier)
@@ -152,17 +153,23 @@ class Pace(TrainingListener):
     UsageError for slices of another job, PrismError for slices that do not fit together.
     """
 
-    def __init__(self, options: Any, version: str) -> None:
+    name = "pacing"
+    time_provenance = ", virtual ranks answering when a replay of their slices says (see pacing)"
+
+    def __init__(self, options: Options, asked: PaceOptions, version: str) -> None:
         import torch
 
-        folder, device = options.pace, torch.cuda.get_device_name()
+        self.asked = asked
+        folder, device = asked.folder, torch.cuda.get_device_name()
         source = source_of(version, options.tier, device)
         begin = time.perf_counter()
         programs = _programs(folder, options, source)
         self._arguments = programs.source.get("arguments")
         program = programs.programs[int(programs.program_of[options.rank])]
         self._calibration = calibration(folder, device)
-        slow = tuple((format_ranks(ranks), factor) for ranks, factor in slow_ranks(options))
+        slow = tuple(
+            (format_ranks(ranks), factor) for ranks, factor in slow_ranks(options, asked.slow)
+        )
         self._priced = price(
             programs,
             machine=_machine_of(device),
@@ -184,7 +191,7 @@ class Pace(TrainingListener):
     def is_of(self, arguments: str) -> None:
         """The job's arguments are known now: UsageError if the slices are of others."""
         _refuse(
-            self.options.pace, job_settings.differences("arguments", self._arguments, arguments)
+            self.asked.folder, job_settings.differences("arguments", self._arguments, arguments)
         )
 
     def start(self, world: Any, store: Any = None) -> Any:
@@ -232,10 +239,10 @@ class Pace(TrainingListener):
         predicted, iteration = self._predicted()
         found = pacer.summary(self.pacer, stamps, predicted)
         return {
-            "folder": str(self.options.pace),
+            "folder": str(self.asked.folder),
             "peers": "modelled: slices measured alone, after the local rank's stamps",
             "calls": self.sources,
-            "slow": self.options.slow,
+            "slow": self.asked.slow,
             "interactions": len(self.table),
             "terms": len(self.table.cause),
             "loose": self.table.loose,
@@ -245,6 +252,33 @@ class Pace(TrainingListener):
             "host_of_calls": "as NCCL's" if any(c.host for c in self.pacer.calls) else "our own",
             **found,
         }
+
+    def lines(self, pacing: Mapping[str, Any]) -> list[str]:
+        """Say in a line or two what became of pacing."""
+        lines = [
+            f"  pacing    {pacing['iterations_paced']} iterations answered as the replay of "
+            f"{pacing['folder']} says, {pacing['iterations_strayed']} not; "
+            f"{pacing.get('late_calls', 0)} calls late, "
+            f"{pacing.get('late_us', 0) / 1e3:.1f} ms in all"
+        ]
+        if felt := pacing.get("iteration_us"):
+            lines.append(
+                f"  pacing    an iteration took {felt / 1e3:,.1f} ms, where the replay has "
+                f"{pacing['predicted_iteration_us'] / 1e3:,.1f}"
+            )
+        if (calls := pacing.get("calls_paced")) and (bound := pacing["host_bound"]) > calls // 2:
+            lines.append(
+                f"  pacing    host-bound: {bound:,} of {calls:,} calls of an iteration began as "
+                "soon as they were issued; the GPU waits for Python, and a faster host would be "
+                "felt"
+            )
+        lines.append(f"  pacing    {pacing['links']['said']}")
+        lines += [f"  pacing    {why}" for why in pacing["strayed"][:2]]
+        if "stuck" in pacing:
+            lines.append(
+                f"  pacing    waited for a minute in {pacing['stuck']}: not the job's time"
+            )
+        return lines
 
     def _predicted(self) -> tuple[dict[str, float], float]:
         """(us from coming to a call to its end, by group; us of an iteration), in the replay.
@@ -271,12 +305,15 @@ class Pace(TrainingListener):
         return {name: round(us, 1) for name, us in found.items()}, line.iteration_ns / 1e3
 
 
-def add_to(run: Run, session: Session) -> None:
+def add_to(run: Run, session: Session, asked: PaceOptions) -> None:
     """Pace virtual ranks; captures the slices that are missing."""
-    check(run.options)
-    capture_missing(run.options, sys.argv, run.store)
-    pace = run.pace = Pace(run.options, run.version)
-    run.training += (pace,)
+    options = run.options
+    asked = dataclasses.replace(asked, slow=_all_slow_ranks(options, asked))
+    check(options, asked)
+    capture_missing(options, asked.folder, sys.argv, run.store)
+    pace = Pace(options, asked, run.version)
+    run.follow_training(pace)
+    run.sections.append(pace)
     run.on_arguments.append(pace.is_of)
 
     def begin(world: VirtualWorld) -> None:
@@ -286,12 +323,17 @@ def add_to(run: Run, session: Session) -> None:
     run.on_world.append(begin)
 
 
-def check(options: Any) -> None:
+def _all_slow_ranks(options: Options, asked: PaceOptions) -> str:
+    """Join the ranks of ``--prism-slow`` with those that other features make slow."""
+    parts = [asked.slow]
+    for other in options.asked_features:
+        parts.append(other.options.slow_ranks(options.world, options.ranks))
+    return ";".join(part for part in parts if part)
+
+
+def check(options: Options, asked: PaceOptions) -> None:
     """UsageError where pacing makes no sense."""
-    if options.pace is None:
-        what = "--prism-slow is felt only while virtual ranks are paced"
-        raise UsageError(what, fix="add --prism-pace DIR")
-    slow_ranks(options)
+    slow_ranks(options, asked.slow)
     if options.tier != "cuda":
         what = f"--prism-pace holds a GPU's streams, and tier {options.tier} has none"
         raise UsageError(what, fix="prism replay predicts iteration times without a GPU")
@@ -300,7 +342,7 @@ def check(options: Any) -> None:
         what = f"--prism-pace: {options.num_processes} local ranks on several hosts, {here} here"
         fix = "name ranks of one host with --prism-ranks, or run each rank alone"
         raise UsageError(what, fix=fix)
-    calibration(options.pace)  # one that is damaged is said before captures
+    calibration(asked.folder)  # one that is damaged is said before captures
 
 
 def _digest(table: AnswerTimes) -> str:
@@ -311,10 +353,10 @@ def _digest(table: AnswerTimes) -> str:
     return found.hexdigest()[:20]
 
 
-def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
-    """(virtual ranks, factor) of each part of ``--prism-slow``; UsageError if it makes no sense."""
+def slow_ranks(options: Options, slow: str) -> list[tuple[list[int], str]]:
+    """(virtual ranks, factor) of each part of ``slow``; UsageError if it makes no sense."""
     found = []
-    for part in filter(None, options.slow.split(";")):
+    for part in filter(None, slow.split(";")):
         text, _, factor = part.rpartition(":")
         fix = "write --prism-slow RANKS:FACTOR, such as 517:1.2 or pp=3,tp=0:3/2"
         if not text or not factor:

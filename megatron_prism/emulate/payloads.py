@@ -27,30 +27,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import check_writable
 from megatron_prism.core.ops import CallLabel, label
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.debugger import Breakpoint
 from megatron_prism.graph.difference import ComparedOp
 from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.process_group import ForwardedWork, arguments
-from megatron_prism.runtime.recorded_values import (
-    ValueRecorder,
-    ValueReplayer,
-    check_arguments,
-    check_header,
-)
+from megatron_prism.runtime.recorded_values import check_arguments, check_header
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.options import Options
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.session import Run
+    from megatron_prism.features.debugger.flags import PayloadOptions
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.owners import Models
@@ -63,52 +57,26 @@ _MOST_HEAD = 1 << 22  # bytes; the arguments of a job are some kilobytes
 _AGAIN = "record again with --prism-record"
 
 
-def add_to(run: Run, session: Session) -> None:
-    """Keep what calls deliver and control values, or give them back where a recording has them."""
+def add_to(run: Run, asked: PayloadOptions) -> None:
+    """Keep what calls deliver, or give it back where a recording has it."""
     options = run.options
     header: dict[str, object] = {"world": str(options.world)}
-    virtual = options.world.size - len(options.ranks)
-    follow: list[Any] = []
-    if options.payload is not None:
-        if options.record is None:
-            raise UsageError(
-                "--prism-payload says what a recording keeps", fix="--prism-record DIR"
-            )
-        of = {**header, "virtual": virtual} if virtual else header
-        follow.append(PayloadRecorder(options.payload, options.record, options.rank, of))
-    elif (folder := options.recorded) and not options.record:
-        replayed = file_of(folder, options.rank).exists()
-        follow += [PayloadReplayer(folder, options.rank, header)] if replayed else []
-    run.recording = _control_values(options, virtual)
-    follow += [] if run.recording is None else [run.recording]
-    run.calls += tuple(follow)
-    run.training += tuple(follow)
-    run.on_arguments += [one.is_of for one in follow]
-    if options.record is not None:
-        run.places.append(options.record / f"rank-{options.rank:06d}")
-
-
-def _control_values(options: Options, virtual: int) -> ValueRecorder | ValueReplayer | None:
-    """Who records or replays them; ``virtual``: ranks of the world that have no process."""
-    if options.tier == "meta":
-        alone = options.record is not None and options.payload is None and virtual
-        local = f", with every rank local (torchrun --nproc-per-node {options.world.size})"
-        raise UsageError("tier meta has no values to record or replay",
-                         fix=f"use --prism-tier cuda or cpu{local if alone else ''}")  # fmt: skip
-    header = {"world": str(options.world)}
-    if options.record is None:
-        assert options.recorded is not None, "one of both"
-        return ValueReplayer(options.recorded, options.rank, header)
-    if options.payload is not None and virtual:
-        return None  # what virtual ranks deliver, to compare it with what real ones do
-    if options.recorded or virtual:
-        raise UsageError(
-            f"--prism-record needs every rank of the world to be local, {len(options.ranks)} of "
-            f"{options.world.size} are: virtual ranks say nothing worth keeping",
-            fix=f"torchrun --nproc-per-node {options.world.size}, without --prism-values",
-        )
-    check_writable(options.record, "--prism-record PATH")
-    return ValueRecorder(options.record, options.rank, header)
+    follower: PayloadRecorder | PayloadReplayer
+    if asked.calls is not None:
+        assert options.record is not None, "the flags were checked"
+        num_virtual = options.world.size - len(options.ranks)
+        if num_virtual:
+            header["virtual"] = num_virtual
+        follower = PayloadRecorder(asked.calls, options.record, options.rank, header)
+    else:
+        folder = asked.replay_from
+        # a recording of control values alone
+        if folder is None or not file_of(folder, options.rank).exists():
+            return
+        follower = PayloadReplayer(folder, options.rank, header)
+    run.follow_calls(follower)
+    run.follow_training(follower)
+    run.on_arguments.append(follower.is_of)
 
 
 def file_of(folder: Path, rank: int) -> Path:

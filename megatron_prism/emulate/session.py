@@ -25,15 +25,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks
 from megatron_prism.emulate.device_memory import MemoryWatch
+from megatron_prism.emulate.job_flags import Section
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.options import Options
 from megatron_prism.runtime.devices import Tier
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.runtime.recorded_values import ValueRecorder, ValueReplayer
+    from megatron_prism.runtime.virtual_world import TrafficCounter
 
 
 @dataclass
@@ -41,14 +48,15 @@ class Run:
     """What ``launch`` builds from the options before Megatron is imported.
 
     monitor  : counts train steps and tells ``training`` of them
-    training : who follows the training, in the order in which they are told
-    calls    : who follows the communication calls, the outermost first; a pacer, which needs the
-               device, joins them when the world starts
+    training : listeners of the training, in the order in which they are told
+    calls    : listeners of the communication calls, the outermost first; a listener that needs the
+               device joins them when the world starts
     tally    : counts the calls; an NCCL reserve takes memory for them, too
     version  : megatron-core's
     store    : of the launcher, through which several local processes find each other
-    pace, recording, memory : the Pace, the recorder or replayer of control values, the MemoryWatch
-               of this run, where it has one
+    recording, memory : the recorder or replayer of control values, the MemoryWatch of this run,
+               where it has one
+    sections : what listeners say of the run when the job has trained
     on_arguments : told the job's arguments, as text, once Megatron has parsed them and before
                anything is trained; what is of another job refuses it there
     on_world : called with the virtual world when it has started
@@ -60,16 +68,24 @@ class Run:
     monitor: TrainingMonitor
     training: tuple[TrainingListener, ...] = ()
     calls: tuple[CallListener, ...] = ()
-    tally: Any = None
+    tally: TrafficCounter | None = None
     version: str = ""
-    store: Any = None
-    pace: Any = None
-    recording: Any = None
+    store: dist.Store | None = None
+    recording: ValueRecorder | ValueReplayer | None = None
+    sections: list[Section] = field(default_factory=list)
     memory: MemoryWatch | None = None
     on_arguments: list[Callable[[str], None]] = field(default_factory=list)
     on_world: list[Callable[[Any], None]] = field(default_factory=list)
     places: list[Path] = field(default_factory=list)
     claims: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def follow_training(self, listener: TrainingListener) -> None:
+        """Have ``listener`` follow the training, behind those that follow it already."""
+        self.training += (listener,)
+
+    def follow_calls(self, listener: CallListener) -> None:
+        """Have ``listener`` follow the calls, inside of those that follow them already."""
+        self.calls += (listener,)
 
 
 _PACKAGES = frozenset({"megatron", "transformer_engine", "triton"})

@@ -21,7 +21,7 @@ from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World
 from megatron_prism.emulate import exit_status, job_arguments, workers
 from megatron_prism.emulate.monitor import PARTS
-from megatron_prism.emulate.options import Options
+from megatron_prism.emulate.options import Options, feature_flags
 from megatron_prism.emulate.session import Run, Session
 from megatron_prism.emulate.workers import Json
 from megatron_prism.memory import allocator, nccl_buffers, peaks
@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 FORMAT = 1  # version of the JSON below
 
 
-_TIMES = (  # unpaced, paced
-    ", but virtual ranks answer at once: communication and bubbles cost nothing here",
-    ", virtual ranks answering when a replay of their slices says (see pacing)",
-)
+_UNPACED = ", but virtual ranks answer at once: communication and bubbles cost nothing here"
 
 
 def parts_of(found: dict[str, int]) -> dict[str, int | None]:
@@ -64,7 +61,7 @@ class Reporter(TrainingListener):
     def __init__(self, run: Run) -> None:
         self.options, self.tier, self.monitor = run.options, run.tier, run.monitor
         self.megatron, self.store = run.version, run.store
-        self.pace, self.recording, self.memory = run.pace, run.recording, run.memory
+        self.sections, self.recording, self.memory = run.sections, run.recording, run.memory
         self.start = time.time()
 
     def banner(self) -> None:
@@ -116,8 +113,8 @@ class Reporter(TrainingListener):
             },
             "parameters": monitor.num_parameters,
             "iterations": [asdict(entry) for entry in monitor.iterations],
-            "time_provenance": measured + _TIMES[self.pace is not None],
-            "pacing": self.pace.summary() if self.pace is not None else None,
+            "time_provenance": measured + self._time_provenance(),
+            **self._sections(),
             "communication": {
                 "rows": [asdict(row) for row in rows],
                 "provenance": measured + ": every call of this rank, start-up included",
@@ -126,6 +123,20 @@ class Reporter(TrainingListener):
             "recording": self._replayed(),
             "process_wall_s": round(time.time() - self.start, 3),
         }
+
+    def _time_provenance(self) -> str:
+        """Say what times of this run mean; a listener that sets the times knows more."""
+        for section in self.sections:
+            if section.time_provenance:
+                return section.time_provenance
+        return _UNPACED
+
+    def _sections(self) -> Json:
+        """Make the JSON of the features' sections: null for a feature that was not asked for."""
+        found: Json = {row.section: None for row in feature_flags() if row.section}
+        for section in self.sections:
+            found[section.name] = section.summary()
+        return found
 
     def _replayed(self) -> dict[str, int] | None:
         """How many control values were replayed, and how many had to be mirrored instead."""
@@ -229,8 +240,11 @@ class Reporter(TrainingListener):
         before, self.options = self.options, replace(self.options, world=world)
         if world.same_places(before.world):
             return
-        if before.pace or before.hang:
-            what = "--prism-pace and --prism-fault need the parallel sizes before the script"
+        flags = [asked.options.needs_sizes for asked in before.asked_features]
+        needing = [flag for flag in flags if flag]
+        if needing:
+            verb = "needs" if len(needing) == 1 else "need"
+            what = f"{' and '.join(needing)} {verb} the parallel sizes before the script"
             fix = 'PRISM_ARGS="--tensor-model-parallel-size 2 …" says them'
             raise UsageError(what, fix=fix)
         self._say(f"  the script makes rank {before.rank} {coordinates(self.options)}")
@@ -284,8 +298,8 @@ class Reporter(TrainingListener):
                 f"  recording {counts['replayed']:,} control values replayed, "
                 f"{counts['mirrored']:,} not in it and mirrored"
             )
-        if (pacing := summary["pacing"]) is not None:
-            lines += _paced(pacing)
+        for section in self.sections:
+            lines += section.lines(summary[section.name])
         rows = summary["communication"]["rows"]
         lines += [
             f"  {row['op']:<15} {row['calls']:>7,} calls {format_bytes(row['bytes']):>12}  "
@@ -315,30 +329,6 @@ class Reporter(TrainingListener):
             for rank, content in texts.items():
                 (folder / f"rank-{rank:06d}.json").write_text(content, encoding="utf-8")
         self._say(f"wrote {out} ({counted(len(texts), 'rank')})")
-
-
-def _paced(pacing: Json) -> list[str]:
-    """What became of pacing, in a line or two."""
-    lines = [
-        f"  pacing    {pacing['iterations_paced']} iterations answered as the replay of "
-        f"{pacing['folder']} says, {pacing['iterations_strayed']} not; "
-        f"{pacing.get('late_calls', 0)} calls late, {pacing.get('late_us', 0) / 1e3:.1f} ms in all"
-    ]
-    if felt := pacing.get("iteration_us"):
-        lines.append(
-            f"  pacing    an iteration took {felt / 1e3:,.1f} ms, where the replay has "
-            f"{pacing['predicted_iteration_us'] / 1e3:,.1f}"
-        )
-    if (calls := pacing.get("calls_paced")) and (bound := pacing["host_bound"]) > calls // 2:
-        lines.append(
-            f"  pacing    host-bound: {bound:,} of {calls:,} calls of an iteration began as soon "
-            "as they were issued; the GPU waits for Python, and a faster host would be felt"
-        )
-    lines.append(f"  pacing    {pacing['links']['said']}")
-    lines += [f"  pacing    {why}" for why in pacing["strayed"][:2]]
-    if "stuck" in pacing:
-        lines.append(f"  pacing    waited for a minute in {pacing['stuck']}: not the job's time")
-    return lines
 
 
 def _finite(value: object) -> object:

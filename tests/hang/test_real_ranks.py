@@ -18,7 +18,9 @@ from megatron_prism.core.program import Program, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.call_guard import CallGuard, ProgramPeers
-from megatron_prism.emulate.options import HangOptions
+from megatron_prism.emulate.pace import _all_slow_ranks
+from megatron_prism.features.faults.flags import FaultOptions
+from megatron_prism.features.pacing.flags import PaceOptions
 from megatron_prism.hang import fault_plan
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.call_check import (
@@ -53,7 +55,7 @@ def job(tmp_path):
                 tmp_path / "w.prism")  # fmt: skip
 
     def start(*faults, strict=True, check_order=False, dry=False, policy="strict", truth=None):
-        asked = HangOptions(tuple(map(fault_plan.parse, faults)), 0, dry,
+        asked = FaultOptions(tuple(map(fault_plan.parse, faults)), 0, dry,
                             path if strict else None, strict, check_order, policy,
                             truth)  # fmt: skip
         options = SimpleNamespace(world=WORLD, rank=1, ranks=(1,))
@@ -386,16 +388,18 @@ def test_plans(tmp_path):
         "- drop@rank=0,group=tp,nth=3\n- {kind: delay, at: {rank: 0, iter: 2}, ms: 5}\n"
     )
     words = ["--prism-emulate", "--prism-world-size", "8", "--prism-fault-plan", str(plan)]
-    found = flags.from_command_line(words, {}).hang.faults
+    found = flags.from_command_line(words, {}).of(FaultOptions).faults
     assert [str(f) for f in found] == [
         "drop@rank=0,group=tp,nth=3", "delay@rank=0,iter=2:ms=5",
     ]  # fmt: skip
     paced = [*words[:3], "--prism-pace", "x", "--prism-slow", "7:3"]
     found = flags.from_command_line([*paced, "--prism-fault", "slow@rank=1-5:factor=1.5"], {})
-    assert found.slow == "7:3;1-5:1.5"
+    faults = found.of(FaultOptions)
+    assert faults.slow_ranks(found.world, found.ranks) == "1-5:1.5"
+    assert _all_slow_ranks(found, found.of(PaceOptions)) == "7:3;1-5:1.5"
     env = {"PRISM_FAULT": "drop@rank=0"}
-    assert len(flags.from_command_line(words[:3], env).hang.faults) == 1
-    assert flags.from_command_line(words[:3], {}).hang is None
+    assert len(flags.from_command_line(words[:3], env).of(FaultOptions).faults) == 1
+    assert flags.from_command_line(words[:3], {}).of(FaultOptions) is None
 
 
 # -- A2: Megatron 0.16.1 as it is -----------------------------------------------------------------

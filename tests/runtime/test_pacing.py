@@ -33,6 +33,7 @@ from megatron_prism.emulate.pace import (
     missing_ranks,
     slow_ranks,
 )
+from megatron_prism.features.pacing.flags import PaceOptions
 from megatron_prism.replay.costs.collectives import Calibration
 from megatron_prism.runtime.pacing import pacer as pace_report
 from megatron_prism.runtime.pacing import shared_memory
@@ -299,9 +300,14 @@ def options_of(*words):
     return dataclasses.replace(options, tier="cuda")
 
 
+def checked(*words):
+    options = options_of(*words)
+    check(options, options.of(PaceOptions))
+
+
 def test_slow_ranks_are_virtual_ones():
-    options = options_of("--prism-pace", "d", "--prism-ranks", "3", "--prism-slow", "2-4:1.2;7:3/2")
-    assert slow_ranks(options) == [([2, 4], "1.2"), ([7], "3/2")]
+    options = options_of("--prism-pace", "d", "--prism-ranks", "3")
+    assert slow_ranks(options, "2-4:1.2;7:3/2") == [([2, 4], "1.2"), ([7], "3/2")]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +324,7 @@ def test_slow_ranks_are_virtual_ones():
 )
 def test_pacing_that_makes_no_sense_is_refused(words, match):
     with pytest.raises(PrismError, match=match):
-        check(options_of(*words))
+        checked(*words)
 
 
 def test_stages_without_a_slice_are_missing(tmp_path):
@@ -332,7 +338,7 @@ def test_stages_without_a_slice_are_missing(tmp_path):
 def test_slices_of_another_job_do_not_pace(tmp_path):
     """Said when Megatron has parsed its arguments, which is before anything is paced."""
     paced = object.__new__(pace.Pace)
-    paced.options = options_of("--prism-pace", str(tmp_path))
+    paced.asked = PaceOptions(tmp_path)
     paced._arguments = job_settings.as_text({"--seq-length": "4096"})
     paced.is_of(job_settings.as_text({}, {"--seq-length": "4096"}))
     with pytest.raises(UsageError, match="another job: --seq-length 4096 there, 8192 here"):
@@ -353,7 +359,7 @@ def test_a_calibration_of_another_gpu_is_refused(tmp_path):
     assert str(path) in raised.value.fix
     path.write_text("{")
     with pytest.raises(UsageError, match="is not a calibration"):  # before anything is captured
-        check(options_of("--prism-pace", str(tmp_path)))
+        checked("--prism-pace", str(tmp_path))
 
 
 def test_a_capture_that_fails_names_its_log(tmp_path):
@@ -363,7 +369,7 @@ def test_a_capture_that_fails_names_its_log(tmp_path):
         options_of("--prism-pace", str(tmp_path / "slices")), tier="cpu", world=World(2)
     )
     with pytest.raises(PrismError, match="rank 0 failed: .* status 7") as raised:
-        capture_missing(options, [str(script), "--lr", "1"])
+        capture_missing(options, tmp_path / "slices", [str(script), "--lr", "1"])
     assert (tmp_path / "slices-rank-0.log").exists()
     assert "slices-rank-0.log" in str(raised.value)
 

@@ -1,0 +1,73 @@
+"""The flags of pacing: ``--prism-pace`` and ``--prism-slow``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.emulate.job_flags import FeatureOptions, JobFlags, ParsedFlags, Place, value
+
+if TYPE_CHECKING:
+    from megatron_prism.emulate.session import Run, Session
+
+
+@dataclass(frozen=True)
+class PaceOptions(FeatureOptions):
+    """What ``--prism-pace`` and ``--prism-slow`` say.
+
+    Args:
+        folder: of the slices by which virtual ranks answer.
+        slow: virtual ranks that are slower, as ``ranks:factor;ranks:factor``.
+    """
+
+    folder: Path
+    slow: str = ""
+
+    @property
+    def needs_sizes(self) -> str:
+        """See ``FeatureOptions``: the slices are of one world."""
+        return "--prism-pace"
+
+
+def read_options(parsed: ParsedFlags) -> PaceOptions | None:
+    """Read the flags of pacing.  UsageError for slow ranks that nobody feels, or a capture."""
+    folder, slow = parsed.args.prism_pace, parsed.args.prism_slow or ""
+    if folder is None and slow:
+        raise UsageError(
+            "--prism-slow is felt only while virtual ranks are paced", fix="add --prism-pace DIR"
+        )
+    if folder is None:
+        return None
+    if parsed.flag_is_set("prism_capture"):
+        raise UsageError(
+            "--prism-capture keeps what a rank does alone, and --prism-pace makes it wait",
+            fix="capture without --prism-pace, which captures what it lacks",
+        )
+    return PaceOptions(folder, slow)
+
+
+def attach(run: Run, session: Session, options: PaceOptions) -> None:
+    """Pace the virtual ranks of ``run``; ranks that other features make slow are slow, too."""
+    from megatron_prism.emulate import pace
+
+    pace.add_to(run, session, options)
+
+
+JOB_FLAGS = (
+    JobFlags(
+        flags={
+            "--prism-pace": value(
+                "virtual ranks answer when they would, by the slices in DIR (captured if missing)"
+            ),
+            "--prism-slow": value(
+                "with --prism-pace: virtual ranks slower by FACTOR, 'pp=3:1.2;17:2'", "SEL:FACTOR"
+            ),
+        },
+        read=read_options,
+        attach=attach,
+        place=Place.PACING,
+        section="pacing",
+    ),
+)
