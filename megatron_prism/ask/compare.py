@@ -15,8 +15,8 @@ from functools import cached_property
 from megatron_prism.ask.scale import ScaleChange, scale_changes
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.files import rendered
 from megatron_prism.core.program import Programs
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.slices import of_ranks
 from megatron_prism.graph.difference import FirstDifference, difference, rows_of
 from megatron_prism.memory import baseline, snapshot
@@ -159,13 +159,15 @@ class Comparison:
 
     def to_text(self) -> str:
         """The page that ``prism compare`` prints."""
-        return rendered("report.compare:render_text", self, str)
+        text: str = renderer_of(self).text(self)
+        return text
 
     def to_html(self) -> str:
         """Both timelines as one page.  UsageError where one has no times."""
         if self.timelines is None:
             raise UsageError(f"a page draws times: {self.untimed}", fix="leave --html out")
-        return rendered("report.compare:render_html", self, str)
+        page: str = renderer_of(self).page(self)
+        return page
 
 
 Answer = Comparison | TraceComparison | SnapshotComparison | SnapshotGrowth | RankedSnapshots

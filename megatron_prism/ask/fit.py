@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.memory import allocator, peaks, remedies
 from megatron_prism.memory.baseline import (
     Draws,
@@ -132,11 +132,13 @@ class Fit:
             shown: the class whose peak it shows; the worst by default.
             top: how many of the peak's origins.
         """
-        return rendered("report.fit:render_text", self, str, shown=shown, top=top)
+        text: str = renderer_of(self).text(self, shown, top)
+        return text
 
     def to_html(self) -> str:
         """The page: every class's memory over the iteration, its parts, the limit."""
-        return rendered("report.memory:render_fit", self, str)
+        page: str = renderer_of(self).page(self)
+        return page
 
 
 def fit(

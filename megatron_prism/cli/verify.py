@@ -20,6 +20,7 @@ from megatron_prism.core.units import counted
 if TYPE_CHECKING:
     from megatron_prism.verify.verdict import Line, Verdict
 
+_SCRIPT = Path(__file__).parents[1] / "report" / "verify.js"
 _UNDECIDED = 3
 _WIDTH = 13
 
@@ -58,7 +59,7 @@ def verify(args: argparse.Namespace) -> int:
         lambda: talk.print(text),
         lambda: rows,
         status=_UNDECIDED if found.same is None else int(not found.same),
-        html=lambda: render_page("prism verify", str(found.world), f"copy: {found.copy}", "verify",
+        html=lambda: render_page("prism verify", str(found.world), f"copy: {found.copy}", _SCRIPT,
                                  {**data, "text": text, "other": other}, text),
     )  # fmt: skip
     return deliver(args, answer)

@@ -30,7 +30,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -113,14 +112,6 @@ def _locked(lock: Path) -> int:
 
 
 T = TypeVar("T")
-
-
-def rendered(renderer: str, result: object, kind: type[T], **how: object) -> T:
-    """Return ``result`` as ``renderer`` (``report.hang:markdown``) writes it, as a ``kind``."""
-    module, _, function = renderer.partition(":")
-    found = getattr(import_module(f"megatron_prism.{module}"), function)(result, **how)
-    assert isinstance(found, kind)
-    return found
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
-from megatron_prism.core.files import rendered
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks, ranks_text
 
@@ -102,15 +102,18 @@ class Diagnosis:
 
     def to_html(self) -> str:
         """One self-contained page."""
-        return rendered("report.hang:page", self, str)
+        page: str = renderer_of(self).page(self)
+        return page
 
     def to_markdown(self) -> str:
         """The verdict for an issue."""
-        return rendered("report.hang:markdown", self, str)
+        markdown: str = renderer_of(self).markdown(self)
+        return markdown
 
     def to_chrome_trace(self) -> str:
         """A track per rank named, arrows to whom it waits for, for ui.perfetto.dev."""
-        return rendered("report.chrome_trace:render_hang", self, str)
+        trace: str = renderer_of(self).trace(self)
+        return trace
 
     def __str__(self) -> str:
         """One line first, then the picture."""

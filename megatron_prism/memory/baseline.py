@@ -23,9 +23,10 @@ import numpy as np
 
 from megatron_prism.core import foreign, job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import rendered, write_whole
+from megatron_prism.core.files import write_whole
 from megatron_prism.core.ops import CODED
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.classes import equal_programs
@@ -156,7 +157,8 @@ class MemoryReport:
 
     def to_text(self) -> str:
         """A line for every class, and where the figures are from."""
-        return rendered("report.fit:render_memory", self, str)
+        text: str = renderer_of(self).text(self)
+        return text
 
     def to_json(self) -> dict[str, object]:
         """The peaks as plain values: whole bytes, by class."""

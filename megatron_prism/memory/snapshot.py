@@ -26,9 +26,9 @@ import msgspec
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import EMPTIED, STEPS
 from megatron_prism.core.program import Builder, Program, Programs
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
 from megatron_prism.memory.peaks import HeldMemory, Peak, difference, holdings_at, known_peak
 
@@ -406,11 +406,13 @@ class _Shown:
 
     def to_text(self) -> str:
         """A table, and what differs most."""
-        return rendered("report.snapshot:render_text", self, str)
+        text: str = renderer_of(self).text(self)
+        return text
 
     def to_html(self) -> str:
         """The same as one page."""
-        return rendered("report.snapshot:render_html", self, str)
+        page: str = renderer_of(self).page(self)
+        return page
 
 
 @dataclass(frozen=True)

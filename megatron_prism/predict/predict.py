@@ -17,8 +17,8 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.files import rendered
 from megatron_prism.core.program import Programs
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.predict.distributions import Quantile, quantile
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.predict.variability import (
@@ -106,7 +106,8 @@ class Prediction:
 
     def to_html(self) -> str:
         """One self-contained page with the distribution."""
-        return rendered("report.predict:render_distribution", self, str)
+        page: str = renderer_of(self).page(self)
+        return page
 
 
 def _variability(asked: VariabilityLike, programs: Programs) -> Variability:

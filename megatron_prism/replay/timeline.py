@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import CODE
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.graph import loops
 from megatron_prism.graph.issue_graph import (
     COMPUTE,
@@ -316,19 +316,23 @@ class Timeline:
 
     def to_json(self) -> dict[str, object]:
         """The figures that ``prism replay --json`` prints; times in ns, each with its basis."""
-        return rendered("report.metrics:to_json", self, dict)
+        values: dict[str, object] = renderer_of(self).values(self)
+        return values
 
     def to_text(self, verbose: bool = False) -> str:
         """The page that ``prism replay`` prints; ``verbose`` says what the data are based on."""
-        return rendered("report.replay:render_text", self, str, verbose=verbose)
+        text: str = renderer_of(self).text(self, verbose)
+        return text
 
     def to_html(self) -> str:
         """One self-contained page with the diagram, for any browser."""
-        return rendered("report.replay:render_html", self, str)
+        page: str = renderer_of(self).page(self)
+        return page
 
     def to_chrome_trace(self) -> str:
         """A Chrome trace, for ui.perfetto.dev."""
-        return rendered("report.chrome_trace:render_timeline", self, str)
+        trace: str = renderer_of(self).trace(self)
+        return trace
 
 
 def build_timeline(

@@ -12,10 +12,13 @@
     hang.py          a verdict on a hang as Markdown and as a page
     sweep.py         the points of a sweep as text, CSV and page
     traces.py        real jobs' traces, and a prediction beside them, as text and page
-    chrome_trace.py  a timeline or a verdict for ui.perfetto.dev
+    chrome_trace.py  timelines for ui.perfetto.dev
+    trace_events.py  the format of such traces
 
 NAME.js fills the page NAME (explain.js memory's); diagram.js draws timelines, memory.js memory.
 What is in no program and no price is printed as unknown.
 """
 
 from __future__ import annotations
+
+RENDERERS = ("replay", "fit", "memory", "compare", "snapshot", "predict", "hang", "sweep", "traces")

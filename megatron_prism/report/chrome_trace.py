@@ -1,15 +1,13 @@
-"""Chrome traces (JSON) of a timeline or of a hang, for ui.perfetto.dev and chrome://tracing.
+"""Chrome traces (JSON) of timelines, for ui.perfetto.dev and chrome://tracing.
 
-In : Timeline or Diagnosis.  Out: text.  Of a timeline, one process per class, one thread per stream
+In : Timeline.  Out: text.  One process per class, one thread per stream
 and per group; threads that would need spans to overlap get a second one (a Chrome thread's spans
 must nest), and one shows what the host issues when, if the slices say how long that takes.  A call
 is a span from when the rank was ready to its end, with a span ``waiting`` inside while others had
 not come.  Arrows go from a send to its receive, and from the class that came last to a call to the
 others.
 
-Format: "Trace Event Format" (Google, 2016): X complete events, s/f flows, M names.  ``ts`` and
-``dur`` are microseconds; their three decimals are whole ns.  Perfetto drops what is before
-0 (``TraceSorter::Stream::Push``, trace_sorter.h), and ranks may begin before the last iteration has
+Nothing may be before 0 (``trace_events``), and ranks may begin before the last iteration has
 ended elsewhere: so 0 is when the first of them begins, and ``iteration_begins_ns`` says when the
 iteration does.
 """
@@ -17,8 +15,7 @@ iteration does.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -27,53 +24,24 @@ from megatron_prism.core.ops import NAMES, PHASE_NAMES, label
 from megatron_prism.core.program import Program
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
-from megatron_prism.hang.verdict import Diagnosis
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.metrics import sources_of
-from megatron_prism.traces.compare import TraceComparison
+from megatron_prism.report.trace_events import (
+    Event,
+    arrow,
+    metadata,
+    span,
+    thread_name,
+    trace_file,
+)
 
-_MOST = 4  # arrows from a victim
-_LENGTH = 10**9  # ns of a rank in a hang
 _NOTE = 300  # characters of a note or a list of ranks
 _PLACES = 1000  # more threads than one lane ever needs
-Event = dict[str, object]
-
-
-def render_hang(found: Diagnosis) -> str:
-    """Who waits for whom: a thread per rank, an arrow per wait."""
-    about = {"made_by": "prism hang", "verdict": found.headline(), "confidence": found.confidence,
-             "evidence": list(found.evidence), "missing": list(found.missing)}  # fmt: skip
-    return _file(about, (*_ranks(found), *_wait_arrows(found)))
-
-
-def _ranks(found: Diagnosis) -> Iterator[Event]:
-    """Culprits above victims, each in the order of ranks."""
-    spans = {victim.rank: _span(
-        0, victim.rank, 0, _LENGTH, f"{victim.op} #{victim.seq} of {victim.group}", "victim",
-        {"group": victim.group, "waits for": format_ranks(sorted(victim.waits_for))})
-        for victim in found.victims}  # fmt: skip
-    culprits = {one.rank: _span(0, one.rank, 0, _LENGTH, one.kind, "culprit", {"why": one.why})
-                for one in found.culprits}  # fmt: skip
-    for place, rank in enumerate([*sorted(culprits), *sorted(spans.keys() - culprits)]):
-        yield from _thread(0, rank, f"rank {rank}" + " (culprit)" * (rank in culprits), place)
-        yield culprits.get(rank) or spans[rank]
-    yield _meta("process_name", 0, 0, name="ranks")
-
-
-def _wait_arrows(found: Diagnosis) -> Iterator[Event]:
-    culprits = {culprit.rank for culprit in found.culprits}
-    shown = culprits | {victim.rank for victim in found.victims}
-    numbers = itertools.count(1)
-    for victim in found.victims:
-        others = [rank for rank in victim.waits_for if rank in shown]
-        for other in sorted(others, key=lambda rank: (rank not in culprits, rank))[:_MOST]:
-            ends = (0, victim.rank, 0.4 * _LENGTH), (0, other, 0.6 * _LENGTH)
-            yield from _arrow(next(numbers), "waits for", "waits", *ends)
 
 
 def render_timeline(timeline: Timeline) -> str:
     """The last iteration as a Chrome trace."""
-    tracks = _tracks([(timeline, index, "") for index in range(len(timeline.graph.classes))])
+    tracks = tracks_of([(timeline, index, "") for index in range(len(timeline.graph.classes))])
     about = {
         "made_by": "prism replay",
         "world": str(timeline.graph),
@@ -82,35 +50,10 @@ def render_timeline(timeline: Timeline) -> str:
         "provenance": [text for text in timeline.prices.sources if not text.startswith("none")],
         **{f"slices_{key}": short(value) for key, value in timeline.graph.programs.source.items()},
     }
-    return _file(about, (*_all_of(tracks), *_arrows(timeline, tracks)))
+    return trace_file(about, (*events_of(tracks), *_arrows(timeline, tracks)))
 
 
-def render_pairs(comparison: TraceComparison) -> str:
-    """The predicted and the real timeline of every traced rank, one below the other."""
-    found = comparison.compared
-    both = (("predicted", found.predicted), ("real", found.real))
-    tracks = _tracks(
-        [
-            (timeline, int(timeline.graph.classes.of[one.rank]), f"rank {one.rank}, {what}")
-            for one in found.ranks
-            for what, timeline in both
-        ]
-    )
-    about = {
-        "made_by": "prism compare",
-        "predicted_ns": found.predicted_ns,
-        "real_ns": found.real_ns,
-        "iteration_begins_ns": max((track.early for track in tracks), default=0),
-    }
-    return _file(about, _all_of(tracks))
-
-
-def _file(about: Mapping[str, object], events: Iterable[Event]) -> str:
-    head = f'{{"displayTimeUnit": "ns", "otherData": {json.dumps(about)},\n"traceEvents": [\n'
-    return head + ",\n".join(map(json.dumps, events)) + "\n]}\n"
-
-
-class _Track:
+class Track:
     """One class as one process; times are ``early`` ns later than the timeline's."""
 
     def __init__(self, timeline: Timeline, index: int, title: str) -> None:
@@ -158,24 +101,24 @@ class _Track:
         ranks = _cut(format_ranks(graph.classes.ranks(self.index).tolist()))
         count = counted(graph.classes.counts[self.index], "rank")
         title = self.title or f"{graph.class_name(self.index)}: {count} ({ranks})"
-        yield _meta("process_name", self.process, 0, name=title)
-        yield _meta("process_sort_index", self.process, 0, sort_index=self.process)
+        yield metadata("process_name", self.process, 0, name=title)
+        yield metadata("process_sort_index", self.process, 0, sort_index=self.process)
         for thread, name in sorted(self.threads.items()):
-            yield from _thread(self.process, thread, name, thread)
+            yield from thread_name(self.process, thread, name, thread)
 
     def events(self) -> Iterator[Event]:
         """The spans, each before what lies inside it."""
         sources = sources_of(self.timeline, self.index, self.spans["op"]).tolist()
         rows = zip(self.spans.tolist(), self.thread_of.tolist(), sources, strict=True)
         for (op, _, ready, start, end), thread, source in rows:
-            yield _span(self.process, thread, ready, end, *self._said(op, source))
+            yield span(self.process, thread, ready, end, *self._said(op, source))
             if start > ready:
-                yield _span(self.process, thread, ready, start, "waiting", "waiting")
+                yield span(self.process, thread, ready, start, "waiting", "waiting")
         for op, start, end in self.hosts.tolist():
             row = self.program.ops[op]
             step = label(PHASE_NAMES[row["phase"]], int(row["microbatch"]), int(row["chunk"]))
             name = f"issues {NAMES[row['name']]} {step}".removesuffix(" -")
-            yield _span(self.process, self.host_thread, start, end, name, "host", {"op": op})
+            yield span(self.process, self.host_thread, start, end, name, "host", {"op": op})
 
     def _said(self, at: int, source: int) -> tuple[str, str, Mapping[str, object]]:
         """Name, category and arguments of a span."""
@@ -204,23 +147,24 @@ class _Track:
         return {op: (thread, start, ready, end) for op, start, ready, end, thread in rows}
 
 
-def _tracks(wanted: Sequence[tuple[Timeline, int, str]]) -> list[_Track]:
+def tracks_of(wanted: Sequence[tuple[Timeline, int, str]]) -> list[Track]:
     """A track of each (timeline, class, title), none of which begins before 0."""
-    tracks = [_Track(*one) for one in wanted]
+    tracks = [Track(*one) for one in wanted]
     early = max((-track.begins() for track in tracks), default=0)
     for process, track in enumerate(tracks):
         track.move(early, process)
     return tracks
 
 
-def _all_of(tracks: Sequence[_Track]) -> Iterator[Event]:
+def events_of(tracks: Sequence[Track]) -> Iterator[Event]:
+    """Make the events of all tracks, names first."""
     for track in tracks:
         yield from track.names()
     for track in tracks:
         yield from track.events()
 
 
-def _arrows(timeline: Timeline, tracks: Sequence[_Track]) -> Iterator[Event]:
+def _arrows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[Event]:
     """Pairs of s and f events between classes; spans without duration get none."""
     meet = timeline.graph.matched_calls
     places, numbers = [track.places() for track in tracks], itertools.count(1)
@@ -237,29 +181,7 @@ def _arrows(timeline: Timeline, tracks: Sequence[_Track]) -> Iterator[Event]:
             if other[0] != last[0]:  # surely inside the spans, not on their edges
                 both = (last, other)
                 ends = [(c, thread, (start + end) // 2) for c, thread, start, _, end in both]
-                yield from _arrow(next(numbers), name, "flow", *ends)
-
-
-def _span(process: int, thread: int, start: int, end: int, name: str, kind: str,
-          args: Mapping[str, object] | None = None) -> Event:  # fmt: skip
-    return {"ph": "X", "pid": process, "tid": thread, "ts": start / 1000,
-            "dur": (end - start) / 1000, "name": name, "cat": kind,
-            **({} if args is None else {"args": args})}  # fmt: skip
-
-
-def _arrow(number: int, name: str, kind: str, *ends: tuple[int, int, float]) -> Iterator[Event]:
-    for phase, (process, thread, at) in zip("sf", ends, strict=True):
-        yield {"ph": phase, "pid": process, "tid": thread, "ts": at / 1000, "id": number,
-               "name": name, "cat": kind, "bp": "e"}  # fmt: skip
-
-
-def _thread(process: int, thread: int, name: str, place: int) -> Iterator[Event]:
-    yield _meta("thread_name", process, thread, name=name)
-    yield _meta("thread_sort_index", process, thread, sort_index=place)
-
-
-def _meta(what: str, process: int, thread: int, **args: object) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+                yield from arrow(next(numbers), name, "flow", ends[0], ends[1])
 
 
 def _cut(text: str) -> str:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from megatron_prism.ask.compare import Comparison, Setting
 from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.groups import with_short_names
+from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import format_bytes, format_change, format_ns, format_share
+from megatron_prism.memory.baseline import Change
 from megatron_prism.report import replay
 from megatron_prism.report.fit import KINDS, PARTS, module_of
-
-if TYPE_CHECKING:
-    from megatron_prism.ask.compare import Comparison, Setting
-    from megatron_prism.memory.baseline import Change
 
 _NAMES = {**PARTS, "device": "= device"}
 _SETTINGS, _CLASSES, _ORIGINS, _SCALE = 12, 8, 6, 24  # shown of each
@@ -168,3 +166,11 @@ def _ops(found: Comparison) -> Iterator[str]:
         yield from one.to_text().splitlines()
     if len(found.first) > 1:
         yield f"and {len(found.first) - 1} more captured ranks differ: --json has all"
+
+
+@renders(Comparison)
+class ComparisonRenderer(Renderer):
+    """Writes two jobs side by side."""
+
+    text = staticmethod(render_text)
+    page = staticmethod(render_html)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
+from megatron_prism.ask.fit import Fit, TriedChange
 from megatron_prism.core.columns import columns, folded
+from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
-from megatron_prism.memory.baseline import beside_tensors, needed
+from megatron_prism.memory.baseline import (
+    ClassMemoryFigures,
+    DrawnFigures,
+    MemoryReport,
+    beside_tensors,
+    needed,
+)
+from megatron_prism.memory.host_need import HostNeed
 from megatron_prism.replay.costs.precision import precision_of
 from megatron_prism.report import words
-
-if TYPE_CHECKING:
-    from megatron_prism.ask.fit import Fit, TriedChange
-    from megatron_prism.memory.baseline import (
-        ClassMemoryFigures,
-        DrawnFigures,
-        MemoryReport,
-    )
-    from megatron_prism.memory.host_need import HostNeed
 
 KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
          "comm": "communication", "tmp": "temporaries", "other": "other"}  # fmt: skip
@@ -186,3 +185,10 @@ def outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
 def _sources(memory: MemoryReport) -> Iterator[str]:
     for level, source in memory.provenance.items():
         yield from folded(f"{level.removeprefix('peak_'):<10} {source}", 11)
+
+
+@renders(MemoryReport)
+class MemoryReportRenderer(Renderer):
+    """Writes the peaks of every class of ranks."""
+
+    text = staticmethod(render_memory)

@@ -6,15 +6,23 @@ dumps and programs is hostile and is escaped.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megatron_prism.core.groups import with_short_names
+from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.verdict import Diagnosis, Waiting
 from megatron_prism.report.page import Data, render_page
+from megatron_prism.report.trace_events import Event, arrow, metadata, span, thread_name, trace_file
 
+_SCRIPT = Path(__file__).with_name("hang.js")
 _MOST = 64  # victims in the table
+
+_MOST_ARROWS = 4  # from a victim
+_LENGTH_NS = 10**9  # of a rank in the trace of a hang
 
 
 def _sections(found: Diagnosis) -> list[tuple[str, tuple[str, ...]]]:
@@ -82,7 +90,7 @@ def page(found: Diagnosis) -> str:
     unsure = "No rank is named: several explanations remain"
     named = "; ".join(one["said"] for one in data["culprits"]) or unsure
     title = named if found.verdict != "healthy" else "No rank waits in vain"
-    return render_page("prism hang", title, about, "hang", data, str(found))
+    return render_page("prism hang", title, about, _SCRIPT, data, str(found))
 
 
 def page_data(found: Diagnosis) -> Data:
@@ -126,3 +134,44 @@ def _words(ranks: Sequence[int], kind: str) -> str:
     named = _ranks(ranks)
     said = _SAID.get(kind, f"{{ranks}} made this call with another {kind} than the other ranks")
     return said.format(ranks=named[0].upper() + named[1:])
+
+
+def render_hang(found: Diagnosis) -> str:
+    """Who waits for whom: a thread per rank, an arrow per wait."""
+    about = {"made_by": "prism hang", "verdict": found.headline(), "confidence": found.confidence,
+             "evidence": list(found.evidence), "missing": list(found.missing)}  # fmt: skip
+    return trace_file(about, (*_rank_spans(found), *_wait_arrows(found)))
+
+
+def _rank_spans(found: Diagnosis) -> Iterator[Event]:
+    """Culprits above victims, each in the order of ranks."""
+    spans = {victim.rank: span(
+        0, victim.rank, 0, _LENGTH_NS, f"{victim.op} #{victim.seq} of {victim.group}", "victim",
+        {"group": victim.group, "waits for": format_ranks(sorted(victim.waits_for))})
+        for victim in found.victims}  # fmt: skip
+    culprits = {one.rank: span(0, one.rank, 0, _LENGTH_NS, one.kind, "culprit", {"why": one.why})
+                for one in found.culprits}  # fmt: skip
+    for place, rank in enumerate([*sorted(culprits), *sorted(spans.keys() - culprits)]):
+        yield from thread_name(0, rank, f"rank {rank}" + " (culprit)" * (rank in culprits), place)
+        yield culprits.get(rank) or spans[rank]
+    yield metadata("process_name", 0, 0, name="ranks")
+
+
+def _wait_arrows(found: Diagnosis) -> Iterator[Event]:
+    culprits = {culprit.rank for culprit in found.culprits}
+    shown = culprits | {victim.rank for victim in found.victims}
+    numbers = itertools.count(1)
+    for victim in found.victims:
+        others = [rank for rank in victim.waits_for if rank in shown]
+        for other in sorted(others, key=lambda rank: (rank not in culprits, rank))[:_MOST_ARROWS]:
+            ends = (0, victim.rank, 0.4 * _LENGTH_NS), (0, other, 0.6 * _LENGTH_NS)
+            yield from arrow(next(numbers), "waits for", "waits", *ends)
+
+
+@renders(Diagnosis)
+class DiagnosisRenderer(Renderer):
+    """Writes verdicts on hangs."""
+
+    page = staticmethod(page)
+    trace = staticmethod(render_hang)
+    markdown = staticmethod(markdown)

@@ -9,24 +9,24 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
+from megatron_prism.ask.fit import Fit
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import format_bytes
 from megatron_prism.memory import baseline, peaks, snapshot
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.priced_graph import machine_of
-from megatron_prism.report import words
+from megatron_prism.report import fit, words
 from megatron_prism.report.fit import outcome
 from megatron_prism.report.page import Data, render_page
 
-if TYPE_CHECKING:
-    from megatron_prism.ask.fit import Fit
-
+_SCRIPT = Path(__file__).with_name("explain.js")
 _POINTS = 600  # of a curve
 _MODULES = 11  # of a curve, all others being one more
 _TOP = 40  # origins of the table
@@ -103,7 +103,7 @@ def _render(title: str, subtitle: str, memory: Data, rows: Sequence[object]) -> 
     data = {"memory": memory, "provenance": [["What the figures are made of", ["", ""], rows]]}
     text = "\n".join(f"{one['name']}: {format_bytes(one['allocated'])} allocated, "
                      f"{one['when']}" for one in memory["classes"])  # fmt: skip
-    return render_page("prism fit", title, subtitle, "explain", data, text, ("memory.js",))
+    return render_page("prism fit", title, subtitle, _SCRIPT, data, text, ("memory.js",))
 
 
 def _class(
@@ -173,3 +173,11 @@ def _steps(program: Program, iterations: Sequence[int]) -> list[tuple[int, str, 
         if one.phase:
             found[event] = (event, one.label, text)
     return list(found.values())
+
+
+@renders(Fit)
+class FitRenderer(Renderer):
+    """Writes whether a job fits."""
+
+    text = staticmethod(fit.render_text)
+    page = staticmethod(render_fit)

@@ -29,7 +29,7 @@ def render_page(
     command: str,
     title: str,
     subtitle: str,
-    own: str,
+    script: Path,
     data: Data,
     text: str,
     more: Sequence[str] = (),
@@ -40,16 +40,16 @@ def render_page(
         command: that writes such pages (``prism replay``).
         title: what it is about, the model's name first.
         subtitle: what else one must know of it.
-        own: name of the script that fills it (``own.js``).
+        script: file of the script that fills it.
         data: what scripts find as ``DATA``; ``groups``: descriptions of groups that it names.
         text: for browsers without scripts.
-        more: scripts that its own one needs, beside those of all pages.
+        more: names of shared scripts that its own one needs, beside those of all pages.
     """
     style = _read("page.css")
-    names = ("page.js", "terms.js", "charts.js", *more, f"{own}.js")
-    script = "".join(_read(name) for name in names)
+    shared = [_read(name) for name in ("page.js", "terms.js", "charts.js", *more)]
+    code = "".join([*shared, script.read_text(encoding="utf-8")])
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        f"default-src 'none'; script-src '{_hash(code)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
     kinds = {one: (groups.short_name(one), groups.kind(one)) for one in data.get("groups", ())}
@@ -62,7 +62,7 @@ def render_page(
         "style": style,
         "text": html.escape(text),
         "data": re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], content),
-        "script": script,
+        "script": code,
     }
     # in one pass: what is put in is not searched again
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("page.html"))

@@ -6,10 +6,14 @@ In : a Prediction.  Out: HTML (page.py is its frame, predict.js fills it).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.predict import Prediction
 from megatron_prism.predict.distributions import Quantile
 from megatron_prism.report.page import render_page
+
+_SCRIPT = Path(__file__).with_name("predict.js")
 
 
 def render_distribution(prediction: Prediction) -> str:
@@ -18,7 +22,7 @@ def render_distribution(prediction: Prediction) -> str:
     data = {**prediction.to_json(), "classes": classes}
     text = _lines("without variation", prediction.steady, prediction.quantiles)
     spreads = f"{prediction.graph}; spreads: {prediction.source.partition(':')[0]}"
-    return render_page("prism predict", prediction.world, spreads, "predict", data, text)
+    return render_page("prism predict", prediction.world, spreads, _SCRIPT, data, text)
 
 
 def _lines(name: str, steady: float, quantiles: Sequence[Quantile]) -> str:
@@ -26,3 +30,10 @@ def _lines(name: str, steady: float, quantiles: Sequence[Quantile]) -> str:
     rows = [f"{name}  {steady / 1e6:,.1f} ms"]
     rows += [f"p{100 * q.level:g}  {q.ns / 1e6:,.1f} ms" for q in quantiles if q.ns is not None]
     return "\n".join(rows) + "\n"
+
+
+@renders(Prediction)
+class PredictionRenderer(Renderer):
+    """Writes predictions."""
+
+    page = staticmethod(render_distribution)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from megatron_prism.core.gpu_state import GPU_CLOCK, states_of
 from megatron_prism.core.groups import short_name
 from megatron_prism.core.ops import PHASE_NAMES, label
 from megatron_prism.core.program import Program
+from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import format_bytes, format_ns, format_share
 from megatron_prism.memory.peaks import module_of
 from megatron_prism.replay.costs.host import MODELLED
@@ -23,10 +25,18 @@ from megatron_prism.replay.interval import Uncertainty
 from megatron_prism.replay.rates import Value
 from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.report import words
+from megatron_prism.report.chrome_trace import render_timeline
 from megatron_prism.report.memory import largest, timeline_memory
-from megatron_prism.report.metrics import Metrics, PathPart, sources_of, timeline_metrics
+from megatron_prism.report.metrics import (
+    Metrics,
+    PathPart,
+    sources_of,
+    timeline_metrics,
+    to_json,
+)
 from megatron_prism.report.page import Data, render_page
 
+_SCRIPT = Path(__file__).with_name("replay.js")
 _CLASSES = 24  # classes at all
 _PARTS = 14  # rows of the critical path
 _SHOWN = 5e-4  # of an iteration: less is 0.0 %
@@ -460,4 +470,15 @@ def render_html(
     shown = [str(timeline.graph), *(f"{key} {source[key]}" for key in _ABOUT if key in source)]
     scripts = ("memory.js", "diagram.js")
     command = "prism compare" if tables else "prism replay"
-    return render_page(command, title, " · ".join(shown), "replay", data, said, scripts)
+    return render_page(command, title, " · ".join(shown), _SCRIPT, data, said, scripts)
+
+
+@renders(Timeline)
+class TimelineRenderer(Renderer):
+    """Writes timelines; ``values`` are for JSON, ``metrics`` the same as one value."""
+
+    text = staticmethod(render_text)
+    page = staticmethod(render_html)
+    trace = staticmethod(render_timeline)
+    values = staticmethod(to_json)
+    metrics = staticmethod(timeline_metrics)

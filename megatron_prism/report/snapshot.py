@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from megatron_prism.core.columns import columns, folded
-from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotGrowth
+from megatron_prism.core.rendering import Renderer, renders
+from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotComparison, SnapshotGrowth
 from megatron_prism.report.fit import KINDS
 from megatron_prism.report.page import render_page
 
-if TYPE_CHECKING:
-    from megatron_prism.memory.snapshot import SnapshotComparison
-
-    Found = SnapshotGrowth | SnapshotComparison | RankedSnapshots
-
+_SCRIPT = Path(__file__).with_name("snapshot.js")
+Found = SnapshotGrowth | SnapshotComparison | RankedSnapshots
 _SHOWN = 12  # lines of what has grown
 
 
@@ -31,7 +29,7 @@ def render_html(found: Found) -> str:
     grown = isinstance(next(iter(every.values())), SnapshotGrowth)
     title = "What a process holds more" if grown else "A real process beside the slices of its job"
     about, text = "memory snapshots", found.to_text()
-    return render_page("prism compare", title, about, "snapshot", data, text, ("memory.js",))
+    return render_page("prism compare", title, about, _SCRIPT, data, text, ("memory.js",))
 
 
 def _growth(found: SnapshotGrowth) -> str:
@@ -104,3 +102,11 @@ def _first(found: SnapshotComparison) -> list[str]:
         for (size, site), count in list(shown.items())[:4]:
             lines += folded(f"  only {what} {size:,} B x {count}  {site or 'no Python frame'}", 6)
     return lines
+
+
+@renders(SnapshotComparison, SnapshotGrowth, RankedSnapshots)
+class SnapshotRenderer(Renderer):
+    """Writes what snapshots of real processes say."""
+
+    text = staticmethod(render_text)
+    page = staticmethod(render_html)

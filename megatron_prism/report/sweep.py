@@ -8,15 +8,18 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns
+from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_share
 from megatron_prism.replay.timeline import mean_parts
 from megatron_prism.report.page import Data, render_page
 from megatron_prism.sweep.space import text as axis_text
 from megatron_prism.sweep.sweep import Row, Sweep, front
 
+_SCRIPT = Path(__file__).with_name("sweep.js")
 _SHOWN = 25  # rows of the table on a terminal
 _REASONS = 20
 
@@ -140,7 +143,7 @@ def render_html(sweep: Sweep, links: Mapping[str, str]) -> str:
     title = f"{job_settings.job_name({'recipe': sweep.recipe})}: {first}"
     about = f"the first of {ran} by {sweep.objective}; {sweep.recipe} on {sweep.machine}"
     data, text = _page(sweep, links), render_text(sweep)
-    return render_page("prism sweep", title, about, "sweep", data, text)
+    return render_page("prism sweep", title, about, _SCRIPT, data, text)
 
 
 def _words(row: Row) -> str:
@@ -178,3 +181,12 @@ def _page(sweep: Sweep, links: Mapping[str, str]) -> Data:
         "dropped": [[p.name, p.by, p.reason] for p in sweep.dropped],
         "memory_from": sweep.memory_provenance,
     }  # fmt: skip
+
+
+@renders(Sweep)
+class SweepRenderer(Renderer):
+    """Writes the points of a sweep."""
+
+    text = staticmethod(render_text)
+    page = staticmethod(render_html)
+    table = staticmethod(render_csv)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_prism.core import units
 from megatron_prism.core.columns import columns
+from megatron_prism.core.rendering import Renderer, renders
+from megatron_prism.report.chrome_trace import events_of, tracks_of
 from megatron_prism.report.replay import render_html
-
-if TYPE_CHECKING:
-    from megatron_prism.traces.compare import Difference, Times, TraceComparison
-    from megatron_prism.traces.variance import Outlier, Variation
+from megatron_prism.report.trace_events import trace_file
+from megatron_prism.traces.compare import Difference, Times, TraceComparison
+from megatron_prism.traces.variance import Outlier, Variation
 
 _SHOWN = 12  # rows of what differs most
 
@@ -137,3 +137,39 @@ def render_page(found: TraceComparison) -> str:
     times = found.compared
     tables, notes = [_pairings(found), *_tables(times)], (*_headline(times), *found.notes)
     return render_html(times.predicted, "predicted", ("real", times.real), tables, notes)
+
+
+def render_pairs(comparison: TraceComparison) -> str:
+    """The predicted and the real timeline of every traced rank, one below the other."""
+    found = comparison.compared
+    both = (("predicted", found.predicted), ("real", found.real))
+    tracks = tracks_of(
+        [
+            (timeline, int(timeline.graph.classes.of[one.rank]), f"rank {one.rank}, {what}")
+            for one in found.ranks
+            for what, timeline in both
+        ]
+    )
+    about = {
+        "made_by": "prism compare",
+        "predicted_ns": found.predicted_ns,
+        "real_ns": found.real_ns,
+        "iteration_begins_ns": max((track.early for track in tracks), default=0),
+    }
+    return trace_file(about, events_of(tracks))
+
+
+@renders(TraceComparison)
+class TraceComparisonRenderer(Renderer):
+    """Writes real traces beside their prediction."""
+
+    text = staticmethod(render_comparison)
+    page = staticmethod(render_page)
+    trace = staticmethod(render_pairs)
+
+
+@renders(Variation)
+class VariationRenderer(Renderer):
+    """Writes what varies in a real job."""
+
+    text = staticmethod(render_variation)

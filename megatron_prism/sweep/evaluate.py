@@ -29,8 +29,9 @@ from typing import Any
 
 from megatron_prism import __version__
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError
-from megatron_prism.core.files import rendered, write_whole
+from megatron_prism.core.files import write_whole
 from megatron_prism.core.program import Program, Programs, load
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.slices import WHAT_IF, assemble
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
@@ -365,7 +366,7 @@ def _reserved(program: Program, family: Path) -> int:
 
 def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     """What ``prism replay --json`` says of the point, as far as a sweep compares it."""
-    metrics: Any = rendered("report.metrics:timeline_metrics", timeline, object)
+    metrics = renderer_of(timeline).metrics(timeline)
     every: Figures = dataclasses.asdict(metrics)
     programs = timeline.graph.programs
     world = programs.world

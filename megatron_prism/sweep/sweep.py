@@ -27,9 +27,10 @@ from typing import Any
 from megatron_prism import __version__
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import claimed, rendered
+from megatron_prism.core.files import claimed
 from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.memory import nccl_buffers
@@ -126,16 +127,19 @@ class Sweep:
 
     def to_text(self) -> str:
         """The tables that ``prism sweep`` prints."""
-        return rendered("report.sweep:render_text", self, str)
+        text: str = renderer_of(self).text(self)
+        return text
 
     def to_csv(self) -> str:
         """One line per point, also of those that fell, with its command line."""
-        return rendered("report.sweep:render_csv", self, str)
+        table: str = renderer_of(self).table(self)
+        return table
 
     def to_html(self, links: Mapping[str, str] | None = None) -> str:
         """A page for any browser: time against memory, axes against both, the table, the first two
         side by side.  ``links``: key of a point -> where the page of its timeline is."""
-        return rendered("report.sweep:render_html", self, str, links=links or {})
+        page: str = renderer_of(self).page(self, links or {})
+        return page
 
     def timeline(self, place: int) -> Timeline:
         """The timeline of the point in a place of the order, from 1.  UsageError if none is."""

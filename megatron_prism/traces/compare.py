@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES, label
 from megatron_prism.core.program import Program
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.traces.pairing import ENOUGH, Pairing
@@ -111,15 +111,18 @@ class TraceComparison:
 
     def to_text(self) -> str:
         """What ``prism compare`` prints."""
-        return rendered("report.traces:render_comparison", self, str)
+        text: str = renderer_of(self).text(self)
+        return text
 
     def to_html(self) -> str:
         """The same as a page, with both timelines drawn."""
-        return rendered("report.traces:render_page", self, str)
+        page: str = renderer_of(self).page(self)
+        return page
 
     def to_chrome_trace(self) -> str:
         """Both timelines of every traced rank, for ui.perfetto.dev."""
-        return rendered("report.chrome_trace:render_pairs", self, str)
+        trace: str = renderer_of(self).trace(self)
+        return trace
 
 
 def compare_traces(paths: Sequence[str | os.PathLike[str]], predicted: Timeline) -> TraceComparison:

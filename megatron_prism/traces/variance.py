@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import IS_CALL
+from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.priced_graph import PricedGraph, price
 from megatron_prism.traces.programs import Imported
@@ -133,7 +133,8 @@ class Variation:
 
     def to_text(self) -> str:
         """What ``prism import`` prints."""
-        return rendered("report.traces:render_variation", self, str)
+        text: str = renderer_of(self).text(self)
+        return text
 
 
 def vary(found: Imported) -> Variation:
