@@ -41,9 +41,9 @@ from megatron_prism.core.files import write_whole
 from megatron_prism.core.messages import progress
 
 if TYPE_CHECKING:
+    from megatron_prism.core.fault_plan import Fault
     from megatron_prism.emulate.script_job import Job
     from megatron_prism.hang.dumps import DumpSet
-    from megatron_prism.hang.fault_plan import Fault
     from megatron_prism.hang.fault_planting import PlantedFaults
     from megatron_prism.hang.verdict import Diagnosis
 
@@ -314,7 +314,7 @@ def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, PlantedFaults | N
 
 
 def _faults(words: list[str], plans: list[str]) -> list[Fault]:
-    from megatron_prism.hang.fault_plan import load_plan, parse
+    from megatron_prism.core.fault_plan import load_plan, parse
 
     given = arguments.read(words, {"fault": parse}, "hang", several=("fault",))
     return [*given.get("fault", ()), *itertools.chain.from_iterable(map(load_plan, plans))]

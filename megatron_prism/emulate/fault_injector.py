@@ -25,10 +25,7 @@ from torch import distributed as dist
 
 from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.core.groups import named_group
-from megatron_prism.core.ops import CallLabel, Op
-from megatron_prism.emulate import exit_status
-from megatron_prism.hang.fault_plan import (
+from megatron_prism.core.fault_plan import (
     CHANGES,
     FIX,
     VALUES,
@@ -37,6 +34,9 @@ from megatron_prism.hang.fault_plan import (
     changed_call,
     truth_line,
 )
+from megatron_prism.core.groups import named_group
+from megatron_prism.core.ops import CallLabel, Op
+from megatron_prism.emulate import exit_status
 from megatron_prism.runtime.call_check import nccl_lets_through
 from megatron_prism.runtime.process_group import CompletedWork, arguments
 from megatron_prism.runtime.recorder.recorder import details

@@ -119,7 +119,7 @@ def _sender(index: int, peer: int) -> Callable[[], None]:
     """
     import torch
 
-    from megatron_prism.runtime.pacing.driver import Driver
+    from megatron_prism.runtime.cuda_driver import Driver
 
     driver = Driver()
     mine = driver.words(_BYTES, f"cuda:{index}")

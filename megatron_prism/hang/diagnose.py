@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.fault_plan import Fault
 from megatron_prism.core.files import claimed, no_collector
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Programs
@@ -29,7 +30,6 @@ from megatron_prism.graph.stall import StalledJob
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.hang import analyze, export, fault_planting, hypotheses
 from megatron_prism.hang.dumps import DumpSet, of_value, read
-from megatron_prism.hang.fault_plan import Fault
 from megatron_prism.hang.fault_planting import PlantedFaults
 from megatron_prism.hang.hypotheses import Confirmation
 from megatron_prism.hang.state import JobState

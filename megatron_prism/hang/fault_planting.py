@@ -16,12 +16,7 @@ from functools import partial
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.groups import named_group, short_names
-from megatron_prism.core.ops import CODE, IS_CALL, IS_NCCL, Op
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.graph import stall
-from megatron_prism.graph.classes import memberships
-from megatron_prism.hang.fault_plan import (
+from megatron_prism.core.fault_plan import (
     CHANGES,
     FIX,
     Fault,
@@ -29,6 +24,11 @@ from megatron_prism.hang.fault_plan import (
     changed_call,
     truth_line,
 )
+from megatron_prism.core.groups import named_group, short_names
+from megatron_prism.core.ops import CODE, IS_CALL, IS_NCCL, Op
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.graph import stall
+from megatron_prism.graph.classes import memberships
 from megatron_prism.replay import whatif
 from megatron_prism.replay.whatif import Edit
 

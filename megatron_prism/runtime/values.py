@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.runtime.pacing.driver import Driver
+from megatron_prism.runtime.cuda_driver import Driver
 
 COUNT = 1 << 16  # vectors; larger numbers of tokens begin anew
 _STEP = 8  # elements from one window to the next: 16 B, so that rows begin where words do

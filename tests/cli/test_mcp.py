@@ -14,8 +14,8 @@ from helpers.programs import healthy
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.cli import mcp_server
+from megatron_prism.core.fault_plan import parse
 from megatron_prism.core.world import World
-from megatron_prism.hang.fault_plan import parse
 
 mcp = pytest.importorskip("mcp")
 pytest.importorskip("mcp.server.mcpserver")  # of its second release

@@ -15,11 +15,12 @@ from helpers.programs import FAULTS, healthy, with_rank
 from helpers.random_hangs import KINDS, judged, named
 
 from megatron_prism.cli import main as cli
+from megatron_prism.core import fault_plan
 from megatron_prism.core.program_text import parse
 from megatron_prism.graph import stall as quiescence
 from megatron_prism.graph import world_graph
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import diagnose, fault_plan, hypotheses
+from megatron_prism.hang import diagnose, hypotheses
 from megatron_prism.hang import fault_planting as faults
 from megatron_prism.hang.diagnose import diagnose_graph
 

@@ -9,9 +9,10 @@ from helpers import hang_worlds
 from helpers.hang_worlds import CASES
 
 from megatron_prism.cli import main as cli
+from megatron_prism.core import fault_plan
 from megatron_prism.core.errors import UsageError
 from megatron_prism.graph import stall, world_graph
-from megatron_prism.hang import diagnose, fault_plan, fault_planting
+from megatron_prism.hang import diagnose, fault_planting
 from megatron_prism.hang.diagnose import diagnose_graph
 
 HERE = Path(__file__).parent

@@ -17,6 +17,7 @@ from helpers.random_hangs import dumps_of
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.call_selector import NthCall
+from megatron_prism.core.fault_plan import parse
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_NCCL, IS_PAIR, CallLabel
 from megatron_prism.core.program import Program
 from megatron_prism.core.world import World
@@ -26,7 +27,6 @@ from megatron_prism.graph import stall
 from megatron_prism.hang import analyze as hang
 from megatron_prism.hang import diagnose, export, hypotheses
 from megatron_prism.hang.dumps import DumpSet, of_value
-from megatron_prism.hang.fault_plan import parse
 from megatron_prism.hang.fault_planting import plant
 
 PAIRS = ("send", "recv")

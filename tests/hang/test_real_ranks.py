@@ -12,6 +12,7 @@ import torch
 from helpers.needs import TRAINING
 from torch import distributed as dist
 
+from megatron_prism.core import fault_plan
 from megatron_prism.core.errors import HangError, UnsupportedError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs, save
@@ -21,7 +22,6 @@ from megatron_prism.emulate.call_guard import CallGuard, ProgramPeers
 from megatron_prism.emulate.pace import _all_slow_ranks
 from megatron_prism.features.faults.flags import FaultOptions
 from megatron_prism.features.pacing.flags import PaceOptions
-from megatron_prism.hang import fault_plan
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.call_check import (
     CallCheck,

@@ -26,11 +26,20 @@ import yaml
 from helpers import random_hangs
 from helpers.programs import WORLDS, healthy
 
-from megatron_prism.core import foreign, job_settings, program, program_text, recipe, slices, units
+from megatron_prism.core import (
+    fault_plan,
+    foreign,
+    job_settings,
+    program,
+    program_text,
+    recipe,
+    slices,
+    units,
+)
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import World
 from megatron_prism.graph import stall, world_graph
-from megatron_prism.hang import analyze, dumps, export, fault_plan, fault_planting
+from megatron_prism.hang import analyze, dumps, export, fault_planting
 from megatron_prism.hang.diagnose import diagnose
 from megatron_prism.memory import allocator, baseline, nccl_buffers
 from megatron_prism.memory.baseline import peak_memory

@@ -16,8 +16,8 @@ from helpers.timelines import HOSTILE, hostile, replayed, tiny
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.core import program
+from megatron_prism.core.fault_plan import parse
 from megatron_prism.core.world import World
-from megatron_prism.hang.fault_plan import parse
 from megatron_prism.memory import snapshot
 from megatron_prism.replay.costs.machine import machines
 from megatron_prism.replay.priced_graph import price

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import UsageError, refuse
+from megatron_prism.core.fault_plan import Fault, load_plan, parse
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.emulate.job_flags import (
@@ -20,7 +21,6 @@ from megatron_prism.emulate.job_flags import (
     switch,
     value,
 )
-from megatron_prism.hang.fault_plan import Fault, load_plan, parse
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run, Session

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.runtime.pacing.driver import NOT_READY, Driver
+from megatron_prism.runtime.cuda_driver import NOT_READY, Driver
 from megatron_prism.runtime.pacing.moves import ADDED
 from megatron_prism.runtime.pacing.shared_memory import Shared, seats
 
