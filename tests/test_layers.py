@@ -64,8 +64,8 @@ PACKAGES = {
     "pynvml": ["runtime/recorder/gpu_clock.py"],
     "ray": ["sweep/evaluate.py"],
     "optuna": ["sweep/sweep.py"],
-    "mcp": ["cli/mcp_server.py"],
-    "pydantic": ["cli/mcp_server.py"],
+    "mcp": ["features/agents/server.py"],
+    "pydantic": ["features/agents/server.py"],
     "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "ask/*", "predict/*", "hang/*",
               "report/*", "traces/*", "runtime/*", "emulate/*", "sweep/*", "verify/*", "cli/*"],
 }  # fmt: skip

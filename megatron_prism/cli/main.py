@@ -37,12 +37,10 @@ from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort, progress
 
 _NOT_MOVED = (
-    "agents",
     "compare",
     "fit",
     "hang",
     "memory",
-    "patches",
     "predict",
     "programs",
     "replay",

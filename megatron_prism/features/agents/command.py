@@ -16,7 +16,7 @@ def mcp(args: argparse.Namespace) -> int:
     The tools' arguments are those of the commands; a job is named by its folder of slices.
     """
     from megatron_prism.cli.main import ask, parser
-    from megatron_prism.cli.mcp_server import server
+    from megatron_prism.features.agents.server import server
 
     server(args.run, parser, ask).run()
     return 0
