@@ -36,7 +36,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_HOMES = {  # public name -> module:attribute
+_HOMES = {  # public name of core -> module:attribute; features add theirs
     "Comparison": "ask.compare:Comparison",
     "Diagnosis": "hang.verdict:Diagnosis",
     "Fit": "ask.fit:Fit",
@@ -59,21 +59,30 @@ _HOMES = {  # public name -> module:attribute
     "load": "core.slices:open_programs",
     "load_recipe": "core.recipe:load",
     "peak_memory": "memory.baseline:peak_memory",
-    "predict": "predict.predict:predict",
+    "predict": "features.predict.predict:predict",
     "price": "replay.priced_graph:price",
     "replay": "replay.priced_graph:replay",
     "sweep": "sweep.sweep:sweep",
     "with_microbatches": "emulate.schedule:with_microbatches",
 }
-__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Public names, imported from their homes on first use."""
-    if name in _HOMES:
-        module, _, attribute = _HOMES[name].partition(":")
-        return getattr(import_module(f"megatron_prism.{module}"), attribute)
-    raise AttributeError(f"module 'megatron_prism' has no attribute {name!r}")
+    """Import public names from their homes on first use."""
+    if name == "__all__":
+        return [*_public_names(), "__version__"]
+    # a dunder is none of ours, and asking for features costs imports
+    place = None if name.startswith("__") else _HOMES.get(name) or _public_names().get(name)
+    if place is None:
+        raise AttributeError(f"module 'megatron_prism' has no attribute {name!r}")
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(f"megatron_prism.{module}"), attribute)
+
+
+def _public_names() -> dict[str, str]:
+    """Collect the public names of core and of features, each with its ``module:attribute``."""
+    names = {**_HOMES, **import_module("megatron_prism.core.feature").api()}
+    return dict(sorted(names.items()))
 
 
 def _autoload() -> None:
@@ -95,7 +104,7 @@ def _autoload() -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_public_names(), "__version__"])
 
 
 class _Package(ModuleType):

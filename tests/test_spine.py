@@ -18,10 +18,10 @@ PARTS = {
     "megatron_prism.replay.timeline.build_timeline": {"replay/priced_graph.py"},
     "megatron_prism.replay.priced_graph.replay_with_overlap": set(),
     "megatron_prism.replay.timeline.evaluate": {
-        "replay/timeline.py", "replay/priced_graph.py", "predict/sampler.py", "traces/programs.py",
+        "replay/timeline.py", "replay/priced_graph.py", "features/predict/sampler.py",
+        "traces/programs.py",
     },
-    "megatron_prism.predict.sampler.Sampler": {"predict/__init__.py", "predict/predict.py"},
-    "megatron_prism.predict.Sampler": set(),
+    "megatron_prism.features.predict.sampler.Sampler": {"features/predict/predict.py"},
     "megatron_prism.hang.analyze.diagnose_dumps": {
         "hang/diagnose.py", "cli/hang.py", "emulate/confirm.py",
     },
@@ -64,7 +64,7 @@ def test_nobody_else_puts_the_parts_together():
         "from megatron_prism.replay import timeline\ntimeline.build_timeline(1, 2)",
         "def f():\n    from megatron_prism.replay import priced_graph as p\n"
         "    p.replay_with_overlap()",
-        "from megatron_prism.predict import sampler\nsampler.Sampler(1)",
+        "from megatron_prism.features.predict import sampler\nsampler.Sampler(1)",
     ],
 )
 def test_a_planted_caller_is_found(tmp_path, code):

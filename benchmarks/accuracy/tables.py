@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks.accuracy import kept
 from benchmarks.accuracy.jobs import COMMON, EVERY, MORE
 from benchmarks.report import RESULTS
-from megatron_prism.predict.distributions import fit
+from megatron_prism.features.predict.distributions import fit
 from megatron_prism.replay.costs.collectives import Shape, modelled
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, read
 from megatron_prism.replay.costs.machine import machine

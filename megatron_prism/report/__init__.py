@@ -8,7 +8,6 @@
     memory.py        memory of slices or of a real snapshot as a page
     compare.py       two jobs as text
     snapshot.py      memory snapshots beside slices, or an earlier one, as text
-    predict.py       a prediction as a page
     hang.py          a verdict on a hang as Markdown and as a page
     sweep.py         the points of a sweep as text, CSV and page
     traces.py        real jobs' traces, and a prediction beside them, as text and page
@@ -21,4 +20,4 @@ What is in no program and no price is printed as unknown.
 
 from __future__ import annotations
 
-RENDERERS = ("replay", "fit", "memory", "compare", "snapshot", "predict", "hang", "sweep", "traces")
+RENDERERS = ("replay", "fit", "memory", "compare", "snapshot", "hang", "sweep", "traces")

@@ -36,9 +36,9 @@ from megatron_prism.core.slices import WHAT_IF, assemble
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.emulate.workers import die_with_parent
+from megatron_prism.features.predict.predict import predict
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import known_peak, peak, reserved
-from megatron_prism.predict import predict
 from megatron_prism.replay.microbatches import microbatch_count
 from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import price

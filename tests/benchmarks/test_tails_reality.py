@@ -10,7 +10,7 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.predict.variability import fitted, read_variability
+from megatron_prism.features.predict.variability import fitted, read_variability
 
 
 def captured(rng, iterations, segments=100, step=0.03):

@@ -12,8 +12,8 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.emulate import calibrate
-from megatron_prism.predict import Sampler, call_spread
-from megatron_prism.predict.variability import Variability
+from megatron_prism.features.predict.sampler import Sampler
+from megatron_prism.features.predict.variability import Variability, call_spread
 from megatron_prism.replay.costs.collectives import read_calibration
 from megatron_prism.replay.interval import interval
 from megatron_prism.replay.priced_graph import price, replay

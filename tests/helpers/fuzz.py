@@ -38,12 +38,12 @@ from megatron_prism.core import (
 )
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import World
+from megatron_prism.features.predict.variability import read_variability
 from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import analyze, dumps, export, fault_planting
 from megatron_prism.hang.diagnose import diagnose
 from megatron_prism.memory import allocator, baseline, nccl_buffers
 from megatron_prism.memory.baseline import peak_memory
-from megatron_prism.predict.variability import read_variability
 from megatron_prism.replay import network
 from megatron_prism.replay.costs import kernels, machine, nccl_settings, nccl_tests
 from megatron_prism.replay.costs.collectives import read_calibration
@@ -480,7 +480,7 @@ PARSERS = {
     "machine": Parser(on_machine, of_json, [p.read_bytes() for p in machine.machines().values()]),
     "op table": Parser(kernels.read, of_json, [shorter(PACKAGE / "replay/costs/ops/h200.json")]),
     "variability": Parser(read_variability, of_json,
-                          [(PACKAGE / "predict/variability/public.json").read_bytes()]),
+                          [(PACKAGE / "features/predict/variability/public.json").read_bytes()]),
     "NCCL buffers": Parser(nccl_buffers.read, of_json,
                            [(PACKAGE / "memory/device_memory/h200.json").read_bytes()]),
     "baseline": Parser(compared, of_json, [stored_baseline()]),

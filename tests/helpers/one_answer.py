@@ -1,7 +1,7 @@
 """One answer of replay and predict."""
 
-from megatron_prism.predict import predict
-from megatron_prism.predict.variability import Variability
+from megatron_prism.features.predict.predict import predict
+from megatron_prism.features.predict.variability import Variability
 
 STILL = Variability("none", 0.0, 0.0, 0.0, 0.0, "nothing varies")
 

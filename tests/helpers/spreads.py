@@ -5,7 +5,7 @@ from helpers.pricing import priced
 
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
-from megatron_prism.predict.variability import Variability
+from megatron_prism.features.predict.variability import Variability
 
 TP, PP, ALL = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP", "default_pg"
 

@@ -10,7 +10,7 @@ from helpers.spreads import spread
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import World
-from megatron_prism.predict import predict
+from megatron_prism.features.predict.predict import predict
 from megatron_prism.replay.costs import nccl_settings
 from megatron_prism.replay.replicas import with_data_parallel
 

@@ -497,8 +497,8 @@ program rank=0 ranks=0-{ranks - 1}
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_a_hosts_spread_moves_the_iterations_that_it_decides(ranks):
-    from megatron_prism.predict.sampler import Sampler
-    from megatron_prism.predict.variability import Variability
+    from megatron_prism.features.predict.sampler import Sampler
+    from megatron_prism.features.predict.variability import Variability
     from megatron_prism.replay.priced_graph import price
 
     made = price(parse(hosted(ranks)), machine="h200").timeline
@@ -523,7 +523,7 @@ def test_a_hosts_spread_moves_the_iterations_that_it_decides(ranks):
 def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
     from megatron_prism.core import program
     from megatron_prism.core.errors import ProgramError
-    from megatron_prism.predict.variability import fitted, read_variability
+    from megatron_prism.features.predict.variability import fitted, read_variability
 
     rng = np.random.default_rng(3)
     made = parse(hosted(2))

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_prism.core.rendering import Renderer, renders
-from megatron_prism.predict import Prediction
-from megatron_prism.predict.distributions import Quantile
+from megatron_prism.features.predict.distributions import Quantile
+from megatron_prism.features.predict.predict import Prediction
 from megatron_prism.report.page import render_page
 
 _SCRIPT = Path(__file__).with_name("predict.js")

@@ -19,16 +19,16 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Programs
 from megatron_prism.core.rendering import renderer_of
-from megatron_prism.predict.distributions import Quantile, quantile
-from megatron_prism.predict.sampler import Sampler
-from megatron_prism.predict.variability import (
+from megatron_prism.features.predict.distributions import Quantile, quantile
+from megatron_prism.features.predict.sampler import Sampler
+from megatron_prism.features.predict.variability import (
     PARTS,
     Variability,
     call_spread,
     fitted,
     is_timed,
 )
-from megatron_prism.predict.variability import read_variability as shipped
+from megatron_prism.features.predict.variability import read_variability as shipped
 from megatron_prism.replay.interval import interval
 from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import (

@@ -14,10 +14,11 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
+from megatron_prism.features.predict.distributions import Distribution, quantile
+from megatron_prism.features.predict.predict import predict
+from megatron_prism.features.predict.sampler import Sampler
+from megatron_prism.features.predict.variability import read_variability
 from megatron_prism.graph.issue_graph import build_issue_graph
-from megatron_prism.predict import Sampler, predict, quantile
-from megatron_prism.predict.distributions import Distribution
-from megatron_prism.predict.variability import read_variability
 from megatron_prism.replay import timeline
 
 NORMAL = statistics.NormalDist()

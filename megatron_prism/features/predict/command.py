@@ -27,7 +27,7 @@ from megatron_prism.core.columns import folded
 from megatron_prism.core.units import format_change, format_ns
 
 if TYPE_CHECKING:
-    from megatron_prism.predict import Prediction
+    from megatron_prism.features.predict.predict import Prediction
 
 
 def ms(ns: float | None) -> str:
@@ -93,12 +93,12 @@ def predict(args: argparse.Namespace) -> Answer:
 
     --variability is how much times vary: fitted, as in the timed iterations of DIR (the default if
     it has five of them); public, as in published measurements (the default else); or a file like
-    predict/variability/public.json.  --samples says how many iterations of the whole world are
-    drawn, --slow how many times as long the one slow GPU computes (0.5: half as long).  Calls that
+    variability/public.json.  --samples says how many iterations of the whole world are drawn,
+    --slow how many times as long the one slow GPU computes (0.5: half as long).  Calls that
     --calibration has samples of vary as those do.  DIR may be the name of a shipped recipe, which
     is captured now.
     """
-    from megatron_prism.predict import predict
+    from megatron_prism.features.predict.predict import predict
 
     how = {"machine": args.machine, "calibration": args.calibration}
     programs = what_ifs.open_job(args.programs)

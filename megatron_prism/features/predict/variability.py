@@ -22,8 +22,8 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import format_percent
+from megatron_prism.features.predict.distributions import FEWEST, Distribution, fit, probabilities
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.predict.distributions import FEWEST, Distribution, fit, probabilities
 from megatron_prism.replay.costs import Prices, machine
 from megatron_prism.replay.costs.collectives import stored
 from megatron_prism.replay.costs.machine import Machine

@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_prism.features.predict.distributions import Distribution, largest
+from megatron_prism.features.predict.variability import CallSpread, Variability
 from megatron_prism.graph import loops
 from megatron_prism.graph.issue_graph import JOIN, LEAD, IssueGraph
 from megatron_prism.graph.world_graph import CallKind, WorldGraph
-from megatron_prism.predict.distributions import Distribution, largest
-from megatron_prism.predict.variability import CallSpread, Variability
 from megatron_prism.replay import timeline
 from megatron_prism.replay.timeline import Timeline
 

@@ -12,8 +12,14 @@ from megatron_prism.core.errors import PrismError, ProgramError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.predict.distributions import Distribution, distance, fit, largest, probabilities
-from megatron_prism.predict.variability import Variability, fitted, read_variability
+from megatron_prism.features.predict.distributions import (
+    Distribution,
+    distance,
+    fit,
+    largest,
+    probabilities,
+)
+from megatron_prism.features.predict.variability import Variability, fitted, read_variability
 
 NORMAL = statistics.NormalDist()
 X = np.array([0.05, 0.3, 1.0, 2.0, 5.0, 12.0])
