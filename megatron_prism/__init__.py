@@ -62,7 +62,7 @@ _HOMES = {  # public name of core -> module:attribute; features add theirs
     "predict": "features.predict.predict:predict",
     "price": "replay.priced_graph:price",
     "replay": "replay.priced_graph:replay",
-    "sweep": "sweep.sweep:sweep",
+    "sweep": "features.sweep.sweep:sweep",
     "with_microbatches": "emulate.schedule:with_microbatches",
 }
 

@@ -22,11 +22,11 @@ import numpy as np
 from benchmarks.accuracy.tables import kendall_tau, signed, stored
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.features.sweep.evaluate import SweepSettings, timeline_of
+from megatron_prism.features.sweep.layout import RecipeLayout
+from megatron_prism.features.sweep.space import parse_axes, point_of
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.replay.differences import UncertainTime, drawn, estimate
-from megatron_prism.sweep.evaluate import SweepSettings, timeline_of
-from megatron_prism.sweep.layout import RecipeLayout
-from megatron_prism.sweep.space import parse_axes, point_of
 
 
 def predicted(

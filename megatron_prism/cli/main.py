@@ -43,7 +43,6 @@ _NOT_MOVED = (
     "memory",
     "programs",
     "replay",
-    "sweep",
     "traces",
     "verify",
 )

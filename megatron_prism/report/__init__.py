@@ -9,7 +9,6 @@
     compare.py       two jobs as text
     snapshot.py      memory snapshots beside slices, or an earlier one, as text
     hang.py          a verdict on a hang as Markdown and as a page
-    sweep.py         the points of a sweep as text, CSV and page
     traces.py        real jobs' traces, and a prediction beside them, as text and page
     chrome_trace.py  timelines for ui.perfetto.dev
     trace_events.py  the format of such traces
@@ -20,4 +19,4 @@ What is in no program and no price is printed as unknown.
 
 from __future__ import annotations
 
-RENDERERS = ("replay", "fit", "memory", "compare", "snapshot", "hang", "sweep", "traces")
+RENDERERS = ("replay", "fit", "memory", "compare", "snapshot", "hang", "traces")

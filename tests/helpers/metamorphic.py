@@ -11,9 +11,9 @@ from pathlib import Path
 from megatron_prism.cli import what_ifs
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.slices import open_programs
-from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.features.sweep.layout import RecipeLayout
+from megatron_prism.features.sweep.recipe_server import CaptureServer
 from megatron_prism.memory import peaks
-from megatron_prism.sweep.layout import RecipeLayout
 
 STORED = Path(__file__).parents[1] / "golden" / "slices"
 JOBS = ("cp2", "dense_pp2", "fp8_tp2", "interleaved", "moe_ep2")

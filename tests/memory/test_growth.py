@@ -294,7 +294,7 @@ SMALL = ["prism.tier=meta", "bf16=true", "data_path=null", "world_size=2",
 @pytest.fixture
 def server():
     pytest.importorskip("megatron.core")
-    from megatron_prism.emulate.recipe_server import CaptureServer
+    from megatron_prism.features.sweep.recipe_server import CaptureServer
 
     with contextlib.closing(CaptureServer()) as started:
         yield started

@@ -208,7 +208,7 @@ def test_a_boththat_takes_the_advice_peaks_where_it_was_promised(tmp_path, kind)
     from megatron_prism.core import recipe as recipes
     from megatron_prism.core.program import load
     from megatron_prism.core.slices import SliceStore
-    from megatron_prism.emulate.recipe_server import CaptureServer
+    from megatron_prism.features.sweep.recipe_server import CaptureServer
 
     with contextlib.closing(CaptureServer()) as server:
 

@@ -1,7 +1,7 @@
 """Capture many ranks of many recipes from one process that has imported torch once.
 
-``CaptureServer`` starts ``python -m megatron_prism.emulate.recipe_server``.  That process prepares
-tier meta, then forks for every request; the child runs ``recipe_script`` as a worker of
+``CaptureServer`` starts ``python -m megatron_prism.features.sweep.recipe_server``.  That process
+prepares tier meta, then forks for every request; the child runs ``recipe_script`` as a worker of
 ``prism capture`` does, so slices are the same, without two seconds of imports for each; what
 repeats itself runs once.  Megatron itself is imported in the child: its patches are of one rank.
 This module imports torch only in the server.
@@ -54,7 +54,7 @@ class CaptureServer:
                 [
                     sys.executable,
                     "-m",
-                    "megatron_prism.emulate.recipe_server",
+                    "megatron_prism.features.sweep.recipe_server",
                     str(theirs.fileno()),
                 ],
                 stdin=subprocess.DEVNULL,

@@ -21,9 +21,9 @@ import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.sweep import evaluate, layout
-from megatron_prism.sweep import sweep as ranking
-from megatron_prism.sweep.space import SweepPoint
+from megatron_prism.features.sweep import evaluate, layout
+from megatron_prism.features.sweep import sweep as ranking
+from megatron_prism.features.sweep.space import SweepPoint
 
 TINY = ["num_layers=4", "hidden_size=64", "num_attention_heads=4",
         "seq_length=64", "vocab_size=256", "global_batch_size=384",

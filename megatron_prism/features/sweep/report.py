@@ -14,10 +14,10 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_share
+from megatron_prism.features.sweep.space import text as axis_text
+from megatron_prism.features.sweep.sweep import Row, Sweep, front
 from megatron_prism.replay.timeline import mean_parts
 from megatron_prism.report.page import Data, render_page
-from megatron_prism.sweep.space import text as axis_text
-from megatron_prism.sweep.sweep import Row, Sweep, front
 
 _SCRIPT = Path(__file__).with_name("sweep.js")
 _SHOWN = 25  # rows of the table on a terminal

@@ -24,7 +24,7 @@ from megatron_prism.emulate import options, script_job
 from megatron_prism.emulate.few_microbatches import fewest
 from megatron_prism.emulate.job_arguments import text_of
 from megatron_prism.emulate.recipe_job import source_of
-from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.features.sweep.recipe_server import CaptureServer
 
 _MANY = 8  # times as many microbatches as stages: the schedule has shown its period twice
 

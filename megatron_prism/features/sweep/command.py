@@ -26,8 +26,8 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 
 if TYPE_CHECKING:
-    from megatron_prism.sweep.space import Script
-    from megatron_prism.sweep.sweep import Sweep
+    from megatron_prism.features.sweep.space import Script
+    from megatron_prism.features.sweep.sweep import Sweep
 
 
 def sweep(args: argparse.Namespace) -> Answer | int:
@@ -51,8 +51,8 @@ def sweep(args: argparse.Namespace) -> Answer | int:
     The same command goes on after an interruption; another sweep into DIR uses its slices.  Exit
     status 1: no point can run.
     """
+    from megatron_prism.features.sweep.sweep import sweep as run
     from megatron_prism.replay.costs.machine import device_limit
-    from megatron_prism.sweep.sweep import sweep as run
 
     given, job = list(args.settings), args.recipe
     if args.job:
@@ -95,7 +95,7 @@ def _own(args: argparse.Namespace) -> dict[str, Any]:
 
 def _write_timelines(made: Sweep, page: Path) -> dict[str, str]:
     """Write ``PAGE_timelines/RANK.html`` of the points that matter; key -> where it is."""
-    from megatron_prism.sweep.sweep import front
+    from megatron_prism.features.sweep.sweep import front
 
     folder = page.with_name(f"{page.stem}_timelines")
     best = {one["key"] for one in front([row.result for row in made.rows])}
@@ -111,7 +111,7 @@ def _write_timelines(made: Sweep, page: Path) -> dict[str, str]:
 
 def _script(args: argparse.Namespace) -> Script:
     from megatron_prism.emulate.options import from_command_line, split
-    from megatron_prism.sweep.space import Script
+    from megatron_prism.features.sweep.space import Script
 
     script, *words = args.job
     ours, rest = split(words)

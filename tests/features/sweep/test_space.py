@@ -6,7 +6,7 @@ import pytest
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
-from megatron_prism.sweep import layout, space, sweep
+from megatron_prism.features.sweep import layout, space, sweep
 
 LLAMA = recipes.load("llama3-70b_1024gpu_tp8pp4vp5_h200")
 

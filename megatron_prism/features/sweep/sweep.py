@@ -32,17 +32,17 @@ from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.units import counted, format_bytes
-from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.features.sweep import space
+from megatron_prism.features.sweep.evaluate import FAILED, Figures, SweepSettings, run, timeline_of
+from megatron_prism.features.sweep.layout import RecipeLayout
+from megatron_prism.features.sweep.recipe_server import CaptureServer
+from megatron_prism.features.sweep.space import Job, Script, SweepPoint, Value
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import memory_bound
 from megatron_prism.replay.costs.machine import default_machine, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.differences import of_sources, standings
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.sweep import space
-from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings, run, timeline_of
-from megatron_prism.sweep.layout import RecipeLayout
-from megatron_prism.sweep.space import Job, Script, SweepPoint, Value
 
 MEGATRON, MEMORY = "Megatron's checks", "memory bound"
 _AT_ONCE = 64  # recipes of a request

@@ -34,9 +34,11 @@ from megatron_prism.core.program import Program, Programs, load
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.slices import WHAT_IF, assemble
 from megatron_prism.core.units import format_bytes
-from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.emulate.workers import die_with_parent
 from megatron_prism.features.predict.predict import predict
+from megatron_prism.features.sweep.layout import JobLayout
+from megatron_prism.features.sweep.recipe_server import CaptureServer
+from megatron_prism.features.sweep.space import SweepPoint
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import known_peak, peak, reserved
 from megatron_prism.replay.microbatches import microbatch_count
@@ -44,8 +46,6 @@ from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.replicas import with_data_parallel
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.sweep.layout import JobLayout
-from megatron_prism.sweep.space import SweepPoint
 
 FITS_NOT, FAILED = "out of memory", "failed"
 Figures = dict[str, Any]  # of a point, as JSON

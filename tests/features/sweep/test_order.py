@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.accuracy.tables import kendall_tau
+from megatron_prism.features.sweep import sweep as rank
 from megatron_prism.replay.differences import (
     TimeDifference,
     UncertainTime,
@@ -13,7 +14,6 @@ from megatron_prism.replay.differences import (
     of_sources,
     standings,
 )
-from megatron_prism.sweep import sweep as rank
 
 
 def result(name, time, off, memory, waiting=0):
