@@ -34,13 +34,9 @@ setup(
     + ["megatron_prism.recipes"],
     package_dir={"megatron_prism.recipes": "recipes"},
     package_data={
+        # of any package, a feature's, too: data beside its code, or in a folder of it
+        "": ["*.json", "*/*.json", "*.sh", "*.cu", "*.html", "*.css", "*.js"],
         "megatron_prism.recipes": ["*.yaml", "README.md", "data/*.txt"],
-        "megatron_prism.emulate": ["*.json", "*.sh"],
-        "megatron_prism.memory": ["device_memory/*.json"],
-        "megatron_prism.predict": ["variability/*.json"],
-        "megatron_prism.replay.costs": ["*/*.json"],
-        "megatron_prism.runtime.pacing": ["*.cu"],
-        "megatron_prism.report": ["*.html", "*.css", "*.js"],
     },
     # Lower bounds are what we run in CI, upper bounds the first release we have not seen;
     # constraints/ holds the exact sets.  An untested megatron-core inside the range warns by name

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_prism.core.program_text import parse
-from megatron_prism.emulate.pace import expected
+from megatron_prism.features.pacing.pace import expected
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import costs, timeline
 from megatron_prism.replay.costs.collectives import Calibration

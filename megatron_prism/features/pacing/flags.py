@@ -50,7 +50,7 @@ def read_options(parsed: ParsedFlags) -> PaceOptions | None:
 
 def attach(run: Run, session: Session, options: PaceOptions) -> None:
     """Pace the virtual ranks of ``run``; ranks that other features make slow are slow, too."""
-    from megatron_prism.emulate import pace
+    from megatron_prism.features.pacing import pace
 
     pace.add_to(run, session, options)
 

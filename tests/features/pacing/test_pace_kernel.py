@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers.answer_tables import one_interaction, random_table
 
-from megatron_prism.runtime.pacing.device import Streams
-from megatron_prism.runtime.pacing.moves import ADDED, COPY, KINDS, Move
-from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
+from megatron_prism.features.pacing.device import Streams
+from megatron_prism.features.pacing.moves import ADDED, COPY, KINDS, Move
+from megatron_prism.features.pacing.pacer import PacedCall, Pacer
 from megatron_prism.runtime.process_group import CompletedWork
 
 ITERATIONS = 4
@@ -18,7 +18,7 @@ ITERATIONS = 4
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ends_are_those_of_the_table(seed):
-    from megatron_prism.runtime.pacing.device import LAUNCH, RING, Launcher
+    from megatron_prism.features.pacing.device import LAUNCH, RING, Launcher
 
     table = random_table([0] * 40, range(40), seed=seed, weights=200_000)
     launches = [[2 * i, 2 * i + 1] for i in range(len(table) // 2)]
@@ -59,7 +59,7 @@ def test_ends_are_those_of_the_table(seed):
 
 def alone(own):
     """A launcher of one interaction that takes ``own`` ns."""
-    from megatron_prism.runtime.pacing.device import Launcher
+    from megatron_prism.features.pacing.device import Launcher
 
     return Launcher(one_interaction(own), [[0]], torch.device("cuda", torch.cuda.current_device()))
 
@@ -178,8 +178,8 @@ def test_tables_are_not_in_torchs_memory():
 
 
 def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
-    from megatron_prism.runtime.pacing.device import RING
-    from megatron_prism.runtime.pacing.pacer import at_once
+    from megatron_prism.features.pacing.device import RING
+    from megatron_prism.features.pacing.pacer import at_once
 
     device = torch.device("cuda", torch.cuda.current_device())
     launcher = alone(1_000)

@@ -33,7 +33,7 @@ struct Table {
 };
 struct Call {
   Table* t;
-  char* to; const char* source; i64 size, period;  // as runtime/pacing/moves.py says
+  char* to; const char* source; i64 size, period;  // as moves.py says
   const char* read; i64 seen;                      // read besides
   int launch, iteration, first, fresh, kind, scale;
 };

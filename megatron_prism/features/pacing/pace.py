@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.options import Options
     from megatron_prism.emulate.session import Run, Session
     from megatron_prism.features.pacing.flags import PaceOptions
-    from megatron_prism.runtime.pacing.pacer import PacedCall
+    from megatron_prism.features.pacing.pacer import PacedCall
     from megatron_prism.runtime.virtual_world import VirtualWorld
 
 _LARGE = 1 << 18  # bytes: answering takes a few us from here on
@@ -60,7 +60,7 @@ def expected(
 
     ``calibration`` knows how long NCCL keeps the host for a call.
     """
-    from megatron_prism.runtime.pacing.pacer import PacedCall
+    from megatron_prism.features.pacing.pacer import PacedCall
 
     ops = program.ops
     mine = table.member == process
@@ -199,9 +199,9 @@ class Pace(TrainingListener):
         processes, if several."""
         import torch
 
-        from megatron_prism.runtime.pacing.device import RING, Launcher, Streams
-        from megatron_prism.runtime.pacing.pacer import Pacer
-        from megatron_prism.runtime.pacing.shared_memory import Shared, layout, meet
+        from megatron_prism.features.pacing.device import RING, Launcher, Streams
+        from megatron_prism.features.pacing.pacer import Pacer
+        from megatron_prism.features.pacing.shared_memory import Shared, layout, meet
 
         calls, launches = expected(
             self.program, self.table, self.options.process, self.sizes, self._calibration
@@ -231,7 +231,7 @@ class Pace(TrainingListener):
 
     def summary(self) -> dict[str, Any]:
         """What the run's JSON says about pacing; times in us, of the last whole iteration."""
-        from megatron_prism.runtime.pacing import pacer
+        from megatron_prism.features.pacing import pacer
 
         self.links.stop()
         stamps = self.pacer.launcher.stamps()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from helpers.answer_tables import random_table
 
-from megatron_prism.runtime.pacing.shared_memory import Shared, layout
+from megatron_prism.features.pacing.shared_memory import Shared, layout
 
 COUNT, ITERATIONS = 12, 3
 
@@ -61,7 +61,7 @@ def check(table, stamps, shared):
 
 
 def test_two_ranks_on_one_device():
-    from megatron_prism.runtime.pacing.device import RING, Launcher
+    from megatron_prism.features.pacing.device import RING, Launcher
 
     table, store = table_of_two(), Store()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -97,7 +97,7 @@ def test_two_ranks_on_one_device():
 
 def one_of_two(process, port):
     """What each of two processes does."""
-    from megatron_prism.runtime.pacing.device import RING, Launcher
+    from megatron_prism.features.pacing.device import RING, Launcher
 
     device = torch.device("cuda", process % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -25,20 +25,19 @@ from megatron_prism.core.program import Program
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate import pace
-from megatron_prism.emulate.pace import (
+from megatron_prism.features.pacing import pace, shared_memory
+from megatron_prism.features.pacing import pacer as pace_report
+from megatron_prism.features.pacing.flags import PaceOptions
+from megatron_prism.features.pacing.pace import (
     capture_missing,
     check,
     expected,
     missing_ranks,
     slow_ranks,
 )
-from megatron_prism.features.pacing.flags import PaceOptions
+from megatron_prism.features.pacing.pacer import PacedCall, Pacer
+from megatron_prism.features.pacing.shared_memory import Shared, layout, seats
 from megatron_prism.replay.costs.collectives import Calibration
-from megatron_prism.runtime.pacing import pacer as pace_report
-from megatron_prism.runtime.pacing import shared_memory
-from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
-from megatron_prism.runtime.pacing.shared_memory import Shared, layout, seats
 from megatron_prism.runtime.process_group import CompletedWork
 
 

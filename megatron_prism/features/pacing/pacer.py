@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.features.pacing.device import RING, StreamEnd, Streams
+from megatron_prism.features.pacing.moves import Move, move_of
 from megatron_prism.runtime.listeners import CallListener
-from megatron_prism.runtime.pacing.device import RING, StreamEnd, Streams
-from megatron_prism.runtime.pacing.moves import Move, move_of
 from megatron_prism.runtime.process_group import CompletedWork
 
 if TYPE_CHECKING:
     from torch import distributed as dist
 
+    from megatron_prism.features.pacing.device import Launcher
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
-    from megatron_prism.runtime.pacing.device import Launcher
     from megatron_prism.runtime.process_group import PrismGroup
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.answer_tables import random_table
 
-from megatron_prism.runtime.pacing.device import (
+from megatron_prism.features.pacing.device import (
     CHUNK_NS,
     CLOCK,
     COPY_NS,
@@ -26,7 +26,7 @@ from megatron_prism.runtime.pacing.device import (
     TABLE,
     cuda_source,
 )
-from megatron_prism.runtime.pacing.moves import ADDED, KINDS
+from megatron_prism.features.pacing.moves import ADDED, KINDS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -104,7 +104,7 @@ class Device:
     """One local rank's device; ``shared``: arrays of another that it shares."""
 
     def __init__(self, library, table, process, shared=None):
-        from megatron_prism.runtime.pacing.device import _columns
+        from megatron_prism.features.pacing.device import _columns
 
         self.library, self.launches = library, [[j] for j in table.of[table.member == process]]
         self.columns = _columns(table, self.launches, process)

@@ -7,8 +7,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_prism.features.pacing.moves import ADDED, COPY, KINDS, move_of
 from megatron_prism.runtime.answers import OneLocalMember
-from megatron_prism.runtime.pacing.moves import ADDED, COPY, KINDS, move_of
 from megatron_prism.runtime.values import PartialLookup, Values
 
 N, P, K = 4, 2, 24

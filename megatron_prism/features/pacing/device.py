@@ -23,16 +23,16 @@ import numpy as np
 import torch
 
 from megatron_prism.core.errors import PrismError
+from megatron_prism.features.pacing.moves import ADDED
+from megatron_prism.features.pacing.shared_memory import Shared, seats
 from megatron_prism.runtime.cuda_driver import NOT_READY, Driver
-from megatron_prism.runtime.pacing.moves import ADDED
-from megatron_prism.runtime.pacing.shared_memory import Shared, seats
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike
 
+    from megatron_prism.features.pacing.moves import Move
     from megatron_prism.replay.answer_times import AnswerTimes
-    from megatron_prism.runtime.pacing.moves import Move
 
 
 class Streams:
