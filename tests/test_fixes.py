@@ -74,11 +74,11 @@ JOBS = {
                         "--use-distributed-optimizer"),
     ("emulate/patches/without_cuda.py", "use --prism-tier meta; or leave out --fp8-format"):
         ("cpu", "meta", "--fp8-format hybrid"),
-    ("emulate/debugger.py", "--prism-tier cpu, with a smaller model"):
+    ("features/debugger/debugger.py", "--prism-tier cpu, with a smaller model"):
         ("meta", "cpu", "--prism-watch nan"),
     ("emulate/fault_injector.py", "--prism-tier cpu"):
         ("meta", "cpu", "--prism-fault bitflip@rank=0,iter=2,op=all_reduce,nth=1:bit=0"),
-    ("emulate/payloads.py", "use --prism-tier cuda or cpu"):
+    ("features/debugger/payloads.py", "use --prism-tier cuda or cpu"):
         ("meta", "cpu", "--prism-record recorded --prism-payload all"),
     ("runtime/devices/__init__.py", "use --prism-tier cpu"): ("cuda", "cpu", ""),
 }  # fmt: skip

@@ -60,7 +60,7 @@ PACKAGES = {
     "numba": ["graph/loops.py"],
     "triton": ["runtime/devices/triton.py"],
     "transformer_engine_torch": ["runtime/te_kernels/*"],
-    "debugpy": ["emulate/debugger.py"],
+    "debugpy": ["features/debugger/debugger.py"],
     "pynvml": ["runtime/recorder/gpu_clock.py"],
     "ray": ["features/sweep/evaluate.py"],
     "optuna": ["features/sweep/sweep.py"],

@@ -163,7 +163,7 @@ def _recordings(args: argparse.Namespace, paths: Sequence[str]) -> Answer:
 
 def _run(path: str) -> dict[int, Callable[[], list[ComparedOp]]]:
     """Rank -> what reads its rows."""
-    from megatron_prism.emulate import payloads
+    from megatron_prism.features.debugger import payloads
 
     ranks = [int(one.stem.rpartition("-")[2]) for one in sorted(Path(path).glob(_PAYLOADS))]
     return {rank: partial(payloads.rows_of, Path(path), rank) for rank in ranks}

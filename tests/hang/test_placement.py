@@ -21,8 +21,9 @@ from megatron_prism.core.fault_plan import parse
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_NCCL, IS_PAIR, CallLabel
 from megatron_prism.core.program import Program
 from megatron_prism.core.world import World
-from megatron_prism.emulate import debugger, options
-from megatron_prism.emulate.debugger import Breakpoint
+from megatron_prism.emulate import options
+from megatron_prism.features.debugger import debugger
+from megatron_prism.features.debugger.debugger import Breakpoint
 from megatron_prism.graph import stall
 from megatron_prism.hang import analyze as hang
 from megatron_prism.hang import diagnose, export, hypotheses

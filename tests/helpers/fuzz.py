@@ -314,7 +314,7 @@ def payloads_of(path):
     """The records of a run's payloads, and what each of them delivers."""
     import torch
 
-    from megatron_prism.emulate.payloads import PayloadReplayer, file_of
+    from megatron_prism.features.debugger.payloads import PayloadReplayer, file_of
 
     folder = path.parent / "payloads"
     folder.mkdir(exist_ok=True)

@@ -99,14 +99,14 @@ def read_payloads(parsed: ParsedFlags) -> PayloadOptions | None:
 
 def attach_stops(run: Run, session: Session, options: StopOptions) -> None:
     """Add the debugger and the watch of values to ``run``."""
-    from megatron_prism.emulate import debugger
+    from megatron_prism.features.debugger import debugger
 
     debugger.add_to(run, session, options)
 
 
 def attach_payloads(run: Run, session: Session, options: PayloadOptions) -> None:
     """Add the recorder or the replayer of payloads to ``run``."""
-    from megatron_prism.emulate import payloads
+    from megatron_prism.features.debugger import payloads
 
     payloads.add_to(run, options)
 

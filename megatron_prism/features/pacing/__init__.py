@@ -1,11 +1,11 @@
 """Pacing: virtual ranks answer when they would, so that iterations last as long as in the job.
 
-    flags.py          --prism-pace, --prism-slow
-    pace.py           slices of the job -> when virtual ranks answer; what became of it
-    pacer.py          holds each call until the virtual peer would have answered
-    device.py         on the device: one kernel a call (kernels.cu)
-    moves.py          what that kernel moves
-    shared_memory.py  how local ranks of one host know of each other's calls
+flags.py          --prism-pace, --prism-slow
+pace.py           slices of the job -> when virtual ranks answer; what became of it
+pacer.py          holds each call until the virtual peer would have answered
+device.py         on the device: one kernel a call (kernels.cu)
+moves.py          what that kernel moves
+shared_memory.py  how local ranks of one host know of each other's calls
 """
 
 from megatron_prism.core.feature import Feature

@@ -14,9 +14,9 @@ from helpers.terminal import typed
 from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.world import World
-from megatron_prism.emulate import debugger as module
-from megatron_prism.emulate import payloads
-from megatron_prism.emulate.debugger import Breakpoint, Debugger, ValueWatch, debugger_at
+from megatron_prism.features.debugger import debugger as module
+from megatron_prism.features.debugger import payloads
+from megatron_prism.features.debugger.debugger import Breakpoint, Debugger, ValueWatch, debugger_at
 
 TP = "TENSOR_MODEL_PARALLEL_GROUP"
 

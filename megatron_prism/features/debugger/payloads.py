@@ -36,7 +36,7 @@ from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CallLabel, label
 from megatron_prism.core.units import format_bytes
-from megatron_prism.emulate.debugger import Breakpoint
+from megatron_prism.features.debugger.debugger import Breakpoint
 from megatron_prism.graph.difference import ComparedOp
 from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.process_group import ForwardedWork, arguments
