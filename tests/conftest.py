@@ -1,5 +1,8 @@
 """What holds for all tests: hypothesis measures no deadlines, the cores may be busy with others."""
 
+import os
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("busy cores", deadline=None)
@@ -10,3 +13,20 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update-golden", action="store_true", help="write the files of tests/golden/json anew"
     )
+
+
+def pytest_collection_modifyitems(items):
+    """Tests in a folder ``gpu`` need a device."""
+    on_device = [item for item in items if "gpu" in item.path.parts]
+    if not on_device:
+        return
+    # Two ranks of one process wait for each other on one device, which takes a queue for each.
+    # With one hardware queue for all streams, which Megatron's jobs ask for, the second rank's
+    # kernel would be behind the first's for good.  The driver reads the variable when it starts.
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    import torch
+
+    absent = not torch.cuda.is_available()
+    for item in on_device:
+        item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.skipif(absent, reason="needs a GPU"))
