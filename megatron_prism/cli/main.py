@@ -41,7 +41,6 @@ _NOT_MOVED = (
     "fit",
     "hang",
     "memory",
-    "programs",
     "replay",
     "traces",
     "verify",

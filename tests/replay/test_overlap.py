@@ -224,7 +224,7 @@ def test_calls_of_processes_without_gpus_are_none_of_slices_of_gpus(tmp_path):
 
 def test_what_is_lost_counts_for_as_long_as_both_run():
     """Computing takes 20 us more with 50 of a call beside it, the call 10 more."""
-    overlap = pytest.importorskip("megatron_prism.emulate.calibrate")
+    overlap = pytest.importorskip("megatron_prism.features.calibrate.calibrate")
     us = 1000.0
     one = overlap.OverlapRound(60 * us, 100 * us, 70 * us, 120 * us, 50 * us, True)
     compute, call, counted = overlap._medians(overlap._call_first([one] * 3))

@@ -88,7 +88,7 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
 def _run(stage: str, count: int, part: Path) -> None:
     """One stage, in ``count`` processes; PrismError if one failed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(count), "-m", "megatron_prism.emulate.calibrate"]
+    command += ["--nproc-per-node", str(count), "-m", "megatron_prism.features.calibrate.calibrate"]
     try:
         done = subprocess.run(
             [*command, str(part), stage],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_prism.emulate.calibrate import CallTimer
+from megatron_prism.features.calibrate.calibrate import CallTimer
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.emulate import calibrate
+from megatron_prism.features.calibrate import calibrate
 from megatron_prism.features.predict.sampler import Sampler
 from megatron_prism.features.predict.variability import Variability, call_spread
 from megatron_prism.replay.costs.collectives import read_calibration
