@@ -51,7 +51,7 @@ PACKAGES = {
     "torch": ["runtime/*", "emulate/*", "verify/record.py"],
     "megatron": ["emulate/patches/*", "emulate/recipe_*.py", "emulate/schedule*.py",
                  "emulate/job_arguments.py", "verify/record.py"],
-    "yaml": ["emulate/batch_script.py", "core/recipe.py", "core/foreign.py", "core/fault_plan.py"],
+    "yaml": ["features/scripts/batch_script.py", "core/recipe.py", "core/foreign.py", "core/fault_plan.py"],
     # types of files, checked by core/foreign.py
     "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*",
                 "traces/*"],

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
+from megatron_prism.core import feature
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
-from megatron_prism.emulate.dry_commands import starts_launcher
 from megatron_prism.emulate.launch_line import LaunchLine, read_line
 from megatron_prism.emulate.options import value_of, words_of
 
@@ -35,7 +36,8 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
     """
     line = read_line(words, os.environ)
     script = line.words[0] if line.words and line.words[0].endswith(".py") else ""
-    if script and line.ranks is None and starts_launcher(script):
+    reader = _script_reader()
+    if script and line.ranks is None and reader is not None and reader.starts_launcher(script):
         shell = ("bash", "-c", shlex.join(["python", *line.words]))
         line = replace(line, shell=shell, before=(), launchers=())
     if line.shell:
@@ -53,16 +55,26 @@ def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[
     return ours, job
 
 
+def _script_reader() -> ModuleType | None:
+    """Return the module of the feature that reads scripts, if one is installed."""
+    readers = feature.modules("launcher")
+    return readers[0] if readers else None
+
+
 def _run_dry(
     line: LaunchLine, given: Sequence[str], script: str, text: str = "", depth: int = 0
 ) -> LaunchLine:
     """The line that a shell script would start its job with, or a script that it submits, whose
     ``text`` is known."""
-    from megatron_prism.emulate.dry_run import dry_run
-
+    reader = _script_reader()
+    if reader is None:
+        raise UsageError(
+            f"{shlex.join(line.shell)} is a script, which this prism does not read",
+            fix="the line that the script starts the job with",
+        )
     gpus = value_of("--prism-gpus-per-node", given)
     writes = "--prism-allow-writes" in given
-    run = dry_run(line.shell, line.before, line.variables, gpus, script, writes, text)
+    run = reader.dry_run(line.shell, line.before, line.variables, gpus, script, writes, text)
     started = read_line(run.line, {**os.environ, **run.known, **run.variables})
     settings = [f"{name}={value}" for name, value in run.variables.items()]
     start = ["env", *settings] if settings else []

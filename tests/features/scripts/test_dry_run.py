@@ -7,8 +7,9 @@ import pytest
 
 from megatron_prism.core import messages
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import batch_script, confine, dry_run, job_line
-from megatron_prism.emulate.dry_commands import rewritten
+from megatron_prism.emulate import job_line
+from megatron_prism.features.scripts import batch_script, confine, dry_run
+from megatron_prism.features.scripts.dry_commands import rewritten
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="runs Bash under Linux")
 CONFINED = pytest.mark.skipif(not confine.available(), reason="this kernel has no Landlock")

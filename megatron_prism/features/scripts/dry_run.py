@@ -27,9 +27,9 @@ import megatron_prism
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.messages import progress
 from megatron_prism.core.units import counted
-from megatron_prism.emulate import batch_script, confine, dry_commands
 from megatron_prism.emulate.launch_line import is_file, read_line
 from megatron_prism.emulate.workers import Json, die_with_parent
+from megatron_prism.features.scripts import batch_script, confine, dry_commands
 
 _SHOWN = {  # kind of note -> what is said of it
     "kept": "not written, for it is there, perhaps of an earlier dry run",
@@ -178,7 +178,7 @@ def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> d
     (scratch / "hosts").write_text("".join(f"{name}\n" for name in hosts))
     root = str(Path(megatron_prism.__file__).parent.parent)
     start = f"import sys, runpy; sys.path.insert(0, {root!r}); "
-    start += "runpy.run_module('megatron_prism.emulate.dry_commands', run_name='__main__')"
+    start += "runpy.run_module('megatron_prism.features.scripts.dry_commands', run_name='__main__')"
     answer = scratch / "answer"
     python = shlex.quote(sys.executable)
     answer.write_text(f'#!/bin/sh\nexec {python} -ISc {shlex.quote(start)} "${{0##*/}}" "$@"\n')
