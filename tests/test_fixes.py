@@ -76,7 +76,7 @@ JOBS = {
         ("cpu", "meta", "--fp8-format hybrid"),
     ("features/debugger/debugger.py", "--prism-tier cpu, with a smaller model"):
         ("meta", "cpu", "--prism-watch nan"),
-    ("emulate/fault_injector.py", "--prism-tier cpu"):
+    ("features/faults/fault_injector.py", "--prism-tier cpu"):
         ("meta", "cpu", "--prism-fault bitflip@rank=0,iter=2,op=all_reduce,nth=1:bit=0"),
     ("features/debugger/payloads.py", "use --prism-tier cuda or cpu"):
         ("meta", "cpu", "--prism-record recorded --prism-payload all"),
@@ -84,7 +84,7 @@ JOBS = {
 }  # fmt: skip
 # the same for what is no job of a tiny GPT -> why it is not run here
 NOT_RUN = {
-    ("emulate/fault_injector.py", "--prism-tier meta"): "hang/test_fault_plan.py: out of memory",
+    ("features/faults/fault_injector.py", "--prism-tier meta"): "hang/test_fault_plan.py: out of memory",
     ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
     ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",

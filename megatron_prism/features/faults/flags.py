@@ -187,7 +187,7 @@ def _check_paced(fault: Fault, parsed: ParsedFlags) -> None:
 
 def attach(run: Run, session: Session, options: FaultOptions) -> None:
     """Add the guard of calls to ``run``, which injects the faults and checks the calls."""
-    from megatron_prism.emulate import call_guard
+    from megatron_prism.features.faults import call_guard
 
     call_guard.add_to(run, options)
 

@@ -18,7 +18,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.call_guard import CallGuard, ProgramPeers
+from megatron_prism.features.faults.call_guard import CallGuard, ProgramPeers
 from megatron_prism.features.faults.flags import FaultOptions
 from megatron_prism.features.pacing.flags import PaceOptions
 from megatron_prism.features.pacing.pace import _all_slow_ranks
