@@ -55,7 +55,7 @@ _HOMES = {  # public name of core -> module:attribute; features add theirs
     "emulate": "emulate.recipe_job:emulate",
     "fit": "ask.fit:fit",
     "hang": "hang.diagnose:diagnose",
-    "import_traces": "traces.programs:import_traces",
+    "import_traces": "features.traces.programs:import_traces",
     "load": "core.slices:open_programs",
     "load_recipe": "core.recipe:load",
     "peak_memory": "memory.baseline:peak_memory",

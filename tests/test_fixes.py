@@ -78,13 +78,14 @@ JOBS = {
         ("meta", "cpu", "--prism-watch nan"),
     ("features/faults/fault_injector.py", "--prism-tier cpu"):
         ("meta", "cpu", "--prism-fault bitflip@rank=0,iter=2,op=all_reduce,nth=1:bit=0"),
-    ("features/debugger/payloads.py", "use --prism-tier cuda or cpu"):
+    ("emulate/recording.py", "use --prism-tier cuda or cpu"):
         ("meta", "cpu", "--prism-record recorded --prism-payload all"),
     ("runtime/devices/__init__.py", "use --prism-tier cpu"): ("cuda", "cpu", ""),
 }  # fmt: skip
 # the same for what is no job of a tiny GPT -> why it is not run here
 NOT_RUN = {
-    ("features/faults/fault_injector.py", "--prism-tier meta"): "hang/test_fault_plan.py: out of memory",
+    ("features/faults/fault_injector.py", "--prism-tier meta"):
+        "hang/test_fault_plan.py: out of memory",
     ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
     ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",

@@ -13,50 +13,49 @@ import sys
 import pytest
 
 import megatron_prism
+from megatron_prism.core import feature
 
 ROOT = pathlib.Path(megatron_prism.__file__).parent
 
-# package -> the packages that it may import, from the bottom up
+# package of core -> the packages that it may import, from the bottom up
 MAY_IMPORT = {
     "core": "",
     "graph": "core",
     "replay": "graph core",
     "memory": "graph core",
-    "predict": "replay graph core",
-    "hang": "replay graph core",
-    "traces": "hang predict replay graph core",
-    "ask": "traces predict replay memory graph core",
-    "report": "ask traces sweep predict replay memory hang graph core",
     "runtime": "core",
-    "emulate": "runtime hang replay predict memory graph core",
-    "sweep": "emulate predict memory replay graph core",
-    "verify": "emulate runtime core",
-    "cli": "verify sweep emulate report ask traces predict hang memory replay graph runtime core",
+    "emulate": "runtime replay memory graph core",
+    "report": "replay memory graph core",
+    "cli": "emulate report memory replay graph runtime core",
 }
+CORE = set(MAY_IMPORT)
 # The command line, and whoever is loaded into programs of others, start without torch: what needs
 # it is imported where it is used.
 LAZILY = {
-    "cli": {"emulate", "runtime", "verify"},
+    "cli": {"emulate", "runtime"},
     "_attach": {"emulate"},
     "pytest_plugin": {"emulate"},
 }
 TOP = {  # modules beside the packages
-    "__init__": {"_attach"},
+    "__init__": {"_attach", "core"},
     "__main__": {"cli"},
     "_attach": {"core", "emulate"},
-    "pytest_plugin": {"ask", "cli", "core", "emulate", "memory"},
+    "pytest_plugin": {"core"},
 }
 # Third-party package -> who may import it ("a/*" is at any depth below a/).
 PACKAGES = {
-    "torch": ["runtime/*", "emulate/*", "verify/record.py"],
+    "torch": ["runtime/*", "emulate/*", "features/calibrate/*", "features/debugger/*",
+              "features/faults/*", "features/pacing/*", "features/hang/confirm.py",
+              "features/sweep/recipe_server.py", "features/verify/record.py"],
     "megatron": ["emulate/patches/*", "emulate/recipe_*.py", "emulate/schedule*.py",
-                 "emulate/job_arguments.py", "verify/record.py"],
-    "yaml": ["features/scripts/batch_script.py", "core/recipe.py", "core/foreign.py", "core/fault_plan.py"],
+                 "emulate/job_arguments.py", "features/sweep/recipe_server.py",
+                 "features/verify/record.py"],
+    "yaml": ["features/scripts/batch_script.py", "core/recipe.py", "core/foreign.py",
+             "core/fault_plan.py"],
     # types of files, checked by core/foreign.py
-    "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*",
-                "traces/*"],
-    "rich": ["cli/*", "report/*", "emulate/*"],
-    "pytest": ["pytest_plugin.py"],
+    "msgspec": ["core/*", "replay/costs/*", "memory/*", "features/*"],
+    "rich": ["cli/*", "report/*", "emulate/*", "features/*"],
+    "pytest": ["pytest_plugin.py", "features/guard/pytest_plugin.py"],
     "numba": ["graph/loops.py"],
     "triton": ["runtime/devices/triton.py"],
     "transformer_engine_torch": ["runtime/te_kernels/*"],
@@ -66,8 +65,8 @@ PACKAGES = {
     "optuna": ["features/sweep/sweep.py"],
     "mcp": ["features/agents/server.py"],
     "pydantic": ["features/agents/server.py"],
-    "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "ask/*", "predict/*", "hang/*",
-              "report/*", "traces/*", "runtime/*", "emulate/*", "sweep/*", "verify/*", "cli/*"],
+    "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "report/*", "runtime/*", "emulate/*",
+              "cli/*", "features/*"],
 }  # fmt: skip
 WITHOUT_NUMPY = {"core/errors.py", "core/units.py", "cli/main.py"}
 
@@ -92,8 +91,13 @@ def imported(tree, inside=False):
         yield from imported(node, inside or function)
 
 
-def ours(me, them, inside):
-    """What is wrong with ``me`` importing ``them``, packages or modules of ours; "": nothing."""
+def home_of(parts):
+    """Where a module is at home: a package of core, "features", or the module's own name."""
+    return parts[0].removesuffix(".py")
+
+
+def of_core(me, them, inside):
+    """What is wrong with core's ``me`` importing ``them``, both packages or modules; "": nothing."""
     may = TOP[me] if me in TOP else {me, *MAY_IMPORT[me].split()}
     if them in ("", me) or them.startswith("__"):  # the package itself, which imports nothing
         return ""
@@ -102,12 +106,26 @@ def ours(me, them, inside):
     return "" if inside or them not in LAZILY.get(me, ()) else f"{me} may not import {them} up here"
 
 
+def of_feature(file, name):
+    """What is wrong with a feature's file importing the module ``name``; "": nothing."""
+    own = file.parts[1]
+    parts = name.split(".")
+    if parts[1] == "features" and len(parts) > 2:
+        other = parts[2]
+        uses = feature.installed()[own].uses if own in feature.installed() else ""
+        allowed = {own, uses}
+        return "" if other in allowed else f"feature {own} may not import feature {other}"
+    them = parts[1] if len(parts) > 1 else ""
+    return "" if them in CORE or them in ("", "features") or them.startswith("__") else (
+        f"feature {own} may not import {them}")  # fmt: skip
+
+
 def violations(root):
     """What every file below ``root`` imports against the table, one line each."""
     for path in sorted(root.rglob("*.py")):
         file = path.relative_to(root)
-        me = file.with_suffix("").parts[0]
-        if me not in MAY_IMPORT and me not in TOP:
+        me = home_of(file.parts)
+        if me not in CORE and me not in TOP and me != "features":
             yield f"{file}: {me} is in no row of the table"
             continue
         for name, inside, level in imported(parsed(path)):
@@ -115,7 +133,9 @@ def violations(root):
             if level:
                 yield f"{file}: write absolute imports"
             elif top == "megatron_prism":
-                if wrong := ours(me, them, inside):
+                is_feature = me == "features" and len(file.parts) > 2
+                wrong = of_feature(file, name) if is_feature else of_core_file(me, them, inside)
+                if wrong:
                     yield f"{file}: {wrong}"
             elif top in PACKAGES:
                 patterns = [*PACKAGES[top]]
@@ -126,6 +146,17 @@ def violations(root):
                     yield f"{file}: {top} belongs to {', '.join(PACKAGES[top])}"
             elif top not in sys.stdlib_module_names:
                 yield f"{file}: {top} is no dependency of ours"
+
+
+def of_core_file(me, them, inside):
+    """``of_core``; the package ``features`` itself imports nothing."""
+    return "features may import nothing" if me == "features" else of_core(me, them, inside)
+
+
+def test_a_feature_uses_at_most_one_other():
+    names = set(feature.installed())
+    used = {name: row.uses for name, row in feature.installed().items() if row.uses}
+    assert set(used.values()) <= names
 
 
 def test_imports_follow_the_table():
@@ -176,6 +207,17 @@ def test_few_modules_are_beside_the_packages():
     ("file", "code", "says"),
     [
         ("core/a.py", "from megatron_prism.graph import x", "core may not import graph"),
+        ("replay/a.py", "from megatron_prism.features.hang import x", "may not import features"),
+        (
+            "features/fit/a.py",
+            "from megatron_prism.features.hang import x",
+            "feature fit may not import feature hang",
+        ),
+        (
+            "features/new/a.py",
+            "def f():\n    from megatron_prism.features.fit import x",
+            "feature new may not import feature fit",
+        ),
         ("cli/a.py", "from megatron_prism.emulate import x", "cli may not import emulate up here"),
         ("_attach.py", "from megatron_prism.emulate import x", "may not import emulate up here"),
         ("emulate/a.py", "from megatron_prism.cli import x", "emulate may not import cli"),
@@ -189,7 +231,7 @@ def test_few_modules_are_beside_the_packages():
 )
 def test_a_planted_violation_is_found(tmp_path, file, code, says):
     path = tmp_path / file
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(code)
     (found,) = violations(tmp_path)
     assert says in found

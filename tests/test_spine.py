@@ -19,7 +19,7 @@ PARTS = {
     "megatron_prism.replay.priced_graph.replay_with_overlap": set(),
     "megatron_prism.replay.timeline.evaluate": {
         "replay/timeline.py", "replay/priced_graph.py", "features/predict/sampler.py",
-        "traces/programs.py",
+        "features/traces/programs.py",
     },
     "megatron_prism.features.predict.sampler.Sampler": {"features/predict/predict.py"},
     "megatron_prism.hang.analyze.diagnose_dumps": {

@@ -18,6 +18,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.slices import of_ranks
+from megatron_prism.features.traces.compare import TraceComparison, compare_traces
 from megatron_prism.graph.difference import FirstDifference, difference, rows_of
 from megatron_prism.memory import baseline, snapshot
 from megatron_prism.memory.baseline import (
@@ -33,7 +34,6 @@ from megatron_prism.replay.differences import TimeDifference, UncertainTime
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
 from megatron_prism.replay.rates import Rates, rates_of, tokens_of
 from megatron_prism.replay.timeline import Timeline, mean_parts
-from megatron_prism.traces.compare import TraceComparison, compare_traces
 
 Traces = Sequence[str | os.PathLike[str]]
 Job = Programs | PricedGraph | MemoryReport

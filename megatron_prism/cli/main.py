@@ -41,8 +41,6 @@ _NOT_MOVED = (
     "fit",
     "hang",
     "memory",
-    "replay",
-    "traces",
     "verify",
 )
 

@@ -2,8 +2,8 @@
 
 In : a line of text (``load_plan`` has lists of them and other people's words).
 Out: ``Fault``s, and ``FaultMatcher``, which is told of a rank's calls one by one and says which is
-hit. Programs (``fault_planting``) and running ranks (``features.faults.fault_injector``) ask the same
-Finder, so that a plan hits the same call in both.
+hit.  Whatever plants faults, in programs or in running ranks, asks the same matcher, so that a plan
+hits the same call in both.
 """
 
 from __future__ import annotations

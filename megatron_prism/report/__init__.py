@@ -9,7 +9,6 @@
     compare.py       two jobs as text
     snapshot.py      memory snapshots beside slices, or an earlier one, as text
     hang.py          a verdict on a hang as Markdown and as a page
-    traces.py        real jobs' traces, and a prediction beside them, as text and page
     chrome_trace.py  timelines for ui.perfetto.dev
     trace_events.py  the format of such traces
 
@@ -19,4 +18,4 @@ What is in no program and no price is printed as unknown.
 
 from __future__ import annotations
 
-RENDERERS = ("replay", "fit", "memory", "compare", "snapshot", "hang", "traces")
+RENDERERS = ("replay", "fit", "memory", "compare", "snapshot", "hang")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from helpers import metamorphic
 
-from megatron_prism.cli import replay as cli_replay
 from megatron_prism.cli import what_ifs
+from megatron_prism.features.replay import command as cli_replay
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "how-to" / "replay.md"

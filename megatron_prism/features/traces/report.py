@@ -9,11 +9,11 @@ import numpy as np
 from megatron_prism.core import units
 from megatron_prism.core.columns import columns
 from megatron_prism.core.rendering import Renderer, renders
+from megatron_prism.features.traces.compare import Difference, Times, TraceComparison
+from megatron_prism.features.traces.variance import Outlier, Variation
 from megatron_prism.report.chrome_trace import events_of, tracks_of
 from megatron_prism.report.replay import render_html
 from megatron_prism.report.trace_events import trace_file
-from megatron_prism.traces.compare import Difference, Times, TraceComparison
-from megatron_prism.traces.variance import Outlier, Variation
 
 _SHOWN = 12  # rows of what differs most
 

@@ -30,8 +30,8 @@ def import_(args: argparse.Namespace) -> int:
     -o keeps the programs, variability.json and import.json.
     """
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.traces.programs import import_traces, write
-    from megatron_prism.traces.variance import vary
+    from megatron_prism.features.traces.programs import import_traces, write
+    from megatron_prism.features.traces.variance import vary
 
     if args.out is None:
         raise UsageError("an import needs a folder for its programs", fix="-o DIR")

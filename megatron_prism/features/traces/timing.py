@@ -29,7 +29,7 @@ import numpy as np
 from megatron_prism.core.collectives import NAME_OF
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import DTYPE_WORDS
-from megatron_prism.traces.events import CallArgs, Groups, HostCall, Recorded
+from megatron_prism.features.traces.events import CallArgs, Groups, HostCall, Recorded
 
 _NAMES = NAME_OF | {
     "alltoallv": "all_to_all",

@@ -10,9 +10,9 @@ import pytest
 from helpers.kineto import Trace
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.traces import events
-from megatron_prism.traces.events import read_trace
-from megatron_prism.traces.programs import import_traces
+from megatron_prism.features.traces import events
+from megatron_prism.features.traces.events import read_trace
+from megatron_prism.features.traces.programs import import_traces
 
 
 def test_a_list_of_events_and_braces_in_texts_are_read(tmp_path):

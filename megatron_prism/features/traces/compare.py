@@ -19,10 +19,10 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES, label
 from megatron_prism.core.program import Program
 from megatron_prism.core.rendering import renderer_of
+from megatron_prism.features.traces.pairing import ENOUGH, Pairing
+from megatron_prism.features.traces.programs import paired
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.traces.pairing import ENOUGH, Pairing
-from megatron_prism.traces.programs import paired
 
 
 @dataclass(frozen=True)

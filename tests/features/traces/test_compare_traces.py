@@ -8,8 +8,8 @@ from helpers.kineto import Trace, two_ranks
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.program_text import parse
+from megatron_prism.features.traces.compare import compare_traces
 from megatron_prism.replay.priced_graph import replay
-from megatron_prism.traces.compare import compare_traces
 
 PREDICTED = """prism-program 1
 world size=2

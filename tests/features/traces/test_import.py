@@ -13,9 +13,9 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.slices import open_programs
 from megatron_prism.features.predict.variability import read_variability
+from megatron_prism.features.traces.programs import import_traces
+from megatron_prism.features.traces.variance import vary
 from megatron_prism.replay.priced_graph import WhatIf, price
-from megatron_prism.traces.programs import import_traces
-from megatron_prism.traces.variance import vary
 
 
 def test_known_times_come_back(tmp_path):

@@ -23,8 +23,8 @@ import numpy as np
 from megatron_prism.core.ops import IS_CALL
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.world import format_ranks
+from megatron_prism.features.traces.programs import Imported
 from megatron_prism.replay.priced_graph import PricedGraph, price
-from megatron_prism.traces.programs import Imported
 
 _SHARE = 0.95  # of a time: the longest parts that make it up are looked at
 _SLOW, _DRIFT, _LONG = 0.03, 0.02, 0.2  # what is named: of a rank, over the trace, of an iteration

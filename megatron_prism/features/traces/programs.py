@@ -32,14 +32,14 @@ from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.slices import SliceStore, stand_in_for
 from megatron_prism.core.units import counted, format_ns
 from megatron_prism.core.world import World, format_ranks
+from megatron_prism.features.traces.events import Recorded, read_dumps, read_trace
+from megatron_prism.features.traces.pairing import Pairing, pair
+from megatron_prism.features.traces.timing import Call, Measured, Moment, measure
 from megatron_prism.graph.classes import memberships
 from megatron_prism.graph.issue_graph import COMPUTE, MEET, build_issue_graph
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay.priced_graph import PricedGraph
 from megatron_prism.replay.timeline import durations_of, evaluate
-from megatron_prism.traces.events import Recorded, read_dumps, read_trace
-from megatron_prism.traces.pairing import Pairing, pair
-from megatron_prism.traces.timing import Call, Measured, Moment, measure
 
 _TRACE = re.compile(r"\.(json|json\.gz|sqlite)$")
 _SIZES = {
