@@ -97,7 +97,7 @@ def home_of(parts):
 
 
 def of_core(me, them, inside):
-    """What is wrong with core's ``me`` importing ``them``, both packages or modules; "": nothing."""
+    """What is wrong with ``me`` of core importing ``them``, packages or modules; "": nothing."""
     may = TOP[me] if me in TOP else {me, *MAY_IMPORT[me].split()}
     if them in ("", me) or them.startswith("__"):  # the package itself, which imports nothing
         return ""

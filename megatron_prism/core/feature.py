@@ -45,12 +45,26 @@ class Feature:
 
 @functools.cache
 def installed() -> Mapping[str, Feature]:
-    """Return the features whose folders are there, by name, in alphabetical order."""
+    """Return the features whose folders are there, by name, in alphabetical order.
+
+    A feature whose used feature is absent is left out.
+    """
     features = {}
     for init_file in sorted(_FOLDER.glob("*/__init__.py")):
         name = init_file.parent.name
         features[name] = import_module(f"{_PACKAGE}.{name}").FEATURE
-    return features
+    return usable(features)
+
+
+def usable(features: Mapping[str, Feature]) -> dict[str, Feature]:
+    """Keep the features that use none, or one that is kept, too."""
+    kept = dict(features)
+    while True:
+        lacking = [name for name, row in kept.items() if row.uses and row.uses not in kept]
+        if not lacking:
+            return kept
+        for name in lacking:
+            del kept[name]
 
 
 def modules(part: str) -> list[ModuleType]:

@@ -1,11 +1,11 @@
-"""Traces of real jobs: read, aligned, timed; what varies in them, and how a prediction compares.
+"""Traces of real jobs: read, turned into programs with times, and held against a prediction.
 
-events.py    files of torch.profiler, Nsight Systems and the Flight Recorder -> events
-pairing.py   calls of a trace beside those of a program
-programs.py  events -> programs with times
-timing.py    how long ops took
-variance.py  spreads between GPUs, iterations and calls
-compare.py   traces beside their prediction
+events.py    what was recorded of one rank: Kineto, Nsight Systems, Flight Recorder
+timing.py    one rank's iterations of it: calls, and times between calls
+pairing.py   which traced call is which captured one
+programs.py  programs with times, as a capture writes them: ``prism.import_traces``
+variance.py  between which ranks and over what times vary, and which rank is slow
+compare.py   a prediction beside the real job
 report.py    what varies, and a comparison, as text, page and trace
 command.py   prism import
 """
