@@ -4,12 +4,15 @@ import ast
 import doctest
 import functools
 import importlib
+import json
 import pathlib
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
+from helpers import readability
 
 import megatron_prism
 from megatron_prism.cli import main as cli
@@ -114,6 +117,63 @@ def test_no_two_public_classes_share_a_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(name)
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+READABILITY = pathlib.Path(__file__).parent / "golden" / "readability.json"
+NEW_FILE = 11.5  # nodes a statement
+SMALL = 30  # statements; a table has no shape
+
+
+def test_no_file_gets_denser(request):
+    """Nodes a statement: a file may not rise above its bound, a new one starts at 11.5 at most.
+
+    --update-golden lowers the bounds to what is there; it raises none.
+    """
+    bounds = json.loads(READABILITY.read_text(encoding="utf-8"))
+    now = {name: readability.figures(ROOT / name) for name in MODULES}
+    densities = {
+        name: round(readability.nodes_a_statement(counts), 2)
+        for name, counts in now.items()
+        if counts["statements"] > SMALL
+    }
+    if request.config.getoption("--update-golden"):
+        files = {n: min(d, bounds["files"].get(n, d)) for n, d in densities.items() if d > NEW_FILE}
+        totals = {key: min(value, bounds["totals"][key]) for key, value in _totals(now).items()}
+        text = json.dumps({"totals": totals, "files": files}, indent=1)
+        READABILITY.write_text(text + "\n", encoding="utf-8")
+        return
+    denser = {
+        name: (density, bounds["files"].get(name, NEW_FILE))
+        for name, density in densities.items()
+        if density > bounds["files"].get(name, NEW_FILE) + 0.005
+    }
+    assert denser == {}, "split statements, name what is in between, or lower the nesting"
+
+
+def test_the_whole_gets_no_harder_to_read():
+    """Figures of the whole package, each below its bound, or at it."""
+    bounds = json.loads(READABILITY.read_text(encoding="utf-8"))["totals"]
+    totals = _totals({name: readability.figures(ROOT / name) for name in MODULES})
+    risen = {key: (value, bounds[key]) for key, value in totals.items() if value > bounds[key]}
+    assert risen == {}
+
+
+def _totals(files):
+    """Figures of the whole package; smaller is better in each."""
+    whole = sum(files.values(), Counter())
+    code = whole["code_lines"]
+    return {
+        "nodes a statement": round(readability.nodes_a_statement(whole), 2),
+        "complex comprehensions": whole["complex_comprehensions"],
+        "comprehensions in 1000 lines": round(1000 * whole["comprehensions"] / code, 1),
+        "conditional expressions in 1000 lines": round(
+            1000 * whole["conditional_expressions"] / code, 1
+        ),
+        "percent of names that are empty": round(100 * whole["empty_names"] / whole["names"], 2),
+        "lines of code for a comment": round(code / max(1, whole["comment_lines"]), 1),
+        "skipped formats": whole["skipped_formats"],
+        "functions of more than 20 branches": whole["branchy_functions"],
+    }
 
 
 _FOREIGN = ("torch", "megatron", "transformer_engine", "argparse", "dist", "sys")
