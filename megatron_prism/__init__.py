@@ -1,27 +1,25 @@
 """Run any rank of a large Megatron-LM job on one machine, and see what the job does.
 
-Fourteen packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
+Eight packages are core; each imports only those above it (``tests/test_layers.py`` is the table):
 
     core/      world, groups, collectives, programs and their text form, slices, recipes, errors
     graph/     equivalent ranks, matching calls, the world graph, stalled jobs
     replay/    costs/ (what an op takes), the timeline, what-ifs, the network, answer times
-    memory/    peaks, the allocator, NCCL's buffers, drawn routing, baselines
-    predict/   the distribution of the iteration time
-    traces/    real jobs' traces: import, what varies, predicted against real, graphs for others
-    hang/      from dumps or programs to a verdict; fault_plan names and parses faults,
-               fault_planting puts them into programs
-    ask/       questions of several analyses: does it fit, what differs
-    report/    a result as text, HTML page or trace; no analysis
+    memory/    peaks, the allocator, NCCL's buffers, drawn routing, reports of a job's peaks
     runtime/   torch without Megatron: process group, virtual ranks' answers and their values,
-               recorder/, pacing/, devices/ (tiers), te/ (Transformer Engine)
-    emulate/   Megatron: options, launch, patches/, monitor, captures, recipe jobs, faults of a
-               running job, calibration
-    sweep/     the layouts of a job: enumerate, prune, evaluate, rank
-    verify/    whether a layout computes what one rank alone computes, on a small copy of the job
-    cli/       the commands of ``prism``, one file each
+               recorder/, devices/ (tiers), te_kernels/ (Transformer Engine)
+    emulate/   Megatron: options, launch, patches/, monitor, captures, recipe jobs
+    report/    timelines and memory as text, page and trace; the shell of pages; no analysis
+    cli/       the command ``prism``: parse, dispatch, print
 
-Only runtime, emulate and verify/record.py import torch.  Beside the packages: ``_attach.py`` is how
-``import torch`` finds us, ``pytest_plugin.py`` how pytest does.
+Each folder of features/ answers one question with what core has, and can be deleted:
+
+    fit/ compare/ replay/ predict/ sweep/ verify/      does it fit, what differs, how long, …
+    hang/ faults/ debugger/ programs/ traces/          which rank hangs, make it hang, stop there
+    guard/ snapshots/ calibrate/ pacing/ scripts/ agents/ patches/
+
+Only runtime, emulate and the features that run ranks import torch.  Beside the packages:
+``_attach.py`` is how ``import torch`` finds us, ``pytest_plugin.py`` how pytest does.
 
 The functions below are the API, one for each answer; commands and benchmarks call them too.  This
 module stays light: it is imported by everything, also by jobs that did not ask for emulation.
