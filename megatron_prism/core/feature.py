@@ -27,7 +27,8 @@ class Feature:
         flags: has ``JOB_FLAGS``, a ``emulate.job_flags.JobFlags``: flags of a job and their effect.
         renderers: registers the renderers of the feature's results (``core.rendering``).
         launcher: has ``read_line``, which finds the job that a script would start.
-        comparers: has ``COMPARERS``, kinds of files that ``prism compare`` takes.
+        files: has ``FILE_ANSWERS``: files about which this feature answers for other commands.
+        comparers: has ``COMPARERS`` and ``JOB_READERS``: values that ``compare`` takes, too.
         pytest_plugin: is a plug-in of pytest.
         uses: name of the one other feature whose modules this feature imports.
         api: public name of the package -> ``module:attribute`` in the feature's folder.
@@ -37,6 +38,7 @@ class Feature:
     flags: str = ""
     renderers: str = ""
     launcher: str = ""
+    files: str = ""
     comparers: str = ""
     pytest_plugin: str = ""
     uses: str = ""
