@@ -105,7 +105,8 @@ class MemoryGuard:
         """What fails, or nothing; the baseline is written where there is none yet."""
         from megatron_prism.cli import arguments
         from megatron_prism.cli.memory import describe, limit_of
-        from megatron_prism.memory import baseline
+        from megatron_prism.features.guard import baseline
+        from megatron_prism.memory import job_peaks, peak_changes
 
         if not {"job"} <= set(wanted) <= set(_KEYS):
             return f"prism_memory.check takes {', '.join(_KEYS)}; job is needed"
@@ -120,10 +121,10 @@ class MemoryGuard:
             return f"{path} is missing; write it: pytest --prism-mem-update"
         before = None if fresh else baseline.load(path)  # a damaged one is told before the capture
         programs = _programs(wanted["job"], wanted.get("settings", ()))
-        after = baseline.peak_memory(programs, device=None if device == "none" else device)
+        after = job_peaks.peak_memory(programs, device=None if device == "none" else device)
         for name, one in after.classes.items():
             self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
-        changes = baseline.compare(before or after, after, tol_bytes=tol, limit=limit)
+        changes = peak_changes.compare(before or after, after, tol_bytes=tol, limit=limit)
         failed = [change for change in changes if change.fails]
         if fresh and not failed:
             baseline.save(after, path, force=True)

@@ -20,14 +20,10 @@ from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.slices import of_ranks
 from megatron_prism.features.traces.compare import TraceComparison, compare_traces
 from megatron_prism.graph.difference import FirstDifference, difference, rows_of
-from megatron_prism.memory import baseline, snapshot
-from megatron_prism.memory.baseline import (
-    Change,
-    MemoryReport,
-    beside_tensors,
-    needed,
-    peak_memory,
-)
+from megatron_prism.memory import snapshot
+from megatron_prism.memory.job_peaks import MemoryReport, beside_tensors, needed, peak_memory
+from megatron_prism.memory.peak_changes import Change
+from megatron_prism.memory.peak_changes import compare as compare_peaks
 from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotComparison, SnapshotGrowth
 from megatron_prism.replay import differences
 from megatron_prism.replay.differences import TimeDifference, UncertainTime
@@ -234,7 +230,7 @@ def _jobs(
     first = _first(compared)
     changes: list[Change] = []
     if memory is not None:
-        found = baseline.compare(*memory, any_job=True)
+        found = compare_peaks(*memory, any_job=True)
         changes = [change for change in found if change.what not in ("same", "leaks")]
     comparison = Comparison(
         names=names,

@@ -19,14 +19,8 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.memory import allocator, peaks, remedies
-from megatron_prism.memory.baseline import (
-    Draws,
-    MemoryReport,
-    first_program,
-    needed,
-    peak_memory,
-)
 from megatron_prism.memory.host_need import HostNeed, host_need
+from megatron_prism.memory.job_peaks import Draws, MemoryReport, first_program, needed, peak_memory
 from megatron_prism.memory.nccl_buffers import DEFAULT
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, table_of
 from megatron_prism.replay.costs.machine import Machine, device_limit

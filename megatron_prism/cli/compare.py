@@ -89,7 +89,7 @@ def compare(args: argparse.Namespace) -> Answer:
 
 def _compared(args: argparse.Namespace, paths: list[str], words: list[list[str]]) -> Compared:
     from megatron_prism.ask.compare import compare as compare_jobs
-    from megatron_prism.memory import baseline
+    from megatron_prism.features.guard import baseline
 
     how = {"machine": args.machine, "calibration": args.calibration}
 
@@ -112,7 +112,7 @@ def _compared(args: argparse.Namespace, paths: list[str], words: list[list[str]]
 
 def _is_trace(path: str) -> bool:
     """Whether it is no file of ours: neither programs, nor a baseline."""
-    from megatron_prism.memory.baseline import SCHEMA
+    from megatron_prism.features.guard.baseline import SCHEMA
 
     place = Path(path)
     if place.is_dir():

@@ -33,7 +33,7 @@ from megatron_prism.core.errors import UsageError
 if TYPE_CHECKING:
     from megatron_prism.ask.fit import Fit
     from megatron_prism.core.program import Program, Programs
-    from megatron_prism.memory.baseline import Draws
+    from megatron_prism.memory.job_peaks import Draws
 
 
 def fit(args: argparse.Namespace) -> Answer:
@@ -55,7 +55,7 @@ def fit(args: argparse.Namespace) -> Answer:
     """
     from megatron_prism.ask.fit import fit as fit_programs
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.memory.baseline import first_program
+    from megatron_prism.memory.job_peaks import first_program
 
     path = args.programs
     check_outputs([args.out], args.force, [path])
@@ -103,7 +103,7 @@ def warn_absent(programs: Programs) -> None:
 def draws_of(args: argparse.Namespace) -> Draws | None:
     """What is to be drawn; UsageError for words that need ``--draws`` without it."""
     from megatron_prism.memory import routing
-    from megatron_prism.memory.baseline import Draws
+    from megatron_prism.memory.job_peaks import Draws
     from megatron_prism.replay.costs.machine import device_limit
 
     if args.draws is None:

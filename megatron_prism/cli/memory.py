@@ -32,7 +32,8 @@ from megatron_prism.core.columns import folded
 from megatron_prism.core.errors import UsageError, refuse
 
 if TYPE_CHECKING:
-    from megatron_prism.memory.baseline import Change, MemoryReport
+    from megatron_prism.memory.job_peaks import MemoryReport
+    from megatron_prism.memory.peak_changes import Change
 
 _SHOWN = 8  # origins of a growth
 
@@ -116,12 +117,13 @@ def memory(args: argparse.Namespace) -> Answer:
 
 def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.memory import baseline, peaks, snapshot
+    from megatron_prism.features.guard import baseline
+    from megatron_prism.memory import job_peaks, peaks, snapshot
 
     programs = open_programs(args.programs, partial=True)
     warn_absent(programs)
     known = None if args.device == "none" else args.device
-    report = baseline.peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
+    report = job_peaks.peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
     for path in (one for given in args.real or () for one in snapshots(given)):
         taken = snapshot.read(path)
         baseline.add_real(report, programs.world, taken.rank,
@@ -130,7 +132,7 @@ def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
 
 
 def _record(args: argparse.Namespace) -> Answer:
-    from megatron_prism.memory import baseline
+    from megatron_prism.features.guard import baseline
 
     check_outputs([Path(args.out)], args.force, [args.programs])
     after = _measure(args, args.alloc or "")
@@ -144,14 +146,15 @@ def _record(args: argparse.Namespace) -> Answer:
 
 def _compare(args: argparse.Namespace) -> Answer:
     """Check, or update, which takes any job's."""
-    from megatron_prism.memory import baseline
+    from megatron_prism.features.guard import baseline
+    from megatron_prism.memory import peak_changes
 
     check = args.action == "check"
     limit = limit_of(args.limit, args.headroom) if check else None
     before = baseline.load(args.baseline)  # a file that is no baseline is not replaced
     after = _measure(args, before.job.get("alloc_conf", ""))
-    leak = baseline.LEAK if args.leak is None or not check else args.leak
-    changes = baseline.compare(before, after, tol_bytes=args.tol if check else 0, limit=limit,
+    leak = peak_changes.LEAK if args.leak is None or not check else args.leak
+    changes = peak_changes.compare(before, after, tol_bytes=args.tol if check else 0, limit=limit,
                                leak_bytes=leak, any_job=not check)  # fmt: skip
     failed = [change for change in changes if change.fails]
     rows = [asdict(change) | {"fails": change.fails} for change in changes]

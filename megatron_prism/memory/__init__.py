@@ -1,4 +1,4 @@
-"""Peak memory of every class of ranks, from programs alone, and baselines that guard it.
+"""Peak memory of every class of ranks, from programs alone.
 
 peaks.py         peaks, and what is alive there
 allocator.py     what PyTorch's caching allocator reserves for it
@@ -9,5 +9,6 @@ host_need.py     what the job keeps in its hosts' memory
 remedies.py      what recomputation frees at the peak, and the peak that decides then
 loader_masks.py  the data loader's mask, which a flag leaves out
 routing.py       peaks of an MoE job whose routing is drawn from a law
-baseline.py      peaks kept in a file, and compared: ``prism.peak_memory``
+job_peaks.py     peaks of all classes of a job's ranks: ``prism.peak_memory``
+peak_changes.py  what changes between two such reports
 """

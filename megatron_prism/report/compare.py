@@ -10,7 +10,7 @@ from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.groups import with_short_names
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import format_bytes, format_change, format_ns, format_share
-from megatron_prism.memory.baseline import Change
+from megatron_prism.memory.peak_changes import Change
 from megatron_prism.report import replay
 from megatron_prism.report.fit import KINDS, PARTS, module_of
 

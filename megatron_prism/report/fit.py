@@ -9,14 +9,14 @@ from megatron_prism.ask.fit import Fit, TriedChange
 from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
-from megatron_prism.memory.baseline import (
+from megatron_prism.memory.host_need import HostNeed
+from megatron_prism.memory.job_peaks import (
     ClassMemoryFigures,
     DrawnFigures,
     MemoryReport,
     beside_tensors,
     needed,
 )
-from megatron_prism.memory.host_need import HostNeed
 from megatron_prism.replay.costs.precision import precision_of
 from megatron_prism.report import words
 

@@ -19,7 +19,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import format_bytes
-from megatron_prism.memory import baseline, peaks, snapshot
+from megatron_prism.memory import job_peaks, peaks, snapshot
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.priced_graph import machine_of
 from megatron_prism.report import fit, words
@@ -32,7 +32,7 @@ _MODULES = 11  # of a curve, all others being one more
 _TOP = 40  # origins of the table
 
 
-def page_data(programs: Programs, made: baseline.MemoryReport, limit: int | None = None) -> Data:
+def page_data(programs: Programs, made: job_peaks.MemoryReport, limit: int | None = None) -> Data:
     """Every class of ``made``; ``limit``: bytes of the device, None: those of the job's GPU, if
     it is known."""
     if limit is None:
@@ -40,7 +40,7 @@ def page_data(programs: Programs, made: baseline.MemoryReport, limit: int | None
             limit = machine(machine_of(programs)).device_memory or None
     found = []
     for name, one in made.classes.items():
-        program, beside = baseline.first_program(programs, one), baseline.beside_tensors(one)
+        program, beside = job_peaks.first_program(programs, one), job_peaks.beside_tensors(one)
         levels = (one["peak_reserved"], one.get("peak_device"), beside["nccl"], beside["context"])
         label = words.step(one["at"]["phase"], one["at"]["microbatch"], one["at"]["chunk"])
         found.append(_class(f"{name}: {one['count']:,} ranks", program, levels, label))
@@ -50,7 +50,7 @@ def page_data(programs: Programs, made: baseline.MemoryReport, limit: int | None
 def timeline_memory(programs: Programs) -> Data | str:
     """The same of a job that is replayed, or why there is none."""
     try:
-        return page_data(programs, baseline.peak_memory(programs))
+        return page_data(programs, job_peaks.peak_memory(programs))
     except UsageError as error:
         return f"unknown: {error.message}"
 

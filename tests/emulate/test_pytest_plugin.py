@@ -8,7 +8,7 @@ import pytest
 # inner runs drop what they import, and with it the names in annotations that are looked up late
 import megatron_prism.core.recipe  # noqa: F401
 import megatron_prism.emulate.recipe_job  # noqa: F401
-import megatron_prism.memory.baseline  # noqa: F401
+import megatron_prism.memory.job_peaks  # noqa: F401
 
 pytest_plugins = ["pytester"]
 

@@ -38,12 +38,13 @@ from megatron_prism.core import (
 )
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import World
+from megatron_prism.features.guard import baseline
 from megatron_prism.features.predict.variability import read_variability
 from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import analyze, dumps, export, fault_planting
 from megatron_prism.hang.diagnose import diagnose
-from megatron_prism.memory import allocator, baseline, nccl_buffers
-from megatron_prism.memory.baseline import peak_memory
+from megatron_prism.memory import allocator, nccl_buffers, peak_changes
+from megatron_prism.memory.job_peaks import peak_memory
 from megatron_prism.replay import network
 from megatron_prism.replay.costs import kernels, machine, nccl_settings, nccl_tests
 from megatron_prism.replay.costs.collectives import read_calibration
@@ -281,7 +282,7 @@ def nccl_output(path):
 
 def compared(path):
     found = baseline.load(path)
-    list(map(str, baseline.compare(MEASURED, found, any_job=True, limit=1)))
+    list(map(str, peak_changes.compare(MEASURED, found, any_job=True, limit=1)))
 
 
 def words(path):

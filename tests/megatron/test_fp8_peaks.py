@@ -12,7 +12,7 @@ from helpers import stock_jobs
 from helpers.needs import TRAINING
 
 from megatron_prism.core.program import load
-from megatron_prism.memory import baseline
+from megatron_prism.memory import job_peaks
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
 
@@ -44,6 +44,6 @@ def test_the_peak_in_fp8_is_the_gpus(name, peaks):
     answers, place = peaks
     status, said = answers[name]
     assert status == 0, said[-3000:]
-    made = baseline.peak_memory(load(place / name / "slice-000000.prism"), device=None)
+    made = job_peaks.peak_memory(load(place / name / "slice-000000.prism"), device=None)
     (one,) = made.classes.values()
     assert one["peak_allocated"] == pytest.approx(REAL["jobs"][name]["peak"], rel=BOUND)

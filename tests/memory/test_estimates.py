@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_prism.core import job_settings
-from megatron_prism.memory.baseline import MemoryReport
+from megatron_prism.memory.job_peaks import MemoryReport
 from megatron_prism.memory.peaks import described, estimates
 
 DENSE = {"--num-layers": "4", "--attention-backend": "unfused"}

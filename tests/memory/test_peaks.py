@@ -15,8 +15,7 @@ from megatron_prism.core.errors import ProgramError
 from megatron_prism.core.program import Builder, Programs
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import World
-from megatron_prism.memory import baseline as memory_baseline
-from megatron_prism.memory import peaks
+from megatron_prism.memory import job_peaks, peak_changes, peaks
 
 TEXT = """
 prism-program 1
@@ -109,7 +108,7 @@ def test_classes_of_equal_programs_are_one():
         made.world, (*made.programs, dataclasses.replace(made.programs[0], rank=1)), [0, 2, 1, 1]
     )
     for programs in (made, twice):
-        classes = memory_baseline.peak_memory(programs).classes
+        classes = job_peaks.peak_memory(programs).classes
         assert [(name, c["ranks"], c["count"]) for name, c in classes.items()] == [
             ("pp=0", "0,1", 2), ("pp=1", "2,3", 2)
         ]  # fmt: skip
@@ -181,7 +180,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200")
     quiet = Console(file=io.StringIO())
     plain = recipe_job.capture(recipe, tmp_path / "plain", console=quiet)
-    before = memory_baseline.peak_memory(plain, device=None)
+    before = job_peaks.peak_memory(plain, device=None)
     for one in before.classes.values():
         kinds = one["by_category"]
         assert all(kinds[k] > 0 for k in ("param", "grad", "optim", "act"))
@@ -193,7 +192,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     path = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     planted = recipe_job.capture(recipe, tmp_path / "planted", console=quiet)
-    changes = memory_baseline.compare(before, memory_baseline.peak_memory(planted, device=None))
+    changes = peak_changes.compare(before, job_peaks.peak_memory(planted, device=None))
     assert [(c.name, c.what) for c in changes] == [("pp=0", "grown"), ("pp=1", "same")]
     grown = changes[0]
     copy = 64 // 2 * 256 * 2  # seq / tp, hidden, bf16
@@ -202,8 +201,8 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     assert {g.kind for g in hoarded} == {"act", "other"}  # of this iteration, and of earlier ones
     assert all(g.num_bytes % copy == 0 for g in hoarded), grown
     assert sum(g.num_bytes for g in hoarded) >= 4 * 2 * 2 * copy  # layers, microbatches in flight
-    every = memory_baseline.compare(
-        before, memory_baseline.peak_memory(planted, device=None), leak_bytes=4096
+    every = peak_changes.compare(
+        before, job_peaks.peak_memory(planted, device=None), leak_bytes=4096
     )
     leak = next(c for c in every if c.what == "leaks")
     assert (leak.name, len(every)) == ("pp=0", 3)  # and what the copies' graphs hold on to
@@ -226,14 +225,14 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", UNEVEN)
     made = recipe_job.capture(recipe, tmp_path / "s", console=Console(file=io.StringIO()))
-    now = memory_baseline.peak_memory(made, device=None)
+    now = job_peaks.peak_memory(made, device=None)
     reserved = {name: one["peak_reserved"] for name, one in now.classes.items()}
     *others, most = sorted(reserved.values())
     assert reserved["pp=3"] == most
     assert now.classes["pp=3"]["count"] == 256
     limit = now.classes["pp=3"]["peak_allocated"] - (20 << 20)  # beneath what stands, and acts
     assert limit > others[-1]
-    changes = memory_baseline.compare(now, now, limit=limit)
+    changes = peak_changes.compare(now, now, limit=limit)
     over = [c for c in changes if c.fails]
     assert [(c.name, c.what, c.level, c.ranks) for c in over] == [
         ("pp=3", "over", "reserved", "768-1023")
@@ -245,7 +244,7 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
     assert re.match(r"(core|transformer_engine)/\S+\.py:\d+$", place.site)
     missing = over[0].after - limit
     assert peaks.overflow(program, limit + missing) is None
-    assert not any(c.fails for c in memory_baseline.compare(now, now, limit=limit + missing))
+    assert not any(c.fails for c in peak_changes.compare(now, now, limit=limit + missing))
     assert peaks.overflow(made.of(0), limit) is None
 
 

@@ -14,7 +14,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program import Builder, Programs
 from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World
-from megatron_prism.memory import baseline, routing
+from megatron_prism.memory import job_peaks, routing
 
 SENT, EXPERTS, TOPK, WAYS = 64, 8, 2, 4  # a rank has two of the experts
 
@@ -194,7 +194,7 @@ def test_every_capture_of_an_moe_job_shows_what_depends_on_routing(tmp_path, cap
 def test_why_nothing_can_be_drawn_is_said():
     def refused(program, tier="meta"):
         made = Programs(World(1), (program,), np.zeros(1, dtype=np.int32), source={"tier": tier})
-        return str(baseline._nothing_to_draw(made))
+        return str(job_peaks._nothing_to_draw(made))
 
     dense = Builder()
     dense.add("compute")

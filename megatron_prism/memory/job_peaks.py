@@ -1,38 +1,28 @@
-"""Baselines of a job's memory: measured, written, read and compared.
+"""The peak memory of every class of a job's ranks, and what is alive then.
 
-In : the programs of a job, and what its devices take.  Out: JSON that a person reviews (sorted
-keys, whole bytes, one value a line), or Changes between two of them.  One-sided: growth of
-allocated bytes beyond the tolerance fails, shrinking only says that the baseline may be updated;
-reserved is reported and not guarded, since it is modelled.  Baselines of another job, version or
-tier are never compared.
+In : the programs of a job, and what its devices take.  Out: a ``MemoryReport``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Literal, TypedDict, cast
+from typing import Annotated, TypedDict, cast
 
 import msgspec
 import numpy as np
 
 from megatron_prism.core import foreign, job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import write_whole
 from megatron_prism.core.ops import CODED
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
-from megatron_prism.core.units import counted
-from megatron_prism.core.world import World, format_ranks
+from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.classes import equal_programs
 from megatron_prism.memory import allocator, nccl_buffers, routing
 from megatron_prism.memory.peaks import (
-    KINDS,
     HeldMemory,
     class_name,
     described,
@@ -42,8 +32,6 @@ from megatron_prism.memory.peaks import (
     reserved,
 )
 
-SCHEMA = "prism.mem-baseline/1"
-LEAK = 1 << 20  # bytes that an iteration may leave behind
 TOP = 48  # origins that a class lists; what is smaller is summed up
 PROVENANCE = {
     "peak_allocated": "modelled: live bytes of shapes, before the allocator's rounding",
@@ -53,30 +41,30 @@ PROVENANCE = {
     "peak_device": "unknown: no calibration of context, workspaces and NCCL",
 }
 # a control character would end a line of a report, or colour it
-_Text = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
-_Bytes = foreign.Natural
-_UNKNOWN = PROVENANCE["peak_device"]
+Text = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+Bytes = foreign.Natural
+UNKNOWN_DEVICE = PROVENANCE["peak_device"]
 
 
 class PeakPlace(TypedDict):
     """Where a class peaks."""
 
-    step: _Text
-    phase: _Text
+    step: Text
+    phase: Text
     microbatch: int
     chunk: int
-    op: _Text
-    site: _Text
+    op: Text
+    site: Text
 
 
 class BaselineOrigin(TypedDict):
     """A ``HeldMemory``, as JSON has it."""
 
-    kind: _Text
-    module: _Text
-    site: _Text
-    num_bytes: _Bytes
-    count: _Bytes
+    kind: Text
+    module: Text
+    site: Text
+    num_bytes: Bytes
+    count: Bytes
 
 
 class DrawnFigures(TypedDict):
@@ -86,12 +74,12 @@ class DrawnFigures(TypedDict):
     group : that one of the ranks that share the experts does
     """
 
-    law: _Text
+    law: Text
     draws: int
     capacity: float | None
-    p50: _Bytes
-    p95: _Bytes
-    most: _Bytes
+    p50: Bytes
+    p95: Bytes
+    most: Bytes
     over: float | None
     group: float | None
 
@@ -102,24 +90,24 @@ class OptionalFigures(TypedDict, total=False):
     reserved_between: list[int]
     growth: int | None
     growth_top: list[BaselineOrigin]
-    nccl: _Bytes | None
+    nccl: Bytes | None
     nccl_between: list[int] | None
-    peak_device: _Bytes | None
+    peak_device: Bytes | None
     drawn: DrawnFigures | None
-    real: _Bytes  # peak of allocated bytes of real processes of this class
+    real: Bytes  # peak of allocated bytes of real processes of this class
 
 
 class ClassMemoryFigures(OptionalFigures):
     """Of one class of ranks; bytes."""
 
-    ranks: _Text
-    count: _Bytes
-    peak_allocated: _Bytes
-    peak_reserved: _Bytes
+    ranks: Text
+    count: Bytes
+    peak_allocated: Bytes
+    peak_reserved: Bytes
     at: PeakPlace
-    by_category: dict[str, _Bytes]
+    by_category: dict[str, Bytes]
     top: list[BaselineOrigin]
-    smaller: _Bytes
+    smaller: Bytes
 
 
 @dataclass(frozen=True)
@@ -133,7 +121,7 @@ class MemoryReport:
 
     job: Mapping[str, str]
     classes: Mapping[str, ClassMemoryFigures]
-    device: str = _UNKNOWN
+    device: str = UNKNOWN_DEVICE
 
     def __repr__(self) -> str:
         peaks = (f"{name} {one['peak_allocated']:,} B" for name, one in self.classes.items())
@@ -167,44 +155,6 @@ class MemoryReport:
             "classes": dict(self.classes),
             "provenance": self.provenance,
         }
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Bytes that one origin holds more (or fewer) at the peak than before."""
-
-    kind: str
-    module: str
-    site: str
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Change:
-    """One class against its baseline.
-
-    what    : grown, shrunk, same, appeared, vanished, over (its limit: ``level``), leaks
-    before  : peak of allocated bytes in the baseline, None if the class appeared
-    by_kind : bytes per kind, after - before, where they differ
-    origins : the same per origin, largest growth first
-    moved   : "1B2 -> O" if the peak is at another step
-    real    : peak of a real run of what the baseline is of, None if it has none
-    """
-
-    what: str
-    name: str
-    ranks: str
-    before: int | None
-    after: int | None
-    by_kind: Mapping[str, int]
-    origins: tuple[Growth, ...]
-    moved: str = ""
-    level: str = "allocated"
-    real: int | None = None
-
-    @property
-    def fails(self) -> bool:
-        return self.what in ("grown", "appeared", "vanished", "over", "leaks")
 
 
 @dataclass(frozen=True)
@@ -368,141 +318,6 @@ def beside_tensors(one: ClassMemoryFigures) -> dict[str, int]:
             "context": needed(one) - one["peak_reserved"] - nccl}  # fmt: skip
 
 
-def add_real(report: MemoryReport, world: World, rank: int | None, num_bytes: int) -> None:
-    """Keep the peak of a real process of ``rank`` with its class; UsageError if it has none, or is
-    not known and there are several."""
-    if rank is None and len(report.classes) > 1:
-        raise UsageError("the snapshot's name says no rank", fix="name it rank0.pickle, or so")
-    for one in report.classes.values():
-        if rank is None or rank in world.select(one["ranks"]):
-            one["real"] = max(one.get("real", 0), num_bytes)
-            return
-    raise UsageError(f"no slice stands for rank {rank}", fix="a snapshot of this very job")
-
-
 def first_program(programs: Programs, one: ClassMemoryFigures) -> Program:
     """The program of a class."""
     return programs.of(int(re.split(r"\D", one["ranks"], maxsplit=1)[0]))
-
-
-def save(baseline: MemoryReport, path: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """Write it, whole or not at all; UsageError if the place is taken."""
-    value = {"schema": SCHEMA, "job": baseline.job, "classes": baseline.classes,
-             "provenance": baseline.provenance}  # fmt: skip
-    return write_whole(path, json.dumps(value, indent=1, sort_keys=True) + "\n", force=force)
-
-
-# -- reading --------------------------------------------------------------------------------------
-def load(path: str | os.PathLike[str]) -> MemoryReport:
-    """What ``save`` wrote.  UsageError for anything else."""
-    fix = f"write it again: prism memory record PROGRAMS -o {path} --force"
-    absent = f"prism memory record PROGRAMS -o {path}"
-    with foreign.reading(path, "a baseline of memory", fix, absent=absent):
-        found = foreign.read_json(path, _Stored)
-        for name, one in found.classes.items():
-            _check(name, one)
-    return MemoryReport(found.job, found.classes, found.provenance.get("peak_device", _UNKNOWN))
-
-
-class _Stored(msgspec.Struct):
-    schema: Literal["prism.mem-baseline/1"]
-    job: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
-    classes: Annotated[dict[_Text, ClassMemoryFigures], msgspec.Meta(min_length=1)]
-    provenance: dict[str, str] = {}
-
-
-def _check(name: str, one: ClassMemoryFigures) -> None:
-    """ValueError unless the figures add up."""
-    kinds, whole = one["by_category"], one["peak_allocated"]
-    if set(kinds) != set(KINDS):
-        raise ValueError(f"classes {name!r}: its categories are not {', '.join(KINDS)}")
-    parts = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
-    if sum(kinds.values()) != whole or parts != whole:
-        raise ValueError(f"classes {name!r}: its parts do not add up to {whole}")
-
-
-# -- comparing ------------------------------------------------------------------------------------
-def compare(
-    before: MemoryReport,
-    after: MemoryReport,
-    *,
-    tol_bytes: int = 0,
-    limit: int | None = None,
-    leak_bytes: int = LEAK,
-    any_job: bool = False,
-) -> list[Change]:
-    """Every class of both, in the order of their ranks.
-
-    tol_bytes : growth that is still no failure
-    limit     : bytes that device memory may not exceed; where it is unknown, reserved memory
-    leak_bytes: what an iteration may leave behind (the last losses are a few bytes)
-    any_job   : compare although arguments, versions or tier differ; else UsageError
-    """
-    if not any_job:
-        _same_job(before.job, after.job)
-    changes = []
-    for name in dict.fromkeys([*after.classes, *before.classes]):
-        old, new = before.classes.get(name), after.classes.get(name)
-        changes.append(_change(name, old, new, tol_bytes))
-        if new is None:
-            continue
-        if (new.get("growth") or 0) > leak_bytes:
-            left = tuple(Growth(h["kind"], h["module"], h["site"], h["num_bytes"])
-                         for h in new["growth_top"])  # fmt: skip
-            changes.append(Change("leaks", name, new["ranks"], 0, new["growth"], {}, left))
-        if limit is not None and (size := needed(new)) > limit:
-            level = "reserved" if new.get("peak_device") is None else "device"
-            over = Change("over", name, new["ranks"], limit, size, {}, (), level=level)
-            changes.append(over)
-    return changes
-
-
-def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    differ = []
-    for key in sorted({*before, *after}):
-        if key in job_settings.KEYS:
-            differ += job_settings.differences(key, before.get(key), after.get(key, ""))
-        elif before.get(key) != after.get(key):
-            differ.append(f"{key} {before.get(key, 'unknown')}, now {after.get(key, 'unknown')}")
-    if differ:
-        what = f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}"
-        fix = "prism memory update takes the new one, prism compare A B shows both"
-        raise UsageError(what, fix=fix)
-
-
-def _change(
-    name: str, old: ClassMemoryFigures | None, new: ClassMemoryFigures | None, tol_bytes: int
-) -> Change:
-    if old is None:
-        assert new is not None
-        return Change("appeared", name, new["ranks"], None, new["peak_allocated"], {}, ())
-    if new is None:
-        return Change("vanished", name, old["ranks"], old["peak_allocated"], None, {}, ())
-    first, second = old["peak_allocated"], new["peak_allocated"]
-    what = "same" if first == second else "shrunk" if second < first else "grown"
-    if what == "grown" and second - first <= tol_bytes:
-        what = "tolerated"
-    kinds = {k: d for k in KINDS if (d := new["by_category"][k] - old["by_category"][k])}
-    steps = old["at"]["step"], new["at"]["step"]
-    moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
-    if old["count"] != new["count"]:
-        moved += f"{'; ' if moved else ''}{old['count']} -> {counted(new['count'], 'rank')}"
-    return Change(what, name, new["ranks"], first, second, kinds, _growths(old, new), moved,
-                  real=old.get("real"))  # fmt: skip
-
-
-def _growths(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, ...]:
-    """What each origin holds more; a line that only moved within its file is the same origin."""
-    exact: Counter[tuple[str, str, str]] = Counter()
-    for sign, side in ((-1, old), (1, new)):
-        for h in side["top"]:
-            exact[h["kind"], h["module"], h["site"]] += sign * h["num_bytes"]
-    lines: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
-    for (kind, module, site), size in exact.items():
-        lines.setdefault((kind, module, re.sub(r":\d+$", "", site)), []).append((size, site))
-    rest = new["smaller"] - old["smaller"]
-    found = [Growth("other", "smaller ones", "", rest)] if rest else []
-    for (kind, module, _), moved in lines.items():
-        if size := sum(size for size, _ in moved):
-            found.append(Growth(kind, module, max(moved, key=lambda one: max(one[0], -1))[1], size))
-    return tuple(sorted(found, key=lambda g: (-g.num_bytes, g.kind, g.module, g.site)))

@@ -1,0 +1,77 @@
+"""Baselines of a job's memory: written and read.
+
+In : a ``MemoryReport``.  Out: JSON that a person reviews (sorted keys, whole bytes, one value a
+line).  Baselines of another job, version or tier are never compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from megatron_prism.core import foreign
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.files import write_whole
+from megatron_prism.core.world import World
+from megatron_prism.memory.job_peaks import (
+    UNKNOWN_DEVICE,
+    ClassMemoryFigures,
+    MemoryReport,
+    Text,
+)
+from megatron_prism.memory.peaks import KINDS
+
+SCHEMA = "prism.mem-baseline/1"
+
+
+def add_real(report: MemoryReport, world: World, rank: int | None, num_bytes: int) -> None:
+    """Keep the peak of a real process of ``rank`` with its class; UsageError if it has none, or is
+    not known and there are several."""
+    if rank is None and len(report.classes) > 1:
+        raise UsageError("the snapshot's name says no rank", fix="name it rank0.pickle, or so")
+    for one in report.classes.values():
+        if rank is None or rank in world.select(one["ranks"]):
+            one["real"] = max(one.get("real", 0), num_bytes)
+            return
+    raise UsageError(f"no slice stands for rank {rank}", fix="a snapshot of this very job")
+
+
+def save(baseline: MemoryReport, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Write it, whole or not at all; UsageError if the place is taken."""
+    value = {"schema": SCHEMA, "job": baseline.job, "classes": baseline.classes,
+             "provenance": baseline.provenance}  # fmt: skip
+    return write_whole(path, json.dumps(value, indent=1, sort_keys=True) + "\n", force=force)
+
+
+def load(path: str | os.PathLike[str]) -> MemoryReport:
+    """What ``save`` wrote.  UsageError for anything else."""
+    fix = f"write it again: prism memory record PROGRAMS -o {path} --force"
+    absent = f"prism memory record PROGRAMS -o {path}"
+    with foreign.reading(path, "a baseline of memory", fix, absent=absent):
+        found = foreign.read_json(path, _Stored)
+        for name, one in found.classes.items():
+            _check(name, one)
+    return MemoryReport(
+        found.job, found.classes, found.provenance.get("peak_device", UNKNOWN_DEVICE)
+    )
+
+
+class _Stored(msgspec.Struct):
+    schema: Literal["prism.mem-baseline/1"]
+    job: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
+    classes: Annotated[dict[Text, ClassMemoryFigures], msgspec.Meta(min_length=1)]
+    provenance: dict[str, str] = {}
+
+
+def _check(name: str, one: ClassMemoryFigures) -> None:
+    """ValueError unless the figures add up."""
+    kinds, whole = one["by_category"], one["peak_allocated"]
+    if set(kinds) != set(KINDS):
+        raise ValueError(f"classes {name!r}: its categories are not {', '.join(KINDS)}")
+    parts = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
+    if sum(kinds.values()) != whole or parts != whole:
+        raise ValueError(f"classes {name!r}: its parts do not add up to {whole}")

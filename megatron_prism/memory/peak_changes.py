@@ -1,0 +1,144 @@
+"""What changes between two reports of a job's peak memory.
+
+In : two ``MemoryReport``s.  Out: Changes, by class.  One-sided: growth of allocated bytes beyond
+the tolerance fails, shrinking does not; reserved is reported and not guarded, since it is modelled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_prism.core import job_settings
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.units import counted
+from megatron_prism.memory.job_peaks import ClassMemoryFigures, MemoryReport, needed
+from megatron_prism.memory.peaks import KINDS
+
+LEAK = 1 << 20  # bytes that an iteration may leave behind
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes that one origin holds more (or fewer) at the peak than before."""
+
+    kind: str
+    module: str
+    site: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """One class against its baseline.
+
+    what    : grown, shrunk, same, appeared, vanished, over (its limit: ``level``), leaks
+    before  : peak of allocated bytes in the baseline, None if the class appeared
+    by_kind : bytes per kind, after - before, where they differ
+    origins : the same per origin, largest growth first
+    moved   : "1B2 -> O" if the peak is at another step
+    real    : peak of a real run of what the baseline is of, None if it has none
+    """
+
+    what: str
+    name: str
+    ranks: str
+    before: int | None
+    after: int | None
+    by_kind: Mapping[str, int]
+    origins: tuple[Growth, ...]
+    moved: str = ""
+    level: str = "allocated"
+    real: int | None = None
+
+    @property
+    def fails(self) -> bool:
+        return self.what in ("grown", "appeared", "vanished", "over", "leaks")
+
+
+def compare(
+    before: MemoryReport,
+    after: MemoryReport,
+    *,
+    tol_bytes: int = 0,
+    limit: int | None = None,
+    leak_bytes: int = LEAK,
+    any_job: bool = False,
+) -> list[Change]:
+    """Every class of both, in the order of their ranks.
+
+    tol_bytes : growth that is still no failure
+    limit     : bytes that device memory may not exceed; where it is unknown, reserved memory
+    leak_bytes: what an iteration may leave behind (the last losses are a few bytes)
+    any_job   : compare although arguments, versions or tier differ; else UsageError
+    """
+    if not any_job:
+        _same_job(before.job, after.job)
+    changes = []
+    for name in dict.fromkeys([*after.classes, *before.classes]):
+        old, new = before.classes.get(name), after.classes.get(name)
+        changes.append(_change(name, old, new, tol_bytes))
+        if new is None:
+            continue
+        if (new.get("growth") or 0) > leak_bytes:
+            left = tuple(Growth(h["kind"], h["module"], h["site"], h["num_bytes"])
+                         for h in new["growth_top"])  # fmt: skip
+            changes.append(Change("leaks", name, new["ranks"], 0, new["growth"], {}, left))
+        if limit is not None and (size := needed(new)) > limit:
+            level = "reserved" if new.get("peak_device") is None else "device"
+            over = Change("over", name, new["ranks"], limit, size, {}, (), level=level)
+            changes.append(over)
+    return changes
+
+
+def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    differ = []
+    for key in sorted({*before, *after}):
+        if key in job_settings.KEYS:
+            differ += job_settings.differences(key, before.get(key), after.get(key, ""))
+        elif before.get(key) != after.get(key):
+            differ.append(f"{key} {before.get(key, 'unknown')}, now {after.get(key, 'unknown')}")
+    if differ:
+        what = f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}"
+        fix = "prism memory update takes the new one, prism compare A B shows both"
+        raise UsageError(what, fix=fix)
+
+
+def _change(
+    name: str, old: ClassMemoryFigures | None, new: ClassMemoryFigures | None, tol_bytes: int
+) -> Change:
+    if old is None:
+        assert new is not None
+        return Change("appeared", name, new["ranks"], None, new["peak_allocated"], {}, ())
+    if new is None:
+        return Change("vanished", name, old["ranks"], old["peak_allocated"], None, {}, ())
+    first, second = old["peak_allocated"], new["peak_allocated"]
+    what = "same" if first == second else "shrunk" if second < first else "grown"
+    if what == "grown" and second - first <= tol_bytes:
+        what = "tolerated"
+    kinds = {k: d for k in KINDS if (d := new["by_category"][k] - old["by_category"][k])}
+    steps = old["at"]["step"], new["at"]["step"]
+    moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
+    if old["count"] != new["count"]:
+        moved += f"{'; ' if moved else ''}{old['count']} -> {counted(new['count'], 'rank')}"
+    return Change(what, name, new["ranks"], first, second, kinds, _growths(old, new), moved,
+                  real=old.get("real"))  # fmt: skip
+
+
+def _growths(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, ...]:
+    """What each origin holds more; a line that only moved within its file is the same origin."""
+    exact: Counter[tuple[str, str, str]] = Counter()
+    for sign, side in ((-1, old), (1, new)):
+        for h in side["top"]:
+            exact[h["kind"], h["module"], h["site"]] += sign * h["num_bytes"]
+    lines: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
+    for (kind, module, site), size in exact.items():
+        lines.setdefault((kind, module, re.sub(r":\d+$", "", site)), []).append((size, site))
+    rest = new["smaller"] - old["smaller"]
+    found = [Growth("other", "smaller ones", "", rest)] if rest else []
+    for (kind, module, _), moved in lines.items():
+        if size := sum(size for size, _ in moved):
+            found.append(Growth(kind, module, max(moved, key=lambda one: max(one[0], -1))[1], size))
+    return tuple(sorted(found, key=lambda g: (-g.num_bytes, g.kind, g.module, g.site)))
