@@ -35,9 +35,9 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _HOMES = {  # public name of core -> module:attribute; features add theirs
-    "Comparison": "ask.compare:Comparison",
+    "Comparison": "features.compare.compare:Comparison",
     "Diagnosis": "hang.verdict:Diagnosis",
-    "Fit": "ask.fit:Fit",
+    "Fit": "features.fit.fit:Fit",
     "MemoryReport": "memory.job_peaks:MemoryReport",
     "PricedGraph": "replay.priced_graph:PricedGraph",
     "PrismError": "core.errors:PrismError",
@@ -48,10 +48,10 @@ _HOMES = {  # public name of core -> module:attribute; features add theirs
     "World": "core.world:World",
     "attach": "_attach:attach",
     "capture": "emulate.recipe_job:capture",
-    "compare": "ask.compare:compare",
+    "compare": "features.compare.compare:compare",
     "diagnose_faults": "hang.diagnose:diagnose_faults",
     "emulate": "emulate.recipe_job:emulate",
-    "fit": "ask.fit:fit",
+    "fit": "features.fit.fit:fit",
     "hang": "hang.diagnose:diagnose",
     "import_traces": "features.traces.programs:import_traces",
     "load": "core.slices:open_programs",

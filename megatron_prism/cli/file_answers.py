@@ -22,11 +22,13 @@ class FileAnswer:
         command: name of the command.
         recognizes: whether the paths of a command line are such files, perhaps beside slices.
         answer: called with the command's arguments, the paths, and the what-ifs of each path.
+        asked_last: whether ``recognizes`` takes whatever no other row knows.
     """
 
     command: str
     recognizes: Callable[[Sequence[str]], bool]
     answer: Callable[[argparse.Namespace, Sequence[str], Sequence[Sequence[str]]], Answer]
+    asked_last: bool = False
 
 
 def answer_about_files(
@@ -46,9 +48,9 @@ def answer_about_files(
     Returns:
         None where the paths are slices or programs.
     """
-    for module in feature.modules("files"):
-        for row in module.FILE_ANSWERS:
-            if row.command == command and row.recognizes(paths):
-                answer: Answer = row.answer(args, paths, what_ifs)
-                return answer
+    rows = [row for module in feature.modules("files") for row in module.FILE_ANSWERS]
+    for row in sorted(rows, key=lambda row: row.asked_last):
+        if row.command == command and row.recognizes(paths):
+            answer: Answer = row.answer(args, paths, what_ifs)
+            return answer
     return None

@@ -37,10 +37,7 @@ from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort, progress
 
 _NOT_MOVED = (
-    "compare",
-    "fit",
     "hang",
-    "memory",
     "verify",
 )
 

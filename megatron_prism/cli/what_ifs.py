@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import console
+from megatron_prism.core import feature
+from megatron_prism.core.comparing import JobReader
 from megatron_prism.core.errors import UnitError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -39,6 +41,36 @@ def open_job(path: str, partial: bool = False) -> Programs:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "slices"
         return recipe_job.capture(recipe.load(path, []), folder, console=console(stderr=True))
+
+
+def open_side(path: str, words: Sequence[str], machine: str | None, calibration: str | None) -> Any:
+    """Open one side of a comparison.
+
+    Args:
+        path: slices, programs, a shipped recipe, or a file that a feature's ``JobReader`` knows.
+        words: what-ifs of that side.
+        machine: as of ``price``.
+        calibration: as of ``price``.
+
+    Returns:
+        Programs, a PricedGraph if there are what-ifs, or what the reader read.
+    """
+    if words:
+        return priced(open_job(path), words, "compare", machine=machine, calibration=calibration)
+    reader = job_reader(path)
+    if reader is not None:
+        return reader.read(path)
+    return open_job(path, partial=True)
+
+
+def job_reader(path: str) -> JobReader | None:
+    """Return the reader of a feature that recognizes ``path``; None where slices may lie there."""
+    for module in feature.modules("comparers"):
+        reader: JobReader
+        for reader in module.JOB_READERS:
+            if reader.recognizes(path):
+                return reader
+    return None
 
 
 def _warn_without_times(programs: Programs) -> None:

@@ -4,10 +4,8 @@
     page.py          the shell of every page: page.html, page.css, page.js, terms.js, charts.js
     words.py         ops, kernels and steps in words
     replay.py        a timeline as text; one, or two side by side, as a page
-    fit.py           whether a job fits, and peaks of memory, as text
-    memory.py        memory of slices or of a real snapshot as a page
-    compare.py       two jobs as text
-    snapshot.py      memory snapshots beside slices, or an earlier one, as text
+    memory_tables.py peaks of memory, as text
+    memory.py        memory over an iteration, as pages draw it
     hang.py          a verdict on a hang as Markdown and as a page
     chrome_trace.py  timelines for ui.perfetto.dev
     trace_events.py  the format of such traces
@@ -18,4 +16,4 @@ What is in no program and no price is printed as unknown.
 
 from __future__ import annotations
 
-RENDERERS = ("replay", "fit", "memory", "compare", "snapshot", "hang")
+RENDERERS = ("replay", "memory_tables", "hang")

@@ -1,7 +1,7 @@
-"""The page of ``prism fit``: slices of a job, or the snapshot of a real process.
+"""Memory of programs over an iteration, as pages draw it.
 
-In : programs and their figures, or a Snapshot.  Out: HTML, and what memory.js draws, which the page
-of a replay draws as well.
+In : programs and their figures.  Out: what memory.js draws on the pages of ``prism fit``, of
+``prism replay`` and of real processes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_prism.ask.fit import Fit
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import format_bytes
-from megatron_prism.memory import job_peaks, peaks, snapshot
+from megatron_prism.memory import job_peaks, peaks
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.priced_graph import machine_of
-from megatron_prism.report import fit, words
-from megatron_prism.report.fit import outcome
+from megatron_prism.report import words
 from megatron_prism.report.page import Data, render_page
 
 _SCRIPT = Path(__file__).with_name("explain.js")
@@ -43,7 +39,7 @@ def page_data(programs: Programs, made: job_peaks.MemoryReport, limit: int | Non
         program, beside = job_peaks.first_program(programs, one), job_peaks.beside_tensors(one)
         levels = (one["peak_reserved"], one.get("peak_device"), beside["nccl"], beside["context"])
         label = words.step(one["at"]["phase"], one["at"]["microbatch"], one["at"]["chunk"])
-        found.append(_class(f"{name}: {one['count']:,} ranks", program, levels, label))
+        found.append(class_data(f"{name}: {one['count']:,} ranks", program, levels, label))
     return {"limit": limit, "verdict": "", "about": [], "changes": [], "classes": found}
 
 
@@ -61,52 +57,15 @@ def largest(memory: Data | str) -> int | None:
     return max((one["device"] or one["reserved"] for one in ends), default=None)
 
 
-def render_fit(found: Fit) -> str:
-    """The page of a job."""
-    data = page_data(found.programs, found.memory, found.limit)
-    data["verdict"] = "It fits" if found.fits else "It does not fit"
-    data["about"] = [f"{name} runs out {place.where}." for name, place in found.overruns.items()
-                     if place.where]  # fmt: skip
-    data["changes"] = [(one.words, outcome(one, found.limit, found.iteration_ns))
-                       for one in found.changes]  # fmt: skip
-    rows = [[level, text] for level, text in found.memory.provenance.items()]
-    title = job_settings.title(found.programs.source, found.programs.world)
-    return _render(title, "from slices, without a GPU", data, rows)
-
-
-def render_snapshot(name: str, taken: snapshot.Snapshot) -> str:
-    """The page of a real process; ``name``: of its file."""
-    top, most = peaks.known_peak(taken.program), taken.peak_reserved or taken.reserved
-    iteration = taken.iterations[top.index]
-    label = words.step(top.op.phase, top.op.microbatch, top.op.chunk)
-    levels = (most, None, 0, 0)
-    one = _class(name, taken.program, levels, f"iteration {iteration}, {label}", taken.iterations)
-    about, limit = [], None
-    if taken.failed is not None:
-        limit = taken.reserved + taken.failed.device_free
-        free, largest = map(format_bytes, taken.free)
-        fits = "fit" if taken.fits_expandable() else "do not fit either"
-        about = [f"{taken.failed.size:,} B do not fit in iteration {taken.failed.iteration}, "
-                  f"{taken.failed.label} {taken.failed.site}.",
-                  f"{format_bytes(taken.reserved)} are reserved; {free} of them are free blocks, "
-                  f"the largest {largest}. With expandable segments the same requests "
-                  f"{fits}."]  # fmt: skip
-    verdict = "Out of memory" if taken.failed is not None else ""
-    data = {"limit": limit, "verdict": verdict, "about": about, "changes": [], "classes": [one]}
-    rows = [["allocated", "measured: blocks that the allocator gave, by the lines that asked"],
-            ["reserved", "measured: segments of the allocator; by its rules "
-             f"{format_bytes(taken.modelled)} of these requests"]]  # fmt: skip
-    return _render(name, f"a real process, iterations 1 to {taken.iterations[-1]}", data, rows)
-
-
-def _render(title: str, subtitle: str, memory: Data, rows: Sequence[object]) -> str:
+def render_memory_page(title: str, subtitle: str, memory: Data, rows: Sequence[object]) -> str:
+    """Make a page of memory; ``rows`` say what its figures are made of."""
     data = {"memory": memory, "provenance": [["What the figures are made of", ["", ""], rows]]}
     text = "\n".join(f"{one['name']}: {format_bytes(one['allocated'])} allocated, "
                      f"{one['when']}" for one in memory["classes"])  # fmt: skip
     return render_page("prism fit", title, subtitle, _SCRIPT, data, text, ("memory.js",))
 
 
-def _class(
+def class_data(
     name: str,
     program: Program,
     levels: tuple[int, int | None, int, int],
@@ -173,11 +132,3 @@ def _steps(program: Program, iterations: Sequence[int]) -> list[tuple[int, str, 
         if one.phase:
             found[event] = (event, one.label, text)
     return list(found.values())
-
-
-@renders(Fit)
-class FitRenderer(Renderer):
-    """Writes whether a job fits."""
-
-    text = staticmethod(fit.render_text)
-    page = staticmethod(render_fit)

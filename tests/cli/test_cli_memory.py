@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_prism.ask.fit import TriedChange
-from megatron_prism.cli import fit as fit_command
 from megatron_prism.cli import job_slices
 from megatron_prism.cli import main as cli
 from megatron_prism.core.ops import BEGUN
@@ -20,6 +18,8 @@ from megatron_prism.core.program import save
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.emulate import recipe_job
+from megatron_prism.features.fit import command as fit_command
+from megatron_prism.features.fit.fit import TriedChange
 
 HEAD = """
 prism-program 1

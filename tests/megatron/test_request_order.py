@@ -12,7 +12,9 @@ from helpers import stock_jobs
 from helpers.needs import TRAINING
 
 from megatron_prism.core.program import load
-from megatron_prism.memory import oom, peaks, snapshot
+from megatron_prism.features.fit import oom
+from megatron_prism.features.snapshots import snapshot
+from megatron_prism.memory import peaks
 from megatron_prism.memory.allocator import replay_requests
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]

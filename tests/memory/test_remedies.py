@@ -6,7 +6,8 @@ import pytest
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.program import Builder
-from megatron_prism.memory import loader_masks, peaks, remedies
+from megatron_prism.features.fit import loader_masks, remedies
+from megatron_prism.memory import peaks
 
 MIB = 1 << 20
 

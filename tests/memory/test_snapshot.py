@@ -10,7 +10,9 @@ import pytest
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program import Builder, Programs
-from megatron_prism.memory import oom, peaks, snapshot
+from megatron_prism.features.fit import oom
+from megatron_prism.features.snapshots import snapshot
+from megatron_prism.memory import peaks
 
 REAL = Path(__file__).parents[2] / "benchmarks" / "results" / "snapshots"
 DENSE, FULL = (REAL / f"{name}-rank0.pickle.xz" for name in ("dense_tp2sp-it3", "oom_dp2-oom"))

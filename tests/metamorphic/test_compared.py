@@ -6,9 +6,9 @@ import pytest
 from helpers.metamorphic import JOBS, MACHINE, STORED, about, answer, fresh, stored
 
 import megatron_prism as prism
-from megatron_prism.ask.compare import compare
 from megatron_prism.cli import main as cli
 from megatron_prism.cli import what_ifs
+from megatron_prism.features.compare.compare import compare
 from megatron_prism.memory.job_peaks import needed, peak_memory
 from megatron_prism.replay.priced_graph import WhatIf, price
 from megatron_prism.report.metrics import timeline_metrics

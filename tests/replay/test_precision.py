@@ -151,7 +151,7 @@ def test_replay_and_fit_ask_a_job_in_fp32_for_bf16():
     assert notes != programs.programs[0].strings
     text = " ".join(replay(wide, machine="h100").to_text().split())
     assert "is `bf16=true` missing?" in text
-    from megatron_prism.ask.fit import fit
+    from megatron_prism.features.fit.fit import fit
 
     assert "is `bf16=true` missing?" in " ".join(fit(wide, machine="h100").to_text().split())
 

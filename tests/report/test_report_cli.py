@@ -18,9 +18,9 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core import program
 from megatron_prism.core.fault_plan import parse
 from megatron_prism.core.world import World
+from megatron_prism.features.snapshots import snapshot
 from megatron_prism.features.sweep.space import SweepPoint
 from megatron_prism.features.sweep.sweep import Row, Sweep
-from megatron_prism.memory import snapshot
 from megatron_prism.replay.costs.machine import machines
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.report.memory import render_snapshot

@@ -7,6 +7,8 @@ programs.py  programs with times, as a capture writes them: ``prism.import_trace
 variance.py  between which ranks and over what times vary, and which rank is slow
 compare.py   a prediction beside the real job
 report.py    what varies, and a comparison, as text, page and trace
+comparers.py traces beside slices, for prism.compare
+files.py     the same on a command line
 command.py   prism import
 """
 
@@ -15,6 +17,8 @@ from megatron_prism.core.feature import Feature
 FEATURE = Feature(
     command="command",
     renderers="report",
+    files="files",
+    comparers="comparers",
     uses="hang",
     api={"import_traces": "programs:import_traces"},
 )

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
-from megatron_prism.ask.fit import Fit, TriedChange
+from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
+from megatron_prism.features.fit.fit import Fit, TriedChange
 from megatron_prism.memory.host_need import HostNeed
-from megatron_prism.memory.job_peaks import (
-    ClassMemoryFigures,
-    DrawnFigures,
-    MemoryReport,
-    beside_tensors,
-    needed,
-)
 from megatron_prism.replay.costs.precision import precision_of
 from megatron_prism.report import words
-
-KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
-         "comm": "communication", "tmp": "temporaries", "other": "other"}  # fmt: skip
-PARTS = {**KINDS, "cache": "allocator's rounding and cache", "nccl": "NCCL",
-         "context": "context and libraries"}  # fmt: skip
+from megatron_prism.report.memory import page_data, render_memory_page
+from megatron_prism.report.memory_tables import (
+    KINDS,
+    class_table,
+    module_of,
+    part_rows,
+    source_lines,
+)
 
 
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
     parts = [
         _verdict(found),
-        _classes(found.memory, found.overruns),
+        class_table(found.memory, found.overruns),
         _host(found.host),
         _peak(found, shown or found.worst, top),
     ]
-    parts += [changes_of(found), _sources(found.memory)]
+    parts += [changes_of(found), source_lines(found.memory)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines) + "\n"
-
-
-def module_of(name: str) -> str:
-    """A module without the chunk that it is in."""
-    return re.sub(r"^chunk\d+(\.|(?=\[))", "", name) or "model"
 
 
 def _verdict(found: Fit) -> Iterator[str]:
@@ -75,56 +66,13 @@ def _host(need: HostNeed | None) -> Iterator[str]:
     yield from folded(text, 2)
 
 
-def render_memory(found: MemoryReport) -> str:
-    """A line for every class, and where the figures are from."""
-    lines = [found.job["world"], *_classes(found), "", *_sources(found)]
-    return "\n".join(lines) + "\n"
-
-
-def _classes(memory: MemoryReport, overruns: Collection[str] | None = None) -> Iterator[str]:
-    """``overruns``: the classes that do not fit; None: nobody asks."""
-    head = ["class", "ranks", "device", "allocated", "reserved", "NCCL"]
-    rows = [head if overruns is None else [*head, "fits"]]
-    for name, one in memory.classes.items():
-        sizes = (one.get("peak_device"), one["peak_allocated"], one["peak_reserved"],
-                 one.get("nccl"))  # fmt: skip
-        cells = ["unknown" if size is None else format_bytes(size) for size in sizes]
-        if overruns is not None:
-            cells.append("no" if name in overruns else "yes")
-        rows.append([name, f"{one['count']:,}", *cells])
-    yield from columns(rows)
-    alike: dict[str, list[str]] = {}
-    for name, one in memory.classes.items():
-        least, most = one.get("nccl_between") or (0, 0)
-        if least < most:
-            between = f"NCCL {format_bytes(least)} to {format_bytes(most)}, estimated"
-            alike.setdefault(f"{between}: connections between hosts", []).append(name)
-        if drawn := one.get("drawn"):
-            yield from _drawn(name, drawn)
-    for text, names in alike.items():
-        yield from folded(f"{', '.join(names)}: {text}", 2)
-
-
-def _drawn(name: str, drawn: DrawnFigures) -> Iterator[str]:
-    """About the peaks of drawn iterations."""
-    capacity = "" if drawn["capacity"] is None else f", capacity {drawn['capacity']:g}"
-    levels = (f"{word} {format_bytes(size)}" for word, size in (
-        ("p50", drawn["p50"]), ("p95", drawn["p95"]), ("at most", drawn["most"])))  # fmt: skip
-    yield from folded(f"{name}: routing {drawn['law']}{capacity}, {drawn['draws']:,} iterations: "
-                      f"allocated {', '.join(levels)}", 2)  # fmt: skip
-    if drawn["over"] is not None and drawn["group"] is not None:
-        ranks, groups = 100 * drawn["over"], 100 * drawn["group"]
-        yield from folded(f"  over the limit in an iteration: {ranks:.1f} % of the ranks, "
-                          f"{groups:.1f} % of the groups that share the experts", 4)  # fmt: skip
-
-
 def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
     one = found.memory.classes[name]
     at = one["at"]
     step = words.step(at["phase"], at["microbatch"], at["chunk"])
     place = f"{step} ({at['step']}), {at['op']} {at['site']}"
     yield from folded(f"the peak of {name}: {place}".rstrip(), 2)
-    yield from columns([["  of the device", ""], *_parts(one)])
+    yield from columns([["  of the device", ""], *part_rows(one)])
     least, most = one.get("reserved_between") or (0, 0)
     if format_bytes(least) != format_bytes(most):
         between = f"{format_bytes(least)} if the device keeps up with the host, up to "
@@ -143,14 +91,6 @@ def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
     for (kind, module, site), (size, count) in largest:
         text = f"{format_bytes(size):>10}  {kind}, {counted(count, 'tensor')}: {module} {site}"
         yield from folded(f"  {text.rstrip(': ')}", 14)
-
-
-def _parts(one: ClassMemoryFigures) -> list[list[str]]:
-    """What adds up to the device's bytes, or to what is reserved where those are unknown."""
-    parts = {**one["by_category"], **beside_tensors(one)}
-    rows = [[f"  {PARTS[what]}", format_bytes(size)] for what, size in parts.items() if size]
-    level = "reserved" if one.get("peak_device") is None else "device"
-    return [*rows, [f"  = {level}", format_bytes(needed(one))]]
 
 
 def changes_of(found: Fit) -> Iterator[str]:
@@ -182,13 +122,22 @@ def outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
     return f"{text}; an iteration takes {format_ns(one.slower_ns)} longer ({slower})"
 
 
-def _sources(memory: MemoryReport) -> Iterator[str]:
-    for level, source in memory.provenance.items():
-        yield from folded(f"{level.removeprefix('peak_'):<10} {source}", 11)
+def render_fit(found: Fit) -> str:
+    """The page of a job."""
+    data = page_data(found.programs, found.memory, found.limit)
+    data["verdict"] = "It fits" if found.fits else "It does not fit"
+    data["about"] = [f"{name} runs out {place.where}." for name, place in found.overruns.items()
+                     if place.where]  # fmt: skip
+    data["changes"] = [(one.words, outcome(one, found.limit, found.iteration_ns))
+                       for one in found.changes]  # fmt: skip
+    rows = [[level, text] for level, text in found.memory.provenance.items()]
+    title = job_settings.title(found.programs.source, found.programs.world)
+    return render_memory_page(title, "from slices, without a GPU", data, rows)
 
 
-@renders(MemoryReport)
-class MemoryReportRenderer(Renderer):
-    """Writes the peaks of every class of ranks."""
+@renders(Fit)
+class FitRenderer(Renderer):
+    """Writes whether a job fits."""
 
-    text = staticmethod(render_memory)
+    text = staticmethod(render_text)
+    page = staticmethod(render_fit)

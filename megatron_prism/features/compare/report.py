@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_prism.ask.compare import Comparison, Setting
 from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.groups import with_short_names
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import format_bytes, format_change, format_ns, format_share
+from megatron_prism.features.compare.compare import Comparison, Setting
 from megatron_prism.memory.peak_changes import Change
 from megatron_prism.report import replay
-from megatron_prism.report.fit import KINDS, PARTS, module_of
+from megatron_prism.report.memory_tables import KINDS, PARTS, module_of
 
 _NAMES = {**PARTS, "device": "= device"}
 _SETTINGS, _CLASSES, _ORIGINS, _SCALE = 12, 8, 6, 24  # shown of each

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.cli import arguments, snapshot
+from megatron_prism.cli import arguments
 from megatron_prism.cli.command import (
     ALLOC,
     CALIBRATION,
@@ -25,15 +25,16 @@ from megatron_prism.cli.command import (
     file_option,
     option,
 )
+from megatron_prism.cli.file_answers import answer_about_files
 from megatron_prism.cli.job_slices import kept_line
+from megatron_prism.cli.memory_arguments import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs
 from megatron_prism.cli.what_ifs import machine_note
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.ask.fit import Fit
     from megatron_prism.core.program import Program, Programs
-    from megatron_prism.memory.job_peaks import Draws
+    from megatron_prism.features.fit.fit import Fit
 
 
 def fit(args: argparse.Namespace) -> Answer:
@@ -53,17 +54,19 @@ def fit(args: argparse.Namespace) -> Answer:
     benchmarks/tools/device_memory.py, or none: the limit is then held against reserved bytes.
     --draws takes slices of tier meta; --routing uniform, zipf:A, or a folder of --prism-record.
     """
-    from megatron_prism.ask.fit import fit as fit_programs
     from megatron_prism.core.slices import open_programs
+    from megatron_prism.features.fit.fit import fit as fit_programs
+    from megatron_prism.features.fit.oom_answer import explain_error
     from megatron_prism.memory.job_peaks import first_program
 
     path = args.programs
     check_outputs([args.out], args.force, [path])
-    if snapshot.is_snapshot(path):
-        return snapshot.explain(path, args.top)
+    answer = answer_about_files("fit", args, [path], [[]])
+    if answer is not None:
+        return answer
     programs = open_programs(path, partial=True)
     if args.oom is not None:
-        return snapshot.explain_error(args, programs)
+        return explain_error(args, programs)
     warn_absent(programs)
     found = fit_programs(
         programs,
@@ -89,32 +92,6 @@ def fit(args: argparse.Namespace) -> Answer:
         status=int(not found.fits),
         html=found.to_html,
     )
-
-
-def warn_absent(programs: Programs) -> None:
-    """Say which ranks have no slice."""
-    from megatron_prism.core.world import format_ranks
-
-    if programs.absent:
-        ranks = format_ranks(programs.absent)
-        print(f"prism: ranks {ranks} are left out: their stages have no slice", file=sys.stderr)
-
-
-def draws_of(args: argparse.Namespace) -> Draws | None:
-    """What is to be drawn; UsageError for words that need ``--draws`` without it."""
-    from megatron_prism.memory import routing
-    from megatron_prism.memory.job_peaks import Draws
-    from megatron_prism.replay.costs.machine import device_limit
-
-    if args.draws is None:
-        for key in ("routing", "capacity"):
-            if getattr(args, key) is not None:
-                raise UsageError(f"--{key} belongs to --draws", fix="--draws 500 --routing zipf:1")
-        return None
-    if args.capacity is not None and args.capacity <= 0:
-        raise UsageError(f"--capacity {args.capacity:g} leaves no token", fix="--capacity 1.25")
-    limit = None if args.limit is None else device_limit(args.limit)[0] - (args.headroom or 0)
-    return Draws(routing.law(args.routing or "uniform"), args.draws, args.capacity, limit)
 
 
 def _write_snapshot(args: argparse.Namespace, program: Program) -> None:

@@ -6,8 +6,17 @@ from pathlib import Path
 
 from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.rendering import Renderer, renders
-from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotComparison, SnapshotGrowth
-from megatron_prism.report.fit import KINDS
+from megatron_prism.core.units import format_bytes
+from megatron_prism.features.snapshots.snapshot import (
+    RankedSnapshots,
+    Snapshot,
+    SnapshotComparison,
+    SnapshotGrowth,
+)
+from megatron_prism.memory import peaks
+from megatron_prism.report import words
+from megatron_prism.report.memory import class_data, render_memory_page
+from megatron_prism.report.memory_tables import KINDS
 from megatron_prism.report.page import render_page
 
 _SCRIPT = Path(__file__).with_name("snapshot.js")
@@ -102,6 +111,34 @@ def _first(found: SnapshotComparison) -> list[str]:
         for (size, site), count in list(shown.items())[:4]:
             lines += folded(f"  only {what} {size:,} B x {count}  {site or 'no Python frame'}", 6)
     return lines
+
+
+def render_snapshot(name: str, taken: Snapshot) -> str:
+    """The page of a real process; ``name``: of its file."""
+    top, most = peaks.known_peak(taken.program), taken.peak_reserved or taken.reserved
+    iteration = taken.iterations[top.index]
+    label = words.step(top.op.phase, top.op.microbatch, top.op.chunk)
+    levels = (most, None, 0, 0)
+    one = class_data(
+        name, taken.program, levels, f"iteration {iteration}, {label}", taken.iterations
+    )
+    about, limit = [], None
+    if taken.failed is not None:
+        limit = taken.reserved + taken.failed.device_free
+        free, largest = map(format_bytes, taken.free)
+        fits = "fit" if taken.fits_expandable() else "do not fit either"
+        about = [f"{taken.failed.size:,} B do not fit in iteration {taken.failed.iteration}, "
+                  f"{taken.failed.label} {taken.failed.site}.",
+                  f"{format_bytes(taken.reserved)} are reserved; {free} of them are free blocks, "
+                  f"the largest {largest}. With expandable segments the same requests "
+                  f"{fits}."]  # fmt: skip
+    verdict = "Out of memory" if taken.failed is not None else ""
+    data = {"limit": limit, "verdict": verdict, "about": about, "changes": [], "classes": [one]}
+    rows = [["allocated", "measured: blocks that the allocator gave, by the lines that asked"],
+            ["reserved", "measured: segments of the allocator; by its rules "
+             f"{format_bytes(taken.modelled)} of these requests"]]  # fmt: skip
+    about_process = f"a real process, iterations 1 to {taken.iterations[-1]}"
+    return render_memory_page(name, about_process, data, rows)
 
 
 @renders(SnapshotComparison, SnapshotGrowth, RankedSnapshots)

@@ -1,8 +1,8 @@
 """Whether a job fits into its GPUs, what its peak is made of, and which change makes it fit.
 
 In : programs that recorded memory, and a limit.  Out: ``Fit``.  Changes are tried on the programs:
-the allocator runs again without what recomputation does not keep (``memory.remedies``), or with
-other options; the iteration is replayed with the forwards that run again, priced as they were.
+the allocator runs again without what recomputation does not keep (``remedies``), or with other
+options; the iteration is replayed with the forwards that run again, priced as they were.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
-from megatron_prism.memory import allocator, peaks, remedies
+from megatron_prism.features.fit import remedies
+from megatron_prism.memory import allocator, peaks
 from megatron_prism.memory.host_need import HostNeed, host_need
 from megatron_prism.memory.job_peaks import Draws, MemoryReport, first_program, needed, peak_memory
 from megatron_prism.memory.nccl_buffers import DEFAULT

@@ -26,8 +26,8 @@ import numpy as np
 from megatron_prism.core import job_settings
 from megatron_prism.core.ops import ALLOCATION, IS_CALL, PHASE_NAMES
 from megatron_prism.core.program import Program
+from megatron_prism.features.fit.loader_masks import NO_MASK, without_mask
 from megatron_prism.memory import allocator, peaks
-from megatron_prism.memory.loader_masks import NO_MASK, without_mask
 
 Row = tuple[int, int, int, int, int]  # before, storage, bytes, note, stream
 

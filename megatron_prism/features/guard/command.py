@@ -25,11 +25,11 @@ from megatron_prism.cli.command import (
     option,
     switch,
 )
-from megatron_prism.cli.fit import draws_of, warn_absent
+from megatron_prism.cli.memory_arguments import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs, exact
-from megatron_prism.cli.snapshot import snapshots
 from megatron_prism.core.columns import folded
 from megatron_prism.core.errors import UsageError, refuse
+from megatron_prism.features.snapshots.files import snapshots
 
 if TYPE_CHECKING:
     from megatron_prism.memory.job_peaks import MemoryReport
@@ -118,7 +118,8 @@ def memory(args: argparse.Namespace) -> Answer:
 def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
     from megatron_prism.core.slices import open_programs
     from megatron_prism.features.guard import baseline
-    from megatron_prism.memory import job_peaks, peaks, snapshot
+    from megatron_prism.features.snapshots import snapshot
+    from megatron_prism.memory import job_peaks, peaks
 
     programs = open_programs(args.programs, partial=True)
     warn_absent(programs)

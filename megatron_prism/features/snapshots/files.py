@@ -1,30 +1,27 @@
-"""``prism fit`` of a real process: its memory snapshot, or the text of its error.
-
-In : what ``memory.snapshot`` and ``memory.oom`` answer.  Out: text or JSON.
-"""
+"""Memory snapshots of real processes, as ``prism fit`` and ``prism compare`` take them."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron_prism.cli import what_ifs as cli_what_ifs
+from megatron_prism.cli.file_answers import FileAnswer
+from megatron_prism.cli.memory_output import print_holdings, say
 from megatron_prism.cli.output import Answer, exact, print_table
 from megatron_prism.core import units
-from megatron_prism.core.columns import folded
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.ask.compare import Answer as Compared
-    from megatron_prism.core.program import Programs
-    from megatron_prism.memory.oom import Candidate, Said
+    from megatron_prism.features.snapshots.snapshot import Snapshot
     from megatron_prism.memory.peaks import HeldMemory, Peak
-    from megatron_prism.memory.snapshot import Snapshot
 
 
 _NAME = re.compile(r"\.(?:pickle|pkl)(?:\.gz|\.xz)?$", re.IGNORECASE)
@@ -45,15 +42,15 @@ def snapshots(path: str) -> list[str]:
     return [path] if _NAME.search(path) else []
 
 
-def compared(paths: Sequence[str], beside: Callable[[Snapshot], Compared]) -> Compared:
+def compared(paths: Sequence[str], beside: Callable[[Snapshot], Any]) -> Any:
     """What ``beside`` says of snapshots if the last path is no snapshot, else what their processes
     hold more than in earlier ones: folders have one of each rank."""
-    from megatron_prism.memory import snapshot
+    from megatron_prism.features.snapshots import snapshot
 
     *first, last = [[(name, snapshot.read(name)) for name in snapshots(path)] for path in paths]
     if not all(first):
         raise UsageError("snapshots come first", fix="prism compare SNAPSHOT SLICES")
-    answers: dict[str, Compared] = {}
+    answers: dict[str, Any] = {}
     if last:
         series: dict[str, list[Snapshot]] = {}
         folders = any(len(each) > 1 for each in (*first, last))
@@ -68,11 +65,45 @@ def compared(paths: Sequence[str], beside: Callable[[Snapshot], Compared]) -> Co
     return snapshot.RankedSnapshots(answers) if len(answers) > 1 else next(iter(answers.values()))
 
 
+def name_snapshots(paths: Sequence[str]) -> bool:
+    """Whether one of the paths is a snapshot or a folder of them."""
+    return any(is_snapshot(path) for path in paths)
+
+
+def fit(
+    args: argparse.Namespace, paths: Sequence[str], what_ifs: Sequence[Sequence[str]]
+) -> Answer:
+    """Answer ``prism fit SNAPSHOT``."""
+    return explain(paths[0], args.top)
+
+
+def compare(
+    args: argparse.Namespace, paths: Sequence[str], what_ifs: Sequence[Sequence[str]]
+) -> Answer:
+    """Answer ``prism compare SNAPSHOT SLICES`` and ``prism compare EARLIER LATER``."""
+    from megatron_prism.features.snapshots import comparers
+
+    @functools.cache
+    def slices() -> Any:  # of one job for all ranks
+        return cli_what_ifs.open_side(paths[-1], what_ifs[-1], args.machine, args.calibration)
+
+    found = compared(paths, lambda taken: comparers.compare(taken, slices()))
+    return Answer(
+        found.to_json,
+        lambda: print(found.to_text(), end=""),
+        found.to_rows,
+        next=f"prism fit {paths[-1]}",
+        status=int(args.exit_code and not getattr(found, "same", False)),
+        html=found.to_html,
+    )
+
+
 def explain(path: str, top: int) -> Answer:
     """Where the memory of a process went, from its snapshot; of several, of the one that needs
     most."""
-    from megatron_prism.memory import peaks, snapshot
-    from megatron_prism.report.memory import render_snapshot
+    from megatron_prism.features.snapshots import snapshot
+    from megatron_prism.features.snapshots.report import render_snapshot
+    from megatron_prism.memory import peaks
 
     every = {name: snapshot.read(name) for name in snapshots(path)}
     tops = {name: peaks.known_peak(taken.program) for name, taken in every.items()}
@@ -95,7 +126,7 @@ def explain(path: str, top: int) -> Answer:
         if len(every) > 1:
             _print_ranks(every, tops, differ)
         _print_snapshot(Path(largest).name, taken, peak)
-        _print_holdings(peak.holdings[:top])
+        print_holdings(peak.holdings[:top])
 
     return Answer(
         lambda: value,
@@ -107,10 +138,6 @@ def explain(path: str, top: int) -> Answer:
     )
 
 
-def _say(text: str) -> None:
-    print(*folded(text, 4), sep="\n")
-
-
 def _print_ranks(
     every: Mapping[str, Snapshot], tops: Mapping[str, Peak], differ: Sequence[HeldMemory]
 ) -> None:
@@ -118,32 +145,32 @@ def _print_ranks(
              "out of memory" if every[name].failed else "")
             for name, top in tops.items()]  # fmt: skip
     print_table(("snapshot", "peak", "in", "reserved at the end", ""), rows)
-    _say("the largest peak has more than the smallest:" if differ else "all peaks are alike")
-    _print_holdings(differ)
+    say("the largest peak has more than the smallest:" if differ else "all peaks are alike")
+    print_holdings(differ)
 
 
 def _print_snapshot(name: str, taken: Snapshot, peak: Peak) -> None:
     since = "its first request" if taken.whole else "later"
     last = taken.iterations[-1]
-    _say(f"{name}: {f'iterations 1 to {last}' if last else 'no iteration'}, history since {since}")
+    say(f"{name}: {f'iterations 1 to {last}' if last else 'no iteration'}, history since {since}")
     if taken.failed is not None:
         _print_failed(taken)
     when = f" in iteration {taken.iterations[peak.index]}, {peak.op.label}, {peak.site}"
-    _say(f"peak {exact(peak.num_bytes)}{when if last else ''}")
-    _say("  " + ", ".join(f"{k} {units.format_bytes(v)}" for k, v in peak.by_kind.items() if v))
+    say(f"peak {exact(peak.num_bytes)}{when if last else ''}")
+    say("  " + ", ".join(f"{k} {units.format_bytes(v)}" for k, v in peak.by_kind.items() if v))
     most = taken.peak_reserved
     if most is not None:
         same = "the same" if most == taken.modelled else f"{exact(taken.modelled)} of its requests"
         rules = f": the allocator's rules say {same}" if taken.whole else ""
-        _say(f"reserved {exact(most)} at most{rules}")
+        say(f"reserved {exact(most)} at most{rules}")
         if taken.unknown:
-            _say(f"  {taken.unknown}")
+            say(f"  {taken.unknown}")
         for whose, sizes in zip(("the process", "the rules"), taken.segments, strict=True):
             if sizes:
                 listed = ", ".join(map(units.format_bytes, sizes[:_SHOWN]))
                 count = units.counted(len(sizes), "segment")
-                _say(f"  {count} at the end of {whose} alone: {listed}")
-    _say(f"  at the end {exact(taken.reserved)}, {_free(taken)}")
+                say(f"  {count} at the end of {whose} alone: {listed}")
+    say(f"  at the end {exact(taken.reserved)}, {_free(taken)}")
 
 
 def _figures(taken: Snapshot, peak: Peak) -> dict[str, object]:
@@ -164,71 +191,20 @@ def _free(taken: Snapshot) -> str:
 def _print_failed(taken: Snapshot) -> None:
     failed = taken.failed
     assert failed is not None
-    _say(f"out of memory in iteration {failed.iteration}, {failed.label} {failed.site}: "
+    say(f"out of memory in iteration {failed.iteration}, {failed.label} {failed.site}: "
           f"{failed.size:,} B do not fit")  # fmt: skip
-    _say(f"  {units.format_bytes(taken.reserved)} reserved, {_free(taken)}; the device has "
+    say(f"  {units.format_bytes(taken.reserved)} reserved, {_free(taken)}; the device has "
           f"{units.format_bytes(failed.device_free)} left")  # fmt: skip
     if taken.fits_expandable():
-        _say("  fragmentation: the same requests fit with "
+        say("  fragmentation: the same requests fit with "
               "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")  # fmt: skip
     else:
-        _say("  size: the same requests do not fit with expandable segments either")
+        say("  size: the same requests do not fit with expandable segments either")
     if failed.iteration == 1:
-        _say("  the optimizer's states do not exist yet: later iterations need more")
+        say("  the optimizer's states do not exist yet: later iterations need more")
 
 
-def _print_holdings(holdings: Sequence[HeldMemory]) -> None:
-    rows = [(f"{h.num_bytes:,}", str(h.count), h.kind, h.site, h.module) for h in holdings]
-    print_table(("bytes", "tensors", "kind", "site", "module"), rows)
-
-
-def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
-    """Which request of the slices an out-of-memory error was about, and what frees memory."""
-    from megatron_prism.ask.fit import fit
-    from megatron_prism.memory import oom, peaks
-    from megatron_prism.report.fit import changes_of
-
-    said = oom.parse(args.oom)
-    found = oom.candidates(programs.programs, said)
-    if not found:
-        raise UsageError(
-            f"no request of the slices is {units.format_bytes(said.asked)}",
-            fix="capture the job with the flags of the run that failed",
-        )
-    limit, tried = oom.limit_of(said), None
-    if limit is not None:
-        tried = fit(programs, limit=limit, machine=args.machine, calibration=args.calibration,
-                    alloc_conf=args.alloc or "", device=None)  # fmt: skip
-    rows = [{"rank": one.program.rank, "num_bytes": one.num_bytes, "step": one.op.label,
-             "op": one.op.name, "site": one.site, "allocated": one.allocated,
-             "first_iteration": one.first} for one in found]  # fmt: skip
-    value = {"schema": "prism.memory_oom/1", "candidates": rows, "limit": limit,
-             "changes": [asdict(one) for one in tried.changes] if tried else None}  # fmt: skip
-
-    def page() -> None:
-        _print_request(said, found)
-        _print_holdings(peaks.holdings_at(found[0].program, found[0].event)[: args.top])
-        if tried is not None:
-            size = f"the {units.format_bytes(tried.limit)} of segments that the process could have"
-            _say(f"a later iteration {'fits' if tried.fits else 'does not fit'} into {size}")
-            print("\n".join(changes_of(tried)))
-
-    return Answer(lambda: value, page, lambda: rows)
-
-
-def _print_request(said: Said, found: Sequence[Candidate]) -> None:
-    best = found[0]
-    when = "the first iteration: Adam's states do not exist yet" if best.first else "any iteration"
-    several = len({one.program.rank for one in found}) > 1
-    whose = f"rank {best.program.rank}: " if several else ""
-    _say(f"{whose}{best.num_bytes:,} B in {best.op.label} {best.op.name} {best.site}")
-    real = f", the error says {units.format_bytes(said.allocated)}" if said.allocated else ""
-    _say(f"  {when}; {exact(best.allocated)} allocated in the slices then{real}")
-    if said.unused is not None:
-        enough = said.unused + (said.device_free or 0) >= said.asked
-        kind = "fragmentation" if enough and said.unused >= said.asked // 4 else "size"
-        _say(f"  {kind}: {units.format_bytes(said.unused)} are reserved and not in use")
-    others = {(one.op.label, one.site) for one in found[1:]} - {(best.op.label, best.site)}
-    if others:
-        listed = ", ".join(f"{label} {site}" for label, site in sorted(others)[:4])
-        _say(f"  requests of the same size: {listed}")
+FILE_ANSWERS = (
+    FileAnswer("fit", name_snapshots, fit),
+    FileAnswer("compare", name_snapshots, compare),
+)

@@ -1,38 +1,35 @@
 """What differs between two jobs, or two versions of one: time, memory by part, sizes, ops.
 
-In : two jobs as programs, priced graphs or reports of memory; traces or a memory snapshot of a
-real process beside one.  Out: ``Comparison``, or what ``traces`` and ``memory.snapshot`` answer.
+In : two jobs as programs, priced graphs or reports of memory, or what a feature's comparer takes
+(``core.comparing``), such as traces of a real job.  Out: ``Comparison``, or the comparer's answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
-from megatron_prism.ask.scale import ScaleChange, scale_changes
-from megatron_prism.core import job_settings
+from megatron_prism.core import feature, job_settings
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.slices import of_ranks
-from megatron_prism.features.traces.compare import TraceComparison, compare_traces
+from megatron_prism.features.compare.scale import ScaleChange, scale_changes
 from megatron_prism.graph.difference import FirstDifference, difference, rows_of
-from megatron_prism.memory import snapshot
 from megatron_prism.memory.job_peaks import MemoryReport, beside_tensors, needed, peak_memory
 from megatron_prism.memory.peak_changes import Change
 from megatron_prism.memory.peak_changes import compare as compare_peaks
-from megatron_prism.memory.snapshot import RankedSnapshots, SnapshotComparison, SnapshotGrowth
 from megatron_prism.replay import differences
 from megatron_prism.replay.differences import TimeDifference, UncertainTime
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
 from megatron_prism.replay.rates import Rates, rates_of, tokens_of
 from megatron_prism.replay.timeline import Timeline, mean_parts
 
-Traces = Sequence[str | os.PathLike[str]]
 Job = Programs | PricedGraph | MemoryReport
+JOB_TYPES = (Programs, PricedGraph, MemoryReport)
 
 
 @dataclass(frozen=True)
@@ -166,28 +163,29 @@ class Comparison:
         return page
 
 
-Answer = Comparison | TraceComparison | SnapshotComparison | SnapshotGrowth | RankedSnapshots
-
-
 def compare(
-    a: Job | snapshot.Snapshot | Traces,
-    b: Job | snapshot.Snapshot,
+    a: object,
+    b: object,
     *,
     names: tuple[str, str] = ("A", "B"),
     machine: MachineLike | None = None,
     calibration: CalibrationLike | None = None,
-) -> Answer:
+) -> Any:
     """Say what differs between two jobs.
 
     Args:
         a: programs, what ``price`` made of them (with what-ifs), a report of memory; of a real job:
-            a memory snapshot (``memory.snapshot.read``) or the paths of its traces.
+            a memory snapshot or the paths of its traces.
         b: the other one; of traces and snapshots the programs of the same job, or a later snapshot.
         names: of both, for people.
-        machine, calibration: as of ``price``, for programs.
+        machine: as of ``price``, for programs.
+        calibration: as of ``price``, for programs.
+
+    Returns:
+        A Comparison; of traces and snapshots an answer with the same ways out (``to_text``, …).
 
     Raises:
-        UsageError: traces or a snapshot beside something else.
+        UsageError: something that cannot be compared with the other.
     """
 
     def priced(job: object) -> PricedGraph | None:
@@ -195,20 +193,13 @@ def compare(
             return price(job, machine=machine, calibration=calibration)
         return job if isinstance(job, PricedGraph) else None
 
-    if isinstance(b, snapshot.Snapshot):
-        if isinstance(a, snapshot.Snapshot):
-            return snapshot.grown(a, b)
-        raise UsageError("snapshots come first", fix="prism compare SNAPSHOT SLICES")
-    if isinstance(a, (Programs, PricedGraph, MemoryReport)):
-        return _jobs((a, b), names, priced)
-    if isinstance(b, MemoryReport):
+    for module in feature.modules("comparers"):
+        for comparer in module.COMPARERS:
+            if comparer.accepts(a, b):
+                return comparer.compare(a, b, priced)
+    if not (isinstance(a, JOB_TYPES) and isinstance(b, JOB_TYPES)):
         raise UsageError("a real job needs slices beside it", fix="prism compare A SLICES")
-    if isinstance(a, snapshot.Snapshot):
-        programs = b.graph.programs if isinstance(b, PricedGraph) else b
-        return snapshot.compare(a, programs)
-    predicted = priced(b)
-    assert predicted is not None
-    return compare_traces(a, predicted.timeline)
+    return _jobs((a, b), names, priced)
 
 
 def _jobs(

@@ -1,0 +1,39 @@
+"""Arguments and warnings of the commands that measure a job's memory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from megatron_prism.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.core.program import Programs
+    from megatron_prism.memory.job_peaks import Draws
+
+
+def warn_absent(programs: Programs) -> None:
+    """Say which ranks have no slice."""
+    from megatron_prism.core.world import format_ranks
+
+    if programs.absent:
+        ranks = format_ranks(programs.absent)
+        print(f"prism: ranks {ranks} are left out: their stages have no slice", file=sys.stderr)
+
+
+def draws_of(args: argparse.Namespace) -> Draws | None:
+    """What is to be drawn; UsageError for words that need ``--draws`` without it."""
+    from megatron_prism.memory import routing
+    from megatron_prism.memory.job_peaks import Draws
+    from megatron_prism.replay.costs.machine import device_limit
+
+    if args.draws is None:
+        for key in ("routing", "capacity"):
+            if getattr(args, key) is not None:
+                raise UsageError(f"--{key} belongs to --draws", fix="--draws 500 --routing zipf:1")
+        return None
+    if args.capacity is not None and args.capacity <= 0:
+        raise UsageError(f"--capacity {args.capacity:g} leaves no token", fix="--capacity 1.25")
+    limit = None if args.limit is None else device_limit(args.limit)[0] - (args.headroom or 0)
+    return Draws(routing.law(args.routing or "uniform"), args.draws, args.capacity, limit)

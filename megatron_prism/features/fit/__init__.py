@@ -1,0 +1,14 @@
+"""Fit: whether a job fits into its GPUs, what the peak is made of, and what makes it fit.
+
+fit.py           programs and a limit -> Fit
+remedies.py      what recomputation frees at the peak, and the peak that decides then
+loader_masks.py  the data loader's mask, which a flag leaves out
+oom.py           which request of the slices an out-of-memory error is about
+oom_answer.py    the same, printed
+report.py        a Fit as text and page
+command.py       prism fit
+"""
+
+from megatron_prism.core.feature import Feature
+
+FEATURE = Feature(command="command", renderers="report", api={"Fit": "fit:Fit", "fit": "fit:fit"})
