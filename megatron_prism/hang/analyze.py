@@ -90,7 +90,7 @@ _CALLED_OTHERWISE = {
 }  # fmt: skip
 _STOPPED = 8  # culprits that one command stops: those of a host
 _WHERE = ("outside", "in a call", "at work")  # events that say where a rank stands
-_HANDLED = "handled"  # the event of an exception after which the rank went on
+_HANDLED = ("handled", "logged")  # events of exceptions that ended nothing, or perhaps nothing
 
 
 def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
@@ -249,7 +249,7 @@ class _Judge:
         barrier."""
         events = self.state.events.values()
         kinds = {event.kind for of_rank in events for event in of_rank}
-        return bool(kinds - {_HANDLED}) or bool(self.state.observed.absent)
+        return bool(kinds - {*_HANDLED}) or bool(self.state.observed.absent)
 
     def _by_torch(self, differ: Disagreement) -> Diagnosis:
         """The verdict by torch's own check of collectives, which is taken at its word."""
@@ -281,8 +281,11 @@ class _Judge:
             for event in events:
                 if event.kind in _WHERE or rank in found:
                     continue
-                if event.kind == _HANDLED or self._waits_like_others(rank, event):
+                if event.kind == "handled" or self._waits_like_others(rank, event):
                     self.evidence.append(f"rank {rank} went on after an exception: {event.text}")
+                elif event.kind == "logged":
+                    self.evidence.append(f"rank {rank} logged an exception, which perhaps ended "
+                                         f"nothing: {event.text}")  # fmt: skip
                 else:
                     found[rank] = event
         self.evidence += [f"rank {r}: {e.kind}: {e.text}" for r, e in sorted(found.items())[:4]]
@@ -299,7 +302,8 @@ class _Judge:
         It handled the exception then, unless others wait for this rank, and would go on with it.
         """
         state = self.state
-        if event.kind not in ("exception", "out of memory") or "NCCL watchdog" in event.text:
+        of_python = event.kind in ("exception", "out of memory", "logged")
+        if not of_python or "NCCL watchdog" in event.text:
             return False
         if not state.outstanding.get(rank) and rank not in state.hidden:
             return False

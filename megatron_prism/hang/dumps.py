@@ -122,9 +122,11 @@ class Dump:
 
 @dataclass(frozen=True)
 class RankEvent:
-    """What a log says of a rank.  kind: exception, out of memory, killed; handled: an exception
-    after which the rank went on; outside: it waited for others in a call outside NCCL; or where its
-    stack is: in a call of torch.distributed, at work.
+    """What a log says of a rank.
+
+    kind: exception, out of memory, killed; handled: an exception after which the rank went on;
+    logged: one that perhaps did not end it; outside: it waited for others in a call outside NCCL;
+    or where its stack is: in a call of torch.distributed, at work.
     """
 
     kind: str

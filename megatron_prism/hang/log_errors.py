@@ -23,10 +23,18 @@ _OF_OTHERS = re.compile(
     r"Detected mismatch between collectives", re.IGNORECASE
 )  # fmt: skip
 _CHAIN = re.compile(r"(?:During handling of the above|The above) exception")
+LOGGED = "it was logged"  # the one reason that does not prove that the rank went on
 _BEFORE = (
     (re.compile(r"Exception ignored in"), "it was ignored"),
     (re.compile(r"Exception in thread (?!MainThread)"), "it ended another thread"),
-    (re.compile(r"\b(?:ERROR|WARNING|WARN|CRITICAL|INFO|DEBUG)\b"), "it was logged"),
+    (re.compile(r"\b(?:ERROR|CRITICAL|EXCEPTION)\b"), LOGGED),
+    (
+        re.compile(
+            r"\bWARN(?:ING)?\b.*(?:fail|error|exception|could not|cannot|unable|retr)",
+            re.IGNORECASE,
+        ),
+        LOGGED,
+    ),
 )  # what stands before a traceback that ends nothing
 _AGAIN = re.compile(r"\bretr(?:y|ies|ying)\b|try(?:ing)? again", re.IGNORECASE)
 
@@ -80,7 +88,8 @@ class Tracebacks:
     def goes_on(self) -> None:
         """Take all exceptions so far as handled: the rank ended an iteration after them."""
         for raised in self.raised:
-            raised.handled = raised.handled or "it went on"
+            if raised.handled in ("", LOGGED):
+                raised.handled = "it went on"
 
     def _begin(self, line: str) -> None:
         before = line.partition("Traceback")[0].strip() or self._last

@@ -29,7 +29,6 @@ class Says(Enum):
     KILLED = auto()  # the kernel killed a process
     EVIDENCE = auto()  # of the job: shown as it is
     STARTS = auto()  # the job, or an attempt of it, starts
-    GOES_ON = auto()  # an iteration is over
     DEDUPLICATED = auto()  # the launcher left out like lines of other ranks
 
 
@@ -90,13 +89,22 @@ LINES = (
     _line(Says.EVIDENCE, "watchdog got stuck", r"ProcessGroupNCCL's watchdog got stuck for \d+ "
           r"seconds", "NCCL HeartbeatMonitor, 2.2 on"),
     _line(Says.STARTS, "using world size", r"using world size: \d+", "Megatron's arguments.py"),
-    _line(Says.STARTS, "worker group", r"[Rr]estarting worker group|(?:Starting|restart_count=[1-9]"
-          r").*worker group", "torch elastic, agent/server/api.py"),
-    _line(Says.GOES_ON, "", r"\b(?:iteration|iter|global_step|step|epoch)\b[\s:=\[]{0,12}\d|"
-          r"\blm loss\b|\d+/\d+ \[|\bloss ?[:=] ?\d", "training logs and progress bars",
-          re.IGNORECASE),
+    _line(Says.STARTS, "worker group", r"[Rr]estart(?:ing)? worker group",
+          "torch elastic, agent/server/api.py"),
     _line(Says.DEDUPLICATED, "across cluster", r"\[repeated \d+x across cluster\]", "Ray's logs"),
 )  # fmt: skip
+
+
+# training logs and progress bars; what W&B prints at the end of a process is none
+_ITERATION = re.compile(
+    r"^(?!.*wandb:).*?(?:\b(?:iteration|iter|global_step|step|epoch)\b[\s:=\[]{0,12}\d|"
+    r"\blm loss\b|\d+/\d+ \[|\bloss ?[:=] ?\d)", re.IGNORECASE
+)  # fmt: skip
+
+
+def is_iteration(text: str) -> bool:
+    """Whether a line says that an iteration is over."""
+    return _ITERATION.search(text) is not None
 
 
 def statements(text: str) -> Iterator[tuple[Says, re.Match[str]]]:
@@ -270,6 +278,7 @@ IN_FRONT = (
          "loggers: [RANK 4], [rank: 4] of Lightning; not torch's [Rank 4], which is of a group"),
     Mark(re.compile(r"(?:RANK|rank|Rank)[ _=]?(\d{1,9})\s?[:|]\s"), "loggers: rank 4: …"),
 )  # fmt: skip
+_IN_FRONT_WORD = re.compile(r"[Rr]ank|RANK|\[1,")  # what such a line has somewhere
 _TASK = re.compile(r"^\s*(\d{1,6}): ")  # srun --label: a rank, where a task is one
 _LOCAL = re.compile(r"^\s*(?:\d{1,6}: )?\[(?:default|trainer)\d+\]:")  # torchrun --tee: a local one
 _ACTOR = re.compile(r"\((\w+ pid=\d+(?:, ip=[^)\s]+)?)\)")  # of Ray
@@ -341,6 +350,8 @@ def _marked(line: str) -> tuple[int | None, str]:
     for mark in ANYWHERE:
         if "rank" in line and (found := mark.pattern.search(line)) is not None:
             return int(found[1]), line[found.end() :]
+    if not _IN_FRONT_WORD.search(line):
+        return None, line
     start = 0
     while (peeled := _PEELED.match(line, start)) is not None and peeled.end() > start:
         start = peeled.end()
@@ -371,7 +382,9 @@ _WRAPS = 12  # lines of a screen that one message takes at most
 
 def logical_lines(text: str) -> list[str]:
     """The lines as they were printed: without colours and NULs, one message in each."""
-    text = _COLOUR.sub("", text.replace("\0", "")).replace("\r\n", "\n").replace("\r", "\n")
+    if "\x1b" in text or "[0m" in text:
+        text = _COLOUR.sub("", text)
+    text = text.replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")
     physical = text.split("\n")
     width = _screen_width(physical)
     found: list[str] = []
@@ -382,7 +395,7 @@ def logical_lines(text: str) -> list[str]:
             found[-1] = _POSITION.sub(_CUT, found[-1].rstrip()) + line.rstrip()
             wraps += 1
         else:
-            pieces = _GLUED.split(line)
+            pieces = _GLUED.split(line) if "[rank" in line else [line]
             # text in front of the first mark is a launcher's prefix
             whole = pieces[0] + pieces[1] if len(pieces) > 1 else pieces[0]
             found += [whole.rstrip(), *(piece.rstrip() for piece in pieces[2:])]

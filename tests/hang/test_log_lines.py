@@ -273,6 +273,25 @@ def test_an_exception_that_a_rank_handled_names_nobody(form, prefix, tmp_path):
                for line in found.evidence)  # fmt: skip
 
 
+FATAL = {
+    "behind a record of something else": "{0}2026-05-19 10:10:29,604 [INFO] loading\n" + TRACE,
+    "behind a warning of something else": "{0}WARNING:root:deprecated\n" + TRACE,
+    "in front of a summary": TRACE + "{0}wandb: Run summary:\n{0}wandb:   epoch 3\n",
+    "after one that it handled": TRACE + "{0}retrying\n" + TRACE,
+}
+
+
+@pytest.mark.parametrize("form", FATAL)
+def test_an_exception_that_ended_a_rank_names_it(form, tmp_path):
+    found = judged(tmp_path, world(3) + FATAL[form].format("[rank1]: ") + waits(0) + waits(2))
+    assert [(culprit.rank, culprit.kind) for culprit in found.culprits] == [(1, "exception")]
+
+
+def test_logs_of_nodes_one_behind_the_other_are_of_one_attempt(tmp_path):
+    found = judged(tmp_path, waits(2) + world(4) + waits(0) + waits(1))
+    assert [wait.rank for wait in found.victims] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("form", ["logged", "ignored", "it retries"])
 def test_the_silent_rank_is_named_before_one_that_spoke(form, tmp_path):
     """Rank 1 prints nothing of its calls; rank 2 prints nothing."""
