@@ -123,7 +123,8 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
     """
     if verdict.exit_code != 3:
         return ""
-    suspects = verdict.candidates or [c.rank for c in verdict.culprits] or state.missing or [0]
+    suspects = verdict.candidates or [culprit.rank for culprit in verdict.culprits]
+    suspects = suspects or waits.last_waited_for(state) or state.missing or [0]
     if any("--then DIR" in line for line in verdict.evidence):
         return "prism hang DIR --then DIR2: dumps of the same job some seconds later"
     if any("outside NCCL" in line for line in verdict.evidence):

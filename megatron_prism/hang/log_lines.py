@@ -123,6 +123,7 @@ GROUP = re.compile(
 )  # to 2.3 a number that each process counts by itself; since 2.4 the GUID, the same everywhere
 _OWN_NUMBER = re.compile(r"(?:\[E[^\]]*\]|^|:)\s*\[Rank (\d{1,9})\]")
 _FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut|Timeout\(ms\))\s*=\s*(\w+)(…?)")
+_CUT_FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut|Timeout\(ms\))\s*=\s*\w+$")
 _UNKNOWN = (1 << 64) - 1  # of elements: torch's -1, unsigned
 _PRINTED = re.compile(r"SequenceNumber=(\d+)|OpType=(\w+)|TensorShape=(\[[^\]]*\])|"
                       r"TensorDtypes=([A-Za-z]+)")  # fmt: skip
@@ -185,25 +186,32 @@ class LoggedCall:
     group_rank: int = -1
     stack: list[str] = field(default_factory=list)
 
-    @property
-    def signature(self) -> tuple[int, str, tuple[int, int], int]:
-        """What members of one group print alike."""
-        return self.seq, self.op, self.elements, self.timeout_ms
+    def is_like(self, other: LoggedCall) -> bool:
+        """Whether two ranks may be in one call, by all that both lines show."""
+        sizes = min(self.elements) < 0 or min(other.elements) < 0 or self.elements == other.elements
+        limits = -1 in (self.timeout_ms, other.timeout_ms) or self.timeout_ms == other.timeout_ms
+        kinds = not self.op or not other.op or self.op == other.op
+        return self.seq == other.seq and kinds and sizes and limits
 
 
 def call_of(match: re.Match[str], text: str) -> LoggedCall:
     """Read the call that a line of ``Says.CALL`` names."""
     fields: dict[str, str] = {}
     hidden: set[str] = set()
-    for name, value, mark in _FIELD.findall(match["body"]):
+    body = match["body"]
+    for name, value, mark in _FIELD.findall(body):
         fields[name] = value
         if mark:
             hidden.add(name)
+    end = _CUT_FIELD.search(body)
+    if end is not None and end[1] != "OpType":
+        # the line is cut off in a number: it may have more digits
+        fields.pop(end[1])
     kind = fields.get("OpType", "")
     own = _OWN_NUMBER.findall(text)
     return LoggedCall(
         _number(fields.get("SeqNum", "")),
-        operation(kind.partition(_CUT)[0], "OpType" in hidden or _CUT in match["body"]),
+        operation(kind, "OpType" in hidden),
         kind,
         (_number(fields.get("NumelIn", "")), _number(fields.get("NumelOut", ""))),
         _number(fields.get("Timeout(ms)", "")),

@@ -323,7 +323,14 @@ class _Log:
         number = next((found for says, found in log_lines.statements(text)
                        if says is Says.FAILED), None)  # fmt: skip
         failed = -1 if number is None else int(number[1])
-        counts = _Counts(group["name"], int(match[1]), int(match[2]), failed, int(group["rank"]))
+        completed = int(match[2])
+        if (
+            completed < failed - 1
+            and str(failed - 1).startswith(match[2])
+            and text.endswith(match[2])
+        ):
+            completed = failed - 1  # the line is cut off in the number
+        counts = _Counts(group["name"], int(match[1]), completed, failed, int(group["rank"]))
         for call in self.calls[rank]:
             if call.seq == failed and call.group in ("", counts.group):
                 call.group, call.group_rank = counts.group, counts.group_rank
@@ -454,21 +461,27 @@ class _Job:
         not end, and all before it did.
         """
         self._part_names()
-        named: dict[object, set[str]] = defaultdict(set)
-        alike: dict[object, dict[int, LoggedCall]] = defaultdict(dict)
-        for rank, speaker in self.ranks.items():
-            for call in speaker.calls:
-                if call.group:
-                    named[call.signature].add(call.group)
-                else:
-                    alike[call.signature][rank] = call
-        for signature, calls in alike.items():
-            names = named[signature]
-            if len(names) == 1 and self._fits(next(iter(names)), calls):
-                for call in calls.values():
+        calls = [(rank, call) for rank, speaker in sorted(self.ranks.items())
+                 for call in speaker.calls]  # fmt: skip
+        named = [call for _, call in calls if call.group]
+        alike: list[dict[int, LoggedCall]] = []
+        for rank, call in calls:
+            if call.group:
+                continue
+            for members in alike:
+                if rank not in members and all(call.is_like(other) for other in members.values()):
+                    members[rank] = call
+                    break
+            else:
+                alike.append({rank: call})
+        for members in alike:
+            names = {other.group for other in named
+                     if all(call.is_like(other) for call in members.values())}  # fmt: skip
+            if len(names) == 1 and self._fits(next(iter(names)), members):
+                for call in members.values():
                     call.group = next(iter(names))
             else:
-                self._name_group(signature, calls)
+                self._name_group(members)
         for speaker in self.ranks.values():
             for call in speaker.calls:
                 # a line without counters: at least this
@@ -500,12 +513,17 @@ class _Job:
         numbers = {rank: call.group_rank for rank, call in calls.items()}
         return _is_one_group({**self._members(name), **numbers})
 
-    def _name_group(self, signature: object, calls: Mapping[int, LoggedCall]) -> None:
+    def _name_group(self, calls: Mapping[int, LoggedCall]) -> None:
         """Give calls that no line names a group: one for all, or one for each rank where their
         numbers in their groups show that these are several."""
         whole = _is_one_group({rank: call.group_rank for rank, call in calls.items()})
+        first = min(calls)
         for rank, call in calls.items():
-            call.group = str(signature) if whole else f"{signature} of rank {rank}"
+            call.group = f"of #{call.seq} on rank {first if whole else rank}"
+            # several calls of one rank may have one number in groups of their own
+            while call.group in self.descs:
+                call.group += "'"
+        for call in calls.values():
             self.descs[call.group] = UNNAMED
 
     def _part_names(self) -> None:

@@ -111,6 +111,22 @@ def test_lines_that_two_ranks_glued_are_two(tmp_path):
     assert victims(judged(tmp_path, text)) == [(0, "all_reduce", 77), (1, "all_reduce", 77)]
 
 
+@pytest.mark.parametrize("end", ["SeqNum=77, OpType=ALLRED", "NumelIn=10", "Timeout(ms)=6000"])
+def test_what_stands_before_a_cut_is_read(end, tmp_path):
+    """Rank 1 waits in the call of rank 0, whatever of its line is left."""
+    text = caught(1).partition(end)[0] + end
+    assert victims(judged(tmp_path, waits(0) + text)) == [(0, "all_reduce", 77),
+                                                          (1, "all_reduce", 77)]  # fmt: skip
+
+
+def test_a_number_that_is_cut_is_none(tmp_path):
+    found = judged(tmp_path, waits(0) + caught(1).partition("7, OpType")[0])
+    assert victims(found) == [(0, "all_reduce", 77)]
+    assert "rank 1 waits in a call; its number is not printed" in found.evidence
+    found = judged(tmp_path, waits(0, 1377) + waits(1, 1377)[:-3])
+    assert [(wait.rank, wait.seq) for wait in found.victims] == [(0, 1377), (1, 1377)]
+
+
 def test_whole_lines_are_left_as_they_are():
     text = "a" * 70 + "\n" + "b" * 70 + "\n[rank0]: x\n"
     assert logical_lines(text) == ["a" * 70, "b" * 70, "[rank0]: x", ""]
