@@ -54,7 +54,8 @@ _PIECE = 1 << 23  # bytes that are read at once
 _INFLATED = 1 << 28  # bytes to which the compressed members of a file may inflate together
 _MEMORY = 1 << 30, 32  # bytes that any file may take; by its size
 
-_PACKED: dict[bytes, Callable[[BinaryIO], Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
+_Opener = Callable[[BinaryIO], Any]  # of gzip or lzma
+_PACKED: dict[bytes, _Opener] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
 
 _last_read = ""
 
@@ -169,14 +170,14 @@ def first_bytes(path: str | os.PathLike[str], size: int) -> bytes:
     return bytes(data[:size])
 
 
-def _opener(file: BinaryIO) -> Callable[[BinaryIO], Any] | None:
+def _opener(file: BinaryIO) -> _Opener | None:
     """Find what unpacks a file, by its first two bytes; None: it is not packed."""
     opened = _PACKED.get(file.read(2))
     file.seek(0)
     return opened
 
 
-def _pieces(file: BinaryIO, opened: Callable[[BinaryIO], Any] | None) -> Iterator[bytes]:
+def _pieces(file: BinaryIO, opened: _Opener | None) -> Iterator[bytes]:
     """Yield the bytes of a file, unpacked by ``opened``, in pieces of at most ``_PIECE``.
 
     ``read1`` gives what stands before a cut; ``read`` would lose its last piece.

@@ -376,14 +376,18 @@ _COLOUR = re.compile(
 _GLUED = re.compile(r"(?=\[rank\d{1,9}\]:)")
 _OF_TORCH = re.compile(r"ProcessGroup\w+\.cpp|Watchdog|WorkNCCL|CollectiveFingerPrint")
 _RECORD = re.compile(r"\s*(?:\[[EWIF]\d|Traceback|File \"|frame #|terminate called|what\(\)|#\d+ |"
-                     r"Exception raised|\[default)|.*Watchdog caught coll")  # fmt: skip
+                     r"Exception raised|\[default|"
+                     r"(?:rank|exitcode|time|host|error_file|traceback)\s+:)|"
+                     r".*Watchdog caught coll")  # fmt: skip
 _POSITION = re.compile(r"\[\d+/\d+\]\s*$")  # tmux, over the end of the first line on the screen
 _BEGUN = (
     (re.compile(r"WorkNCCL\("), re.compile(r"WorkNCCL\(.*timing out")),
     (re.compile(r"Watchdog caught collective"), re.compile(r"timeout")),
+    (re.compile(r"\[PG (?:ID|\d)"), re.compile(r"\[PG [^\]]*Rank \d+\]")),
     (re.compile(r"last\s*enqueue", re.IGNORECASE), re.compile(_NUMBERS, re.IGNORECASE)),
     (re.compile(r"CollectiveFingerPrint"), re.compile(r"Collectives differ|\.$")),
 )  # messages that have begun, and what they have once they are whole
+_WHOLE = re.compile(rf"[.!]\s*$|{_NUMBERS}", re.IGNORECASE)
 _WIDTH = 60  # columns: no screen is narrower
 _WRAPS = 12  # lines of a screen that one message takes at most
 

@@ -100,6 +100,18 @@ def test_lines_that_a_screen_wrapped_are_whole(width, tmp_path):
     assert victims(judged(tmp_path, wrapped)) == [(0, "all_reduce", 77), (1, "all_reduce", 77)]
 
 
+def test_lines_of_one_length_are_not_taken_for_those_of_a_screen(tmp_path):
+    """The longest lines of two ranks are alike; what follows is torchrun's table."""
+    signal = (
+        f"[rank{{}}]:[{TIME}] [PG ID 0 PG GUID 0(default_pg) Rank {{}}] Received a dump signal "
+        "due to a collective timeout from rank 0 and we will try our best to dump the debug "
+        "info. Last enqueued NCCL work: 77, last completed NCCL work: 76." + " etc" * 60 + "\n"
+    )
+    table = "  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 827)\n"
+    text = world(4) + waits(0) + signal.format(1, 1) + signal.format(2, 2) + table
+    assert [culprit.rank for culprit in judged(tmp_path, text).culprits] == [3]
+
+
 def test_a_line_that_mail_wrapped_between_words_is_whole(tmp_path):
     text = waits(0).replace("SeqNum=77, ", "SeqNum=77,\n")
     text = text.replace("last completed work", "last\ncompleted work")
