@@ -13,11 +13,13 @@ Loaded by every pytest run of the environment, so the package is imported only w
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 Record = Callable[[str, object], None]
 
+_UPDATE = "pytest --prism-mem-update"
+# bytes: file systems take 255, and what is written gets a longer name until it is whole
+_LONGEST_NAME = 200
 _KEYS = ("job", "settings", "baseline", "tol_bytes", "limit", "headroom", "device")
 
 
@@ -57,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def prism_memory(request: pytest.FixtureRequest, record_property: Record) -> MemoryGuard:
+def prism_memory(request: pytest.FixtureRequest, record_property: Record) -> Iterator[MemoryGuard]:
     """Peaks of a job against the baseline of this test."""
     given: dict[str, object] = {}
     for mark in reversed(list(request.node.iter_markers("prism_memory"))):
@@ -68,11 +73,27 @@ def prism_memory(request: pytest.FixtureRequest, record_property: Record) -> Mem
                 pytrace=False,
             )
         given |= mark.kwargs
-    # two tests of a file never share a baseline: TestA.test_peak[a%2Fb]
-    name = quote(request.node.nodeid.partition("::")[2].replace("::", "."), safe="[]")
-    place = request.path.parent / "prism_memory" / f"{request.path.stem}-{name}.json"
+    place = request.path.parent / "prism_memory" / _baseline_name(request)
     update = request.config.getoption("--prism-mem-update")
-    return MemoryGuard(given, place, update, record_property, request.config.rootpath)
+    guard = MemoryGuard(given, place, update, record_property, request.config.rootpath)
+    yield guard
+    # a marker alone looks as if it guarded
+    if "job" in given and not guard.checked:
+        text = f"{request.node.nodeid} compared nothing: it has to call prism_memory.check()"
+        request.node.warn(pytest.PytestWarning(text))
+
+
+def _baseline_name(request: pytest.FixtureRequest) -> str:
+    """Return the name of the test's own baseline; two tests of a file never share one."""
+    # TestA.test_peak[a%2Fb]
+    test = quote(request.node.nodeid.partition("::")[2].replace("::", "."), safe="[]")
+    name = f"{request.path.stem}-{test}"
+    # a test may have a whole launch line as its parameter, and a file may not
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        start = os.fsencode(name)[: _LONGEST_NAME - len(digest) - 1].decode(errors="ignore")
+        name = f"{start}-{digest}"
+    return f"{name}.json"
 
 
 class MemoryGuard:
@@ -83,6 +104,7 @@ class MemoryGuard:
     ) -> None:
         self.given, self.place, self.update, self.record = given, place, update, record
         self.root = root
+        self.checked = False
 
     def check(self, job: object = None, **more: object) -> None:
         """Fail if a class of ``job`` grew beyond ``tol_bytes`` or exceeds ``limit - headroom``.
@@ -94,6 +116,7 @@ class MemoryGuard:
         """
         from megatron_prism.core.errors import PrismError
 
+        self.checked = True
         try:
             problem = self._problem({**self.given, **more, **({} if job is None else {"job": job})})
         except PrismError as error:
@@ -117,17 +140,32 @@ class MemoryGuard:
         device = wanted.get("device") or "h200"
         fresh = self.update or not path.exists()
         if fresh and not self.update and os.environ.get("CI", "").lower() in ("1", "true"):
-            return f"{path} is missing; write it: pytest --prism-mem-update"
-        before = None if fresh else baseline.load(path)  # a damaged one is told before the capture
+            return f"{path} is missing; write it: {_UPDATE}"
+        before = None
+        if not fresh:
+            with _fixed_by_pytest():  # a damaged one is told before the capture
+                before = baseline.load(path)
         programs = _programs(wanted["job"], wanted.get("settings", ()))
         after = baseline.peak_memory(programs, device=None if device == "none" else device)
         for name, one in after.classes.items():
             self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
-        changes = baseline.compare(before or after, after, tol_bytes=tol, limit=limit)
+        with _fixed_by_pytest():
+            changes = baseline.compare(before or after, after, tol_bytes=tol, limit=limit)
         failed = [change for change in changes if change.fails]
         if fresh and not failed:
             baseline.save(after, path, force=True)
         return "\n".join(map(describe, failed))
+
+
+@contextlib.contextmanager
+def _fixed_by_pytest() -> Iterator[None]:
+    """Give what is wrong with a baseline the fix of this plugin, instead of prism memory's."""
+    from megatron_prism.core.errors import UsageError
+
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(error.message, fix=f"{_UPDATE} writes it anew") from error
 
 
 def _programs(job: object, settings: str | Sequence[str]) -> Programs:
@@ -140,7 +178,7 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
         return job
     if not isinstance(job, (str, os.PathLike)):
         raise UsageError(f"job={job!r} is no path", fix="job=RECIPE, or the path of programs")
-    there = Path(job).exists()
+    there = os.path.exists(job)  # a launch line may be longer than any name of a file
     if there and Path(job).suffix not in (".yaml", ".yml"):
         if settings:
             what = f"settings={settings!r} changes no captured programs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -53,7 +54,7 @@ def compare(args: argparse.Namespace) -> Answer:
             words[-1] += own
     if len(paths) < 2 or "" in paths:
         raise UsageError("compare what with what?", fix="prism compare A B")
-    if any(Path(path).is_dir() and any(Path(path).glob(_PAYLOADS)) for path in paths):
+    if any(os.path.isdir(path) and any(Path(path).glob(_PAYLOADS)) for path in paths):
         return _recordings(args, paths)
     answer, problem = _compared(args, paths, words), None
     try:

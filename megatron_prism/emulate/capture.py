@@ -102,6 +102,7 @@ KEPT = 65  # iterations at most: one written down, the others timed, clocked or 
 FEW = 9  # of a short job, though the first ones are still warming up
 WARM = 5  # the first iteration that is recorded if the job is long enough
 ENDS_SHAPES = 3  # step that ends a worker's capture on tier meta, where it starts no probe
+LEAST_STEPS = 2  # of a captured job
 _DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
 _RUNS = "PRISM_RUNS"  # environment variable of a worker that has started over: what runs then
 _EVERY_STEP, _ALL = "every step", "all microbatches"
@@ -113,6 +114,24 @@ def first_recorded(wanted: int) -> int:
     if wanted <= 2:
         return wanted
     return max(2, wanted - KEPT, min(WARM, wanted - FEW))
+
+
+def least_steps(say: Callable[[str], object], asked: int) -> int:
+    """Return how many train steps a job must make to be captured, and say it if it has fewer.
+
+    Optimizers make their states in their first step.  So the first iteration is without them until
+    its end, unlike every other one.
+
+    Args:
+        say: takes the note.
+        asked: the train steps of the job.
+    """
+    if asked < LEAST_STEPS:
+        say(
+            f"train_iters={asked}, and {LEAST_STEPS} iterations ran: the optimizer's states begin "
+            "at the end of the first, the slice is of the second"
+        )
+    return LEAST_STEPS
 
 
 def add_to(run: Run, session: Session) -> None:
@@ -277,6 +296,7 @@ class StockCapture(TrainingListener):
         self._written = self._traced = False  # of ``_recordings``: one was
         self._probes = False  # the iteration that is recorded has other loads of experts
         self._probe: Program | None = None
+        self._first_alone = False  # the job made one train step
 
     def _check_others(self, force: bool) -> None:
         """UsageError if the folder has slices of another job; ``force`` replaces one by one."""
@@ -517,6 +537,7 @@ class StockCapture(TrainingListener):
             what = f"--prism-capture: nothing was recorded, the job ended after {steps} train steps"
             fix = "a --train-iters that it reaches, no --skip-train, or no --prism-capture"
             raise UsageError(what, fix=fix)
+        self._first_alone = steps < LEAST_STEPS
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         if self._probe is not None:
             self.program = routing.learned(self.program, self._probe)
@@ -548,6 +569,11 @@ class StockCapture(TrainingListener):
         found = f"; {self.links}" if self.links is not None else ""
         if copies := self._host_bytes():
             found += f"; {format_bytes(copies)} of host memory for copies there"
+        if self._first_alone:
+            found += (
+                "; it is of the job's first iteration, at whose end the optimizer's states begin: "
+                "what later ones hold takes a second one"
+            )
         if self._hosts:
             index, took = statistics.median(self._hosts), HOST_S * len(self._hosts)
             found += f"; host index {index:.2f}, which took {took:g} s"

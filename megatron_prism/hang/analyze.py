@@ -141,7 +141,7 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
         return ("prism hang DIR -- pretrain_gpt.py <the job's arguments>: its programs, captured "
                 "on tier meta, tell who left the order")  # fmt: skip
     if not state.history:
-        return "--no-flight-recorder-include-only-active (TORCH_INCLUDE_ONLY_ACTIVE=0) in the job"
+        return "TORCH_INCLUDE_ONLY_ACTIVE=0 in the job: dumps with the calls that ended"
     return "TORCH_NCCL_ENABLE_TIMING=1 in the job: which device started its call"
 
 

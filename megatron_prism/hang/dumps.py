@@ -382,7 +382,7 @@ _PACKED = re.compile(r"\.(?:tgz|zst|xz|bz2|lz4|zip|tar)$|\.tar\.gz$")
 _LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _MANY, _ITEMS = (list, tuple, set, frozenset), 1 << 24
 _LIMIT = 1 << 28  # bytes of one file; full dumps with C++ stacks are a few MB
-FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-path wrote into"
+FIX = "name the folder that the job's recorders wrote into (TORCH_FR_DUMP_TEMP_FILE)"
 
 
 def read_in_process(folder: str | os.PathLike[str]) -> DumpSet:

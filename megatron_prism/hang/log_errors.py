@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from megatron_prism.core import code_files
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _TYPE = re.compile(r"(?:\w+\.)*\w*(?:[Ee]rror|Exception|Interrupt|Exit|Iteration|Timeout)\b")
 _OOM = re.compile(r"out of memory", re.IGNORECASE)
@@ -69,7 +71,7 @@ class Tracebacks:
         if "Traceback (most recent call last)" in line:
             self._begin(line)
         elif self._frames is not None and (frame := _FRAME.search(line)) is not None:
-            path = frame[1].rpartition("site-packages/")[2]
+            path = code_files.without_environment(frame[1])
             self._frames.append(f"{frame[3]} ({path}:{frame[2]})")
         elif self._frames is not None and _TYPE.match(line.strip()):
             ended = self._end(line.strip()[:200])

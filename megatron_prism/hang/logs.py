@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_prism.core import foreign
+from megatron_prism.core import code_files, foreign
 from megatron_prism.core.errors import DumpError, PrismError
 from megatron_prism.core.world import World
 from megatron_prism.hang import log_lines
@@ -352,7 +352,7 @@ class _Log:
         elif thread is not None:
             self.main_thread.discard(rank)
         elif rank in self.main_thread and place is not None:
-            path = place[2].rpartition("site-packages/")[2]
+            path = code_files.without_environment(place[2])
             self.job.stacks[rank].append(f"{place[1]} ({path}:{place[3]})")
 
 

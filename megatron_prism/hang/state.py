@@ -562,11 +562,10 @@ class JobState:
             return (*found, "dumps: next time TORCH_FR_BUFFER_SIZE=2000 and "
                     "TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
         if not self.history:
-            found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0 "
-                         "(Megatron: --no-flight-recorder-include-only-active)")  # fmt: skip
+            # Megatron takes what the environment says; the flags for it came with 0.17
+            found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0")
         if not any(e.site for d in dumps for e in d.entries):
-            found.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1 "
-                         "(Megatron: --flight-recorder-include-stack-trace)")  # fmt: skip
+            found.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1")
         if not any(e.state == "started" for d in dumps for e in d.entries):
             found.append("what had started on the device; next time TORCH_NCCL_ENABLE_TIMING=1")
         return tuple(found)

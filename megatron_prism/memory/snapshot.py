@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_prism.core import foreign
+from megatron_prism.core import code_files, foreign
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import EMPTIED, STEPS
@@ -34,10 +34,12 @@ from megatron_prism.memory.peaks import HeldMemory, Peak, difference, holdings_a
 
 _MOST = 1 << 31  # bytes of a snapshot, unpacked
 _FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
-_OURS = re.compile(r"(?:^|/)(?:megatron/((?:core|training|legacy)/.*)|(transformer_engine/.*))$")
+# of a path without its environment; the innermost, as a checkout may be below a folder of that name
+_OURS = re.compile(r"(?:.*/)?(?:megatron/((?:core|training|legacy)/.*)|(transformer_engine/.*))")
 # a frame of Python's names its source; one of C++ the file that it was built from, or none
 _PYTHON = re.compile(r".*\.pyx?|<.*>")
-_LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages/torch|<frozen|<string>|<eval)")
+# torch's own files, also where it is built from source, and what it compiles
+_LIBRARY = re.compile(r"(?:^|/)(?:(?:torch|torchgen|functorch|torchinductor_[^/]*)/|<)")
 # of names: Megatron's snapshot_oom_rank-3.pickle and snapshot_3.pickle (training/training.py:3543
 # @main), torchtitan's iteration_10/rank3_memory_snapshot.pickle
 _RANK = re.compile(r"(?:rank[-_]?|snapshot_)0*(\d+)")
@@ -380,12 +382,7 @@ _PHASES = tuple(
 def _place(frames: Any) -> AllocationSite:
     rows = [(str(f["filename"]), str(f["name"]), int(f["line"])) for f in frames]
     names = {name for _, name, _ in rows}
-    python = [(file, line) for file, _, line in rows if _PYTHON.fullmatch(file)]
-    ours = ((_OURS.search(file), line) for file, line in python)
-    others = (f"{file.rpartition('site-packages/')[2]}:{line}"
-              for file, line in python if not _LIBRARY.search(file))  # fmt: skip
-    sites = (f"{match[1] or match[2]}:{line}" for match, line in ours if match)
-    site = next(sites, "") or next(others, "")
+    site = _site((file, line) for file, _, line in rows if _PYTHON.fullmatch(file))
     optimizer = any("optimizer" in file for file, _, _ in rows)
     step = "optimizer" if optimizer and "step" in names else ""
     phase = next(
@@ -399,6 +396,24 @@ def _place(frames: Any) -> AllocationSite:
     elif not phase and names & _BUILDERS and "get_cublas_workspace" not in names:
         kind = "param"
     return AllocationSite(site, phase, kind, bool(rows))
+
+
+def _site(python: Iterable[tuple[str, int]]) -> str:
+    """Return ``file:line`` of Megatron's or TE's innermost frame, else of the job's own code.
+
+    Args:
+        python: (file, line) of Python's frames, innermost first, as the machine of the job wrote
+            them.
+    """
+    of_job = ""
+    for path, line in python:
+        file = code_files.without_environment(path)
+        match = _OURS.fullmatch(file)
+        if match is not None:
+            return f"{match[1] or match[2]}:{line}"
+        if not of_job and not _LIBRARY.search(file):
+            of_job = f"{file}:{line}"
+    return of_job
 
 
 class _Shown:

@@ -215,6 +215,34 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
 
 @pytest.mark.slow
 @pytest.mark.megatron
+@pytest.mark.parametrize("more", ["", "num_experts=4 moe_token_dispatcher_type=alltoall"])
+def test_a_job_of_one_iteration_holds_what_a_longer_one_does(more, tmp_path):
+    """The optimizer makes its states at the end of the first iteration: one more runs, said."""
+    pytest.importorskip("megatron.core")
+    from rich.console import Console
+
+    from megatron_prism.core import recipe as recipes
+    from megatron_prism.emulate import recipe_job
+
+    figures, notes = [], []
+    for iterations in (1, 2):
+        words = ["prism.tier=meta", f"train_iters={iterations}", *more.split()]
+        shown = io.StringIO()
+        made = recipe_job.capture(
+            recipes.load("tiny-gpt_1cpu", words),
+            tmp_path / str(iterations),
+            console=Console(file=shown, width=200),
+        )
+        figures.append(memory_baseline.peak_memory(made, device=None).classes)
+        notes.append("the optimizer's states begin at the end of the first" in shown.getvalue())
+    assert figures[0] == figures[1]
+    (figure,) = figures[0].values()
+    assert figure["by_category"]["optim"] > figure["by_category"]["param"]
+    assert notes == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
 def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
     """1,024 ranks under a limit between the peaks of the fullest class and the others: that class,
     at an op of Megatron's; with the bytes that were missing it fits."""
