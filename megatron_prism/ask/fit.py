@@ -94,6 +94,13 @@ class Fit:
         """Bytes by which the worst class exceeds the limit; negative: what is left."""
         return needed(self.memory.classes[self.worst]) - self.limit
 
+    def as_torch_counts(self, name: str) -> int:
+        """What ``torch.cuda.max_memory_allocated`` says of a rank of class ``name``: bytes of the
+        blocks that its tensors have."""
+        program = first_program(self.programs, self.memory.classes[name])
+        settings = allocator.Settings.parse(self.memory.job.get("alloc_conf", ""))
+        return peaks.known_peak(peaks.as_blocks(program, settings)).num_bytes
+
     @property
     def host(self) -> HostNeed | None:
         """What the job keeps in memory of its hosts; None if slices say nothing of that."""

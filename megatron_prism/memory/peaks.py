@@ -359,6 +359,40 @@ def reserved(program: Program, settings: allocator.Settings | None = None) -> tu
     return least, most
 
 
+def as_blocks(program: Program, settings: allocator.Settings | None = None) -> Program:
+    """The program whose storages take what their blocks have, as ``torch.cuda.memory_allocated``
+    counts them: rounded up, and with what is not worth splitting off (up to 1 MiB of each large
+    one).
+
+    The device keeps up with the host.
+    """
+    requests = program.history.tolist() or changes(program)
+    levels: list[int] = []
+    allocator.replay_requests(requests, settings, ahead=0, levels=levels)
+
+    # storage -> bytes of its blocks beyond what was asked for
+    beyond: dict[int, int] = {}
+    before = 0
+    for (storage, change, *_), level in zip(requests, levels, strict=True):
+        if change > 0:
+            beyond[storage] = beyond.get(storage, 0) + level - before - change
+        before = level
+
+    # they come with a storage, and go with the last of it
+    events = program.allocations.copy()
+    held: dict[int, int] = {}
+    for index, (storage, change) in enumerate(
+        zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True)
+    ):
+        if storage not in held:
+            events["bytes"][index] += beyond.get(storage, 0)
+        held[storage] = held.get(storage, 0) + change
+        if not held[storage]:
+            events["bytes"][index] -= beyond.get(storage, 0)
+            del held[storage]
+    return replace(program, allocations=events)
+
+
 def changes(program: Program) -> list[tuple[int, int, int]]:
     """(storage, bytes, stream) of the iteration, as the allocator's model takes them."""
     events = program.allocations

@@ -30,7 +30,14 @@ from megatron_prism.core.files import rendered
 from megatron_prism.core.ops import EMPTIED, STEPS
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
-from megatron_prism.memory.peaks import HeldMemory, Peak, difference, holdings_at, known_peak
+from megatron_prism.memory.peaks import (
+    HeldMemory,
+    Peak,
+    as_blocks,
+    difference,
+    holdings_at,
+    known_peak,
+)
 
 _MOST = 1 << 31  # bytes of a snapshot, unpacked
 _FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
@@ -586,7 +593,9 @@ def compare(snapshot: Snapshot, programs: Programs) -> SnapshotComparison:
 
 
 def _beside(snapshot: Snapshot, program: Program) -> SnapshotComparison:
-    real, emulated = known_peak(snapshot.program), known_peak(program)
+    known_peak(program)  # or it says what is missing
+    real = known_peak(snapshot.program)
+    emulated = known_peak(as_blocks(program, snapshot.settings))  # as those of the snapshot are
     sizes = {number: asked for number, asked, _ in snapshot.requests if asked > 0}
     iteration = snapshot.iterations[real.index]
     ours = [one == iteration for one in snapshot.iterations]
@@ -602,8 +611,7 @@ def _beside(snapshot: Snapshot, program: Program) -> SnapshotComparison:
             other = {at + i for _, at, n in matches for i in range(n)}
             first = [tuple(one for i, one in enumerate(each) if i not in known)
                      for each, known in ((wanted, taken), (given, other))]  # fmt: skip
-    alive = _alive(snapshot.program, sizes), _alive(program)
-    common = sum(size * count for size, count in (alive[0] & alive[1]).items())
+    common = _common(_alive(snapshot.program, sizes), _alive(program))
     asked = sum(one.num_bytes for step in there.values() for one in step)
     only_real, only_emulated = first or ((), ())
     return SnapshotComparison(program.rank, real, emulated, common, asked, aligned, only_real,
@@ -626,10 +634,24 @@ def _requests(
     return found
 
 
-def _alive(program: Program, sizes: Mapping[int, int] | None = None) -> Counter[int]:
-    """How many blocks of each size are alive at the peak."""
+def _alive(program: Program, sizes: Mapping[int, int] | None = None) -> dict[int, list[int]]:
+    """The blocks that are alive at the peak: bytes of each by what was asked for, rounded up."""
     events = program.allocations[: int(program.live_bytes().argmax()) + 1]
     held: Counter[int] = Counter()
     for storage, size in zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True):
         held[storage] += size
-    return Counter(_rounded((sizes or {}).get(one, size)) for one, size in held.items() if size > 0)
+    blocks: dict[int, list[int]] = {}
+    for storage, size in held.items():
+        if size > 0:
+            asked = _rounded((sizes or {}).get(storage, size))
+            blocks.setdefault(asked, []).append(size)
+    return blocks
+
+
+def _common(real: Mapping[int, list[int]], emulated: Mapping[int, list[int]]) -> int:
+    """Bytes of the real blocks for which there is one of the same request among the others."""
+    total = 0
+    for asked, blocks in real.items():
+        count = min(len(blocks), len(emulated.get(asked, ())))
+        total += sum(sorted(blocks, reverse=True)[:count])
+    return total

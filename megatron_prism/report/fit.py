@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from megatron_prism.memory.host_need import HostNeed
 
+_WORTH_SAYING = 1e-3  # of the tensors: what blocks have beyond them
 KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
          "comm": "communication", "tmp": "temporaries", "other": "other"}  # fmt: skip
 PARTS = {**KINDS, "cache": "allocator's rounding and cache", "nccl": "NCCL",
@@ -130,6 +131,11 @@ def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
     if format_bytes(least) != format_bytes(most):
         between = f"{format_bytes(least)} if the device keeps up with the host, up to "
         yield from folded(f"  reserved: {between}{format_bytes(most)} else", 4)
+    counted_by_torch = found.as_torch_counts(name)
+    beyond = counted_by_torch - one["peak_allocated"]
+    if beyond > _WORTH_SAYING * one["peak_allocated"]:
+        text = f"torch.cuda.max_memory_allocated: {format_bytes(counted_by_torch)}, as blocks have "
+        yield from folded(f"  {text}{format_bytes(beyond)} beyond their tensors", 4)
     sums: dict[tuple[str, str, str], list[int]] = {}
     for held in one["top"]:
         key = KINDS.get(held["kind"], held["kind"]), module_of(held["module"]), held["site"]

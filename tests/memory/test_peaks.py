@@ -311,3 +311,19 @@ def test_every_stream_has_a_pool_of_its_own(tmp_path):
     path = program.save(Programs.one_per_rank([odd], World(1)), tmp_path / "x.prism")
     with pytest.raises(ProgramError, match="streams of program 0 are "):
         program.load(path)
+
+
+def test_blocks_have_what_the_allocator_does_not_split_off():
+    builder = Builder()
+    builder.memory(0, 11 << 20, "optim:exp_avg")  # of a segment of 12 MiB: 1 MiB is left
+    builder.memory(1, 22 << 20, "optim:exp_avg")  # of one of its own
+    builder.add("compute", phase="forward", microbatch=0)
+    builder.memory(2, 100, "")
+    builder.add("compute", phase="optimizer")
+    builder.memory(2, -100)
+    program = builder.build(0)
+    blocks = peaks.as_blocks(program)
+    assert peaks.known_peak(program).num_bytes == (33 << 20) + 100
+    assert peaks.known_peak(blocks).by_kind["optim"] == 34 << 20
+    assert peaks.known_peak(blocks).num_bytes == (34 << 20) + 512
+    assert blocks.live_bytes()[-1] == 34 << 20
