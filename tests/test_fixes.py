@@ -182,10 +182,10 @@ def commands():
 TABLES = {  # what launchers, shells and schedulers take
     "emulate/launch_line.py", "emulate/dry_commands.py",
 }  # fmt: skip
-OTHERS = {  # of torchrun, pip, docker, pytest, py-spy, sbatch and every command
+OTHERS = {  # of torchrun, mpirun, pip, docker, pytest, py-spy, sbatch and every command
     "--nproc-per-node", "--master-port", "--standalone", "--no-deps", "--force-reinstall",
     "--shm-size", "--prism-mem-update", "--pid", "--array", "--cpus-per-task", "--job-name",
-    "--mem", "--output", "--help", "--version",
+    "--mem", "--output", "--tag-output", "--help", "--version",
     "--prism", "--explain",  # how all of ours begin, and one of an earlier release
 }  # fmt: skip
 # named only where the job's own line has it, so its Megatron knows it
