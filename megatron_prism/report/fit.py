@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         MemoryReport,
     )
     from megatron_prism.memory.host_need import HostNeed
+    from megatron_prism.memory.steady import Risk
 
 _WORTH_SAYING = 1e-3  # of the tensors: what blocks have beyond them
 KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
@@ -32,7 +33,7 @@ def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
     parts = [
         _verdict(found),
-        _classes(found.memory, found.overruns),
+        _classes(found.memory, found.overruns, found.at_risk),
         _host(found.host),
         _peak(found, shown or found.worst, top),
     ]
@@ -48,7 +49,12 @@ def module_of(name: str) -> str:
 def _verdict(found: Fit) -> Iterator[str]:
     limit = format_bytes(found.limit)
     source = f" ({found.limit_source})" if found.limit_source else ""
-    yield from folded(f"{'fits' if found.fits else 'does not fit'}: the limit is {limit}{source}")
+    verdict = "does not fit"
+    if found.fits:
+        verdict = "fits"
+    elif not found.overruns:  # the first iterations do
+        verdict = "at risk"
+    yield from folded(f"{verdict}: the limit is {limit}{source}")
     left = f"{format_bytes(abs(found.over))} {'too much' if found.over > 0 else 'to spare'}"
     one = found.memory.classes[found.worst]
     level = "device" if one.get("peak_device") is not None else "reserved"
@@ -61,6 +67,10 @@ def _verdict(found: Fit) -> Iterator[str]:
             beside = f"{place.size:,} B do not fit beside {format_bytes(place.reserved)} reserved"
             text = f"runs out {place.where}: {beside}"
         yield from folded(f"  {name} {text}", 4)
+    for name, risk in found.risks.items():
+        text = later_iterations(risk)
+        if text:
+            yield from folded(f"  {name} {text}", 4)
     if asks := precision_of(found.programs).asks:
         yield from folded(f"  {asks}", 4)
 
@@ -77,14 +87,36 @@ def _host(need: HostNeed | None) -> Iterator[str]:
     yield from folded(text, 2)
 
 
+def later_iterations(risk: Risk) -> str:
+    """What later iterations do with a class that has little to spare; empty if they fit."""
+    if not risk.draws:
+        return "has little to spare, and too many requests to replay later iterations"
+    if not risk.failed:
+        return ""
+    if risk.draws == 1:
+        text = f"runs out in iteration {risk.first}"
+    else:
+        text = f"runs out within {counted(risk.iterations, 'iteration')} in {risk.failed} of "
+        text += f"{risk.draws} draws of how far the host is ahead, first in iteration {risk.first}"
+    text += f": a request of {format_bytes(risk.size)}"
+    if risk.where:
+        text += f" ({risk.where})"
+    return f"{text} finds no block, {format_bytes(risk.unused)} are in free blocks that are smaller"
+
+
 def render_memory(found: MemoryReport) -> str:
     """A line for every class, and where the figures are from."""
     lines = [found.job["world"], *_classes(found), "", *_sources(found)]
     return "\n".join(lines) + "\n"
 
 
-def _classes(memory: MemoryReport, overruns: Collection[str] | None = None) -> Iterator[str]:
-    """``overruns``: the classes that do not fit; None: nobody asks."""
+def _classes(
+    memory: MemoryReport,
+    overruns: Collection[str] | None = None,
+    at_risk: Collection[str] = (),
+) -> Iterator[str]:
+    """``overruns``: the classes that do not fit; None: nobody asks.  ``at_risk``: those that may
+    run out in a later iteration."""
     head = ["class", "ranks", "device", "allocated", "reserved", "NCCL"]
     rows = [head if overruns is None else [*head, "fits"]]
     for name, one in memory.classes.items():
@@ -92,7 +124,12 @@ def _classes(memory: MemoryReport, overruns: Collection[str] | None = None) -> I
                  one.get("nccl"))  # fmt: skip
         cells = ["unknown" if size is None else format_bytes(size) for size in sizes]
         if overruns is not None:
-            cells.append("no" if name in overruns else "yes")
+            answer = "yes"
+            if name in overruns:
+                answer = "no"
+            elif name in at_risk:
+                answer = "at risk"
+            cells.append(answer)
         rows.append([name, f"{one['count']:,}", *cells])
     yield from columns(rows)
     alike: dict[str, list[str]] = {}

@@ -21,7 +21,7 @@ from megatron_prism.memory import baseline, peaks, snapshot
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.priced_graph import machine_of
 from megatron_prism.report import words
-from megatron_prism.report.fit import outcome
+from megatron_prism.report.fit import later_iterations, outcome
 from megatron_prism.report.page import Data, render_page
 
 if TYPE_CHECKING:
@@ -64,9 +64,15 @@ def largest(memory: Data | str) -> int | None:
 def render_fit(found: Fit) -> str:
     """The page of a job."""
     data = page_data(found.programs, found.memory, found.limit)
-    data["verdict"] = "It fits" if found.fits else "It does not fit"
+    data["verdict"] = "It does not fit" if found.overruns else "It may run out of memory later"
+    if found.fits:
+        data["verdict"] = "It fits"
     data["about"] = [f"{name} runs out {place.where}." for name, place in found.overruns.items()
                      if place.where]  # fmt: skip
+    for name, risk in found.risks.items():
+        text = later_iterations(risk)
+        if text:
+            data["about"].append(f"{name} {text}.")
     data["changes"] = [(one.words, outcome(one, found.limit, found.iteration_ns))
                        for one in found.changes]  # fmt: skip
     rows = [[level, text] for level, text in found.memory.provenance.items()]
