@@ -46,7 +46,7 @@ from megatron_prism.emulate import (
     recipe_job,
     workers,
 )
-from megatron_prism.memory import routing
+from megatron_prism.memory import peaks, routing
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
@@ -132,6 +132,14 @@ def least_steps(say: Callable[[str], object], asked: int) -> int:
             "at the end of the first, the slice is of the second"
         )
     return LEAST_STEPS
+
+
+def _first_with_graphs() -> int:
+    """The train step (from 1) from which on Transformer Engine's CUDA graphs run; 0: without."""
+    settings = job_arguments.parsed()
+    if settings is None or getattr(settings, "cuda_graph_impl", "") != "transformer_engine":
+        return 0
+    return int(settings.cuda_graph_warmup_steps) + 1
 
 
 def add_to(run: Run, session: Session) -> None:
@@ -294,6 +302,8 @@ class StockCapture(TrainingListener):
         self._hosts: list[float] = []  # indices, beside iterations in which a GPU is clocked
         self._quick = False  # the iteration that is recorded is not written down, only timed
         self._written = self._traced = False  # of ``_recordings``: one was
+        self._eager = False  # it is the last one without CUDA graphs, and counts for its peak alone
+        self._before_graphs: Program | None = None  # of that iteration, and of their capture
         self._probes = False  # the iteration that is recorded has other loads of experts
         self._probe: Program | None = None
         self._first_alone = False  # the job made one train step
@@ -347,12 +357,17 @@ class StockCapture(TrainingListener):
             else:
                 self._remove()
             return
-        first = first_recorded(wanted)
+        # a slice has a job's graphs; what it had before them may be the most that it ever has
+        graphs_from = _first_with_graphs() if meta else 0
+        first = max(first_recorded(wanted), graphs_from)
         if self._recorder is None and (meta or number >= first):  # what is kept has its owners
             self._install()
         if self._recorder is not None and self._owner is not optimizer:
             self._owner = optimizer
             self._recorder.owned_by(model, optimizer)
+        if 1 < number == graphs_from - 1:
+            self._eager = True
+            self._recorder.start()
         if number >= first:
             left = wanted - 1 - number  # where some are evaluated, the last may be
             self._start(number, left - (2 if self._evaluates else 0), left)
@@ -456,7 +471,10 @@ class StockCapture(TrainingListener):
             self._clocks += [] if self._beside else [clocked]
         elif self._recorder.active:
             recording = self._stopped()
-            if self._probes:
+            if self._eager:
+                self._eager = False
+                self._keep_peak(recording)
+            elif self._probes:
                 self._probe = recording.program()
             elif self._beside:
                 self._others.append(recording)
@@ -468,6 +486,17 @@ class StockCapture(TrainingListener):
                 self._traced = recording.busy is not None
         self._beside = self._next
         self._next = False
+
+    def _keep_peak(self, recording: Any) -> None:
+        """Keep what has the peak before CUDA graphs run: an iteration without, and their capture.
+
+        What repeats itself there does not repeat itself with graphs, and the owners of memory are
+        looked for again.
+        """
+        self._before_graphs = recording.program()
+        self._owner = self
+        if self._monitor.repeats is not None:
+            self._monitor.repeats.forget()
 
     def _stopped(self) -> Any:
         """What was recorded, with the kernels' own times if it was traced."""
@@ -550,6 +579,8 @@ class StockCapture(TrainingListener):
             except ProgramError as error:
                 assert self.start_over is not None, "few ran"
                 self.start_over(_ALL, error.message)
+        if self._before_graphs is not None:
+            self.program = peaks.with_earlier(self.program, self._before_graphs)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.source.update(self._flops)
         if self.tier.name == "cuda":  # the others' hosts are not in their slices

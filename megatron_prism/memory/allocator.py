@@ -331,6 +331,14 @@ class CachingAllocator:
                 size, piece = size + piece.size, piece.after
             yield size
 
+    def pool_bytes(self) -> int:
+        """Bytes of the segments of CUDA graphs' pools, whose streams are negative."""
+        return sum(
+            size
+            for first, size in zip(self.first, self.segment_sizes(), strict=True)
+            if first.pool[0] < 0
+        )
+
     def _unmap(self, block: Block) -> None:
         """Give back the whole pages of a free block; what comes later is mapped at the end."""
         page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT

@@ -36,6 +36,7 @@ from megatron_prism.memory.peaks import (
     class_name,
     described,
     estimates,
+    graph_pools,
     growth,
     known_peak,
     reserved,
@@ -99,6 +100,8 @@ class OptionalFigures(TypedDict, total=False):
     """What releases before this one did not write; ``nccl`` and the device's need a calibration."""
 
     reserved_between: list[int]
+    earlier: bool  # the peak is before the iteration that is recorded
+    graph_pools: _Bytes  # segments that CUDA graphs' pools keep
     growth: int | None
     growth_top: list[BaselineOrigin]
     nccl: _Bytes | None
@@ -141,7 +144,8 @@ class MemoryReport:
     @property
     def provenance(self) -> dict[str, str]:
         """Level -> what its bytes are made of, and what of it is estimated."""
-        unknown = estimates(job_settings.line_of(self.job))
+        with_graphs = any(one.get("graph_pools") for one in self.classes.values())
+        unknown = estimates(job_settings.line_of(self.job), with_graphs)
         allocated = described(PROVENANCE["peak_allocated"], unknown)
         return {**PROVENANCE, "peak_allocated": allocated, "peak_device": self.device}
 
@@ -334,6 +338,8 @@ def _figures(
         "peak_allocated": top.num_bytes,
         "peak_reserved": segments,
         "reserved_between": list(between),
+        "earlier": top.earlier,
+        "graph_pools": graph_pools(program, settings),
         "at": {
             "step": op.label,
             "phase": op.phase,
@@ -360,10 +366,18 @@ def needed(one: ClassMemoryFigures) -> int:
 
 
 def beside_tensors(one: ClassMemoryFigures) -> dict[str, int]:
-    """What ``needed`` has beside the tensors of the peak: the allocator's cache, NCCL, context."""
+    """What ``needed`` has beside the tensors of the peak: what pools of CUDA graphs keep beyond the
+    graphs' tensors, the allocator's cache, NCCL, context."""
     nccl = one.get("nccl") or 0
-    return {"cache": one["peak_reserved"] - one["peak_allocated"], "nccl": nccl,
-            "context": needed(one) - one["peak_reserved"] - nccl}  # fmt: skip
+    beyond = one["peak_reserved"] - one["peak_allocated"]
+    in_no_tensor = one.get("graph_pools", 0) - one["by_category"].get("graph", 0)
+    pools = min(max(in_no_tensor, 0), max(beyond, 0))
+    return {
+        "pools": pools,
+        "cache": beyond - pools,
+        "nccl": nccl,
+        "context": needed(one) - one["peak_reserved"] - nccl,
+    }
 
 
 def add_real(report: MemoryReport, world: World, rank: int | None, num_bytes: int) -> None:
@@ -412,7 +426,8 @@ class _Stored(msgspec.Struct):
 def _check(name: str, one: ClassMemoryFigures) -> None:
     """ValueError unless the figures add up."""
     kinds, whole = one["by_category"], one["peak_allocated"]
-    if set(kinds) != set(KINDS):
+    # releases that knew no graphs have no category of them
+    if {*kinds, "graph"} != set(KINDS):
         raise ValueError(f"classes {name!r}: its categories are not {', '.join(KINDS)}")
     parts = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
     if sum(kinds.values()) != whole or parts != whole:
@@ -480,7 +495,11 @@ def _change(
     what = "same" if first == second else "shrunk" if second < first else "grown"
     if what == "grown" and second - first <= tol_bytes:
         what = "tolerated"
-    kinds = {k: d for k in KINDS if (d := new["by_category"][k] - old["by_category"][k])}
+    kinds = {}
+    for kind in KINDS:
+        more = new["by_category"].get(kind, 0) - old["by_category"].get(kind, 0)
+        if more:
+            kinds[kind] = more
     steps = old["at"]["step"], new["at"]["step"]
     moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
     if old["count"] != new["count"]:

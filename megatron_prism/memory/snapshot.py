@@ -37,6 +37,7 @@ from megatron_prism.memory.peaks import (
     difference,
     holdings_at,
     known_peak,
+    sizes_at_peak,
 )
 
 _MOST = 1 << 31  # bytes of a snapshot, unpacked
@@ -598,6 +599,9 @@ def _beside(snapshot: Snapshot, program: Program) -> SnapshotComparison:
     emulated = known_peak(as_blocks(program, snapshot.settings))  # as those of the snapshot are
     sizes = {number: asked for number, asked, _ in snapshot.requests if asked > 0}
     iteration = snapshot.iterations[real.index]
+    # the peak is before CUDA graphs ran, and the slices have an iteration with graphs
+    if emulated.earlier:
+        iteration = snapshot.iterations[-1] - (snapshot.failed is not None)
     ours = [one == iteration for one in snapshot.iterations]
     there, here = _requests(snapshot.program, ours, sizes), _requests(program)
     aligned, first = 0, None
@@ -636,6 +640,12 @@ def _requests(
 
 def _alive(program: Program, sizes: Mapping[int, int] | None = None) -> dict[int, list[int]]:
     """The blocks that are alive at the peak: bytes of each by what was asked for, rounded up."""
+    # a peak before the iteration is known by sizes alone
+    if known_peak(program).earlier:
+        earlier: dict[int, list[int]] = {}
+        for size, count in sizes_at_peak(program).items():
+            earlier.setdefault(_rounded(size), []).extend([size] * count)
+        return earlier
     events = program.allocations[: int(program.live_bytes().argmax()) + 1]
     held: Counter[int] = Counter()
     for storage, size in zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True):

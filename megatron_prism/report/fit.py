@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 
 _WORTH_SAYING = 1e-3  # of the tensors: what blocks have beyond them
 KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
-         "comm": "communication", "tmp": "temporaries", "other": "other"}  # fmt: skip
-PARTS = {**KINDS, "cache": "allocator's rounding and cache", "nccl": "NCCL",
-         "context": "context and libraries"}  # fmt: skip
+         "comm": "communication", "tmp": "temporaries", "graph": "CUDA graphs",
+         "other": "other"}  # fmt: skip
+PARTS = {
+    **KINDS,
+    "pools": "CUDA graphs' pools beside tensors",
+    "cache": "allocator's rounding and cache",
+    "nccl": "NCCL",
+    "context": "context and libraries",
+}
 
 
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
@@ -162,6 +168,8 @@ def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
     at = one["at"]
     step = words.step(at["phase"], at["microbatch"], at["chunk"])
     place = f"{step} ({at['step']}), {at['op']} {at['site']}"
+    if one.get("earlier"):
+        place = f"before the recorded iteration, {place}"
     yield from folded(f"the peak of {name}: {place}".rstrip(), 2)
     yield from columns([["  of the device", ""], *_parts(one)])
     least, most = one.get("reserved_between") or (0, 0)

@@ -260,7 +260,10 @@ def _without_files(
     if args.prism_capture and emulated and not steps and args.train_iters == 1:
         steps = capture.least_steps(context.say, args.train_iters)
     if steps:
-        _shorten(args, steps)
+        # the iteration with graphs comes one later than others that are recorded
+        graphs = getattr(args, "cuda_graph_impl", "") == "transformer_engine"
+        more = context.records and context.meta and graphs
+        _shorten(args, steps + more)
     if args.yaml_cfg is None and emulated:
         replaced = stand_ins.put(args)
         if replaced.text:

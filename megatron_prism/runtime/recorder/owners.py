@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules import module as modules
 
 from megatron_prism.core import code_files
-from megatron_prism.runtime.devices import live_bytes
+from megatron_prism.runtime.devices import cuda_graphs, live_bytes
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -98,7 +98,7 @@ class AllocationOwners:
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._hooks: list[RemovableHandle] = []
-        self._notes: dict[tuple[str, str], str] = {}
+        self._notes: dict[tuple[str, str, bool], str] = {}
 
     # -- while an iteration runs ------------------------------------------------------------------
     def follow_forwards(self) -> None:
@@ -141,14 +141,16 @@ class AllocationOwners:
         return self._names.get(id(module), "")
 
     def note(self) -> str:
-        """Of a storage that comes to be now."""
+        """Of a storage that comes to be now; what CUDA graphs are made of has a kind of its own."""
         module = self.module()
         site = self.sites.find(sys._getframe(1), foreign=True)
-        found = self._notes.get((module, site))
-        if found is None:
-            text = f"{module} @{site}" if site else module
-            found = self._notes[module, site] = text.strip()
-        return found
+        key = module, site, cuda_graphs.creating
+        text = self._notes.get(key)
+        if text is None:
+            kind = "graph:" if cuda_graphs.creating else ""
+            place = f" @{site}" if site else ""
+            text = self._notes[key] = f"{kind}{module}{place}".strip()
+        return text
 
     # -- what is there before it ------------------------------------------------------------------
     def standing(self) -> dict[int, str]:
