@@ -142,6 +142,11 @@ def _first_with_graphs() -> int:
     return int(settings.cuda_graph_warmup_steps) + 1
 
 
+def _warms_up() -> bool:
+    """Whether the job itself has iterations before its CUDA graphs."""
+    return job_arguments.left_out.get("cuda_graph_warmup_steps") != 0
+
+
 def add_to(run: Run, session: Session) -> None:
     """Record an iteration of this rank, to be kept when the job has trained."""
     import torch
@@ -365,7 +370,7 @@ class StockCapture(TrainingListener):
         if self._recorder is not None and self._owner is not optimizer:
             self._owner = optimizer
             self._recorder.owned_by(model, optimizer)
-        if 1 < number == graphs_from - 1:
+        if number == graphs_from - 1 and _warms_up():
             self._eager = True
             self._recorder.start()
         if number >= first:
