@@ -54,6 +54,7 @@ from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launch
 if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run, Session
     from megatron_prism.emulate.workers import Emit
+    from megatron_prism.runtime.recorder.measurements import Recording
 
 
 def source_of(megatron: str, tier: str, device: str) -> dict[str, str]:
@@ -492,7 +493,7 @@ class StockCapture(TrainingListener):
         self._beside = self._next
         self._next = False
 
-    def _keep_peak(self, recording: Any) -> None:
+    def _keep_peak(self, recording: Recording) -> None:
         """Keep what has the peak before CUDA graphs run: an iteration without, and their capture.
 
         What repeats itself there does not repeat itself with graphs, and the owners of memory are

@@ -5,13 +5,14 @@ Stand-ins for kernels live in ``runtime.devices``; here they are only put in pla
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import enum
 import logging
 import sys
 import weakref
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -85,7 +86,7 @@ def _leave_out(
     if in_shapes and context.records:
         in_shapes = getattr(args, "cuda_graph_impl", "") == "transformer_engine"
         if in_shapes:
-            _warm_up_shortly(context, args)
+            _warm_up_shortly(context, cast(argparse.Namespace, args))
     for name, (off, meaning) in _LEFT_OUT.items():
         if in_shapes and "cuda_graph_impl" in off:
             continue  # these are captured
@@ -101,7 +102,7 @@ def _leave_out(
     return original(args, *rest, **kwargs)
 
 
-def _warm_up_shortly(context: PatchContext, args: Any) -> None:
+def _warm_up_shortly(context: PatchContext, args: argparse.Namespace) -> None:
     """Let a capture's job make its graphs as early as its peak allows.
 
     Two iterations without graphs: the second has the optimizer's states beside activations, which

@@ -17,7 +17,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -95,7 +95,8 @@ class _ResultShape:
         self.left_behind: list[tuple[_Place, int]] = []
 
 
-_Place = tuple[Any, Any]  # a dict or list, and a key or index of it
+_Container = dict[object, object]  # or a list, whose keys are its indices
+_Place = tuple[_Container, object]  # and a key of it
 
 
 def _tensors_within(values: Sequence[object]) -> Iterator[tuple[_Place, torch.Tensor]]:
@@ -112,9 +113,9 @@ def _tensors_within(values: Sequence[object]) -> Iterator[tuple[_Place, torch.Te
             continue
         visited.add(id(holder))
         if isinstance(holder, (dict, list)):
-            container: Any = holder
+            container = cast(_Container, holder)
         elif hasattr(holder, "__dict__") and depth < _OBJECTS_DEEP:
-            container, depth = vars(holder), depth + 1
+            container, depth = cast(_Container, vars(holder)), depth + 1
         else:
             continue
         keys = list(container) if isinstance(container, dict) else range(len(container))
