@@ -336,6 +336,66 @@ def unpickled(data: bytes | bytearray, bound: Callable[[object], None] | None = 
     return value
 
 
+class _UnpicklerToCut(pickle._Unpickler):  # type: ignore[name-defined,misc]
+    """The unpickler in Python, of which the unfinished values can be looked at."""
+
+    find_class = _Unpickler.find_class
+    persistent_load = _Unpickler.persistent_load
+
+
+def unpickled_to_cut(
+    data: bytes | bytearray, bound: Callable[[object], None]
+) -> dict[object, object]:
+    """Read what stands before the cut of a pickle of a mapping.
+
+    Args:
+        data: The pickle, which ends too early.
+        bound: Raises ValueError where the value means too much.
+
+    Returns:
+        The mapping, with the values that are whole.  Of its last value, if that is a list or a
+        mapping, the items that are whole.
+
+    Raises:
+        HostileValueError: It asks for code.
+        ValueError: It is not a mapping, or damaged in another way than by a cut.
+    """
+    stream = io.BytesIO(data)
+    unpickler = _UnpicklerToCut(stream)
+    try:
+        unpickler.load()
+    except HostileValueError:
+        raise
+    except MemoryError:
+        raise ValueError("it asks for more memory than its size explains") from None
+    except Exception as error:  # damaged pickles raise almost anything
+        # at the end of the bytes it is the cut: a value, or the word for what follows, is not whole
+        if stream.tell() < len(data):
+            raise ValueError(f"it is damaged: {str(error)[:200]}") from None
+    else:
+        raise ValueError("it is not cut")
+    levels = [*getattr(unpickler, "metastack", []), getattr(unpickler, "stack", [])]
+    if not levels[0] or not isinstance(levels[0][0], dict):
+        raise ValueError("it is cut off before its first value")
+    mapping: dict[object, object] = levels[0][0]
+    if len(levels) == 1:
+        return mapping
+
+    # the last value is being filled: its last item is not whole
+    if len(levels) > 2 and levels[1]:
+        unfinished, items = levels[1][-1], levels[2][:-1]
+        if isinstance(unfinished, list):
+            unfinished.extend(items)
+        elif isinstance(unfinished, dict):
+            unfinished.update(zip(items[::2], items[1::2], strict=False))
+        pairs = levels[1]
+    else:
+        pairs = levels[1][:-1]
+    mapping.update(zip(pairs[::2], pairs[1::2], strict=False))
+    bound(mapping)
+    return mapping
+
+
 @contextlib.contextmanager
 def bounded_memory(size: int) -> Iterator[None]:
     """Let what runs inside have the memory that a file of ``size`` bytes may take, then
