@@ -336,7 +336,7 @@ def unpickled(data: bytes | bytearray, bound: Callable[[object], None] | None = 
     return value
 
 
-class _UnpicklerToCut(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _UnpicklerToCut(pickle._Unpickler):
     """The unpickler in Python, of which the unfinished values can be looked at."""
 
     find_class = _Unpickler.find_class
