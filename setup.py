@@ -4,6 +4,7 @@ import pathlib
 import re
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = pathlib.Path(__file__).parent
 INIT = (HERE / "megatron_prism" / "__init__.py").read_text(encoding="utf-8")
@@ -19,6 +20,50 @@ TRAINING = [
 MCP = ["mcp>=2"]  # prism mcp
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRAINING, *MCP]
 
+RECIPES = ("*.yaml", "README.md", "data/*.txt")
+
+
+class BuildWithRecipes(build_py):
+    """Copy the recipes beside the code of a wheel.
+
+    They live at the top of the checkout, where people look.  An editable install reads them there.
+    """
+
+    def _recipe_files(self) -> dict[str, str]:
+        """Return the recipes: path in the wheel -> path in the checkout."""
+        package = pathlib.Path(self.build_lib, "megatron_prism")
+        files = {}
+        for pattern in RECIPES:
+            for source in sorted((HERE / "recipes").glob(pattern)):
+                inside = source.relative_to(HERE)
+                files[str(package / inside)] = str(inside)
+        return files
+
+    def run(self) -> None:
+        """Build the packages, then copy the recipes into them."""
+        super().run()
+        if self.editable_mode:
+            return
+        for target, source in self._recipe_files().items():
+            self.mkpath(str(pathlib.Path(target).parent))
+            self.copy_file(source, target)
+
+    def get_source_files(self) -> list[str]:
+        """Return the files of a source archive."""
+        return [*super().get_source_files(), *self._recipe_files().values()]
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """Return the files that a build writes."""
+        return [*super().get_outputs(include_bytecode), *self._recipe_files()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """Return the files of a build that are copies: path in the wheel -> path in the checkout.
+
+        A strict editable install (``--config-settings editable_mode=strict``) links them.
+        """
+        return {**super().get_output_mapping(), **self._recipe_files()}
+
+
 setup(
     name="megatron_prism",
     version=re.search(r'^__version__ = "([^"]+)"', INIT, re.MULTILINE)[1],
@@ -28,11 +73,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["megatron_prism", "megatron_prism.*"])
-    # the recipes live at the top of the checkout, where people look, and are installed beside the
-    # code
-    + ["megatron_prism.recipes"],
-    package_dir={"megatron_prism.recipes": "recipes"},
+    packages=find_packages(include=["megatron_prism", "megatron_prism.*"]),
+    # With this entry an editable install puts the checkout on sys.path (a .pth line).  Without it,
+    # or with a package elsewhere, setuptools installs a finder that Python asks last: after any
+    # folder named megatron_prism, as the checkout's own, which from above is a namespace package.
+    package_dir={"": "."},
+    cmdclass={"build_py": BuildWithRecipes},
     package_data={
         # of any package, a feature's, too: data beside its code, or in a folder of it
         "": ["*.json", "*/*.json", "*.sh", "*.cu", "*.html", "*.css", "*.js"],

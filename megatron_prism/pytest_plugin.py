@@ -1,38 +1,14 @@
-"""The pytest plugin: a header line, and a guard of peak memory::
+"""The pytest plugin: a header line, and the plug-ins of features, such as the guard of memory.
 
-    @pytest.mark.prism_memory(job="llama3-70b_1024gpu_tp8pp4vp5_h200", limit="80GiB")
-    def test_memory(prism_memory):
-        prism_memory.check()
-
-The job is a shipped recipe, a recipe's file, a launch line (``torchrun … pretrain_gpt.py …``), or
-programs that were captured.  Its baseline lies beside the test
-(``prism_memory/<file>-<test>.json``).  ``--prism-mem-update`` writes it anew; a missing one is
-written too, except under CI, where it fails.  A job that fails never becomes the baseline.
-Loaded by every pytest run of the environment, so the package is imported only when it is used.
+Loaded by every pytest run of the environment, so a plug-in imports what it needs when it is used.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-import shlex
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
-
 import pytest
 
 from megatron_prism import __version__
-
-if TYPE_CHECKING:
-    from megatron_prism.core.program import Programs
-
-
-Record = Callable[[str, object], None]
-
-_KEYS = ("job", "settings", "baseline", "tol_bytes", "limit", "headroom", "device")
+from megatron_prism.core import feature
 
 
 def pytest_report_header() -> str:
@@ -40,130 +16,7 @@ def pytest_report_header() -> str:
     return f"megatron_prism: {__version__}"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--prism-mem-update``."""
-    parser.getgroup("megatron_prism").addoption(
-        "--prism-mem-update",
-        action="store_true",
-        help="write the memory baselines of the tests that ran, instead of comparing",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """The marker."""
-    config.addinivalue_line(
-        "markers", f"prism_memory({'=, '.join(_KEYS)}=): what the fixture prism_memory checks"
-    )
-
-
-@pytest.fixture
-def prism_memory(request: pytest.FixtureRequest, record_property: Record) -> MemoryGuard:
-    """Peaks of a job against the baseline of this test."""
-    given: dict[str, object] = {}
-    for mark in reversed(list(request.node.iter_markers("prism_memory"))):
-        unknown = set(mark.kwargs) - set(_KEYS)
-        if mark.args or unknown:
-            pytest.fail(
-                f"the marker prism_memory takes {', '.join(_KEYS)}, not {mark.args or unknown}",
-                pytrace=False,
-            )
-        given |= mark.kwargs
-    # two tests of a file never share a baseline: TestA.test_peak[a%2Fb]
-    name = quote(request.node.nodeid.partition("::")[2].replace("::", "."), safe="[]")
-    place = request.path.parent / "prism_memory" / f"{request.path.stem}-{name}.json"
-    update = request.config.getoption("--prism-mem-update")
-    return MemoryGuard(given, place, update, record_property, request.config.rootpath)
-
-
-class MemoryGuard:
-    """The fixture's value; ``check`` may be called once per baseline."""
-
-    def __init__(
-        self, given: Mapping[str, Any], place: Path, update: bool, record: Record, root: Path
-    ) -> None:
-        self.given, self.place, self.update, self.record = given, place, update, record
-        self.root = root
-
-    def check(self, job: object = None, **more: object) -> None:
-        """Fail if a class of ``job`` grew beyond ``tol_bytes`` or exceeds ``limit - headroom``.
-
-        job      : name or file of a recipe, captured programs (a path or Programs)
-        settings : key=value words of the recipe
-        baseline : another file than the test's own; relative to the root of the tests
-        device   : of what the limit is held against, as in prism memory check (default h200)
-        """
-        from megatron_prism.core.errors import PrismError
-
-        try:
-            problem = self._problem({**self.given, **more, **({} if job is None else {"job": job})})
-        except PrismError as error:
-            problem = str(error)
-        if problem:
-            pytest.fail(problem, pytrace=False)
-
-    def _problem(self, wanted: Mapping[str, Any]) -> str:
-        """What fails, or nothing; the baseline is written where there is none yet."""
-        from megatron_prism.cli import arguments
-        from megatron_prism.features.guard import baseline
-        from megatron_prism.features.guard.command import describe, limit_of
-        from megatron_prism.memory import job_peaks, peak_changes
-
-        if not {"job"} <= set(wanted) <= set(_KEYS):
-            return f"prism_memory.check takes {', '.join(_KEYS)}; job is needed"
-        path = self.root / (wanted.get("baseline") or self.place)
-        headroom, tol = (
-            arguments.size(str(wanted.get(key) or 0)) for key in ("headroom", "tol_bytes")
-        )
-        limit = limit_of(wanted.get("limit"), headroom)
-        device = wanted.get("device") or "h200"
-        fresh = self.update or not path.exists()
-        if fresh and not self.update and os.environ.get("CI", "").lower() in ("1", "true"):
-            return f"{path} is missing; write it: pytest --prism-mem-update"
-        before = None if fresh else baseline.load(path)  # a damaged one is told before the capture
-        programs = _programs(wanted["job"], wanted.get("settings", ()))
-        after = job_peaks.peak_memory(programs, device=None if device == "none" else device)
-        for name, one in after.classes.items():
-            self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
-        changes = peak_changes.compare(before or after, after, tol_bytes=tol, limit=limit)
-        failed = [change for change in changes if change.fails]
-        if fresh and not failed:
-            baseline.save(after, path, force=True)
-        return "\n".join(map(describe, failed))
-
-
-def _programs(job: object, settings: str | Sequence[str]) -> Programs:
-    """Programs as they are, opened, or captured."""
-    from megatron_prism.core.errors import UsageError
-    from megatron_prism.core.program import Programs
-    from megatron_prism.core.slices import open_programs
-
-    if isinstance(job, Programs):
-        return job
-    if not isinstance(job, (str, os.PathLike)):
-        raise UsageError(f"job={job!r} is no path", fix="job=RECIPE, or the path of programs")
-    there = Path(job).exists()
-    if there and Path(job).suffix not in (".yaml", ".yml"):
-        if settings:
-            what = f"settings={settings!r} changes no captured programs"
-            raise UsageError(what, fix="job=RECIPE")
-        return open_programs(job)
-    words = (settings,) if isinstance(settings, str) else tuple(settings)
-    return _captured(str(job), words, Path(job).stat().st_mtime_ns if there else 0)
-
-
-@functools.lru_cache(maxsize=4)
-def _captured(job: str, settings: tuple[str, ...], stamp: int) -> Programs:
-    """Captured; tests of the same job share it.  ``stamp``: when the recipe's file changed."""
-    from megatron_prism.cli.output import console
-    from megatron_prism.core import recipe
-    from megatron_prism.core.slices import open_programs
-    from megatron_prism.emulate import recipe_job, script_job
-    from megatron_prism.emulate.job_line import job_of
-
-    with tempfile.TemporaryDirectory() as folder:
-        slices = Path(folder) / "slices"
-        if len(line := shlex.split(job)) == 1:
-            return recipe_job.capture(recipe.load(job, settings), slices)
-        ours, words = job_of(line, [])
-        script_job.capture_command_line(words[0], [*ours, *words[1:]], slices, console(True))
-        return open_programs(slices)
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the plug-ins of features, which add their own options."""
+    for module in feature.modules("pytest_plugin"):
+        pluginmanager.register(module, module.__name__)

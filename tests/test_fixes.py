@@ -6,6 +6,7 @@ meta has a job here that is refused as it says and then trains there, or a reaso
 
 import argparse
 import ast
+import json
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from megatron_prism.emulate import options
 
 ROOT = Path(megatron_prism.__file__).parent
 FLAG = re.compile(r"--[a-z][a-z0-9-]+")
+WHOLE_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])")  # and no first part
 
 
 def text(node):
@@ -89,6 +91,7 @@ NOT_RUN = {
     ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
     ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",
+    ("memory/baseline.py", "prism capture --prism-tier meta"): "every job of tier meta",
     ("memory/peaks.py", "capture on tier meta"): "every job of tier meta",
     ("runtime/answers.py", "--no-gradient-reduce-div-fusion"): "runtime/test_virtual_world.py",
     ("runtime/devices/cuda.py", "leave --cuda-graph-impl out"): "a script's own graph on tier cpu",
@@ -110,14 +113,66 @@ def test_every_fix_that_names_a_tier_without_a_gpu_is_tried_or_says_why_not():
     assert {place(*one, tables) for one in named} == set(tables)
 
 
-@TRAINING
-def test_the_flags_that_fixes_name_exist():
-    from megatron.training.arguments import add_megatron_arguments
+def flags_named():
+    """Flag -> the places that name it in a text: fixes, advice and messages, however put together.
 
-    parser = options.add_flags(add_megatron_arguments(argparse.ArgumentParser(add_help=False)))
-    known = set(parser._option_string_actions) | set(FLAG.findall(commands())) | OTHERS
-    named = {flag for _, fix in FIXES for flag in FLAG.findall(fix)}
-    assert named - known == set()
+    Tables of other programs' flags and docstrings are left out.
+    """
+    named = {}
+    for file in sorted(ROOT.rglob("*.py")):
+        place = str(file.relative_to(ROOT))
+        if place in TABLES:
+            continue
+        tree = ast.parse(file.read_text())
+        documentation = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if not is_text or node in documentation:
+                continue
+            for flag in WHOLE_FLAG.findall(node.value):
+                named.setdefault(flag, []).append(f"{place}:{node.lineno}")
+    return named
+
+
+def flags_of_megatron(folder):
+    """Every flag that the parser of a Megatron takes, asked in a process of its own.
+
+    Args:
+        folder: a checkout; None: what is installed.
+    """
+    script = (
+        "import argparse, json\n"
+        "from megatron.training.arguments import add_megatron_arguments\n"
+        "parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))\n"
+        "print(json.dumps(list(parser._option_string_actions)))"
+    )
+    path = {} if folder is None else {"PYTHONPATH": folder}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        stdout=subprocess.PIPE, text=True, check=True, env=os.environ | path,
+    )  # fmt: skip
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "checkout",
+    [
+        pytest.param(None, marks=TRAINING, id="installed"),
+        pytest.param(
+            os.environ.get("PRISM_MEGATRON"),
+            marks=pytest.mark.skipif("PRISM_MEGATRON" not in os.environ, reason="no checkout"),
+            id="checkout",
+        ),
+    ],
+)
+def test_no_text_names_a_flag_that_megatron_lacks(checkout):
+    """Its own parser is asked: it may have the opposite flag alone, or none in this release."""
+    ours = options.add_flags(argparse.ArgumentParser(add_help=False))
+    known = flags_of_megatron(checkout) | set(ours._option_string_actions)
+    known |= set(FLAG.findall(commands())) | OTHERS | OF_THE_JOB
+    lacking = {flag: places for flag, places in flags_named().items() if flag not in known}
+    assert lacking == {}
 
 
 def commands():
@@ -125,8 +180,19 @@ def commands():
     return (ROOT.parent / "docs/reference/commands.md").read_text()
 
 
-OTHERS = {  # of torchrun, pip, docker and every command
-    "--nproc-per-node", "--master-port", "--no-deps", "--shm-size", "--help",
+TABLES = {  # what launchers, shells and schedulers take
+    "emulate/launch_line.py", "emulate/dry_commands.py",
+}  # fmt: skip
+OTHERS = {  # of torchrun, mpirun, pip, docker, pytest, py-spy, sbatch and every command
+    "--nproc-per-node", "--master-port", "--standalone", "--no-deps", "--force-reinstall",
+    "--shm-size", "--prism-mem-update", "--pid", "--array", "--cpus-per-task", "--job-name",
+    "--mem", "--output", "--tag-output", "--help", "--version",
+    "--prism", "--explain",  # how all of ours begin, and one of an earlier release
+}  # fmt: skip
+# named only where the job's own line has it, so its Megatron knows it
+OF_THE_JOB = {
+    "--ckpt-pg-tensors-cache-path", "--gpu-sniff-test-interval", "--logits-save-dir",
+    "--moe-paged-stash", "--moe-routing-trace-path",
 }  # fmt: skip
 
 

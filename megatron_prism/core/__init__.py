@@ -9,6 +9,7 @@ gpu_state.py                clock, power and heat of the GPU that captured
 shard.py                    what follows the part of the parameters that a rank updates
 recipe.py  model_flops.py   jobs in YAML, of Megatron's own flags; what their models compute
 job_settings.py             what tells one job from another
+code_files.py               whose code a file is, by folders of imported packages
 megatron_source.py          releases of megatron-core: tested, installed, what its source defines
 foreign.py                  every file that somebody else may have written is read here
 files.py                    files and folders of results that appear whole or not at all

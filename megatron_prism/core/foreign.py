@@ -54,7 +54,8 @@ _PIECE = 1 << 23  # bytes that are read at once
 _INFLATED = 1 << 28  # bytes to which the compressed members of a file may inflate together
 _MEMORY = 1 << 30, 32  # bytes that any file may take; by its size
 
-_PACKED: dict[bytes, Callable[[BinaryIO], Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
+_Opener = Callable[[BinaryIO], Any]  # of gzip or lzma
+_PACKED: dict[bytes, _Opener] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
 
 _last_read = ""
 
@@ -169,14 +170,14 @@ def first_bytes(path: str | os.PathLike[str], size: int) -> bytes:
     return bytes(data[:size])
 
 
-def _opener(file: BinaryIO) -> Callable[[BinaryIO], Any] | None:
+def _opener(file: BinaryIO) -> _Opener | None:
     """Find what unpacks a file, by its first two bytes; None: it is not packed."""
     opened = _PACKED.get(file.read(2))
     file.seek(0)
     return opened
 
 
-def _pieces(file: BinaryIO, opened: Callable[[BinaryIO], Any] | None) -> Iterator[bytes]:
+def _pieces(file: BinaryIO, opened: _Opener | None) -> Iterator[bytes]:
     """Yield the bytes of a file, unpacked by ``opened``, in pieces of at most ``_PIECE``.
 
     ``read1`` gives what stands before a cut; ``read`` would lose its last piece.
@@ -333,6 +334,66 @@ def unpickled(data: bytes | bytearray, bound: Callable[[object], None] | None = 
         least, by, most = _EXPANDED
         expanded_size(value, min(max(least, by * len(data)), most))
     return value
+
+
+class _UnpicklerToCut(pickle._Unpickler):
+    """The unpickler in Python, of which the unfinished values can be looked at."""
+
+    find_class = _Unpickler.find_class
+    persistent_load = _Unpickler.persistent_load
+
+
+def unpickled_to_cut(
+    data: bytes | bytearray, bound: Callable[[object], None]
+) -> dict[object, object]:
+    """Read what stands before the cut of a pickle of a mapping.
+
+    Args:
+        data: The pickle, which ends too early.
+        bound: Raises ValueError where the value means too much.
+
+    Returns:
+        The mapping, with the values that are whole.  Of its last value, if that is a list or a
+        mapping, the items that are whole.
+
+    Raises:
+        HostileValueError: It asks for code.
+        ValueError: It is not a mapping, or damaged in another way than by a cut.
+    """
+    stream = io.BytesIO(data)
+    unpickler = _UnpicklerToCut(stream)
+    try:
+        unpickler.load()
+    except HostileValueError:
+        raise
+    except MemoryError:
+        raise ValueError("it asks for more memory than its size explains") from None
+    except Exception as error:  # damaged pickles raise almost anything
+        # at the end of the bytes it is the cut: a value, or the word for what follows, is not whole
+        if stream.tell() < len(data):
+            raise ValueError(f"it is damaged: {str(error)[:200]}") from None
+    else:
+        raise ValueError("it is not cut")
+    levels = [*getattr(unpickler, "metastack", []), getattr(unpickler, "stack", [])]
+    if not levels[0] or not isinstance(levels[0][0], dict):
+        raise ValueError("it is cut off before its first value")
+    mapping: dict[object, object] = levels[0][0]
+    if len(levels) == 1:
+        return mapping
+
+    # the last value is being filled: its last item is not whole
+    if len(levels) > 2 and levels[1]:
+        unfinished, items = levels[1][-1], levels[2][:-1]
+        if isinstance(unfinished, list):
+            unfinished.extend(items)
+        elif isinstance(unfinished, dict):
+            unfinished.update(zip(items[::2], items[1::2], strict=False))
+        pairs = levels[1]
+    else:
+        pairs = levels[1][:-1]
+    mapping.update(zip(pairs[::2], pairs[1::2], strict=False))
+    bound(mapping)
+    return mapping
 
 
 @contextlib.contextmanager

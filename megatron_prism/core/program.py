@@ -169,6 +169,12 @@ class Program:
     earlier     : int64 [groups, 2]: (its description in ``strings``, collectives issued in it since
                   the process began, before this iteration); of "" the iterations before it; none
                   if not known, as in the text form
+    earlier_peak : int64 [n, 3]: (note in ``strings``, bytes of a storage, how many such storages)
+                  of all that was alive when an earlier part of the process (an iteration without
+                  CUDA graphs, their capture) had more than this iteration ever has; none if no
+                  part had, or nobody looked, as in the text form
+    earlier_peak_op : OP [1]: the op during which that was, ``site`` being the line whose
+                  allocation reached it; none without an ``earlier_peak``
     """
 
     rank: int
@@ -183,6 +189,8 @@ class Program:
     routed: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
     routes: np.ndarray = field(default_factory=lambda: np.empty((0, 4), np.int64))
     earlier: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    earlier_peak: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    earlier_peak_op: np.ndarray = field(default_factory=lambda: np.empty(0, OP))
 
     @staticmethod
     def from_ops(rank: int, ops: Iterable[Op]) -> Program:
@@ -196,7 +204,10 @@ class Program:
         return len(self.ops)
 
     def __getitem__(self, index: int) -> Op:
-        row = self.ops[index]
+        return self.readable(self.ops[index])
+
+    def readable(self, row: np.void) -> Op:
+        """The op that a row of type OP says, with the texts of this program."""
         values: dict[str, Any] = {}
         for name in OP.names or ():
             value = int(row[name])
@@ -316,6 +327,12 @@ class Program:
         """Live bytes after every allocation event, int64 [m]."""
         return np.cumsum(self.allocations["bytes"])
 
+    def peak_bytes(self) -> int:
+        """The most that was alive at once, in this iteration or before it; 0 if that was not
+        recorded."""
+        before = int((self.earlier_peak[:, 1] * self.earlier_peak[:, 2]).sum())
+        return max(int(self.live_bytes().max(initial=0)), before)
+
     def counts(self) -> Mapping[str, int]:
         """How many ops of each name there are."""
         codes, counts = np.unique(self.ops["name"], return_counts=True)
@@ -336,6 +353,8 @@ _COLUMNS: dict[str, tuple[np.typing.DTypeLike, Shape]] = {  # type and shape; -1
     "routed": (np.int64, (-1, 2)),
     "routes": (np.int64, (-1, 4)),
     "earlier": (np.int64, (-1, 2)),
+    "earlier_peak": (np.int64, (-1, 3)),
+    "earlier_peak_op": (OP, (-1,)),
 }
 _ALWAYS = ("ops", "allocations")  # the others are written where there is anything
 _MEMBERS = re.compile(rf"program_of|(?:{'|'.join(_COLUMNS)})\d{{1,7}}")
@@ -529,11 +548,18 @@ def _wrong(program: Program) -> str:
         ("routes", routes, (0, most)),
         ("more", routes[1:, 3] if routed.size else routes[:0], (1, most)),
         ("routing", routes[:1] if routed.size else routes[:0], (1, most)),
+        ("earlier_peak", program.earlier_peak[:, 0], texts),
+        ("earlier_peak", program.earlier_peak[:, 1:], (0, most)),
     ]
+    for name in OP.names or ():
+        bound = bounds.get(name) or limits(name)
+        columns.append((f"{name} of earlier_peak", program.earlier_peak_op[name], bound))
     for name, values, (low, high) in columns:
         if values.size and not (low <= values.min() and values.max() <= high):
             value = values.min() if values.min() < low else values.max()
             return f"{name} {value} outside {low} to {high}"
+    if len(program.earlier_peak_op) != min(1, len(program.earlier_peak)):
+        return "an earlier peak without its op, or with several"
     if (np.diff(memory["before"]) < 0).any():
         return "allocations that are not in the order of its ops"
     return ""

@@ -46,7 +46,7 @@ from megatron_prism.emulate import (
     recipe_job,
     workers,
 )
-from megatron_prism.memory import routing
+from megatron_prism.memory import peaks, routing
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
@@ -54,6 +54,7 @@ from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launch
 if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run, Session
     from megatron_prism.emulate.workers import Emit
+    from megatron_prism.runtime.recorder.measurements import Recording
 
 
 def source_of(megatron: str, tier: str, device: str) -> dict[str, str]:
@@ -102,6 +103,7 @@ KEPT = 65  # iterations at most: one written down, the others timed, clocked or 
 FEW = 9  # of a short job, though the first ones are still warming up
 WARM = 5  # the first iteration that is recorded if the job is long enough
 ENDS_SHAPES = 3  # step that ends a worker's capture on tier meta, where it starts no probe
+LEAST_STEPS = 2  # of a captured job
 _DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
 _RUNS = "PRISM_RUNS"  # environment variable of a worker that has started over: what runs then
 _EVERY_STEP, _ALL = "every step", "all microbatches"
@@ -113,6 +115,37 @@ def first_recorded(wanted: int) -> int:
     if wanted <= 2:
         return wanted
     return max(2, wanted - KEPT, min(WARM, wanted - FEW))
+
+
+def least_steps(say: Callable[[str], object], asked: int) -> int:
+    """Return how many train steps a job must make to be captured, and say it if it has fewer.
+
+    Optimizers make their states in their first step.  So the first iteration is without them until
+    its end, unlike every other one.
+
+    Args:
+        say: takes the note.
+        asked: the train steps of the job.
+    """
+    if asked < LEAST_STEPS:
+        say(
+            f"train_iters={asked}, and {LEAST_STEPS} iterations ran: the optimizer's states begin "
+            "at the end of the first, the slice is of the second"
+        )
+    return LEAST_STEPS
+
+
+def _first_with_graphs() -> int:
+    """The train step (from 1) from which on Transformer Engine's CUDA graphs run; 0: without."""
+    settings = job_arguments.parsed()
+    if settings is None or getattr(settings, "cuda_graph_impl", "") != "transformer_engine":
+        return 0
+    return int(settings.cuda_graph_warmup_steps) + 1
+
+
+def _warms_up() -> bool:
+    """Whether the job itself has iterations before its CUDA graphs."""
+    return job_arguments.left_out.get("cuda_graph_warmup_steps") != 0
 
 
 def add_to(run: Run, session: Session) -> None:
@@ -275,8 +308,11 @@ class StockCapture(TrainingListener):
         self._hosts: list[float] = []  # indices, beside iterations in which a GPU is clocked
         self._quick = False  # the iteration that is recorded is not written down, only timed
         self._written = self._traced = False  # of ``_recordings``: one was
+        self._eager = False  # it is the last one without CUDA graphs, and counts for its peak alone
+        self._before_graphs: Program | None = None  # of that iteration, and of their capture
         self._probes = False  # the iteration that is recorded has other loads of experts
         self._probe: Program | None = None
+        self._first_alone = False  # the job made one train step
 
     def _check_others(self, force: bool) -> None:
         """UsageError if the folder has slices of another job; ``force`` replaces one by one."""
@@ -327,12 +363,17 @@ class StockCapture(TrainingListener):
             else:
                 self._remove()
             return
-        first = first_recorded(wanted)
+        # a slice has a job's graphs; what it had before them may be the most that it ever has
+        graphs_from = _first_with_graphs() if meta else 0
+        first = max(first_recorded(wanted), graphs_from)
         if self._recorder is None and (meta or number >= first):  # what is kept has its owners
             self._install()
         if self._recorder is not None and self._owner is not optimizer:
             self._owner = optimizer
             self._recorder.owned_by(model, optimizer)
+        if number == graphs_from - 1 and _warms_up():
+            self._eager = True
+            self._recorder.start()
         if number >= first:
             left = wanted - 1 - number  # where some are evaluated, the last may be
             self._start(number, left - (2 if self._evaluates else 0), left)
@@ -436,7 +477,10 @@ class StockCapture(TrainingListener):
             self._clocks += [] if self._beside else [clocked]
         elif self._recorder.active:
             recording = self._stopped()
-            if self._probes:
+            if self._eager:
+                self._eager = False
+                self._keep_peak(recording)
+            elif self._probes:
                 self._probe = recording.program()
             elif self._beside:
                 self._others.append(recording)
@@ -448,6 +492,17 @@ class StockCapture(TrainingListener):
                 self._traced = recording.busy is not None
         self._beside = self._next
         self._next = False
+
+    def _keep_peak(self, recording: Recording) -> None:
+        """Keep what has the peak before CUDA graphs run: an iteration without, and their capture.
+
+        What repeats itself there does not repeat itself with graphs, and the owners of memory are
+        looked for again.
+        """
+        self._before_graphs = recording.program()
+        self._owner = self
+        if self._monitor.repeats is not None:
+            self._monitor.repeats.forget()
 
     def _stopped(self) -> Any:
         """What was recorded, with the kernels' own times if it was traced."""
@@ -517,6 +572,7 @@ class StockCapture(TrainingListener):
             what = f"--prism-capture: nothing was recorded, the job ended after {steps} train steps"
             fix = "a --train-iters that it reaches, no --skip-train, or no --prism-capture"
             raise UsageError(what, fix=fix)
+        self._first_alone = steps < LEAST_STEPS
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         if self._probe is not None:
             self.program = routing.learned(self.program, self._probe)
@@ -529,6 +585,8 @@ class StockCapture(TrainingListener):
             except ProgramError as error:
                 assert self.start_over is not None, "few ran"
                 self.start_over(_ALL, error.message)
+        if self._before_graphs is not None:
+            self.program = peaks.with_earlier(self.program, self._before_graphs)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.source.update(self._flops)
         if self.tier.name == "cuda":  # the others' hosts are not in their slices
@@ -548,6 +606,11 @@ class StockCapture(TrainingListener):
         found = f"; {self.links}" if self.links is not None else ""
         if copies := self._host_bytes():
             found += f"; {format_bytes(copies)} of host memory for copies there"
+        if self._first_alone:
+            found += (
+                "; it is of the job's first iteration, at whose end the optimizer's states begin: "
+                "what later ones hold takes a second one"
+            )
         if self._hosts:
             index, took = statistics.median(self._hosts), HOST_S * len(self._hosts)
             found += f"; host index {index:.2f}, which took {took:g} s"

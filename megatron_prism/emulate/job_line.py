@@ -111,7 +111,7 @@ def _script(words: Sequence[str]) -> list[str]:
             raise UsageError(f"there is no module {name}", fix="PYTHONPATH=CHECKOUT before prism")
         return list(words)
     script, *rest = words
-    if not Path(script).is_file():
+    if not os.path.isfile(script):
         here = Path(Path(script).name)
         if not here.is_file() or here.suffix != ".py":
             raise UsageError(

@@ -8,6 +8,7 @@ programs that start others; one that is missing needs a row and no code.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -185,7 +186,7 @@ def begins_line(word: str) -> bool:
         return False
     if word == "--" or word.endswith((".py", *SCRIPTS)):
         return True
-    return (is_launcher(word) or word in SUBMIT) and not Path(word).is_dir()
+    return (is_launcher(word) or word in SUBMIT) and not os.path.isdir(word)
 
 
 def split_line(words: Sequence[str], alone: Collection[str]) -> tuple[list[str], list[str]]:
@@ -389,6 +390,4 @@ def _slots(row: LauncherRow, options: Mapping[str, Sequence[str]]) -> list[int]:
 
 def is_file(path: str | Path) -> bool:
     """Whether there is such a file; a whole command is a name that is too long."""
-    with contextlib.suppress(OSError, ValueError):
-        return Path(path).is_file()
-    return False
+    return os.path.isfile(path)

@@ -31,11 +31,11 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from megatron_prism.core import job_settings
+from megatron_prism.core import code_files, job_settings
 from megatron_prism.core.errors import NotTrainedError, RecipeError, UnsupportedError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.recipe import FIELD, Recipe
-from megatron_prism.emulate import job_arguments, launch, options, workers
+from megatron_prism.emulate import capture, job_arguments, launch, options, workers
 from megatron_prism.emulate.session import Session
 from megatron_prism.emulate.workers import Json
 from megatron_prism.memory import peaks
@@ -82,14 +82,22 @@ def attached(session: Session, recipe: Recipe, rank: int, slices: Path | None = 
 
 def train(recipe: Recipe, run: Run) -> Json:
     """Train all iterations of ``recipe`` as the rank of ``run``."""
-    start = time.perf_counter()
+    start, emit = time.perf_counter(), workers.emitter()
     with run.monitor.training(lambda: recipe):
         job = build(recipe, run)
         built = time.perf_counter()
-        probed = run.options.capture is not None and recipe.num_experts
-        if probed:  # with other loads of the experts, in an iteration more
-            job.wanted = max(4, recipe.train_iters)
-        for number in range(max(3 * bool(probed), recipe.train_iters)):
+        iterations = recipe.train_iters
+        if run.options.capture is not None:
+            iterations = max(iterations, capture.least_steps(run.monitor.note, iterations))
+            job.wanted = iterations
+            # with other loads of the experts, in an iteration more
+            if recipe.num_experts:
+                iterations = max(3, iterations)
+                job.wanted = max(4, iterations)
+        elif iterations < capture.LEAST_STEPS and emit is not None:
+            without = "one iteration: the optimizer's states begin at its end, its peak is without"
+            emit("note", text=f"{without} them; train_iters=2 has them")
+        for number in range(iterations):
             job.iterate(number)
     return job.summary(built - start, time.perf_counter() - built)
 
@@ -371,7 +379,9 @@ def refusals() -> Iterator[None]:
         words = re.sub(r"\s+", " ", str(error)).strip()
         if not words:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{last.filename.rpartition('megatron/')[2]}:{last.lineno}"
+            inside = code_files.below_package("megatron", last.filename)
+            file = code_files.without_environment(last.filename) if inside is None else inside
+            place = f"{file}:{last.lineno}"
             words = f"{type(error).__name__}: {last.line} ({place})"
         raise RecipeError(words, fix="change the flags that Megatron names here") from error
 

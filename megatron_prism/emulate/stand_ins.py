@@ -279,13 +279,14 @@ def _missing(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _is_here(word: str) -> bool:
-    return "://" in word or Path(word).exists() or Path(f"{word}.idx").exists()
+    return "://" in word or os.path.exists(word) or os.path.exists(f"{word}.idx")
 
 
 def _in_cache(name: str) -> bool:
     """Whether a tokenizer of the hub lies on this machine."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    return Path(name).exists() or (home / "hub" / f"models--{name.replace('/', '--')}").exists()
+    cached = home / "hub" / f"models--{name.replace('/', '--')}"
+    return os.path.exists(name) or os.path.exists(cached)
 
 
 def _option(name: str) -> str:

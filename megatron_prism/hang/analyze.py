@@ -90,7 +90,7 @@ _CALLED_OTHERWISE = {
 }  # fmt: skip
 _STOPPED = 8  # culprits that one command stops: those of a host
 _WHERE = ("outside", "in a call", "at work")  # events that say where a rank stands
-_HANDLED = "handled"  # the event of an exception after which the rank went on
+_HANDLED = ("handled", "logged")  # events of exceptions that ended nothing, or perhaps nothing
 
 
 def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
@@ -105,7 +105,8 @@ def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
         made = replace(judge.verdict(), watchdog=first_watchdog(judge.state))
         if then is not None:
             made = consistency.unless_moved(made, found, then)
-        elif not _stands_still(found):
+        elif not (_stands_still(found) and len(made.culprits) == 1):
+            # several that look late may wait for one another outside NCCL, also in a job that hangs
             made = consistency.unless_running(made, parted, judge.differ, judge.excused)
         return replace(made, decides=what_decides(made, judge.state))
 
@@ -123,7 +124,8 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
     """
     if verdict.exit_code != 3:
         return ""
-    suspects = verdict.candidates or [c.rank for c in verdict.culprits] or state.missing or [0]
+    suspects = verdict.candidates or [culprit.rank for culprit in verdict.culprits]
+    suspects = suspects or waits.last_waited_for(state) or state.missing or [0]
     if any("--then DIR" in line for line in verdict.evidence):
         return "prism hang DIR --then DIR2: dumps of the same job some seconds later"
     if any("outside NCCL" in line for line in verdict.evidence):
@@ -139,7 +141,7 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
         return ("prism hang DIR -- pretrain_gpt.py <the job's arguments>: its programs, captured "
                 "on tier meta, tell who left the order")  # fmt: skip
     if not state.history:
-        return "--no-flight-recorder-include-only-active (TORCH_INCLUDE_ONLY_ACTIVE=0) in the job"
+        return "TORCH_INCLUDE_ONLY_ACTIVE=0 in the job: dumps with the calls that ended"
     return "TORCH_NCCL_ENABLE_TIMING=1 in the job: which device started its call"
 
 
@@ -249,7 +251,7 @@ class _Judge:
         barrier."""
         events = self.state.events.values()
         kinds = {event.kind for of_rank in events for event in of_rank}
-        return bool(kinds - {_HANDLED}) or bool(self.state.observed.absent)
+        return bool(kinds - {*_HANDLED}) or bool(self.state.observed.absent)
 
     def _by_torch(self, differ: Disagreement) -> Diagnosis:
         """The verdict by torch's own check of collectives, which is taken at its word."""
@@ -281,8 +283,11 @@ class _Judge:
             for event in events:
                 if event.kind in _WHERE or rank in found:
                     continue
-                if event.kind == _HANDLED or self._waits_like_others(rank, event):
+                if event.kind == "handled" or self._waits_like_others(rank, event):
                     self.evidence.append(f"rank {rank} went on after an exception: {event.text}")
+                elif event.kind == "logged":
+                    self.evidence.append(f"rank {rank} logged an exception, which perhaps ended "
+                                         f"nothing: {event.text}")  # fmt: skip
                 else:
                     found[rank] = event
         self.evidence += [f"rank {r}: {e.kind}: {e.text}" for r, e in sorted(found.items())[:4]]
@@ -299,7 +304,8 @@ class _Judge:
         It handled the exception then, unless others wait for this rank, and would go on with it.
         """
         state = self.state
-        if event.kind not in ("exception", "out of memory") or "NCCL watchdog" in event.text:
+        of_python = event.kind in ("exception", "out of memory", "logged")
+        if not of_python or "NCCL watchdog" in event.text:
             return False
         if not state.outstanding.get(rank) and rank not in state.hidden:
             return False

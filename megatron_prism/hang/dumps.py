@@ -104,6 +104,8 @@ class Dump:
     messages : all sends and receives since the job began, where these are left of a dump of
                outstanding calls: torch never ends the records inside a batch
     assumed : groups whose counters it does not have: it is taken to have come to all calls
+    is_cut  : its file ends too early: it has the counters, and of the calls those that ended before
+              the cut
     written_ns : when its file was written, by the clock of its calls; 0 if that is not known
     """
 
@@ -118,13 +120,16 @@ class Dump:
     written_ns: int = 0
     messages: tuple[Entry, ...] = ()
     assumed: frozenset[str] = frozenset()
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
 class RankEvent:
-    """What a log says of a rank.  kind: exception, out of memory, killed; handled: an exception
-    after which the rank went on; outside: it waited for others in a call outside NCCL; or where its
-    stack is: in a call of torch.distributed, at work.
+    """What a log says of a rank.
+
+    kind: exception, out of memory, killed; handled: an exception after which the rank went on;
+    logged: one that perhaps did not end it; outside: it waited for others in a call outside NCCL;
+    or where its stack is: in a call of torch.distributed, at work.
     """
 
     kind: str
@@ -380,7 +385,7 @@ _PACKED = re.compile(r"\.(?:tgz|zst|xz|bz2|lz4|zip|tar)$|\.tar\.gz$")
 _LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _MANY, _ITEMS = (list, tuple, set, frozenset), 1 << 24
 _LIMIT = 1 << 28  # bytes of one file; full dumps with C++ stacks are a few MB
-FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-path wrote into"
+FIX = "name the folder that the job's recorders wrote into (TORCH_FR_DUMP_TEMP_FILE)"
 
 
 def read_in_process(folder: str | os.PathLike[str]) -> DumpSet:
@@ -532,7 +537,9 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
     try:
         head = data[:64].lstrip()[:1]
         as_json = head in (b"{", b"[")
-        value = foreign.value_of_json(data) if as_json else foreign.unpickled(data, _bounded)
+        value = foreign.value_of_json(data) if as_json else _unpickled(data)
+        if isinstance(value, _CutValue):
+            return _before_cut(value, rank)
         return of_value(value, rank)
     except foreign.HostileValueError as error:
         fix = "do not open this file with anything else"
@@ -540,6 +547,43 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
     except (ValueError, MemoryError, RecursionError) as error:
         text = shown(str(error)[:500] or "it is too large")
         raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
+
+
+class _CutValue(dict[object, object]):
+    """What stands before the cut of a dump."""
+
+
+def _unpickled(data: bytes) -> object:
+    """Read the value of a pickle; of one that is cut what stands before the cut."""
+    try:
+        return foreign.unpickled(data, _bounded)
+    except foreign.HostileValueError:
+        raise
+    except ValueError as damage:
+        try:
+            return _CutValue(foreign.unpickled_to_cut(data, _bounded))
+        except foreign.HostileValueError:
+            raise
+        except ValueError:
+            raise damage from None
+
+
+def _before_cut(value: _CutValue, rank: int) -> Dump:
+    """Read a dump to its cut: the counters, and the calls that ended.
+
+    What was outstanding stands at the end of a recorder, behind the cut, or is not whole: a batch
+    whose closing record is lost looks outstanding for good.  The counters say how many calls those
+    are.
+
+    Raises:
+        ValueError: The counters are behind the cut: nothing says how far the rank has come.
+    """
+    keys = list(value)
+    if "pg_status" not in keys or not value["pg_status"] or keys[-1] == "pg_status":
+        raise ValueError("it is cut off before the end of its counters, pg_status")
+    dump = of_value(value, rank)
+    ended = tuple(entry for entry in dump.entries if entry.done)
+    return replace(dump, entries=ended, messages=(), is_cut=True)
 
 
 def _bounded(value: object) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from megatron_prism.core import code_files
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _TYPE = re.compile(r"(?:\w+\.)*\w*(?:[Ee]rror|Exception|Interrupt|Exit|Iteration|Timeout)\b")
 _OOM = re.compile(r"out of memory", re.IGNORECASE)
@@ -23,10 +25,18 @@ _OF_OTHERS = re.compile(
     r"Detected mismatch between collectives", re.IGNORECASE
 )  # fmt: skip
 _CHAIN = re.compile(r"(?:During handling of the above|The above) exception")
+LOGGED = "it was logged"  # the one reason that does not prove that the rank went on
 _BEFORE = (
     (re.compile(r"Exception ignored in"), "it was ignored"),
     (re.compile(r"Exception in thread (?!MainThread)"), "it ended another thread"),
-    (re.compile(r"\b(?:ERROR|WARNING|WARN|CRITICAL|INFO|DEBUG)\b"), "it was logged"),
+    (re.compile(r"\b(?:ERROR|CRITICAL|EXCEPTION)\b"), LOGGED),
+    (
+        re.compile(
+            r"\bWARN(?:ING)?\b.*(?:fail|error|exception|could not|cannot|unable|retr)",
+            re.IGNORECASE,
+        ),
+        LOGGED,
+    ),
 )  # what stands before a traceback that ends nothing
 _AGAIN = re.compile(r"\bretr(?:y|ies|ying)\b|try(?:ing)? again", re.IGNORECASE)
 
@@ -61,7 +71,7 @@ class Tracebacks:
         if "Traceback (most recent call last)" in line:
             self._begin(line)
         elif self._frames is not None and (frame := _FRAME.search(line)) is not None:
-            path = frame[1].rpartition("site-packages/")[2]
+            path = code_files.without_environment(frame[1])
             self._frames.append(f"{frame[3]} ({path}:{frame[2]})")
         elif self._frames is not None and _TYPE.match(line.strip()):
             ended = self._end(line.strip()[:200])
@@ -80,7 +90,8 @@ class Tracebacks:
     def goes_on(self) -> None:
         """Take all exceptions so far as handled: the rank ended an iteration after them."""
         for raised in self.raised:
-            raised.handled = raised.handled or "it went on"
+            if raised.handled in ("", LOGGED):
+                raised.handled = "it went on"
 
     def _begin(self, line: str) -> None:
         before = line.partition("Traceback")[0].strip() or self._last

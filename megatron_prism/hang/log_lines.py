@@ -29,7 +29,6 @@ class Says(Enum):
     KILLED = auto()  # the kernel killed a process
     EVIDENCE = auto()  # of the job: shown as it is
     STARTS = auto()  # the job, or an attempt of it, starts
-    GOES_ON = auto()  # an iteration is over
     DEDUPLICATED = auto()  # the launcher left out like lines of other ranks
 
 
@@ -90,13 +89,22 @@ LINES = (
     _line(Says.EVIDENCE, "watchdog got stuck", r"ProcessGroupNCCL's watchdog got stuck for \d+ "
           r"seconds", "NCCL HeartbeatMonitor, 2.2 on"),
     _line(Says.STARTS, "using world size", r"using world size: \d+", "Megatron's arguments.py"),
-    _line(Says.STARTS, "worker group", r"[Rr]estarting worker group|(?:Starting|restart_count=[1-9]"
-          r").*worker group", "torch elastic, agent/server/api.py"),
-    _line(Says.GOES_ON, "", r"\b(?:iteration|iter|global_step|step|epoch)\b[\s:=\[]{0,12}\d|"
-          r"\blm loss\b|\d+/\d+ \[|\bloss ?[:=] ?\d", "training logs and progress bars",
-          re.IGNORECASE),
+    _line(Says.STARTS, "worker group", r"[Rr]estart(?:ing)? worker group",
+          "torch elastic, agent/server/api.py"),
     _line(Says.DEDUPLICATED, "across cluster", r"\[repeated \d+x across cluster\]", "Ray's logs"),
 )  # fmt: skip
+
+
+# training logs and progress bars; what W&B prints at the end of a process is none
+_ITERATION = re.compile(
+    r"^(?!.*wandb:).*?(?:\b(?:iteration|iter|global_step|step|epoch)\b[\s:=\[]{0,12}\d|"
+    r"\blm loss\b|\d+/\d+ \[|\bloss ?[:=] ?\d)", re.IGNORECASE
+)  # fmt: skip
+
+
+def is_iteration(text: str) -> bool:
+    """Whether a line says that an iteration is over."""
+    return _ITERATION.search(text) is not None
 
 
 def statements(text: str) -> Iterator[tuple[Says, re.Match[str]]]:
@@ -115,6 +123,7 @@ GROUP = re.compile(
 )  # to 2.3 a number that each process counts by itself; since 2.4 the GUID, the same everywhere
 _OWN_NUMBER = re.compile(r"(?:\[E[^\]]*\]|^|:)\s*\[Rank (\d{1,9})\]")
 _FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut|Timeout\(ms\))\s*=\s*(\w+)(…?)")
+_CUT_FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut|Timeout\(ms\))\s*=\s*\w+$")
 _UNKNOWN = (1 << 64) - 1  # of elements: torch's -1, unsigned
 _PRINTED = re.compile(r"SequenceNumber=(\d+)|OpType=(\w+)|TensorShape=(\[[^\]]*\])|"
                       r"TensorDtypes=([A-Za-z]+)")  # fmt: skip
@@ -177,25 +186,32 @@ class LoggedCall:
     group_rank: int = -1
     stack: list[str] = field(default_factory=list)
 
-    @property
-    def signature(self) -> tuple[int, str, tuple[int, int], int]:
-        """What members of one group print alike."""
-        return self.seq, self.op, self.elements, self.timeout_ms
+    def is_like(self, other: LoggedCall) -> bool:
+        """Whether two ranks may be in one call, by all that both lines show."""
+        sizes = min(self.elements) < 0 or min(other.elements) < 0 or self.elements == other.elements
+        limits = -1 in (self.timeout_ms, other.timeout_ms) or self.timeout_ms == other.timeout_ms
+        kinds = not self.op or not other.op or self.op == other.op
+        return self.seq == other.seq and kinds and sizes and limits
 
 
 def call_of(match: re.Match[str], text: str) -> LoggedCall:
     """Read the call that a line of ``Says.CALL`` names."""
     fields: dict[str, str] = {}
     hidden: set[str] = set()
-    for name, value, mark in _FIELD.findall(match["body"]):
+    body = match["body"]
+    for name, value, mark in _FIELD.findall(body):
         fields[name] = value
         if mark:
             hidden.add(name)
+    end = _CUT_FIELD.search(body)
+    if end is not None and end[1] != "OpType":
+        # the line is cut off in a number: it may have more digits
+        fields.pop(end[1])
     kind = fields.get("OpType", "")
     own = _OWN_NUMBER.findall(text)
     return LoggedCall(
         _number(fields.get("SeqNum", "")),
-        operation(kind.partition(_CUT)[0], "OpType" in hidden or _CUT in match["body"]),
+        operation(kind, "OpType" in hidden),
         kind,
         (_number(fields.get("NumelIn", "")), _number(fields.get("NumelOut", ""))),
         _number(fields.get("Timeout(ms)", "")),
@@ -270,6 +286,7 @@ IN_FRONT = (
          "loggers: [RANK 4], [rank: 4] of Lightning; not torch's [Rank 4], which is of a group"),
     Mark(re.compile(r"(?:RANK|rank|Rank)[ _=]?(\d{1,9})\s?[:|]\s"), "loggers: rank 4: …"),
 )  # fmt: skip
+_IN_FRONT_WORD = re.compile(r"[Rr]ank|RANK|\[1,")  # what such a line has somewhere
 _TASK = re.compile(r"^\s*(\d{1,6}): ")  # srun --label: a rank, where a task is one
 _LOCAL = re.compile(r"^\s*(?:\d{1,6}: )?\[(?:default|trainer)\d+\]:")  # torchrun --tee: a local one
 _ACTOR = re.compile(r"\((\w+ pid=\d+(?:, ip=[^)\s]+)?)\)")  # of Ray
@@ -341,6 +358,8 @@ def _marked(line: str) -> tuple[int | None, str]:
     for mark in ANYWHERE:
         if "rank" in line and (found := mark.pattern.search(line)) is not None:
             return int(found[1]), line[found.end() :]
+    if not _IN_FRONT_WORD.search(line):
+        return None, line
     start = 0
     while (peeled := _PEELED.match(line, start)) is not None and peeled.end() > start:
         start = peeled.end()
@@ -357,21 +376,27 @@ _COLOUR = re.compile(
 _GLUED = re.compile(r"(?=\[rank\d{1,9}\]:)")
 _OF_TORCH = re.compile(r"ProcessGroup\w+\.cpp|Watchdog|WorkNCCL|CollectiveFingerPrint")
 _RECORD = re.compile(r"\s*(?:\[[EWIF]\d|Traceback|File \"|frame #|terminate called|what\(\)|#\d+ |"
-                     r"Exception raised|\[default)|.*Watchdog caught coll")  # fmt: skip
+                     r"Exception raised|\[default|"
+                     r"(?:rank|exitcode|time|host|error_file|traceback)\s+:)|"
+                     r".*Watchdog caught coll")  # fmt: skip
 _POSITION = re.compile(r"\[\d+/\d+\]\s*$")  # tmux, over the end of the first line on the screen
 _BEGUN = (
     (re.compile(r"WorkNCCL\("), re.compile(r"WorkNCCL\(.*timing out")),
     (re.compile(r"Watchdog caught collective"), re.compile(r"timeout")),
+    (re.compile(r"\[PG (?:ID|\d)"), re.compile(r"\[PG [^\]]*Rank \d+\]")),
     (re.compile(r"last\s*enqueue", re.IGNORECASE), re.compile(_NUMBERS, re.IGNORECASE)),
     (re.compile(r"CollectiveFingerPrint"), re.compile(r"Collectives differ|\.$")),
 )  # messages that have begun, and what they have once they are whole
+_WHOLE = re.compile(rf"[.!]\s*$|{_NUMBERS}", re.IGNORECASE)
 _WIDTH = 60  # columns: no screen is narrower
 _WRAPS = 12  # lines of a screen that one message takes at most
 
 
 def logical_lines(text: str) -> list[str]:
     """The lines as they were printed: without colours and NULs, one message in each."""
-    text = _COLOUR.sub("", text.replace("\0", "")).replace("\r\n", "\n").replace("\r", "\n")
+    if "\x1b" in text or "[0m" in text:
+        text = _COLOUR.sub("", text)
+    text = text.replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")
     physical = text.split("\n")
     width = _screen_width(physical)
     found: list[str] = []
@@ -382,7 +407,7 @@ def logical_lines(text: str) -> list[str]:
             found[-1] = _POSITION.sub(_CUT, found[-1].rstrip()) + line.rstrip()
             wraps += 1
         else:
-            pieces = _GLUED.split(line)
+            pieces = _GLUED.split(line) if "[rank" in line else [line]
             # text in front of the first mark is a launcher's prefix
             whole = pieces[0] + pieces[1] if len(pieces) > 1 else pieces[0]
             found += [whole.rstrip(), *(piece.rstrip() for piece in pieces[2:])]

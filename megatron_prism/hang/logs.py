@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_prism.core import foreign
+from megatron_prism.core import code_files, foreign
 from megatron_prism.core.errors import DumpError, PrismError
 from megatron_prism.core.world import World
 from megatron_prism.hang import log_lines
@@ -39,13 +39,15 @@ from megatron_prism.hang.dumps import (
     rank_of_name,
     read,
 )
-from megatron_prism.hang.log_errors import Raised, Tracebacks
+from megatron_prism.hang.log_errors import LOGGED, Raised, Tracebacks
 from megatron_prism.hang.log_lines import Differ, LoggedCall, Says
 from megatron_prism.hang.ras import parse_ras
 
 _MOST = 1 << 31  # bytes of one log
 _HEAD = 1 << 16  # bytes by which a log is told from other files
 _HOLE = 1 << 26  # bytes of NULs in front of a log that was cut in place
+_CONTROLS = re.compile(rb"[\x01-\x06\x0e-\x1a\x1c-\x1f]")
+_CONTROL = 50  # bytes of a text, of which at most one is a control character
 _RUNS = 8  # runs of NULs in the head of a log, at most
 FIX = "name what the job printed: prism hang --logs job.log, or one file per rank"
 
@@ -148,7 +150,7 @@ def is_log(path: Path) -> bool:
     except OSError:
         return False
     pieces = [piece for piece in data.split(b"\0") if piece]
-    if not 0 < len(pieces) <= _RUNS:
+    if not 0 < len(pieces) <= _RUNS or _CONTROL * len(_CONTROLS.findall(data)) > len(data):
         return False
     return pieces[0].lstrip()[:1] not in (b"{", b"\x80")
 
@@ -177,6 +179,7 @@ class _Log:
     def __init__(self, job: _Job, number: int, owner: int | None, attempt: int) -> None:
         self.job, self.number, self.owner, self.attempt = job, number, owner, attempt
         self.starts = 0
+        self.sized = False  # whether the job's sizes were printed
         self.line = 0
         self.fired_s = -1.0  # of the line that is read
         self.calls: dict[int, list[LoggedCall]] = defaultdict(list)
@@ -256,6 +259,13 @@ class _Log:
             self.job.logged.add(rank)
             self._note(rank, RankEvent("killed", f"{_SIGNALS[code]} (torchrun's table)"))
 
+    def _start(self, text: str) -> None:
+        """Count the starts of the job; what a log has before its first one may be another node's,
+        whose log stands in front."""
+        sizes = text.startswith("using world size")
+        self.starts += not sizes or self.sized
+        self.sized |= sizes
+
     # -- lines of torch ---------------------------------------------------------------------------
     def _statements(self, rank: int | None, text: str) -> None:
         """Read what a line says, of ``rank`` if it has one."""
@@ -269,7 +279,7 @@ class _Log:
             if says is Says.EVIDENCE:
                 self.job.evidence.append(_evidence(match, rank))
             elif says is Says.STARTS:
-                self.starts += 1
+                self._start(match[0])
             elif says is Says.DEDUPLICATED:
                 self.job.deduplicated = True
             elif says is Says.ABSENT:
@@ -288,8 +298,6 @@ class _Log:
                 self._note(rank, RankEvent("exception", f"{match[1][:200]} in its NCCL watchdog"))
             elif says is Says.KILLED:
                 self._note(rank, RankEvent("killed", text.strip()[-200:]))
-            elif says is Says.GOES_ON:
-                self.tracebacks[rank].goes_on()
 
     def _call(self, rank: int, call: LoggedCall, group: re.Match[str] | None) -> None:
         """Note a call that timed out; several lines speak of one."""
@@ -315,7 +323,14 @@ class _Log:
         number = next((found for says, found in log_lines.statements(text)
                        if says is Says.FAILED), None)  # fmt: skip
         failed = -1 if number is None else int(number[1])
-        counts = _Counts(group["name"], int(match[1]), int(match[2]), failed, int(group["rank"]))
+        completed = int(match[2])
+        if (
+            completed < failed - 1
+            and str(failed - 1).startswith(match[2])
+            and text.endswith(match[2])
+        ):
+            completed = failed - 1  # the line is cut off in the number
+        counts = _Counts(group["name"], int(match[1]), completed, failed, int(group["rank"]))
         for call in self.calls[rank]:
             if call.seq == failed and call.group in ("", counts.group):
                 call.group, call.group_rank = counts.group, counts.group_rank
@@ -324,7 +339,10 @@ class _Log:
     # -- lines of Python --------------------------------------------------------------------------
     def _python(self, rank: int, line: str) -> None:
         """Read tracebacks, and what py-spy printed of the main thread."""
-        raised = self.tracebacks[rank].read(line)
+        tracebacks = self.tracebacks[rank]
+        if tracebacks.raised and log_lines.is_iteration(line):
+            tracebacks.goes_on()
+        raised = tracebacks.read(line)
         if raised is not None:
             self._note(rank, raised)
         thread = _THREAD.search(line)
@@ -334,7 +352,7 @@ class _Log:
         elif thread is not None:
             self.main_thread.discard(rank)
         elif rank in self.main_thread and place is not None:
-            path = place[2].rpartition("site-packages/")[2]
+            path = code_files.without_environment(place[2])
             self.job.stacks[rank].append(f"{place[1]} ({path}:{place[3]})")
 
 
@@ -418,8 +436,8 @@ class _Job:
             elif isinstance(value, Differ):
                 self.differ.append(value)
             elif isinstance(value, Raised) and value.handled:
-                text = f"{value.text} ({value.handled})"
-                speaker.events.append(RankEvent("handled", text))
+                kind = "logged" if value.handled == LOGGED else "handled"
+                speaker.events.append(RankEvent(kind, f"{value.text} ({value.handled})"))
             elif isinstance(value, Raised) and value.kind:
                 speaker.events.append(RankEvent(value.kind, value.text))
 
@@ -443,21 +461,27 @@ class _Job:
         not end, and all before it did.
         """
         self._part_names()
-        named: dict[object, set[str]] = defaultdict(set)
-        alike: dict[object, dict[int, LoggedCall]] = defaultdict(dict)
-        for rank, speaker in self.ranks.items():
-            for call in speaker.calls:
-                if call.group:
-                    named[call.signature].add(call.group)
-                else:
-                    alike[call.signature][rank] = call
-        for signature, calls in alike.items():
-            names = named[signature]
-            if len(names) == 1 and self._fits(next(iter(names)), calls):
-                for call in calls.values():
+        calls = [(rank, call) for rank, speaker in sorted(self.ranks.items())
+                 for call in speaker.calls]  # fmt: skip
+        named = [call for _, call in calls if call.group]
+        alike: list[dict[int, LoggedCall]] = []
+        for rank, call in calls:
+            if call.group:
+                continue
+            for members in alike:
+                if rank not in members and all(call.is_like(other) for other in members.values()):
+                    members[rank] = call
+                    break
+            else:
+                alike.append({rank: call})
+        for members in alike:
+            names = {other.group for other in named
+                     if all(call.is_like(other) for call in members.values())}  # fmt: skip
+            if len(names) == 1 and self._fits(next(iter(names)), members):
+                for call in members.values():
                     call.group = next(iter(names))
             else:
-                self._name_group(signature, calls)
+                self._name_group(members)
         for speaker in self.ranks.values():
             for call in speaker.calls:
                 # a line without counters: at least this
@@ -489,12 +513,17 @@ class _Job:
         numbers = {rank: call.group_rank for rank, call in calls.items()}
         return _is_one_group({**self._members(name), **numbers})
 
-    def _name_group(self, signature: object, calls: Mapping[int, LoggedCall]) -> None:
+    def _name_group(self, calls: Mapping[int, LoggedCall]) -> None:
         """Give calls that no line names a group: one for all, or one for each rank where their
         numbers in their groups show that these are several."""
         whole = _is_one_group({rank: call.group_rank for rank, call in calls.items()})
+        first = min(calls)
         for rank, call in calls.items():
-            call.group = str(signature) if whole else f"{signature} of rank {rank}"
+            call.group = f"of #{call.seq} on rank {first if whole else rank}"
+            # several calls of one rank may have one number in groups of their own
+            while call.group in self.descs:
+                call.group += "'"
+        for call in calls.values():
             self.descs[call.group] = UNNAMED
 
     def _part_names(self) -> None:
@@ -603,8 +632,8 @@ class _Job:
 
 
 def _failed(speaker: _Speaker) -> bool:
-    """Whether something happened to a rank, other than an exception that it handled."""
-    return any(event.kind != "handled" for event in speaker.events)
+    """Whether something happened to a rank, other than an exception that may have ended nothing."""
+    return any(event.kind not in ("handled", "logged") for event in speaker.events)
 
 
 def _is_one_group(numbers: Mapping[int, int]) -> bool:

@@ -40,6 +40,9 @@ def stages(groups: Mapping[str, Group], messages: Collection[str]) -> dict[int, 
 _MOST = 64  # outstanding calls made up from counters where a dump has no entries
 
 
+_ALL_CALLS = 1 << 61  # the counter of a rank that is taken to have come to all calls of a group
+
+
 def _unnamed(group: Group, seq: int) -> Entry:
     """A call of which only its number is known."""
     nothing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -192,6 +195,11 @@ class JobState:
             if name not in self.pairs:  # there the counters also count sends and receives
                 self.enqueued[name, rank] = status.enqueued
                 self.completed[name, rank] = status.completed
+        if dump.is_cut:
+            # behind the cut may be calls that no counter has: the rank is taken to have come to all
+            for name in self._uncounted_of_cut(rank):
+                self.enqueued[name, rank] = _ALL_CALLS
+            return
         uncounted = self.pairs | {e.group for e in dump.entries} - dump.status.keys()
         for entry in (e for e in dump.entries if not e.done or e.group in uncounted):
             key = (entry.group, rank)
@@ -201,6 +209,14 @@ class JobState:
                     self.completed[key] = max(self.completed.get(key, -1), entry.seq)
             elif entry.seq <= self.completed.get(key, -1):
                 self.completed[key] = entry.seq - 1  # gloo counts calls that failed, too
+
+    def _uncounted_of_cut(self, rank: int) -> list[str]:
+        """Return the groups of a rank with a cut dump in which no counter tells its collectives."""
+        dump = self.dumps[rank]
+        if not dump.is_cut:
+            return []
+        names = self.groups_of[rank]
+        return [name for name in names if name in self.pairs or name not in dump.status]
 
     def _pending(self, rank: int, entries: Iterable[Entry]) -> list[Entry]:
         found = [
@@ -214,7 +230,7 @@ class JobState:
         has = {e.group for e in found}
         for name in self.groups_of[rank]:
             last, done = (t.get((name, rank), -1) for t in (self.enqueued, self.completed))
-            if name in has or name in self.pairs:
+            if name in has or name in self.pairs or last == _ALL_CALLS:
                 continue
             waits = range(max(done, last - _MOST, 0) + 1, last + 1)
             found += [_unnamed(self.groups[name], seq) for seq in waits]
@@ -234,7 +250,8 @@ class JobState:
         """rank -> description -> collectives that it has issued."""
         found: dict[int, dict[str, int]] = {rank: {} for rank in self.dumps}
         for (name, rank), count in self.enqueued.items():
-            if name in self.groups and name not in self.dumps[rank].assumed:
+            is_assumed = name in self.dumps[rank].assumed or count == _ALL_CALLS
+            if name in self.groups and not is_assumed:
                 found[rank][self.groups[name].desc] = count
         return found
 
@@ -504,11 +521,16 @@ class JobState:
         """Find what keeps a message waiting, or one of those issued with it: they end together."""
         lacking: dict[int, None] = {}
         behind: dict[int, None] = {}
+        unknown: dict[int, None] = {}
         for entry in self.launches(rank)[head.launch]:
             peer = self.other(rank, entry)
             mate = self.mate(rank, entry)
             not_posted = self.never_posted(rank, entry)
 
+            # which messages the other side posted stands behind the cut of its dump
+            if peer in self.dumps and self.dumps[peer].is_cut:
+                unknown[peer] = None
+                continue
             # not all messages are recorded: what is not outstanding was not posted, or it ended
             if not_posted is None:
                 not_posted = mate is None
@@ -520,6 +542,7 @@ class JobState:
         return {
             "has not posted its side": list(lacking),
             "has it queued behind another call": [] if lacking else list(behind),
+            "left a dump that is cut off": [] if lacking or behind else list(unknown),
         }
 
     @cached_property
@@ -527,9 +550,18 @@ class JobState:
         """Ranks that wait, by their counters, in a message of which no entry is left: the ring was
         too short, or there are counters only.  To whom it goes nobody knows."""
         shown = {(e.group, r) for r, calls in self.outstanding.items() for e in calls}
-        return {r for r, dump in self.dumps.items() for name, status in dump.status.items()
-                if name in self.pairs and name in self.groups
-                and status.enqueued > status.completed and (name, r) not in shown}  # fmt: skip
+        hidden_ranks: set[int] = set()
+        for rank, dump in self.dumps.items():
+            for name, status in dump.status.items():
+                if name not in self.pairs or name not in self.groups or (name, rank) in shown:
+                    continue
+                if status.enqueued > status.completed:
+                    hidden_ranks.add(rank)
+
+            # behind a cut may be messages that no counter has
+            if any(name not in dump.status for name in self._uncounted_of_cut(rank)):
+                hidden_ranks.add(rank)
+        return hidden_ranks
 
     def mute(self) -> list[int]:
         """Ranks whose dumps have neither calls nor counters, where others have counters: started
@@ -549,12 +581,17 @@ class JobState:
         if self.missing:
             found.append(f"dumps of {ranks_text(self.missing)}")
         found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
+        cut_ranks = [rank for rank, dump in self.dumps.items() if dump.is_cut]
+        if cut_ranks:
+            found.append(f"the ends of the dumps of {ranks_text(cut_ranks)}, which are cut off: "
+                         "counters, and calls that ended, are read")  # fmt: skip
         if not any(d.entries or d.status for d in dumps) and not self.observed.differ:
             found.append("calls and counters: next time TORCH_FR_BUFFER_SIZE=2000")
         if mute := self.mute():
             found.append(f"counters of {ranks_text(mute)}: their recorders were off or new")
-        if self.hidden and not all(d.version == "log" for d in dumps):
-            found.append(f"outstanding messages of {ranks_text(self.hidden)}: next "
+        short_rings = self.hidden.difference(cut_ranks)
+        if short_rings and not all(d.version == "log" for d in dumps):
+            found.append(f"outstanding messages of {ranks_text(short_rings)}: next "
                          "time a larger TORCH_FR_BUFFER_SIZE")  # fmt: skip
         found += sorted({note for dump in dumps for note in dump.notes})
         if dumps and all(dump.version == "log" for dump in dumps):
@@ -562,11 +599,10 @@ class JobState:
             return (*found, "dumps: next time TORCH_FR_BUFFER_SIZE=2000 and "
                     "TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
         if not self.history:
-            found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0 "
-                         "(Megatron: --no-flight-recorder-include-only-active)")  # fmt: skip
+            # Megatron takes what the environment says; the flags for it came with 0.17
+            found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0")
         if not any(e.site for d in dumps for e in d.entries):
-            found.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1 "
-                         "(Megatron: --flight-recorder-include-stack-trace)")  # fmt: skip
+            found.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1")
         if not any(e.state == "started" for d in dumps for e in d.entries):
             found.append("what had started on the device; next time TORCH_NCCL_ENABLE_TIMING=1")
         return tuple(found)

@@ -2,6 +2,7 @@
 
 peaks.py         peaks, and what is alive there
 allocator.py     what PyTorch's caching allocator reserves for it
+steady.py        whether a later iteration runs out where the first ones fit
 snapshot.py      memory snapshots of real processes, and beside the slices of their job
 oom.py           which request of the slices an out-of-memory error is about
 nccl_buffers.py  what NCCL's communicators take beside it

@@ -178,15 +178,16 @@ def replay_requests(
     events: Iterable[Sequence[int]],
     settings: Settings | None = None,
     limit: int | None = None,
-    ahead: int = AHEAD,
+    ahead: int | Sequence[int] = AHEAD,
     levels: list[int] | None = None,
 ) -> CachingAllocator:
     """Run ``events`` through the allocator.  UsageError for a free of what is not there.
 
     A storage that grows gets another block; one that shrinks keeps what it has until it is gone.
     0 bytes say that another stream uses it: once freed it comes back when the device is past that,
-    ``ahead`` launches later or when the host waits.  Where ``limit`` bytes of segments are not
-    enough, it ends with ``full``.  ``levels`` gets what is allocated after every event.
+    ``ahead`` launches later (a number, or one for every event) or when the host waits.  Where
+    ``limit`` bytes of segments are not enough, it ends with ``full``.  ``levels`` gets what is
+    allocated after every event.
     """
     machine = CachingAllocator(settings or Settings(), limit)
     sizes: dict[int, int] = {}
@@ -194,7 +195,10 @@ def replay_requests(
     late: deque[tuple[int, int]] = deque()  # of those, given back and in use: launch, storage
     for number, (storage, change, *more) in enumerate(events):
         stream, launch = more[:1], more[1] if more[1:] else 0
-        while late and (launch >= late[0][0] + ahead or storage in (EMPTIED, WAITED)):
+        lead = 0
+        if late:
+            lead = ahead if isinstance(ahead, int) else ahead[number]
+        while late and (launch >= late[0][0] + lead or storage in (EMPTIED, WAITED)):
             machine.free(late.popleft()[1])
         if change > 0:
             sizes[storage] = sizes.get(storage, 0) + change
@@ -326,6 +330,14 @@ class CachingAllocator:
             while piece is not None:
                 size, piece = size + piece.size, piece.after
             yield size
+
+    def pool_bytes(self) -> int:
+        """Bytes of the segments of CUDA graphs' pools, whose streams are negative."""
+        return sum(
+            size
+            for first, size in zip(self.first, self.segment_sizes(), strict=True)
+            if first.pool[0] < 0
+        )
 
     def _unmap(self, block: Block) -> None:
         """Give back the whole pages of a free block; what comes later is mapped at the end."""

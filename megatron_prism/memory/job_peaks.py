@@ -27,6 +27,7 @@ from megatron_prism.memory.peaks import (
     class_name,
     described,
     estimates,
+    graph_pools,
     growth,
     known_peak,
     reserved,
@@ -88,6 +89,8 @@ class OptionalFigures(TypedDict, total=False):
     """What releases before this one did not write; ``nccl`` and the device's need a calibration."""
 
     reserved_between: list[int]
+    earlier: bool  # the peak is before the iteration that is recorded
+    graph_pools: Bytes  # segments that CUDA graphs' pools keep
     growth: int | None
     growth_top: list[BaselineOrigin]
     nccl: Bytes | None
@@ -130,7 +133,8 @@ class MemoryReport:
     @property
     def provenance(self) -> dict[str, str]:
         """Level -> what its bytes are made of, and what of it is estimated."""
-        unknown = estimates(job_settings.line_of(self.job))
+        with_graphs = any(one.get("graph_pools") for one in self.classes.values())
+        unknown = estimates(job_settings.line_of(self.job), with_graphs)
         allocated = described(PROVENANCE["peak_allocated"], unknown)
         return {**PROVENANCE, "peak_allocated": allocated, "peak_device": self.device}
 
@@ -286,6 +290,8 @@ def _figures(
         "peak_allocated": top.num_bytes,
         "peak_reserved": segments,
         "reserved_between": list(between),
+        "earlier": top.earlier,
+        "graph_pools": graph_pools(program, settings),
         "at": {
             "step": op.label,
             "phase": op.phase,
@@ -312,10 +318,18 @@ def needed(one: ClassMemoryFigures) -> int:
 
 
 def beside_tensors(one: ClassMemoryFigures) -> dict[str, int]:
-    """What ``needed`` has beside the tensors of the peak: the allocator's cache, NCCL, context."""
+    """What ``needed`` has beside the tensors of the peak: what pools of CUDA graphs keep beyond the
+    graphs' tensors, the allocator's cache, NCCL, context."""
     nccl = one.get("nccl") or 0
-    return {"cache": one["peak_reserved"] - one["peak_allocated"], "nccl": nccl,
-            "context": needed(one) - one["peak_reserved"] - nccl}  # fmt: skip
+    beyond = one["peak_reserved"] - one["peak_allocated"]
+    in_no_tensor = one.get("graph_pools", 0) - one["by_category"].get("graph", 0)
+    pools = min(max(in_no_tensor, 0), max(beyond, 0))
+    return {
+        "pools": pools,
+        "cache": beyond - pools,
+        "nccl": nccl,
+        "context": needed(one) - one["peak_reserved"] - nccl,
+    }
 
 
 def first_program(programs: Programs, one: ClassMemoryFigures) -> Program:

@@ -118,7 +118,11 @@ def _change(
     what = "same" if first == second else "shrunk" if second < first else "grown"
     if what == "grown" and second - first <= tol_bytes:
         what = "tolerated"
-    kinds = {k: d for k in KINDS if (d := new["by_category"][k] - old["by_category"][k])}
+    kinds = {}
+    for kind in KINDS:
+        more = new["by_category"].get(kind, 0) - old["by_category"].get(kind, 0)
+        if more:
+            kinds[kind] = more
     steps = old["at"]["step"], new["at"]["step"]
     moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
     if old["count"] != new["count"]:

@@ -13,6 +13,7 @@ act    : made in a forward, and alive when that forward is over
 comm   : made where Megatron communicates (p2p, gathers, gradient buckets)
 tmp    : made and gone within a step, or made by a backward
 optim  : made by the optimizer and kept;  grad: made by a backward and kept
+graph  : made for CUDA graphs: static buffers, what warms them up, what a capture keeps
 other  : all else, and everything of slices that were recorded without notes
 
 Integer bytes.  A step is a run of ops with one label; memory that Python drops on the way out of a
@@ -22,6 +23,7 @@ step counts as that step's.  It does not see what no tensor holds.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,7 +32,7 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import BEGUN, PHASE_NAMES, Op
+from megatron_prism.core.ops import BEGUN, PHASE_NAMES, TEXTS, Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.world import AXES, World, format_ranks
 from megatron_prism.memory import allocator
@@ -38,7 +40,7 @@ from megatron_prism.memory import allocator
 if TYPE_CHECKING:
     from megatron_prism.core.recipe import Recipe
 
-KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "other")
+KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "graph", "other")
 _COMM = re.compile(r"p2p_communication\.py|tensor_parallel/mappings\.py|param_and_grad_buffer\.py")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -63,9 +65,11 @@ class Peak:
     """The most that was allocated at once.
 
     num_bytes : allocated bytes
-    op        : the op during which it was reached, and its index
+    op        : the op during which it was reached
+    index     : of that op in the program; 0 if ``earlier``
     site      : Megatron's line whose allocation reached it; "" if it was not recorded
     holdings  : what was alive, largest first
+    earlier   : whether it was before the iteration of the program
     """
 
     num_bytes: int
@@ -73,6 +77,7 @@ class Peak:
     index: int
     site: str
     holdings: tuple[HeldMemory, ...]
+    earlier: bool = False
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -108,7 +113,54 @@ class Overflow:
 
 
 def peak(program: Program) -> Peak | None:
-    """The peak of one program; None if it recorded no allocations."""
+    """The peak of the process of ``program``, as far as that is known; None if it recorded no
+    allocations."""
+    recorded = iteration_peak(program)
+    if recorded is None or not len(program.earlier_peak):
+        return recorded
+    num_bytes = program.peak_bytes()
+    # a what-if can have made the iteration larger than what was before it
+    if num_bytes == recorded.num_bytes:
+        return recorded
+    rows = program.earlier_peak.tolist()
+    op = program.readable(program.earlier_peak_op[0])
+    holdings = grouped(
+        (_origin(program.strings[note], True, op.phase, True, True), size * count, count)
+        for note, size, count in rows
+    )
+    return Peak(num_bytes, op, 0, op.site, holdings, earlier=True)
+
+
+def with_earlier(program: Program, earlier: Program) -> Program:
+    """The program, which says of an ``earlier`` part of its process that it had more, if it had."""
+    levels, levels_before = program.live_bytes(), earlier.live_bytes()
+    if levels_before.max(initial=0) <= levels.max(initial=0):
+        return program
+    top = int(levels_before.argmax())
+    # the op's own texts and those of what was alive follow those of the program
+    numbers = {text: number for number, text in enumerate(program.strings)}
+    op, site = earlier[op_at(earlier, top)], site_of(earlier, top)
+    place = Op(op.name, phase=op.phase, microbatch=op.microbatch, chunk=op.chunk, site=site)
+    lone = Program.from_ops(program.rank, [place])
+    row = lone.ops.copy()
+    for name in TEXTS:
+        text = lone.strings[int(row[name][0])]
+        row[name] = numbers.setdefault(text, len(numbers))
+    counts = Counter(_alive_at(earlier, top))
+    rows = []
+    for ((kind, module, origin_site), size), count in counts.items():
+        note = f"{kind}:{module} @{origin_site}" if origin_site else f"{kind}:{module}"
+        rows.append((numbers.setdefault(note, len(numbers)), size, count))
+    return replace(
+        program,
+        strings=tuple(numbers),
+        earlier_peak=np.array(rows, dtype=np.int64).reshape(-1, 3),
+        earlier_peak_op=row,
+    )
+
+
+def iteration_peak(program: Program) -> Peak | None:
+    """The peak of the iteration of ``program``; None if it recorded no allocations."""
     if not program.allocations.size or not len(program):
         return None
     live = program.live_bytes()
@@ -124,7 +176,7 @@ def op_at(program: Program, event: int) -> int:
 
 
 def known_peak(program: Program) -> Peak:
-    """The peak of one program; UsageError if it recorded no allocations."""
+    """The peak of the program's process; UsageError if it recorded no allocations."""
     top = peak(program)
     if top is None:
         fix = ("capture on tier meta: prism capture RECIPE prism.tier=meta -o DIR, or a stock job "
@@ -206,12 +258,29 @@ def difference(a: Iterable[HeldMemory], b: Iterable[HeldMemory]) -> tuple[HeldMe
 
 def holdings_at(program: Program, top: int) -> tuple[HeldMemory, ...]:
     """What is alive after event ``top``, by kind, module and site."""
+    return grouped((origin, size, 1) for origin, size in _alive_at(program, top))
+
+
+def _alive_at(program: Program, top: int) -> list[tuple[Key, int]]:
+    """(origin, bytes) of each storage that is alive after event ``top``."""
     which, of, keys = _owners(program)
     held = np.zeros(of.size, dtype=np.int64)
     np.add.at(held, which[: top + 1], program.allocations["bytes"][: top + 1])
     alive = np.flatnonzero(held > 0)
     pairs = zip(of[alive].tolist(), held[alive].tolist(), strict=True)
-    return grouped((keys[origin], size, 1) for origin, size in pairs)
+    return [(keys[origin], size) for origin, size in pairs]
+
+
+def sizes_at_peak(program: Program) -> Counter[int]:
+    """How many storages of each size, in bytes, are alive at the peak of the program's process."""
+    top = known_peak(program)
+    if top.earlier:
+        sizes = Counter[int]()
+        for _, size, count in program.earlier_peak.tolist():
+            sizes[size] += count
+        return sizes
+    most = int(program.live_bytes().argmax())
+    return Counter(size for _, size in _alive_at(program, most))
 
 
 def live_by(
@@ -357,6 +426,48 @@ def reserved(program: Program, settings: allocator.Settings | None = None) -> tu
     least, most = (allocator.replay_requests(heard, settings, ahead=n).peak_reserved
                    for n in (0, allocator.AHEAD))  # fmt: skip
     return least, most
+
+
+def as_blocks(program: Program, settings: allocator.Settings | None = None) -> Program:
+    """The program whose storages take what their blocks have, as ``torch.cuda.memory_allocated``
+    counts them: rounded up, and with what is not worth splitting off (up to 1 MiB of each large
+    one).
+
+    The device keeps up with the host.
+    """
+    requests = program.history.tolist() or changes(program)
+    levels: list[int] = []
+    allocator.replay_requests(requests, settings, ahead=0, levels=levels)
+
+    # storage -> bytes of its blocks beyond what was asked for
+    beyond: dict[int, int] = {}
+    before = 0
+    for (storage, change, *_), level in zip(requests, levels, strict=True):
+        if change > 0:
+            beyond[storage] = beyond.get(storage, 0) + level - before - change
+        before = level
+
+    # they come with a storage, and go with the last of it
+    events = program.allocations.copy()
+    held: dict[int, int] = {}
+    for index, (storage, change) in enumerate(
+        zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True)
+    ):
+        if storage not in held:
+            events["bytes"][index] += beyond.get(storage, 0)
+        held[storage] = held.get(storage, 0) + change
+        if not held[storage]:
+            events["bytes"][index] -= beyond.get(storage, 0)
+            del held[storage]
+    return replace(program, allocations=events)
+
+
+def graph_pools(program: Program, settings: allocator.Settings | None = None) -> int:
+    """Bytes of the segments that pools of CUDA graphs keep; 0 without graphs."""
+    history = program.history
+    if not (history[:, 2] < 0).any():
+        return 0
+    return allocator.replay_requests(history.tolist(), settings, ahead=0).pool_bytes()
 
 
 def changes(program: Program) -> list[tuple[int, int, int]]:

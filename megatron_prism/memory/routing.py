@@ -15,6 +15,7 @@ share what is popular.  Tokens that a rank sends do not change, those that its e
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -125,7 +126,7 @@ def law(text: str) -> Law:
             return random.permutation(found / found.sum())
 
         return Law(text, shares)
-    if not Path(text).is_dir():
+    if not os.path.isdir(text):
         what = f"--routing {text} is no law"
         raise UsageError(what, fix="--routing uniform, zipf:1.2, or a --prism-record folder")
     return Law(f"recorded in {text}", _recorded(Path(text)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -297,10 +298,33 @@ def _with_memory(program: Program, ratio: Fraction) -> Program:
     return dataclasses.replace(
         program,
         allocations=allocations,
+        earlier_peak=_earlier_peak(program, allocations),
         history=history,
         streams=program.streams[rows] if len(program.streams) else program.streams,
         routed=program.routed[rows] if len(program.routed) else program.routed,
     )
+
+
+def _earlier_peak(program: Program, allocations: np.ndarray) -> np.ndarray:
+    """``Program.earlier_peak`` with the optimizer's states that stand in ``allocations``."""
+    standing = allocations[allocations["before"] == 0]
+    state_sizes: dict[str, Counter[int]] = {}
+    for note, size in zip(standing["note"].tolist(), standing["bytes"].tolist(), strict=True):
+        text = program.strings[note]
+        if text.startswith("optim:"):
+            state_sizes.setdefault(text, Counter())[size] += 1
+    rows: list[tuple[int, int, int]] = []
+    replaced: set[str] = set()
+    for note, size, count in program.earlier_peak.tolist():
+        text = program.strings[note]
+        # what is no state is as large as it was
+        if text not in state_sizes:
+            rows.append((note, size, count))
+        # all rows of one note become those that stand
+        elif text not in replaced:
+            replaced.add(text)
+            rows += [(note, new_size, number) for new_size, number in state_sizes[text].items()]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 def _parts(

@@ -2,7 +2,7 @@
 
 const MEMORY = DATA.memory;
 const CATEGORIES = { param: ["weights", "param"], grad: ["gradients", "backward"], optim: ["optimizer", "optimizer"], act: ["activations", "forward"],
-  comm: ["communication", "comm"], tmp: ["temporaries", "tmp"], other: ["other", "other"] };
+  comm: ["communication", "comm"], tmp: ["temporaries", "tmp"], graph: ["CUDA graphs", "path"], other: ["other", "other"] };
 const category = (kind) => CATEGORIES[kind][0], categoryColour = (kind) => `var(--${CATEGORIES[kind][1]})`;
 const series = (one, by) => by === "module" ? one.modules.map((name, i) => [name || "no module", `hsl(${(40 + 137 * i) % 360} 45% 55%)`])
   : one.kinds.map((kind) => [category(kind), categoryColour(kind)]);
@@ -23,7 +23,7 @@ function memoryCards() {
 // ---- every class at its peak, against the limit
 function deviceBars() {
   const most = Math.max(MEMORY.limit ?? 0, ...MEMORY.classes.map(ends));
-  const beyond = [["cached", "cached by the allocator, in no tensor", "cached"], ["nccl", "NCCL's buffers", "nccl"], ["context", "context and libraries", "host"]]
+  const beyond = [["pools", "CUDA graphs' pools, in no tensor", "path"], ["cached", "cached by the allocator, in no tensor", "cached"], ["nccl", "NCCL's buffers", "nccl"], ["context", "context and libraries", "host"]]
     .filter(([key]) => MEMORY.classes.some((one) => one[key]));
   const bars = MEMORY.classes.map((one) => ({ name: one.name, total: most, note: formatBytes(ends(one)),
     parts: [...one.parts.map(([kind, bytes]) => [category(kind), bytes, categoryColour(kind)]),
@@ -51,7 +51,7 @@ function overTime(section, one) {
     plot.area(one.events, low, high, all[i][1]);
     low = high;
   });
-  plot.marks([[one.event, `peak ${formatBytes(one.allocated)}`, "var(--ink)"]]);
+  plot.marks([[one.event, `${one.alive < one.allocated ? "most of this iteration" : "peak"} ${formatBytes(one.alive)}`, "var(--ink)"]]);
   if (room <= top) {
     plot.segment(plot.left, plot.Y(room / gib), plot.width - plot.right, plot.Y(room / gib), "var(--path)", "6 5");
     plot.text(plot.width - plot.right, plot.Y(room / gib) + 15, `the limit, ${formatBytes(MEMORY.limit)}`, "end", "var(--path)");

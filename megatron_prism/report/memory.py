@@ -39,7 +39,9 @@ def page_data(programs: Programs, made: job_peaks.MemoryReport, limit: int | Non
         program, beside = job_peaks.first_program(programs, one), job_peaks.beside_tensors(one)
         levels = (one["peak_reserved"], one.get("peak_device"), beside["nccl"], beside["context"])
         label = words.step(one["at"]["phase"], one["at"]["microbatch"], one["at"]["chunk"])
-        found.append(class_data(f"{name}: {one['count']:,} ranks", program, levels, label))
+        title = f"{name}: {one['count']:,} ranks"
+        found.append({**class_data(title, program, levels, label), "pools": beside["pools"],
+                      "cached": max(0, beside["cache"])})  # fmt: skip
     return {"limit": limit, "verdict": "", "about": [], "changes": [], "classes": found}
 
 
@@ -75,6 +77,8 @@ def class_data(
     """One class; ``levels``: reserved, device, NCCL's and other bytes at the peak."""
     reserved, device, nccl, context = levels
     live, top = program.live_bytes(), peaks.known_peak(program)
+    if top.earlier:
+        when = f"an earlier iteration, {when}"
     most = int(live.argmax())
     chosen = _thinned(live, most)
     by_kind = peaks.live_by(program, lambda kind, module, site: kind, chosen)
@@ -90,7 +94,9 @@ def class_data(
         "allocated": top.num_bytes,
         "reserved": reserved,
         "device": device,
+        "alive": int(live[most]),  # the most of the iteration whose requests are drawn
         "cached": max(0, reserved - top.num_bytes),
+        "pools": 0,
         "nccl": nccl,
         "context": context,
         "parts": [[kind, size] for kind, size in top.by_kind.items() if size],

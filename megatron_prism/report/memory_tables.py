@@ -17,9 +17,15 @@ from megatron_prism.memory.job_peaks import (
 )
 
 KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
-         "comm": "communication", "tmp": "temporaries", "other": "other"}  # fmt: skip
-PARTS = {**KINDS, "cache": "allocator's rounding and cache", "nccl": "NCCL",
-         "context": "context and libraries"}  # fmt: skip
+         "comm": "communication", "tmp": "temporaries", "graph": "CUDA graphs",
+         "other": "other"}  # fmt: skip
+PARTS = {
+    **KINDS,
+    "pools": "CUDA graphs' pools beside tensors",
+    "cache": "allocator's rounding and cache",
+    "nccl": "NCCL",
+    "context": "context and libraries",
+}
 
 
 def module_of(name: str) -> str:
@@ -33,12 +39,17 @@ def render_memory(found: MemoryReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def class_table(memory: MemoryReport, overruns: Collection[str] | None = None) -> Iterator[str]:
+def class_table(
+    memory: MemoryReport,
+    overruns: Collection[str] | None = None,
+    at_risk: Collection[str] = (),
+) -> Iterator[str]:
     """Make a line for every class.
 
     Args:
         memory: the peaks.
         overruns: the classes that do not fit; None: nobody asks.
+        at_risk: the classes that may run out in a later iteration.
     """
     head = ["class", "ranks", "device", "allocated", "reserved", "NCCL"]
     rows = [head if overruns is None else [*head, "fits"]]
@@ -47,7 +58,12 @@ def class_table(memory: MemoryReport, overruns: Collection[str] | None = None) -
                  one.get("nccl"))  # fmt: skip
         cells = ["unknown" if size is None else format_bytes(size) for size in sizes]
         if overruns is not None:
-            cells.append("no" if name in overruns else "yes")
+            answer = "yes"
+            if name in overruns:
+                answer = "no"
+            elif name in at_risk:
+                answer = "at risk"
+            cells.append(answer)
         rows.append([name, f"{one['count']:,}", *cells])
     yield from columns(rows)
     alike: dict[str, list[str]] = {}

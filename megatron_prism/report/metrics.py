@@ -289,7 +289,6 @@ def _classes(timeline: Timeline) -> list[ClassMetrics]:
     for index, program in enumerate(graph.program_list):
         account = timeline.account(index)
         ranks = format_ranks(graph.classes.ranks(index).tolist())
-        live = program.live_bytes()
         found.append(
             ClassMetrics(
                 index=index,
@@ -303,7 +302,7 @@ def _classes(timeline: Timeline) -> list[ClassMetrics]:
                 idle=account.idle,
                 critical=critical[index],
                 slack=slack[index],
-                peak_bytes=int(live.max()) if live.size else None,
+                peak_bytes=program.peak_bytes() if program.allocations.size else None,
             )
         )
     return found

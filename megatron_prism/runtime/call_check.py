@@ -17,8 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_prism.core import code_files
 from megatron_prism.core.ops import DTYPES, Op
 
 if TYPE_CHECKING:
@@ -28,18 +30,29 @@ _MOST = 12
 
 
 def frames() -> list[str]:
-    """``file:line function`` of the callers, innermost first; at most 12."""
-    found: list[str] = []
-    frame = sys._getframe(1)
-    while frame is not None and len(found) < _MOST:
-        path = frame.f_code.co_filename.replace("\\", "/")
-        megatron = path.rfind("/megatron/")
-        foreign = "site-packages/" in path or "/megatron_prism/" in path or path.startswith("<")
-        if megatron >= 0 or not foreign:
-            short = path[megatron + 1 :] if megatron >= 0 else "/".join(path.rsplit("/", 2)[-2:])
-            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
+    """Return ``file:line function`` of the callers, innermost first; at most 12.
+
+    Frames of this package and of other installed packages than Megatron are left out.
+    """
+    stack: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(stack) < _MOST:
+        short = _job_file(frame.f_code.co_filename)
+        if short:
+            stack.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return stack
+
+
+def _job_file(file: str) -> str:
+    """Return the short name of a file of Megatron or of the job's own code; "" of any other."""
+    if code_files.is_ours(file) or file.startswith("<"):
+        return ""
+    # Megatron's is shown wherever it is installed
+    inside = code_files.below_package("megatron", file)
+    if inside is not None:
+        return f"megatron/{inside}"
+    return "" if code_files.is_installed(file) else code_files.last_two(file)
 
 
 _BY_OUTPUT = ("reduce_scatter", "scatter", "recv")

@@ -96,7 +96,8 @@ def fail(file, line):
     exec(code, {"error": torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nmore words")})
 
 
-def test_running_out_names_rank_step_and_line():
+def test_running_out_names_rank_step_and_line(imported_at):
+    imported_at("megatron.core", "/x/megatron/core")
     monitor = TrainingMonitor()
     monitor.who, monitor.held = "rank 517 (pp=2 tp=5)", lambda: 4096
     with pytest.raises(NotTrainedError) as caught, monitor.training(None):  # noqa: PT012, SIM117

@@ -126,6 +126,71 @@ def test_a_named_baseline_is_the_same_from_every_folder(pytester, job, monkeypat
     assert not (elsewhere / "b.json").exists()
 
 
+def test_a_baseline_of_another_job_is_updated_by_pytest(pytester, job):
+    """Its words are this plugin's: there are no slices that ``prism memory update`` could take."""
+    run(pytester).assert_outcomes(passed=1)
+    job(program=PROGRAM.replace("torch=2.13.0", "torch=2.14.0"))
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*torch 2.13.0, now 2.14.0*", "*fix: pytest --prism-mem-update*"])
+    assert "prism memory" not in str(result.stdout)
+    run(pytester, "--prism-mem-update").assert_outcomes(passed=1)
+    (pytester.path / BASELINE).write_text("{")
+    result = run(pytester)
+    result.stdout.fnmatch_lines(["*fix: pytest --prism-mem-update*"])
+    run(pytester, "--prism-mem-update").assert_outcomes(passed=1)
+    run(pytester).assert_outcomes(passed=1)
+
+
+def test_a_launch_line_may_be_longer_than_the_name_of_a_file(pytester, job, monkeypatch):
+    """In a marker, and as the parameter of a test, of which the baseline's name is made."""
+    from megatron_prism import pytest_plugin
+    from megatron_prism.core.slices import open_programs
+
+    lines = [f"torchrun --nproc-per-node 2 a.py --lr 1 --data-path {'x' * 300}{n}" for n in "12"]
+    captured = []
+
+    def capture(line, settings, stamp):
+        captured.append(line)
+        return open_programs(pytester.path / "job.txt")
+
+    monkeypatch.setattr(pytest_plugin, "_captured", capture)
+    pytester.makepyfile(
+        test_x=f"""
+import pytest
+
+@pytest.mark.prism_memory(job={lines[0]!r}, device="none")
+def test_peak(prism_memory):
+    prism_memory.check()
+
+@pytest.mark.parametrize("job", {lines!r})
+def test_lines(prism_memory, job):
+    prism_memory.check(job, device="none")
+"""
+    )
+    run(pytester).assert_outcomes(passed=3)
+    assert captured == [lines[0], *lines]
+    assert len(list((pytester.path / "prism_memory").iterdir())) == 3
+    job_text = pytester.path / "job.txt"
+    job_text.write_text(job_text.read_text().replace("bytes=1000", "bytes=2000"))
+    run(pytester).assert_outcomes(failed=3)
+
+
+def test_a_marker_without_a_check_warns(pytester, job):
+    pytester.makepyfile(
+        test_x="""
+import pytest
+
+@pytest.mark.prism_memory(job="job.txt")
+def test_peak(prism_memory):
+    pass
+"""
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*test_peak compared nothing: it has to call prism_memory.check*"])
+
+
 def test_update_takes_growth_but_no_run_that_failed(pytester, job):
     run(pytester).assert_outcomes(passed=1)
     job(size=5000)

@@ -100,6 +100,18 @@ def test_lines_that_a_screen_wrapped_are_whole(width, tmp_path):
     assert victims(judged(tmp_path, wrapped)) == [(0, "all_reduce", 77), (1, "all_reduce", 77)]
 
 
+def test_lines_of_one_length_are_not_taken_for_those_of_a_screen(tmp_path):
+    """The longest lines of two ranks are alike; what follows is torchrun's table."""
+    signal = (
+        f"[rank{{}}]:[{TIME}] [PG ID 0 PG GUID 0(default_pg) Rank {{}}] Received a dump signal "
+        "due to a collective timeout from rank 0 and we will try our best to dump the debug "
+        "info. Last enqueued NCCL work: 77, last completed NCCL work: 76." + " etc" * 60 + "\n"
+    )
+    table = "  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 827)\n"
+    text = world(4) + waits(0) + signal.format(1, 1) + signal.format(2, 2) + table
+    assert [culprit.rank for culprit in judged(tmp_path, text).culprits] == [3]
+
+
 def test_a_line_that_mail_wrapped_between_words_is_whole(tmp_path):
     text = waits(0).replace("SeqNum=77, ", "SeqNum=77,\n")
     text = text.replace("last completed work", "last\ncompleted work")
@@ -109,6 +121,22 @@ def test_a_line_that_mail_wrapped_between_words_is_whole(tmp_path):
 def test_lines_that_two_ranks_glued_are_two(tmp_path):
     text = waits(0).replace("\n", "") + waits(1)
     assert victims(judged(tmp_path, text)) == [(0, "all_reduce", 77), (1, "all_reduce", 77)]
+
+
+@pytest.mark.parametrize("end", ["SeqNum=77, OpType=ALLRED", "NumelIn=10", "Timeout(ms)=6000"])
+def test_what_stands_before_a_cut_is_read(end, tmp_path):
+    """Rank 1 waits in the call of rank 0, whatever of its line is left."""
+    text = caught(1).partition(end)[0] + end
+    assert victims(judged(tmp_path, waits(0) + text)) == [(0, "all_reduce", 77),
+                                                          (1, "all_reduce", 77)]  # fmt: skip
+
+
+def test_a_number_that_is_cut_is_none(tmp_path):
+    found = judged(tmp_path, waits(0) + caught(1).partition("7, OpType")[0])
+    assert victims(found) == [(0, "all_reduce", 77)]
+    assert "rank 1 waits in a call; its number is not printed" in found.evidence
+    found = judged(tmp_path, waits(0, 1377) + waits(1, 1377)[:-3])
+    assert [(wait.rank, wait.seq) for wait in found.victims] == [(0, 1377), (1, 1377)]
 
 
 def test_whole_lines_are_left_as_they_are():
@@ -271,6 +299,25 @@ def test_an_exception_that_a_rank_handled_names_nobody(form, prefix, tmp_path):
     assert [wait.rank for wait in found.victims] == [0, 1]
     assert any(line.startswith("rank 1 went on after an exception: ConnectionError")
                for line in found.evidence)  # fmt: skip
+
+
+FATAL = {
+    "behind a record of something else": "{0}2026-05-19 10:10:29,604 [INFO] loading\n" + TRACE,
+    "behind a warning of something else": "{0}WARNING:root:deprecated\n" + TRACE,
+    "in front of a summary": TRACE + "{0}wandb: Run summary:\n{0}wandb:   epoch 3\n",
+    "after one that it handled": TRACE + "{0}retrying\n" + TRACE,
+}
+
+
+@pytest.mark.parametrize("form", FATAL)
+def test_an_exception_that_ended_a_rank_names_it(form, tmp_path):
+    found = judged(tmp_path, world(3) + FATAL[form].format("[rank1]: ") + waits(0) + waits(2))
+    assert [(culprit.rank, culprit.kind) for culprit in found.culprits] == [(1, "exception")]
+
+
+def test_logs_of_nodes_one_behind_the_other_are_of_one_attempt(tmp_path):
+    found = judged(tmp_path, waits(2) + world(4) + waits(0) + waits(1))
+    assert [wait.rank for wait in found.victims] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("form", ["logged", "ignored", "it retries"])

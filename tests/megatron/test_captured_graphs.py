@@ -5,6 +5,7 @@ Needs megatron.training (0.19).  The figures of the GPU are those of a stored sn
 taken behind the last iteration of a process on an H100, and of h100_graph_peaks.json.
 """
 
+import dataclasses
 import json
 import lzma
 import pickle
@@ -16,6 +17,7 @@ from helpers.needs import TRAINING
 
 from megatron_prism.core import program
 from megatron_prism.core.ops import IS_CALL, NAMES
+from megatron_prism.memory.job_peaks import peak_memory
 from megatron_prism.runtime.recorder.python_calls import KERNEL_NS
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
@@ -44,6 +46,22 @@ JOBS = {
     "experts, FP8": f"{SMALL} {EARLY} {OWN} {EXPERTS} {PIPELINE} --fp8-format hybrid "
     "--fp8-recipe tensorwise --moe-token-dispatcher-type alltoall "
     "--cuda-graph-scope attn moe_router moe_preprocess",
+}
+ROUTER = "--cuda-graph-scope moe_router moe_preprocess --moe-router-topk 2"
+DISPATCHERS = {
+    "alltoall": "--moe-token-dispatcher-type alltoall",
+    "DeepEP": "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
+    "HybridEP": "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+}
+for name, dispatcher in DISPATCHERS.items():
+    # FP32 probabilities, as DeepEP asks for
+    JOBS[f"experts by {name}"] = (
+        f"{SMALL} {EARLY} {OWN} {EXPERTS} {PIPELINE} {ROUTER} {dispatcher} --moe-router-dtype fp32"
+    )
+MEASURED_SLICES = {  # and how much of the peak a slice may lack
+    "layers by TE": 1e-3,
+    "layers by TE, pp2 vpp2": 6e-3,  # 12 MiB less, between the stages
+    "attention and router by TE, 8 experts": 1e-3,
 }
 ON_H100 = ("layers by Megatron, FP8 delayed", "whole iteration, full recomputation")
 for name in ON_H100:
@@ -80,6 +98,13 @@ def jobs(place):
             job = f"{SMALL} {text} {graphs} {OWN} --prism-world-size 8 --prism-ranks 5"
             folder = place / f"{name} {bool(graphs)}"
             words[folder.name] = [*job.split(), "--prism-capture", folder]
+    for name in MEASURED_SLICES:
+        real = MEASURED["jobs"][name]
+        job = (
+            f"{MEASURED['arguments']} {real['arguments']} --num-workers 0 --prism-emulate "
+            f"--prism-tier meta --prism-world-size {real['world']} --prism-ranks {real['rank']}"
+        )
+        words[f"slices {name}"] = [*job.split(), "--prism-capture", place / f"slices {name}"]
     return stock_jobs.named(stock_jobs.TINY, words)
 
 
@@ -110,6 +135,24 @@ def test_pools_of_megatrons_graphs_are_those_of_a_gpu(name, jobs, place):
     memory, real = json.loads(summary.read_text())["memory"], MEASURED["jobs"][name]
     assert memory["allocated_peak"] == pytest.approx(real["peak"], rel=1e-3)
     assert memory["reserved_between"][0] == pytest.approx(real["reserved"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MEASURED_SLICES)
+def test_slices_have_the_peak_of_the_whole_process(name, jobs, place):
+    """Iterations without graphs, their capture and iterations with them; pools are no cache."""
+    status, output = jobs[f"slices {name}"]
+    assert status == 0, output[-3000:]
+    (file,) = (place / f"slices {name}").glob("slice-*.prism")
+    programs, real = program.load(file), MEASURED["jobs"][name]
+    partial = dataclasses.replace(programs, partial=True)
+    assert partial.programs[0].peak_bytes() == pytest.approx(
+        real["peak"], rel=MEASURED_SLICES[name]
+    )
+    memory = peak_memory(partial)
+    (figures,) = memory.classes.values()
+    assert figures["peak_allocated"] == partial.programs[0].peak_bytes()
+    assert figures["graph_pools"] > 0
+    assert "CUDA graphs" not in memory.provenance["peak_allocated"]
 
 
 def test_a_wait_of_the_host_in_a_capture_is_refused_as_by_cuda(jobs):

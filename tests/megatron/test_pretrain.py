@@ -292,6 +292,23 @@ def test_an_existing_folder_is_left_alone(tmp_path):
     assert (tmp_path / "kept").read_text() == "mine"
 
 
+def test_a_script_of_one_iteration_is_captured_with_the_optimizers_states(tmp_path):
+    """Its slice is of a second one, as that of a longer job, and the run says so."""
+    held = []
+    for iterations in ("1", "2"):
+        number = JOB.index("--train-iters") + 1
+        job = [*JOB[:number], iterations, *JOB[number + 1 :]]
+        folder = tmp_path / iterations
+        words = ("--prism-tier", "meta", "--prism-ranks", "17", "--prism-capture", str(folder))
+        status, said = forked(*WORLD, *words, job=job)
+        assert status == 0, said[-5000:]
+        note = "the optimizer's states begin at the end of the first"
+        assert (note in said) == (iterations == "1")
+        found = slices.assemble(folder, partial=True)
+        held.append(peaks.known_peak(found.programs[0]).num_bytes)
+    assert held[0] == held[1]
+
+
 def test_the_summary_and_prism_memory_have_one_answer(tmp_path):
     out = ("--prism-tier", "meta", "--prism-out", str(tmp_path / "out"))
     status, said = forked(

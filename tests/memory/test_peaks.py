@@ -54,7 +54,8 @@ def test_what_is_alive_at_the_peak():
     assert top.num_bytes == 1000 + 2000 + 300 + 7 + 64 + 32 + 8 + 128
     assert (top.op.label, top.index, top.site) == ("0B0", 3, "core/schedules.py:1")
     assert top.by_kind == {
-        "param": 1000, "grad": 2000, "optim": 300, "act": 96, "comm": 8, "tmp": 128, "other": 7
+        "param": 1000, "grad": 2000, "optim": 300, "act": 96, "comm": 8, "tmp": 128, "graph": 0,
+        "other": 7,
     }  # fmt: skip
     assert sum(top.by_kind.values()) == top.num_bytes
     act = next(h for h in top.holdings if h.kind == "act")
@@ -100,6 +101,76 @@ def test_the_peak_is_that_of_a_loop(changes):
     else:
         assert top.num_bytes == most == sum(top.by_kind.values())
         assert sum(h.num_bytes for h in top.holdings) == most
+
+
+def _with_graphs():
+    """The first program of TEXT, behind an iteration without CUDA graphs and their capture."""
+    build = Builder()
+    build.memory(0, 1000, "param:decoder[2]")
+    build.memory(1, 300, "optim:exp_avg")
+    build.add("compute", phase="forward", microbatch=1, kernels=1)
+    build.memory(2, 5000, "decoder.layers.1.mlp @core/mlp.py:5")
+    build.add("compute", phase="backward", microbatch=1, kernels=1)
+    build.memory(2, -5000)
+    build.memory(3, 64, "graph:decoder.layers.0 @core/cuda_graphs.py:7")
+    build.memory(4, 64, "graph:decoder.layers.1 @core/cuda_graphs.py:7")
+    build.memory(5, 6000, "graph:decoder.layers.1 @core/mlp.py:5")
+    build.add("mark")
+    return peaks.with_earlier(parse(TEXT).programs[0], build.build(0))
+
+
+def test_the_peak_may_be_before_the_iteration_that_is_recorded(tmp_path):
+    """A file keeps it; of a what-if whose iteration has more, it is the iteration's."""
+    made = parse(TEXT)
+    small = made.programs[0]
+    graphed = _with_graphs()
+    top = peaks.peak(graphed)
+    assert top.num_bytes == graphed.peak_bytes() == 1000 + 300 + 64 + 64 + 6000
+    assert (top.earlier, top.site) == (True, "core/mlp.py:5")
+    kinds = {kind: size for kind, size in top.by_kind.items() if size}
+    assert kinds == {"param": 1000, "optim": 300, "graph": 6128}
+    in_graphs = [held.key[1:] for held in top.holdings if held.kind == "graph"]
+    assert in_graphs == [("decoder.layers.*", "core/mlp.py:5"),
+                         ("decoder.layers.*", "core/cuda_graphs.py:7")]  # fmt: skip
+    assert peaks.sizes_at_peak(graphed) == {1000: 1, 300: 1, 64: 2, 6000: 1}
+    assert peaks.iteration_peak(graphed) == peaks.peak(small)
+
+    programs = dataclasses.replace(made, programs=(graphed, *made.programs[1:]))
+    loaded = program.load(program.save(programs, tmp_path / "graphs.prism")).programs[0]
+    assert peaks.peak(loaded) == top
+
+    assert peaks.with_earlier(graphed, small) is graphed
+    grown = graphed.allocations.copy()
+    grown["bytes"][0] += 10_000
+    larger = dataclasses.replace(graphed, allocations=grown)
+    assert not peaks.peak(larger).earlier
+    assert peaks.peak(larger).num_bytes == peaks.peak(small).num_bytes + 10_000
+
+
+def test_pools_of_graphs_are_no_cache():
+    """What they keep beyond tensors at the peak is theirs; the rest of what is reserved is cache;
+    figures of releases that knew no graphs have none."""
+    history = [
+        (0, 1 << 30, 0, 0),
+        (1, 100 << 20, -1, 0),
+        (1, -(100 << 20), 0, 0),
+        (-1, 0, 0, 0),
+        (2, 30 << 20, 0, 0),
+        (2, -(30 << 20), 0, 0),
+    ]
+    graphed = dataclasses.replace(
+        parse(TEXT).programs[0], history=np.array(history, dtype=np.int64)
+    )
+    pools = peaks.graph_pools(graphed)
+    assert pools == 100 << 20
+    figures = {"peak_allocated": 1 << 30, "peak_reserved": (1 << 30) + (130 << 20),
+               "graph_pools": pools, "by_category": {"graph": 8 << 20}}  # fmt: skip
+    beside = job_peaks.beside_tensors(figures)
+    assert (beside["pools"], beside["cache"]) == (92 << 20, 38 << 20)
+    old = {**figures, "by_category": {}}
+    del old["graph_pools"]
+    beside = job_peaks.beside_tensors(old)
+    assert (beside["pools"], beside["cache"]) == (0, 130 << 20)
 
 
 def test_classes_of_equal_programs_are_one():
@@ -214,6 +285,34 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
 
 @pytest.mark.slow
 @pytest.mark.megatron
+@pytest.mark.parametrize("more", ["", "num_experts=4 moe_token_dispatcher_type=alltoall"])
+def test_a_job_of_one_iteration_holds_what_a_longer_one_does(more, tmp_path):
+    """The optimizer makes its states at the end of the first iteration: one more runs, said."""
+    pytest.importorskip("megatron.core")
+    from rich.console import Console
+
+    from megatron_prism.core import recipe as recipes
+    from megatron_prism.emulate import recipe_job
+
+    figures, notes = [], []
+    for iterations in (1, 2):
+        words = ["prism.tier=meta", f"train_iters={iterations}", *more.split()]
+        shown = io.StringIO()
+        made = recipe_job.capture(
+            recipes.load("tiny-gpt_1cpu", words),
+            tmp_path / str(iterations),
+            console=Console(file=shown, width=200),
+        )
+        figures.append(job_peaks.peak_memory(made, device=None).classes)
+        notes.append("the optimizer's states begin at the end of the first" in shown.getvalue())
+    assert figures[0] == figures[1]
+    (figure,) = figures[0].values()
+    assert figure["by_category"]["optim"] > figure["by_category"]["param"]
+    assert notes == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
 def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
     """1,024 ranks under a limit between the peaks of the fullest class and the others: that class,
     at an op of Megatron's; with the bytes that were missing it fits."""
@@ -282,3 +381,19 @@ def test_every_stream_has_a_pool_of_its_own(tmp_path):
     path = program.save(Programs.one_per_rank([odd], World(1)), tmp_path / "x.prism")
     with pytest.raises(ProgramError, match="streams of program 0 are "):
         program.load(path)
+
+
+def test_blocks_have_what_the_allocator_does_not_split_off():
+    builder = Builder()
+    builder.memory(0, 11 << 20, "optim:exp_avg")  # of a segment of 12 MiB: 1 MiB is left
+    builder.memory(1, 22 << 20, "optim:exp_avg")  # of one of its own
+    builder.add("compute", phase="forward", microbatch=0)
+    builder.memory(2, 100, "")
+    builder.add("compute", phase="optimizer")
+    builder.memory(2, -100)
+    program = builder.build(0)
+    blocks = peaks.as_blocks(program)
+    assert peaks.known_peak(program).num_bytes == (33 << 20) + 100
+    assert peaks.known_peak(blocks).by_kind["optim"] == 34 << 20
+    assert peaks.known_peak(blocks).num_bytes == (34 << 20) + 512
+    assert blocks.live_bytes()[-1] == 34 << 20

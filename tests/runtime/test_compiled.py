@@ -64,3 +64,49 @@ def test_what_lies_between_is_never_on_the_device(monkeypatch):
         assert live.high.bytes >= before + 3 * 1024
     del nested, plain
     assert sum(moved) == live.now
+
+
+class _Manager:
+    """Holds what a compiled method leaves behind."""
+
+    def __init__(self):
+        self.probabilities = None
+        self.scales = {"before": None}
+
+
+class _Dispatcher:
+    """In the manner of Megatron's flex dispatcher: its compiled method keeps tensors elsewhere."""
+
+    def __init__(self):
+        self.manager = _Manager()
+        self.hidden = None
+
+    def preprocess(self, hidden, probabilities):
+        self.hidden = hidden
+        self.manager.probabilities = probabilities.exp()
+        self.manager.scales["before"] = (probabilities * 3).exp()
+        return hidden * hidden, self.manager.probabilities
+
+
+def _gradients(compiled, monkeypatch):
+    """Outputs of a captured layer are results and tensors that its dispatcher holds."""
+    live = LiveBytes("cpu")
+    monkeypatch.setattr(cuda_choices, "_live", live)
+    method = cuda_choices._compile(_Dispatcher.preprocess) if compiled else _Dispatcher.preprocess
+    with live:
+        hidden = torch.arange(4.0, requires_grad=True)
+        probabilities = torch.ones(4, requires_grad=True)
+        dispatcher = _Dispatcher()
+        results = method(dispatcher, hidden, probabilities)
+        kept = dispatcher.manager.probabilities, dispatcher.manager.scales["before"]
+        outputs = [*results, *kept]
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    assert dispatcher.hidden is hidden
+    assert kept[0] is results[1]
+    return hidden.grad, probabilities.grad
+
+
+def test_what_a_compiled_method_leaves_in_its_objects_comes_from_the_same_node(monkeypatch):
+    plain = _gradients(False, monkeypatch)
+    fused = _gradients(True, monkeypatch)
+    assert all(map(torch.equal, plain, fused))

@@ -29,6 +29,29 @@ def test_blocks_that_share_a_sum(shape, dims, taken):
     assert reduction_bytes(empty(*shape, dtype=torch.bfloat16), dims) == taken
 
 
+@pytest.mark.parametrize(
+    ("run", "dtype", "bytes_each"),
+    [
+        (lambda x: x.sum(dim=0), torch.bool, 8),  # tokens of each expert: to int64 first
+        (lambda x: x.sum(), torch.int32, 8),
+        (lambda x: x.cumsum(0), torch.bool, 8),
+        (lambda x: x.sum(dim=0, dtype=torch.float64), torch.float32, 8),
+        (lambda x: x.sum(dim=0, dtype=torch.float32), torch.bfloat16, 0),  # as they are read
+        (lambda x: x.sum(dim=0), torch.bfloat16, 0),
+        (lambda x: x.amax(0), torch.bool, 0),
+    ],
+    ids=["bool", "int", "scan", "fp64", "bf16 in fp32", "bf16", "amax"],
+)
+def test_a_reduction_to_another_type_copies_its_input_first(run, dtype, bytes_each):
+    live = LiveBytes("meta", cublas=True)
+    with live:
+        x = empty(64, 32, dtype=dtype)
+        before = live.now
+        result = run(x)
+        peak = live.peak() - before
+    assert peak == result.nbytes + bytes_each * x.numel()
+
+
 def peak_of_backward(start, held: bool) -> int:
     """Bytes above those before, of the gradient of a tensor that is used twice."""
     live = LiveBytes("meta", cublas=True)

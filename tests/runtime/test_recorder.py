@@ -1,5 +1,6 @@
 """The recorder writes down what hand-made sequences do, and nothing else."""
 
+import sys
 import time
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.recorder import owners
+from megatron_prism.runtime.recorder.owners import CallSites
 from megatron_prism.runtime.recorder.recorder import Recorder
 from megatron_prism.runtime.values import Values
 
@@ -264,7 +266,9 @@ def test_an_error_inside_a_call_leaves_the_recorder_usable(world, recorder):
     ]  # fmt: skip
 
 
-def test_the_site_is_the_innermost_megatron_frame(world, recorder):
+def test_the_site_is_the_innermost_megatron_frame(world, recorder, imported_at):
+    imported_at("megatron.core", "/x/site-packages/megatron/core")
+    imported_at("megatron.training", "/x/megatron/training")
     code = compile("\n\ndef call(f):\n    f()", "/x/site-packages/megatron/core/a/b.py", "exec")
     outer = compile("\ndef call(f):\n    f()", "/x/megatron/training/c.py", "exec")
     here, there = {}, {}
@@ -275,6 +279,26 @@ def test_the_site_is_the_innermost_megatron_frame(world, recorder):
     dist.barrier()
     sites = [op.site for op in talk(recorder)]
     assert sites == ["core/a/b.py:4", "training/c.py:3", ""]
+
+
+@pytest.mark.parametrize("package", ["megatron/training", "transformer_engine", "torch"])
+def test_a_folder_that_is_called_like_a_package_is_the_jobs_own(
+    package, world, recorder, imported_at
+):
+    """Megatron's is found by where it was imported from, the job's own code is not lost."""
+    imported_at("megatron.core", "/x/megatron/core")
+    inner = compile("def call(f):\n    f()", "/x/megatron/core/b.py", "exec")
+    scope = {}
+    exec(inner, scope)
+    sites = CallSites()
+    outer = compile("def call(f):\n    f()", f"/home/me/{package}/job/train.py", "exec")
+    job = {}
+    exec(outer, job)
+    seen = []
+    job["call"](lambda: seen.append(sites.find(sys._getframe(1), foreign=True)))
+    job["call"](lambda: scope["call"](lambda: seen.append(sites.find(sys._getframe(1)))))
+    job["call"](lambda: seen.append(sites.find(sys._getframe(1))))
+    assert seen == ["job/train.py:2", "core/b.py:2", ""]
 
 
 def test_times_of_quick_recordings_replace_those_of_the_written_one(world):

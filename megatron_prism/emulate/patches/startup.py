@@ -22,7 +22,7 @@ import torch
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.world import FAMILIES, World, orthogonal_rank_groups
-from megatron_prism.emulate import options, stand_ins, unknown_flags
+from megatron_prism.emulate import capture, options, stand_ins, unknown_flags
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
 
 PATCHES = Patches()
@@ -254,9 +254,17 @@ def _without_files(
     """A cluster's tokenizer and data seldom lie on the machine that emulates its job; flags of
     forks and older releases end in a usage text."""
     args = unknown_flags.parse(original, provider, *rest, **kwargs)
-    if steps := args.prism_steps:
-        _shorten(args, steps)
-    if args.yaml_cfg is None and not context.is_real(args.world_size):
+    steps = args.prism_steps
+    emulated = not context.is_real(args.world_size)
+    # what is captured needs the states that the optimizer makes in its first step
+    if args.prism_capture and emulated and not steps and args.train_iters == 1:
+        steps = capture.least_steps(context.say, args.train_iters)
+    if steps:
+        # the iteration with graphs comes one later than others that are recorded
+        graphs = getattr(args, "cuda_graph_impl", "") == "transformer_engine"
+        more = context.records and context.meta and graphs
+        _shorten(args, steps + more)
+    if args.yaml_cfg is None and emulated:
         replaced = stand_ins.put(args)
         if replaced.text:
             context.monitor.note(replaced.text)

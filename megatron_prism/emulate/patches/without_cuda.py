@@ -5,13 +5,14 @@ Stand-ins for kernels live in ``runtime.devices``; here they are only put in pla
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import enum
 import logging
 import sys
 import weakref
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,9 +20,10 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
-from megatron_prism.runtime.devices import kernels, local_layers
+from megatron_prism.runtime.devices import cuda_graphs, kernels, local_layers
 
 PATCHES = Patches(tiers=NO_CUDA)
+MOST_WARM_UP = 2  # iterations of a capture without graphs, before those with
 
 
 @PATCHES.instead(
@@ -35,7 +37,8 @@ def _capture_graphs(
     context: PatchContext, original: Original, self: Any, *args: object, **kwargs: object
 ) -> None:
     """What is captured is in no iteration; a slice has graphs of the microbatches that run."""
-    with ProcessChanges() as changes, context.monitor.part("graph capture"):
+    part = context.monitor.part("graph capture")
+    with ProcessChanges() as changes, part, cuda_graphs.creation():
         if context.records:
             module = sys.modules[type(self).__module__]
             running = context.monitor.schedule["num_microbatches"]
@@ -82,10 +85,8 @@ def _leave_out(
     in_shapes = context.meta
     if in_shapes and context.records:
         in_shapes = getattr(args, "cuda_graph_impl", "") == "transformer_engine"
-        warm = "cuda_graph_warmup_steps"
-        if in_shapes and getattr(args, warm) != 1:  # heard from the first step, recorded the second
-            context.changes.set_item(job_arguments.left_out, warm, getattr(args, warm))
-            setattr(args, warm, 1)
+        if in_shapes:
+            _warm_up_shortly(context, cast(argparse.Namespace, args))
     for name, (off, meaning) in _LEFT_OUT.items():
         if in_shapes and "cuda_graph_impl" in off:
             continue  # these are captured
@@ -99,6 +100,22 @@ def _leave_out(
         if asked:
             context.say(f"without a GPU {name} is off: {meaning}")
     return original(args, *rest, **kwargs)
+
+
+def _warm_up_shortly(context: PatchContext, args: argparse.Namespace) -> None:
+    """Let a capture's job make its graphs as early as its peak allows.
+
+    Two iterations without graphs: the second has the optimizer's states beside activations, which
+    is what the job's own warm-up has at most.  One if the job has no more, or ends too early for an
+    iteration with graphs that is followed by another; the first step is heard, and not recorded.
+    """
+    name = "cuda_graph_warmup_steps"
+    wanted = getattr(args, name)
+    room = (args.train_iters or MOST_WARM_UP + 2) - 2
+    steps = max(1, min(wanted, room, MOST_WARM_UP))
+    if steps != wanted:
+        context.changes.set_item(job_arguments.left_out, name, wanted)
+        setattr(args, name, steps)
 
 
 @PATCHES.patch(

@@ -320,7 +320,13 @@ def _kinds(*reports: MemoryReport) -> list[Part]:
     """Of the class of each that needs most."""
     worst = [max(report.classes.values(), key=needed) for report in reports]
     a, b = ({**w["by_category"], **beside_tensors(w), "device": needed(w)} for w in worst)
-    return [Part(kind, a[kind], b[kind]) for kind in a if a[kind] or b[kind]]
+    # a report of a release that knew no graphs has no category of them
+    kinds = dict.fromkeys([*a, *b])
+    return [
+        Part(kind, a.get(kind, 0), b.get(kind, 0))
+        for kind in kinds
+        if a.get(kind, 0) or b.get(kind, 0)
+    ]
 
 
 def _settings(jobs: Sequence[Programs | MemoryReport]) -> list[Setting]:

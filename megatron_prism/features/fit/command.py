@@ -47,12 +47,13 @@ def fit(args: argparse.Namespace) -> Answer:
     prism fit DIR --oom "Tried to allocate 17.58 GiB …"     which request of the job it was
     prism fit SNAPSHOT          a real process (torch.cuda.memory._snapshot, .gz, .xz)
 
-    Exit status 1: it does not fit.  Without --limit it is the memory of the machine.  80GB is what
-    a card sold as 80 GB has.  Each change of flags was tried on the slices: its memory by the
-    allocator's rules, its time by replaying the forwards that run again.  --device is a shipped
-    calibration of context, libraries and NCCL (default h200), a file of
-    benchmarks/tools/device_memory.py, or none: the limit is then held against reserved bytes.
-    --draws takes slices of tier meta; --routing uniform, zipf:A, or a folder of --prism-record.
+    Exit status 1: it does not fit, or a later iteration may run out (at risk).  Without --limit it
+    is the memory of the machine.  80GB is what a card sold as 80 GB has.  Each change of flags was
+    tried on the slices: its memory by the allocator's rules, its time by replaying the forwards
+    that run again.  --device is a shipped calibration of context, libraries and NCCL (default
+    h200), a file of benchmarks/tools/device_memory.py, or none: the limit is then held against
+    reserved bytes.  --draws takes slices of tier meta; --routing uniform, zipf:A, or a folder of
+    --prism-record.
     """
     from megatron_prism.core.slices import open_programs
     from megatron_prism.features.fit.fit import fit as fit_programs

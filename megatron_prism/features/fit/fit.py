@@ -19,7 +19,7 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.features.fit import remedies
-from megatron_prism.memory import allocator, peaks
+from megatron_prism.memory import allocator, peaks, steady
 from megatron_prism.memory.host_need import HostNeed, host_need
 from megatron_prism.memory.job_peaks import Draws, MemoryReport, first_program, needed, peak_memory
 from megatron_prism.memory.nccl_buffers import DEFAULT
@@ -66,6 +66,8 @@ class Fit:
     memory       : the figures of every class of ranks
     worst        : the class that needs most
     overruns     : class -> where it runs out, of those beyond the limit
+    risks        : class -> what later iterations make of the little that is left, of those within
+                   it where that was asked
     changes      : that were tried, those that fit first, then by what they cost
     iteration_ns : without a change; None where the iteration cannot be priced
     """
@@ -75,19 +77,32 @@ class Fit:
     memory: MemoryReport
     worst: str
     overruns: Mapping[str, Overrun]
+    risks: Mapping[str, steady.Risk]
     changes: tuple[TriedChange, ...]
     iteration_ns: int | None
     programs: Programs = dataclasses.field(repr=False)
 
     @property
     def fits(self) -> bool:
-        """Whether every class does."""
-        return not self.overruns
+        """Whether every class does, in later iterations, too."""
+        return not self.overruns and not self.at_risk
+
+    @property
+    def at_risk(self) -> tuple[str, ...]:
+        """The classes that are within the limit at first and may run out in a later iteration."""
+        return tuple(name for name, risk in self.risks.items() if risk.failed)
 
     @property
     def over(self) -> int:
         """Bytes by which the worst class exceeds the limit; negative: what is left."""
         return needed(self.memory.classes[self.worst]) - self.limit
+
+    def as_torch_counts(self, name: str) -> int:
+        """What ``torch.cuda.max_memory_allocated`` says of a rank of class ``name``: bytes of the
+        blocks that its tensors have."""
+        program = first_program(self.programs, self.memory.classes[name])
+        settings = allocator.Settings.parse(self.memory.job.get("alloc_conf", ""))
+        return peaks.known_peak(peaks.as_blocks(program, settings)).num_bytes
 
     @property
     def host(self) -> HostNeed | None:
@@ -97,10 +112,16 @@ class Fit:
     def to_rows(self) -> list[dict[str, object]]:
         """A row for every class; bytes."""
         return [
-            {**row, "needs": needed(one), "limit": self.limit, "fits": name not in self.overruns}
-            for row, (name, one) in zip(self.memory.to_rows(), self.memory.classes.items(),
-                                        strict=True)
-        ]  # fmt: skip
+            {
+                **row,
+                "needs": needed(figures),
+                "limit": self.limit,
+                "fits": name not in self.overruns and name not in self.at_risk,
+            }
+            for row, (name, figures) in zip(
+                self.memory.to_rows(), self.memory.classes.items(), strict=True
+            )
+        ]
 
     def to_json(self) -> dict[str, object]:
         """What ``prism fit --json`` prints; bytes and ns."""
@@ -116,6 +137,7 @@ class Fit:
             "classes": dict(self.memory.classes),
             **({} if host is None else {"host": vars(host)}),
             "overruns": {name: vars(one) for name, one in self.overruns.items()},
+            "risks": {name: vars(risk) for name, risk in self.risks.items()},
             "changes": [vars(one) for one in self.changes],
             "provenance": self.memory.provenance,
         }
@@ -179,10 +201,15 @@ def fit(
         for name, need in needs.items()
         if need > most
     }
-    changes = _tried(memory, of, needs, most, settings, priced) if overruns else ()
+    risks = _risks(memory, of, most, settings) if not overruns else {}
+    changes: tuple[TriedChange, ...] = ()
+    if overruns:
+        changes = _tried(memory, of, needs, most, settings, priced)
+    elif any(risk.failed for risk in risks.values()):
+        changes = _without_holes(memory, of, risks, most, settings)
     ns = None if priced is None else priced.timeline.iteration_ns
     worst = max(needs, key=needs.__getitem__)
-    return Fit(most, source, memory, worst, overruns, changes, ns, programs)
+    return Fit(most, source, memory, worst, overruns, risks, changes, ns, programs)
 
 
 def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
@@ -201,6 +228,49 @@ def _overrun(program: Program, segments: int, settings: allocator.Settings) -> O
     """``segments``: bytes that the allocator may reserve."""
     place = peaks.overflow(program, max(segments, 0), settings)
     return Overrun(None) if place is None else Overrun(place.where, place.size, place.reserved)
+
+
+def _risks(
+    memory: MemoryReport,
+    programs: Mapping[str, Program],
+    limit: int,
+    settings: allocator.Settings,
+) -> dict[str, steady.Risk]:
+    """Replay later iterations of the classes that have little to spare."""
+    segments: dict[str, int] = {}  # class -> bytes that its allocator may reserve
+    for name, figures in memory.classes.items():
+        spare = limit - needed(figures)
+        if steady.reaches(programs[name], spare):
+            segments[name] = figures["peak_reserved"] + spare
+    rows_each = steady.MOST_ROWS // max(1, len(segments))
+    return {
+        name: steady.risk(programs[name], size, settings, rows_each)
+        for name, size in segments.items()
+    }
+
+
+def _without_holes(
+    memory: MemoryReport,
+    programs: Mapping[str, Program],
+    risks: Mapping[str, steady.Risk],
+    limit: int,
+    settings: allocator.Settings,
+) -> tuple[TriedChange, ...]:
+    """Expandable segments, where the same draws get through with them."""
+    if settings.expandable:
+        return ()
+    expandable = dataclasses.replace(settings, expandable=True)
+    most = 0
+    for name, figures in memory.classes.items():
+        need = needed(figures)
+        if name in risks and risks[name].failed:
+            segments = figures["peak_reserved"] + limit - need
+            if steady.risk(programs[name], segments, expandable).failed:
+                return ()
+            held = sum(peaks.reserved(programs[name], expandable)) // 2
+            need += held - figures["peak_reserved"]
+        most = max(most, need)
+    return (TriedChange(EXPANDABLE, most, most <= limit, 0),)
 
 
 def _tried(

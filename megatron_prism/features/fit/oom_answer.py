@@ -46,7 +46,10 @@ def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
         print_holdings(peaks.holdings_at(found[0].program, found[0].event)[: args.top])
         if tried is not None:
             size = f"the {units.format_bytes(tried.limit)} of segments that the process could have"
-            say(f"a later iteration {'fits' if tried.fits else 'does not fit'} into {size}")
+            verdict = "does not fit" if tried.overruns else "may run out"
+            if tried.fits:
+                verdict = "fits"
+            say(f"a later iteration {verdict} into {size}")
             print("\n".join(changes_of(tried)))
 
     return Answer(lambda: value, page, lambda: rows)

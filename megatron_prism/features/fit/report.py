@@ -10,6 +10,7 @@ from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
 from megatron_prism.features.fit.fit import Fit, TriedChange
 from megatron_prism.memory.host_need import HostNeed
+from megatron_prism.memory.steady import Risk
 from megatron_prism.replay.costs.precision import precision_of
 from megatron_prism.report import words
 from megatron_prism.report.memory import page_data, render_memory_page
@@ -21,12 +22,14 @@ from megatron_prism.report.memory_tables import (
     source_lines,
 )
 
+_WORTH_SAYING = 1e-3  # of the tensors: what blocks have beyond them
+
 
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
     parts = [
         _verdict(found),
-        class_table(found.memory, found.overruns),
+        class_table(found.memory, found.overruns, found.at_risk),
         _host(found.host),
         _peak(found, shown or found.worst, top),
     ]
@@ -37,7 +40,12 @@ def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
 def _verdict(found: Fit) -> Iterator[str]:
     limit = format_bytes(found.limit)
     source = f" ({found.limit_source})" if found.limit_source else ""
-    yield from folded(f"{'fits' if found.fits else 'does not fit'}: the limit is {limit}{source}")
+    verdict = "does not fit"
+    if found.fits:
+        verdict = "fits"
+    elif not found.overruns:  # the first iterations do
+        verdict = "at risk"
+    yield from folded(f"{verdict}: the limit is {limit}{source}")
     left = f"{format_bytes(abs(found.over))} {'too much' if found.over > 0 else 'to spare'}"
     one = found.memory.classes[found.worst]
     level = "device" if one.get("peak_device") is not None else "reserved"
@@ -50,6 +58,10 @@ def _verdict(found: Fit) -> Iterator[str]:
             beside = f"{place.size:,} B do not fit beside {format_bytes(place.reserved)} reserved"
             text = f"runs out {place.where}: {beside}"
         yield from folded(f"  {name} {text}", 4)
+    for name, risk in found.risks.items():
+        text = later_iterations(risk)
+        if text:
+            yield from folded(f"  {name} {text}", 4)
     if asks := precision_of(found.programs).asks:
         yield from folded(f"  {asks}", 4)
 
@@ -66,17 +78,41 @@ def _host(need: HostNeed | None) -> Iterator[str]:
     yield from folded(text, 2)
 
 
+def later_iterations(risk: Risk) -> str:
+    """What later iterations do with a class that has little to spare; empty if they fit."""
+    if not risk.draws:
+        return "has little to spare, and too many requests to replay later iterations"
+    if not risk.failed:
+        return ""
+    if risk.draws == 1:
+        text = f"runs out in iteration {risk.first}"
+    else:
+        text = f"runs out within {counted(risk.iterations, 'iteration')} in {risk.failed} of "
+        text += f"{risk.draws} draws of how far the host is ahead, first in iteration {risk.first}"
+    text += f": a request of {format_bytes(risk.size)}"
+    if risk.where:
+        text += f" ({risk.where})"
+    return f"{text} finds no block, {format_bytes(risk.unused)} are in free blocks that are smaller"
+
+
 def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
     one = found.memory.classes[name]
     at = one["at"]
     step = words.step(at["phase"], at["microbatch"], at["chunk"])
     place = f"{step} ({at['step']}), {at['op']} {at['site']}"
+    if one.get("earlier"):
+        place = f"before the recorded iteration, {place}"
     yield from folded(f"the peak of {name}: {place}".rstrip(), 2)
     yield from columns([["  of the device", ""], *part_rows(one)])
     least, most = one.get("reserved_between") or (0, 0)
     if format_bytes(least) != format_bytes(most):
         between = f"{format_bytes(least)} if the device keeps up with the host, up to "
         yield from folded(f"  reserved: {between}{format_bytes(most)} else", 4)
+    counted_by_torch = found.as_torch_counts(name)
+    beyond = counted_by_torch - one["peak_allocated"]
+    if beyond > _WORTH_SAYING * one["peak_allocated"]:
+        text = f"torch.cuda.max_memory_allocated: {format_bytes(counted_by_torch)}, as blocks have "
+        yield from folded(f"  {text}{format_bytes(beyond)} beyond their tensors", 4)
     sums: dict[tuple[str, str, str], list[int]] = {}
     for held in one["top"]:
         key = KINDS.get(held["kind"], held["kind"]), module_of(held["module"]), held["site"]
@@ -125,9 +161,15 @@ def outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
 def render_fit(found: Fit) -> str:
     """The page of a job."""
     data = page_data(found.programs, found.memory, found.limit)
-    data["verdict"] = "It fits" if found.fits else "It does not fit"
+    data["verdict"] = "It does not fit" if found.overruns else "It may run out of memory later"
+    if found.fits:
+        data["verdict"] = "It fits"
     data["about"] = [f"{name} runs out {place.where}." for name, place in found.overruns.items()
                      if place.where]  # fmt: skip
+    for name, risk in found.risks.items():
+        text = later_iterations(risk)
+        if text:
+            data["about"].append(f"{name} {text}.")
     data["changes"] = [(one.words, outcome(one, found.limit, found.iteration_ns))
                        for one in found.changes]  # fmt: skip
     rows = [[level, text] for level, text in found.memory.provenance.items()]

@@ -140,7 +140,7 @@ def _classes(path: str) -> Answer:
                 "count": classes.counts[index],
                 "captured_as": program.rank,
                 "ops": len(program),
-                "peak_bytes": int(program.live_bytes().max()) if len(program.allocations) else None,
+                "peak_bytes": program.peak_bytes() if len(program.allocations) else None,
                 "reason": classes.reasons[index],
                 "counts": dict(program.counts()),
             }

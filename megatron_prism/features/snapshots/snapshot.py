@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -24,20 +24,30 @@ from typing import Any
 
 import msgspec
 
-from megatron_prism.core import foreign
+from megatron_prism.core import code_files, foreign
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import EMPTIED, STEPS
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
-from megatron_prism.memory.peaks import HeldMemory, Peak, difference, holdings_at, known_peak
+from megatron_prism.memory.peaks import (
+    HeldMemory,
+    Peak,
+    as_blocks,
+    difference,
+    holdings_at,
+    known_peak,
+    sizes_at_peak,
+)
 
 _MOST = 1 << 31  # bytes of a snapshot, unpacked
 _FIX = "give a file of torch.cuda.memory._dump_snapshot or --record-memory-history"
-_OURS = re.compile(r"(?:^|/)(?:megatron/((?:core|training|legacy)/.*)|(transformer_engine/.*))$")
+# of a path without its environment; the innermost, as a checkout may be below a folder of that name
+_OURS = re.compile(r"(?:.*/)?(?:megatron/((?:core|training|legacy)/.*)|(transformer_engine/.*))")
 # a frame of Python's names its source; one of C++ the file that it was built from, or none
 _PYTHON = re.compile(r".*\.pyx?|<.*>")
-_LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages/torch|<frozen|<string>|<eval)")
+# torch's own files, also where it is built from source, and what it compiles
+_LIBRARY = re.compile(r"(?:^|/)(?:(?:torch|torchgen|functorch|torchinductor_[^/]*)/|<)")
 # of names: Megatron's snapshot_oom_rank-3.pickle and snapshot_3.pickle (training/training.py:3543
 # @main), torchtitan's iteration_10/rank3_memory_snapshot.pickle
 _RANK = re.compile(r"(?:rank[-_]?|snapshot_)0*(\d+)")
@@ -380,12 +390,7 @@ _PHASES = tuple(
 def _place(frames: Any) -> AllocationSite:
     rows = [(str(f["filename"]), str(f["name"]), int(f["line"])) for f in frames]
     names = {name for _, name, _ in rows}
-    python = [(file, line) for file, _, line in rows if _PYTHON.fullmatch(file)]
-    ours = ((_OURS.search(file), line) for file, line in python)
-    others = (f"{file.rpartition('site-packages/')[2]}:{line}"
-              for file, line in python if not _LIBRARY.search(file))  # fmt: skip
-    sites = (f"{match[1] or match[2]}:{line}" for match, line in ours if match)
-    site = next(sites, "") or next(others, "")
+    site = _site((file, line) for file, _, line in rows if _PYTHON.fullmatch(file))
     optimizer = any("optimizer" in file for file, _, _ in rows)
     step = "optimizer" if optimizer and "step" in names else ""
     phase = next(
@@ -399,6 +404,24 @@ def _place(frames: Any) -> AllocationSite:
     elif not phase and names & _BUILDERS and "get_cublas_workspace" not in names:
         kind = "param"
     return AllocationSite(site, phase, kind, bool(rows))
+
+
+def _site(python: Iterable[tuple[str, int]]) -> str:
+    """Return ``file:line`` of Megatron's or TE's innermost frame, else of the job's own code.
+
+    Args:
+        python: (file, line) of Python's frames, innermost first, as the machine of the job wrote
+            them.
+    """
+    of_job = ""
+    for path, line in python:
+        file = code_files.without_environment(path)
+        match = _OURS.fullmatch(file)
+        if match is not None:
+            return f"{match[1] or match[2]}:{line}"
+        if not of_job and not _LIBRARY.search(file):
+            of_job = f"{file}:{line}"
+    return of_job
 
 
 class _Shown:
@@ -573,9 +596,14 @@ def compare(snapshot: Snapshot, programs: Programs) -> SnapshotComparison:
 
 
 def _beside(snapshot: Snapshot, program: Program) -> SnapshotComparison:
-    real, emulated = known_peak(snapshot.program), known_peak(program)
+    known_peak(program)  # or it says what is missing
+    real = known_peak(snapshot.program)
+    emulated = known_peak(as_blocks(program, snapshot.settings))  # as those of the snapshot are
     sizes = {number: asked for number, asked, _ in snapshot.requests if asked > 0}
     iteration = snapshot.iterations[real.index]
+    # the peak is before CUDA graphs ran, and the slices have an iteration with graphs
+    if emulated.earlier:
+        iteration = snapshot.iterations[-1] - (snapshot.failed is not None)
     ours = [one == iteration for one in snapshot.iterations]
     there, here = _requests(snapshot.program, ours, sizes), _requests(program)
     aligned, first = 0, None
@@ -589,8 +617,7 @@ def _beside(snapshot: Snapshot, program: Program) -> SnapshotComparison:
             other = {at + i for _, at, n in matches for i in range(n)}
             first = [tuple(one for i, one in enumerate(each) if i not in known)
                      for each, known in ((wanted, taken), (given, other))]  # fmt: skip
-    alive = _alive(snapshot.program, sizes), _alive(program)
-    common = sum(size * count for size, count in (alive[0] & alive[1]).items())
+    common = _common(_alive(snapshot.program, sizes), _alive(program))
     asked = sum(one.num_bytes for step in there.values() for one in step)
     only_real, only_emulated = first or ((), ())
     return SnapshotComparison(program.rank, real, emulated, common, asked, aligned, only_real,
@@ -613,10 +640,30 @@ def _requests(
     return found
 
 
-def _alive(program: Program, sizes: Mapping[int, int] | None = None) -> Counter[int]:
-    """How many blocks of each size are alive at the peak."""
+def _alive(program: Program, sizes: Mapping[int, int] | None = None) -> dict[int, list[int]]:
+    """The blocks that are alive at the peak: bytes of each by what was asked for, rounded up."""
+    # a peak before the iteration is known by sizes alone
+    if known_peak(program).earlier:
+        earlier: dict[int, list[int]] = {}
+        for size, count in sizes_at_peak(program).items():
+            earlier.setdefault(_rounded(size), []).extend([size] * count)
+        return earlier
     events = program.allocations[: int(program.live_bytes().argmax()) + 1]
     held: Counter[int] = Counter()
     for storage, size in zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True):
         held[storage] += size
-    return Counter(_rounded((sizes or {}).get(one, size)) for one, size in held.items() if size > 0)
+    blocks: dict[int, list[int]] = {}
+    for storage, size in held.items():
+        if size > 0:
+            asked = _rounded((sizes or {}).get(storage, size))
+            blocks.setdefault(asked, []).append(size)
+    return blocks
+
+
+def _common(real: Mapping[int, list[int]], emulated: Mapping[int, list[int]]) -> int:
+    """Bytes of the real blocks for which there is one of the same request among the others."""
+    total = 0
+    for asked, blocks in real.items():
+        count = min(len(blocks), len(emulated.get(asked, ())))
+        total += sum(sorted(blocks, reverse=True)[:count])
+    return total

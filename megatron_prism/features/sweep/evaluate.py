@@ -329,7 +329,7 @@ def _memory(
     """
     device, beside, needs = nccl_buffers.read(settings.device), {}, {}
     for index in set(programs.program_of.tolist()):
-        if tensors := int(programs.programs[index].live_bytes().max(initial=0)):
+        if tensors := programs.programs[index].peak_bytes():
             beside[index] = nccl_buffers.beyond_reserved(programs, index, device).num_bytes
             needs[index] = tensors + (beside[index] or 0)
     family, found = settings.folder / "slices" / layout.family(), []

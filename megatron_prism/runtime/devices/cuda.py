@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.megatron_source import fields_of_class
 from megatron_prism.core.process_changes import ProcessChanges
 
 _H200 = types.SimpleNamespace(
@@ -179,9 +180,12 @@ def host_waits(what: str) -> None:
 def refuse_while_capturing(what: str) -> None:
     """CUDA refuses that the host waits for what is not launched, but captured."""
     if capturing:
-        fix = (
-            "leave what waits out of --cuda-graph-modules (0.16: -scope), or --cuda-graph-impl none"
+        config = fields_of_class(
+            "megatron.core.transformer.transformer_config", "TransformerConfig"
         )
+        # 0.18 gave the flag its second name
+        known = "modules" if "cuda_graph_modules" in config else "scope"
+        fix = f"leave what waits out of --cuda-graph-{known}, or --cuda-graph-impl none"
         raise UnsupportedError(f"the host waits ({what}) while a CUDA graph is captured", fix=fix)
 
 

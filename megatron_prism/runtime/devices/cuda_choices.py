@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_OBJECTS_DEEP = 2  # a method's own object, and what that delegates to
 _live: LiveBytes | None = None
 _library: torch.library.Library | None = None
 
@@ -72,11 +73,58 @@ def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
         ):
             with _live.inside():
                 return one(*args, **kwargs)
-        outer: list[TreeSpec] = []
-        results = _Compiled.apply(one, form, outer, *values)
-        return tree_unflatten(results, outer[0])
+        shape = _ResultShape()
+        outputs = _Compiled.apply(one, form, shape, *values)
+        for (container, key), number in shape.left_behind:
+            container[key] = outputs[number]
+        return tree_unflatten(outputs[: shape.form.num_leaves], shape.form)
 
     return run
+
+
+class _ResultShape:
+    """What a compiled function gave back beside its flat outputs.
+
+    form        : of the results, which are the first outputs
+    left_behind : places in the function's objects, each with the output that belongs there
+    """
+
+    form: TreeSpec
+
+    def __init__(self) -> None:
+        self.left_behind: list[tuple[_Place, int]] = []
+
+
+_Container = dict[object, object]  # or a list, whose keys are its indices
+_Place = tuple[_Container, object]  # and a key of it
+
+
+def _tensors_within(values: Sequence[object]) -> Iterator[tuple[_Place, torch.Tensor]]:
+    """Yield tensors in attributes of the objects among ``values``, and of these objects' objects.
+
+    A method's ``self`` and the managers that it delegates to are such objects.  Lists and dicts in
+    them are entered; a tuple cannot be changed.
+    """
+    visited: set[int] = set()
+    waiting: list[tuple[object, int]] = [(value, 0) for value in values]
+    while waiting:
+        holder, depth = waiting.pop()
+        if id(holder) in visited or isinstance(holder, (torch.Tensor, type, types.ModuleType)):
+            continue
+        visited.add(id(holder))
+        if isinstance(holder, (dict, list)):
+            container = cast(_Container, holder)
+        elif hasattr(holder, "__dict__") and depth < _OBJECTS_DEEP:
+            container, depth = cast(_Container, vars(holder)), depth + 1
+        else:
+            continue
+        keys = list(container) if isinstance(container, dict) else range(len(container))
+        for key in keys:
+            entry = container[key]
+            if isinstance(entry, torch.Tensor):
+                yield (container, key), entry
+            elif isinstance(entry, (dict, list)) or hasattr(entry, "__dict__"):
+                waiting.append((entry, depth))
 
 
 class _Compiled(torch.autograd.Function):
@@ -87,33 +135,64 @@ class _Compiled(torch.autograd.Function):
         ctx: AutogradContext,
         function: Callable[..., object],
         form: TreeSpec,
-        outer: list[TreeSpec],
+        shape: _ResultShape,
         *values: object,
     ) -> tuple[object, ...]:
-        """Flat results; ``form`` is that of ``values``, and theirs is added to ``outer``."""
+        """Run ``function``, and make all that it computes outputs of one node.
+
+        Tensors that it leaves in its objects (a dispatcher's probabilities) are outputs as results
+        are: with a way of their own into the function's parts, a backward through them would free
+        what the node keeps.
+
+        Args:
+            function: what is compiled.
+            form: of ``values``.
+            shape: gets the form of the results, and where outputs are left behind.
+            values: the flat arguments.
+
+        Returns:
+            The flat results, then what is left behind and is no result.
+        """
         assert _live is not None, "compiled functions are nodes on tier meta alone"
         edge = torch.autograd.graph.get_gradient_edge
         inputs = list(values)
         into: dict[int, GradientEdge] = {}
         out: list[tuple[int, GradientEdge]] = []
+        argument_of: dict[int, object] = {}  # id of a view -> the argument that it stands for
         with _live.inside(), torch.enable_grad():
+            # a leaf the graph would hold, so the function gets a view of each
             for number, value in enumerate(values):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
-                    inputs[number] = view = value.view_as(value)  # a leaf the graph would hold
+                    inputs[number] = view = value.view_as(value)
                     into[number] = edge(view)
+                    argument_of[id(view)] = value
             args, kwargs = tree_unflatten(inputs, form)
-            results, made = tree_flatten(function(*args, **kwargs))
-            for number, result in enumerate(results):
-                if isinstance(result, torch.Tensor) and result.requires_grad:
-                    out.append((number, edge(result)))
-                    results[number] = result.detach()
+            oldest = min(view_edge.node._sequence_nr() for view_edge in into.values())
+            outputs, shape.form = tree_flatten(function(*args, **kwargs))
+            number_of = {id(output): number for number, output in enumerate(outputs)}
+            for place, tensor in _tensors_within(values):
+                # what was there before the function ran has an older node, or none
+                if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() < oldest:
+                    continue
+                # it kept an argument: its object holds that very tensor
+                if id(tensor) in argument_of:
+                    container, key = place
+                    container[key] = argument_of[id(tensor)]
+                    continue
+                if id(tensor) not in number_of:
+                    number_of[id(tensor)] = len(outputs)
+                    outputs.append(tensor)
+                shape.left_behind.append((place, number_of[id(tensor)]))
+            for number, output in enumerate(outputs):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    out.append((number, edge(output)))
+                    outputs[number] = output.detach()
         learned = {number for number, _ in out}
-        others = [r for n, r in enumerate(results) if n not in learned]
-        ctx.mark_non_differentiable(*(r for r in others if isinstance(r, torch.Tensor)))
+        others = [output for number, output in enumerate(outputs) if number not in learned]
+        ctx.mark_non_differentiable(*(each for each in others if isinstance(each, torch.Tensor)))
         ctx.inputs, ctx.outputs, ctx.count = into, out, len(values)
         ctx.set_materialize_grads(False)
-        outer.append(made)
-        return tuple(results)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: torch.Tensor | None) -> Grads:

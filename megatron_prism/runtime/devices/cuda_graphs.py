@@ -8,7 +8,9 @@ A recorder hears what a graph launches.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from megatron_prism.runtime.devices import cuda
 from megatron_prism.runtime.devices.remap import address
 
 replays = 0  # so far
+creating = False  # a job makes its graphs: static buffers, what warms up, captures
 _handles = itertools.count(1)
 _open: list[tuple[int, int]] = []  # pools that requests go to: the last one
 _numbers: dict[tuple[tuple[int, int], int], int] = {}  # pool, stream -> the allocator's stream
@@ -60,6 +63,17 @@ class CUDAGraph:
 
     def register_generator_state(self, generator: object) -> None:
         """No kernel draws numbers."""
+
+
+@contextlib.contextmanager
+def creation() -> Iterator[None]:
+    """What is asked for inside is a job's graphs' own."""
+    global creating
+    outer, creating = creating, True
+    try:
+        yield
+    finally:
+        creating = outer
 
 
 def graph_pool_handle() -> tuple[int, int]:

@@ -128,10 +128,35 @@ def reduction_bytes(x: torch.Tensor, dims: Sequence[int], element: int = 0) -> t
     return element * outputs * blocks * (1 if along else columns * vector), 4 * grid
 
 
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _in_type_of(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
+    """(what is reduced, bytes of its copy): a reduction that ends in another type first copies its
+    input to that type, unless halves are added up in fp32 (make_reduction, ReduceOpsUtils.h; cumsum
+    and cumprod, ReduceOps.cpp)."""
+    widens = x.dtype in _HALVES and out.dtype == torch.float32
+    if x.dtype == out.dtype or widens:
+        return x, ()
+    copy = torch.empty_like(x, dtype=out.dtype, device=_META)
+    return copy, (copy.nbytes,)
+
+
 def _reduction(args: Args, out: torch.Tensor) -> Sequence[int]:
-    x = args[0]
+    x, copies = _in_type_of(args[0], out)
     dims = args[1] if len(args) > 1 else ()
-    return reduction_bytes(x, [dims] if isinstance(dims, int) else dims or ())
+    dims = [dims] if isinstance(dims, int) else dims or ()
+    return (*copies, *reduction_bytes(x, dims))
+
+
+def _extreme(args: Args, out: torch.Tensor) -> Sequence[int]:
+    """Of a reduction to an element of its input, in the input's type."""
+    dims = args[1] if len(args) > 1 else ()
+    return reduction_bytes(args[0], [dims] if isinstance(dims, int) else dims or ())
+
+
+def _scan(args: Args, out: torch.Tensor) -> Sequence[int]:
+    return _in_type_of(args[0], out)[1]
 
 
 def _softmax_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
@@ -198,9 +223,11 @@ def _flash_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
 _TEMPORARIES: dict[OpOverload, Temporaries] = {
     **dict.fromkeys(
         (_aten.sum.default, _aten.sum.dim_IntList, _aten.sum.IntList_out, _aten.mean.default,
-         _aten.mean.dim, _aten.amax.default, _aten.amin.default),
+         _aten.mean.dim, _aten.nansum.default, _aten.prod.default),
         _reduction,
     ),
+    **dict.fromkeys((_aten.amax.default, _aten.amin.default), _extreme),
+    **dict.fromkeys((_aten.cumsum.default, _aten.cumprod.default), _scan),
     **dict.fromkeys((_aten.max.dim, _aten.min.dim), _pairs),
     **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sort),
     **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default), _index_put),

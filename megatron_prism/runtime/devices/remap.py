@@ -93,7 +93,7 @@ def _number(tensor: torch.Tensor) -> float | int | bool:
     return _value_or(tensor, _UNKNOWN if tensor.is_floating_point() else _COUNT)
 
 
-def _list(tensor: torch.Tensor) -> Any:
+def _list(tensor: torch.Tensor) -> object:
     value = known_values.value_of(tensor)
     if value is not None:
         return value.tolist()
@@ -130,7 +130,7 @@ class Remap(TorchFunctionMode):
         self.host = HostShapes() if host is None else host
         self.meta = target == "meta"
 
-    def _is_cuda(self, device: Any) -> bool:
+    def _is_cuda(self, device: object) -> bool:
         if isinstance(device, torch.device):
             return device.type == "cuda"
         if isinstance(device, str):
@@ -138,7 +138,7 @@ class Remap(TorchFunctionMode):
         return isinstance(device, int) and not isinstance(device, bool)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _LOOKS:
             return func(*args, **(kwargs or {}))

@@ -18,15 +18,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules import module as modules
 
-from megatron_prism.runtime.devices import live_bytes
+from megatron_prism.core import code_files
+from megatron_prism.runtime.devices import cuda_graphs, live_bytes
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-_MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
-_OURS = ("/torch/", "/megatron_prism/runtime/", "/megatron_prism/emulate/",
-         "/megatron_prism/cli/", "/megatron_prism/__main__")  # fmt: skip
-
+# package -> how a site begins that is inside it
+_NAMED = {
+    "megatron.core": "core/",
+    "megatron.training": "training/",
+    "transformer_engine": "transformer_engine/",
+}
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -35,20 +38,24 @@ class CallSites:
     """``core/tensor_parallel/mappings.py:31`` for frames; remembers what it has seen."""
 
     def __init__(self) -> None:
-        self._files: dict[str, tuple[str, bool]] = {}  # file -> (its short name, is it Megatron's)
+        # file -> (its short name, "" of a library's; whether it is Megatron's or TE's)
+        self._files: dict[str, tuple[str, bool]] = {}
         self._texts: dict[tuple[str, int], str] = {}
 
     def _file(self, name: str) -> tuple[str, bool]:
-        path = name.replace("\\", "/")
-        at = max((path.rfind(mark) for mark in _MARKS), default=-1)
-        if at >= 0:
-            found = (path[at + 1 :].removeprefix("megatron/"), True)
-        elif path.startswith("<") or any(mark in path for mark in _OURS):
-            found = ("", False)
-        else:
-            found = ("/".join(path.rsplit("/", 2)[-2:]), False)
-        self._files[name] = found
-        return found
+        described = self._files[name] = self._describe(name)
+        return described
+
+    def _describe(self, name: str) -> tuple[str, bool]:
+        for package, start in _NAMED.items():
+            inside = code_files.below_package(package, name)
+            if inside is not None:
+                return start + inside, True
+        # made by exec, ours, or torch's
+        in_torch = code_files.below_package("torch", name) is not None
+        if name.startswith("<") or code_files.is_ours(name) or in_torch:
+            return "", False
+        return code_files.last_two(name), False
 
     def find(self, frame: FrameType | None, foreign: bool = False) -> str:
         """The innermost Megatron or TE frame from ``frame`` outwards; ``foreign``: if there is none
@@ -91,7 +98,7 @@ class AllocationOwners:
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._hooks: list[RemovableHandle] = []
-        self._notes: dict[tuple[str, str], str] = {}
+        self._notes: dict[tuple[str, str, bool], str] = {}
 
     # -- while an iteration runs ------------------------------------------------------------------
     def follow_forwards(self) -> None:
@@ -134,14 +141,16 @@ class AllocationOwners:
         return self._names.get(id(module), "")
 
     def note(self) -> str:
-        """Of a storage that comes to be now."""
+        """Of a storage that comes to be now; what CUDA graphs are made of has a kind of its own."""
         module = self.module()
         site = self.sites.find(sys._getframe(1), foreign=True)
-        found = self._notes.get((module, site))
-        if found is None:
-            text = f"{module} @{site}" if site else module
-            found = self._notes[module, site] = text.strip()
-        return found
+        key = module, site, cuda_graphs.creating
+        text = self._notes.get(key)
+        if text is None:
+            kind = "graph:" if cuda_graphs.creating else ""
+            place = f" @{site}" if site else ""
+            text = self._notes[key] = f"{kind}{module}{place}".strip()
+        return text
 
     # -- what is there before it ------------------------------------------------------------------
     def standing(self) -> dict[int, str]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from pathlib import Path
 from threading import get_ident
 from types import CodeType, FrameType
 
-import megatron_prism
+from megatron_prism.core import code_files
 from megatron_prism.core.ops import STEPS
 
 # of a function of Python; of a kernel of a forward or backward, with its operator and autograd's
@@ -22,11 +21,10 @@ from megatron_prism.core.ops import STEPS
 CALL_NS, KERNEL_NS, LOOP_NS = 1_400, 47_000, 2_300
 
 _COUNTED, _PASSED, _ASIDE = range(3)  # counts; only what it calls counts; neither
-_PACKAGE = Path(megatron_prism.__file__).parent.as_posix()
 _ASIDE_IN = ("runtime/te_kernels/", "runtime/process_group.py", "runtime/recorder/")
 _REPEATS = "runtime/recorder/repeats.py"  # runs the job's steps
 # torch calls them because operators are watched here
-_OF_MODES = ("torch/_library/", "torch/utils/_pytree", "torch/utils/_python_", "torch/overrides.py")
+_OF_MODES = ("_library/", "utils/_pytree", "utils/_python_", "overrides.py")  # files of torch
 if sys.version_info >= (3, 12):
     _TOOL = sys.monitoring.PROFILER_ID
     _ENDS = sys.monitoring.events.PY_RETURN | sys.monitoring.events.PY_YIELD
@@ -34,13 +32,18 @@ _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 
 
 def _kind(code: CodeType) -> int:
-    place = code.co_filename.replace("\\", "/")
-    if place.startswith(_PACKAGE):
-        inside = place[len(_PACKAGE) + 1 :]
+    file = code.co_filename
+    if code_files.is_ours(file):
+        inside = code_files.below_prism(file)
         stands_in = code.co_name == "__torch_dispatch__" or inside.startswith(_ASIDE_IN)
         return _ASIDE if stands_in and inside != _REPEATS else _PASSED
-    passed = code.co_flags & _RESUMED or any(part in place for part in _OF_MODES)
-    return _PASSED if passed else _COUNTED
+    # what is resumed was counted when it began
+    if code.co_flags & _RESUMED:
+        return _PASSED
+    in_torch = code_files.below_package("torch", file)
+    if in_torch is not None and in_torch.startswith(_OF_MODES):
+        return _PASSED
+    return _COUNTED
 
 
 class PythonCalls:

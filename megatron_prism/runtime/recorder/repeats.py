@@ -130,6 +130,10 @@ class Repeats:
         self._recorded = self._recorder.active
         self._written: dict[Key, int] = {}  # forward -> number of the first storage it would make
 
+    def forget(self) -> None:
+        """No step that follows is like one before it."""
+        self._recorded = False
+
     @_section
     def forward(
         self,

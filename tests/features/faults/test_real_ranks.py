@@ -22,7 +22,7 @@ from megatron_prism.features.faults.call_guard import CallGuard, ProgramPeers
 from megatron_prism.features.faults.flags import FaultOptions
 from megatron_prism.features.pacing.flags import PaceOptions
 from megatron_prism.features.pacing.pace import _all_slow_ranks
-from megatron_prism.runtime import virtual_world
+from megatron_prism.runtime import call_check, virtual_world
 from megatron_prism.runtime.call_check import (
     CallCheck,
     LocalCallCheck,
@@ -538,3 +538,21 @@ def test_policy_gloo_stops_only_where_gloo_would(fault, says, job, capsys):
     else:
         with pytest.raises(HangError, match=says):
             iterations(guard, group)
+
+
+@pytest.mark.parametrize(
+    ("file", "shown"),
+    [
+        ("/home/me/megatron_prism/jobs/train.py", ["jobs/train.py:2 call"]),
+        ("/x/megatron_prism/lib/site-packages/megatron/core/a.py", ["megatron/core/a.py:2 call"]),
+        ("/opt/dist-packages/torch/nn/modules.py", []),
+        (call_check.__file__, []),
+    ],
+)  # fmt: skip
+def test_a_stack_shows_the_jobs_frames_whatever_its_folder_is_called(file, shown, imported_at):
+    imported_at("megatron", "/x/megatron_prism/lib/site-packages/megatron")
+    scope = {}
+    exec(compile("def call(f):\n    return f()", file, "exec"), scope)
+    stack = scope["call"](call_check.frames)
+    here = next(i for i, frame in enumerate(stack) if "hang/test_real_ranks.py" in frame)
+    assert stack[:here] == shown

@@ -1,0 +1,249 @@
+"""Whether a job whose first iterations fit runs out of memory in a later one.
+
+In : a program that recorded memory, and bytes of segments.  Out: ``Risk``, or None.
+
+The same requests in each iteration leave the allocator's free blocks in another order each time: a
+request takes the smallest block that is large enough, so a hole that a large request needs may have
+been split by a smaller one.  When a block that another stream uses comes back depends on how far
+the host is ahead of the device, which nobody knows and which changes.  So the iteration is replayed
+several times behind the process's first requests, with a lead of the host that is drawn for each
+iteration, and the draws that run out are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core.ops import BEGUN
+from megatron_prism.core.program import Program
+from megatron_prism.memory import allocator
+from megatron_prism.memory.peaks import changes, op_at, site_of
+
+ITERATIONS = 8  # that are replayed behind the recorded one
+DRAWS = 12
+MOST_ROWS = 1_000_000  # of all draws together: some 5 s on an idle host
+_FEWEST_DRAWS, _FEWEST_ITERATIONS = 3, 2  # of programs that are longer
+
+Row = tuple[int, ...]  # storage, bytes, stream, launches so far
+
+
+@dataclass(frozen=True)
+class Risk:
+    """Draws of the host's lead in which memory runs out.
+
+    Attributes:
+        failed: draws that run out.
+        draws: all of them; 0 where the program is too long to be replayed.
+        iterations: iterations that each draw replays, the recorded one among them.
+        first: the earliest iteration that runs out; 1 is the process's first, 0: none.
+        size: bytes of the request that fails most often, as the allocator asks the device.
+        where: the step and the line that ask; "" where they are not known.
+        unused: bytes of free blocks that are reserved then.
+    """
+
+    failed: int
+    draws: int
+    iterations: int
+    first: int = 0
+    size: int = 0
+    where: str = ""
+    unused: int = 0
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """A process's requests, cut where the recorded iteration begins.
+
+    Attributes:
+        before: rows in front of it.
+        iteration: rows of it.
+        number: its number in the process, from 1.
+    """
+
+    before: list[Row]
+    iteration: list[Row]
+    number: int
+
+
+def risk(
+    program: Program,
+    limit: int,
+    settings: allocator.Settings | None = None,
+    most_rows: int = MOST_ROWS,
+    seed: int = 0,
+) -> Risk:
+    """Replay later iterations of ``program`` in ``limit`` bytes of segments.
+
+    Args:
+        program: its iteration counts as the one that all later ones repeat.
+        limit: bytes of segments that the allocator may hold.
+        settings: the allocator's options.
+        most_rows: requests of all draws together.
+        seed: of the draws.
+    """
+    requests = _requests(program)
+    draws, repeats = _affordable(requests, most_rows)
+    if not draws:
+        return Risk(failed=0, draws=0, iterations=0)
+
+    # replay every draw
+    rows, starts = _repeated(requests, repeats)
+    random = np.random.default_rng(seed)
+    failures: list[tuple[int, allocator.OutOfMemory]] = []  # (place among the starts, request)
+    for _ in range(draws):
+        leads = _drawn_leads(random, starts, len(rows))
+        failure = allocator.replay_requests(rows, settings, limit, ahead=leads).full
+        if failure is not None:
+            place = int(np.searchsorted(starts, failure.event, side="right")) - 1
+            failures.append((place, failure))
+    if not failures:
+        return Risk(failed=0, draws=draws, iterations=repeats + 1)
+
+    # show the request that fails most often, where it fails first
+    sizes = Counter(failure.size for _, failure in failures)
+    size = sizes.most_common(1)[0][0]
+    alike = [failure for _, failure in failures if failure.size == size]
+    later = [failure for failure in alike if failure.event >= starts[0]]
+    shown = min(later or alike, key=lambda failure: failure.event)
+    first = min(place for place, _ in failures)
+    return Risk(
+        failed=len(failures),
+        draws=draws,
+        iterations=repeats + 1,
+        first=max(requests.number + first, 1),
+        size=(settings or allocator.Settings()).segment(size),
+        where=_where(program, requests, rows, starts, shown.event),
+        unused=shown.reserved - shown.allocated,
+    )
+
+
+def _affordable(requests: _Requests, most_rows: int) -> tuple[int, int]:
+    """(draws, iterations behind the recorded one) that ``most_rows`` are enough for; (0, 0) where
+    they are not enough for the fewest."""
+    draws = DRAWS
+    # without blocks that two streams use, the host's lead changes nothing
+    if not any(row[1] == 0 and row[0] >= 0 for row in requests.before + requests.iteration):
+        draws = 1
+    length = max(1, len(requests.iteration))
+    for repeats in (ITERATIONS, ITERATIONS // 2, _FEWEST_ITERATIONS):
+        rows = len(requests.before) + (repeats + 1) * length
+        affordable = min(draws, most_rows // rows)
+        if affordable >= min(draws, _FEWEST_DRAWS):
+            return affordable, repeats
+    return 0, 0
+
+
+def reaches(program: Program, spare: int) -> bool:
+    """Whether later iterations of ``program`` might need ``spare`` bytes more than the first ones:
+    a hole that is lost costs a segment of one of the largest requests."""
+    sizes = program.allocations["bytes"][program.allocations["before"] > 0]
+    largest = np.sort(sizes)[-2:]
+    return bool(largest.size) and spare < int(largest.clip(0).sum())
+
+
+def _requests(program: Program) -> _Requests:
+    """All that the process asked for, or where nobody knows that, the iteration's own requests."""
+    history = program.history
+    rows = [tuple(row) for row in history.tolist()]
+    begins = np.flatnonzero(history[:, 0] == BEGUN).tolist()
+    # the step behind the recorded one may have begun when its recording ended
+    if begins and begins[-1] == len(rows) - 1:
+        begins.pop()
+        rows.pop()
+    if begins:
+        return _Requests(rows[: begins[-1]], rows[begins[-1] :], len(begins))
+    recorded: list[Row] = [(*row, 0) for row in changes(program)]
+    stood = int(np.count_nonzero(program.allocations["before"] == 0))
+    return _Requests(recorded[:stood], recorded[stood:], 2)
+
+
+def _repeated(requests: _Requests, repeats: int) -> tuple[list[Row], list[int]]:
+    """The rows with ``repeats`` more iterations, and where each iteration begins.
+
+    A storage that one iteration leaves and the next frees has another number in each; storages that
+    only one iteration leaves (made once) are not made again.
+    """
+    before, after = _alive(requests.before), _alive(requests.before + requests.iteration)
+    left = {storage: size for storage, size in after.items() if storage not in before}
+    freed = {storage: size for storage, size in before.items() if storage not in after}
+    waiting: dict[int, deque[int]] = defaultdict(deque)  # bytes -> storages that were left
+    for storage, size in left.items():
+        waiting[size].append(storage)
+    rows = requests.before + requests.iteration
+    starts = [len(requests.before), len(rows)]
+    launches = requests.iteration[-1][3] - requests.iteration[0][3] if requests.iteration else 0
+    next_number = max((row[0] for row in rows), default=0) + 1
+
+    for repeat in range(1, repeats + 1):
+        names: dict[int, int | None] = {}  # None: not there in this repeat
+        freed_sizes = Counter(freed.values())
+        for storage, size in freed.items():
+            names[storage] = waiting[size].popleft() if waiting[size] else None
+        for storage, size in left.items():
+            if freed_sizes[size] > 0:
+                freed_sizes[size] -= 1
+                names[storage] = next_number
+                waiting[size].append(next_number)
+                next_number += 1
+            else:
+                names[storage] = None
+        for storage, size, stream, launch in requests.iteration:
+            name = names.get(storage, storage)
+            if name is not None:
+                rows.append((name, size, stream, launch + launches * repeat))
+        starts.append(len(rows))
+    return rows, starts[:-1]
+
+
+def _alive(rows: list[Row]) -> dict[int, int]:
+    """Bytes of each storage that is there behind ``rows``."""
+    alive: dict[int, int] = {}
+    for storage, change, *_ in rows:
+        if storage < 0 or not change:
+            continue
+        alive[storage] = alive.get(storage, 0) + change
+        if not alive[storage]:
+            del alive[storage]
+    return alive
+
+
+def _drawn_leads(random: np.random.Generator, starts: list[int], events: int) -> list[int]:
+    """Launches by which the host is ahead at every event: 1 to all that CUDA lets be outstanding,
+    each power of two as likely, and the same within an iteration."""
+    lengths = np.diff([0, *starts, events])
+    powers = random.uniform(0, np.log2(allocator.AHEAD), lengths.size)
+    leads: list[int] = np.repeat(np.exp2(powers).astype(int), lengths).tolist()
+    return leads
+
+
+def _where(
+    program: Program, requests: _Requests, rows: list[Row], starts: list[int], event: int
+) -> str:
+    """The step and the line that make request ``event``; "" where they are not known."""
+    if event < starts[0]:
+        return ""
+    begin = max(start for start in starts if start <= event)
+    asked = list(_made(rows[begin : event + 1]))
+    # what is asked for in front of the first op of an iteration is none of its requests
+    early = sum(1 for _ in _made(requests.iteration))
+    events = program.allocations
+    made = np.flatnonzero((events["bytes"] > 0) & (events["before"] > 0))
+    early -= made.size
+    place = len(asked) - 1 - early
+    if not 0 <= place < made.size:
+        return ""
+    index = int(made[place])
+    if int(events["bytes"][index]) != asked[-1]:
+        return ""
+    return f"{program[op_at(program, index)].label} {site_of(program, index)}".strip()
+
+
+def _made(rows: list[Row]) -> Iterator[int]:
+    """Bytes of every request."""
+    for storage, change, *_ in rows:
+        if storage >= 0 and change > 0:
+            yield change
