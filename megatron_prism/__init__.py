@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 
 _HOMES = {  # public name of core -> module:attribute; features add theirs
     "Comparison": "features.compare.compare:Comparison",
-    "Diagnosis": "hang.verdict:Diagnosis",
+    "Diagnosis": "features.hang.verdict:Diagnosis",
     "Fit": "features.fit.fit:Fit",
     "MemoryReport": "memory.job_peaks:MemoryReport",
     "PricedGraph": "replay.priced_graph:PricedGraph",
@@ -49,10 +49,10 @@ _HOMES = {  # public name of core -> module:attribute; features add theirs
     "attach": "_attach:attach",
     "capture": "emulate.recipe_job:capture",
     "compare": "features.compare.compare:compare",
-    "diagnose_faults": "hang.diagnose:diagnose_faults",
+    "diagnose_faults": "features.hang.diagnose:diagnose_faults",
     "emulate": "emulate.recipe_job:emulate",
     "fit": "features.fit.fit:fit",
-    "hang": "hang.diagnose:diagnose",
+    "hang": "features.hang.diagnose:diagnose",
     "import_traces": "features.traces.programs:import_traces",
     "load": "core.slices:open_programs",
     "load_recipe": "core.recipe:load",

@@ -22,8 +22,8 @@ PARTS = {
         "features/traces/programs.py",
     },
     "megatron_prism.features.predict.sampler.Sampler": {"features/predict/predict.py"},
-    "megatron_prism.hang.analyze.diagnose_dumps": {
-        "hang/diagnose.py", "cli/hang.py", "emulate/confirm.py",
+    "megatron_prism.features.hang.analyze.diagnose_dumps": {
+        "features/hang/diagnose.py", "features/hang/command.py", "features/hang/confirm.py",
     },
 }  # fmt: skip
 

@@ -36,10 +36,7 @@ from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort, progress
 
-_NOT_MOVED = (
-    "hang",
-    "verify",
-)
+_NOT_MOVED = ("verify",)
 
 
 def _all_commands() -> dict[str, Command]:

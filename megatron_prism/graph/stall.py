@@ -3,7 +3,7 @@
 In : Programs, and faults.  Out: StalledJob: per rank what it issued and what of it ended.  The
 issue graph without times, also of programs that do not fit together: a call ends when all members
 are ready and their calls agree; one that disagrees never ends.  This is what a watchdog finds half
-an hour later; ``hang.export`` writes it down as dumps.
+an hour later; ``features.hang.export`` writes it down as dumps.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@
     replay.py        a timeline as text; one, or two side by side, as a page
     memory_tables.py peaks of memory, as text
     memory.py        memory over an iteration, as pages draw it
-    hang.py          a verdict on a hang as Markdown and as a page
     chrome_trace.py  timelines for ui.perfetto.dev
     trace_events.py  the format of such traces
 
@@ -16,4 +15,4 @@ What is in no program and no price is printed as unknown.
 
 from __future__ import annotations
 
-RENDERERS = ("replay", "memory_tables", "hang")
+RENDERERS = ("replay", "memory_tables")

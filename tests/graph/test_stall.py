@@ -11,8 +11,8 @@ from megatron_prism.core import fault_plan
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
+from megatron_prism.features.hang import planting as fault_planting
 from megatron_prism.graph import stall
-from megatron_prism.hang import fault_planting
 
 
 def same(programs, faults=None):

@@ -6,10 +6,10 @@ import pickle
 from helpers import production
 from helpers.production import ACTIVE, stands
 
+from megatron_prism.features.hang import analyze as hang
+from megatron_prism.features.hang import dumps, export
+from megatron_prism.features.hang.dumps import DumpSet
 from megatron_prism.graph import stall
-from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dumps, export
-from megatron_prism.hang.dumps import DumpSet
 
 FULL = {"active_only": False, "stacks": True}
 GIL = stands(10, part="3", at=40)

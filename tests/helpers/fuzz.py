@@ -39,10 +39,11 @@ from megatron_prism.core import (
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import World
 from megatron_prism.features.guard import baseline
+from megatron_prism.features.hang import analyze, dumps, export
+from megatron_prism.features.hang import planting as fault_planting
+from megatron_prism.features.hang.diagnose import diagnose
 from megatron_prism.features.predict.variability import read_variability
 from megatron_prism.graph import stall, world_graph
-from megatron_prism.hang import analyze, dumps, export, fault_planting
-from megatron_prism.hang.diagnose import diagnose
 from megatron_prism.memory import allocator, nccl_buffers, peak_changes
 from megatron_prism.memory.job_peaks import peak_memory
 from megatron_prism.replay import network

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 from megatron_prism.core import fault_plan, groups
 from megatron_prism.core.program_text import parse
+from megatron_prism.features.hang import analyze as hang
+from megatron_prism.features.hang import dumps, export
+from megatron_prism.features.hang import planting as faults
+from megatron_prism.features.hang.diagnose import diagnose_graph
 from megatron_prism.graph import stall, world_graph
-from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dumps, export
-from megatron_prism.hang import fault_planting as faults
-from megatron_prism.hang.diagnose import diagnose_graph
 
 HERE = pathlib.Path(__file__).parents[1] / "hang"
 

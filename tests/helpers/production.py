@@ -18,9 +18,9 @@ from helpers.hang_worlds import world
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import parse
+from megatron_prism.features.hang import export
 from megatron_prism.graph import stall
 from megatron_prism.graph.stall import RankFault
-from megatron_prism.hang import export
 
 TP, EP = "TENSOR_MODEL_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
 PP, DP = "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"

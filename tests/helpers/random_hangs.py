@@ -8,11 +8,11 @@ from helpers.programs import DP, PP, TP, healthy, index_of, with_rank
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.ops import Op
 from megatron_prism.core.world import World
+from megatron_prism.features.hang import analyze as hang
+from megatron_prism.features.hang import dumps, export
+from megatron_prism.features.hang.dumps import DumpSet
 from megatron_prism.graph import stall
 from megatron_prism.graph.stall import RankFault
-from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dumps, export
-from megatron_prism.hang.dumps import DumpSet
 
 WORLDS = [
     World(16, tp=2, pp=4, cp=2, ep=2),

@@ -1,6 +1,6 @@
 """Job logs as torch 2.11 and torchrun print them, of the dumps that a stalled job would leave."""
 
-from megatron_prism.hang.dumps import of_value
+from megatron_prism.features.hang.dumps import of_value
 
 TYPES = {"all_reduce": "ALLREDUCE", "all_gather": "_ALLGATHER_BASE", "broadcast": "BROADCAST",
          "reduce_scatter": "_REDUCE_SCATTER_BASE", "all_to_all": "ALLTOALL_BASE",

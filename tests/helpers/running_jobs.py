@@ -12,9 +12,9 @@ import random
 from oracles import naive_stall
 
 from megatron_prism.core.program import Program
+from megatron_prism.features.hang import export
+from megatron_prism.features.hang.dumps import DumpSet, of_value
 from megatron_prism.graph import stall
-from megatron_prism.hang import export
-from megatron_prism.hang.dumps import DumpSet, of_value
 
 MS = 1_000_000
 BEGIN_NS = 1_790_000_000 * 10**9

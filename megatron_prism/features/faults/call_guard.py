@@ -33,8 +33,8 @@ from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run
+    from megatron_prism.features.hang.planting import FaultedCall
     from megatron_prism.graph.stall import StalledJob
-    from megatron_prism.hang.fault_planting import FaultedCall
 
 _MOST = 8_000_000  # ops of all ranks that are run to a standstill before the job
 
@@ -143,8 +143,8 @@ class ExpectedCalls:
             self._plant(programs, seed, dry)
 
     def _plant(self, programs: Programs, seed: int, dry: bool) -> None:
+        from megatron_prism.features.hang import planting as faults
         from megatron_prism.graph import stall
-        from megatron_prism.hang import fault_planting as faults
 
         self.planted = faults.plant(programs, self.faults, seed)
         self.hits = self.planted.hits
@@ -171,7 +171,7 @@ class ExpectedCalls:
     def standstill(self, key: tuple[str, str, int, int]) -> None:
         """HangError if the call ``key`` is the first of this rank's that never ends."""
         if key == self.never and self.state is not None:
-            from megatron_prism.hang import diagnose
+            from megatron_prism.features.hang import diagnose
 
             found = diagnose.diagnose_stall(self.state, self.healthy.programs)
             raise HangError(f"nobody can go on: rank {self.rank} stands in the first call that "
@@ -186,7 +186,7 @@ def disagreement(
 
     own : what this rank's derived program has there; without it nobody is named
     """
-    from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
+    from megatron_prism.features.hang.verdict import Culprit, Diagnosis, Waiting
     from megatron_prism.runtime.call_check import differences
 
     here = f"{call.name} #{number + 1} of {call.group}"

@@ -149,7 +149,7 @@ Make = Callable[[str, "Answer"], "Answer"]  # of a collective and its answer
 
 
 class Injector:
-    """Makes ``hang.fault_planting`` happen on this rank.
+    """Makes ``features.hang.planting`` happen on this rank.
 
     live  : the tracker of live bytes (meta) or None;  dry: say it, do nothing
     truth : file that gets a line for every fault that fires, before it does

@@ -206,8 +206,8 @@ def check(args: argparse.Namespace) -> Answer:
     prism check DIR
     """
     from megatron_prism.core.slices import open_programs
+    from megatron_prism.features.hang import diagnose
     from megatron_prism.graph import world_graph
-    from megatron_prism.hang import diagnose
 
     graph = world_graph.build(open_programs(args.programs))
     findings = graph.check()

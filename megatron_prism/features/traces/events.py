@@ -29,7 +29,7 @@ import numpy as np
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.hang import dumps
+from megatron_prism.features.hang import dumps
 
 _MOST = 1 << 33  # bytes of a trace, unpacked
 _MOST_TS = 4e15  # us, either side of 0: what 64 bits of ns hold

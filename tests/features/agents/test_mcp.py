@@ -19,7 +19,7 @@ from megatron_prism.features.agents import server as mcp_server
 
 mcp = pytest.importorskip("mcp")
 pytest.importorskip("mcp.server.mcpserver")  # of its second release
-GOLDEN = str(Path(__file__).parents[1] / "golden" / "slices" / "dense_pp2")
+GOLDEN = str(Path(__file__).parents[2] / "golden" / "slices" / "dense_pp2")
 
 
 def asked(*questions, run=False, connection=None):

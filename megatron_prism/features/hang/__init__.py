@@ -1,0 +1,38 @@
+"""Hang: which rank made a job hang; dumps, logs or programs in, a verdict out (``prism hang``).
+
+diagnose.py      all ways to a verdict: ``prism.hang``
+dumps.py         Flight Recorder dumps as entries, groups and status
+log_lines.py     the lines of logs that say something, as a table, and whose they are
+log_errors.py    exceptions in a rank's log: those that ended it, those that it handled
+attempts.py      what earlier attempts of a job printed, left out
+logs.py          what the job printed, as dumps and events
+fingerprints.py  whose call differs, by torch's own check
+ras.py           what NCCL's RAS reports
+consistency.py   dumps of another job or of another moment
+state.py         outstanding calls of every rank
+mismatch.py      ranks whose call differs from that of the members of its group
+siblings.py      ranks that left the order in which their siblings call
+waits.py         which rank waits for which, and where that ends
+analyze.py       from all of these to culprits and victims
+verdict.py       the verdict
+alignment.py     where every rank stood in its program
+hypotheses.py    single faults that leave exactly these dumps, and the verdict on the programs
+planting.py      faults put into programs
+export.py        dumps that a stalled job would leave
+live.py          a job that still runs on this host
+confirm.py       the suspects' real code, run into the state of the dumps
+report.py        a verdict as Markdown, page and trace
+command.py       prism hang
+"""
+
+from megatron_prism.core.feature import Feature
+
+FEATURE = Feature(
+    command="command",
+    renderers="report",
+    api={
+        "Diagnosis": "verdict:Diagnosis",
+        "diagnose_faults": "diagnose:diagnose_faults",
+        "hang": "diagnose:diagnose",
+    },
+)

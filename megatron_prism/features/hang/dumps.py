@@ -1,0 +1,768 @@
+"""Read Flight Recorder dumps: safely, in parallel, as entries, groups and status.
+
+``pg_status`` and entries count from 1; sequence numbers are per group, as ProcessGroupNCCL counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+
+from megatron_prism.core import foreign
+from megatron_prism.core.collectives import NAME_OF
+from megatron_prism.core.errors import DumpError, shown
+from megatron_prism.core.files import no_collector
+from megatron_prism.core.foreign import bounded_memory
+from megatron_prism.features.hang.log_lines import Differ
+
+UNNAMED = "a group without a name"  # desc of one that a log does not name
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One process group: its name, Megatron's group_desc, its global ranks in group order.
+
+    partial : of a log that does not say who belongs to it: these are the ranks that speak of it
+    """
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Last call of a group that this rank enqueued, saw start (-1: unknown) and saw complete."""
+
+    enqueued: int
+    started: int
+    completed: int
+
+
+Launch = tuple[str, bool, int]  # group, whether of messages, number in the group
+
+
+class Entry(NamedTuple):  # made by the million: a frozen dataclass takes four times as long
+    """One call.  ``op`` is a name of ``collectives.TABLE`` or the recorder's own word.
+
+    seq : place among the group's collectives, or for sends and receives among those
+    to  : group rank of the other side of a send or receive, else -1
+    ``numbers`` are the elements of (inputs, outputs), ``dtypes`` the recorder's words
+    """
+
+    record: int
+    group: str
+    desc: str
+    op: str
+    seq: int
+    calls: int  # collectives of the group up to here, also for sends and receives
+    to: int
+    numbers: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, ...]
+    state: str
+    done: bool
+    site: str
+    timeout_ms: int
+    created_ns: int
+
+    @property
+    def pair(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.to >= 0
+
+    @property
+    def launch(self) -> Launch:
+        """What all that is issued in one batch has in common."""
+        return self.group, self.pair, self.seq
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """One rank's dump; ``notes`` says what it lacks.
+
+    ids     : this rank's number of a group -> the group's name, as its calls say
+    unnamed : numbers of which it does not say whose they are -> their counters
+    messages : all sends and receives since the job began, where these are left of a dump of
+               outstanding calls: torch never ends the records inside a batch
+    assumed : groups whose counters it does not have: it is taken to have come to all calls
+    is_cut  : its file ends too early: it has the counters, and of the calls those that ended before
+              the cut
+    written_ns : when its file was written, by the clock of its calls; 0 if that is not known
+    """
+
+    rank: int
+    version: str
+    groups: Mapping[str, Group]
+    status: Mapping[str, Status]
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()
+    ids: Mapping[str, str] = field(default_factory=dict)
+    unnamed: Mapping[str, Status] = field(default_factory=dict)
+    written_ns: int = 0
+    messages: tuple[Entry, ...] = ()
+    assumed: frozenset[str] = frozenset()
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
+class RankEvent:
+    """What a log says of a rank.
+
+    kind: exception, out of memory, killed; handled: an exception after which the rank went on;
+    logged: one that perhaps did not end it; outside: it waited for others in a call outside NCCL;
+    or where its stack is: in a call of torch.distributed, at work.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RankWait:
+    """The call in which a rank waits, as its log names it; ``desc``: of the group."""
+
+    rank: int
+    op: str
+    seq: int
+    desc: str
+
+
+@dataclass(frozen=True)
+class DumpSet:
+    """The dumps of a folder by rank, and what logs say beside them.
+
+    unreadable : rank -> why its file could not be read
+    events     : rank -> what became of it, by its log
+    evidence   : what logs say of the job
+    waits      : the calls that timed out, by what watchdogs print
+    differ     : calls that differ, by torch's own check
+    absent     : ranks that did not come to a monitored barrier, by what the others print
+    logged     : ranks of which there is a line in a log
+    world      : how many ranks the job has, by its log; 0: it does not say so
+    """
+
+    dumps: Mapping[int, Dump]
+    unreadable: Mapping[int, str] = field(default_factory=dict)
+    events: Mapping[int, tuple[RankEvent, ...]] = field(default_factory=dict)
+    evidence: tuple[str, ...] = ()
+    waits: tuple[RankWait, ...] = ()
+    differ: tuple[Differ, ...] = ()
+    absent: tuple[int, ...] = ()
+    logged: frozenset[int] = frozenset()
+    world: int = 0
+
+    @cached_property
+    def listed(self) -> Mapping[str, Counter[Group]]:
+        """Group name -> how many dumps list which members, of those that list any."""
+        same: Counter[tuple[str, int]] = Counter()  # mostly one object: hashing its ranks is slow
+        objects: dict[int, Group] = {}
+        for dump in self.dumps.values():
+            for name, group in dump.groups.items():
+                if group.ranks:
+                    same[name, id(group)] += 1
+                    objects[id(group)] = group
+        found: dict[str, Counter[Group]] = defaultdict(Counter)
+        for (name, number), count in same.items():
+            found[name][objects[number]] += count
+        return found
+
+
+T = TypeVar("T")
+
+_NAMES = {**NAME_OF, "_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "ALLGATHER_coalesced":
+           "all_gather", "REDUCE_SCATTER_coalesced": "reduce_scatter", "all_to_allv": "all_to_all",
+           "all_reduce_barrier": "barrier", "all_gather_into_tensor_coalesced": "all_gather",
+           "_all_gather_base_coalesced": "all_gather"}  # fmt: skip
+
+
+def entries_of(raw: Sequence[_RawEntry]) -> tuple[Entry, ...]:
+    """All entries, in the order of the dump; most are like an earlier one but for their numbers."""
+    known: dict[object, _Said] = {}
+    made = []
+    for number, row in enumerate(raw):
+        site = _site(row.frames)
+        key = (row.process_group, row.profiling_name, row.state, row.retired, row.input_sizes,
+               row.output_sizes, row.input_dtypes, row.output_dtypes, site)  # fmt: skip
+        if (said := known.get(key)) is None:
+            said = known[key] = _said(row, site)
+        group, desc, op, to, numbers, dtypes, state, done, where = said
+        record, calls = _known(row.record_id, number), _known(row.collective_seq_id)
+        seq = calls if to < 0 else _known(row.p2p_seq_id)
+        made.append((record, group, desc, op, seq, calls, to, numbers, dtypes, state, done,
+                     where, _known(row.timeout_ms), _known(row.time_created_ns)))  # fmt: skip
+    return tuple(map(Entry._make, made))
+
+
+def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple[Entry, ...]:
+    """With the state of its batch for what was issued in one (``batch_isend_irecv``, coalesced).
+
+    ended : groups in which, by their counters, everything that was issued is over
+
+    torch never updates these records themselves: they stay "scheduled" for good, also among the
+    outstanding ones, and only the record that closes the batch ends (pytorch issue 137969).
+    """
+    ends = [at for at, entry in enumerate(entries) if entry.op == "coalesced"]
+    if not ends and any(entry.done for entry in entries):
+        return entries
+    made, closed, cut = list(entries), set(ends), 0
+    before: dict[str, list[int]] = {}  # records of each group since its last batch
+    for end, last in enumerate(made):
+        since = before.setdefault(last.group, [])
+        if last.op != "coalesced":
+            since.append(end)
+            continue
+        before[last.group] = []
+        if not since or not made[since[-1]].pair and made[since[-1]].seq != last.seq:
+            continue  # before torch 2.7 what is inside a batch of collectives has no record
+        launch = made[since[-1]].launch
+        while since and made[since[-1]].launch == launch:
+            at = since.pop()
+            closed.add(at)
+            made[at] = made[at]._replace(state=last.state, done=last.done)
+            if not at and last.done and made[0].record > 0:
+                cut = end + 1  # the ring may hold only the end of it, which is like no sibling's
+    if any(entry.done for entry in made):
+        return tuple(made[cut:])
+    # only what is outstanding: batches that ended are left without the record that says so
+    issued = Counter(e.launch for at, e in enumerate(made) if at not in closed and e.seq >= 0)
+    batched = {group for (group, pair, _), count in issued.items() if pair and count > 1}
+    batched |= {made[at].group for at in closed if made[at].pair} | set(ended)
+    return tuple(e for at, e in enumerate(made) if at in closed or e.state != "scheduled" or (
+        issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
+
+
+def _whole_messages(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Its messages, if all of them are there: in batches, and none of them ended by its record."""
+    found = tuple(e for e in entries if e.pair)
+    if any(e.done for e in entries):
+        return ()
+    last: dict[str, int] = {}
+    for e in found:
+        if e.seq - last.get(e.group, 0) not in (0, 1):
+            return ()
+        last[e.group] = e.seq
+    return found
+
+
+def aborted(raw: Sequence[_RawEntry]) -> set[int]:
+    """Places of a group's last calls that are over because they were aborted, not because they
+    ended: ProcessGroupNCCL looks once more whether a call ended before it retires it.
+
+    Where the kernel ends with its communicator it looks as if it had: behind the time-out, and
+    behind everything that this rank issued.
+    """
+    over = [at for at, row in enumerate(raw) if row.retired]
+    issued = max((row.time_created_ns or 0 for row in raw), default=0)
+    ended, found = set[str](), set[int]()
+    for at in reversed(over):
+        row, group = raw[at], str(raw[at].process_group[0])
+        if group in ended or not row.profiling_name.startswith("nccl:"):
+            continue
+        end, limit = row.time_discovered_completed_ns or 0, (row.timeout_ms or 0) * 10**6
+        late = 0 < limit <= end - (row.time_created_ns or 0) and end > issued
+        if row.state != "completed" or late:
+            found.add(at)
+        else:
+            ended.add(group)
+    return found
+
+
+_PAIR = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
+
+
+@functools.lru_cache(1 << 14)
+def _one(value: T) -> T:
+    """The same object for equal values, so that a million entries share their sizes and sites."""
+    return value
+
+
+@functools.lru_cache(1 << 14)
+def _called(text: str) -> tuple[str, int]:
+    """(operation, group rank of the other side or -1) of a profiling_name."""
+    word = text[:200].rpartition(":")[2]
+    pair = _PAIR.match(word)
+    return (pair[1], int(pair[4][:9])) if pair else (_NAMES.get(word, word), -1)
+
+
+_Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Sizes = tuple[tuple[_Int, ...], ...] | None
+
+
+class _RawEntry(msgspec.Struct, gc=False):
+    """An entry as torch, or whoever wrote the file, has it."""
+
+    process_group: tuple[str | int, str | int | None]
+    profiling_name: str = ""
+    record_id: _Int | None = None
+    collective_seq_id: _Int | None = None
+    p2p_seq_id: _Int | None = None
+    pg_id: _Int | str | None = None
+    input_sizes: _Sizes = None
+    output_sizes: _Sizes = None
+    input_dtypes: tuple[str, ...] | None = None
+    output_dtypes: tuple[str, ...] | None = None
+    state: str | None = None
+    retired: bool | int | None = None
+    frames: object = None
+    timeout_ms: _Int | None = None
+    time_created_ns: _Int | None = None
+    time_discovered_completed_ns: _Int | None = None
+
+
+# group, description, operation, the other side, elements, dtypes, state, whether it ended, site
+_Said = tuple[
+    str, str, str, int, tuple[tuple[int, ...], tuple[int, ...]], tuple[str, ...], str, bool, str
+]
+
+
+def _said(row: _RawEntry, site: str) -> _Said:
+    """What other calls may have in common with ``row``."""
+    op, to = _called(row.profiling_name)
+    if not row.input_sizes and row.profiling_name.endswith("_coalesced"):
+        op = "coalesced"  # what closes a batch of collectives
+    state = (row.state or "")[:20]
+    return (
+        str(row.process_group[0]),
+        str(row.process_group[1])[:200],
+        op,
+        to,
+        _one((_numbers(row.input_sizes), _numbers(row.output_sizes))),
+        _one((*(row.input_dtypes or ()), *(row.output_dtypes or ()))),
+        state,
+        bool(row.retired) or state == "completed",
+        _one(site),
+    )
+
+
+def _site(frames: object) -> str:
+    """Where the innermost frame is; of the others nothing is read."""
+    first = frames[0] if isinstance(frames, list) and frames else None
+    if not isinstance(first, dict):
+        return ""
+    file, line = first.get("filename"), first.get("line")
+    return f"{file[:300]}:{line}" if isinstance(file, str) and isinstance(line, int) else ""
+
+
+def _known(value: int | None, other: int = -1) -> int:
+    """``value``, or ``other`` where it is not known."""
+    return other if value is None else value
+
+
+def _numbers(sizes: _Sizes) -> tuple[int, ...]:
+    """Elements of each tensor."""
+    counts = (math.prod(shape[:64]) for shape in sizes or ())
+    return tuple(count if abs(count) < 1 << 63 else -1 for count in counts)
+
+
+_ENDING = r"(?:\.(?:json|pkl|pickle|trace|bin|pt))?(?:\.gz)?$"
+_FILE = re.compile(r"(?:^|\D)(\d{1,9})" + _ENDING)
+# of a world's rank, not of a node's, a local or a stage's one: those have a word in front
+_RANK = re.compile(
+    r"(?:^_?|[^a-z_]_?|(?:trace|dump|global)[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE
+)
+_PLAIN = re.compile(r"[^.]*" + _ENDING)
+_LOOSE = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
+_PACKED = re.compile(r"\.(?:tgz|zst|xz|bz2|lz4|zip|tar)$|\.tar\.gz$")
+_LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
+_MANY, _ITEMS = (list, tuple, set, frozenset), 1 << 24
+_LIMIT = 1 << 28  # bytes of one file; full dumps with C++ stacks are a few MB
+FIX = "name the folder that the job's recorders wrote into (TORCH_FR_DUMP_TEMP_FILE)"
+
+
+def read_in_process(folder: str | os.PathLike[str]) -> DumpSet:
+    """All dumps in ``folder``.  DumpError if there is none to read, or one that is hostile."""
+    found = dump_files(Path(folder))
+    # values without cycles by the million: looking for cycles would cost more than reading
+    with bounded_memory(max(file.stat().st_size for file in found.values())), no_collector():
+        return gather((rank, load(rank, file)) for rank, file in sorted(found.items()))
+
+
+def load(rank: int, file: Path) -> Dump | DumpError:
+    """One dump, or why it cannot be read."""
+    try:
+        made = parse(_bytes(file), rank, str(file))
+        return replace(made, rank=_named_otherwise(made), written_ns=file.stat().st_mtime_ns)
+    except DumpError as error:
+        return error
+
+
+def _named_otherwise(dump: Dump) -> int:
+    """Its rank, or where that is no rank of its groups, such as a port, the one in all of them."""
+    groups = [set(group.ranks) for group in dump.groups.values() if group.ranks]
+    if not groups or dump.rank in set.union(*groups):
+        return dump.rank
+    own = set.intersection(*groups)
+    return own.pop() if len(own) == 1 else dump.rank
+
+
+def gather(loaded: Iterable[tuple[int, Dump | DumpError]]) -> DumpSet:
+    """The set of (rank, dump or why there is none), ranks ascending.  DumpError as ``read``."""
+    dumps, broken = {}, {}
+    for rank, found in loaded:
+        if isinstance(found, HostileError):
+            raise found
+        if isinstance(found, DumpError):
+            broken[rank] = found.message
+        else:
+            _is_of(found)
+            if found.rank in dumps:
+                raise DumpError(f"two files are of rank {found.rank}",
+                                fix="keep the dumps of one hang per folder")  # fmt: skip
+            dumps[found.rank] = found
+    if not dumps:
+        raise DumpError(next(iter(broken.values())), fix=FIX)
+    return DumpSet(dumps, broken)
+
+
+def _is_of(dump: Dump) -> None:
+    """A dump under another rank's name would make that rank the culprit: DumpError.
+
+    Nothing in it says whose it is, but whoever calls in a group is a member of it.
+    """
+    used = {entry.group for entry in dump.entries}
+    used |= {name for name, status in dump.status.items() if status.enqueued > 0}
+    members = [dump.groups[n].ranks for n in used if n in dump.groups and dump.groups[n].ranks]
+    other = next((ranks for ranks in members if dump.rank not in ranks), None)
+    if other is None:
+        return
+    own = set(other).intersection(*members)
+    whose = f"rank {min(own)}" if len(own) == 1 else f"one of the ranks {sorted(other)[:8]}"
+    raise DumpError(
+        f"the dump that is named as rank {dump.rank}'s was written by {whose}: it has calls of "
+        f"groups without rank {dump.rank}",
+        fix="name every file after the global rank that wrote it, such as _dump_517",
+    )
+
+
+class HostileError(DumpError):
+    """It tried to run code: nothing else of the folder is read."""
+
+
+def dump_files(folder: Path) -> dict[int, Path]:
+    """rank -> its file.  DumpError if there are none, or two of one rank."""
+    if folder.is_file():
+        raise DumpError(f"{folder} is a file", fix=f"name its folder: --dumps {folder.parent}")
+    if not folder.is_dir():
+        raise DumpError(f"there is no folder {folder}", fix=FIX)
+    try:
+        paths = sorted(folder.iterdir())
+    except PermissionError as error:
+        raise DumpError(f"cannot read {folder}: {error.strerror}", fix=FIX) from error
+    there = [p for p in paths if _may_be_dump(p.name) and p.is_file()]
+    if not there:
+        raise DumpError(f"no file in {folder} has a name that ends in a rank", fix=_instead(paths))
+    named = [_by_rank(there, word) for word in (_RANK, _LOOSE)]
+    for found in named:  # the second: rank_3_20260817 of a job whose name stands in front
+        if len(found) == len(there):
+            return {rank: paths[0] for rank, paths in found.items()}
+    rank, paths = next(row for row in named[0].items() if len(row[1]) > 1)
+    raise DumpError(
+        f"{paths[0].name} and {paths[1].name} in {folder} are both of rank {rank}",
+        fix="keep the dumps of one hang per folder, each named after its global rank",
+    )
+
+
+def has_dumps(folder: Path) -> bool:
+    """Whether a file there is named like a dump."""
+    return folder.is_dir() and any(_may_be_dump(p.name) and p.is_file() for p in folder.iterdir())
+
+
+def _may_be_dump(name: str) -> bool:
+    """.nfs0012 is no dump of rank 12, rank_3.log none of rank 3."""
+    worded = _RANK.search(name) and _PLAIN.match(name)
+    return name[0] != "." and bool(_FILE.search(name) or worded)
+
+
+def _by_rank(paths: list[Path], word: re.Pattern[str]) -> dict[int, list[Path]]:
+    """rank -> its files; the rank stands behind the last ``word``, or at the end."""
+    found: dict[int, list[Path]] = defaultdict(list)
+    for path in paths:
+        ends = _FILE.search(path.name)
+        found[int((word.findall(path.name) or [ends[1] if ends else -1])[-1])].append(path)
+    return found
+
+
+def rank_of_name(name: str) -> int | None:
+    """The global rank that a file's name has; None if it has none."""
+    found = _RANK.findall(name) or _LOOSE.findall(name)
+    return int(found[-1]) if found else None
+
+
+def _instead(paths: list[Path]) -> str:
+    """What to do about a folder in which no file is a dump."""
+    if any(_PACKED.search(path.name) for path in paths):
+        return "unpack the files: gunzip, unzstd or tar xf"
+    inside = [p for p in paths if os.access(p, os.R_OK | os.X_OK) and has_dumps(p)]
+    if len(inside) < 2:
+        return f"name its folder {inside[0]}" if inside else FIX
+    several = ", ".join(str(p) for p in inside[:4]) + (" …" if len(inside) > 4 else "")
+    return f"one of its folders ({several}), or, if they are a folder per node, put all into one"
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _LIMIT:
+            raise DumpError(f"{path} has more than {_LIMIT >> 20} MiB: no dump of one rank")
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = zlib.decompressobj(31).decompress(data, _LIMIT)
+        if data[:5] == b"HTTP/":  # what curl -i saved of torch's worker server
+            data = data.replace(b"\r\n", b"\n").partition(b"\n\n")[2]
+        return data
+    except (OSError, zlib.error) as error:
+        raise DumpError(f"cannot read {path}: {error}", fix=FIX) from error
+
+
+def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
+    """One dump out of the bytes of its file.  DumpError for anything that is none."""
+    try:
+        head = data[:64].lstrip()[:1]
+        as_json = head in (b"{", b"[")
+        value = foreign.value_of_json(data) if as_json else _unpickled(data)
+        if isinstance(value, _CutValue):
+            return _before_cut(value, rank)
+        return of_value(value, rank)
+    except foreign.HostileValueError as error:
+        fix = "do not open this file with anything else"
+        raise HostileError(f"{where}: {error}", fix=fix) from error
+    except (ValueError, MemoryError, RecursionError) as error:
+        text = shown(str(error)[:500] or "it is too large")
+        raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
+
+
+class _CutValue(dict[object, object]):
+    """What stands before the cut of a dump."""
+
+
+def _unpickled(data: bytes) -> object:
+    """Read the value of a pickle; of one that is cut what stands before the cut."""
+    try:
+        return foreign.unpickled(data, _bounded)
+    except foreign.HostileValueError:
+        raise
+    except ValueError as damage:
+        try:
+            return _CutValue(foreign.unpickled_to_cut(data, _bounded))
+        except foreign.HostileValueError:
+            raise
+        except ValueError:
+            raise damage from None
+
+
+def _before_cut(value: _CutValue, rank: int) -> Dump:
+    """Read a dump to its cut: the counters, and the calls that ended.
+
+    What was outstanding stands at the end of a recorder, behind the cut, or is not whole: a batch
+    whose closing record is lost looks outstanding for good.  The counters say how many calls those
+    are.
+
+    Raises:
+        ValueError: The counters are behind the cut: nothing says how far the rank has come.
+    """
+    keys = list(value)
+    if "pg_status" not in keys or not value["pg_status"] or keys[-1] == "pg_status":
+        raise ValueError("it is cut off before the end of its counters, pg_status")
+    dump = of_value(value, rank)
+    ended = tuple(entry for entry in dump.entries if entry.done)
+    return replace(dump, entries=ended, messages=(), is_cut=True)
+
+
+def _bounded(value: object) -> None:
+    """ValueError where what is read of a dump means more than ``_ITEMS``: a list that is written
+    once may stand in every call."""
+    top = value if isinstance(value, dict) else {}
+    entries, groups = top.get("entries"), top.get("pg_config")
+    rows = [row for row in entries if isinstance(row, dict)] if isinstance(entries, _MANY) else []
+    lists: list[object] = [row.get(key) for row in rows for key in _LISTS]
+    if isinstance(groups, dict):
+        lists += [group.get("ranks") for group in groups.values() if isinstance(group, dict)]
+    for _ in range(2):
+        sized = [one for one in lists if isinstance(one, _MANY)]
+        if sum(map(len, sized)) > _ITEMS:
+            raise ValueError(f"it means more than {_ITEMS:,} items, written as aliases")
+        lists = list(itertools.chain.from_iterable(sized))
+
+
+class _RawGroup(msgspec.Struct):
+    ranks: str | list[_Int] = ""
+    desc: str | None = ""
+
+
+class _RawStatus(msgspec.Struct):
+    last_enqueued_collective: _Int | None = None
+    last_started_collective: _Int | None = None
+    last_completed_collective: _Int | None = None
+
+
+class _RawDump(msgspec.Struct):
+    version: str = ""
+    pg_config: dict[str | int, _RawGroup | str] | None = None
+    pg_status: dict[str | int, _RawStatus] | None = None
+    entries: list[_RawEntry] | None = None
+
+
+def of_value(value: object, rank: int) -> Dump:
+    """One dump out of the value that torch pickles.  ValueError if it is none."""
+    top = foreign.shaped(value, _RawDump, strict=False)
+    version, notes = top.version, list[str]()
+    if not re.fullmatch(r"2\.[0-9]{1,3}", version):
+        raise ValueError(f"has version {version[:20]!r}; versions 2.0 to 2.10 are read")
+    groups = {str(n): _group(str(n), g) for n, g in (top.pg_config or {}).items() if g != "[]"}
+    raw = top.entries or []
+    entries = entries_of(raw)
+    status = {
+        str(i): Status(_known(s.last_enqueued_collective), _known(s.last_started_collective),
+                       _known(s.last_completed_collective))
+        for i, s in (top.pg_status or {}).items()
+    }  # fmt: skip
+    dead = _aborted_ids(raw, status, len(groups))
+    if dead:
+        raw = [e for e in raw if str(e.pg_id) not in dead]
+        entries, status = entries_of(raw), {i: s for i, s in status.items() if i not in dead}
+        notes.append("calls of groups that were aborted and made again are left out")
+    if cut := aborted(raw):
+        entries = tuple(e._replace(done=at not in cut and e.done) for at, e in enumerate(entries))
+        notes.append("calls that were aborted count as outstanding")
+    if any(a.record > b.record for a, b in zip(entries, entries[1:], strict=False)):
+        entries = tuple(sorted(entries, key=lambda e: e.record))
+    names = _names_of_ids(status, groups, raw)
+    known = {names[i]: s for i, s in status.items() if i in names}
+    messages = _whole_messages(entries)
+    entries = of_batches(entries, [n for n, s in known.items() if 0 <= s.enqueued == s.completed])
+    unnamed = {i: s for i, s in status.items() if i not in names}
+    if unnamed:
+        notes.append(f"pg_status of {len(unnamed)} groups cannot be named")
+    notes += ["no pg_status"] * (not status)
+    return Dump(rank, version, groups, known, entries, tuple(notes), names, unnamed,
+                messages=messages)  # fmt: skip
+
+
+def _group(name: str, config: _RawGroup | str) -> Group:
+    if isinstance(config, str):
+        raise ValueError(f"pg_config {name:.20}: expected an object, not a str")
+    ranks = config.ranks if isinstance(config.ranks, str) else tuple(config.ranks)
+    return _shared_group(name, (config.desc or "")[:200], ranks)
+
+
+@lru_cache(maxsize=4096)  # thousands of dumps say the same of their largest groups
+def _shared_group(name: str, desc: str, ranks: str | tuple[int, ...]) -> Group:
+    numbers = re.findall(r"-?[0-9]{1,9}", ranks) if isinstance(ranks, str) else ranks
+    members = tuple(map(int, numbers))
+    if len(set(members)) != len(members) or any(not 0 <= r < 1 << 31 for r in members):
+        raise ValueError(f"group {name:.20} has members that cannot be")
+    return Group(name, desc, members)
+
+
+def _aborted_ids(raw: Sequence[_RawEntry], status: Mapping[str, Status], groups: int) -> set[str]:
+    """pg_ids of groups whose names newer groups have; where no entry tells and every group was
+    made again, all ids but the newest."""
+    named = {(e.pg_id, str(e.process_group[0])) for e in raw if isinstance(e.pg_id, int)}
+    newest: dict[str, int] = {}
+    for number, name in named:
+        newest[name] = max(number, newest.get(name, number))
+    old = [number for number, name in named if number < newest[name]]
+    ids = sorted((i for i in status if i.isdecimal()), key=int)
+    # one group and another that was made later, which pg_config lacks, look the same
+    again = groups > 1 and len(ids) == len(status) > groups and len(ids) % groups == 0
+    dead = set(ids[:-groups]) if again else set()
+    if old:  # ids count up: those of groups without an entry are as old
+        last = max(old)
+        dead |= {i for i in status if i.isdecimal() and int(i) <= last} | set(map(str, old))
+    return dead
+
+
+def _names_of_ids(
+    status: Mapping[str, Status], groups: Mapping[str, Group], raw: Sequence[_RawEntry]
+) -> dict[str, str]:
+    """pg_id -> name of the group."""
+    known = {str(e.pg_id): str(e.process_group[0]) for e in raw}
+    ids = [i for i in status if i not in known]
+    names = [name for name in groups if name not in set(known.values())]
+    if len(ids) == len(names) and all(x.isdecimal() for x in [*ids, *names]):
+        known |= zip(sorted(ids, key=int), sorted(names, key=int), strict=True)
+    elif set(ids) <= set(names) and not known:
+        known |= {i: i for i in ids}
+    return {i: name for i, name in known.items() if i in status}
+
+
+_MOST = 8  # processes
+_AHEAD = 4  # dumps for each of them that are under way, so that none waits for the next
+_EACH = 24  # dumps for which another process pays: it takes 0.3 s to start
+
+
+def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSet:
+    """All dumps in ``folder``; by default as many processes as there are cores and work for.
+
+    DumpError as ``read_in_process``, or if a process is killed.
+    """
+    files = dump_files(Path(folder))
+    if processes is None:
+        processes = min(_MOST, len(os.sched_getaffinity(0)), len(files) // _EACH)
+    if processes < 2:
+        return read_in_process(folder)
+    # closed: after an error a generator lives as long as the error's frames, and its workers too
+    with no_collector(), contextlib.closing(_loaded(files, processes)) as loaded:
+        return gather(loaded)
+
+
+_Loaded = Generator[tuple[int, Dump | DumpError], None, None]
+
+
+def _loaded(files: dict[int, Path], processes: int) -> _Loaded:
+    """(rank, its dump), ranks ascending; few are under way, so that none waits in memory."""
+    todo, running = iter(sorted(files)), deque[tuple[int, Future[Dump | DumpError]]]()
+    largest = max(file.stat().st_size for file in files.values())
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start_worker) as pool:
+        try:
+            while True:
+                for rank in itertools.islice(todo, _AHEAD * processes - len(running)):
+                    running.append((rank, pool.submit(_load, rank, files[rank], largest)))
+                if not running:
+                    return
+                rank, one = running.popleft()
+                yield rank, one.result()
+        except BrokenProcessPool as error:
+            raise DumpError(
+                f"a process that read the dumps in {next(iter(files.values())).parent} was killed",
+                fix="free memory (2 GB for 1,024 dumps of 2,000 entries), then try again",
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Ctrl-C is the caller's; without the caller there is nothing to do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _load(rank: int, file: Path, largest: int) -> Dump | DumpError:
+    with bounded_memory(largest), no_collector():
+        return load(rank, file)

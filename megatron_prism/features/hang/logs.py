@@ -1,0 +1,682 @@
+"""Read job logs: what watchdogs, processes that end and launchers print, as dumps and events.
+
+In : log files of one or many ranks, mixed, perhaps packed or cut, with any launcher's prefix.  Out:
+a DumpSet: of each rank that speaks the calls that its watchdog names, its counters, and what
+happened to it (``RankEvent``).  ``log_lines`` is the grammar, ``log_errors`` reads tracebacks,
+``attempts`` leaves out what earlier attempts of the job printed.
+
+A log names the group of a call, not its members: these are those of Megatron's parallel sizes,
+where the log has them, else the ranks that speak of that group.  A watchdog speaks of one group.
+Of the others a rank that waits is taken to have come to all calls there, so nothing is said against
+it; a rank whose watchdog is silent waits for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_prism.core import code_files, foreign
+from megatron_prism.core.errors import DumpError, PrismError
+from megatron_prism.core.world import World
+from megatron_prism.features.hang import log_lines
+from megatron_prism.features.hang.attempts import Record, last_attempt
+from megatron_prism.features.hang.dumps import (
+    UNNAMED,
+    Dump,
+    DumpSet,
+    Entry,
+    Group,
+    RankEvent,
+    RankWait,
+    Status,
+    has_dumps,
+    rank_of_name,
+    read,
+)
+from megatron_prism.features.hang.log_errors import LOGGED, Raised, Tracebacks
+from megatron_prism.features.hang.log_lines import Differ, LoggedCall, Says
+from megatron_prism.features.hang.ras import parse_ras
+
+_MOST = 1 << 31  # bytes of one log
+_HEAD = 1 << 16  # bytes by which a log is told from other files
+_HOLE = 1 << 26  # bytes of NULs in front of a log that was cut in place
+_CONTROLS = re.compile(rb"[\x01-\x06\x0e-\x1a\x1c-\x1f]")
+_CONTROL = 50  # bytes of a text, of which at most one is a control character
+_RUNS = 8  # runs of NULs in the head of a log, at most
+FIX = "name what the job printed: prism hang --logs job.log, or one file per rank"
+
+_ATTEMPT = re.compile(r"(?:^|/)attempt_(\d{1,4})(?:/|$)")  # folders of torchrun --log-dir
+_NATIVE = re.compile(r"^\s*#\d+ (\S+) from (\S+):(\d+)")
+_THREAD = re.compile(r'Thread (?:0x)?\w+ \([\w+]+\): ?"?(\w*)')  # what py-spy dump prints
+_PLACE = re.compile(r"^\s+([\w<>.]+) \((\S+?):(\d+)\)$")
+_TABLE = re.compile(r"\s*(rank|exitcode)\s*: (-?\d+)")
+_SIGNALS = {-9: "killed (SIGKILL)", -11: "crashed (SIGSEGV)", -7: "crashed (SIGBUS)",
+            -4: "crashed (SIGILL)", -8: "crashed (SIGFPE)"}  # fmt: skip
+_SIZE = re.compile(r"([a-z-]+(?: size)?(?:-\w+ size)?): (\d+)")
+_SIZES = {"world size": "size", "context-parallel size": "cp", "tensor-model-parallel size": "tp",
+          "pipeline-model-parallel size": "pp"}  # fmt: skip
+_ARGUMENT = re.compile(r"^\s*(expert_model_parallel_size|expert_tensor_parallel_size) \.+ (\d+)$")
+_BASES = {"all_gather": "_ALLGATHER_BASE", "reduce_scatter": "_REDUCE_SCATTER_BASE",
+          "all_to_all": "ALLTOALL_BASE"}  # fmt: skip
+_STEPS = {"recv_forward": ("recv", -1), "send_forward": ("send", 1),
+          "recv_backward": ("recv", 1), "send_backward": ("send", -1)}  # fmt: skip
+_EVIDENCE = 4  # lines of evidence that are shown
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Counters of one group; ``failed``: the number of the call that timed out, -1 if none did."""
+
+    group: str
+    enqueued: int
+    completed: int
+    failed: int
+    group_rank: int
+
+
+@dataclass
+class _Speaker:
+    """What one rank printed: its calls, (enqueued, completed) by group, what happened to it."""
+
+    calls: list[LoggedCall] = field(default_factory=list)
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    group_ranks: dict[str, int] = field(default_factory=dict)
+    stack: list[str] = field(default_factory=list)  # of its main thread, innermost first
+    events: list[RankEvent] = field(default_factory=list)
+
+
+def op_type(name: str) -> str:
+    """What a watchdog calls a collective of ours or of the recorder's."""
+    return _BASES.get(name, name.replace("_", "").upper())
+
+
+def _standing(stack: list[str]) -> Iterator[RankEvent]:
+    """Where a stack of py-spy says that a host stands: in a call of torch.distributed or of its
+    store, or at work of its own."""
+    calls = [frame for frame in stack if "torch/distributed" in frame]
+    own = [frame for frame in stack if "torch/distributed" not in frame]
+    if calls:
+        site = next(iter(stack[stack.index(calls[-1]) + 1 :]), "its script")
+        yield RankEvent("in a call", f"{calls[-1].partition(' ')[0]} of {site}: its stack")
+    elif own:
+        yield RankEvent("at work", " < ".join(own[:4]))
+
+
+def read_folder(folder: Path) -> DumpSet:
+    """What lies in ``folder``: dumps, answers of torch's HTTP handler, logs; a rank's dump says
+    more than its log.  DumpError if there is nothing of them."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    logs = [path for path in paths if path.is_file() and is_log(path)]
+    if logs and not has_dumps(folder):
+        return read_logs(logs)
+    dumps = read(folder)
+    if not logs:
+        return dumps
+    with contextlib.suppress(DumpError):  # none of its lines is of a rank
+        return together(dumps, logs)
+    return dumps
+
+
+def together(dumps: DumpSet | None, logs: Sequence[str | os.PathLike[str]]) -> DumpSet:
+    """Dumps and logs of one job as one observation."""
+    if not logs:
+        assert dumps is not None, "dumps or logs"
+        return dumps
+    logged = read_logs(logs)
+    if dumps is None:
+        return logged
+    waits = tuple(wait for wait in logged.waits if wait.rank not in dumps.dumps)
+    return DumpSet({**logged.dumps, **dumps.dumps}, dumps.unreadable, logged.events,
+                   logged.evidence, waits, logged.differ, logged.absent, logged.logged,
+                   logged.world)  # fmt: skip
+
+
+def is_log(path: Path) -> bool:
+    """Whether a file is text without being JSON, by its first bytes.
+
+    Runs of NULs are those of a log that was cut in place, or of a disk that was full; a file in
+    which they stand everywhere is none.
+    """
+    try:
+        data = foreign.first_bytes(path, _HEAD)
+        if not data.strip(b"\0") and len(data) == _HEAD:
+            data = foreign.first_bytes(path, _HOLE)
+    except OSError:
+        return False
+    pieces = [piece for piece in data.split(b"\0") if piece]
+    if not 0 < len(pieces) <= _RUNS or _CONTROL * len(_CONTROLS.findall(data)) > len(data):
+        return False
+    return pieces[0].lstrip()[:1] not in (b"{", b"\x80")
+
+
+def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
+    """All ranks that speak in ``paths``.  DumpError if none does."""
+    job = _Job()
+    for number, path in enumerate(map(Path, paths)):
+        with foreign.reading(path, "a log", FIX, error=DumpError):
+            data, cut = foreign.read_to_cut(path, _MOST, 1000)
+        if cut:
+            job.notes.append(f"{path.name} is cut off: it is read up to there")
+        owner = rank_of_name(path.name)
+        attempt = _ATTEMPT.search(str(path.parent))
+        log = _Log(job, number, owner, int(attempt[1]) if attempt else 0)
+        log.read(data.decode(errors="replace"))
+    if not job.logged and not job.evidence:
+        raise DumpError("no line of these logs is of a rank: [rank12]: …, or a rank in its name",
+                        fix=FIX)  # fmt: skip
+    return job.dumps()
+
+
+class _Log:
+    """Reads one file into the records of the job."""
+
+    def __init__(self, job: _Job, number: int, owner: int | None, attempt: int) -> None:
+        self.job, self.number, self.owner, self.attempt = job, number, owner, attempt
+        self.starts = 0
+        self.sized = False  # whether the job's sizes were printed
+        self.line = 0
+        self.fired_s = -1.0  # of the line that is read
+        self.calls: dict[int, list[LoggedCall]] = defaultdict(list)
+        self.tracebacks: dict[int, Tracebacks] = defaultdict(Tracebacks)
+        self.main_thread: set[int] = set()  # ranks of which that stack is being read
+        self.native: LoggedCall | None = None  # the call of which torch's stack is being read
+        self.noted: list[tuple[int, int, int, float, object]] = []
+
+    def read(self, text: str) -> None:
+        """Read all lines; their records go to the job."""
+        self._read_ras(text)
+        lines = log_lines.logical_lines(text)
+        speakers = log_lines.Speakers(lines, self.owner)
+        if self.owner is not None and any(lines):
+            self.job.logged.add(self.owner)
+        table: dict[str, int] = {}
+        for self.line, line in enumerate(lines):
+            self._read_sizes(line)
+            row = _TABLE.match(line)
+            if row is not None:
+                table[row[1]] = int(row[2])
+                if len(table) == 2:
+                    self._ended(table.pop("rank"), table.pop("exitcode"))
+            rank, rest = speakers.of(line)
+            self._statements(rank, rest)
+            # frames of torch's stack have no prefix of their own
+            frame = _NATIVE.match(rest) if self.native is not None else None
+            if frame is not None and self.native is not None:
+                self.native.stack.append(frame[1])
+            elif rank is not None:
+                self.native = None if self.native not in self.calls[rank] else self.native
+            if rank is not None:
+                self.job.logged.add(rank)
+                self._python(rank, rest)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give the job the records, with the groups that later lines named."""
+        for rank, line, start, fired_s, value in self.noted:
+            call, issued_s = None, -1.0
+            if isinstance(value, LoggedCall):
+                call = value.group, value.seq
+                if fired_s >= 0 and value.ran_ms >= 0:
+                    issued_s = fired_s - value.ran_ms / 1e3
+            elif isinstance(value, _Counts) and value.failed >= 0:
+                call = value.group, value.failed
+            self.job.records.append(Record(rank, self.number, line, value, fired_s, issued_s, call,
+                                           start, self.attempt))  # fmt: skip
+
+    def _note(self, rank: int, value: object) -> None:
+        self.noted.append((rank, self.line, self.starts, self.fired_s, value))
+
+    # -- lines of the job -------------------------------------------------------------------------
+    def _read_ras(self, text: str) -> None:
+        """Read a report of NCCL's RAS, if the file is one."""
+        if "launched up to operation" in text or '"collective_counts"' in text:
+            with contextlib.suppress(ValueError):
+                report = parse_ras(text)
+                self.job.evidence += [f"RAS: {row}" for row in (*report.lost, *report.behind)]
+
+    def _read_sizes(self, line: str) -> None:
+        """Read Megatron's parallel sizes."""
+        if "using world size" in line:
+            for name, size in _SIZE.findall(line[line.index("using world size") :]):
+                name = name.removeprefix("using ")
+                if name in _SIZES:
+                    self.job.sizes[_SIZES[name]] = int(size)
+            world = re.search(r"world size: (\d+)", line)
+            if world is not None:
+                self.job.sizes["size"] = int(world[1])
+        elif (argument := _ARGUMENT.match(line)) is not None:
+            self.job.sizes["ep" if "model" in argument[1] else "etp"] = int(argument[2])
+
+    def _ended(self, rank: int, code: int) -> None:
+        """A row of torchrun's table: the agent ends the others by SIGTERM, watchdogs by SIGABRT."""
+        if code in _SIGNALS:
+            self.job.logged.add(rank)
+            self._note(rank, RankEvent("killed", f"{_SIGNALS[code]} (torchrun's table)"))
+
+    def _start(self, text: str) -> None:
+        """Count the starts of the job; what a log has before its first one may be another node's,
+        whose log stands in front."""
+        sizes = text.startswith("using world size")
+        self.starts += not sizes or self.sized
+        self.sized |= sizes
+
+    # -- lines of torch ---------------------------------------------------------------------------
+    def _statements(self, rank: int | None, text: str) -> None:
+        """Read what a line says, of ``rank`` if it has one."""
+        clock = log_lines.TIME.search(text)
+        self.fired_s = -1.0 if clock is None else _second_of_year(clock)
+        group = log_lines.GROUP.search(text)
+        name = "" if group is None else group["name"]
+        if group is not None and group["desc"]:
+            self.job.descs[name] = group["desc"]
+        for says, match in log_lines.statements(text):
+            if says is Says.EVIDENCE:
+                self.job.evidence.append(_evidence(match, rank))
+            elif says is Says.STARTS:
+                self._start(match[0])
+            elif says is Says.DEDUPLICATED:
+                self.job.deduplicated = True
+            elif says is Says.ABSENT:
+                self.job.absent |= {int(number) for number in re.findall(r"\d+", match["ranks"])}
+            elif rank is None:
+                continue  # nobody knows whose it is
+            elif says is Says.CALL:
+                self._call(rank, log_lines.call_of(match, text), group)
+            elif says is Says.COUNTS and group is not None:
+                self._counts(rank, match, text, group)
+            elif says is Says.NATIVE_STACK:
+                self.native = self.calls[rank][-1] if self.calls[rank] else None
+            elif says is Says.DIFFER:
+                self._note(rank, _differ(rank, match))
+            elif says is Says.DEVICE:
+                self._note(rank, RankEvent("exception", f"{match[1][:200]} in its NCCL watchdog"))
+            elif says is Says.KILLED:
+                self._note(rank, RankEvent("killed", text.strip()[-200:]))
+
+    def _call(self, rank: int, call: LoggedCall, group: re.Match[str] | None) -> None:
+        """Note a call that timed out; several lines speak of one."""
+        if group is not None:
+            call.group, call.group_rank = group["name"], int(group["rank"])
+        if call.seq < 0:
+            kind = call.kind or "a call"
+            self.job.evidence.append(f"rank {rank} waits in {kind}; its number is not printed")
+            return
+        for known in self.calls[rank]:
+            if known.seq == call.seq and (not call.group or known.group in ("", call.group)):
+                known.group = known.group or call.group
+                known.group_rank = max(known.group_rank, call.group_rank)
+                known.op = known.op or call.op
+                return
+        self.calls[rank].append(call)
+        self._note(rank, call)
+
+    def _counts(
+        self, rank: int, match: re.Match[str], text: str, group: re.Match[str]
+    ) -> None:  # fmt: skip
+        """Note counters; the call that failed is of their group."""
+        number = next((found for says, found in log_lines.statements(text)
+                       if says is Says.FAILED), None)  # fmt: skip
+        failed = -1 if number is None else int(number[1])
+        completed = int(match[2])
+        if (
+            completed < failed - 1
+            and str(failed - 1).startswith(match[2])
+            and text.endswith(match[2])
+        ):
+            completed = failed - 1  # the line is cut off in the number
+        counts = _Counts(group["name"], int(match[1]), completed, failed, int(group["rank"]))
+        for call in self.calls[rank]:
+            if call.seq == failed and call.group in ("", counts.group):
+                call.group, call.group_rank = counts.group, counts.group_rank
+        self._note(rank, counts)
+
+    # -- lines of Python --------------------------------------------------------------------------
+    def _python(self, rank: int, line: str) -> None:
+        """Read tracebacks, and what py-spy printed of the main thread."""
+        tracebacks = self.tracebacks[rank]
+        if tracebacks.raised and log_lines.is_iteration(line):
+            tracebacks.goes_on()
+        raised = tracebacks.read(line)
+        if raised is not None:
+            self._note(rank, raised)
+        thread = _THREAD.search(line)
+        place = _PLACE.match(line)
+        if thread is not None and thread[1] == "MainThread":
+            self.main_thread.add(rank)
+        elif thread is not None:
+            self.main_thread.discard(rank)
+        elif rank in self.main_thread and place is not None:
+            path = code_files.without_environment(place[2])
+            self.job.stacks[rank].append(f"{place[1]} ({path}:{place[3]})")
+
+
+def _second_of_year(clock: re.Match[str]) -> float:
+    """The time in front of a line of c10's logging; months as if they had 31 days."""
+    month, day, hour, minute, second = map(int, clock.groups())
+    return float((((month * 31 + day) * 24 + hour) * 60 + minute) * 60 + second)
+
+
+def _evidence(match: re.Match[str], rank: int | None) -> str:
+    """A line of evidence, with whose it is."""
+    groups = match.groupdict()
+    if "monitored" in groups:
+        return f"rank monitor of rank {groups['monitored']}: {groups['text']}"
+    text = match[0].strip()[:200]
+    if "didn't" in text:
+        return f"desync report: {text.removeprefix('desync report: ')}"
+    return f"rank {rank}: {text}" if text.startswith("ProcessGroup") and rank is not None else text
+
+
+def _differ(speaker: int, match: re.Match[str]) -> Differ:
+    """What torch's own check of collectives says."""
+    other = -1 if match["other"] is None else int(match["other"])
+    call, others = log_lines.fingerprint(match["call"]), log_lines.fingerprint(match["others"])
+    return Differ(speaker, int(match["rank"]), call, other, others)
+
+
+class _Job:
+    """What all logs say, and the dumps that come of it."""
+
+    def __init__(self) -> None:
+        self.records: list[Record[object]] = []
+        self.ranks: dict[int, _Speaker] = defaultdict(_Speaker)
+        self.stacks: dict[int, list[str]] = defaultdict(list)
+        self.descs: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
+        self.evidence: list[str] = []
+        self.notes: list[str] = []  # what the logs lack
+        self.logged: set[int] = set()
+        self.absent: set[int] = set()
+        self.differ: list[Differ] = []
+        self.deduplicated = False
+
+    def dumps(self) -> DumpSet:
+        """The observation of the last attempt."""
+        self._tell_ranks()
+        self._settle_groups()
+        self._level()
+        groups = self._groups()
+        dumps = self._dumps(groups)
+        events = {}
+        for rank in sorted(self.logged):
+            speaker = self.ranks[rank]
+            happened = (*speaker.events, *_standing(speaker.stack))
+            if happened:
+                events[rank] = happened
+        if self.deduplicated:
+            self.notes.append("Ray left out like lines of other ranks: RAY_DEDUP_LOGS=0 shows all")
+        evidence = tuple(dict.fromkeys(self.evidence))[:_EVIDENCE]
+        return DumpSet(dumps, events=events, evidence=(*self.notes, *evidence),
+                       waits=tuple(self._waits(groups)), differ=tuple(self.differ),
+                       absent=tuple(sorted(self.absent)), logged=frozenset(self.logged),
+                       world=self.sizes.get("size", 0))  # fmt: skip
+
+    def _tell_ranks(self) -> None:
+        """Give each rank what it printed in the last attempt."""
+        kept = last_attempt(self.records)
+        if len(kept) < len(self.records):
+            self.notes.append("the logs are of several attempts of the job: the last one is judged")
+        for rank in self.logged:
+            self.ranks[rank].stack = self.stacks[rank]
+        for record in kept:
+            speaker, value = self.ranks[record.rank], record.value
+            if isinstance(value, LoggedCall):
+                self._add_call(speaker, value)
+            elif isinstance(value, _Counts):
+                speaker.counts[value.group] = value.enqueued, value.completed
+                speaker.group_ranks[value.group] = value.group_rank
+            elif isinstance(value, RankEvent):
+                speaker.events.append(value)
+            elif isinstance(value, Differ):
+                self.differ.append(value)
+            elif isinstance(value, Raised) and value.handled:
+                kind = "logged" if value.handled == LOGGED else "handled"
+                speaker.events.append(RankEvent(kind, f"{value.text} ({value.handled})"))
+            elif isinstance(value, Raised) and value.kind:
+                speaker.events.append(RankEvent(value.kind, value.text))
+
+    @staticmethod
+    def _add_call(speaker: _Speaker, call: LoggedCall) -> None:
+        """Add a call, unless another log of the rank has it."""
+        for known in speaker.calls:
+            if known.seq == call.seq and known.group == call.group:
+                return
+        speaker.calls.append(call)
+        if call.group:
+            speaker.group_ranks.setdefault(call.group, call.group_rank)
+
+    # -- groups -----------------------------------------------------------------------------------
+    def _settle_groups(self) -> None:
+        """Find the group of each call of which no line names it, and set apart groups that share a
+        name.
+
+        A call without a name is one of a named group if that alone has such a call and the rank
+        fits into it; else it is in a group with those that print the same call.  Such a call did
+        not end, and all before it did.
+        """
+        self._part_names()
+        calls = [(rank, call) for rank, speaker in sorted(self.ranks.items())
+                 for call in speaker.calls]  # fmt: skip
+        named = [call for _, call in calls if call.group]
+        alike: list[dict[int, LoggedCall]] = []
+        for rank, call in calls:
+            if call.group:
+                continue
+            for members in alike:
+                if rank not in members and all(call.is_like(other) for other in members.values()):
+                    members[rank] = call
+                    break
+            else:
+                alike.append({rank: call})
+        for members in alike:
+            names = {other.group for other in named
+                     if all(call.is_like(other) for call in members.values())}  # fmt: skip
+            if len(names) == 1 and self._fits(next(iter(names)), members):
+                for call in members.values():
+                    call.group = next(iter(names))
+            else:
+                self._name_group(members)
+        for speaker in self.ranks.values():
+            for call in speaker.calls:
+                # a line without counters: at least this
+                speaker.counts.setdefault(call.group, (call.seq, call.seq - 1))
+
+    def _level(self) -> None:
+        """Forget of a call what not all of its members print, and share what one alone prints.
+
+        A kind or a size that a line does not show is no other one than that of the other members.
+        """
+        calls: dict[tuple[str, int], list[LoggedCall]] = defaultdict(list)
+        for speaker in self.ranks.values():
+            for call in speaker.calls:
+                calls[call.group, call.seq].append(call)
+        for alike in calls.values():
+            known = {call.op for call in alike if call.op}
+            whole = all(min(call.elements) >= 0 for call in alike)
+            for call in alike:
+                call.op = call.op or (min(known) if len(known) == 1 else "")
+                call.elements = call.elements if whole else (-1, -1)
+
+    def _members(self, name: str) -> dict[int, int]:
+        """Global rank -> its number in the group, of those that speak of it."""
+        return {rank: speaker.group_ranks[name] for rank, speaker in self.ranks.items()
+                if name in speaker.group_ranks}  # fmt: skip
+
+    def _fits(self, name: str, calls: Mapping[int, LoggedCall]) -> bool:
+        """Whether ranks whose lines name no group may all be in that one, by their numbers."""
+        numbers = {rank: call.group_rank for rank, call in calls.items()}
+        return _is_one_group({**self._members(name), **numbers})
+
+    def _name_group(self, calls: Mapping[int, LoggedCall]) -> None:
+        """Give calls that no line names a group: one for all, or one for each rank where their
+        numbers in their groups show that these are several."""
+        whole = _is_one_group({rank: call.group_rank for rank, call in calls.items()})
+        first = min(calls)
+        for rank, call in calls.items():
+            call.group = f"of #{call.seq} on rank {first if whole else rank}"
+            # several calls of one rank may have one number in groups of their own
+            while call.group in self.descs:
+                call.group += "'"
+        for call in calls.values():
+            self.descs[call.group] = UNNAMED
+
+    def _part_names(self) -> None:
+        """Set apart groups of one name: to torch 2.3 each process counts its groups by itself."""
+        names = {name for speaker in self.ranks.values() for name in speaker.group_ranks}
+        for name in sorted(names):
+            members = self._members(name)
+            if _is_one_group(members):
+                continue
+            for rank in members:
+                speaker, apart = self.ranks[rank], f"{name} of rank {rank}"
+                self.descs[apart] = self.descs.get(name, f"group {name}")
+                speaker.group_ranks[apart] = speaker.group_ranks.pop(name)
+                if name in speaker.counts:
+                    speaker.counts[apart] = speaker.counts.pop(name)
+                for call in speaker.calls:
+                    if call.group == name:
+                        call.group = apart
+
+    def _world(self) -> World | None:
+        try:
+            return World(**self.sizes) if "size" in self.sizes else None  # type: ignore[arg-type]
+        except PrismError:
+            return None
+
+    def _desc(self, name: str) -> str:
+        """What a group is called: its description, else its name."""
+        if name in self.descs:
+            return self.descs[name]
+        return "default_pg" if name == "0" else f"group {name}"
+
+    def _groups(self) -> Mapping[str, Group]:
+        """Name -> the group, with its members where the job's sizes tell them."""
+        world = self._world()
+        speakers: dict[str, set[int]] = defaultdict(set)
+        for rank, speaker in self.ranks.items():
+            for name in speaker.counts:
+                speakers[name].add(rank)
+        groups = {}
+        for name, ranks in speakers.items():
+            desc = self._desc(name)
+            whole = desc == "default_pg"
+            members: Sequence[int] | None = None
+            if world is not None and max(ranks) < world.size:
+                try:
+                    members = world.group(min(ranks), desc)
+                except (PrismError, KeyError):
+                    members = range(world.size) if whole else None
+            if not members:
+                # whoever speaks is in the default group
+                partial = self.ranks.keys() if whole else ranks
+                groups[name] = Group(name, desc, tuple(sorted(partial)), True)
+            elif set(members) >= ranks:
+                groups[name] = Group(name, desc, tuple(members))
+        return groups
+
+    # -- dumps ------------------------------------------------------------------------------------
+    def _dumps(self, groups: Mapping[str, Group]) -> dict[int, Dump]:
+        """A dump for each rank of whose calls something is known, or that failed."""
+        enqueued: dict[str, int] = {}  # the last call of a group that anybody names
+        completed: dict[str, int] = {}
+        for speaker in self.ranks.values():
+            for name, (last, ended) in speaker.counts.items():
+                enqueued[name] = max(enqueued.get(name, 0), last)
+                completed[name] = min(completed.get(name, ended), ended)
+        whole_job = self._world() is not None
+        dumps: dict[int, Dump] = {}
+        for rank, speaker in sorted(self.ranks.items()):
+            own = {name: group for name, group in groups.items() if rank in group.ranks}
+            status = {name: Status(last, -1, ended)
+                      for name, (last, ended) in speaker.counts.items()}  # fmt: skip
+            unknown = own.keys() - status.keys()
+            if any(counters.enqueued > counters.completed for counters in status.values()):
+                # nothing is said against a rank that waits: it came to all calls elsewhere
+                for name in unknown & enqueued.keys():
+                    status[name] = Status(enqueued[name], -1, completed[name])
+            elif (whole_job or speaker.stack) and not speaker.counts and not _failed(speaker):
+                continue  # it says nothing of its calls: as if it had left no dump
+            entries = tuple(self._entries(rank, speaker, own))
+            dumps[rank] = Dump(rank, "log", own, status, entries, ("a log, no dump",),
+                               assumed=frozenset(unknown))  # fmt: skip
+        return dumps
+
+    def _waits(self, groups: Mapping[str, Group]) -> Iterator[RankWait]:
+        """The calls that timed out, as their ranks name them."""
+        for rank, speaker in sorted(self.ranks.items()):
+            for call in speaker.calls:
+                yield RankWait(rank, _operation(call), call.seq, self._desc(call.group))
+
+    def _entries(
+        self, rank: int, speaker: _Speaker, groups: Mapping[str, Group]
+    ) -> Iterator[Entry]:
+        """The calls of a rank as a recorder would have them."""
+        for place, call in enumerate(speaker.calls):
+            group = groups.get(call.group)
+            if group is None:
+                continue
+            numbers = _numbers(call, group)
+            if group.desc.startswith("PIPELINE") or call.kind in ("SEND", "RECV"):
+                yield from _messages(place, rank, call, group, numbers)
+                continue
+            op = _operation(call)
+            yield Entry(place, group.name, group.desc, "call" if op == "coalesced" else op,
+                        call.seq, call.seq, -1, numbers, (), "scheduled", False, "",
+                        call.timeout_ms, -1)  # fmt: skip
+
+
+def _failed(speaker: _Speaker) -> bool:
+    """Whether something happened to a rank, other than an exception that may have ended nothing."""
+    return any(event.kind not in ("handled", "logged") for event in speaker.events)
+
+
+def _is_one_group(numbers: Mapping[int, int]) -> bool:
+    """Whether ranks may be members of one group: their numbers there grow with them."""
+    known = [number for _, number in sorted(numbers.items()) if number >= 0]
+    return all(before < after for before, after in zip(known, known[1:], strict=False))
+
+
+def _operation(call: LoggedCall) -> str:
+    """The kind of a call; of coalesced calls with a tensor the sizes tell it."""
+    inputs, outputs = call.elements
+    if call.kind != "COALESCED" or inputs <= 0 or outputs <= 0:
+        return call.op or "call"
+    if inputs > outputs:
+        return "reduce_scatter"
+    return "all_gather" if outputs > inputs else "all_reduce"
+
+
+def _numbers(call: LoggedCall, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements of input and output, where they may be compared with those of other members.
+
+    Of an all-to-all only those of all members are: one rank's splits need not be even.
+    """
+    inputs, outputs = call.elements
+    alone = call.op == "all_to_all" and group.partial
+    if inputs <= 0 or alone:
+        return (), ()
+    return (inputs,), (outputs,)
+
+
+def _messages(
+    place: int,
+    rank: int,
+    call: LoggedCall,
+    group: Group,
+    numbers: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Iterator[Entry]:
+    """The messages of a batch, as torch's stack names them: Megatron's functions say to whom."""
+    at = group.ranks.index(rank)
+    frames = " ".join(call.stack[:8])
+    for word, (name, step) in _STEPS.items():
+        if word not in frames:
+            continue
+        to = (at + step) % len(group.ranks)
+        yield Entry(place, group.name, group.desc, name, call.seq, call.seq, to, numbers, (),
+                    "scheduled", False, "", call.timeout_ms, -1)  # fmt: skip

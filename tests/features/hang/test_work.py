@@ -1,0 +1,62 @@
+"""The work of a verdict grows with the calls in the dumps, not with their square."""
+
+import sys
+
+import pytest
+from helpers.dump_values import Dump
+
+from megatron_prism.features.hang import analyze, waits
+from megatron_prism.features.hang.dumps import DumpSet, of_value
+from megatron_prism.features.hang.state import JobState
+
+STAGES = 2
+
+
+def stalled_job(replicas, rounds):
+    """Dumps of pipelines of two stages that queued ``rounds`` messages and calls behind one call
+    to which rank 0 never came: all of them are outstanding."""
+    size = STAGES * replicas
+    dumps = {}
+    for rank in range(size):
+        replica, stage = divmod(rank, STAGES)
+        pipeline = [replica * STAGES + place for place in range(STAGES)]
+        dump = Dump({"mp": list(range(size)), "pp": pipeline, "dp": list(range(stage, size, 2))})
+        if rank != 0:
+            dump.call("mp", "all_reduce")
+        for number in range(rounds):
+            arrow = f"send {stage}->{1 - stage}" if stage == 0 else f"recv {stage}<-{1 - stage}"
+            dump.call("pp", arrow, p2p_seq_id=number + 1)
+            dump.call("dp", "all_gather")
+        dumps[rank] = of_value(dump.value(), rank)
+    return DumpSet(dumps)
+
+
+def work(dumps):
+    """How many steps of Python's interpreter a verdict takes inside ``hang``, and who holds all."""
+    steps = 0
+
+    def traced(frame, event, argument):
+        nonlocal steps
+        if "hang" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        steps += event == "opcode"
+        return traced
+
+    sys.settrace(traced)
+    try:
+        verdict = analyze.diagnose_dumps(dumps)
+        state = JobState(dumps)
+        ends = waits.ranks_where_waits_end(state, [0, 1])
+    finally:
+        sys.settrace(None)
+    assert verdict.victims
+    assert 0 in ends
+    return steps
+
+
+@pytest.mark.parametrize("grown", [(4, 32), (8, 16)], ids=["twice the calls", "twice the ranks"])
+def test_the_work_of_a_verdict_is_linear(grown):
+    """A rank's calls are looked at once, however often somebody asks for one of them."""
+    before, after = work(stalled_job(4, 16)), work(stalled_job(*grown))
+    assert after < 2.5 * before, f"{after / before:.1f} times the steps for twice the entries"
