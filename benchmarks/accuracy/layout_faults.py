@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import World
-from megatron_prism.verify.verdict import Line, Verdict, verify
+from megatron_prism.features.verify.verdict import Line, Verdict, verify
 
 JOB = """
 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16 --lr 1e-4

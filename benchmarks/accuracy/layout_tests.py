@@ -23,9 +23,9 @@ import yaml
 
 from benchmarks.accuracy import functional_tests
 from benchmarks.accuracy.layout_faults import first
-from megatron_prism.cli.verify import line_of
 from megatron_prism.core.errors import PrismError
-from megatron_prism.verify.verdict import verify
+from megatron_prism.features.verify.command import line_of
+from megatron_prism.features.verify.verdict import verify
 
 _OTHERS = re.compile(r"resume|1node|gb200|release|memory_speed|_sm\b|reruns|frozen|fsdp|no_mmap")
 HEAD = ("test", "verdict", "said", "seconds")

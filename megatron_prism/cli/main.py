@@ -14,7 +14,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import metadata
 
 import megatron_prism
 from megatron_prism.cli import jobs
@@ -36,14 +36,10 @@ from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort, progress
 
-_NOT_MOVED = ("verify",)
-
 
 def _all_commands() -> dict[str, Command]:
     """Collect the commands of core and of every feature, by name."""
     commands = dict(jobs.COMMANDS)
-    for name in _NOT_MOVED:
-        commands.update(import_module(f"megatron_prism.cli.{name}").COMMANDS)
     for module in feature.modules("command"):
         commands.update(module.COMMANDS)
     return commands

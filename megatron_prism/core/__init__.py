@@ -3,6 +3,10 @@
 world.py  groups.py         ranks by coordinates and selectors; the members of every group
 collectives.py  ops.py      what each collective means; the kinds of ops
 call_selector.py            which calls a fault, a breakpoint or a recording means
+fault_plan.py               faults, by name and parameters
+feature.py                  what a feature is, and the features that are installed
+rendering.py                which class writes a result
+comparing.py                what is compared beside two jobs
 program.py  program_text.py  what a rank does in an iteration, as arrays and as text
 slices.py                   folders of captured programs
 gpu_state.py                clock, power and heat of the GPU that captured

@@ -1,23 +1,22 @@
 """The Megatron side: a job becomes an emulated one.
 
-options.py  launchers.py           what was asked for; variables of torchrun and srun
+options.py  job_flags.py           what was asked for; flags that features add
+launchers.py                       variables of torchrun and srun
 launch_line.py  job_line.py        a job's launch line: its launchers, its script
 real_launch.py                     a launcher that would wait for other hosts
-dry_run.py  dry_commands.py  batch_script.py  confine.py  a shell script that starts a job
 stand_ins.py  unknown_flags.py      files that are not here; flags that Megatron does not know
 launch.py  session.py              how a job starts; what it changes in its process
 import_hooks.py  patch.py  patches/  what is changed in Megatron, where and why
 checkpoint_names.py                what a checkpoint calls a model's tensors
 monitor.py  summary.py  exit_status.py  did it train, what does it say, may it exit with 0
 capture.py  job_arguments.py       a slice of a job, and which job it is of
-pace.py  nvlink_keepalive.py       virtual ranks that take their time
-fault_injector.py  call_guard.py  confirm.py  faults in real ranks; calls that peers would not make
-debugger.py  payloads.py           stop at a call or a value; keep what calls deliver
+nvlink_keepalive.py                links of a GPU whose rank runs alone, kept awake
+recording.py                       values that steer the program, recorded or given back
 device_memory.py                   memory by phase, NCCL's memory held in reserve
 recipe_job.py  recipe_script.py    a recipe as a job; the script that it starts
 script_job.py                      a job, every rank that its world needs
 few_microbatches.py                how many microbatches a capture runs, and the others
-workers.py  recipe_server.py       processes of ranks; many recipes from one process
+workers.py                         processes of ranks
 schedule.py  schedule_tape.py      schedules from Megatron's scheduler, without a model
-calibrate.py  host_benchmark.py   what calls and the host cost on this machine
+host_benchmark.py                  how fast this host is
 """

@@ -9,10 +9,10 @@ recorded_values.py    values that steer the program, of a real run, given to a r
 known_values.py       what is known of values on tier meta
 uniform_values.py     what holds of all elements of a tensor there: that numbers are finite
 call_check.py         would the peers make this call at all?
+cuda_driver.py        libcuda: launches, events, and memory that torch does not allocate
 wide_floats.py        float64 in place of float32, for a whole process
 listeners.py          interfaces of what follows the training and the calls
 recorder/             a running rank -> a program
-pacing/               virtual peers that take their time
 devices/              tiers: CUDA, CPU, and shapes without data (meta)
 te_kernels/           Transformer Engine's own Python, on kernels that only have shapes
 """

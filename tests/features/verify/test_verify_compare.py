@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_prism.core.world import World
-from megatron_prism.verify.compare import LayoutComparison
-from megatron_prism.verify.kept import Kept, UndecidedError
+from megatron_prism.features.verify.compare import LayoutComparison
+from megatron_prism.features.verify.kept import Kept, UndecidedError
 
 RIGHT = np.random.default_rng(1).normal(size=(4, 6))
 ROWS = 2  # of a rank

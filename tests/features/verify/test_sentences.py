@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_prism.verify.ranks import sentence
+from megatron_prism.features.verify.ranks import sentence
 
 
 def raised(error):

@@ -23,8 +23,8 @@ from typing import NoReturn
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.emulate.workers import Json, die_with_parent
-from megatron_prism.verify import shrink
-from megatron_prism.verify.shrink import SmallRun
+from megatron_prism.features.verify import shrink
+from megatron_prism.features.verify.shrink import SmallRun
 
 _PATIENCE = 300  # seconds after which ranks count as hanging
 _LONGEST = 200  # letters of a message
@@ -176,7 +176,7 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
         wide_floats.widen()
     from megatron_prism.emulate import launch, patch
     from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.verify.record import StepRecorder, patches_of
+    from megatron_prism.features.verify.record import StepRecorder, patches_of
 
     size = run.here.size
     os.environ |= {

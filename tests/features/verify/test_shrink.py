@@ -6,7 +6,7 @@ import pytest
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import World
-from megatron_prism.verify import shrink
+from megatron_prism.features.verify import shrink
 
 SIZES = {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "seq_length": 8192,
          "max_position_embeddings": 8192, "micro_batch_size": 1, "global_batch_size": 1024,

@@ -26,10 +26,10 @@ from megatron_prism.emulate.checkpoint_names import sharded_state
 from megatron_prism.emulate.patch import Original, PatchContext, Patches
 from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.emulate.workers import Json
-from megatron_prism.verify import shrink
-from megatron_prism.verify.compare import LAST_BIT
-from megatron_prism.verify.kept import COUNTED, STATES
-from megatron_prism.verify.shrink import SmallRun
+from megatron_prism.features.verify import shrink
+from megatron_prism.features.verify.compare import LAST_BIT
+from megatron_prism.features.verify.kept import COUNTED, STATES
+from megatron_prism.features.verify.shrink import SmallRun
 
 Model = Sequence[Any]  # of Megatron: chunks of a stage
 Parameter = torch.nn.Parameter

@@ -6,11 +6,11 @@ import math
 import pytest
 
 from megatron_prism.cli import main as cli
-from megatron_prism.cli.verify import line_of
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import World
-from megatron_prism.verify import verdict
-from megatron_prism.verify.compare import LayoutDifference
+from megatron_prism.features.verify import verdict
+from megatron_prism.features.verify.command import line_of
+from megatron_prism.features.verify.compare import LayoutDifference
 
 CHANGES = [["num_layers", "80", "2", "sizes"], ["bf16", "True", "False", "number formats"],
            ["v_head_dim", "128", "16", "sizes"]]  # fmt: skip

@@ -18,9 +18,9 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
 
 if TYPE_CHECKING:
-    from megatron_prism.verify.verdict import Line, Verdict
+    from megatron_prism.features.verify.verdict import Line, Verdict
 
-_SCRIPT = Path(__file__).parents[1] / "report" / "verify.js"
+_SCRIPT = Path(__file__).with_name("verify.js")
 _UNDECIDED = 3
 _WIDTH = 13
 
@@ -36,8 +36,8 @@ def verify(args: argparse.Namespace) -> int:
     Compared are losses, gradients by name, their norm, routing, parameters, Adam's states.
     Exit status: 0 the same, 1 another job, 3 not decided.
     """
+    from megatron_prism.features.verify import verdict
     from megatron_prism.report.page import render_page
-    from megatron_prism.verify import verdict
 
     if not args.job:
         raise UsageError("verify which job?", fix="prism verify -- pretrain_gpt.py <its arguments>")
@@ -68,7 +68,7 @@ def verify(args: argparse.Namespace) -> int:
 def line_of(ours: Sequence[str], job: Sequence[str], python: str = sys.executable) -> Line:
     """A job of our flags and of a script with its arguments."""
     from megatron_prism.emulate import options
-    from megatron_prism.verify.verdict import Line
+    from megatron_prism.features.verify.verdict import Line
 
     flags, rest = options.split(list(job[1:]))
     words = [*ours, *(word for _, some in flags for word in some)]

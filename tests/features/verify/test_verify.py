@@ -14,7 +14,7 @@ from helpers.needs import TRAINING
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import World
-from megatron_prism.verify.verdict import Line, verify
+from megatron_prism.features.verify.verdict import Line, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
 

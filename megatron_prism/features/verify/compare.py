@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_prism.core.world import ranks_text
-from megatron_prism.verify import shrink
-from megatron_prism.verify.kept import (
+from megatron_prism.features.verify import shrink
+from megatron_prism.features.verify.kept import (
     STATES,
     Kept,
     PartKey,

@@ -16,11 +16,11 @@ from pathlib import Path
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import World
-from megatron_prism.verify import shrink
-from megatron_prism.verify.compare import INITIAL, LayoutComparison, LayoutDifference
-from megatron_prism.verify.kept import Kept, UndecidedError
-from megatron_prism.verify.ranks import RankError, Server
-from megatron_prism.verify.shrink import SmallRun
+from megatron_prism.features.verify import shrink
+from megatron_prism.features.verify.compare import INITIAL, LayoutComparison, LayoutDifference
+from megatron_prism.features.verify.kept import Kept, UndecidedError
+from megatron_prism.features.verify.ranks import RankError, Server
+from megatron_prism.features.verify.shrink import SmallRun
 
 Say = Callable[[str], None]
 Compare = Callable[[str, SmallRun], LayoutComparison]  # a run, under a name, with the reference
