@@ -3,12 +3,8 @@
 peaks.py         peaks, and what is alive there
 allocator.py     what PyTorch's caching allocator reserves for it
 steady.py        whether a later iteration runs out where the first ones fit
-snapshot.py      memory snapshots of real processes, and beside the slices of their job
-oom.py           which request of the slices an out-of-memory error is about
 nccl_buffers.py  what NCCL's communicators take beside it
 host_need.py     what the job keeps in its hosts' memory
-remedies.py      what recomputation frees at the peak, and the peak that decides then
-loader_masks.py  the data loader's mask, which a flag leaves out
 routing.py       peaks of an MoE job whose routing is drawn from a law
 job_peaks.py     peaks of all classes of a job's ranks: ``prism.peak_memory``
 peak_changes.py  what changes between two such reports

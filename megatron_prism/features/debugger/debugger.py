@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from megatron_prism.emulate.session import Run, Session
-    from megatron_prism.features.debugger.flags import StopOptions
+    from megatron_prism.features.debugger.options import StopOptions
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.owners import Models

@@ -20,7 +20,7 @@ from megatron_prism.core.program import Programs
 from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.features.faults.fault_injector import Injector
-from megatron_prism.features.faults.flags import FaultOptions
+from megatron_prism.features.faults.options import FaultOptions
 from megatron_prism.runtime.call_check import (
     CallCheck,
     LocalCallCheck,

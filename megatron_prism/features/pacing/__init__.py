@@ -1,6 +1,8 @@
 """Pacing: virtual ranks answer when they would, so that iterations last as long as in the job.
 
 flags.py          --prism-pace, --prism-slow
+
+options.py        what the flags say
 pace.py           slices of the job -> when virtual ranks answer; what became of it
 pacer.py          holds each call until the virtual peer would have answered
 device.py         on the device: one kernel a call (kernels.cu)

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate.job_flags import FeatureOptions, JobFlags, ParsedFlags, Place, value
+from megatron_prism.emulate.job_flags import JobFlags, ParsedFlags, Place, value
+from megatron_prism.features.pacing.options import PaceOptions
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run, Session
-
-
-@dataclass(frozen=True)
-class PaceOptions(FeatureOptions):
-    """What ``--prism-pace`` and ``--prism-slow`` say.
-
-    Args:
-        folder: of the slices by which virtual ranks answer.
-        slow: virtual ranks that are slower, as ``ranks:factor;ranks:factor``.
-    """
-
-    folder: Path
-    slow: str = ""
-
-    @property
-    def needs_sizes(self) -> str:
-        """See ``FeatureOptions``: the slices are of one world."""
-        return "--prism-pace"
 
 
 def read_options(parsed: ParsedFlags) -> PaceOptions | None:

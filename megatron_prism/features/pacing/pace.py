@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megatron_prism.core.world import World
     from megatron_prism.emulate.options import Options
     from megatron_prism.emulate.session import Run, Session
-    from megatron_prism.features.pacing.flags import PaceOptions
+    from megatron_prism.features.pacing.options import PaceOptions
     from megatron_prism.features.pacing.pacer import PacedCall
     from megatron_prism.runtime.virtual_world import VirtualWorld
 

@@ -19,8 +19,8 @@ from megatron_prism.core.program import Program, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
 from megatron_prism.features.faults.call_guard import CallGuard, ProgramPeers
-from megatron_prism.features.faults.flags import FaultOptions
-from megatron_prism.features.pacing.flags import PaceOptions
+from megatron_prism.features.faults.options import FaultOptions
+from megatron_prism.features.pacing.options import PaceOptions
 from megatron_prism.features.pacing.pace import _all_slow_ranks
 from megatron_prism.runtime import call_check, virtual_world
 from megatron_prism.runtime.call_check import (

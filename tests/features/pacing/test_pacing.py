@@ -27,7 +27,7 @@ from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
 from megatron_prism.features.pacing import pace, shared_memory
 from megatron_prism.features.pacing import pacer as pace_report
-from megatron_prism.features.pacing.flags import PaceOptions
+from megatron_prism.features.pacing.options import PaceOptions
 from megatron_prism.features.pacing.pace import (
     capture_missing,
     check,
