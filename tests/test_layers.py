@@ -163,6 +163,42 @@ def test_imports_follow_the_table():
     assert list(violations(ROOT)) == []
 
 
+MOST_NAMES_OF_CORE = 406  # that features take; about 60 would be an interface
+
+
+def names_of_core():
+    """Every name of core that a feature takes, also as an attribute of a module."""
+    taken = set()
+    for path in (ROOT / "features").rglob("*.py"):
+        tree, modules = parsed(path), {}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not node.module.startswith("megatron_prism"):
+                continue
+            if ".features" in node.module:
+                continue
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                place = ROOT.parent / name.replace(".", "/")
+                if place.with_suffix(".py").exists() or place.is_dir():
+                    modules[alias.asname or alias.name] = name
+                else:
+                    taken.add(name)
+        for node in ast.walk(tree):
+            of_name = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if of_name and node.value.id in modules:
+                taken.add(f"{modules[node.value.id]}.{node.attr}")
+    return taken
+
+
+def test_features_take_no_more_names_of_core():
+    assert len(names_of_core()) <= MOST_NAMES_OF_CORE
+
+
+def test_features_take_public_names_of_core():
+    private = {name for name in names_of_core() if name.rpartition(".")[2].startswith("_")}
+    assert private <= {"megatron_prism.__version__"}
+
+
 def test_the_table_has_no_circle():
     rows = {name: set(row.split()) for name, row in MAY_IMPORT.items()}
     order = []

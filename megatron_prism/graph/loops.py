@@ -35,7 +35,7 @@ def run(
     arguments = (*given, *changed)
     size = sum(a.size for a in arguments if isinstance(a, np.ndarray))
     if _interpreted + size // short > SMALL:  # what is small each time adds up
-        _compiled(function)(*arguments)
+        compiled(function)(*arguments)
         return
     _interpreted += size // short
     lists = [a.tolist() if isinstance(a, np.ndarray) else a for a in arguments]
@@ -45,14 +45,14 @@ def run(
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         import numba
     except ImportError as error:
         what = f"numba, which replays large graphs, cannot be imported: {error}"
         raise UsageError(what, fix="pip install numba") from error
     helpers = {
-        name: _compiled(value)
+        name: compiled(value)
         for name in function.__code__.co_names
         if isinstance(value := function.__globals__.get(name), FunctionType)
     }
