@@ -29,8 +29,12 @@ def pytest_addoption(parser):
     )
 
 
-def pytest_collection_modifyitems(items):
-    """Tests in a folder ``gpu`` need a device."""
+def pytest_collection_modifyitems(config, items):
+    """Tests in a folder ``gpu`` need a device; those of .ci/run wait for ``-m ci``."""
+    if "ci" not in config.getoption("markexpr").split():
+        of_ci = [item for item in items if item.get_closest_marker("ci")]
+        items[:] = [item for item in items if not item.get_closest_marker("ci")]
+        config.hook.pytest_deselected(items=of_ci)
     on_device = [item for item in items if "gpu" in item.path.parts]
     if not on_device:
         return

@@ -68,7 +68,7 @@ def copy_without(names, tree):
         shutil.rmtree(tree / "tests" / "features" / name, ignore_errors=True)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_can_be_deleted(name, tmp_path):
     gone = users_of(name)
