@@ -79,7 +79,8 @@ def reading(
     Args:
         path: the file.
         what: it should be, with its article: ``a calibration``.
-        fix: what to type if it is something else; ``absent``: if it cannot be opened.
+        fix: what to type if it is something else.
+        absent: what to type if it cannot be opened; None: ``fix``.
         error: the kind of UsageError to raise.
     """
     global _last_read
@@ -190,9 +191,11 @@ def _pieces(file: BinaryIO, opened: _Opener | None) -> Iterator[bytes]:
 
 # -- values ---------------------------------------------------------------------------------------
 def shaped(value: object, kind: type[T], *, strict: bool = True, closed: bool = False) -> T:
-    """``value`` as a ``kind``: a type of msgspec's, a dataclass or a named tuple.
+    """Convert ``value`` to a ``kind``.
 
     Args:
+        value: plain values, as JSON or YAML has them.
+        kind: a type of msgspec's, a dataclass or a named tuple.
         strict: False also takes a number that is written as text.
         closed: the outermost mapping may have no other keys than the fields of ``kind``.
 

@@ -42,6 +42,7 @@ def note(status: Status) -> None:
 
 
 def report(error: PrismError) -> None:
+    """Print ``error``, and hand it to the process that started this one."""
     print(f"prism: error: {error}", file=sys.stderr, flush=True)
     tell_parent(error)
 

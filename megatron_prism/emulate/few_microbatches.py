@@ -28,10 +28,14 @@ _WORTH = 2  # times as many microbatches: fewer take hardly less time
 
 
 def few_of(world: World, rank: int, wanted: int, settings: Mapping[str, Any]) -> int:
-    """How many of ``wanted`` microbatches a capture of ``rank`` runs: all where few would save
-    little.  The first stage warms up longest: what is enough for it keeps messages' buffers exact.
+    """Return how many microbatches a capture runs: all where few would save little.
+
+    The first stage warms up longest: what is enough for it keeps messages' buffers exact.
 
     Args:
+        world: of the job.
+        rank: the rank that is captured.
+        wanted: microbatches of the job.
         settings: of the job, by Megatron's names.
     """
     few = fewest(world, wanted, settings, (0, world.coordinates(rank).pp))

@@ -105,6 +105,19 @@ def _captured_separately(args: argparse.Namespace, k: int) -> bool:
 def local_ranks(
     args: argparse.Namespace, world: World, env: Mapping[str, str], launched: bool, k: int
 ) -> tuple[int, ...]:
+    """Return the global ranks of the processes here, in the order of the processes.
+
+    Args:
+        args: our flags.
+        world: of the job.
+        env: environment; RANK says the first rank where no launcher does.
+        launched: whether a launcher started the processes.
+        k: how many processes there are.
+
+    Raises:
+        UsageError: the flags name another number of ranks.
+        WorldError: a rank is outside the world.
+    """
     if args.prism_ranks is None:
         first = 0 if launched else number_in(env, "RANK", 0)
         ranks = tuple(range(first, first + k))

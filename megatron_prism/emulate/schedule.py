@@ -60,7 +60,9 @@ def schedules(
     """Run Megatron's schedule for every stage.
 
     Args:
-        pp, vpp: stages; chunks of a stage (None or 1: not interleaved).
+        pp: stages.
+        vpp: chunks of a stage; None or 1: not interleaved.
+        microbatches: of an iteration.
         group_size: microbatch_group_size_per_vp_stage; None: pp, as in Megatron.
         overlap_p2p: overlap_p2p_comm; None: on if interleaved, as in Megatron's arguments.
         warmup_flush: overlap_p2p_comm_warmup_flush.

@@ -130,7 +130,10 @@ def capture(
     """Record an iteration of ``ranks`` of ``job`` into ``folder``; what is there is kept.
 
     Args:
+        job: the script and its world.
+        folder: of the slices.
         ranks: of its world.
+        console: gets the talk.
         whole: whether to capture as well whom the world turns out to need, and to join the slices.
         force: whether to drop what is in the folder first.
         keep: whether to say where the slices are.

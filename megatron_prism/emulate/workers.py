@@ -232,9 +232,12 @@ def capture_world(
 
     Args:
         store: whose folder was prepared.
+        ranks: to record first.
         record: runs the ranks that it is given, each of which puts its slice into the store.
+        console: gets the talk.
 
-    Returns: the world, and what the recorded ranks said of themselves.
+    Returns:
+        The world, and what the recorded ranks said of themselves.
     """
     found: list[Said] = []
     there = set(store.ranks())

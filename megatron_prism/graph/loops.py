@@ -46,6 +46,11 @@ def run(
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile ``function`` and the functions that it calls, once.
+
+    Raises:
+        UsageError: numba cannot be imported.
+    """
     try:
         import numba
     except ImportError as error:

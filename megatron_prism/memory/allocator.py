@@ -170,7 +170,7 @@ class OutOfMemory:
     allocated: int
 
 
-class _OutOfMemory(Exception):
+class _OutOfMemoryError(Exception):
     pass
 
 
@@ -206,7 +206,7 @@ def replay_requests(
                 try:
                     machine.malloc(storage, change, *stream)
                     break
-                except _OutOfMemory:
+                except _OutOfMemoryError:
                     if not late:
                         size, held = machine.settings.rounded(change), machine.reserved
                         machine.full = OutOfMemory(number, size, held, machine.allocated)
@@ -425,7 +425,7 @@ class CachingAllocator:
         if self.limit is not None and self.reserved + num_bytes > self.limit:
             self.release()
             if self.reserved + num_bytes > self.limit:
-                raise _OutOfMemory
+                raise _OutOfMemoryError
         self.reserved += num_bytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 

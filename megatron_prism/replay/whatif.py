@@ -196,9 +196,10 @@ _NUMBER = re.compile(r"([\d./e+-]+)(x?)")
 
 
 def host_factors(programs: Programs, host: str | os.PathLike[str] | float) -> list[Fraction]:
-    """How many times as long as in the slices hosts take, of every program.
+    """Return how many times as long as in the slices hosts take, of every program.
 
     Args:
+        programs: of the slices.
         host: the index of the host; a file of ``prism calibrate --host``, or traces of
             torch.profiler (a file or a folder), which say it; ``0.6x``: that many times as long.
 

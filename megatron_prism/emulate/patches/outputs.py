@@ -400,7 +400,7 @@ def _no_traces(context: PatchContext, original: Original, *args: object, **kwarg
     return original(*args, **kwargs)
 
 
-class _Complete(Exception):
+class _Complete(Exception):  # noqa: N818 # ends a walk, it is no error
     """The state dict is there."""
 
 

@@ -176,8 +176,11 @@ def fit(
         limit: bytes of device memory, or text: "80GB" is what a card sold as such has; default:
             that of ``machine``.
         headroom: bytes of the limit that stay free.
-        machine, calibration: as of ``price``, for what changes cost in time.
-        alloc_conf, device, draws: as of ``peak_memory``.
+        machine: as of ``price``, for what changes cost in time.
+        calibration: as of ``price``, too.
+        alloc_conf: as of ``peak_memory``.
+        device: as of ``peak_memory``.
+        draws: as of ``peak_memory``.
 
     Raises:
         UsageError: the programs recorded no memory, or nobody knows the limit.

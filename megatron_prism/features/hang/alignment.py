@@ -59,11 +59,13 @@ def recorded(op: Op) -> bool:
 
 
 def key(op: Op) -> Key:
+    """Return operation, type and size of a call of a program, as dumps say them."""
     size = -1 if op.name in _UNSIZED else max(op.num_in, op.num_out)
     return op.name, DTYPE_WORDS.get(op.dtype, "Float"), size
 
 
 def seen(entry: Entry) -> Key:
+    """Return operation, type and size of a call of a dump."""
     sizes = [n for side in entry.numbers for n in side]
     size = -1 if entry.op in _UNSIZED else max(sizes, default=-1)
     return entry.op, next(iter(entry.dtypes), ""), size

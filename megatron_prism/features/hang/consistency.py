@@ -108,6 +108,8 @@ def unless_running(
     that: whoever waits does so in the end for the culprits.  And few stop by themselves at once.
 
     Args:
+        verdict: what the dumps say if the job stood still.
+        parted: the dumps of one moment, and what was set apart.
         differ: calls that members make differently: these do not end.
         excused: ranks that are not named though others wait for them.
     """

@@ -135,8 +135,10 @@ def predict(
     """Predict the distribution of an iteration's time.
 
     Args:
-        programs, machine, calibration, what_if: as of ``price``, or what it returned, which has
-            the other three.  Calls that the calibration has samples of vary as those do.
+        programs: as of ``price``, or what it returned, which has the next three.
+        machine: as of ``price``.
+        calibration: as of ``price``; calls that it has samples of vary as those do.
+        what_if: as of ``price``.
         variability: how much everything else varies: "fitted" (to the timed iterations of the
             slices: the default if there are five or more), the name of shipped spreads ("public",
             the default elsewhere), a JSON file like them, or a Variability.

@@ -159,6 +159,7 @@ def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]
     """What the schedulers set on the first host of ``alloc``.
 
     Args:
+        alloc: the hosts and what runs on them.
         hosts_file: a file that names them, one a line.
         folder: where the job was submitted.
     """
@@ -187,6 +188,7 @@ def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]
 
 
 def hosts_of(alloc: Allocation) -> list[str]:
+    """Return made-up names of the hosts of ``alloc``."""
     return [f"node{index}" for index in range(1, (alloc.nodes or 1) + 1)]
 
 

@@ -77,7 +77,7 @@ class SweepSettings:
     tail: bool = False
 
 
-class _OutOfMemory(Exception):
+class _OutOfMemoryError(Exception):
     """A stage allocates more than there is."""
 
 
@@ -94,6 +94,9 @@ def run(
     """Evaluate every family; each point's result is in ``results`` then.
 
     Args:
+        families: points that share captures.
+        settings: machine, limit and objective of the sweep.
+        results: folder, made if it is not there.
         workers: processes on this machine.
         address: of a Ray cluster that sees ``results`` under the same path; ``local`` starts one
             here; "": ``workers`` processes without Ray.
@@ -201,7 +204,7 @@ def evaluate(point: SweepPoint, settings: SweepSettings) -> Figures:
         timeline = _timeline(programs, base, point.layout, settings)
         slices = _slices(point.layout, base)
         return {**head, **_times(timeline, settings), "memory": memory, "slices": slices}
-    except _OutOfMemory as error:
+    except _OutOfMemoryError as error:
         return {**head, "by": FITS_NOT, "reason": str(error)}
     except PrismError as error:
         return {**head, "by": FAILED, "reason": error.message}
@@ -210,7 +213,7 @@ def evaluate(point: SweepPoint, settings: SweepSettings) -> Figures:
 def _check_fits(num_bytes: int, stage: str, limit: int | None) -> None:
     if limit is not None and num_bytes > limit:
         what = f"{stage} needs {format_bytes(num_bytes)}, limit {format_bytes(limit)}"
-        raise _OutOfMemory(what)
+        raise _OutOfMemoryError(what)
 
 
 # -- slices ---------------------------------------------------------------------------------------

@@ -130,6 +130,7 @@ def compare_traces(paths: Sequence[str | os.PathLike[str]], predicted: Timeline)
 
     Args:
         paths: traces of the job, files or folders of them.
+        predicted: the replay of the job.
 
     Raises:
         UsageError: a file is no trace, or of a world of another size.

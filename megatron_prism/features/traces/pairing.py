@@ -60,7 +60,9 @@ def pair(program: Program, members: Mapping[str, int], calls: Sequence[Call]) ->
     """Pair the calls of ``program`` with those of a traced iteration.
 
     Args:
-        members: group of the program -> how many ranks it has
+        program: of the rank.
+        members: group of the program -> how many ranks it has.
+        calls: of one traced iteration.
     """
     ops = program.ops
     mine = np.flatnonzero(IS_CALL[ops["name"]])

@@ -681,6 +681,7 @@ def import_traces(
     """Read the traces of one job: files, or folders of them.
 
     Args:
+        paths: the files or folders.
         captured: the same job's programs, which say what it does (groups, waits, phases) while the
             traces say how long; None: what it does is inferred from the traces.
 

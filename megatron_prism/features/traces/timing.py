@@ -537,9 +537,10 @@ def _tokens(made: Sequence[_Iteration]) -> list[Moment]:
 
 
 def measure(found: Recorded, plan: Plan | None = None) -> Measured:
-    """The iterations of a rank.
+    """Measure the iterations of a rank.
 
     Args:
+        found: what was recorded of the rank.
         plan: says of the calls of an iteration which to keep, and what happens in which order;
             None: all of them, and as the times show.
 

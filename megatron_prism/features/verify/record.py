@@ -293,6 +293,8 @@ def shards(model: Model, values: Tensors, only: bool) -> Iterator[NamedPart]:
     """Yield what a checkpoint would have of ``values`` in place of the parameters.
 
     Args:
+        model: chunks of the model.
+        values: parameter -> the tensor to take in its place.
         only: leave out what is no value of a parameter.
     """
     from megatron.core import parallel_state

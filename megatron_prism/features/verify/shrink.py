@@ -172,6 +172,7 @@ def small_world(world: World, dp_known: bool, wide_pipeline: bool = False) -> Wo
     """The same composition, smallest: dimensions above 1 are 2, and experts keep replicas.
 
     Args:
+        world: of the job.
         dp_known: whether the job says how many ranks it has; else it is taken to have replicas.
         wide_pipeline: interleaved stages without overlap need three or more.
     """
@@ -236,16 +237,20 @@ class _Shrinking:
 
 
 def shrink(args: object, job: World, copy: World, iterations: int, layers: int) -> list[list[str]]:
-    """Change the parsed ``args`` of a job into those of its small copy.
-
-    Returns [argument, before, after, why] of each change: a size, or the reason in ``_DROPPED``.
+    """Change the parsed arguments of a job into those of its small copy.
 
     Args:
-        job, copy: the job's world and the copy's, from which its sizes follow.
-        iterations: that it trains.
-        layers: that it has at least.
+        args: of the job; they are changed.
+        job: the job's world.
+        copy: the copy's world, from which its sizes follow.
+        iterations: that the copy trains.
+        layers: that the copy has at least.
 
-    Raises UsageError for what cannot be shrunk.
+    Returns:
+        [argument, before, after, why] of each change: a size, or the reason in ``_DROPPED``.
+
+    Raises:
+        UsageError: the job cannot be shrunk.
     """
     small = _Shrinking(args)
     for name, fix in _REFUSED.items():
@@ -383,6 +388,7 @@ def lay_out(args: object, here: World, left_out: Iterable[str]) -> None:
     """Leave out of a copy's arguments what is asked for and what cannot be without a dimension.
 
     Args:
+        args: of the copy; they are changed.
         here: the copy's world, a part of it, or one rank.
         left_out: of ``PARTS``.
     """

@@ -124,13 +124,16 @@ def verify(
     """Run the copy of ``line`` beside its reference, or beside the copy of ``against``.
 
     Args:
+        line: of the job.
+        against: another line whose copy is the reference; None: one rank alone.
         folder: for what ranks keep.
         say: tells the user how far it is.
         bisect: whether to look for the flag that makes a difference.
         resume: whether other layouts go on from checkpoints, too.
         precise: whether all runs compute in float64.
 
-    Raises UsageError for a job that cannot be shrunk or that Megatron refuses.
+    Raises:
+        UsageError: the job cannot be shrunk, or Megatron refuses it.
     """
     copy = _copy(line)
     verdict = Verdict(line.words, line.world, copy)

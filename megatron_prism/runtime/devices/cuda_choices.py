@@ -145,6 +145,7 @@ class _Compiled(torch.autograd.Function):
         what the node keeps.
 
         Args:
+            ctx: autograd's.
             function: what is compiled.
             form: of ``values``.
             shape: gets the form of the results, and where outputs are left behind.

@@ -77,6 +77,7 @@ def creation() -> Iterator[None]:
 
 
 def graph_pool_handle() -> tuple[int, int]:
+    """Return a handle that no other pool has, as ``torch.cuda.graph_pool_handle`` does."""
     return (0, next(_handles))
 
 

@@ -93,6 +93,7 @@ def _plain(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def masked_softmax_backward(
     grad: torch.Tensor, results: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
+    """Return the gradient of a scaled masked softmax from its results, in place of ``grad``."""
     grad = grad.contiguous()
     if grad.is_meta:
         fused("masked_softmax_backward", 0, grad, results, grad)

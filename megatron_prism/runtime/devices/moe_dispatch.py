@@ -190,6 +190,7 @@ def fused_combine(
     *args: object,
     **options: object,
 ) -> tuple[object, None]:
+    """Return the tokens that come back to their ranks, and no event."""
     return _combine(x, handle), None
 
 

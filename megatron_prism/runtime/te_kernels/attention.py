@@ -232,6 +232,7 @@ def is_deterministic() -> bool:
 
 
 def rounded(number: int, multiple: int) -> int:
+    """Round ``number`` up to a multiple."""
     return -(-number // multiple) * multiple
 
 

@@ -114,6 +114,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def tensors_in(args: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a kernel."""
     return [a for a in args if isinstance(a, Tensor)]
 
 
