@@ -74,7 +74,7 @@ class ParsedFlags:
         return bool(getattr(self.args, name, None))
 
 
-class Place:
+class AttachOrder:
     """Order in which parts of a run are attached: it is the order in which listeners are told."""
 
     OUTPUT = 0
@@ -97,7 +97,7 @@ class JobFlags:
             that do not go together.
         attach: adds listeners, places to write and checks to a run; called with the run
             (``session.Run``), its session and the options.
-        place: where in the order of ``Place`` it is attached.
+        place: where in the order of ``AttachOrder`` it is attached.
         section: key of the feature's section in the JSON of a run (``Section.name``); the key is
             there, with null, in runs without the feature.
     """

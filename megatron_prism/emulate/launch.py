@@ -29,7 +29,7 @@ from megatron_prism.core.messages import last_resort
 from megatron_prism.core.units import counted
 from megatron_prism.emulate import exit_status, launchers
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.job_flags import Place
+from megatron_prism.emulate.job_flags import AttachOrder
 from megatron_prism.emulate.job_line import job_of
 from megatron_prism.emulate.launch_line import split_line
 from megatron_prism.emulate.options import cuda_max_connections, without_engine
@@ -222,10 +222,10 @@ def patched(run: Run, session: Session) -> PatchContext:
 # Parts of core that a run has where one of these options asks for them.  ``add_to(run, session)``
 # of the module adds listeners, places to write and checks.
 _CORE_PARTS = (
-    (Place.OUTPUT, "summary", ("out",)),
-    (Place.RECORDING, "recording", ("record", "recorded")),
-    (Place.DEVICE_MEMORY, "device_memory", ("memory", "reserve_nccl")),
-    (Place.CAPTURE, "capture", ("capture",)),
+    (AttachOrder.OUTPUT, "summary", ("out",)),
+    (AttachOrder.RECORDING, "recording", ("record", "recorded")),
+    (AttachOrder.DEVICE_MEMORY, "device_memory", ("memory", "reserve_nccl")),
+    (AttachOrder.CAPTURE, "capture", ("capture",)),
 )
 
 

@@ -35,7 +35,7 @@ def run(
     arguments = (*given, *changed)
     size = sum(a.size for a in arguments if isinstance(a, np.ndarray))
     if _interpreted + size // short > SMALL:  # what is small each time adds up
-        compiled(function)(*arguments)
+        compiled_function(function)(*arguments)
         return
     _interpreted += size // short
     lists = [a.tolist() if isinstance(a, np.ndarray) else a for a in arguments]
@@ -45,7 +45,7 @@ def run(
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile ``function`` and the functions that it calls, once.
 
     Raises:
@@ -57,7 +57,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         what = f"numba, which replays large graphs, cannot be imported: {error}"
         raise UsageError(what, fix="pip install numba") from error
     helpers = {
-        name: compiled(value)
+        name: compiled_function(value)
         for name in function.__code__.co_names
         if isinstance(value := function.__globals__.get(name), FunctionType)
     }

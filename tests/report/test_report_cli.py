@@ -19,13 +19,13 @@ from megatron_prism.core import program
 from megatron_prism.core.fault_plan import parse
 from megatron_prism.core.world import World
 from megatron_prism.features.snapshots import snapshot
+from megatron_prism.features.snapshots.report import render_snapshot
 from megatron_prism.features.sweep.space import SweepPoint
 from megatron_prism.features.sweep.sweep import Row, Sweep
 from megatron_prism.features.verify import verdict
 from megatron_prism.features.verify.compare import LayoutDifference
 from megatron_prism.replay.costs.machine import machines
 from megatron_prism.replay.priced_graph import price
-from megatron_prism.report.memory import render_snapshot
 from megatron_prism.report.page import allow_script
 from megatron_prism.report.replay import render_html, render_text
 

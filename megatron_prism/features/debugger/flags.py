@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.job_flags import (
+    AttachOrder,
     JobFlags,
     ParsedFlags,
-    Place,
     recorded_folder,
     value,
 )
@@ -82,7 +82,7 @@ JOB_FLAGS = (
         },
         read=read_stops,
         attach=attach_stops,
-        place=Place.DEBUGGER,
+        place=AttachOrder.DEBUGGER,
     ),
     JobFlags(
         flags={
@@ -94,6 +94,6 @@ JOB_FLAGS = (
         },
         read=read_payloads,
         attach=attach_payloads,
-        place=Place.PAYLOADS,
+        place=AttachOrder.PAYLOADS,
     ),
 )

@@ -10,9 +10,9 @@ from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.fault_plan import Fault, load_plan, parse
 from megatron_prism.core.files import check_writable
 from megatron_prism.emulate.job_flags import (
+    AttachOrder,
     JobFlags,
     ParsedFlags,
-    Place,
     switch,
     value,
 )
@@ -177,6 +177,6 @@ JOB_FLAGS = (
         },
         read=read_options,
         attach=attach,
-        place=Place.FAULTS,
+        place=AttachOrder.FAULTS,
     ),
 )

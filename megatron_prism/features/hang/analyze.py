@@ -640,6 +640,7 @@ class _Judge:
         elif unknown := [r for r in ends if not state.head(r)]:
             self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
                                  "judged says where that is")  # fmt: skip
+            self.among = self.among or tuple(unknown)
         elif calls := waits.complete_calls(state):
             self.evidence.append(self._complete_text(calls))
             group = state.groups[calls[0].group] if len(calls) == 1 else None

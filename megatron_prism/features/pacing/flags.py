@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate.job_flags import JobFlags, ParsedFlags, Place, value
+from megatron_prism.emulate.job_flags import AttachOrder, JobFlags, ParsedFlags, value
 from megatron_prism.features.pacing.options import PaceOptions
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ JOB_FLAGS = (
         },
         read=read_options,
         attach=attach,
-        place=Place.PACING,
+        place=AttachOrder.PACING,
         section="pacing",
     ),
 )

@@ -113,7 +113,7 @@ class Paths:
             *(self.start, self.before, self.spare, share.astype(np.float32), table.ravel(), kind),
             crossing,
         )
-        slots, run = int(self.slot.max(initial=0)) + 1, loops.compiled(_latest)
+        slots, run = int(self.slot.max(initial=0)) + 1, loops.compiled_function(_latest)
 
         def part(first: int, last: int) -> None:
             if first < last:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_prism.emulate.job_flags import FeatureOptions, JobFlags, ParsedFlags, Place, switch
+from megatron_prism.emulate.job_flags import (
+    AttachOrder,
+    FeatureOptions,
+    JobFlags,
+    ParsedFlags,
+    switch,
+)
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run, Session
@@ -28,6 +34,6 @@ JOB_FLAGS = (
         },
         read=read_nothing,
         attach=attach_nothing,
-        place=Place.OUTPUT,
+        place=AttachOrder.OUTPUT,
     ),
 )

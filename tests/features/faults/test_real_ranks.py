@@ -554,5 +554,5 @@ def test_a_stack_shows_the_jobs_frames_whatever_its_folder_is_called(file, shown
     scope = {}
     exec(compile("def call(f):\n    return f()", file, "exec"), scope)
     stack = scope["call"](call_check.frames)
-    here = next(i for i, frame in enumerate(stack) if "features/faults/test_real_ranks.py" in frame)
+    here = next(i for i, frame in enumerate(stack) if "faults/test_real_ranks.py" in frame)
     assert stack[:here] == shown

@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from helpers import hang_worlds
@@ -22,8 +21,10 @@ from megatron_prism.core.ops import IS_COLLECTIVE, IS_NCCL, IS_PAIR, CallLabel
 from megatron_prism.core.program import Program
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options
+from megatron_prism.emulate.session import Run
 from megatron_prism.features.debugger import debugger
 from megatron_prism.features.debugger.debugger import Breakpoint
+from megatron_prism.features.debugger.options import StopOptions
 from megatron_prism.features.hang import analyze as hang
 from megatron_prism.features.hang import diagnose, export, hypotheses
 from megatron_prism.features.hang.dumps import DumpSet, of_value
@@ -244,8 +245,8 @@ def test_two_culprits_are_stopped_by_one_command(nth, monkeypatch):
         stops = {}
         for rank in given.ranks:
             mine = dataclasses.replace(given, process=given.ranks.index(rank))
-            run = SimpleNamespace(options=mine, calls=(), training=())
-            debugger.add_to(run, None)
+            run = Run(mine, tier=None, monitor=None)
+            debugger.add_to(run, None, mine.of(StopOptions))
             stops[rank] = run.calls[0]
         assert [one._at[1] for one in stops.values()] == [5678, 5679]
         assert all(one.rank == rank for rank, one in stops.items())
