@@ -459,7 +459,25 @@ def as_blocks(program: Program, settings: allocator.Settings | None = None) -> P
         if not held[storage]:
             events["bytes"][index] -= beyond.get(storage, 0)
             del held[storage]
-    return replace(program, allocations=events)
+    strings, earlier_peak = _earlier_blocks(program, max(levels, default=0))
+    return replace(program, allocations=events, strings=strings, earlier_peak=earlier_peak)
+
+
+_BEYOND_REQUESTS = "other:blocks beyond what was asked for"
+
+
+def _earlier_blocks(program: Program, most: int) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the texts and the earlier peak of ``program``, whose process had ``most`` in blocks.
+
+    An earlier peak is known by sizes, not by storages: what its blocks have beyond them is one row.
+    """
+    rest = most - program.peak_bytes()
+    # without a history nobody knows the blocks of what was before the iteration
+    if not len(program.earlier_peak) or not len(program.history) or rest <= 0:
+        return program.strings, program.earlier_peak
+    row = np.array([[len(program.strings), rest, 1]], dtype=np.int64)
+    strings = (*program.strings, _BEYOND_REQUESTS)
+    return strings, np.concatenate([program.earlier_peak, row])
 
 
 def graph_pools(program: Program, settings: allocator.Settings | None = None) -> int:

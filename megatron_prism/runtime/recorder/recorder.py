@@ -118,6 +118,7 @@ class Recorder(CallListener, TrainingListener):
         self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
         self.owners = AllocationOwners()
         self._events: dict[int, int] = {}
+        self._outside: dict[str, Any] = {}  # while a graph is captured: what _OF_GRAPH was before
 
     # -- an iteration -----------------------------------------------------------------------------
     def start(
@@ -152,8 +153,13 @@ class Recorder(CallListener, TrainingListener):
         return round(statistics.median(end - begin for begin, end in hosts))
 
     def _memory(self, storage: int, num_bytes: int, note: str) -> None:
+        """Write down that a storage came to be, or went; of the current stream."""
         stream = self._stream()
-        self._builder.memory(storage, num_bytes, note, 0 if stream == "main" else int(stream[1:]))
+        number = 0 if stream == "main" else int(stream[1:])
+        # the ops of a capture are its graph's, its memory is the iteration's: most of it outlives
+        # the capture, and the peak can be in it
+        builder = self._outside.get("_builder", self._builder)
+        builder.memory(storage, num_bytes, note, number)
 
     def owned_by(self, models: Models, optimizer: object) -> None:
         """Whose memory it is; from here on also of what an iteration leaves to the next."""
@@ -373,6 +379,7 @@ class Recorder(CallListener, TrainingListener):
         mine = self._stream()
         ops = tuple(self._builder.build(self.rank, memory=False))
         vars(self).update(self._outside)
+        self._outside = {}
         return tuple(replace(op, stream="main") if op.stream == mine else op for op in ops)
 
     def graph_launched(self, ops: tuple[Op, ...] | None) -> None:
