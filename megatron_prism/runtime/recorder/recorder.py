@@ -118,7 +118,7 @@ class Recorder(CallListener, TrainingListener):
         self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
         self.owners = AllocationOwners()
         self._events: dict[int, int] = {}
-        self._outside: dict[str, Any] = {}  # while a graph is captured: what _OF_GRAPH was before
+        self._of_iteration = self._builder  # also while a graph is captured
 
     # -- an iteration -----------------------------------------------------------------------------
     def start(
@@ -130,6 +130,7 @@ class Recorder(CallListener, TrainingListener):
         """Forget what came before and record from here on; ``quick``: only times of segments;
         ``like``: with its texts, so that its rows can be repeated; ``earlier``: of Program."""
         self._builder, self._times, self._trace, self._events = Builder(like), [], [], {}
+        self._of_iteration = self._builder
         self._builder.earlier = earlier or {}
         self._collections.start()
         self._hosts, self._num_batches, self._quick, self.active = [], -1, quick, True
@@ -158,8 +159,7 @@ class Recorder(CallListener, TrainingListener):
         number = 0 if stream == "main" else int(stream[1:])
         # the ops of a capture are its graph's, its memory is the iteration's: most of it outlives
         # the capture, and the peak can be in it
-        builder = self._outside.get("_builder", self._builder)
-        builder.memory(storage, num_bytes, note, number)
+        self._of_iteration.memory(storage, num_bytes, note, number)
 
     def owned_by(self, models: Models, optimizer: object) -> None:
         """Whose memory it is; from here on also of what an iteration leaves to the next."""
@@ -379,7 +379,6 @@ class Recorder(CallListener, TrainingListener):
         mine = self._stream()
         ops = tuple(self._builder.build(self.rank, memory=False))
         vars(self).update(self._outside)
-        self._outside = {}
         return tuple(replace(op, stream="main") if op.stream == mine else op for op in ops)
 
     def graph_launched(self, ops: tuple[Op, ...] | None) -> None:
