@@ -30,7 +30,7 @@ from megatron_prism.features.hang import planting as faults
 from megatron_prism.features.hang.diagnose import diagnose_graph
 from megatron_prism.graph import stall, world_graph
 
-HERE = pathlib.Path(__file__).parents[1] / "hang"
+HERE = pathlib.Path(__file__).parents[1] / "features" / "hang"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ def stripped(programs):
 
 def write(name, folder):
     text = dump(stripped(slices.assemble(folder)))
-    (HERE.parent / "hang" / "worlds" / f"{name}.txt").write_text(text, encoding="utf-8")
+    (HERE.parent / "features" / "hang" / "worlds" / f"{name}.txt").write_text(
+        text, encoding="utf-8"
+    )
     print(f"worlds/{name}.txt: {len(text):,} bytes")
 
 
