@@ -134,7 +134,7 @@ def write(folder: Path, size: int, fault: str, frames: int) -> int:
 
 ALONE = """
 import json, sys
-from megatron_prism.hang import analyze, dumps
+from megatron_prism.features.hang import analyze, dumps
 print(json.dumps(analyze.diagnose_dumps(dumps.read_in_process(sys.argv[1])).to_json()))
 """
 

@@ -261,7 +261,7 @@ def test_a_worker_that_is_killed_is_said(tmp_path):
 
 FOREVER = """
 import itertools, os, signal, sys
-from megatron_prism.hang import dumps
+from megatron_prism.features.hang import dumps
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 if __name__ == "__main__":
     files = dumps.dump_files(__import__("pathlib").Path(sys.argv[1]))
