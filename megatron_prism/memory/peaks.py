@@ -251,9 +251,9 @@ def grouped(rows: Iterable[tuple[Key, int, int]]) -> tuple[HeldMemory, ...]:
 
 def difference(a: Iterable[HeldMemory], b: Iterable[HeldMemory]) -> tuple[HeldMemory, ...]:
     """What ``b`` holds more than ``a`` (less: negative), by origin, most first."""
-    rows = [(one.key, sign * one.num_bytes, sign * one.count)
-            for sign, each in ((-1, a), (1, b)) for one in each]  # fmt: skip
-    return tuple(one for one in grouped(rows) if one.num_bytes)
+    rows = [(holding.key, -holding.num_bytes, -holding.count) for holding in a]
+    rows += [(holding.key, holding.num_bytes, holding.count) for holding in b]
+    return tuple(holding for holding in grouped(rows) if holding.num_bytes)
 
 
 def holdings_at(program: Program, top: int) -> tuple[HeldMemory, ...]:
@@ -344,9 +344,11 @@ def overflow(
     if full is None:
         full = allocator.replay_requests(program.history.tolist(), settings, limit).full
         return None if full is None else Overflow(None, "", full.size, full.reserved)
-    at, held = op_at(program, full.event), holdings_at(program, full.event)
-    op = program[at] if at else None
-    return Overflow(op, site_of(program, full.event), full.size, full.reserved, held)
+    index = op_at(program, full.event)
+    holdings = holdings_at(program, full.event)
+    op = program[index] if index else None
+    site = site_of(program, full.event)
+    return Overflow(op, site, full.size, full.reserved, holdings)
 
 
 def viz_snapshot(program: Program) -> dict[str, object]:
@@ -422,10 +424,10 @@ def class_name(world: World, ranks: Sequence[int]) -> str:
 def reserved(program: Program, settings: allocator.Settings | None = None) -> tuple[int, int]:
     """(least, most) bytes of the allocator's segments, over all that its process asked for: the
     device keeps up, or the host is far ahead of it."""
-    heard = program.history.tolist() or changes(program)
-    least, most = (allocator.replay_requests(heard, settings, ahead=n).peak_reserved
-                   for n in (0, allocator.AHEAD))  # fmt: skip
-    return least, most
+    requests = program.history.tolist() or changes(program)
+    keeps_up = allocator.replay_requests(requests, settings, ahead=0)
+    far_behind = allocator.replay_requests(requests, settings, ahead=allocator.AHEAD)
+    return keeps_up.peak_reserved, far_behind.peak_reserved
 
 
 def as_blocks(program: Program, settings: allocator.Settings | None = None) -> Program:
@@ -459,7 +461,25 @@ def as_blocks(program: Program, settings: allocator.Settings | None = None) -> P
         if not held[storage]:
             events["bytes"][index] -= beyond.get(storage, 0)
             del held[storage]
-    return replace(program, allocations=events)
+    strings, earlier_peak = _earlier_blocks(program, max(levels, default=0))
+    return replace(program, allocations=events, strings=strings, earlier_peak=earlier_peak)
+
+
+_BEYOND_REQUESTS = "other:blocks beyond what was asked for"
+
+
+def _earlier_blocks(program: Program, most: int) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the texts and the earlier peak of ``program``, whose process had ``most`` in blocks.
+
+    An earlier peak is known by sizes, not by storages: what its blocks have beyond them is one row.
+    """
+    rest = most - program.peak_bytes()
+    # without a history nobody knows the blocks of what was before the iteration
+    if not len(program.earlier_peak) or not len(program.history) or rest <= 0:
+        return program.strings, program.earlier_peak
+    row = np.array([[len(program.strings), rest, 1]], dtype=np.int64)
+    strings = (*program.strings, _BEYOND_REQUESTS)
+    return strings, np.concatenate([program.earlier_peak, row])
 
 
 def graph_pools(program: Program, settings: allocator.Settings | None = None) -> int:

@@ -19,7 +19,8 @@ _KERNELS = {
     "norm": "normalization", "norm_backward": "backward of a normalization",
     "swiglu": "SwiGLU", "swiglu_back": "backward of SwiGLU", "rope": "rotary embedding",
     "embedding": "look-up of embeddings", "add": "addition", "add_": "addition in place",
-    "mul": "multiplication", "zero_": "zeroing", "copy_": "copy", "clone": "copy",
+    "mul": "multiplication", "zero_": "zeroing", "copy_": "copy",
+    "clone": "copy", "clone_dense": "copy",
     "_multi_tensor_adam": "Adam", "multi_tensor_adam": "Adam", "_fused_adam_": "Adam",
     "multi_tensor_l2norm": "norm of gradients", "multi_tensor_scale": "scaling of gradients",
 }  # fmt: skip
@@ -29,8 +30,12 @@ _MOST = 3  # modules of a segment
 
 def step(phase: str, microbatch: int, chunk: int) -> str:
     """``forward of microbatch 2, chunk 0``."""
-    of = f" of microbatch {microbatch}" if microbatch >= 0 else ""
-    return f"{phase or 'outside of steps'}{of}{f', chunk {chunk}' if chunk >= 0 else ''}"
+    text = phase or "outside of steps"
+    if microbatch >= 0:
+        text += f" of microbatch {microbatch}"
+    if chunk >= 0:
+        text += f", chunk {chunk}"
+    return text
 
 
 def kernels(note: str) -> str:

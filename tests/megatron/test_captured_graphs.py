@@ -9,6 +9,8 @@ import dataclasses
 import json
 import lzma
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from helpers.needs import TRAINING
 
 from megatron_prism.core import program
 from megatron_prism.core.ops import IS_CALL, NAMES
+from megatron_prism.core.units import format_bytes
+from megatron_prism.memory import peaks
 from megatron_prism.memory.job_peaks import peak_memory
 from megatron_prism.runtime.recorder.python_calls import KERNEL_NS
 
@@ -58,11 +62,17 @@ for name, dispatcher in DISPATCHERS.items():
     JOBS[f"experts by {name}"] = (
         f"{SMALL} {EARLY} {OWN} {EXPERTS} {PIPELINE} {ROUTER} {dispatcher} --moe-router-dtype fp32"
     )
-MEASURED_SLICES = {  # and how much of the peak a slice may lack
-    "layers by TE": 1e-3,
-    "layers by TE, pp2 vpp2": 6e-3,  # 12 MiB less, between the stages
-    "attention and router by TE, 8 experts": 1e-3,
-}
+# sixteen microbatches, of which a capture runs seven
+STAGES = (
+    f"{SMALL} {GRAPHS} --pipeline-model-parallel-size 4 --tensor-model-parallel-size 2 "
+    "--train-iters 4 --cuda-graph-warmup-steps 2"
+)
+JOBS["four stages"] = f"{STAGES} {OWN} --prism-world-size 8 --prism-ranks 2"
+MEASURED_SLICES = (
+    "layers by TE",
+    "layers by TE, pp2 vpp2",  # the peak is in a capture
+    "attention and router by TE, 8 experts",
+)
 ON_H100 = ("layers by Megatron, FP8 delayed", "whole iteration, full recomputation")
 for name in ON_H100:
     JOBS[name] = (
@@ -145,14 +155,36 @@ def test_slices_have_the_peak_of_the_whole_process(name, jobs, place):
     (file,) = (place / f"slices {name}").glob("slice-*.prism")
     programs, real = program.load(file), MEASURED["jobs"][name]
     partial = dataclasses.replace(programs, partial=True)
-    assert partial.programs[0].peak_bytes() == pytest.approx(
-        real["peak"], rel=MEASURED_SLICES[name]
-    )
+    lone = partial.programs[0]
+    # every request of the process is in its history
+    assert lone.peak_bytes() == lone.history[:, 1].cumsum().max()
+    in_blocks = peaks.known_peak(peaks.as_blocks(lone)).num_bytes
+    assert in_blocks == pytest.approx(real["peak"], rel=1e-3)
     memory = peak_memory(partial)
     (figures,) = memory.classes.values()
     assert figures["peak_allocated"] == partial.programs[0].peak_bytes()
     assert figures["graph_pools"] > 0
     assert "CUDA graphs" not in memory.provenance["peak_allocated"]
+
+
+def test_a_capture_of_few_microbatches_has_the_peak_of_all(jobs, place):
+    """The line of ``prism capture``, ``prism fit`` and the whole process say one figure."""
+    assert jobs["four stages"][0] == 0
+    (summary,) = (place / "four stages").glob("*.json")
+    memory = json.loads(summary.read_text())["memory"]
+    folder = place / "few microbatches"
+    words = [sys.executable, "-m", "megatron_prism", "capture", "-o", str(folder), "--prism-tier"]
+    words += ["meta", "--prism-world-size", "8", "--", str(stock_jobs.TINY), *STAGES.split()]
+    words += ["--eval-iters", "0", "--eval-interval", "100", "--prism-ranks", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "7 of 16 microbatches run" in done.stdout + done.stderr
+    lone = program.load(folder / "slice-000002.prism").programs[0]
+    assert peaks.peak(lone).earlier
+    said = f"rank 2: {len(lone):,} ops of an iteration, {format_bytes(lone.peak_bytes())} allocated"
+    assert said in done.stdout
+    assert peaks.known_peak(peaks.as_blocks(lone)).num_bytes == memory["allocated_peak"]
+    assert list(peaks.reserved(lone)) == memory["reserved_between"]
 
 
 def test_a_wait_of_the_host_in_a_capture_is_refused_as_by_cuda(jobs):

@@ -397,3 +397,22 @@ def test_blocks_have_what_the_allocator_does_not_split_off():
     assert peaks.known_peak(blocks).by_kind["optim"] == 34 << 20
     assert peaks.known_peak(blocks).num_bytes == (34 << 20) + 512
     assert blocks.live_bytes()[-1] == 34 << 20
+
+
+def test_blocks_of_an_earlier_peak_are_those_of_the_process():
+    """They are in the history; without one nobody knows them."""
+    mib = 1 << 20
+    before = Builder()
+    before.memory(0, 11 * mib, "graph: @core/cuda_graphs.py:7")  # of a segment of 12 MiB
+    before.memory(1, 100, "")
+    before.add("compute", phase="forward", microbatch=0)
+    builder = Builder()
+    builder.memory(2, 1000, "param:decoder")
+    builder.add("compute", phase="optimizer")
+    program = peaks.with_earlier(builder.build(0), before.build(0))
+    assert peaks.known_peak(peaks.as_blocks(program)).num_bytes == 11 * mib + 100
+    history = [[0, 11 * mib, 0, 0], [1, 100, 0, 0], [0, -11 * mib, 0, 0], [2, 1000, 0, 0]]
+    heard = dataclasses.replace(program, history=np.array(history))
+    top = peaks.known_peak(peaks.as_blocks(heard))
+    assert (top.num_bytes, top.earlier) == (12 * mib + 512, True)
+    assert top.by_kind["graph"] == 11 * mib

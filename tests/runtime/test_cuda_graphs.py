@@ -56,3 +56,40 @@ def test_a_capture_keeps_what_python_does_and_a_replay_takes_nothing():
         "3 0",
         "True",
     ]
+
+
+RECORDED = """
+import torch
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime import devices as tiers
+from megatron_prism.runtime.recorder.recorder import Recorder, report_to
+changes = ProcessChanges()
+live = tiers.prepare("meta", changes, engine=False).live
+MIB = 1 << 20
+x = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+recorder = Recorder(0, "meta", live)
+report_to(recorder, changes)
+recorder.start()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    static = x + (x + 1)  # three at once
+eager = static + 1
+del static
+y = eager + (eager + 1)
+left = live.now
+program = recorder.stop().program()
+changes.undo()
+print([level / MIB for level in program.live_bytes().tolist()], left / MIB)
+print(program.ops["kernels"].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_a_capture_is_recorded_and_its_kernels_are_the_graphs():
+    """What a capture keeps outlives it, and the most that is alive can be inside it."""
+    words = [sys.executable, "-c", RECORDED]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    levels, kernels = done.stdout.splitlines()
+    assert levels == "[1.0, 2.0, 3.0, 2.0, 3.0, 2.0, 3.0, 4.0, 3.0] 3.0"
+    assert kernels == "[-1, 3]"  # a wait of the host, and what is outside of the graph

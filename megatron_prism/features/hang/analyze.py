@@ -243,7 +243,8 @@ class _Judge:
 
     def _held(self, culprits: Collection[int]) -> set[int]:
         """Who waits for something else than ``culprits``, and those of whom dumps say nothing."""
-        return waits.held(self.state, {*culprits, *self.excused, *self.state.mute()})
+        silent = {*self.state.mute(), *self.state.cut_ranks}
+        return waits.held(self.state, {*culprits, *self.excused, *silent})
 
     # -- 0: what logs say -------------------------------------------------------------------------
     def _eventful(self) -> bool:

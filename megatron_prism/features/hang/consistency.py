@@ -251,11 +251,14 @@ def _without(found: DumpSet, apart: Collection[int]) -> JobState:
 
 def _aborted(state: JobState) -> dict[int, str]:
     """Ranks that say a call ended in which more of its members, several, still wait -> that."""
-    calls = sorted((e.group, e.seq, e.op) for calls in state.outstanding.values() for e in calls
-                   if e.op in _JOINT)  # fmt: skip
-    first = {name: (seq, op) for name, seq, op in reversed(calls)}
+    first_calls: dict[str, tuple[int, str]] = {}
+    for outstanding in state.outstanding.values():
+        for entry in outstanding:
+            call = entry.seq, entry.op
+            if entry.op in _JOINT and call <= first_calls.get(entry.group, call):
+                first_calls[entry.group] = call
     found: dict[int, str] = {}
-    for name, (seq, op) in first.items():
+    for name, (seq, op) in sorted(first_calls.items(), reverse=True):
         group = state.groups[name]
         if not _counts_collectives(state, group):
             continue

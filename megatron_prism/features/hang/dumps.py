@@ -22,7 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -194,22 +194,29 @@ _NAMES = {**NAME_OF, "_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "AL
            "_all_gather_base_coalesced": "all_gather"}  # fmt: skip
 
 
+_entry_of = functools.partial(tuple.__new__, Entry)  # Entry._make, without a frame of Python
+
+
 def entries_of(raw: Sequence[_RawEntry]) -> tuple[Entry, ...]:
-    """All entries, in the order of the dump; most are like an earlier one but for their numbers."""
-    known: dict[object, _Said] = {}
-    made = []
+    """Return all entries, in the order of the dump.
+
+    Most are like an earlier one but for their numbers, so what they share is made once.
+    """
+    shared_parts: dict[object, _Said] = {}
+    rows = []
     for number, row in enumerate(raw):
-        site = _site(row.frames)
+        place = _innermost(row.frames)
         key = (row.process_group, row.profiling_name, row.state, row.retired, row.input_sizes,
-               row.output_sizes, row.input_dtypes, row.output_dtypes, site)  # fmt: skip
-        if (said := known.get(key)) is None:
-            said = known[key] = _said(row, site)
-        group, desc, op, to, numbers, dtypes, state, done, where = said
+               row.output_sizes, row.input_dtypes, row.output_dtypes, place)  # fmt: skip
+        shared = shared_parts.get(key)
+        if shared is None:
+            shared = shared_parts[key] = _said(row, _site(place))
+        group, desc, op, to, numbers, dtypes, state, done, site = shared
         record, calls = _known(row.record_id, number), _known(row.collective_seq_id)
         seq = calls if to < 0 else _known(row.p2p_seq_id)
-        made.append((record, group, desc, op, seq, calls, to, numbers, dtypes, state, done,
-                     where, _known(row.timeout_ms), _known(row.time_created_ns)))  # fmt: skip
-    return tuple(map(Entry._make, made))
+        rows.append((record, group, desc, op, seq, calls, to, numbers, dtypes, state, done,
+                     site, _known(row.timeout_ms), _known(row.time_created_ns)))  # fmt: skip
+    return tuple(map(_entry_of, rows))
 
 
 def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple[Entry, ...]:
@@ -353,13 +360,25 @@ def _said(row: _RawEntry, site: str) -> _Said:
     )
 
 
-def _site(frames: object) -> str:
-    """Where the innermost frame is; of the others nothing is read."""
-    first = frames[0] if isinstance(frames, list) and frames else None
+def _innermost(frames: object) -> tuple[str, int] | None:
+    """Return file and line of the innermost frame; of the others nothing is read."""
+    if not isinstance(frames, list) or not frames:
+        return None
+    first = frames[0]
     if not isinstance(first, dict):
-        return ""
+        return None
     file, line = first.get("filename"), first.get("line")
-    return f"{file[:300]}:{line}" if isinstance(file, str) and isinstance(line, int) else ""
+    if isinstance(file, str) and isinstance(line, int):
+        return file, line
+    return None
+
+
+def _site(place: tuple[str, int] | None) -> str:
+    """Write a place as ``file:line``."""
+    if place is None:
+        return ""
+    file, line = place
+    return f"{file[:300]}:{line}"
 
 
 def _known(value: int | None, other: int = -1) -> int:
@@ -587,19 +606,41 @@ def _before_cut(value: _CutValue, rank: int) -> Dump:
 
 
 def _bounded(value: object) -> None:
-    """ValueError where what is read of a dump means more than ``_ITEMS``: a list that is written
-    once may stand in every call."""
+    """Refuse a dump of which what is read means more than ``_ITEMS``.
+
+    A list that is written once may stand in every call.  There are millions of lists: their types
+    and lengths are taken without a step of Python for each.
+
+    Raises:
+        ValueError: It means more.
+    """
     top = value if isinstance(value, dict) else {}
     entries, groups = top.get("entries"), top.get("pg_config")
-    rows = [row for row in entries if isinstance(row, dict)] if isinstance(entries, _MANY) else []
-    lists: list[object] = [row.get(key) for row in rows for key in _LISTS]
+    rows = _of_types(entries, dict) if isinstance(entries, _MANY) else []
+    columns: list[list[object]] = []
+    for key in _LISTS:
+        columns.append(list(map(dict.get, rows, itertools.repeat(key))))
     if isinstance(groups, dict):
-        lists += [group.get("ranks") for group in groups.values() if isinstance(group, dict)]
+        columns.append([row.get("ranks") for row in _of_types(groups.values(), dict)])
     for _ in range(2):
-        sized = [one for one in lists if isinstance(one, _MANY)]
-        if sum(map(len, sized)) > _ITEMS:
-            raise ValueError(f"it means more than {_ITEMS:,} items, written as aliases")
-        lists = list(itertools.chain.from_iterable(sized))
+        # a column for itself: mostly all its values are lists, or none is
+        items = 0
+        for place, column in enumerate(columns):
+            sized = _of_types(column, *_MANY)
+            items += sum(map(len, sized))
+            if items > _ITEMS:
+                raise ValueError(f"it means more than {_ITEMS:,} items, written as aliases")
+            columns[place] = list(itertools.chain.from_iterable(sized))
+
+
+def _of_types(values: Collection[object], *types: type[T]) -> list[T]:
+    """Return the values of some types: mostly all of them, or none."""
+    present = set(map(type, values))
+    if present.issubset(types):
+        return cast(list[T], list(values))
+    if present.isdisjoint(types):
+        return []
+    return [cast(T, value) for value in values if type(value) in types]
 
 
 class _RawGroup(msgspec.Struct):
@@ -694,7 +735,8 @@ def _names_of_ids(
     status: Mapping[str, Status], groups: Mapping[str, Group], raw: Sequence[_RawEntry]
 ) -> dict[str, str]:
     """pg_id -> name of the group."""
-    known = {str(e.pg_id): str(e.process_group[0]) for e in raw}
+    called_as = {e.pg_id: e.process_group[0] for e in raw}
+    known = {str(number): str(name) for number, name in called_as.items()}
     ids = [i for i in status if i not in known]
     names = [name for name in groups if name not in set(known.values())]
     if len(ids) == len(names) and all(x.isdecimal() for x in [*ids, *names]):
@@ -727,9 +769,35 @@ def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSe
 _Loaded = Generator[tuple[int, Dump | DumpError], None, None]
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A dump on its way between processes.
+
+    Attributes:
+        dump: The dump without its calls.
+        entries: Its entries as plain tuples, which are packed and unpacked in C.
+        messages: Its messages, likewise.
+    """
+
+    dump: Dump
+    entries: tuple[tuple[object, ...], ...]
+    messages: tuple[tuple[object, ...], ...]
+
+    def received(self) -> Dump:
+        """Return the dump with its calls."""
+        entries = tuple(map(_entry_of, self.entries))
+        return replace(self.dump, entries=entries, messages=tuple(map(_entry_of, self.messages)))
+
+
+def _sent(dump: Dump) -> _Sent:
+    """Take a dump apart for another process."""
+    plain = tuple(map(tuple, dump.entries))
+    return _Sent(replace(dump, entries=(), messages=()), plain, tuple(map(tuple, dump.messages)))
+
+
 def _loaded(files: dict[int, Path], processes: int) -> _Loaded:
     """(rank, its dump), ranks ascending; few are under way, so that none waits in memory."""
-    todo, running = iter(sorted(files)), deque[tuple[int, Future[Dump | DumpError]]]()
+    todo, running = iter(sorted(files)), deque[tuple[int, Future[_Sent | DumpError]]]()
     largest = max(file.stat().st_size for file in files.values())
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _start_worker) as pool:
@@ -739,8 +807,9 @@ def _loaded(files: dict[int, Path], processes: int) -> _Loaded:
                     running.append((rank, pool.submit(_load, rank, files[rank], largest)))
                 if not running:
                     return
-                rank, one = running.popleft()
-                yield rank, one.result()
+                rank, future = running.popleft()
+                result = future.result()
+                yield rank, result.received() if isinstance(result, _Sent) else result
         except BrokenProcessPool as error:
             raise DumpError(
                 f"a process that read the dumps in {next(iter(files.values())).parent} was killed",
@@ -763,6 +832,7 @@ def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
     os._exit(1)
 
 
-def _load(rank: int, file: Path, largest: int) -> Dump | DumpError:
+def _load(rank: int, file: Path, largest: int) -> _Sent | DumpError:
     with bounded_memory(largest), no_collector():
-        return load(rank, file)
+        result = load(rank, file)
+        return _sent(result) if isinstance(result, Dump) else result

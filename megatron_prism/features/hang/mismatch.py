@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_prism.features.hang.dumps import Entry, Launch
@@ -86,12 +86,14 @@ def find_mismatches(state: JobState) -> list[Mismatch]:
             calls_of_members[name] = [
                 (rank, state.numbered(rank).get(entry.desc, {})) for rank in members
             ]
+        numbered_calls = calls_of_members[name]
+        if _is_plainly_alike([numbered.get(seq) for _, numbered in numbered_calls]):
+            continue
         calls: Calls = {}
-        for rank, numbered in calls_of_members[name]:
-            made = numbered.get(seq)
-            if made is not None:
-                calls[rank] = made
-        if not calls or _is_plainly_alike(state, calls):
+        for rank, numbered in numbered_calls:
+            if seq in numbered:
+                calls[rank] = numbered[seq]
+        if not calls:
             continue
         mismatch = _compare(state, calls)
         if mismatch is not None:
@@ -100,19 +102,26 @@ def find_mismatches(state: JobState) -> list[Mismatch]:
     return sorted(mismatches, key=lambda mismatch: mismatch.entry.created_ns)
 
 
-def _is_plainly_alike(state: JobState, calls: Calls) -> bool:
+def _is_plainly_alike(calls_of_members: Sequence[list[Entry] | None]) -> bool:
     """Tell whether all members made one single call, each the same: the common case, at once.
 
     Calls that read the same may still not fit where each member has sizes of its own.
+
+    Args:
+        calls_of_members: The calls of one number of each member; None: it has none recorded.
     """
-    first = next(iter(calls.values()))[0]
-    if first.op not in SIZED or len(calls) < len(state.groups[first.group].ranks):
+    calls_of_first = calls_of_members[0] if calls_of_members else None
+    if calls_of_first is None:
         return False
-    for made in calls.values():
-        entry = made[0]
-        if len(made) > 1 or entry.op != first.op:
+    first = calls_of_first[0]
+    if first.op not in SIZED:
+        return False
+    op, dtypes, numbers = first.op, first.dtypes, first.numbers
+    for calls in calls_of_members:
+        if calls is None or len(calls) > 1:
             return False
-        if entry.dtypes != first.dtypes or entry.numbers != first.numbers:
+        entry = calls[0]
+        if entry.op != op or entry.dtypes != dtypes or entry.numbers != numbers:
             return False
     return True
 

@@ -203,9 +203,9 @@ def _compare_sets(equal_siblings: Sequence[_EqualSiblings], queued: bool) -> _Co
 
     # the further sets against sets that agree, spread over all of these
     agreeing = [equal for equal in in_pairs if equal.ranks[0] not in exclusion.opponent_counts]
-    if not agreeing:
-        return _Comparison(exclusion, conflicts)
-    references = agreeing[:: -(-len(agreeing) // _REFERENCES)]
+    # of a place of which no rank left a dump there are none
+    sets_for_reference = max(1, -(-len(agreeing) // _REFERENCES))
+    references = agreeing[::sets_for_reference]
     opponent_counts = dict(exclusion.opponent_counts)
     for further in equal_siblings[_MAX_COMPARED:]:
         opponent_count = 0

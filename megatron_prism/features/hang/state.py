@@ -7,6 +7,7 @@ program, so what one of them did tells what the other should have done.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 from collections import Counter, defaultdict
@@ -70,7 +71,7 @@ class CallKey(NamedTuple):
 
 def key_of(entry: Entry) -> CallKey:
     """Return the key of a call."""
-    return CallKey(entry.desc, entry.pair, entry.seq)
+    return CallKey(entry.desc, entry.to >= 0, entry.seq)
 
 
 def issue_order(entry: Entry) -> tuple[int, int]:
@@ -151,13 +152,13 @@ class JobState:
         self._waited: dict[Launch | tuple[int, Launch], Mapping[str, Sequence[int]]] = {}
         self._places: dict[str, dict[int, int]] = {}
         self._launches: dict[int, dict[Launch, list[Entry]]] = {}
-        self._blocking: dict[Launch | tuple[int, Launch], frozenset[int]] = {}
-        self._same_ranks: dict[frozenset[int], frozenset[int]] = {}
+        self._blocking: dict[tuple[str, int], frozenset[int]] = {}
+        self._bounds: dict[str, list[int]] = {}
         self._outstanding_messages: dict[int, dict[_Route, _Messages]] = {}
         self._all_messages: dict[int, dict[_Route, _Messages]] = {}
         self._numbered: dict[int, dict[str, dict[int, list[Entry]]]] = {}
         self._collect_groups(found.listed)
-        self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
+        self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.to >= 0}
         self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
         for dump in self.dumps.values():  # of such counters one is a message's
             self.pairs |= {n for n, s in dump.status.items() if s.completed > s.enqueued >= 0}
@@ -201,14 +202,17 @@ class JobState:
                 self.enqueued[name, rank] = _ALL_CALLS
             return
         uncounted = self.pairs | {e.group for e in dump.entries} - dump.status.keys()
-        for entry in (e for e in dump.entries if not e.done or e.group in uncounted):
-            key = (entry.group, rank)
-            if entry.group in uncounted:
+        completed = {name: self.completed.get((name, rank), -1) for name in dump.status}
+        for entry in dump.entries:
+            name = entry.group
+            if name in uncounted:
+                key = (name, rank)
                 self.enqueued[key] = max(self.enqueued.get(key, -1), entry.calls)
-                if entry.done and not entry.pair:
+                if entry.done and entry.to < 0:
                     self.completed[key] = max(self.completed.get(key, -1), entry.seq)
-            elif entry.seq <= self.completed.get(key, -1):
-                self.completed[key] = entry.seq - 1  # gloo counts calls that failed, too
+            # gloo counts calls that failed, too
+            elif not entry.done and entry.seq <= completed[name]:
+                self.completed[name, rank] = completed[name] = entry.seq - 1
 
     def _uncounted_of_cut(self, rank: int) -> list[str]:
         """Return the groups of a rank with a cut dump in which no counter tells its collectives."""
@@ -225,7 +229,7 @@ class JobState:
             if not e.done
             and e.op != "coalesced"
             and e.group in self.groups
-            and (e.pair or e.seq > self.completed.get((e.group, rank), -1))
+            and (e.to >= 0 or e.seq > self.completed.get((e.group, rank), -1))
         ]
         has = {e.group for e in found}
         for name in self.groups_of[rank]:
@@ -354,19 +358,62 @@ class JobState:
                 launches.setdefault((entry.group, entry.to >= 0, entry.seq), []).append(entry)
         return launches
 
-    def blocking_ranks(self, rank: int, launch: Launch) -> frozenset[int]:
-        """Return the ranks that keep an outstanding launch waiting, for whatever reason.
+    def blocking_ranks(self, rank: int) -> set[int]:
+        """Return the ranks that keep some outstanding call of ``rank`` waiting, for any reason.
 
-        Equal sets are one object, so that a union over a thousand launches is one of a few sets.
+        Of a group's collectives one of each stretch is asked for, and of these no rank asks twice.
         """
-        _, is_message, _ = launch
-        key = (rank, launch) if is_message else launch
-        ranks = self._blocking.get(key)
+        needed_sets: set[frozenset[int]] = set()
+        numbers_of_group: dict[str, list[int]] = {}
+        for launch, entries in self.launches(rank).items():
+            name, is_message, number = launch
+            if is_message:
+                reasons = self.blockers(rank, entries[0])
+                needed_sets.add(frozenset(itertools.chain.from_iterable(reasons.values())))
+            else:
+                numbers_of_group.setdefault(name, []).append(number)
+        for name, numbers in numbers_of_group.items():
+            numbers.sort()
+            bounds = self._bounds_of_stretches(name)
+            position = 0
+            while position < len(numbers):
+                number = numbers[position]
+                stretch = bisect.bisect_right(bounds, number)
+                needed_sets.add(self._blocking_stretch(rank, (name, False, number), stretch))
+
+                # on to the first number of the next stretch
+                if stretch == len(bounds):
+                    break
+                position = bisect.bisect_left(numbers, bounds[stretch], position)
+        return set[int]().union(*needed_sets)
+
+    def _blocking_stretch(self, rank: int, launch: Launch, stretch: int) -> frozenset[int]:
+        """Return the ranks that keep a collective waiting, and all of its stretch."""
+        name, _, _ = launch
+        ranks = self._blocking.get((name, stretch))
         if ranks is None:
-            ranks_by_reason = self.blockers(rank, self.launches(rank)[launch][0])
-            ranks = frozenset(itertools.chain.from_iterable(ranks_by_reason.values()))
-            ranks = self._blocking[key] = self._same_ranks.setdefault(ranks, ranks)
+            reasons = self.blockers(rank, self.launches(rank)[launch][0])
+            ranks = frozenset(itertools.chain.from_iterable(reasons.values()))
+            self._blocking[name, stretch] = ranks
         return ranks
+
+    def _bounds_of_stretches(self, name: str) -> list[int]:
+        """Return the numbers at which the collectives of a group may begin to wait for others.
+
+        For whom a collective waits depends on which members have issued it, which saw it end, and
+        which stand in it.  Between two of these numbers it is the same for each collective.
+        """
+        bounds = self._bounds.get(name)
+        if bounds is None:
+            numbers: set[int] = set()
+            for member in self.groups[name].ranks:
+                numbers.add(self.enqueued.get((name, member), -1) + 1)
+                numbers.add(self.completed.get((name, member), -1) + 1)
+                group, is_message, number = self.heads.get(member, ("", False, -1))
+                if group == name and not is_message:
+                    numbers.update((number, number + 1))
+            bounds = self._bounds[name] = sorted(numbers)
+        return bounds
 
     def _by_route(self, rank: int, messages: Iterable[Entry]) -> dict[_Route, _Messages]:
         """Collect messages of ``rank`` by group, operation and other side."""
@@ -435,13 +482,26 @@ class JobState:
     @cached_property
     def lates(self) -> Mapping[tuple[str, int], Entry]:
         """(group, rank that has not come) -> the first call at which others wait for it."""
-        found: dict[tuple[str, int], Entry] = {}
-        calls = {(e.group, e.seq): e for c in self.outstanding.values() for e in c if not e.pair}
-        for (name, _), entry in sorted(calls.items(), key=lambda call: call[0]):
+        calls_of_group: dict[str, dict[int, Entry]] = defaultdict(dict)
+        for outstanding in self.outstanding.values():
+            for entry in outstanding:
+                if entry.to < 0:
+                    calls_of_group[entry.group][entry.seq] = entry
+
+        first_calls: dict[tuple[str, int], Entry] = {}
+        for name, calls in sorted(calls_of_group.items()):
+            numbers = sorted(calls)
+            late_ranks: list[tuple[int, int]] = []
             for rank in self.groups[name].ranks:
-                if (name, rank) not in found and not self.arrived(rank, entry):
-                    found[name, rank] = entry
-        return found
+                # the first number that is above its counter
+                position = bisect.bisect_right(numbers, self.enqueued.get((name, rank), -1))
+                if position < len(numbers):
+                    late_ranks.append((position, rank))
+
+            # by the call, and for one call in the order of the group
+            for position, rank in sorted(late_ranks, key=lambda late: late[0]):
+                first_calls[name, rank] = calls[numbers[position]]
+        return first_calls
 
     def skipped(self, rank: int, entry: Entry) -> bool:
         """Whether ``rank``, which lacks ``entry``, made calls that most siblings made after it."""
@@ -563,6 +623,11 @@ class JobState:
                 hidden_ranks.add(rank)
         return hidden_ranks
 
+    @property
+    def cut_ranks(self) -> list[int]:
+        """Ranks whose dumps end too early: they do not say in which calls these ranks wait."""
+        return [rank for rank, dump in self.dumps.items() if dump.is_cut]
+
     def mute(self) -> list[int]:
         """Ranks whose dumps have neither calls nor counters, where others have counters: started
         again, or their recorders were off.  It proves nothing against them."""
@@ -581,7 +646,7 @@ class JobState:
         if self.missing:
             found.append(f"dumps of {ranks_text(self.missing)}")
         found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
-        cut_ranks = [rank for rank, dump in self.dumps.items() if dump.is_cut]
+        cut_ranks = self.cut_ranks
         if cut_ranks:
             found.append(f"the ends of the dumps of {ranks_text(cut_ranks)}, which are cut off: "
                          "counters, and calls that ended, are read")  # fmt: skip

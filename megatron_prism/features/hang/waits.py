@@ -53,8 +53,7 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
     ranks_needed: dict[int, set[int]] = {}
     for rank in state.outstanding:
         # a host may stand at another call than the oldest one
-        needed_sets = {state.blocking_ranks(rank, launch) for launch in state.launches(rank)}
-        ranks_needed[rank] = set[int]().union(*needed_sets) - {rank}
+        ranks_needed[rank] = state.blocking_ranks(rank) - {rank}
     ranks_waiting = reversed_edges(ranks_needed)
 
     ends: list[int] = []

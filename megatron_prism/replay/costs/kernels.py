@@ -74,6 +74,9 @@ PRODUCTS = frozenset((*_SINGLE, *_BATCHED))  # what the power limit was seen to 
 # what the recorder appends to ``attention`` (``runtime/te_kernels/attention.announce``)
 _ATTENTION = ("", "_dropout", *(f"_backward{a}{b}" for a in ("", "_dropout")
                                 for b in ("", "_deterministic")))  # fmt: skip
+# of an element of one byte, that a clone and a copy into a tensor move: the recorder counts the
+# tensor that is changed as read and as written
+_CLONE_BYTES, _COPY_BYTES = 2, 3
 _ADAM_BYTES = 28, 16  # of an element: as our stand-in counts it, as recorded of torch's fused one
 
 
@@ -232,6 +235,9 @@ class OpTable:
             names = ("fp8_quantize row",)
         if kernel.name == "adam" and f"adam {dtype}" not in self.kernels:
             names, moved = ("_fused_adamw_", ""), moved * _ADAM_BYTES[1] // _ADAM_BYTES[0]
+        # the measured clone turns its tensor; one that does not is a copy of memory
+        if kernel.name == "clone_dense":
+            names, moved = ("copy_", ""), moved * _COPY_BYTES // _CLONE_BYTES
         for name in names:
             rows = self.kernels.get(f"{name} {dtype}") or self.kernels.get(f"{name} float32")
             sizes, ns = rows or (None, None)

@@ -118,6 +118,7 @@ class Recorder(CallListener, TrainingListener):
         self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
         self.owners = AllocationOwners()
         self._events: dict[int, int] = {}
+        self._of_iteration = self._builder  # also while a graph is captured
 
     # -- an iteration -----------------------------------------------------------------------------
     def start(
@@ -129,6 +130,7 @@ class Recorder(CallListener, TrainingListener):
         """Forget what came before and record from here on; ``quick``: only times of segments;
         ``like``: with its texts, so that its rows can be repeated; ``earlier``: of Program."""
         self._builder, self._times, self._trace, self._events = Builder(like), [], [], {}
+        self._of_iteration = self._builder
         self._builder.earlier = earlier or {}
         self._collections.start()
         self._hosts, self._num_batches, self._quick, self.active = [], -1, quick, True
@@ -152,8 +154,12 @@ class Recorder(CallListener, TrainingListener):
         return round(statistics.median(end - begin for begin, end in hosts))
 
     def _memory(self, storage: int, num_bytes: int, note: str) -> None:
+        """Write down that a storage came to be, or went; of the current stream."""
         stream = self._stream()
-        self._builder.memory(storage, num_bytes, note, 0 if stream == "main" else int(stream[1:]))
+        number = 0 if stream == "main" else int(stream[1:])
+        # the ops of a capture are its graph's, its memory is the iteration's: most of it outlives
+        # the capture, and the peak can be in it
+        self._of_iteration.memory(storage, num_bytes, note, number)
 
     def owned_by(self, models: Models, optimizer: object) -> None:
         """Whose memory it is; from here on also of what an iteration leaves to the next."""

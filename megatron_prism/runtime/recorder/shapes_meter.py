@@ -53,6 +53,7 @@ _PUT = frozenset(("index_put_", "scatter_", "scatter_add_", "index_add_", "index
 _LOOPED = ("fp8_", "fill_empty")
 # what torch hands to cuBLAS, whose type its settings decide; Transformer Engine ignores them
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
+COPIED_WHOLE = "clone_dense"  # a clone whose elements lie as those of its source do
 _LONGEST = 240  # distinct kernels of a segment that are written out
 
 
@@ -140,6 +141,8 @@ class Meter:
             if moved := sum(t.numel() * t.element_size() for t in outs):
                 self.add("fill_empty", 0, 2 * moved, outs)  # as ``zero_`` counts them: in and out
             return
+        if name == "clone" and _lie_alike(tensors[0], outs[0]):
+            name = COPIED_WHOLE
         formula = flop_registry.get(packet)
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
         there = tensors + outs
@@ -167,6 +170,13 @@ class Meter:
         if flops and dtype == "float32" and name in _PRODUCTS and _allows_tf32():
             dtype = "tf32"
         work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
+
+
+def _lie_alike(source: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether both have their elements in one order, so that torch copies the memory as a whole
+    (``memcpy_eligible``, aten/src/ATen/native/cuda/Copy.cu @2.11) and not by elements."""
+    contiguous = source.is_contiguous() and copy.is_contiguous()
+    return contiguous or source.stride() == copy.stride()
 
 
 def _allows_tf32() -> bool:

@@ -1,12 +1,14 @@
 """The work of a verdict grows with the calls in the dumps, not with their square."""
 
+import pickle
+import random
 import sys
 
 import pytest
 from helpers.dump_values import Dump
 
 from megatron_prism.features.hang import analyze, waits
-from megatron_prism.features.hang.dumps import DumpSet, of_value
+from megatron_prism.features.hang.dumps import DumpSet, _sent, of_value
 from megatron_prism.features.hang.state import JobState
 
 STAGES = 2
@@ -60,3 +62,53 @@ def test_the_work_of_a_verdict_is_linear(grown):
     """A rank's calls are looked at once, however often somebody asks for one of them."""
     before, after = work(stalled_job(4, 16)), work(stalled_job(*grown))
     assert after < 2.5 * before, f"{after / before:.1f} times the steps for twice the entries"
+
+
+def test_one_collective_of_each_stretch_is_asked_for_whom_it_waits(monkeypatch):
+    """Calls that are queued behind one another wait for the same ranks."""
+    asked = []
+    ask = JobState._blockers
+
+    def counted(state, rank, entry, first):
+        asked.append(entry.pair)
+        return ask(state, rank, entry, first)
+
+    monkeypatch.setattr(JobState, "_blockers", counted)
+    counts = []
+    for rounds in (16, 64):
+        asked.clear()
+        waits.ranks_where_waits_end(JobState(stalled_job(8, rounds)), [0, 1])
+        counts.append(asked.count(False))
+    assert counts[0] == counts[1] > 0
+
+
+def uneven_job(seed):
+    """Dumps of ranks that stand, each by itself, anywhere in calls of two groups and messages."""
+    draw = random.Random(seed)
+    size = 6
+    dumps = {}
+    for rank in range(size - draw.randrange(2)):
+        half = [member for member in range(size) if member % 2 == rank % 2]
+        dump = Dump({"mp": list(range(size)), "dp": half})
+        for _ in range(draw.randrange(8)):
+            dump.call(draw.choice(["mp", "dp"]), "all_reduce", done=draw.random() < 0.3)
+        dumps[rank] = of_value(dump.value(), rank)
+    return DumpSet(dumps)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_stretch_waits_for_the_ranks_that_each_of_its_calls_waits_for(seed):
+    state = JobState(uneven_job(seed))
+    for rank in state.outstanding:
+        each_call = set()
+        for entries in state.launches(rank).values():
+            reasons = state._blockers(rank, entries[0], state.heads)
+            each_call.update(*reasons.values())
+        assert state.blocking_ranks(rank) == each_call
+
+
+def test_a_dump_goes_between_processes_as_it_is():
+    dump = stalled_job(2, 4).dumps[1]
+    sent = pickle.loads(pickle.dumps(_sent(dump)))
+    assert sent.received() == dump
+    assert type(sent.received().entries[0]) is type(dump.entries[0])
