@@ -5,8 +5,8 @@ which ``replay.microbatches`` orders captured steps.  Megatron's forward_backwar
 run as they are, once per stage, on tokens instead of tensors; what is replaced is what they
 call: torch inside ``p2p_communication`` and ``schedules``, forward and backward of the model, and
 the size of a group (core/utils.py:518 answers 1 while torch.distributed is not initialised).  All
-of it is put back afterwards.  No model is built, so nothing here knows times, memory or the
-communication inside a layer.
+of it is put back afterwards.  No model is built, so nothing here knows times, sizes or the
+communication inside a layer; of memory it knows when Python drops a message's tensor.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _replace(changes: ProcessChanges, tape: Tape) -> None:
         torch=ModuleProxy(torch, zeros=lambda *args, **kwargs: 0),
         forward_step=partial(_forward, tape),
         backward_step=lambda inputs, outputs, grads, *rest: tape.backward(inputs, outputs, grads),
-        deallocate_output_tensor=lambda *args: None,
+        deallocate_output_tensor=tape.deallocate,
     )
     replace(
         changes,
@@ -256,5 +256,9 @@ def _replace(changes: ProcessChanges, tape: Tape) -> None:
 def _forward(tape: Tape, *args: Any, **kwargs: Any) -> Any:
     """Stands for schedules.forward_step(func, iterator, model, count, input, ...)."""
     chunk = kwargs.get("vp_stage")
-    inputs, microbatch = args[4], kwargs["current_microbatch"]
-    return tape.forward(inputs, microbatch, -1 if chunk is None else chunk), 0
+    if chunk is None:
+        chunk = -1
+    inputs = args[4]
+    tape.give_input(args[2], inputs)
+    microbatch = kwargs["current_microbatch"]
+    return tape.forward(inputs, microbatch, chunk), 0

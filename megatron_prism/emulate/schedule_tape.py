@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Union
@@ -26,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Builder, Program
+from megatron_prism.replay.message_buffers import FORWARD, GRADIENT, OUTPUT, RECEIVED
 from megatron_prism.runtime.recorder.recorder import _nearest
 
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
@@ -69,6 +72,9 @@ class Token:
     row   : the receive it comes from, or None
     label : (phase, microbatch, chunk) of the step that made it or will use it
     is_shape : it is the shape of the tensor that is sent next
+    kept  : what lives as long as this tensor: the inputs of its graph
+    storage : what it holds until it is deallocated, of a forward's output
+    on_drop : called when Python drops the tensor
     The rest is what Megatron's combined schedule keeps on tensors, and a loss's input, ``parent``.
     """
 
@@ -79,9 +85,16 @@ class Token:
     requires_grad = True
     schedule_plan: Any = None
     loss_func: Any = None
+    kept: object = None
+    storage: Token | None = None
+    on_drop: Callable[[], None] | None = None
 
     def __init__(self, label: Label = ("", -1, -1), is_shape: bool = False) -> None:
         self.label, self.is_shape = label, is_shape
+
+    def __del__(self) -> None:
+        if self.on_drop is not None:
+            self.on_drop()
 
     def used_by(self, label: Label) -> None:
         """The step that uses the tensor says what its receive was for."""
@@ -98,7 +111,9 @@ class Token:
 
     def detach(self) -> Token:
         """A leaf of the same tensor."""
-        return Token(self.label)
+        leaf = Token(self.label)
+        leaf.kept = self
+        return leaf
 
     def retain_grad(self) -> None:
         """Gradients are kept anyway."""
@@ -111,10 +126,42 @@ def _each(tokens: Tokens) -> list[Token]:
     return [one for one in (tokens if isinstance(tokens, list) else [tokens]) if one is not None]
 
 
+class _Request:
+    """What isend and irecv return; a wait for it is an event, too.
+
+    A receive's request holds its tensor, a send's none, as in the virtual process group.
+    """
+
+    def __init__(self, tape: Tape, handle: int, received: Token | None) -> None:
+        self._tape, self._handle, self._received = tape, handle, received
+
+    def wait(self) -> None:
+        """Add the event."""
+        self._tape.add("wait", handle=self._handle)
+
+
+@dataclass
+class BufferLife:
+    """When a tensor comes and goes.
+
+    kind    : RECEIVED, OUTPUT or GRADIENT
+    event   : its number on the tape
+    dropped : the event before which Python drops it, -1: never
+    cause   : FORWARD if it goes as a forward takes its input, "": as the scheduler drops it
+    """
+
+    kind: str
+    event: int
+    dropped: int = -1
+    cause: str = ""
+
+
 class Tape:
     """The events of one stage, in order.
 
     stage, pp : own position and size of the pipeline
+    buffers   : of every tensor that is received, of every output of a forward, and of every
+                gradient that a backward makes for the stage before it
     """
 
     def __init__(self, stage: int, pp: int) -> None:
@@ -123,7 +170,25 @@ class Tape:
         self.stream = "main"
         self.synchronizing = True  # no no_sync() is open
         self.pipeline, self.everyone = (tape_group(desc, stage, pp) for desc in (PIPELINE, WORLD))
+        self.buffers: list[BufferLife] = []
+        self._in_forward = False  # a model takes its next input
         self._batches = 0
+
+    def follow(self, token: Token, kind: str, event: int) -> None:
+        """Write down when Python drops a tensor that comes with an event."""
+        life = BufferLife(kind, event)
+        self.buffers.append(life)
+
+        def note_drop() -> None:
+            life.dropped, life.cause = len(self.rows), FORWARD if self._in_forward else ""
+
+        token.on_drop = note_drop
+
+    def give_input(self, model: ScheduleChunk, inputs: Tokens) -> None:
+        """Give a chunk the input of a forward; it keeps that until the next one."""
+        self._in_forward = True
+        model.set_input_tensor(inputs)
+        self._in_forward = False
 
     def add(self, name: str, **fields: Any) -> TapeRow:
         """Append an event on the current stream."""
@@ -135,8 +200,18 @@ class Tape:
     def program(self) -> Program:
         """The tape as a program of rank ``stage``."""
         builder = Builder()
-        for name, row in self.rows:
+        changes = defaultdict[int, list[tuple[int, int, str]]](list)
+        for number, life in enumerate(self.buffers):
+            changes[life.event].append((number, 1, life.kind))
+            if life.dropped >= 0:
+                changes[life.dropped].append((number, -1, life.cause))
+        for event, (name, row) in enumerate(self.rows):
+            for change in changes[event]:
+                builder.memory(*change)
             builder.add(name, **row)
+        # what Python drops as the scheduler returns
+        for change in changes[len(self.rows)]:
+            builder.memory(*change)
         return builder.build(self.stage)
 
     # -- steps ------------------------------------------------------------------------------------
@@ -145,8 +220,10 @@ class Tape:
         label = ("forward", microbatch, chunk)
         for token in _each(inputs):
             token.used_by(label)
-        self.add("compute", **step(label))
         output = Token(label)
+        output.kept, output.storage = inputs, Token(label)
+        self.follow(output.storage, OUTPUT, len(self.rows))
+        self.add("compute", **step(label))
         return [output] if isinstance(inputs, list) else output
 
     def backward(self, inputs: Tokens, outputs: Tokens, grads: Tokens) -> Tokens:
@@ -154,11 +231,21 @@ class Tape:
         label = ("backward", *_each(outputs)[0].label[1:])
         for token in _each(grads):
             token.used_by(label)
+        row = len(self.rows)
         self.add("compute", **step(label))
+        # an input holds its gradient; the output's graph still names its leaves, the inputs
+        for token in _each(inputs):
+            token.grad = Token(label)
+            self.follow(token.grad, GRADIENT, row)
         self.own_grad_sync(label[2])
         if isinstance(inputs, list):
-            return [None if token is None else Token(label) for token in inputs]
-        return None if inputs is None else Token(label)
+            return [None if token is None else token.grad for token in inputs]
+        return None if inputs is None else inputs.grad
+
+    def deallocate(self, outputs: Tokens, *settings: object) -> None:
+        """Stands for schedules.deallocate_output_tensor: an output's graph stays."""
+        for output in _each(outputs):
+            output.storage = None
 
     # -- gradients and parameters -----------------------------------------------------------------
     def own_grad_sync(self, chunk: int) -> None:
@@ -178,7 +265,7 @@ class Tape:
     # -- p2p --------------------------------------------------------------------------------------
     def isend(
         self, tensor: Token, dst: int, group: SimpleNamespace, at: int = 0, batch: int = -1
-    ) -> SimpleNamespace:
+    ) -> _Request:
         """torch.distributed.isend."""
         row, work = self._pair("send", tensor, dst, group, at, batch)
         row.update(step(tensor.label))
@@ -186,15 +273,17 @@ class Tape:
 
     def irecv(
         self, tensor: Token, src: int, group: SimpleNamespace, at: int = 0, batch: int = -1
-    ) -> SimpleNamespace:
+    ) -> _Request:
         """torch.distributed.irecv."""
+        if not tensor.is_shape:
+            self.follow(tensor, RECEIVED, len(self.rows))
         tensor.row, work = self._pair("recv", tensor, src, group, at, batch)
         return work
 
     def _pair(
         self, name: str, tensor: Token, peer: int, group: SimpleNamespace, at: int, batch: int
-    ) -> tuple[TapeRow, SimpleNamespace]:
-        """(the event, its handle: a wait is an event, too)."""
+    ) -> tuple[TapeRow, _Request]:
+        """(the event, its request)."""
         line, handle = at or sys._getframe(2).f_lineno, len(self.rows)
         fields: TapeRow = {
             "group": group.desc,
@@ -206,11 +295,10 @@ class Tape:
         if tensor.is_shape:
             fields |= {"dtype": "int64", "shape": "3"}
             fields["num_in" if name == "send" else "num_out"] = 3
-        return self.add(name, **fields), SimpleNamespace(
-            wait=lambda: self.add("wait", handle=handle)
-        )
+        request = _Request(self, handle, tensor if name == "recv" else None)
+        return self.add(name, **fields), request
 
-    def batch(self, ops: list[tuple[Any, ...]]) -> list[SimpleNamespace]:
+    def batch(self, ops: list[tuple[Any, ...]]) -> list[_Request]:
         """torch.distributed.batch_isend_irecv of ``P2POp``, which are tuples here: one call to
         NCCL."""
         number, self._batches = self._batches, self._batches + 1

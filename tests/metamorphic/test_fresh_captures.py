@@ -1,5 +1,6 @@
 """What-ifs, points of a sweep and memory against jobs that are captured as asked."""
 
+import numpy as np
 import pytest
 from helpers.metamorphic import MACHINE, about, answer, fresh, memory, ns
 from helpers.needs import MEGATRON
@@ -57,6 +58,29 @@ def test_a_steady_state_that_was_not_captured_is_the_job_captured_with_one():
     for one, other in zip(made.programs, real.programs, strict=True):
         top = int(other.live_bytes().max(initial=0))  # 0: of a stage like another one
         assert int(one.live_bytes().max(initial=0)) == pytest.approx(top, rel=0.005)
+
+
+@about("microbatches")
+@pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8)])
+@pytest.mark.parametrize("layout", [(), ("num_experts=4", "ep=2")], ids=["dense", "moe"])
+def test_buffers_of_messages_live_as_long_as_in_the_job_captured_with_them(layout, before, after):
+    settings = "pp=4", "vpp=2", "num_layers=8", "hidden_size=64", *layout
+    given, real = (fresh(*settings, microbatches=n) for n in (before, after))
+    made = schedule.with_microbatches(given, after)
+    for one, other in zip(made.programs, real.programs, strict=True):
+        assert one.live_bytes().max(initial=0) == other.live_bytes().max(initial=0)
+        if not len(other.allocations):  # of a stage like another one
+            continue
+        levels, real_levels = (_levels(program) for program in (one, other))
+        # the mean of the losses reads all of them; emptied outputs have two bytes each
+        assert np.abs(levels - real_levels).max() <= 8 * max(before, after)
+
+
+def _levels(program):
+    """int64 [ops + 1]: the most that is alive while each op is asked for; 0: no change."""
+    levels = np.zeros(len(program) + 1, dtype=np.int64)
+    np.maximum.at(levels, program.allocations["before"], program.live_bytes())
+    return levels
 
 
 @pytest.mark.parametrize("layout", ["dense", "tp2", "pp2", "moe"])
