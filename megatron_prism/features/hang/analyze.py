@@ -243,8 +243,7 @@ class _Judge:
 
     def _held(self, culprits: Collection[int]) -> set[int]:
         """Who waits for something else than ``culprits``, and those of whom dumps say nothing."""
-        silent = {*self.state.mute(), *self.state.cut_ranks}
-        return waits.held(self.state, {*culprits, *self.excused, *silent})
+        return waits.held(self.state, {*culprits, *self.excused, *self.state.mute()})
 
     # -- 0: what logs say -------------------------------------------------------------------------
     def _eventful(self) -> bool:
@@ -514,8 +513,9 @@ class _Judge:
                                  "calls")  # fmt: skip
             self.excused.update(spoke)
             found = silent
-        if self.split or len(state.missing) > len(state.dumps):
-            return []  # others contradict each other, or most are not here: it says nothing of them
+        # others contradict each other, or most are not here: it says nothing of them
+        if self.split or not self._most_are_here():
+            return []
         for entry, text in waits.missing_dump_lines(found):
             self._note(entry, text)
         if len(found) > 1:
@@ -523,6 +523,10 @@ class _Judge:
                                  "victims")  # fmt: skip
         return [Culprit(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
                 for r, e in found.items()]  # fmt: skip
+
+    def _most_are_here(self) -> bool:
+        """Whether a rank without a dump is an exception."""
+        return len(self.state.missing) <= len(self.state.dumps)
 
     # -- 5, 6: no source --------------------------------------------------------------------------
     def _ordered(self, odds: list[Mismatch], queued: bool = False) -> list[Culprit]:
@@ -632,13 +636,14 @@ class _Judge:
             self.first, self.among = odds[0].entry, self.among or odds[0].among
         state, cycle = self.state, waits.smallest_cycle(self.state)
         ends = waits.last_waited_for(state)
+        unknown = [rank for rank in ends if not state.head(rank)]
         if cycle:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
             self.among = self.among or tuple(cycle)
         elif odds:
             return self._result("mismatch", [])
-        elif unknown := [r for r in ends if not state.head(r)]:
+        elif unknown:
             self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
                                  "judged says where that is")  # fmt: skip
             self.among = self.among or tuple(unknown)
@@ -653,7 +658,14 @@ class _Judge:
             self.among = self.among or tuple(ends)
             self.evidence.append(f"waited for: {format_ranks(ends)}, and these wait for nobody")
         hard = cycle and all("behind" not in state.waits(r)[0] for r in cycle)
-        verdict = "mismatch" if odds else "deadlock" if hard else "undetermined"
+        verdict = "undetermined"
+        if odds:
+            verdict = "mismatch"
+        elif hard:
+            verdict = "deadlock"
+        # all waits end at ranks without a dump, though a cut dump may hide another end
+        elif unknown and set(unknown) <= set(state.missing) and self._most_are_here():
+            verdict = "missing dump"
         return self._result(verdict, [], cycle)
 
     def _few(self) -> list[Culprit]:

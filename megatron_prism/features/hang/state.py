@@ -623,11 +623,6 @@ class JobState:
                 hidden_ranks.add(rank)
         return hidden_ranks
 
-    @property
-    def cut_ranks(self) -> list[int]:
-        """Ranks whose dumps end too early: they do not say in which calls these ranks wait."""
-        return [rank for rank, dump in self.dumps.items() if dump.is_cut]
-
     def mute(self) -> list[int]:
         """Ranks whose dumps have neither calls nor counters, where others have counters: started
         again, or their recorders were off.  It proves nothing against them."""
@@ -646,7 +641,7 @@ class JobState:
         if self.missing:
             found.append(f"dumps of {ranks_text(self.missing)}")
         found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
-        cut_ranks = self.cut_ranks
+        cut_ranks = [rank for rank, dump in self.dumps.items() if dump.is_cut]
         if cut_ranks:
             found.append(f"the ends of the dumps of {ranks_text(cut_ranks)}, which are cut off: "
                          "counters, and calls that ended, are read")  # fmt: skip

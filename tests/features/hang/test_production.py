@@ -130,8 +130,8 @@ def test_who_was_cut_off_while_it_wrote_is_not_who_wrote_nothing(tmp_path, capsy
     file = tmp_path / "d" / "_dump_14"
     file.write_bytes(file.read_bytes()[:2000])
     code, found = command(tmp_path / "d", capsys)
-    assert (code, [row["rank"] for row in found["culprits"]]) == (3, [15])
-    assert (found["verdict"], found["confidence"]) == ("missing dump", "possible")
+    assert (code, found["culprits"], found["candidates"]) == (3, [], [15])
+    assert found["verdict"] == "missing dump"
 
 
 @pytest.mark.parametrize("how", [{}, production.ACTIVE])
