@@ -131,7 +131,8 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def print_lines(text: str, whole: Collection[str]) -> None:
     """Print lines of any length: a terminal gets them broken between words, but those of ``whole``,
-    which are to be pasted; anything else gets them as they are, to search."""
+    which are to be pasted; anything else gets them as they are, to search.
+    """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for line in text.splitlines():
         kept = len(line) <= width or not width or any(one and one in line for one in whole)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 def open_job(path: str, partial: bool = False) -> Programs:
     """What is in ``path``, of some stages at least if ``partial``; a shipped recipe of that name is
-    captured now, for this once."""
+    captured now, for this once.
+    """
     from megatron_prism.core import recipe
     from megatron_prism.core.slices import open_programs
 
@@ -75,7 +76,8 @@ def job_reader(path: str) -> JobReader | None:
 
 def _warn_without_times(programs: Programs) -> None:
     """Say it where no segment says how long it takes or what it computes, as in programs by hand:
-    what is added up then are calls and the shortest kernel."""
+    what is added up then are calls and the shortest kernel.
+    """
     from megatron_prism.core.ops import CODE
 
     segments = [one.ops[one.ops["name"] == CODE["compute"]] for one in programs.programs]
@@ -159,7 +161,8 @@ _READERS: dict[str, arguments.Reader] = {
 
 def split(word: str) -> tuple[str, list[str]]:
     """(path, what-ifs) of ``DIR,slow=517:1.2``; a comma before a key that is none of ours, as in
-    ``slow=pp=3,tp=0:2``, belongs to the value.  The path is "" where there are what-ifs alone."""
+    ``slow=pp=3,tp=0:2``, belongs to the value.  The path is "" where there are what-ifs alone.
+    """
     if os.path.exists(word):
         return word, []
     path, *words = re.split(rf",(?=(?:{'|'.join(_READERS)})=)", word)

@@ -13,7 +13,8 @@ _UNIT = r"(?:%|[KMGTP]?i?B|[num]?s|[TG]FLOP/s)(?!\w)"
 
 def folded(line: str, indent: int = 2, width: int = WIDTH) -> list[str]:
     """``line`` on as many lines as it needs, the later ones moved in; words, and numbers with their
-    units, stay whole."""
+    units, stay whole.
+    """
     begin = line[: len(line) - len(line.lstrip())]
     text = re.sub(rf"(\d) (?={_UNIT})", "\\1\u00a0", line.lstrip())
     lines = textwrap.wrap(
@@ -37,7 +38,8 @@ def listed(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """The first ``left`` columns to the left, numbers to the right.  What is too wide continues
-    below, each block with the first column."""
+    below, each block with the first column.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     blocks, used = [[0]], widths[0]
     for place, width in enumerate(widths[1:], 1):

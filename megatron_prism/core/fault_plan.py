@@ -310,5 +310,6 @@ def _assignments(values: Mapping[str, object]) -> str:
 
 def truth_line(**fields: object) -> str:
     """One injected fault as a line of JSON: ``fault`` as it was asked for, its ``kind``, ``where``
-    it happened (local, virtual, programs), and the call that was hit as it should have been."""
+    it happened (local, virtual, programs), and the call that was hit as it should have been.
+    """
     return json.dumps({"schema": "prism.fault-truth/1", **fields})

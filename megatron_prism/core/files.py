@@ -192,7 +192,8 @@ def _clear_leftovers(path: Path) -> None:
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
     """SIGTERM ends what runs inside as Ctrl-C does: workers end, half a file goes, the cursor is
-    back.  A handler of the job is left alone."""
+    back.  A handler of the job is left alone.
+    """
     ours = threading.current_thread() is threading.main_thread()
     ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if ours:

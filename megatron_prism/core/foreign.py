@@ -274,7 +274,8 @@ _IN_LINE = re.compile(rf"^\s*(?:[-?]\s+){{{_DEPTH}}}", re.MULTILINE)  # - - - - 
 
 def _check_yaml(text: str) -> None:
     """YAMLError, or ValueError for aliases, a few bytes of which may mean billions, and for nesting
-    that would cost a parser of ``text`` too much."""
+    that would cost a parser of ``text`` too much.
+    """
     depth = most = 0
     for bracket in re.finditer(r"[][{}]", text):  # the scanner's time grows with their square
         depth += 1 if bracket[0] in "[{" else -1
@@ -402,7 +403,8 @@ def unpickled_to_cut(
 @contextlib.contextmanager
 def bounded_memory(size: int) -> Iterator[None]:
     """Let what runs inside have the memory that a file of ``size`` bytes may take, then
-    MemoryError."""
+    MemoryError.
+    """
     with contextlib.ExitStack() as stack:
         # not on every system: there is no bound then, the rest is as safe
         with contextlib.suppress(ImportError, OSError, ValueError):

@@ -177,7 +177,8 @@ _INSTANCE = "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
 
 def subgroups(world: World, name: str, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
     """All groups ``name``, one of which is ``ranks``; None where the sizes of the world already
-    give them, or where they are cut in a way that is not known."""
+    give them, or where they are cut in a way that is not known.
+    """
     own = np.sort(ranks)  # so are torch's groups, whatever the order in which Megatron lists them
     try:
         if np.array_equal(of_family(world, name).group(int(own[0])), own):

@@ -40,7 +40,8 @@ def values(text: str) -> dict[str, str]:
 
 def plain(text: str) -> dict[str, str]:
     """The settings by Megatron's names: ``--num-experts`` and ``num_experts`` are one; a flag
-    is ``True``."""
+    is ``True``.
+    """
     return {
         name.removeprefix("--").replace("-", "_").rpartition(".")[2]: value or "True"
         for name, value in values(text).items()

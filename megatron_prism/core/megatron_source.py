@@ -84,7 +84,8 @@ def read_source(path: Path) -> str:
 
 def fields_of_class(module: str, name: str) -> dict[str, tuple[str, object]]:
     """Of a dataclass in a module of Megatron's: field -> (its type as written, its default, None
-    where that is computed); none where Megatron is not installed."""
+    where that is computed); none where Megatron is not installed.
+    """
     path = locate(module)
     found = dict[str, tuple[str, object]]()
     for node in ast.parse(read_source(path)).body if path is not None else ():

@@ -1,5 +1,6 @@
 """What is printed beside results: what is being done where that takes a while, and the report of an
-exception that nobody expected."""
+exception that nobody expected.
+"""
 
 from __future__ import annotations
 

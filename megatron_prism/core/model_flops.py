@@ -10,7 +10,8 @@ _OTHER = ("experimental_attention_variant", "attention_output_gate", "moe_latent
 
 def of_recipe(recipe: Recipe) -> dict[str, str]:
     """``tokens_per_iteration`` and, of the models that recipes name, ``model_flops_per_iteration``:
-    what a slice says of its job."""
+    what a slice says of its job.
+    """
     m, tokens = recipe, recipe.global_batch_size * recipe.seq_length
     found = {"tokens_per_iteration": str(tokens)}
     other = m.multi_latent_attention or m.mtp_num_layers or m.hybrid_override_pattern

@@ -92,7 +92,8 @@ class Builder:
 
     def memory(self, storage: int, num_bytes: int, note: str = "", stream: int = 0) -> None:
         """Storage ``storage`` came to be (bytes > 0) or went (bytes < 0) before the next op, on
-        stream ``stream`` (0: the main one); it is what ``note`` says."""
+        stream ``stream`` (0: the main one); it is what ``note`` says.
+        """
         self._allocations.append((len(self._rows), storage, num_bytes, self._text(note)))
         self._streams.append(stream)
 
@@ -329,7 +330,8 @@ class Program:
 
     def peak_bytes(self) -> int:
         """The most that was alive at once, in this iteration or before it; 0 if that was not
-        recorded."""
+        recorded.
+        """
         before = int((self.earlier_peak[:, 1] * self.earlier_peak[:, 2]).sum())
         return max(int(self.live_bytes().max(initial=0)), before)
 

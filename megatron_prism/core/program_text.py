@@ -109,7 +109,8 @@ def _pairs(values: Mapping[str, object]) -> str:
 
 def _written(key: str, value: object) -> str:
     """Numbers in the largest unit that loses nothing (412us, 38MiB, 1501ns), texts in quotes where
-    they need any."""
+    they need any.
+    """
     if isinstance(value, int):
         scales = _UNITS[key][0] if key in _UNITS else {}
         exact = (unit for unit, s in scales.items() if value % s == 0 and value >= s)

@@ -159,7 +159,8 @@ class Prism:
 class Hardware:
     """What the job is meant for: the GPU of a machine that prism replay knows (H200), whose times
     its ops get; another one, for which prism replay asks; CPU or nothing: the default machine.
-    ``network``: between its nodes, as ``network=`` of prism replay, which has the last word."""
+    ``network``: between its nodes, as ``network=`` of prism replay, which has the last word.
+    """
 
     name: str = ""
     network: str = ""
@@ -174,7 +175,8 @@ class Recipe:
     """One job: what is given of Megatron's flags, by their names; a flag that is not given has its
     default as an attribute, too (``recipe.seq_length``).
 
-    Building it checks it: RecipeError or WorldError, with arithmetic and fix."""
+    Building it checks it: RecipeError or WorldError, with arithmetic and fix.
+    """
 
     flags: Mapping[str, Any]
     prism: Prism = field(default_factory=Prism)
@@ -276,7 +278,8 @@ class Recipe:
 
     def words(self) -> list[str]:
         """The command line of the recipe's script: the name and ``flag=value`` words, those that
-        decide which ranks there are as Megatron's options."""
+        decide which ranks there are as Megatron's options.
+        """
         given = self.settings(json.dumps)
         mapping = given.pop("use_tp_pp_dp_mapping", None)
         words = [f"{option_of(k) if k in _SIZES else k}={text}" for k, text in given.items()]

@@ -43,7 +43,8 @@ def has_quantized(program: Program) -> bool:
 
 def _step(program: Program) -> np.ndarray:
     """bool [ops]: of an optimizer's step.  What comes behind the last gather of parameters is about
-    whole ones."""
+    whole ones.
+    """
     found: np.ndarray = program.ops["phase"] == _OPTIMIZER
     ends = np.flatnonzero(calls_of_buckets(program, "all_gather") & found)
     found[ends[-1] if len(ends) else len(found) :] = False
@@ -70,7 +71,8 @@ def parts(program: Program) -> int:
 
 def storages(program: Program) -> tuple[np.ndarray, np.ndarray]:
     """(which storages that come have a shard's size, which of them a step allocates), bool
-    [allocations]."""
+    [allocations].
+    """
     memory, step = program.allocations, _step(program)
     states, buckets = (
         np.array([bool(text.search(note)) for note in program.strings])[memory["note"]]

@@ -236,7 +236,8 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
 
 def _alike(world: World, captured: Sequence[Program]) -> list[int]:
     """For each program the one that stands for it: of those of a stage that are alike but for their
-    shards, the one with the longest step."""
+    shards, the one with the longest step.
+    """
     strings = list(dict.fromkeys(text for program in captured for text in program.strings))
     splits = list(dict.fromkeys(split for program in captured for split in program.splits))
     kinds: dict[tuple[int, bytes], list[int]] = {}
@@ -271,7 +272,8 @@ def _said(captured: Sequence[Program], one_of: Sequence[int]) -> str:
 def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> None:
     """ProgramError where one place of a context-parallel group stands for another, and they differ:
     who sends around it without a group (roll_tensor of multi_token_prediction.py:195 @0.19.0) does
-    otherwise first, in the middle and last."""
+    otherwise first, in the middle and last.
+    """
     if world.cp == 1:
         return
     ranks, places = np.arange(world.size), _places(world)
@@ -295,7 +297,8 @@ def _check_gathers(
 ) -> None:
     """ProgramError where one rank stands for another that gives a gather more or less: whole
     parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0), so their optimizers
-    take other memory and other times."""
+    take other memory and other times.
+    """
     missing, group = set[int](), ""
     given = [_gathers(program) for program in captured]
     held = np.isin(np.arange(world.size), [program.rank for program in captured])
@@ -331,7 +334,8 @@ def _gathers(program: Program) -> dict[tuple[str, int], tuple[int, tuple[int, ..
 
 def stand_in_for(world: World, captured: Iterable[int], *, partial: bool = False) -> np.ndarray:
     """int32 [world]: which of the captured ranks (by index) stands for every rank; -1 for those of
-    a stage without a slice, if ``partial``, else ProgramError."""
+    a stage without a slice, if ``partial``, else ProgramError.
+    """
     captured = list(captured)
     ranks, places = np.arange(world.size), _places(world)
     best = np.full(world.size, -1, dtype=np.int32)

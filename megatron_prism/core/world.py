@@ -259,7 +259,8 @@ class World:
 
     def same_places(self, other: World) -> bool:
         """Whether every rank has the same coordinates in both, whatever chunks stages and ranks
-        nodes have."""
+        nodes have.
+        """
         a, b = (replace(one, vpp=None, gpus_per_node=None) for one in (self, other))
         return a == b
 
@@ -398,7 +399,8 @@ class World:
 
     def members(self, row: Family, containing: Iterable[int] | None = None) -> np.ndarray:
         """All groups of a family, int64 [groups, members], or those whose slice holds one of
-        ``containing``."""
+        ``containing``.
+        """
         if row.pick == "world":
             return np.arange(self.size)[None]
         axes, sizes = self._grids[row.grid]

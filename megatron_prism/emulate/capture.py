@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 
 def source_of(megatron: str, tier: str, device: str) -> dict[str, str]:
     """What decides the content of a stock job's slices, besides its arguments, which are not known
-    before Megatron has parsed them."""
+    before Megatron has parsed them.
+    """
     found = {
         "megatron_core": megatron.partition(" ")[0],
         **versions(),
@@ -75,7 +76,8 @@ def source_of(megatron: str, tier: str, device: str) -> dict[str, str]:
 
 def of_running_job() -> dict[str, str]:
     """``tokens_per_iteration`` and ``model_flops_per_iteration`` of the job in this process, as
-    Megatron itself counts them; empty if none trains."""
+    Megatron itself counts them; empty if none trains.
+    """
     if job_arguments.recipe is not None:
         return model_flops.of_recipe(job_arguments.recipe)
     training = sys.modules.get("megatron.training.training")
@@ -266,7 +268,8 @@ def check_free(folder: Path, rank: int, force: bool) -> None:
 
 def disturbed() -> None:
     """For whoever made this process wait: the iteration that is recorded now is left out, as one
-    with an evaluation is, as long as there are others."""
+    with an evaluation is, as long as there are others.
+    """
     for capture in _running:
         capture.outside_step(gathered=False)
 
@@ -380,7 +383,8 @@ class StockCapture(TrainingListener):
 
     def _start(self, number: int, left: int, spare: int) -> None:
         """Record the iteration that begins, or only clock the host in it, or neither; ``left``
-        iterations are to come until one is traced, ``spare`` until the last that could be."""
+        iterations are to come until one is traced, ``spare`` until the last that could be.
+        """
         cuda, timed = self.tier.name == "cuda", len(self._recordings) - 1
         if self._traced:  # which takes the host a second or two afterwards
             return
@@ -409,7 +413,8 @@ class StockCapture(TrainingListener):
 
     def _starts_probe(self) -> bool:
         """Whether the iteration that begins shows what depends on routing: one after that which is
-        written down, with other loads of the experts."""
+        written down, with other loads of the experts.
+        """
         if self._probes:
             return False
         routes = self.kept()[0].builder.routes
@@ -463,7 +468,8 @@ class StockCapture(TrainingListener):
 
     def outside_step(self, gathered: bool, begun: bool = False) -> None:
         """An evaluation follows (``begun``: is here, and not recorded): iterations without one are
-        preferred, and without one before that took something off them."""
+        preferred, and without one before that took something off them.
+        """
         self._beside = self._recorder is not None
         self._evaluates = True
         if begun and self._beside:

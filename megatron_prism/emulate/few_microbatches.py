@@ -46,7 +46,8 @@ def fewest(
     world: World, wanted: int, settings: Mapping[str, Any], stages: tuple[int, ...] | None = None
 ) -> int:
     """The smallest number of microbatches that ``wanted`` follow from, on ``stages`` or on all;
-    ``wanted`` if none do."""
+    ``wanted`` if none do.
+    """
     from megatron_prism.core.errors import UsageError
 
     given = {ours: settings.get(name) for name, ours in _SCHEDULE.items()}
@@ -79,7 +80,8 @@ def of_all(
     program: Program, world: World, wanted: int, source: Mapping[str, str]
 ) -> tuple[Program, dict[str, str]]:
     """(the program of ``wanted`` microbatches, ``source`` as it is of them and says so);
-    ProgramError if it does not follow from ``program``, which has few."""
+    ProgramError if it does not follow from ``program``, which has few.
+    """
     from megatron_prism.emulate.schedule import with_microbatches
 
     everyone = np.zeros(world.size, dtype=np.int32)

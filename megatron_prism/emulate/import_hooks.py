@@ -95,7 +95,8 @@ def before_first_import(package: str, trigger: Callable[[], None]) -> None:
 
 def before_first_call(module: str, name: str, trigger: Callable[[], None]) -> None:
     """Call ``trigger()`` when the imported ``module``'s function ``name`` is called first; what
-    ``trigger`` has put in its place then gets the call."""
+    ``trigger`` has put in its place then gets the call.
+    """
     owner = sys.modules.get(module)
     if owner is None or not hasattr(owner, name):  # torch without torch.distributed
         return

@@ -80,7 +80,8 @@ def matters(name: str) -> bool:
 
 def parsed() -> Any:
     """Megatron's arguments of the stock job in this process; None where it has none, as a recipe's
-    job and a program with its own training loop."""
+    job and a program with its own training loop.
+    """
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
@@ -107,7 +108,8 @@ def check_sizes() -> None:
 
 def of_running_job() -> str:
     """The settings of the stock job in this process, whose arguments Megatron has validated; of a
-    recipe its flags; of a program that does not use Megatron's the words of its command line."""
+    recipe its flags; of a program that does not use Megatron's the words of its command line.
+    """
     if recipe is not None:
         return job_settings.as_text(recipe.settings(text_of))
     if (args := parsed()) is None:
@@ -122,7 +124,8 @@ def of_namespace(
     values: Mapping[str, Any], parser: argparse.ArgumentParser, words: Sequence[str]
 ) -> str:
     """The settings in ``values`` that ``parser`` does not have as defaults; ``words``: the command
-    line, which says which of them were given."""
+    line, which says which of them were given.
+    """
     typed = tuple(word.partition("=")[0] for word in words if word.startswith("--"))
     actions: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
@@ -145,7 +148,8 @@ def of_namespace(
 
 def _as_typed(takes: str, value: Any, actions: Iterable[argparse.Action]) -> tuple[str, str]:
     """(option, its value) that make ``value``, as on a command line; ``takes``: where no option of
-    ``actions`` takes one."""
+    ``actions`` takes one.
+    """
     for action in actions:
         options = [option for option in action.option_strings if option.startswith("--")]
         if options and action.nargs != 0:
@@ -200,7 +204,8 @@ def _without_path(text: str) -> str:
 
 def program_words(words: Iterable[str]) -> dict[str, str]:
     """A command line as settings, for a program whose arguments nobody else parses: ``--a b`` and
-    ``--a=b`` are one, and words before any flag count by their place."""
+    ``--a=b`` are one, and words before any flag count by their place.
+    """
     settings: dict[str, str] = {}
     name = ""
     for word in words:

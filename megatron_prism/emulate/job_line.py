@@ -65,7 +65,8 @@ def _run_dry(
     line: LaunchLine, given: Sequence[str], script: str, text: str = "", depth: int = 0
 ) -> LaunchLine:
     """The line that a shell script would start its job with, or a script that it submits, whose
-    ``text`` is known."""
+    ``text`` is known.
+    """
     reader = _script_reader()
     if reader is None:
         raise UsageError(
@@ -104,7 +105,8 @@ def _summary(line: LaunchLine) -> str:
 
 def _script(words: Sequence[str]) -> list[str]:
     """``words``, whose script is here; one that is named by a path of another machine is the file
-    of its name in the working folder."""
+    of its name in the working folder.
+    """
     if words[0] == "-m":
         if len(words) < 2 or not _module_exists(words[1]):
             name = words[1] if len(words) > 1 else ""

@@ -148,7 +148,8 @@ _LISTS_OF_PARAMETERS = logging.getLogger("megatron.core.distributed.param_and_gr
 
 def _quieten(session: Session) -> None:
     """Leave out Megatron's warnings of libraries that this host lacks, and its lists of every
-    bucket's parameters (their number stays)."""
+    bucket's parameters (their number stays).
+    """
     before = list(warnings.filters)
     session.changes.on_undo(lambda: warnings.filters.__setitem__(slice(None), before))  # type: ignore[index]
     for pattern in _OF_THIS_HOST:

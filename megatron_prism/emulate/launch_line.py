@@ -274,7 +274,8 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
 
 def _command_ahead(words: Sequence[str]) -> int:
     """The place of the first launcher before any script, else of the command that a script starts
-    behind ``--``; 0 if there is none."""
+    behind ``--``; 0 if there is none.
+    """
     for place, word in enumerate(words):
         if word.endswith((".py", ".sh")):
             break
@@ -333,7 +334,8 @@ def numbers(
     row: LauncherRow, options: Mapping[str, Sequence[str]], env: Mapping[str, str]
 ) -> tuple[dict[str, int], dict[str, str], str]:
     """({what: how many}, {what: who says so}, the option that says no number) of ranks, nodes,
-    each, parts, gpus and all_gpus."""
+    each, parts, gpus and all_gpus.
+    """
     found, sources, unclear = dict[str, int](), dict[str, str](), ""
     variables = dict(zip(("ranks", "nodes", "each"), row.reads, strict=True))
     if options.keys() & set(row.each.split()):  # the variable's ranks are the allocation's then

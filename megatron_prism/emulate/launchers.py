@@ -25,7 +25,8 @@ def processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
 
 def _by_srun(env: Mapping[str, str]) -> bool:
     """Whether this is one of several tasks of a step of srun.  A batch script, and a job that srun
-    starts with one task, have SLURM_PROCID too, and nobody to wait for."""
+    starts with one task, have SLURM_PROCID too, and nobody to wait for.
+    """
     return number_in(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env
 
 

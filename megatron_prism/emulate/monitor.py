@@ -136,7 +136,8 @@ class TrainingMonitor:
     # -- phases -----------------------------------------------------------------------------------
     def new_schedule(self, settings: dict[str, Any], config: Any = None) -> None:
         """A forward-backward schedule starts; ``settings`` are its keyword arguments, among which
-        ``few`` may lower the number of microbatches; ``config``: the model's."""
+        ``few`` may lower the number of microbatches; ``config``: the model's.
+        """
         trains = not settings.get("forward_only")
         if self.loop is not None and not trains:
             self.loop.check_end()
@@ -192,7 +193,8 @@ class TrainingMonitor:
 
     def outside_step(self, gathered: bool, begun: bool) -> None:
         """Mark everything until the next train step as not part of a steady iteration (evaluation,
-        checkpointing); arguments as ``TrainingListener.outside_step``."""
+        checkpointing); arguments as ``TrainingListener.outside_step``.
+        """
         self._tell("outside_step", gathered, begun)
 
     @contextlib.contextmanager
@@ -253,7 +255,8 @@ class TrainingMonitor:
 
     def steps_to_make(self, args: Any) -> int:
         """Train steps that this run makes: from 0 or where its checkpoint was (args.iteration) to
-        --train-iters, or to where Megatron leaves before (training.py:3317 @0.19.0)."""
+        --train-iters, or to where Megatron leaves before (training.py:3317 @0.19.0).
+        """
         begin, end = int(getattr(args, "iteration", 0) or 0), args.train_iters or 0
         ends = [i for i in getattr(args, "phase_transition_iterations", None) or () if i > begin]
         if every := getattr(args, "exit_interval", None):
@@ -300,7 +303,8 @@ class TrainingMonitor:
 
     def finish_steps(self, expected: int, wanted: int = 1, skips: bool = False) -> None:
         """As ``finish`` with at least ``wanted`` of ``expected`` steps; ``skips``: the job was told
-        to make none."""
+        to make none.
+        """
         self.finished = True
         self.expected, self.moved = expected, self.has_moved()
         self.check(wanted, skips)
@@ -455,7 +459,8 @@ class OwnLoop:
 
     def begin(self, model: object) -> None:
         """A training schedule or a forward pass of ``model`` starts: a train step, if it is the
-        first after an update."""
+        first after an update.
+        """
         monitor = self._monitor
         if monitor.iterations and not self._updates:
             return

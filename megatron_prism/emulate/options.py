@@ -155,7 +155,8 @@ def local_ranks(
 
 def cuda_max_connections() -> str:
     """CUDA_DEVICE_MAX_CONNECTIONS where nothing is said: FSDP refuses the one that others
-    need, and CUDA's own choice is 8."""
+    need, and CUDA's own choice is 8.
+    """
     return "8" if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(sys.argv) else "1"
 
 
@@ -163,7 +164,8 @@ def without_engine() -> bool:
     """Whether the job asks for local layers: who does mostly has no Transformer Engine, nor its
     optimizer, and Megatron takes torch's AdamW.  Who sets a variable NVTE_* has it, and whoever
     asks for what Megatron refuses without it: fused rotary embeddings (its default), states of
-    the optimizer in other types."""
+    the optimizer in other types.
+    """
     if any(name.startswith("NVTE_") for name in os.environ):
         return False
     words = sys.argv
@@ -506,6 +508,7 @@ def _iterations(text: str | None, argv: Sequence[str]) -> tuple[int, int] | None
 
 def of_worker(options: Options) -> Options:
     """Those of a process that multiprocessing made, which has the job's command line: its world and
-    tier alone, so that it neither writes what the job writes nor meets the other processes."""
+    tier alone, so that it neither writes what the job writes nor meets the other processes.
+    """
     world, ranks, verbose = options.world, (options.rank,), options.verbose
     return Options(world, 0, 1, ranks, options.tier, "mirror", verbose=verbose)

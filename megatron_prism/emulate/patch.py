@@ -155,7 +155,8 @@ class Patches(list[Patch]):
         self, place: str, *targets: str, **about: Unpack[_About]
     ) -> Callable[[Replacement], Replacement]:
         """Append a patch whose every target is replaced by the decorated function, which is called
-        with the context, the original and the arguments."""
+        with the context, the original and the arguments.
+        """
 
         def declare(function: Replacement) -> Replacement:
             def put(found: ModuleType, context: PatchContext) -> None:
@@ -218,13 +219,15 @@ class PatchContext:
 
     def is_real(self, world_size: int | None = None) -> bool:
         """Whether all ranks are local and have values; before torch.distributed starts only
-        arguments know the size of the world."""
+        arguments know the size of the world.
+        """
         size = world_size or torch.distributed.get_world_size()
         return len(self.local_ranks) == size and not self.meta
 
     def writes(self, world_size: int | None = None) -> bool:
         """Whether this run is the real job, of which a recording is made, and writes among its
-        files; as ``is_real``."""
+        files; as ``is_real``.
+        """
         return isinstance(self.recording, ValueRecorder) and self.is_real(world_size)
 
     def replace(self, module: ModuleType, call: Callable[..., Any], *paths: str) -> None:

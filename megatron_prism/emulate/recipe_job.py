@@ -192,7 +192,8 @@ def emulate(
 
 def _check_memory(recipe: Recipe) -> None:
     """UsageError if a rank needs more memory than this host has: it would be killed in the midst of
-    others' work."""
+    others' work.
+    """
     with contextlib.suppress(OSError):  # not Linux
         said = Path("/proc/meminfo").read_text()
         have, least = int(said.split("MemAvailable:")[1].split()[0]) << 10, memory_bound(recipe)
@@ -221,7 +222,8 @@ def job_of(recipe: Recipe) -> Job:
 
 def source_of(recipe: Recipe) -> dict[str, str]:
     """What decides the content of its slices: versions, tier and every setting but which ranks to
-    run."""
+    run.
+    """
     return {
         "recipe": recipe.name,
         "settings": job_settings.as_text(recipe.settings(job_arguments.text_of)),

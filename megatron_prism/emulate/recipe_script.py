@@ -372,7 +372,8 @@ def initialize(recipe: Recipe) -> None:
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """Raise what Megatron refuses while it builds things as a RecipeError with its words; an
-    assertion without any is named by its own line."""
+    assertion without any is named by its own line.
+    """
     try:
         yield
     except (AssertionError, ValueError, NotImplementedError) as error:

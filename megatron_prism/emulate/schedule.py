@@ -131,7 +131,8 @@ _EP_OVERLAP = {
 
 def _configuration(**settings: Any) -> TransformerConfig:
     """Megatron's configuration with these switches, as core_transformer_config_from_args makes it
-    (training/arguments.py:1306 @core_v0.16.1)."""
+    (training/arguments.py:1306 @core_v0.16.1).
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
@@ -197,7 +198,8 @@ def _no_forward(*args: Any, **kwargs: Any) -> Any:
 
 def _hooks(config: Any, tape: Tape, vpp: int | None) -> None:
     """Gradient and parameter hooks as training sets them (training/training.py:2547
-    @core_v0.16.1): with aligned gathers and reductions, overlapped."""
+    @core_v0.16.1): with aligned gathers and reductions, overlapped.
+    """
 
     def per_chunk(name: str) -> Any:
         def starts(chunk: int) -> Callable[..., object]:

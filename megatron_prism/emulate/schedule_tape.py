@@ -300,7 +300,8 @@ class Tape:
 
     def batch(self, ops: list[tuple[Any, ...]]) -> list[_Request]:
         """torch.distributed.batch_isend_irecv of ``P2POp``, which are tuples here: one call to
-        NCCL."""
+        NCCL.
+        """
         number, self._batches = self._batches, self._batches + 1
         at = sys._getframe(1).f_lineno
         return [op(tensor, peer, group, at, number) for op, tensor, peer, group in ops]
@@ -464,7 +465,8 @@ class _First(_Node):
 
 class _Layer(plans.TransformerLayerSchedulePlan):
     """A layer's parts, on the streams where Megatron makes them (model_chunk_schedule_plan.py:160
-    @core_v0.16.1)."""
+    @core_v0.16.1).
+    """
 
     def __init__(self, plan: _Plan) -> None:
         self.config = plan.config

@@ -87,7 +87,8 @@ def capture_command_line(
     script: str, argv: Sequence[str], folder: Path, console: Console, *, force: bool = False
 ) -> None:
     """Record what ``script`` with ``argv``, flags of ours among it, does on the ranks that are
-    asked for, else on all that its world needs.  UsageError for a bad command line."""
+    asked for, else on all that its world needs.  UsageError for a bad command line.
+    """
     words = [*flags.words_of(os.environ), *argv]
     says = ("--prism-world-size", "--prism-recipe")
     if not (os.environ.get("WORLD_SIZE") or any(one.partition("=")[0] in says for one in words)):

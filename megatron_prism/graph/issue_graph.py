@@ -73,7 +73,8 @@ _STEPS = 8  # of NCCL's buffers (NCCL_STEPS): on H100 eight messages of up to 8 
 
 def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered: int) -> Issue:
     """``iterations`` iterations of ``program``, one straight after the other; buffers of so many
-    bytes hold what is on its way to a peer."""
+    bytes hold what is on its way to a peer.
+    """
     ops, strings = program.ops, program.strings
     names, length = ops["name"], len(program)
     device = np.array([text == "device" for text in strings])[ops["note"]]
@@ -131,7 +132,8 @@ def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered:
 
 def _numbered(values: np.ndarray) -> tuple[np.ndarray, int]:
     """int64 [n]: the place of each value among those that are not negative, -1 for these; how many
-    there are."""
+    there are.
+    """
     found = np.full(len(values), -1, dtype=np.int64)
     mine = np.flatnonzero(values >= 0)
     known, found[mine] = np.unique(values[mine], return_inverse=True)
@@ -140,7 +142,8 @@ def _numbered(values: np.ndarray) -> tuple[np.ndarray, int]:
 
 def _batches(batch: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """The first op of the batch of each op, and the next one (-1: none); how many are in the
-    largest one.  An op without a batch is one of its own."""
+    largest one.  An op without a batch is one of its own.
+    """
     first, following = np.arange(len(batch)), np.full(len(batch), -1, dtype=np.int64)
     mine = np.flatnonzero(batch >= 0)
     mine = mine[np.argsort(batch[mine], kind="stable")]
@@ -402,7 +405,8 @@ class IssueGraph:
 
 def build_issue_graph(graph: WorldGraph, iterations: int = 1, buffered: int = 0) -> IssueGraph:
     """The dependencies of ``iterations`` iterations, one straight after the other; ``buffered``:
-    bytes on their way to a peer that NCCL's buffers hold, 0: sends wait for their receivers."""
+    bytes on their way to a peer that NCCL's buffers hold, 0: sends wait for their receivers.
+    """
     issues = []
     for program, rank in zip(graph.program_list, graph.classes.representatives, strict=True):
         sizes = {name: len(graph.groups[name].group(rank)) for name in program.groups()}

@@ -146,7 +146,8 @@ def _longest(order, start, before, durations, begin, end):  # type: ignore[no-un
 
 def path(start: np.ndarray, before: np.ndarray, end: np.ndarray, node: int) -> np.ndarray:
     """Nodes from the beginning to ``node``, each the last of the predecessors of the next to end
-    (the first one of several)."""
+    (the first one of several).
+    """
     found, count = np.zeros_like(end), np.zeros(1, dtype=np.int64)
     run(_path, [start, before, end, node], [found, count], SHORT)
     return found[: count[0]][::-1]

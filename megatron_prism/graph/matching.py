@@ -120,7 +120,8 @@ def _check_splits(
     programs: Programs, classes: Classes, groups: Mapping[str, Membership]
 ) -> Iterator[Disagreement]:
     """Disagreements between what i sends to j and what j expects from i, in one group of each
-    arrangement of classes by position."""
+    arrangement of classes by position.
+    """
     explicit = {
         program.strings[code]
         for program in programs.programs
@@ -144,7 +145,8 @@ def _compare_splits(
     ranks: list[int], calls: Sequence[tuple[Program, int]]
 ) -> tuple[tuple[int, int], str] | None:
     """Two ranks and what is wrong with the splits of one call of all members; absent ones say
-    nothing."""
+    nothing.
+    """
     for rank, call in zip(ranks, calls, strict=True):
         if text := _broken(*call):
             return (ranks[0], rank), f"rank {rank} {text}"
@@ -322,7 +324,8 @@ class _Checker:
 
     def with_wrong_groups(self, found: list[Finding]) -> list[Finding]:
         """A call missing in one group and too many in another, by one rank: it took the wrong
-        group."""
+        group.
+        """
         result = list(found)
         for one, other in itertools.permutations([f for f in found if f.kind == "missing"], 2):
             if one.ranks[1] != other.ranks[1] or one not in result or other not in result:
@@ -386,7 +389,8 @@ class _Checker:
         self, kind: str, name: str, ranks: tuple[int, int], at: int, likely: str, *ops: np.ndarray
     ) -> Finding:
         """A Finding whose picture shows entry ``at`` of both ranks and its neighbours; ``ops``: of
-        each rank the entries, default the collectives of the group."""
+        each rank the entries, default the collectives of the group.
+        """
         programs = [self.programs.of(rank) for rank in ranks]
         entries = ops or [program.collectives(name) for program in programs]
         left, right = map(_column, programs, entries, ranks, (at, at))

@@ -44,7 +44,8 @@ class RankFault:
 @dataclass
 class StalledJob:
     """issued: rank -> ops its host issued; done, ready: rank -> for every op 1 if it ended, and of
-    calls 1 if it started.  Ranks of a class share theirs."""
+    calls 1 if it started.  Ranks of a class share theirs.
+    """
 
     programs: Programs
     groups: Mapping[str, Membership]
@@ -81,7 +82,8 @@ class _UnlikeGroupsError(Exception):
 
 def _run(graph: WorldGraph, faults: Mapping[int, RankFault]) -> StalledJob:
     """What ends is what the loops can order, once a node that never starts has one thing more to
-    wait for."""
+    wait for.
+    """
     dag, of = build_issue_graph(graph), graph.classes.of
     waiting, meets = np.diff(dag.start), dag.kind == MEET
     waiting[meets] += ~_calls_that_fit(graph)

@@ -194,7 +194,8 @@ def _both_ways(program: Program) -> np.ndarray:
 
 def build(programs: Programs, apart: Iterable[Iterable[int]] = ()) -> WorldGraph:
     """The world graph; each set of ranks of ``apart`` is in classes of its own.  ProgramError for
-    groups whose members are not known."""
+    groups whose members are not known.
+    """
     groups = memberships(programs)
     return WorldGraph(programs, groups, partition(programs, groups, apart))
 

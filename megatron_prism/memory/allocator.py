@@ -288,7 +288,8 @@ class CachingAllocator:
 
     def retire(self, storage: int) -> None:
         """The program lets go of ``storage`` while another stream uses it: it counts no more as
-        allocated, and its blocks are free later (CUDACachingAllocator.cpp, ``free``)."""
+        allocated, and its blocks are free later (CUDACachingAllocator.cpp, ``free``).
+        """
         self.allocated -= sum(block.size for block in self.live[storage])
         self.retired.add(storage)
 
@@ -309,7 +310,8 @@ class CachingAllocator:
 
     def release(self) -> int:
         """Give back every free segment or expandable page (``empty_cache``); their bytes.  Pools of
-        CUDA graphs, whose streams are negative, keep theirs."""
+        CUDA graphs, whose streams are negative, keep theirs.
+        """
         before = self.reserved
         for block in [block for block in self.blocks.values() if block.pool[0] >= 0]:
             if block.before is None and block.after is None:

@@ -44,7 +44,8 @@ def bytes_of(source: Mapping[str, str]) -> dict[int, int]:
 
 def host_need(programs: Programs) -> HostNeed | None:
     """What ``programs`` need of a host; None if nothing is known of that, or nothing is kept
-    there."""
+    there.
+    """
     captured = bytes_of(programs.source)
     of_program = np.array([captured.get(program.rank, 0) for program in programs.programs])
     if not of_program.any():

@@ -319,7 +319,8 @@ def needed(one: ClassMemoryFigures) -> int:
 
 def beside_tensors(one: ClassMemoryFigures) -> dict[str, int]:
     """What ``needed`` has beside the tensors of the peak: what pools of CUDA graphs keep beyond the
-    graphs' tensors, the allocator's cache, NCCL, context."""
+    graphs' tensors, the allocator's cache, NCCL, context.
+    """
     nccl = one.get("nccl") or 0
     beyond = one["peak_reserved"] - one["peak_allocated"]
     in_no_tensor = one.get("graph_pools", 0) - one["by_category"].get("graph", 0)

@@ -369,7 +369,8 @@ def beyond_reserved(
 
 def _on_host(members: Sequence[int], rank: int, host: int) -> int:
     """How many of them are on the host of ``rank``, where ranks fill hosts of ``host`` in their
-    order."""
+    order.
+    """
     return sum(member // host == rank // host for member in members)
 
 

@@ -97,7 +97,8 @@ class Retained:
 class Overflow:
     """Where a class runs out of memory: ``limit`` bytes of segments are not enough for a request of
     ``size`` bytes at ``op`` (None: for what stands before the iteration), after cached segments
-    were given back; ``holdings`` are alive then."""
+    were given back; ``holdings`` are alive then.
+    """
 
     op: Op | None
     site: str
@@ -114,7 +115,8 @@ class Overflow:
 
 def peak(program: Program) -> Peak | None:
     """The peak of the process of ``program``, as far as that is known; None if it recorded no
-    allocations."""
+    allocations.
+    """
     recorded = iteration_peak(program)
     if recorded is None or not len(program.earlier_peak):
         return recorded
@@ -287,7 +289,8 @@ def live_by(
     program: Program, name: Callable[[str, str, str], str], events: np.ndarray
 ) -> dict[str, np.ndarray]:
     """What is alive after each of ``events`` (int64 [n]), int64 [n] bytes by what ``name`` calls
-    an origin (its kind, module and site)."""
+    an origin (its kind, module and site).
+    """
     which, of, keys = _owners(program)
     names = [name(*key) for key in keys]
     known = list(dict.fromkeys(names))
@@ -339,7 +342,8 @@ def overflow(
     program: Program, limit: int, settings: allocator.Settings | None = None
 ) -> Overflow | None:
     """Where the program runs out of ``limit`` bytes of segments; None if they are enough for its
-    iteration, and for all that the process had asked for before, where that is known."""
+    iteration, and for all that the process had asked for before, where that is known.
+    """
     full = allocator.replay_requests(changes(program), settings, limit).full
     if full is None:
         full = allocator.replay_requests(program.history.tolist(), settings, limit).full
@@ -353,7 +357,8 @@ def overflow(
 
 def viz_snapshot(program: Program) -> dict[str, object]:
     """The program's allocations as pytorch.org/memory_viz reads them (``_record_memory_history``
-    of torch.cuda.memory); ``time_us`` is the number of the op."""
+    of torch.cuda.memory); ``time_us`` is the number of the op.
+    """
     events: list[dict[str, object]] = []
     alive: dict[int, list[dict[str, object]]] = {}
     address = 0
@@ -423,7 +428,8 @@ def class_name(world: World, ranks: Sequence[int]) -> str:
 
 def reserved(program: Program, settings: allocator.Settings | None = None) -> tuple[int, int]:
     """(least, most) bytes of the allocator's segments, over all that its process asked for: the
-    device keeps up, or the host is far ahead of it."""
+    device keeps up, or the host is far ahead of it.
+    """
     requests = program.history.tolist() or changes(program)
     keeps_up = allocator.replay_requests(requests, settings, ahead=0)
     far_behind = allocator.replay_requests(requests, settings, ahead=allocator.AHEAD)
@@ -543,7 +549,8 @@ _RULES: tuple[tuple[Callable[[_Settings], bool], Estimate], ...] = (
 
 def estimates(arguments: str | None, graphs: bool = False) -> tuple[Estimate, ...]:
     """What is not known of a job with these settings (``job_settings``'s line of text); ``graphs``:
-    its CUDA graphs were captured."""
+    its CUDA graphs were captured.
+    """
     plain = job_settings.plain(arguments or "")
     found = tuple(estimate for applies, estimate in _RULES if applies(plain))
     return tuple(estimate for estimate in found if not graphs or estimate is not GRAPHS)
@@ -584,7 +591,8 @@ def memory_bound(recipe: Recipe) -> int:
 def _activations(recipe: Recipe, layers: int) -> int:
     """Bytes that ``layers`` keep when the first stage has most microbatches in flight: their
     inputs; of dense layers that recompute no more than attention's core what their norms, products
-    and activation need, too."""
+    and activation need, too.
+    """
     m, p = recipe, recipe.world
     tokens = m.seq_length // p.cp * m.micro_batch_size
     boundary = tokens * m.hidden_size // (p.tp if m.sequence_parallel else 1)

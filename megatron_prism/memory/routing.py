@@ -35,7 +35,8 @@ _CALL = re.compile(r"route (\d{1,6})#(\d{1,9})")
 # -- what depends on routing -----------------------------------------------------------------------
 def more_tokens(routes: np.ndarray) -> Callable[[int, int], int]:
     """What a probe gives each (layer, turn) of ``Program.routes`` beyond its even share, per expert
-    and source rank."""
+    and source rank.
+    """
     numbers = {(int(a), int(b)): n for n, (a, b, *_) in enumerate(routes[1:])}
     return lambda layer, turn: STEP * (1 + numbers.get((layer, turn), len(numbers)))
 
@@ -229,7 +230,8 @@ def _at_most(shares: np.ndarray, most: float) -> np.ndarray:
 
 class _Timeline:
     """Live bytes of a program as a function of its calls' loads: between two events that depend on
-    routing only the most counts."""
+    routing only the most counts.
+    """
 
     def __init__(self, program: Program) -> None:
         routed = program.routed

@@ -123,7 +123,8 @@ def risk(
 
 def _affordable(requests: _Requests, most_rows: int) -> tuple[int, int]:
     """(draws, iterations behind the recorded one) that ``most_rows`` are enough for; (0, 0) where
-    they are not enough for the fewest."""
+    they are not enough for the fewest.
+    """
     draws = DRAWS
     # without blocks that two streams use, the host's lead changes nothing
     if not any(row[1] == 0 and row[0] >= 0 for row in requests.before + requests.iteration):
@@ -139,7 +140,8 @@ def _affordable(requests: _Requests, most_rows: int) -> tuple[int, int]:
 
 def reaches(program: Program, spare: int) -> bool:
     """Whether later iterations of ``program`` might need ``spare`` bytes more than the first ones:
-    a hole that is lost costs a segment of one of the largest requests."""
+    a hole that is lost costs a segment of one of the largest requests.
+    """
     sizes = program.allocations["bytes"][program.allocations["before"] > 0]
     largest = np.sort(sizes)[-2:]
     return bool(largest.size) and spare < int(largest.clip(0).sum())
@@ -213,7 +215,8 @@ def _alive(rows: list[Row]) -> dict[int, int]:
 
 def _drawn_leads(random: np.random.Generator, starts: list[int], events: int) -> list[int]:
     """Launches by which the host is ahead at every event: 1 to all that CUDA lets be outstanding,
-    each power of two as likely, and the same within an iteration."""
+    each power of two as likely, and the same within an iteration.
+    """
     lengths = np.diff([0, *starts, events])
     powers = random.uniform(0, np.log2(allocator.AHEAD), lengths.size)
     leads: list[int] = np.repeat(np.exp2(powers).astype(int), lengths).tolist()

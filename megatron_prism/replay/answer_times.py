@@ -88,7 +88,8 @@ def _carry(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """``first``, ``length``, ``shift``: the terms of a node, for a cut node its own floor;
     ``found_*``: of a cut node what virtual ranks bring; ``bounds[window * number[k] + d]``: how
-    long at least from the end of the interaction d places before k to the end of k, -1: unknown."""
+    long at least from the end of the interaction d places before k to the end of k, -1: unknown.
+    """
     count, size = done[1], done[2]
     for at in range(done[0], len(order)):
         if size + 2 * len(one) > len(cause):  # more room is needed, and the rest goes on from here

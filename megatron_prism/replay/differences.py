@@ -135,7 +135,8 @@ def standings(estimates: Sequence[UncertainTime]) -> list[Standing]:
 @dataclass(frozen=True)
 class TimeDifference:
     """A second iteration less a first: expected, and the ends of its 95 % interval; and the chance
-    that the first is shorter."""
+    that the first is shorter.
+    """
 
     ns: float
     low_ns: float
@@ -145,7 +146,8 @@ class TimeDifference:
 
 def difference(first: UncertainTime, second: UncertainTime, own: float = OWN) -> TimeDifference:
     """What of the second's iteration is not the first's; ``own``: the part of each source that they
-    do not share, 0 of jobs that run the same kernels and calls."""
+    do not share, 0 of jobs that run the same kernels and calls.
+    """
     times = drawn([first, second], own=own)
     more = times[:, 1] - times[:, 0]
     low, high = np.quantile(more, _ENDS)

@@ -156,7 +156,8 @@ def interval(timeline: Timeline) -> Interval:
 
 def answers_by_host(timeline: Timeline) -> tuple[tuple[float, int], ...]:
     """(index of the host, ns of an iteration), from the fastest of the usual hosts to the slowest;
-    none if the slices have no index, or the replay is of a host that was named."""
+    none if the slices have no index, or the replay is of a host that was named.
+    """
     here = _Variations(timeline)
     programs = timeline.graph.programs
     if here.named_host or not here.knows_host or not indices_of(programs.source):
@@ -306,7 +307,8 @@ class _Variations:
 
     def untimed(self) -> Uncertainty | None:
         """Of segments that nobody said anything about: each may take as long as the longest that
-        is known."""
+        is known.
+        """
         code = next(i for i, text in enumerate(self.prices.sources) if text.startswith(NO_TIME))
         segments = self.dag.kind == COMPUTE
         mine = segments & (self.codes == code)

@@ -89,7 +89,7 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
             _Extension(one, after[stage]).program()
             for one, stage in zip(pieces, stages, strict=True)
         )
-    except _MissingKind as error:
+    except _MissingKindError as error:
         fewest = order.fewest(wanted)
         raise ProgramError(
             f"{there} microbatches have no {error}, which {wanted} microbatches need",
@@ -117,7 +117,8 @@ def _memory_doubt(schedules: Iterable[_Cut]) -> str:
 def _deferred(source: Mapping[str, str], fewest: int) -> int:
     """How many first microbatches leave a gradient to the end of the iteration
     (core/pipeline_parallel/utils.py drain_embedding_wgrad_compute; limit 0: all of them).
-    ProgramError if every one does."""
+    ProgramError if every one does.
+    """
     given = job_settings.plain(job_settings.line_of(source))
     if "defer_embedding_wgrad_compute" not in given:
         return 0
@@ -132,13 +133,14 @@ def _deferred(source: Mapping[str, str], fewest: int) -> int:
     return limit
 
 
-class _MissingKind(Exception):
+class _MissingKindError(Exception):
     """No captured piece can stand for one of the wanted schedule."""
 
 
 def starts_of_forwards(program: Program, world: World) -> tuple[dict[int, int], int]:
     """Of every microbatch the first op of its first forward, and how many microbatches follow each
-    other through one chunk."""
+    other through one chunk.
+    """
     cut = _Cut(program, world)
     first = min((one for step in cut.members for one in step if one[0] == _FORWARD), default=())
     begins = {
@@ -167,7 +169,8 @@ class _Cut:
 
     def __init__(self, program: Program, world: World, like: _Cut | None = None) -> None:
         """Steps have the messages that those of ``like`` have: a forward beside a backward reads
-        its batch before the wait that the scheduler has ahead of both."""
+        its batch before the wait that the scheduler has ahead of both.
+        """
         ops = program.ops
         self.program, self.pipeline = program, _is_pipeline(program)
         self.stages = _stages(program, world)
@@ -301,7 +304,8 @@ class _Cut:
 
     def asked(self, piece: int) -> Kind:
         """All that the scheduler does in a piece; shapes are other messages than tensors, and so
-        are those that a batch has beside others."""
+        are those that a batch has beside others.
+        """
         ops, strings = self.program.ops, self.program.strings
         syncs = ((int(ops["name"][i]), int(ops["chunk"][i]), strings[ops["note"][i]])
                  for i in self.syncs[piece])  # fmt: skip
@@ -320,7 +324,8 @@ class _Cut:
 
     def same_order(self, other: _Cut) -> bool:
         """Whether both have the same steps, sends, receives and waits in the same order; what a
-        forward and a backward do at once may count as one of them."""
+        forward and a backward do at once may count as one of them.
+        """
         combined = any(len(step) > 1 for step in other.members)
         steps = zip(self.members, other.members, strict=False)
         return (
@@ -407,21 +412,23 @@ class _Order:
 
     def fewest(self, wanted: int) -> int:
         """The smallest number whose schedule has every kind of ``wanted`` in the surroundings of a
-        steady state."""
+        steady state.
+        """
         after = self.run(wanted)
         for count in range(1, wanted):
             try:
                 for stage, cut in self.run(count).items():
                     _Choice(cut, count, after[stage], {}, _EDGE).pieces()
                 return count
-            except (UsageError, _MissingKind):
+            except (UsageError, _MissingKindError):
                 continue
         return wanted
 
 
 def _settings(interleaved: bool) -> Iterator[dict[str, object]]:
     """What a captured order may have come from: how stages exchange tensors, and whether a forward
-    runs beside a backward."""
+    runs beside a backward.
+    """
     overlaps = ((True, False), (True, True), (False, False)) if interleaved else ((False, False),)
     for combined, (overlap, flush), lengths in itertools.product(
         (False, True), overlaps, (False, True)
@@ -446,7 +453,8 @@ def fewest_microbatches(
 ) -> int:
     """The smallest number that ``wanted`` microbatches follow from with every piece in the
     surroundings of a steady state; ``stages``: there, None: on all; ``settings`` of the scheduler.
-    UsageError: Megatron refuses them."""
+    UsageError: Megatron refuses them.
+    """
     vpp = vpp if pp > 1 and vpp != 1 else None
     of = range(pp) if stages is None else stages
     return _Order(scheduler, pp, vpp, tuple({*of}), settings).fewest(wanted)
@@ -471,7 +479,7 @@ class _Choice:
             there.setdefault(self._place(before, piece, count), []).append(piece)
 
     def pieces(self) -> list[int]:
-        """Of every wanted piece the captured one.  _MissingKind if there is none."""
+        """Of every wanted piece the captured one.  _MissingKindError if there is none."""
         wanted = 1 + max((m for one in self.after.members for m in one.values()), default=-1)
         places = defaultdict[tuple[Kind, Kind], list[int]](list)
         for piece in range(len(self.after)):
@@ -485,7 +493,7 @@ class _Choice:
             least = min(costs.values(), default=_OTHER)
             if least >= self.unlike:
                 step = self.after.is_step(pieces[0])
-                raise _MissingKind(_named(self.after.shape(pieces[0]), step))
+                raise _MissingKindError(_named(self.after.shape(pieces[0]), step))
             nearest = sorted(p for one, cost in costs.items() if cost == least for p in there[one])
             for piece, place_of in zip(pieces, _spread(len(nearest), len(pieces)), strict=True):
                 found[piece] = nearest[place_of]
@@ -494,7 +502,8 @@ class _Choice:
     def _place(self, cut: _Cut, piece: int, count: int) -> Kind:
         """What tells a piece from others of its kind, and how much: whether microbatches of a step
         are among the first or last; between steps all messages and the steps, and such
-        microbatches."""
+        microbatches.
+        """
         step, number = cut.places[piece]
         if not cut.is_step(piece):
             phases = cut.program.ops["phase"][cut.talk[piece]].tolist()
@@ -522,7 +531,8 @@ class _Choice:
 
 def _spread(there: int, wanted: int) -> Iterator[int]:
     """Which of ``there`` equal pieces stands for each of ``wanted``: the first and the last quarter
-    for themselves, since what they find in memory differs, the others in turn."""
+    for themselves, since what they find in memory differs, the others in turn.
+    """
     first = (there + 2) // 4
     last = min(first, there - 1 - first)
     for i in range(wanted):
@@ -537,7 +547,8 @@ def _spread(there: int, wanted: int) -> Iterator[int]:
 def _kind(cut: _Cut, piece: int) -> Kind:
     """What a piece must have in common with one that stands for it: what the scheduler does in it,
     a step's phases and chunks, and the phases of the steps beside what lies between: the iteration
-    begins and ends with work of its own, which no two steps have between them."""
+    begins and ends with work of its own, which no two steps have between them.
+    """
     if cut.is_step(piece):
         return cut.shape(piece), cut.asked(piece)
     step, _ = cut.places[piece]
@@ -595,7 +606,8 @@ class _Pieces(_Cut):
     @cached_property
     def edges(self) -> dict[Kind, tuple[int, int]]:
         """Of steps of one forward or backward: how many first and last have other bodies than the
-        longest run of equal ones.  ProgramError if steps differ without an order."""
+        longest run of equal ones.  ProgramError if steps differ without an order.
+        """
         steps = defaultdict[tuple[Member, ...], dict[int, int]](dict)
         for step, members in enumerate(self.members):
             if len(members) == 1:
@@ -688,7 +700,8 @@ class _Extension:
 
     def _microbatches(self, ops: np.ndarray) -> np.ndarray:
         """As the wanted schedule has them; messages of a program without a model have labels, too,
-        which the scheduler gives anew."""
+        which the scheduler gives anew.
+        """
         found = ops["microbatch"].copy()
         given, after = self.given, self.after
         phase = np.where(ops["phase"] == _WEIGHT, _BACKWARD, ops["phase"])
@@ -745,7 +758,8 @@ class _Extension:
 
     def _batches(self, batch: np.ndarray) -> np.ndarray:
         """Batches as they come, from 0: of messages those of the wanted schedule; no other one goes
-        beyond its piece."""
+        beyond its piece.
+        """
         of_schedule = self.after.program.ops["batch"][self.scheduled]
         messages = self.given.pipeline[self.source]
         place = np.where(messages, -1, self.piece).tolist()
@@ -942,7 +956,8 @@ class _Extension:
 
     def _origin(self, birth: int, piece: int) -> Kind:
         """What storages are told apart by: phases and chunks of the step in which they came to be,
-        what they say of themselves, and their size."""
+        what they say of themselves, and their size.
+        """
         row = self.given.program.allocations[birth]
         step = self.given.shape(piece) if self.given.is_step(piece) else ()
         return step, int(row["note"]), int(row["bytes"])

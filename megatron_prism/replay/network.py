@@ -74,7 +74,8 @@ class Topology:
 
 def read_topology(text: str, machine: Machine) -> Topology:
     """``rails`` or ``fat-tree:2``, on a machine; ``fat-tree``: as oversubscribed as the machine's
-    file says.  UsageError for anything else."""
+    file says.  UsageError for anything else.
+    """
     kind, _, more = text.partition(":")
     fix = "network=rails, network=fat-tree:2 (two NICs for one link above the leaf switches), "
     fix += "network=none"
@@ -145,7 +146,8 @@ def replay_network(
     buffered: int = 0,
 ) -> Timeline:
     """``iterations`` iterations in a row, as ``timeline.build_timeline``.  PrismError if the job
-    hangs."""
+    hangs.
+    """
     dag = build_issue_graph(graph, iterations, buffered)
     dag.check_ends()
     begin, end = simulate_network(dag, durations_of(dag, prices), links)
@@ -185,7 +187,8 @@ def _play(  # type: ignore[no-untyped-def]
     waiting, begin, end, stack, due, left, rate, since, moving, users,
 ):  # fmt: skip
     """The loop.  ``stack`` holds what begins now (node) and what ends now (-1 - node), ``moving``
-    the transfers that are on links."""
+    the transfers that are on links.
+    """
     heap = [(0, -1)]  # (when, node); an entry whose time is not ``due`` any more is skipped
     heap.pop()
     now = top = count = 0

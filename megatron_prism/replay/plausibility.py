@@ -16,7 +16,8 @@ _STRAYS = 0.2  # of what a captured microbatch takes
 
 def check_plausible(after: Timeline, before: Timeline | None = None) -> None:
     """PrismError if ``after`` computes faster than its machine can, or its microbatches, other ones
-    than those of ``before``, take much longer or shorter than captured ones do."""
+    than those of ``before``, take much longer or shorter than captured ones do.
+    """
     programs = after.graph.programs
     wanted = microbatch_count(programs)
     wrong = _above_peak(after)
@@ -48,7 +49,8 @@ def _above_peak(timeline: Timeline) -> str:
 
 def _steady_ns(timeline: Timeline) -> float:
     """What a microbatch takes between starts of its forwards on the last stage, which warms up
-    shortest; 0 if there are too few."""
+    shortest; 0 if there are too few.
+    """
     world, found = timeline.graph.programs.world, 0.0
     for index, program in enumerate(timeline.graph.program_list):
         if world.coordinates(program.rank).pp < world.pp - 1:

@@ -283,7 +283,8 @@ def _on_streams(graph: WorldGraph) -> frozenset[int]:
 
 def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) -> np.ndarray:
     """float64 [kind of computing, computing or call, op of a class]: 1 - 1 / factor; 0 for what is
-    no call, or was not measured."""
+    no call, or was not measured.
+    """
     program = graph.program_list[index]
     sizes = program.num_bytes
     found = np.zeros((len(_SEGMENT_KINDS), 2, len(program)))
@@ -314,7 +315,8 @@ def _corrected(
     found: Timeline, prices: Prices, costs: list[np.ndarray], source: str, streams: frozenset[int]
 ) -> Prices:
     """``prices``, and what the overlaps of ``found`` cost; ``streams``: classes whose segments may
-    share a GPU."""
+    share a GPU.
+    """
     sources, overlapped = list(prices.sources), _slower(_CALLS, f"overlap: {source}; ")
     meetings = prices.collective_ns.copy()
     compute, compute_source = [], []
@@ -364,7 +366,8 @@ def _covered(
     under: np.ndarray, over: np.ndarray, weights: np.ndarray, shared: bool = False
 ) -> np.ndarray:
     """Per span of ``over``: ns that spans of ``under`` cover of it, each times its weight;
-    ``shared``: of several at once their mean."""
+    ``shared``: of several at once their mean.
+    """
     if not len(under) or not len(over):
         return np.zeros(len(over))
     times = np.concatenate([under["start"], under["end"]])
@@ -419,7 +422,8 @@ def _edits(
     topology: Topology | None,
 ) -> list[Edit]:
     """What is not as captured: the size of the world, where it runs, who is slow in it, what its
-    calls cost."""
+    calls cost.
+    """
     dp, nccl, host, edits = what_if.dp, what_if.nccl, what_if.host, list[Edit]()
     if dp is not None or what_if.moved is not None or nccl:
         edits.append(whatif.modelled_calls(programs))
@@ -469,7 +473,8 @@ _BUFFSIZE = 4 << 20  # NCCL's default
 
 def _buffered(graph: WorldGraph, calibration: Calibration | None) -> int:
     """Bytes on their way to a peer that NCCL's buffers hold, so that sends do not wait for their
-    receivers: what the calibration measured, in proportion to the job's buffers; else 0."""
+    receivers: what the calibration measured, in proportion to the job's buffers; else 0.
+    """
     if calibration is None or not calibration.held:
         return 0
     each = parse(graph.programs.source.get(NCCL_ENV, "")).buffer_bytes or _BUFFSIZE
@@ -512,7 +517,8 @@ def _check_machine(programs: Programs, machine: MachineLike | None) -> None:
 
 def _check_calibration(source: str, machine: str, tier: str) -> None:
     """UsageError if the calls were measured on another machine than ``machine``, or among processes
-    of a CPU for slices of GPUs."""
+    of a CPU for slices of GPUs.
+    """
     if " x CPU, " in source and tier in ("cuda", "meta"):
         raise UsageError(
             f"the calibration is of processes without GPUs, the slices are of {machine}: {source}",

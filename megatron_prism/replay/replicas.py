@@ -124,7 +124,8 @@ def _places(world: World) -> np.ndarray:
 
 def _kinds(programs: Programs) -> np.ndarray:
     """int32 [programs]: of every measured program the first that differs from it in times, and in
-    how the parameters are shared out, alone."""
+    how the parameters are shared out, alone.
+    """
     plain = []
     for program in programs.programs:
         bare = shard.without_shard(program) if shard.is_sharded(program) else program
@@ -203,7 +204,8 @@ class _Resizer:
 
     def _shares_more(self, row: np.void) -> bool:
         """Whether a call moves parts of parameters or gradients that are no bucket of DDP's, as
-        both FSDPs do."""
+        both FSDPs do.
+        """
         site, group = (self.given.strings[row[name]] for name in ("site", "group"))
         if int(row["name"]) not in _OF_PARTS or SHARED not in group or not site:
             return False
@@ -332,7 +334,8 @@ def _parts(
 ) -> dict[int, list[int]]:
     """Storage -> bytes of those that come in its place: of a smaller shard the first ones of each
     kind, as a shard is a part of a row of parameters; of a larger one as many more of each, up to
-    ``most``, the rank's parameters (0: not known)."""
+    ``most``, the rank's parameters (0: not known).
+    """
     found: dict[int, list[int]] = {}
     for note in np.unique(notes).tolist():
         mine = np.flatnonzero(notes == note)

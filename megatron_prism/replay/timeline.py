@@ -215,7 +215,8 @@ class Timeline:
 
     def spans(self, index: int, iteration: int = -1) -> np.ndarray:
         """SPAN [n] of class ``index``, in order of issue, ns since the iteration began; not to be
-        changed."""
+        changed.
+        """
         if (index, iteration) not in self._known_spans:
             self._known_spans[index, iteration] = self._spans(index, iteration)
         return self._known_spans[index, iteration]
@@ -243,7 +244,8 @@ class Timeline:
 
     def host_spans(self, index: int, iteration: int = -1) -> np.ndarray:
         """int64 [n, 3]: (op, start, end) of what the host of class ``index`` issues, ns since the
-        iteration began; none if the slices do not say how long that takes."""
+        iteration began; none if the slices do not say how long that takes.
+        """
         iteration %= self.iterations
         mine = (self.dag.owner == index) & (self.dag.iteration == iteration)
         lead, host = (np.flatnonzero(mine & (self.dag.kind == kind)) for kind in (LEAD, HOST))
@@ -339,7 +341,8 @@ def build_timeline(
     graph: WorldGraph, prices: Prices, iterations: int = 2, buffered: int = 0
 ) -> Timeline:
     """Replay ``iterations`` iterations without contention; ``buffered``: bytes to a peer that do
-    not wait for it (``build_issue_graph``).  PrismError if the job hangs."""
+    not wait for it (``build_issue_graph``).  PrismError if the job hangs.
+    """
     dag = build_issue_graph(graph, iterations, buffered)
     durations = durations_of(dag, prices)
     if durations.sum(dtype=float) > 1 << 62:

@@ -133,7 +133,8 @@ def slow_ranks(
 def faster_calls(factor: Fraction | float | str, name: str = "", group: str = "") -> Edit:
     """Calls of ``name`` (all_reduce, …; send means messages) in ``group`` are ``factor`` times as
     fast; empty: all of them; tp means TENSOR_MODEL_PARALLEL_GROUP, as in faults.  UsageError if
-    there are none."""
+    there are none.
+    """
     speed, op = parse_factor(factor), "send" if name == "recv" else name
 
     def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
@@ -255,7 +256,8 @@ def moved(here: Machine, calibration: Calibration | None, there: Machine) -> Edi
 
 def with_assumption(programs: Programs, what: str, batch: Fraction | int = 1) -> Programs:
     """The programs, with one more thing that is not as captured in their source, in which a batch
-    is ``batch`` times as large."""
+    is ``batch`` times as large.
+    """
     said, source = programs.source.get(WHAT_IF), {**programs.source}
     source[WHAT_IF] = what if said is None else f"{said}; {what}"
     for key in ("tokens_per_iteration", "model_flops_per_iteration"):
@@ -290,7 +292,8 @@ def oversubscribed(
 ) -> Prices:
     """Calls between leaves take as much longer as NCCL's model says of a network that is slower by
     the oversubscription.  Everybody below a leaf is taken to send at once: pessimistic where they
-    do not."""
+    do not.
+    """
     if topology.oversubscription == 1:
         return prices
     slower = dataclasses.replace(
@@ -306,7 +309,8 @@ def oversubscribed(
 
 def slow_nic(ranks: Iterable[int], factor: float, latency: int) -> Edit:
     """Calls between nodes of ``ranks`` have ``factor`` of the bandwidth and take ``latency`` ns
-    more."""
+    more.
+    """
     ranks = tuple(ranks)
     text = f"NIC of {format_ranks(ranks)}: bandwidth x {factor:g}, latency + {latency} ns"
 

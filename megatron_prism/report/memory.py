@@ -30,7 +30,8 @@ _TOP = 40  # origins of the table
 
 def page_data(programs: Programs, made: job_peaks.MemoryReport, limit: int | None = None) -> Data:
     """Every class of ``made``; ``limit``: bytes of the device, None: those of the job's GPU, if
-    it is known."""
+    it is known.
+    """
     if limit is None:
         with contextlib.suppress(UsageError):
             limit = machine(machine_of(programs)).device_memory or None

@@ -205,7 +205,8 @@ def _accounts(found: Metrics) -> str:
 
 def merged_path(found: Metrics) -> list[PathPart]:
     """The critical path with the steps of all provenances together, the largest first; the next
-    table tells those apart."""
+    table tells those apart.
+    """
     sums: dict[tuple[str, str, str], PathPart] = {}
     for part in found.path:
         key = part.phase, part.what, part.group
@@ -280,7 +281,8 @@ def step_codes(timeline: Timeline, index: int, spans: np.ndarray) -> np.ndarray:
 
 def merge(spans: np.ndarray, codes: np.ndarray, epsilon: int) -> np.ndarray:
     """MERGED [n], by time; spans shorter than ``epsilon`` ns that share lane, step and slice of
-    that width become one.  With 0 nothing is merged."""
+    that width become one.  With 0 nothing is merged.
+    """
     found = np.empty(len(spans), dtype=MERGED)
     found["first"], found["count"] = np.arange(len(spans)), 1
     for name in ("ready", "start", "end"):

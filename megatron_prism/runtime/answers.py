@@ -46,7 +46,8 @@ _IDENTITIES = frozenset({"avg", "min", "max", "band", "bor"})
 
 def reduce_op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
     """``sum``, ``avg``, ``min``, ``max``, ``product``, ``band``, ``bor``, ``bxor`` or
-    ``premul_sum``."""
+    ``premul_sum``.
+    """
     kind: object = getattr(op, "op", op)
     return _NAMES[kind]
 

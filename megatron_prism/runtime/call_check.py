@@ -70,7 +70,8 @@ class Peers(Protocol):
 
     def expected(self) -> Mapping[tuple[str, str, int], list[Op]]:
         """All calls of the local rank in an iteration: (group, "" or send or recv, peer) -> them,
-        but for those of groups of one."""
+        but for those of groups of one.
+        """
 
     def position(self, desc: str, rank: int) -> int:
         """Group rank of ``rank``."""

@@ -34,7 +34,8 @@ _MADE = {torch.arange: _MOST, torch.zeros: _FEW}  # of integers: known as they a
 @dataclass
 class _Cell:
     """The value of a tensor, on the host; ``valid`` is shared by all that see the same memory, and
-    ``uniform``: the value has no dimensions, and each element has it."""
+    ``uniform``: the value has no dimensions, and each element has it.
+    """
 
     value: torch.Tensor
     valid: list[bool] = field(default_factory=lambda: [True])
@@ -43,7 +44,8 @@ class _Cell:
 
 class Unknown(float):
     """A number that depends on data: finite and positive for what computes with it, ``unknown``
-    where it, or what was computed from it, is printed."""
+    where it, or what was computed from it, is printed.
+    """
 
     def __format__(self, spec: str) -> str:
         width = re.match(r"(?:.?[<>=^])?[-+ ]?#?0?(\d+)", spec)
@@ -118,7 +120,8 @@ def learn(tensor: torch.Tensor, data: object) -> None:
 def keep_lengths(tensor: torch.Tensor, host: torch.Tensor) -> None:
     """``tensor`` is the copy of ``host``, whose integers are lengths and no tokens: of 32 bits, few
     in a row (tokens of experts, transformer_engine/pytorch/ops/basic/grouped_linear.py:1044
-    @2.20), or places of packed sequences, which say where these end."""
+    @2.20), or places of packed sequences, which say where these end.
+    """
     if hasattr(host, "__tensor_flatten__"):  # lengths of a nested tensor
         for name in host.__tensor_flatten__()[0]:
             keep_lengths(getattr(tensor, name), getattr(host, name))
@@ -147,7 +150,8 @@ def forget(tensor: torch.Tensor) -> None:
 
 def summed(tensor: torch.Tensor, count: int) -> None:
     """``count`` members have added up their ``tensor``, of which other members' are unknown, but as
-    healthy as this one's: so many times an answer about health, else something unknown."""
+    healthy as this one's: so many times an answer about health, else something unknown.
+    """
     cell = getattr(tensor, _CELL, None)
     if cell is None:
         return
@@ -159,7 +163,8 @@ def summed(tensor: torch.Tensor, count: int) -> None:
 
 def exchanged(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None:
     """Members have given each other ``ins``, and this one has got ``outs``: unknown values, but the
-    same answer from each about health."""
+    same answer from each about health.
+    """
     values = [
         cell.value
         for cell in (getattr(tensor, _CELL, None) for tensor in ins)
@@ -192,7 +197,8 @@ def _computed(
 ) -> tuple[object, dict[int, torch.Tensor]] | None:
     """(what ``func`` gives on the host, the values of its arguments after it by their ids); None if
     one is not known or the host lacks the operator.  ``shapes``: floats without a gradient may be
-    anything, as what is known says where they go."""
+    anything, as what is known says where they go.
+    """
     copies: dict[int, torch.Tensor] = {}
     for tensor in _tensors(args, kwargs):
         value = value_of(tensor)
@@ -219,7 +225,8 @@ def _computed(
 
 def on_host(func: Callable[..., object], args: Args, kwargs: Options) -> object:
     """What ``func`` gives, whose shape depends on values, as meta tensors; None if that is not
-    known."""
+    known.
+    """
     if not _known(args, kwargs):
         return None
     found = _computed(func, args, kwargs)
@@ -306,7 +313,8 @@ def _follow_uniform(
     writes: bool,
 ) -> bool:
     """Whether all elements of the result have one value, which it is given then; an argument of
-    many elements has one value, too."""
+    many elements has one value, too.
+    """
     tensors = _tensors(args, kwargs)
     cells = [getattr(tensor, _CELL, None) for tensor in tensors]
     if not any(cell is not None and cell.uniform for cell in cells):

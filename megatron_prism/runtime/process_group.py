@@ -478,7 +478,8 @@ class PrismGroup(dist.ProcessGroup):
 
 class _Message(ForwardedWork):
     """A message of gloo's, which waits for another message if it is waited for twice: NCCL's may
-    be, and rings of attention do it."""
+    be, and rings of attention do it.
+    """
 
     _waited = False
 
@@ -499,7 +500,8 @@ def _message(work: dist.Work, tensors: Tensors) -> dist.Work:
 
 def _real_barrier(group: PrismGroup, opts: object = None) -> None:
     """An all-reduce of one word, after which the host waits, as NCCL's own barrier does: c10d finds
-    no device in this group and would ask for the CPU's."""
+    no device in this group and would ask for the CPU's.
+    """
     assert group.real is not None, "all members are local, and have a real group"
     word = torch.zeros(1, dtype=torch.int32, device=group.world.device)
     group.real.allreduce([word]).wait()
@@ -509,7 +511,8 @@ def _real_barrier(group: PrismGroup, opts: object = None) -> None:
 
 def _issued(method: str, answer: Callable[..., dist.Work | None]) -> Answer:
     """What c10d calls: ``answer``, or in groups whose members are all local on NCCL the real
-    group's own method; counted, and seen by who follows the calls."""
+    group's own method; counted, and seen by who follows the calls.
+    """
     op, pair = BY_METHOD[method].name, BY_METHOD[method].kind == "pair"
 
     def plain(self: PrismGroup, *args: Any, **kwargs: Any) -> dist.Work | None:

@@ -70,7 +70,8 @@ def replace_functions(changes: ProcessChanges) -> None:
 
 def _if_virtual(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     """``original``, or ``answer(group, arguments)`` where its group is virtual.  It is not if the
-    job took the virtual world down and made a real one."""
+    job took the virtual world down and made a real one.
+    """
     signature = inspect.signature(original)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,8 @@ def flag_of(func: Function, args: Args) -> torch.Tensor | None:
 
 def health(func: Function, args: Args) -> torch.Tensor | None:
     """What ``func`` says of each element of an unknown tensor because it is finite; None if the
-    answer depends on more than that."""
+    answer depends on more than that.
+    """
     if func in _HEALTH:
         return torch.tensor(_HEALTH[func])
     if func not in _COMPARISONS or len(args) != 2:

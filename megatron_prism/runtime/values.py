@@ -41,7 +41,8 @@ class TokenVectors:
 
     def fill(self, target: torch.Tensor, tokens: torch.Tensor) -> None:
         """Give each place of ``target`` [s, b, h] (contiguous) the vector of ``tokens`` [s, b]
-        (integers, any).  Two kernels of the size of ``tokens``, one of ``target``'s."""
+        (integers, any).  Two kernels of the size of ``tokens``, one of ``target``'s.
+        """
         hidden = target.shape[-1]
         places = tokens.reshape(-1).mul(_SCATTER).remainder_(COUNT)
         windows = self.row(target).as_strided((COUNT, hidden), (_STEP, 1))

@@ -62,7 +62,8 @@ class TrafficCounter:
 
     def add(self, group: str, group_size: int, op: str, num_bytes: int, distance: int = 0) -> None:
         """Count one call that moved a message of ``num_bytes``; of sends and receives ``distance``
-        says how many places further in the group the other end is."""
+        says how many places further in the group the other end is.
+        """
         if distance:
             self._ways[group, group_size, op, distance, self.batched] = None
         key = group, group_size, op
@@ -288,7 +289,8 @@ def current() -> VirtualWorld | None:
 
 def values_of(group: Any) -> Values | None:
     """What virtual members of ``group`` hold; None if it has none, is somebody else's, or delivers
-    what real members did."""
+    what real members did.
+    """
     ours = isinstance(group, PrismGroup) and group.has_virtual
     return group.world.values if ours and not group.world.values.replays(group) else None
 

@@ -1,45 +1,14 @@
-"""Slices: what is finished is kept, what is another job's is refused; commands that read them."""
-
-import importlib.util
-import os
-import signal
-import subprocess
-import sys
-import time
+"""Slices: what is finished is kept, what is another job's is refused."""
 
 import pytest
+from helpers.small_slices import SOURCE, TP, WORLD, program, store_in
 
-from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, load, save
 from megatron_prism.core.program_text import dump, parse
 from megatron_prism.core.slices import SliceStore, assemble, open_programs, stand_in_for
 from megatron_prism.core.world import World
-
-TP, PP = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"
-HAS_MEGATRON = bool(importlib.util.find_spec("megatron"))
-WORLD = World(8, tp=2, pp=2)
-SOURCE = {"megatron_core": "0.16.1", "tier": "meta", "settings": "abc"}
-
-
-def program(rank, ns=100, **changes):
-    first = rank < 4
-    other = Op("send", PP, "bf16", num_in=4, peer=1) if first else Op(
-        "recv", PP, "bf16", num_out=4, peer=-1
-    )  # fmt: skip
-    reduce = {"num_in": 4, "num_out": 4, "reduce": "sum", **changes}
-    label = {"phase": "forward", "microbatch": 0}
-    ops = [Op("compute", ns=ns, **label), Op("all_reduce", TP, "bf16", **reduce, **label), other]
-    return Program.from_ops(rank, ops)
-
-
-def store_in(folder, ranks=(0, 4), source=SOURCE, world=WORLD):
-    store = SliceStore(folder, world, source)
-    store.prepare(False)
-    for rank in ranks:
-        store.put(program(rank))
-    return store
 
 
 def test_a_ring_of_context_parallel_ranks_wants_a_slice_of_each_place(tmp_path):
@@ -235,112 +204,6 @@ def test_programs_are_opened_wherever_they_are(tmp_path):
     assert open_programs(tmp_path / "w.txt") == made
     (tmp_path / "d" / "world.prism").write_bytes((tmp_path / "w.prism").read_bytes())
     assert open_programs(tmp_path / "d") == made
-
-
-# -- commands -------------------------------------------------------------------------------------
-@pytest.fixture
-def folder(tmp_path):
-    store_in(tmp_path / "slices")
-    return str(tmp_path / "slices")
-
-
-def prism(*words, capsys):
-    status = cli.main(words)
-    return status, *capsys.readouterr()
-
-
-def test_show_ops_of_ranks(folder, capsys):
-    status, out, _ = prism("show", folder, "--rank", "5", "--group", TP, capsys=capsys)
-    assert status == 0
-    assert "captured as rank 4" in out.partition("\n")[0]
-    assert len(out.splitlines()) == 2
-    assert (
-        prism("show", folder, "--rank", "5", "--group", "tp", capsys=capsys)[1] == out
-    )  # as in faults
-    status, out, _ = prism("show", folder, "--rank", "0", "--around", "0F", capsys=capsys)
-    assert out.startswith("rank 0")
-    assert len(out.splitlines()) == 4
-
-
-def test_show_as_text_is_what_all_commands_read(folder, tmp_path, capsys):
-    _, out, _ = prism("show", folder, "--text", capsys=capsys)
-    (tmp_path / "w.txt").write_text(out)
-    assert open_programs(tmp_path / "w.txt") == open_programs(folder)
-    assert prism("check", str(tmp_path / "w.txt"), capsys=capsys)[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["show", "nowhere"], "cannot read nowhere"),
-        (["show", "FOLDER", "--rank", "9"], "0 to 7"),
-        (["show", "FOLDER", "--rank", "0", "--text"], "--text is all of them"),
-        (["show", "FOLDER", "--rank", "0", "--group", "NO_SUCH"], TP),
-        (["show", "FOLDER", "--group", "NO_SUCH"], "--rank 0 --group"),
-        (["show", "FOLDER", "--rank", "0", "--around", "7F"], "rank 0 has no step 7F"),
-        (["capture", "tiny-gpt_1cpu"], "fix: -o DIR"),
-        (["capture", "tiny-gpt_1cpu", "-o", "FOLDER"], "is a slice of another job"),
-    ],
-)
-def test_bad_usage_is_status_2_with_a_fix(folder, words, says, capsys):
-    if words[0] == "capture" and not HAS_MEGATRON:
-        pytest.skip("needs megatron-core")
-    words = [folder if word == "FOLDER" else word for word in words]
-    status, out, err = prism(*words, capsys=capsys)
-    assert status == 2
-    assert not out or words[0] == "capture"  # its workers look into the folder
-    assert says in err
-    assert "fix: " in err
-
-
-# the last stage has almost all layers, so that the first is finished long before it
-UNEVEN = """
-    prism.tier=meta transformer_impl=local data_path=null train_iters=1
-    global_batch_size=4 micro_batch_size=1 world_size=2 pp=2
-    hidden_size=32 ffn_hidden_size=64 seq_length=16 num_layers=41
-    decoder_first_pipeline_num_layers=1 decoder_last_pipeline_num_layers=40
-""".split()
-
-
-@pytest.mark.slow
-@pytest.mark.megatron
-@pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core")
-def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
-    out = tmp_path / "out"
-    words = ["capture", "tiny-gpt_1cpu", *UNEVEN, "-o", str(out)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_prism", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    first, second = out / "slice-000000.prism", out / "slice-000001.prism"
-    deadline = time.monotonic() + 120
-    while not first.exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert first.exists()
-    assert not second.exists()
-    assert not (out / "world.prism").exists()
-    before = first.stat()
-    with pytest.raises(ProgramError, match="stages 1 have no slice"):
-        assemble(out)
-    status, shown, talked = prism(*words, capsys=capsys)
-    assert status == 0, talked
-    assert "1 slice there already" in shown + talked
-    assert "rank 1:" in shown + talked
-    assert "rank 0:" not in shown + talked
-    after = first.stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert second.exists()
-    assert prism("check", str(out), capsys=capsys)[0] == 0
-    status, shown, talked = prism(*words, capsys=capsys)  # nothing is left to do
-    assert (status, "2 slices there already" in shown + talked) == (0, True)
-    other = [*words, "lr=0.001"]
-    status, _, talked = prism(*other, capsys=capsys)
-    assert (status, "of another job: lr 0.003 there, 0.001 here" in talked) == (2, True)
-    assert first.stat().st_ino == before.st_ino
 
 
 def test_a_calibration_may_lie_beside_the_slices(tmp_path):

@@ -31,7 +31,8 @@ _OVERWRITE = ("zero_", "fill_", "copy_", "constant_")  # nothing that was drawn 
 
 class _Fills(TorchFunctionMode):
     """What fills storages with random numbers while a model is built: functions that draw, that
-    change their first argument alone, or that make a tensor of drawn ones, element by element."""
+    change their first argument alone, or that make a tensor of drawn ones, element by element.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +96,8 @@ def _filled(whole: torch.Tensor, dtype: torch.dtype, calls: Sequence[Fill]) -> t
 
 def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
     """Fill each random parameter of ``model`` with its shard; names of those that stay as Megatron
-    has drawn them, because it does not draw them in place."""
+    has drawn them, because it does not draw them in place.
+    """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from torch.utils._pytree import tree_leaves

@@ -44,7 +44,8 @@ _MTP = "mtp"  # optimizer.py:150 @0.19.0
 )
 def _norm_of_mtp_heads(context: PatchContext, original: Original, self: Any, group: str) -> bool:
     """With ``--mtp-detach-heads`` MTP layers have a gradient norm of their own, which all ranks add
-    up if one of them has such layers: mirrored ranks would all answer as this one."""
+    up if one of them has such layers: mirrored ranks would all answer as this one.
+    """
     found = original(self, group)
     if group != _MTP or context.is_real():
         return found
@@ -61,7 +62,8 @@ def _norm_of_mtp_heads(context: PatchContext, original: Original, self: Any, gro
 )
 def _no_flex(module: ModuleType, context: PatchContext) -> None:
     """Kernels of DeepEP, HybridEP and NCCL EP write into the memory of other ranks, which are not
-    there; on shapes nothing is written, and DeepEP and HybridEP have stand-ins."""
+    there; on shapes nothing is written, and DeepEP and HybridEP have stand-ins.
+    """
     names = {} if context.meta else {"_DeepepManager": "DeepEP", "_HybridEPManager": "HybridEP"}
     for owner, name in {**names, "_NCCLEPManager": "NCCL EP"}.items():
         call = refused(
@@ -82,7 +84,8 @@ def _balanced_peers(
     context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Mirrored routing gives a rank more tokens, or fewer, than all ranks together route: counts
-    and routing maps of virtual ranks are ours, seen from where they are."""
+    and routing maps of virtual ranks are ours, seen from where they are.
+    """
     values = values_of(self.tp_ep_group)
     if values is None:
         return original(self, *args, **kwargs)
@@ -97,7 +100,8 @@ def _balanced_peers(
 )
 def _recorded_routing(module: ModuleType, context: PatchContext) -> None:
     """How many tokens an expert gets depends on what real peers computed: keep, or give back, what
-    every MoE layer's router decides."""
+    every MoE layer's router decides.
+    """
     if (recording := context.recording) is None:
         return
 
@@ -134,7 +138,8 @@ def _balanced_splits(
     context: PatchContext, original: Original, self: Any, point: str, tokens_per_expert: Any = None
 ) -> Any:
     """Token counts steer shapes, and shapes have no data: every expert gets its even share, at the
-    one point where the dispatcher copies its splits to the host."""
+    one point where the dispatcher copies its splits to the host.
+    """
     if point == self.cuda_sync_point and not self.drop_and_pad:
         cuda.refuse_while_capturing("token counts")
     if self.drop_and_pad or point != self.cuda_dtoh_point:
@@ -229,7 +234,8 @@ def _fused_dispatch(module: ModuleType, context: PatchContext) -> None:
 )
 def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
     """How many tokens arrive is a value: HybridEP's call does not say how many experts a token goes
-    to, and DeepEP's map of experts is filled where its values say."""
+    to, and DeepEP's map of experts is filled where its values say.
+    """
 
     def metadata(original: Original, self: Any, *args: object, **kwargs: object) -> object:
         ways = self.num_experts // self.config.num_moe_experts

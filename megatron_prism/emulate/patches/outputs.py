@@ -33,7 +33,8 @@ _NO_CHECKPOINTS = (
 @PATCHES.patch("megatron.training.checkpointing:save_checkpoint", at=":471 @0.16.1; :552 @0.19.0")
 def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
     """``--save`` names the real job's folder, and virtual ranks have no shards to put there: rank
-    0, which looks for the shards of all ranks, would also fail."""
+    0, which looks for the shards of all ranks, would also fail.
+    """
 
     def call(original: Original, iteration: Any, *args: object, **kwargs: object) -> Any:
         gathered = bool(getattr(megatron_args(), "overlap_param_gather", False))
@@ -53,7 +54,8 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
 @PATCHES.patch("megatron.core.dist_checkpointing.serialization:save", "load", at=":349 @0.19.0")
 def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
     """A program that calls megatron.core itself would write among the real job's shards. What it
-    has not saved, or shapes could not hold, it "loads" as the model has it."""
+    has not saved, or shapes could not hold, it "loads" as the model has it.
+    """
     unsaved: set[str] = set()
 
     def arguments_if_emulated(
@@ -215,7 +217,8 @@ def _go_on(job: Any, scheduler: Any, begun: int, end: int) -> None:
 )
 def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
     """Read the optimizer's states of all, and take the local rank's, where the first rank of the
-    data-parallel group is virtual: it would read and scatter them (--ckpt-format torch)."""
+    data-parallel group is virtual: it would read and scatter them (--ckpt-format torch).
+    """
 
     def take(
         own: torch.Tensor, parts: Sequence[torch.Tensor], _: int, group: SimpleNamespace
@@ -246,7 +249,8 @@ def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
 )
 def _own_shards(module: ModuleType, context: PatchContext) -> None:
     """A rank alone waited for the plan of virtual rank 0 (--ckpt-format torch_dist): plan without
-    the others, each rank's part of the plan is its own."""
+    the others, each rank's part of the plan is its own.
+    """
 
     def call(original: Original, *args: object, **kwargs: object) -> object:
         with ProcessChanges() as changes:
@@ -260,7 +264,8 @@ def _own_shards(module: ModuleType, context: PatchContext) -> None:
 
 def _loads_optimizer(module: ModuleType, args: Any) -> bool:
     """Whether load_checkpoint builds the optimizer's state dict: of Megatron-FSDP even where there
-    is no checkpoint yet (training/checkpointing.py:2356 @0.19.0)."""
+    is no checkpoint yet (training/checkpointing.py:2356 @0.19.0).
+    """
     if getattr(args, "finetune", False) or getattr(args, "no_load_optim", False):
         return False
     if getattr(args, "ckpt_format", "") == "fsdp_dtensor":
@@ -301,7 +306,8 @@ _WRITERS = {
 )
 def _no_writers(module: ModuleType, context: PatchContext) -> None:
     """An emulated last rank would write its losses among the real job's; Megatron lives without
-    writers on all other ranks."""
+    writers on all other ranks.
+    """
 
     def call(option: str, original: Original, args: Any) -> Any:
         if context.writes(args.world_size):
@@ -333,7 +339,8 @@ def _no_others(
     context: PatchContext, original: Original, args: Any, *rest: Any, **kwargs: Any
 ) -> Any:
     """Routing, logits, parameter groups, snapshots: they begin by emptying the real job's file of
-    that rank, or end by replacing it."""
+    that rank, or end by replacing it.
+    """
     asked = [name for name in _OTHERS if getattr(args, name, None)]
     if asked and not context.writes(args.world_size):
         for name in asked:
@@ -386,7 +393,8 @@ PATCHES.left_out(
 def _no_traces(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """``--use-pytorch-profiler`` writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under
     this rank's name: that is now beside --prism-out. Without that ``--profile`` is off, too:
-    without a profiler it would start the one of CUDA."""
+    without a profiler it would start the one of CUDA.
+    """
     settings = megatron_args()
     asked = settings.profile and settings.use_pytorch_profiler
     if asked and not context.writes():

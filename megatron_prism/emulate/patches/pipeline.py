@@ -1,5 +1,6 @@
 """Patches of communication between ranks: what is received, by its scale, shape and tokens; labels
-of phases and microbatches."""
+of phases and microbatches.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def _received_tokens(
     context: PatchContext, original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """A stage with labels learns from vectors of tokens; from noise nothing but a direction shared
-    by all tokens."""
+    by all tokens.
+    """
     labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
     if labels is not None:
         _fill_received(self, labels)
@@ -122,7 +124,8 @@ class _Zeroed:
 )
 def _whole_ring(module: ModuleType, context: PatchContext) -> None:
     """Where gradients of keys and values go round, the last rank writes half of what it sends: the
-    real neighbour overwrites the other half, a mirrored one adds it up."""
+    real neighbour overwrites the other half, a mirrored one adds it up.
+    """
     zeroed = _Zeroed()
 
     def call(original: Original, ctx: Any, *gradients: Any) -> Any:
@@ -140,7 +143,8 @@ def _whole_ring(module: ModuleType, context: PatchContext) -> None:
 def _own_broadcasts(module: ModuleType, context: PatchContext) -> None:
     """Scripts other than GPT's send a batch and its sizes by ``broadcast_data``.  A rank that reads
     the batch itself, because its source is virtual, has both; on shapes the sizes could not be read
-    back.  The calls stay, and so does the one buffer that all tensors are views of."""
+    back.  The calls stay, and so does the one buffer that all tensors are views of.
+    """
 
     def call(original: Original, keys: Any, data: Any, datatype: Any, tp_group: Any = None) -> Any:
         group = module.get_tensor_model_parallel_group_if_none(tp_group)
@@ -240,7 +244,8 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
 )
 def _label_combined(module: ModuleType, context: PatchContext) -> None:
     """The same for a forward and a backward that run layer by layer beside each other (--overlap-
-    moe-expert-parallel-comm): what they do counts as the forward's."""
+    moe-expert-parallel-comm): what they do counts as the forward's.
+    """
     monitor = context.monitor
 
     names = inspect.signature(module.combined_forward_backward_step)

@@ -86,7 +86,8 @@ class _T5(_StandIn):
 
 class _FineTuning(_StandIn):
     """As SFTDataset (training/datasets/sft_dataset.py:96 @0.16.1): documents in one sequence, cut
-    where context parallelism wants them."""
+    where context parallelism wants them.
+    """
 
     def sample(self, draw: np.random.Generator, length: int) -> Sample:
         from megatron.core import utils
@@ -125,7 +126,8 @@ def _mock_data(
     context: PatchContext, original: Original, builder: Any, *args: object, **kwargs: object
 ) -> object:
     """Megatron's builder builds a stand-in where its data set needs files; on tier meta its samples
-    have no mask, which ``_masks_are_shapes`` gives to each batch."""
+    have no mask, which ``_masks_are_shapes`` gives to each batch.
+    """
     config = builder.config
     if config.mock:
         builder.cls = _STAND_INS.get(getattr(builder.cls, "__name__", ""), builder.cls)
@@ -143,7 +145,8 @@ def _masks_are_shapes(
     context: PatchContext, original: Original, dataset: Any, *args: object, **kwargs: object
 ) -> Any:
     """A mask of sequence x sequence for each sample takes seconds and gigabytes on the host: there
-    its one element is repeated, on the device it has all of its bytes."""
+    its one element is repeated, on the device it has all of its bytes.
+    """
     loader = original(dataset, *args, **kwargs)
     config = getattr(dataset, "config", None)
     if getattr(config, "mask_is_a_shape", False) and loader.collate_fn is default_collate:
@@ -168,7 +171,8 @@ def _with_mask(samples: list[Sample]) -> dict[str, Any]:
 )
 def _no_sentinels(context: PatchContext, original: Original, self: Any) -> None:
     """T5 wants sentinels of its tokenizer, which NullTokenizer lacks; mock data have no spans that
-    they stand for."""
+    they stand for.
+    """
     ids = "additional_special_tokens_ids"
     real = self.blend or any(self.blend_per_split or ())
     if real or getattr(self.tokenizer, ids, None):

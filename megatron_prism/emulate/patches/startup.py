@@ -39,7 +39,8 @@ PATCHES = Patches()
 )
 def _fast_groups(module: ModuleType, context: PatchContext) -> None:
     """65,536 ranks make 77,000 (0.16.1) or 208,000 (0.19.0) new_group calls, 5 to 8 s: enumerate
-    only the groups that hold a local rank, the others are nobody's here."""
+    only the groups that hold a local rank, the others are nobody's here.
+    """
     local = context.local_ranks
 
     def get_ranks(original: Original, self: Any, token: str) -> list[list[int]]:
@@ -83,7 +84,8 @@ def _groups_of_grids(
     context: PatchContext, original: Original, self: Any, dims: Any, *args: object, **kwargs: object
 ) -> object:
     """Groups of a grid have no description, so that all would be one: they get Megatron's own.  A
-    grid over all ranks says the parallel sizes of a program without Megatron's arguments."""
+    grid over all ranks says the parallel sizes of a program without Megatron's arguments.
+    """
     axes = [dims] if isinstance(dims, str) else [*dims]
     name, kind = "-".join(axes), "expert" if "ep" in self.dim_names else "dense"
     if self.size == torch.distributed.get_world_size():
@@ -127,14 +129,16 @@ def _virtual_world(
 @PATCHES.instead("megatron.core.datasets.utils:compile_helpers", at=":20 @0.16.1 and @0.19.0")
 def _compile_once(context: PatchContext, original: Original) -> None:
     """The dataset helper is compiled by whoever stands for rank 0, and only if it is missing: the
-    0.19.2 wheel has no Makefile, and a job whose make fails ends."""
+    0.19.2 wheel has no Makefile, and a job whose make fails ends.
+    """
     if context.leads and not _helpers_present():
         original()
 
 
 def _helpers_present() -> bool:
     """Whether the compiled helper is importable, also from the installed wheel, which a checkout
-    beside the script shadows."""
+    beside the script shadows.
+    """
     name = "megatron.core.datasets.helpers_cpp"
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
@@ -235,7 +239,8 @@ def _build_indices(
 def _train_flags(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """Ranks without data learn from rank 0 that the job trains; a virtual rank 0 cannot say so:
     with its own zeros, or those of the local rank that rank 0 mirrors, a rank exits 0 without
-    training."""
+    training.
+    """
     loaders = original(*args, **kwargs)
     settings = megatron_args()
     overwritten = loaders[0] is None or len(context.local_ranks) > 1
@@ -252,7 +257,8 @@ def _without_files(
     context: PatchContext, original: Original, provider: Any = None, *rest: Any, **kwargs: Any
 ) -> Any:
     """A cluster's tokenizer and data seldom lie on the machine that emulates its job; flags of
-    forks and older releases end in a usage text."""
+    forks and older releases end in a usage text.
+    """
     args = unknown_flags.parse(original, provider, *rest, **kwargs)
     steps = args.prism_steps
     emulated = not context.is_real(args.world_size)
@@ -278,7 +284,8 @@ def _without_files(
 def _shorten(args: argparse.Namespace, steps: int) -> None:
     """End the job behind ``steps`` iterations, without an evaluation.  The data set is made for no
     more than these; the learning rate keeps its schedule, whose warmup has to be shorter than its
-    decay."""
+    decay.
+    """
     if not args.train_samples:
         args.lr_decay_iters = args.lr_decay_iters or max(steps, args.train_iters or 0)
         args.train_iters = steps
@@ -296,7 +303,8 @@ def _shorten(args: argparse.Namespace, steps: int) -> None:
 )
 def _refusals(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """What Megatron refuses of the arguments is said in a line, not by a traceback without a
-    word."""
+    word.
+    """
     try:
         return original(*args, **kwargs)
     except (AssertionError, ValueError) as error:

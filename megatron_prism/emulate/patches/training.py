@@ -42,7 +42,8 @@ def _token_count(
     **kwargs: Any,
 ) -> Any:
     """The last stage counts the tokens; for a virtual one they are what the flags say. Without it
-    gradients of the other stages are never scaled."""
+    gradients of the other stages are never scaled.
+    """
     if num_tokens is not None and not context.meta and not int(num_tokens):
         num_tokens = num_tokens + context.monitor.tokens_per_iteration()
     return original(model, num_tokens, *args, **kwargs)
@@ -55,7 +56,8 @@ def _token_count(
 )
 def _tied_embedding(context: PatchContext, original: Original, self: Any) -> None:
     """First and last stage add their embeddings (weights + zeros); mirrored, both come out wrong:
-    the first keeps its weights, the last one draws weights of the same distribution."""
+    the first keeps its weights, the last one draws weights of the same distribution.
+    """
     group = getattr(self, "embd_group", None)
     alone = group is not None and values_of(group) is not None and group.real is None
     tied = self.share_embeddings_and_output_weights or getattr(self.config, "mtp_num_layers", None)
@@ -94,7 +96,8 @@ def _label_optimizer(optimizer: Any, monitor: Any) -> None:
 
 def _followed_by_more(args: Any) -> bool:
     """Whether an evaluation or a checkpoint comes before the next train step (training.py:2914
-    @0.16.1; :4005 @0.19.0): their timers, barriers and gathers are of such iterations alone."""
+    @0.16.1; :4005 @0.19.0): their timers, barriers and gathers are of such iterations alone.
+    """
     number = getattr(args, "curr_iteration", 0) + 1
     intervals = [args.eval_interval if getattr(args, "do_valid", False) else None,
                  getattr(args, "save_interval", None)]  # fmt: skip
@@ -177,7 +180,8 @@ def _no_restarts(context: PatchContext, original: Original, *args: object, **kwa
 )
 def _unchecked_pieces(context: PatchContext, original: Original, dtensor: object) -> None:
     """Ranks tell each other how large their pieces of a parameter are; mirrored ones say our size,
-    and such pieces do not add up."""
+    and such pieces do not add up.
+    """
     if context.is_real():
         original(dtensor)
 
@@ -191,7 +195,8 @@ def _filled_shards(
     context: PatchContext, original: Original, self: object, data: torch.Tensor
 ) -> object:
     """The last shard of a bucket ends in padding that no rank reads; a virtual rank's copy of it
-    has it where parameters are, so it must be numbers (--deterministic-mode fills it with NaN)."""
+    has it where parameters are, so it must be numbers (--deterministic-mode fills it with NaN).
+    """
     if not context.is_real():
         data.zero_()
     return original(self, data)
@@ -256,7 +261,8 @@ def _mirrored_labels(
     context: PatchContext, original: Original, self: Any, labels: torch.Tensor, logits: torch.Tensor
 ) -> Any:
     """Labels of virtual ranks' vocabulary teach nothing, those of mirrored tokens contradict: the
-    network that mirrors make up is trained on labels that it can learn."""
+    network that mirrors make up is trained on labels that it can learn.
+    """
     values = values_of(self.tp_group)
     if values is None:
         return original(self, labels, logits)
@@ -290,7 +296,8 @@ def _whole_lookup(
     context: PatchContext, original: Original, self: Any, input_: torch.Tensor
 ) -> Any:
     """Tokens of virtual ranks' vocabulary would be zeros, whose gradients explode. Only data of the
-    call's answer changes: gradients go where the local mask lets them."""
+    call's answer changes: gradients go where the local mask lets them.
+    """
     values = values_of(self.tp_group)
     rows = _rows(self, input_) if values is not None else None
     if values is None or rows is None:
@@ -307,7 +314,8 @@ def _whole_lookup(
 )
 def _fsdp2(module: ModuleType, context: PatchContext) -> None:
     """torch's FSDP2 wants its parameters on a CUDA device: it refuses meta, for somebody may have
-    forgotten to initialise them; on tier meta they are what they will ever be."""
+    forgotten to initialise them; on tier meta they are what they will ever be.
+    """
     if not context.meta:
         what = "--use-torch-fsdp2 shards parameters on a CUDA device"
         context.replace(module, refused(what, "leave it out, or --prism-tier meta or cuda"))
@@ -341,7 +349,8 @@ def _always_finite(module: ModuleType, context: PatchContext) -> None:
 )
 def _materialised(module: ModuleType, context: PatchContext) -> None:
     """Megatron-FSDP initialises parameters on meta, or fails; on tier meta they are what they will
-    ever be."""
+    ever be.
+    """
     is_meta: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
     package = module.__name__.rpartition(".")[0]
 

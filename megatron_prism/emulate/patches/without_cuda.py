@@ -126,7 +126,8 @@ def _warm_up_shortly(context: PatchContext, args: argparse.Namespace) -> None:
 )
 def _plain_memory(module: ModuleType, context: PatchContext) -> None:
     """--use-nccl-ub compiles an allocator against CUDA and NCCL; its buffers are as large as
-    others."""
+    others.
+    """
     context.set(module, "init", lambda: None)
     context.set(module, "create_nccl_mem_pool", lambda symmetric=None: None)
     context.set(module, "nccl_mem", lambda pool, **kwargs: contextlib.nullcontext())
@@ -138,7 +139,8 @@ def _plain_memory(module: ModuleType, context: PatchContext) -> None:
 )
 def _hadamard(module: ModuleType, context: PatchContext) -> None:
     """Sparse attention's indexer turns its queries and keys with a kernel of
-    fast_hadamard_transform, which does not install without nvcc."""
+    fast_hadamard_transform, which does not install without nvcc.
+    """
     if module.hadamard_transform is None:
         context.set(module, "hadamard_transform", kernels.transform)
 
@@ -146,7 +148,8 @@ def _hadamard(module: ModuleType, context: PatchContext) -> None:
 @PATCHES.patch("megatron.core.utils:tex", at=":2070 @0.16.1; :2440 @0.19.0")
 def _dealt_documents(module: ModuleType, context: PatchContext) -> None:
     """A kernel of Transformer Engine deals documents out over context parallelism; where it is not
-    installed its shapes are all that there is."""
+    installed its shapes are all that there is.
+    """
 
     def refuse(*args: object) -> torch.Tensor:
         what = "packed sequences with context parallelism on real values have no stand-in"
@@ -178,7 +181,8 @@ def _offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
 )
 def _no_stand_in(context: PatchContext, original: Original, self: Any) -> None:
     """Megatron prints a traceback of the whole model in front of what is wrong: said when the
-    configuration is made, and not by its first forward pass."""
+    configuration is made, and not by its first forward pass.
+    """
     original(self)
     for (what, fix), found in _without_stand_in(self, context.meta).items():
         if found:
@@ -330,7 +334,8 @@ def _sequence_parallel_norm(
     **kwargs: Any,
 ) -> Any:
     """Without apex and Transformer Engine there is only torch's norm, which refuses sequence
-    parallelism; ours marks its weights as Megatron expects."""
+    parallelism; ours marks its weights as Megatron expects.
+    """
     ours = config.sequence_parallel or config.layernorm_zero_centered_gamma
     if ours or config.persist_layer_norm:  # torch's refuses all three
         return local_layers.SequenceParallelNorm(config, hidden_size, eps)

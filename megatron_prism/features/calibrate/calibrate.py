@@ -136,7 +136,8 @@ class CallTimer:
 
     def __call__(self, name: str, call: Call, count: int, group: Group) -> list[int]:
         """ns of up to ``count`` calls of a collective ``name``; all ranks of ``group`` must call
-        this.  Times that are no more than the copies' own are left out."""
+        this.  Times that are no more than the copies' own are left out.
+        """
         dist.all_reduce(self._word, group=group)
         call()  # connections are made now
         torch.cuda.synchronize()
@@ -249,7 +250,8 @@ def host_calls(rank: int, size: int) -> list[Row]:
 
 def middle(rounds: Sequence[Sequence[Row]]) -> list[Row]:
     """The rows of several ``host_calls``, each with the medians of its times: a shared host is slow
-    or quick for ten seconds at a time, so one moment does not say how it usually is."""
+    or quick for ten seconds at a time, so one moment does not say how it usually is.
+    """
     return [
         rows[0]
         | {
@@ -288,7 +290,8 @@ def _step(device: str) -> Callable[[], None]:
 
 def _host_ns(call: WorkCall, between: WorkCall) -> tuple[int, int]:
     """ns of the host for one call with ``between`` before it, and for one right after that; deep in
-    the Python stack."""
+    the Python stack.
+    """
     return _below(_DEPTH, lambda: _measured(call, between))
 
 
@@ -394,7 +397,8 @@ def _message(ops: list[dist.P2POp]) -> None:
 
 def _held(bench: _Bench) -> list[Row]:
     """Rows {bytes, held}: of messages of so many bytes in a row, the bytes whose sends ended while
-    their receiver was busy; all ranks call this."""
+    their receiver was busy; all ranks call this.
+    """
     rows = []
     for size in HELD_SIZES:
         message, _, _ = _tensors(bench, 1, size)
@@ -535,7 +539,8 @@ _MOST = 0.9  # of either that the other can take; noise must not become a huge f
 
 class OverlapRound(NamedTuple):
     """ns of a call and of computing, one behind the other and side by side; for how long both
-    ran; whether computing outlasted the call."""
+    ran; whether computing outlasted the call.
+    """
 
     call: float
     compute: float

@@ -354,7 +354,8 @@ def _settings(jobs: Sequence[Programs | MemoryReport]) -> list[Setting]:
 
 def _by_place(programs: Programs) -> dict[str, str]:
     """What slices say of their ranks' hosts and GPUs, by the rank's place in a replica; where it is
-    the same of all of them, once."""
+    the same of all of them, once.
+    """
     texts: dict[str, str] = {}
     for key, by_rank in of_ranks(programs.source).items():
         places: dict[str, str] = {}

@@ -283,7 +283,8 @@ class CallGuard(LabelledCalls):
 
     def is_of(self, arguments: str) -> None:
         """Say it if the programs are of other arguments, now and in every verdict: then it may be
-        the programs that are wrong, and not a rank."""
+        the programs that are wrong, and not a rank.
+        """
         there = self.strict and self.strict.healthy.programs.source.get("arguments")
         differ = job_settings.differences("arguments", there, arguments) if there else []
         what = f"{self.asked.programs} was captured with other arguments than this job"
@@ -314,14 +315,16 @@ class CallGuard(LabelledCalls):
 
     def outside_step(self, gathered: bool, begun: bool = False) -> None:
         """An evaluation follows, which programs need not have: nothing is compared until the next
-        train step; nor in that one if its parameters are gathered before it."""
+        train step; nor in that one if its parameters are gathered before it.
+        """
         if self.call_check is not None:
             self.call_check.open = False
             self._skip = gathered
 
     def finished(self) -> None:
         """A fault that never fired is an error, also a virtual rank's, and one that the real job
-        would not have survived; says what was compared and what faults led to."""
+        would not have survived; says what was compared and what faults led to.
+        """
         self.injector.check_fired()
         self._survived()
         if self.strict is not None and self.strict.faults and not self.asked.dry_run:

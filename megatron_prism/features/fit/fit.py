@@ -50,7 +50,8 @@ class TriedChange:
 @dataclass(frozen=True)
 class Overrun:
     """Where a class runs out of memory: what it asks for there beside what is reserved (bytes);
-    None of ``where``: nowhere if the allocator gives its cache back in time."""
+    None of ``where``: nowhere if the allocator gives its cache back in time.
+    """
 
     where: str | None
     size: int = 0
@@ -99,7 +100,8 @@ class Fit:
 
     def as_torch_counts(self, name: str) -> int:
         """What ``torch.cuda.max_memory_allocated`` says of a rank of class ``name``: bytes of the
-        blocks that its tensors have."""
+        blocks that its tensors have.
+        """
         program = first_program(self.programs, self.memory.classes[name])
         settings = allocator.Settings.parse(self.memory.job.get("alloc_conf", ""))
         return peaks.known_peak(peaks.as_blocks(program, settings)).num_bytes

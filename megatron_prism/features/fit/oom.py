@@ -34,7 +34,8 @@ STATES = ("exp_avg", "exp_avg_sq")  # of Adam, made by the first step
 @dataclass(frozen=True)
 class Said:
     """What the error says, in bytes; None for what it leaves out.  ``error``: by how much
-    ``asked`` and ``allocated`` may be off, being rounded."""
+    ``asked`` and ``allocated`` may be off, being rounded.
+    """
 
     asked: int
     error: int

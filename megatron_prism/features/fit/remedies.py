@@ -299,7 +299,8 @@ def _rows(program: Program) -> list[Row]:
 
 def _output(program: Program, mine: Mapping[int, Row]) -> int:
     """The storage that a part gives: its last, of a kernel of Transformer Engine the largest, which
-    comes before what it keeps for its backward."""
+    comes before what it keeps for its backward.
+    """
     files = {one: program.strings[row[3]].rpartition(":")[0] for one, row in mine.items()}
     last = [*mine][-1]
     if "/cpp_extensions/" not in files[last]:
@@ -334,7 +335,8 @@ def _reruns(
 
 def reruns(program: Program, how: Recomputation) -> Iterator[tuple[int, list[tuple[int, bool]]]]:
     """(the op before which a backward runs the part again; its forward's ops, each with whether all
-    of its kernels are the part's), for every forward of the part."""
+    of its kernels are the part's), for every forward of the part.
+    """
     rows, last = _rows(program), len(program) - 1
     for one in _reruns(program, how, rows, _Lives.of(program)):
         begin, end = rows[one.first][0], min(rows[one.last][0], last)

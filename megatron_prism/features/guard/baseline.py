@@ -30,7 +30,8 @@ SCHEMA = "prism.mem-baseline/1"
 
 def add_real(report: MemoryReport, world: World, rank: int | None, num_bytes: int) -> None:
     """Keep the peak of a real process of ``rank`` with its class; UsageError if it has none, or is
-    not known and there are several."""
+    not known and there are several.
+    """
     if rank is None and len(report.classes) > 1:
         raise UsageError("the snapshot's name says no rank", fix="name it rank0.pickle, or so")
     for one in report.classes.values():

@@ -86,7 +86,8 @@ def as_dumped(op: Op, entry: Entry) -> Op:
 
 def _counts(keys: list[Key], last: list[Key]) -> set[int]:
     """After how many of an iteration's calls ``keys`` the last ones can be ``last``; 0 is a whole
-    one."""
+    one.
+    """
     size = len(keys)
     return {count % size for count in range(1, size + 1)
             if all(keys[(count - 1 - back) % size] == key
@@ -145,7 +146,8 @@ class Alignment:
 
     def stops(self, rank: int, step: int) -> list[int]:
         """Ops before which its host may stand after ``step``: no dump says how many of the calls
-        behind it that are not NCCL's it has made."""
+        behind it that are not NCCL's it has made.
+        """
         ops = self.programs.of(rank)
         first = self.steps[int(self.programs.program_of[rank])][step][0] + 1
         rest = itertools.takewhile(lambda at: not recorded(ops[at]), range(first, len(ops)))
@@ -153,7 +155,8 @@ class Alignment:
 
     def first_open(self, rank: int, step: int) -> int:
         """The op of the oldest outstanding call of a dump taken after ``step``: as many calls back
-        as are outstanding; calls of a rank with itself are in no dump."""
+        as are outstanding; calls of a rank with itself are in no dump.
+        """
         number, left = int(self.programs.program_of[rank]), len(self.state.outstanding[rank])
         known = {g.desc for g in self.state.groups.values() if rank in g.ranks}
         ops = self.programs.programs[number]
@@ -185,7 +188,8 @@ class Alignment:
     def _iteration(self, rank: int, step: int) -> int:
         """By the group that calls most in an iteration: before the first one fewer calls were made
         in it (start-up) than one iteration makes, else the number is too high; exact where captures
-        know how many calls came before theirs."""
+        know how many calls came before theirs.
+        """
         program = self.programs.of(rank)
         fifos, counts = self.fifos[int(self.programs.program_of[rank])], self.state.counts[rank]
         earlier = program.calls_before()

@@ -228,7 +228,8 @@ class _Judge:
         left: Collection[int] = (),
     ) -> None:  # fmt: skip
         """Add whom ``step`` names, with its evidence; beside others only who holds some of those
-        ``left``, if there are any, and ranks without a dump only where they explain all waits."""
+        ``left``, if there are any, and ranks without a dump only where they explain all waits.
+        """
         kept, first = len(self.evidence), self.first
         named = step()
         new = [c for c in named if c.rank not in found]
@@ -248,7 +249,8 @@ class _Judge:
     # -- 0: what logs say -------------------------------------------------------------------------
     def _eventful(self) -> bool:
         """Whether logs say of a rank more than that it handled an exception or came to no
-        barrier."""
+        barrier.
+        """
         events = self.state.events.values()
         kinds = {event.kind for of_rank in events for event in of_rank}
         return bool(kinds - {*_HANDLED}) or bool(self.state.observed.absent)
@@ -443,7 +445,8 @@ class _Judge:
 
     def _excuse(self, idle: set[int], work: Collection[int]) -> set[int]:
         """Those of ``idle`` who may wait for another outside NCCL; ``work``: whose stacks say
-        that they do not."""
+        that they do not.
+        """
         state = self.state
         ahead = siblings.ranks_ahead(state, idle - self.parted.new.keys())
         apart = waits.waiting_for_dead(state, idle - ahead, waits.dead_ranks(state, ()))
@@ -759,7 +762,8 @@ class _Judge:
 
     def _stop(self, call: Entry, ranks: Sequence[int]) -> str:
         """The command that stops ``ranks`` at ``call``.  Its number since the job began is known,
-        and is one of the first iteration's, where the recorder still holds the first call."""
+        and is one of the first iteration's, where the recorder still holds the first call.
+        """
         if call.op not in BY_NAME or call.desc == UNNAMED:
             return ""
         calls = {}

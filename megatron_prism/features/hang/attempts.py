@@ -108,7 +108,8 @@ def _of_last_times(records: Sequence[Record[T]]) -> list[Record[T]]:
 
 def _without(records: Sequence[Record[T]], gone: set[int]) -> list[Record[T]]:
     """Drop records, and what stands in their files before them, or in files without any other
-    call."""
+    call.
+    """
     if not gone:
         return list(records)
     last_gone: dict[int, int] = {}

@@ -203,7 +203,8 @@ def _of_recipe(
     settings: dict[str, str], overrides: list[str], path: Path, known: bool
 ) -> Job | None:
     """The job of the recipe that is named, on the tier of the suspect's run; captured into ``path``
-    on its own tier unless that is ``known``."""
+    on its own tier unless that is ``known``.
+    """
     from megatron_prism.core import recipe as recipes
     from megatron_prism.emulate import recipe_job
 

@@ -75,7 +75,8 @@ def confirm(
 
 def script_job(words: Sequence[str], ours: Sequence[str], dumps: DumpSet) -> Job:
     """The job of a script's command line; without --prism-world-size it is as large as the largest
-    group in the dumps.  UsageError as of ``prism run``."""
+    group in the dumps.  UsageError as of ``prism run``.
+    """
     size = 1 + max(max(g.ranks) for d in dumps.dumps.values() for g in d.groups.values() if g.ranks)
     given = ["--prism-world-size", str(size), *ours, *words[1:]]
     options = flags.from_command_line(["--prism-emulate", *given])
@@ -129,7 +130,8 @@ def _judge(
 
 def _history(dumps: DumpSet, verdict: Diagnosis, rank: int, calls: list[Op]) -> tuple[int, int]:
     """(calls of the iteration that the rank's dump has before the place, how many of them, going
-    backwards, the code makes too); (0, 0) without a history."""
+    backwards, the code makes too); (0, 0) without a history.
+    """
     dump = dumps.dumps.get(rank)
     entries = [e for e in dump.entries if e.op != "coalesced"] if dump is not None else []
     if dump is None or not any(e.done for e in entries):

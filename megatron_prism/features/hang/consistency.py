@@ -171,7 +171,8 @@ def position(dump: Dump) -> tuple[object, ...]:
 
 def _free_of(state: JobState, ranks: Collection[int], differ: Collection[Launch]) -> list[int]:
     """Who waits, and in the end for none of ``ranks``, nor for somebody of whom dumps do not say
-    what it waits for."""
+    what it waits for.
+    """
     back = waits.reversed_edges(waits.whom_calls_need(state, differ=differ))
     unknown = {*state.hidden, *state.mute(), *(back.keys() - state.dumps.keys())}
     reached = waits.reached_from({*ranks, *unknown}, back)
@@ -181,7 +182,8 @@ def _free_of(state: JobState, ranks: Collection[int], differ: Collection[Launch]
 def _by_chance(verdict: Diagnosis, state: JobState) -> bool:
     """Whether they are too many to have stopped by themselves, or stopped at different calls, and
     are no group or stage as a whole, which may wait for what dumps do not show.  Hosts and devices
-    do not stand for one reason."""
+    do not stand for one reason.
+    """
     stuck = [c for c in verdict.culprits if c.kind in _STILL]
     ranks = {c.rank for c in stuck}
     most = min(_FEW, -(-len(state.dumps) // _EIGHT))
@@ -198,7 +200,8 @@ def _by_chance(verdict: Diagnosis, state: JobState) -> bool:
 def _named(found: DumpSet) -> DumpSet:
     """Counters that a dump cannot name, as where group names are hashes and it has no calls: ranks
     with groups of the same descriptions made them in the same order, and others' calls tell which
-    number is whose."""
+    number is whose.
+    """
     if not any(dump.unnamed for dump in found.dumps.values()):
         return found
     known: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
@@ -221,7 +224,8 @@ def _named(found: DumpSet) -> DumpSet:
 
 def _told_apart(found: DumpSet) -> DumpSet:
     """Descriptions that a rank's groups share, such as torch's "undefined", with the group's name:
-    what ranks call there is compared inside a group, and not with other groups of that word."""
+    what ranks call there is compared inside a group, and not with other groups of that word.
+    """
     shared = set[str]()
     for dump in found.dumps.values():
         names = {(g.name, g.desc) for g in dump.groups.values() if len(g.ranks) != 1}
@@ -284,7 +288,8 @@ def _aborted(state: JobState) -> dict[int, str]:
 
 def _other_groups(found: DumpSet) -> dict[int, Group]:
     """Fewest ranks without whom all agree who is in whose group of a description that Megatron
-    gives once to a rank -> one such group; both sides where there are several choices."""
+    gives once to a rank -> one such group; both sides where there are several choices.
+    """
     own: dict[str, dict[int, Group]] = defaultdict(dict)
     for rank, dump in found.dumps.items():
         mine = [g for g in dump.groups.values() if rank in g.ranks
@@ -313,7 +318,8 @@ def _other_groups(found: DumpSet) -> dict[int, Group]:
 
 def _never_met(found: DumpSet, where: Mapping[int, Group]) -> bool:
     """Whether no member of the groups about which dumps disagree saw a call of them end: no
-    communicator comes of ranks that were started with other parallel sizes."""
+    communicator comes of ranks that were started with other parallel sizes.
+    """
     names = {group.name for group in where.values()}
     rows = (d.status[n] for d in found.dumps.values() for n in names & d.status.keys())
     done = (e.done for d in found.dumps.values() for e in d.entries if e.group in names)

@@ -174,7 +174,8 @@ _RECORDED = (64, 0)  # calls of each rank that are judged around the first that 
 
 def diagnose_graph(graph: WorldGraph) -> Diagnosis:
     """Healthy, or who makes the programs hang: by the calls that do not match, else by the dumps
-    that they would leave."""
+    that they would leave.
+    """
     if findings := graph.check():
         return _mismatch(graph, findings)
     return diagnose_stall(stall.run_until_stalled(graph.programs))
@@ -182,7 +183,8 @@ def diagnose_graph(graph: WorldGraph) -> Diagnosis:
 
 def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
     """By calls that do not match: the rank that is the odd one in most of them, and all of its
-    class."""
+    class.
+    """
     votes = Counter(rank for finding in findings for rank in _odd(graph, finding))
     classes = graph.classes
     named = {int(classes.of[r]) for r, n in votes.items() if n == max(votes.values())}
@@ -211,7 +213,8 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
 
 def _odd(graph: WorldGraph, finding: Finding) -> list[int]:
     """Votes: who of its ranks runs another program than most of its stage; else, where a group has
-    a majority, both ranks, and more the one that others contradict."""
+    a majority, both ranks, and more the one that others contradict.
+    """
     world, of = graph.programs.world, graph.programs.program_of
     stages = world._along("pp", np.arange(world.size))
     odd = []

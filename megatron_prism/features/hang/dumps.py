@@ -715,7 +715,8 @@ def _shared_group(name: str, desc: str, ranks: str | tuple[int, ...]) -> Group:
 
 def _aborted_ids(raw: Sequence[_RawEntry], status: Mapping[str, Status], groups: int) -> set[str]:
     """pg_ids of groups whose names newer groups have; where no entry tells and every group was
-    made again, all ids but the newest."""
+    made again, all ids but the newest.
+    """
     named = {(e.pg_id, str(e.process_group[0])) for e in raw if isinstance(e.pg_id, int)}
     newest: dict[str, int] = {}
     for number, name in named:

@@ -73,7 +73,8 @@ def write(
 
 def check_free(folder: Path, force: bool) -> None:
     """UsageError unless dumps may be written into ``folder``: an empty or a new one, or any with
-    ``force``."""
+    ``force``.
+    """
     check_writable(folder)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is no folder", fix="name another one with -o DIR")
@@ -222,7 +223,8 @@ class _Writer:
         """All calls; or the first ``last`` of those that are outstanding and as many before them,
         with whole batches, and collectives of groups that also have messages: these are counted
         by their records.  Ranks that stand alike in the same program differ in the names of their
-        groups alone."""
+        groups alone.
+        """
         state, rank = self.state, self.rank
         if rank in state.faults:
             return self._entries(last)

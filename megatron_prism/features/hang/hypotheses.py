@@ -49,7 +49,8 @@ _RANKS = 32  # suspects
 @dataclass(frozen=True)
 class _Hypothesis:
     """What went wrong with ``rank`` at op ``index`` of its program: ``fault`` stops it there, or
-    ``ops`` are its calls then; kind as in Culprit."""
+    ``ops`` are its calls then; kind as in Culprit.
+    """
 
     rank: int
     kind: str
@@ -63,7 +64,8 @@ class _Hypothesis:
 class _Outcome:
     """What hypotheses lead to: ``same`` are the ranks that then have the outstanding calls of their
     dumps, ``issued`` all ranks' calls, ``counts`` their collectives by (group, rank); complete:
-    whether all ranks are the same and the counters of groups differ by as much."""
+    whether all ranks are the same and the counters of groups differ by as much.
+    """
 
     same: frozenset[int]
     issued: dict[int, int]
@@ -229,7 +231,8 @@ class _Explainer:
 
     def _awaited(self, rank: int, verdict: Diagnosis) -> set[int]:
         """The ops of ``rank`` that may be the verdict's call: counted by the member of its group
-        with fewest places."""
+        with fewest places.
+        """
         best: set[int] = set()
         members = self.groups[verdict.group].group(rank).tolist() if verdict.group in (
             self.groups) else []  # fmt: skip
@@ -318,7 +321,8 @@ class _Explainer:
 
     def _relative(self, counts: dict[tuple[str, int], int]) -> dict[object, dict[int, int]]:
         """By how many collectives each is behind the first: members of a group, and ranks that run
-        the same program (they started up alike)."""
+        the same program (they started up alike).
+        """
         found: dict[object, dict[int, int]] = defaultdict(dict)
         for (name, rank), count in counts.items():
             if name in self.state.groups and name not in self.state.pairs:
@@ -355,7 +359,8 @@ class _Explainer:
 
     def _disagreement(self, counts: dict[tuple[str, int], int]) -> int:
         """In how many counters the number of iterations is not that of most, where captures say
-        how many calls came before the iteration that they hold."""
+        how many calls came before the iteration that they hold.
+        """
         turns: Counter[int] = Counter()
         for rank in {rank: None for _, rank in counts}:
             before = self.programs.of(rank).calls_before().get("", 0)
@@ -367,7 +372,8 @@ class _Explainer:
 
     def _since_capture(self, rank: int) -> dict[str, tuple[str, int, int]]:
         """Group -> (its description, calls since the iteration that was captured began, calls of an
-        iteration), where captures know what came before."""
+        iteration), where captures know what came before.
+        """
         earlier, found = self.programs.of(rank).calls_before(), dict[str, tuple[str, int, int]]()
         fifos = self.overlay.fifos[int(self.programs.program_of[rank])]
         for name in self.state.groups_of[rank]:
@@ -379,7 +385,8 @@ class _Explainer:
 
     def _counted(self, why: _Hypothesis) -> bool:
         """Whether the counters of its rank, as far as captures know what came before, are those
-        behind one of the calls that it then makes."""
+        behind one of the calls that it then makes.
+        """
         known = {desc: (more, size) for desc, more, size in self._since_capture(why.rank).values()}
         if not known:
             return True
@@ -442,7 +449,8 @@ class _Explainer:
 
     def _suspects(self) -> list[int]:
         """Between whom a call differs; who entered a call that nobody leaves; both sides of a
-        message that one side did not post."""
+        message that one side did not post.
+        """
         state = self.state
         found: dict[int, None] = {}
         behind: dict[int, None] = {}
@@ -473,7 +481,8 @@ class _Explainer:
 
     def _edits(self, rank: int, ops: list[Op], entries: Iterable[Entry]) -> Iterator[_Edit]:
         """One call as the dump has it (of ``entries``), left out, made twice, with the other
-        neighbour, or exchanged with the next."""
+        neighbour, or exchanged with the next.
+        """
         calls = [i for i, op in enumerate(ops)
                  if recorded(op) and len(self.groups[op.group].group(rank)) > 1]  # fmt: skip
         for entry in entries:
@@ -510,7 +519,8 @@ def _with_messages(
     ops: list[Op], places: Sequence[int], messages: Sequence[Op | None]
 ) -> list[Op] | None:
     """``ops`` with one batch of ``messages`` in place of those at ``places``; None if one of them
-    is like none of the program."""
+    is like none of the program.
+    """
     known = [message for message in messages if message is not None]
     if len(known) < len(messages):
         return None
@@ -528,7 +538,8 @@ def _order(ops: list[Op], i: int, j: int) -> _Edit:
 
 def _as_in_dump(ops: list[Op], calls: list[int], entry: Entry) -> Iterator[_Edit]:
     """The outstanding call in place of one of its group, or exchanged with it; a call that the
-    program has nowhere, made before any of its calls."""
+    program has nowhere, made before any of its calls.
+    """
     known = entry.op in NAMES  # of a log's or a counter's call it may not be
     mine = [i for i in calls if known and ops[i].group == entry.desc
             and (ops[i].name in ("send", "recv")) == entry.pair]  # fmt: skip

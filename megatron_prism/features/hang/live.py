@@ -69,7 +69,8 @@ class Look:
 
 def workers(proc: Path = Path("/proc")) -> dict[int, Worker]:
     """rank -> its process: the oldest of those that share its environment, of the job that has most
-    processes here."""
+    processes here.
+    """
     jobs: dict[tuple[str | None, ...], dict[int, Worker]] = defaultdict(dict)
     for folder in proc.iterdir():
         if not folder.name.isdigit():

@@ -244,7 +244,8 @@ class Fingerprint:
 @dataclass(frozen=True)
 class Differ:
     """Two calls that differ, as torch says it; ranks as the group numbers them, and the global rank
-    that says it.  ``other`` is -1 where only one side is printed (to 1.12)."""
+    that says it.  ``other`` is -1 where only one side is printed (to 1.12).
+    """
 
     speaker: int
     rank: int

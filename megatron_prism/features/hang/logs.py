@@ -98,7 +98,8 @@ def op_type(name: str) -> str:
 
 def _standing(stack: list[str]) -> Iterator[RankEvent]:
     """Where a stack of py-spy says that a host stands: in a call of torch.distributed or of its
-    store, or at work of its own."""
+    store, or at work of its own.
+    """
     calls = [frame for frame in stack if "torch/distributed" in frame]
     own = [frame for frame in stack if "torch/distributed" not in frame]
     if calls:
@@ -110,7 +111,8 @@ def _standing(stack: list[str]) -> Iterator[RankEvent]:
 
 def read_folder(folder: Path) -> DumpSet:
     """What lies in ``folder``: dumps, answers of torch's HTTP handler, logs; a rank's dump says
-    more than its log.  DumpError if there is nothing of them."""
+    more than its log.  DumpError if there is nothing of them.
+    """
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     logs = [path for path in paths if path.is_file() and is_log(path)]
     if logs and not has_dumps(folder):
@@ -261,7 +263,8 @@ class _Log:
 
     def _start(self, text: str) -> None:
         """Count the starts of the job; what a log has before its first one may be another node's,
-        whose log stands in front."""
+        whose log stands in front.
+        """
         sizes = text.startswith("using world size")
         self.starts += not sizes or self.sized
         self.sized |= sizes
@@ -515,7 +518,8 @@ class _Job:
 
     def _name_group(self, calls: Mapping[int, LoggedCall]) -> None:
         """Give calls that no line names a group: one for all, or one for each rank where their
-        numbers in their groups show that these are several."""
+        numbers in their groups show that these are several.
+        """
         whole = _is_one_group({rank: call.group_rank for rank, call in calls.items()})
         first = min(calls)
         for rank, call in calls.items():

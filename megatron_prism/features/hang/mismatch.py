@@ -246,7 +246,8 @@ def _majority(
 
 def _is_numbered_as_siblings(state: JobState, rank: int, call: Entry, members: Calls) -> bool:
     """Whether a later call of ``rank`` in that group has the number that siblings give it, and is
-    unlike its neighbours: so it left out none before it and made none too many."""
+    unlike its neighbours: so it left out none before it and made none too many.
+    """
     siblings = [r for r in state.siblings_of(rank) if r not in members]
     mine = _onward(state, rank, call)
     for place in range(1, len(mine)):
@@ -280,7 +281,8 @@ def _skipped_or_extra(
     state: JobState, call: Entry, rank: int, usual: Signature, members: Collection[int]
 ) -> str:
     """Whether ``rank`` calls here what the others call next, or next what they call here; "" if
-    neither is known."""
+    neither is known.
+    """
     mine = _onward(state, rank, call)
     alike = (_onward(state, r, call) for r in {*members, *state.siblings_of(rank)})
     theirs = max((calls for calls in alike if calls[:1] == [usual]), key=len, default=[])
@@ -419,7 +421,8 @@ def _unbatched(
     state: JobState, one: tuple[int, Entry], other: tuple[int, Entry]
 ) -> Iterator[Mismatch]:
     """A message that one side posts in a batch and the other by itself: NCCL moves the first in the
-    group's communicator and the second in one of the two ranks, so they never meet."""
+    group's communicator and the second in one of the two ranks, so they never meet.
+    """
     here = [(is_batched(state, *side), *side) for side in (one, other)]
     if {batched for batched, *_ in here} != {True, False}:
         return
@@ -441,7 +444,8 @@ def _unbatched(
 
 def is_batched(state: JobState, rank: int, entry: Entry) -> bool | None:
     """Whether the record that closes a batch follows; None where the records behind are not there,
-    as in dumps without calls that ended."""
+    as in dumps without calls that ended.
+    """
     entries = state.dumps[rank].entries
     at = entries.index(entry)
     for record, e in enumerate(entries[at:], entry.record):

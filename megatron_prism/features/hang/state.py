@@ -266,7 +266,8 @@ class JobState:
     def unlike_replicas(self, rank: int, desc: str) -> bool:
         """Whether several siblings of ``rank`` made another number of calls or messages in their
         groups of ``desc`` than most that stand in the same call: replicas with more microbatches,
-        of which numbers say nothing."""
+        of which numbers say nothing.
+        """
         counts: dict[object, Counter[object]] = defaultdict(Counter)
         for other in self.siblings_of(rank):
             head = self.head(other)
@@ -283,7 +284,8 @@ class JobState:
 
     def issued(self, rank: int) -> list[Entry]:
         """Its calls and messages that are recorded, without the records that close batches: these
-        have the number of a collective that came before them."""
+        have the number of a collective that came before them.
+        """
         return [e for e in self.dumps[rank].entries if e.op != "coalesced"]
 
     def numbered(self, rank: int) -> Mapping[str, Mapping[int, list[Entry]]]:
@@ -313,7 +315,8 @@ class JobState:
 
     def messages_counted(self, rank: int, desc: str) -> tuple[int, int]:
         """(issued, ended) messages of its group of that description, by its counter; -1: not
-        known."""
+        known.
+        """
         dump, pairs = self.dumps[rank], self.pairs & self.groups.keys() - self.dumps[rank].assumed
         rows = [(s.enqueued, s.completed) for name, s in dump.status.items()
                 if name in pairs and self.groups[name].desc == desc]  # fmt: skip
@@ -608,7 +611,8 @@ class JobState:
     @cached_property
     def hidden(self) -> set[int]:
         """Ranks that wait, by their counters, in a message of which no entry is left: the ring was
-        too short, or there are counters only.  To whom it goes nobody knows."""
+        too short, or there are counters only.  To whom it goes nobody knows.
+        """
         shown = {(e.group, r) for r, calls in self.outstanding.items() for e in calls}
         hidden_ranks: set[int] = set()
         for rank, dump in self.dumps.items():
@@ -625,7 +629,8 @@ class JobState:
 
     def mute(self) -> list[int]:
         """Ranks whose dumps have neither calls nor counters, where others have counters: started
-        again, or their recorders were off.  It proves nothing against them."""
+        again, or their recorders were off.  It proves nothing against them.
+        """
         if not any(dump.status for dump in self.dumps.values()):
             return []
         return [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]

@@ -19,7 +19,8 @@ JOB = "pretrain_gpt.py …"  # in a command, where the job's own line is not kno
 @dataclass(frozen=True)
 class Culprit:
     """A culprit: ``kind`` is host stuck, device stuck, missing dump, order, extra call, skipped
-    call, groups (it has others than the rest) or the field in which its call differs."""
+    call, groups (it has others than the rest) or the field in which its call differs.
+    """
 
     rank: int
     kind: str
@@ -75,7 +76,8 @@ class Diagnosis:
     @property
     def exit_code(self) -> int:
         """0 no fault, 1 a culprit is named, 3 nobody is, or only ranks whose dumps are missing:
-        several explanations remain."""
+        several explanations remain.
+        """
         if self.verdict == "healthy":
             return 0
         return 3 if len(self.possibly) == len(self.culprits) else 1

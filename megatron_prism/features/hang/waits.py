@@ -113,7 +113,8 @@ def why_hosts_wait(state: JobState, idle: Collection[int], ahead: Collection[int
 
 def lacking_member(state: JobState, idle: Collection[int]) -> tuple[int, str] | None:
     """(the rank, the group) where several hosts that wait for nobody are, but for one rank that
-    waits further on, all members of a group: in a barrier of gloo for it, or on their way."""
+    waits further on, all members of a group: in a barrier of gloo for it, or on their way.
+    """
     for group in state.groups.values() if len(idle) > 1 else ():
         others = set(group.ranks) - set(idle)
         if len(others) == 1 == len(group.ranks) - len(idle) and state.outstanding.get(min(others)):
@@ -123,7 +124,8 @@ def lacking_member(state: JobState, idle: Collection[int]) -> tuple[int, str] | 
 
 def waiting_for_dead(state: JobState, idle: Collection[int], dead: Collection[int]) -> set[int]:
     """Those of ``idle`` who may wait outside NCCL for a rank without a dump: members of groups of
-    which nobody else is.  One death explains them, and they need no fault of their own."""
+    which nobody else is.  One death explains them, and they need no fault of their own.
+    """
     whole = [set(g.ranks) for g in state.groups.values() if {*idle, *dead}.issuperset(g.ranks)]
     reached = set(dead)
     while more := [g for g in whole if not g.isdisjoint(reached) and not g <= reached]:
@@ -177,7 +179,8 @@ def missing_dump_lines(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]
 
 def supporting_evidence(state: JobState, ranks: Collection[int]) -> list[str]:
     """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree, or
-    others who wait in a call of theirs to which most members have not come."""
+    others who wait in a call of theirs to which most members have not come.
+    """
     others = set[int]()
     for head in (e for rank in ranks if (e := state.head(rank)) is not None and not e.pair):
         members = state.groups[head.group].ranks
@@ -207,7 +210,8 @@ def ranks_without_message(state: JobState) -> Iterator[tuple[int, Entry]]:
 
 def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
     """Ranks on which a call that needs everybody did not end, though it did on others: with the
-    call, and the last one that ended there."""
+    call, and the last one that ended there.
+    """
     for name, group in state.groups.items():
         done = {r: state.completed[name, r] for r in group.ranks if (name, r) in state.completed}
         last = max(done.values(), default=-1)
@@ -396,7 +400,8 @@ def _participants(state: JobState, rank: int, entry: Entry) -> set[int]:
 
 def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
     """For whom a rank without a dump may wait: who did not end what its siblings called in its
-    group, or ended fewer messages than its own siblings."""
+    group, or ended fewer messages than its own siblings.
+    """
     siblings = state.siblings_of(lost)
     for name in state.groups_of[lost]:
         group = state.groups[name]
@@ -423,7 +428,8 @@ def last_waited_for(state: JobState) -> list[int]:
 def complete_calls(state: JobState) -> list[Entry]:
     """Collectives at which all members stand and that did not end: a device, or the network; or the
     job runs, since counters are some 100 ms old.  Who issues calls in another order leaves none of
-    them, but a circle of waits or somebody who has not come."""
+    them, but a circle of waits or somebody who has not come.
+    """
     calls = {e.launch: e for rank in sorted(state.outstanding)
              if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]
              and state.hidden.isdisjoint(state.groups[e.group].ranks)}  # fmt: skip
@@ -452,7 +458,8 @@ def complete_call_lines(state: JobState) -> str:
 def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:
     """(call, ranks, kind, why): the one rank that left out a message, by what its siblings did;
     else of a circle the few who wait where most members never come, or who left out the call in
-    which most members wait."""
+    which most members wait.
+    """
     past = dict(siblings.skipped_messages(state))
     if len(past) == 1:
         ((rank, entry),) = past.items()

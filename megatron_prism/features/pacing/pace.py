@@ -196,7 +196,8 @@ class Pace(TrainingListener):
 
     def start(self, world: Any, store: Any = None) -> Any:
         """The Pacer on the current device, of the virtual ``world``; ``store``: of the local
-        processes, if several."""
+        processes, if several.
+        """
         import torch
 
         from megatron_prism.features.pacing.device import RING, Launcher, Streams
@@ -395,7 +396,8 @@ def _refuse(folder: Path, differ: list[str]) -> None:
 
 def calibration(folder: Path, device: str = "") -> Calibration | None:
     """The calibration in ``folder``, if there is one; UsageError if it is of another GPU than
-    ``device``."""
+    ``device``.
+    """
     file = folder / CALIBRATION
     if not file.exists():
         return None

@@ -47,7 +47,8 @@ def needed(level: float) -> int:
 
 def quantile(times: np.ndarray, level: float) -> Quantile:
     """A quantile of ascending ``times``, with the narrowest pair of order statistics around it
-    that holds the true one in 95 % of repetitions or (where draws are few) more."""
+    that holds the true one in 95 % of repetitions or (where draws are few) more.
+    """
     n, wanted = len(times), needed(level)
     if n < wanted:
         return Quantile(level, None, None, None, wanted)

@@ -97,7 +97,8 @@ class Prediction:
 
     def to_json(self) -> dict[str, object]:
         """What ``prism predict --json`` prints: times in ns; a quantile that the samples do not
-        reach is null."""
+        reach is null.
+        """
         hidden = {"draws": None, "variability": None}
         found = dataclasses.asdict(dataclasses.replace(self, **hidden))  # type: ignore[arg-type]
         for key in (*hidden, "world", "graph", "classes"):

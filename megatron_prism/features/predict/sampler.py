@@ -186,7 +186,8 @@ def _latest(  # type: ignore[no-untyped-def]
 
 def build(dag: IssueGraph, durations: np.ndarray, classes: int) -> Paths:
     """Compact form of ``dag``, whose nodes take ``durations`` (ns) in the replay: without points in
-    time that wait for one node only."""
+    time that wait for one node only.
+    """
     begin, end = timeline.evaluate(dag, durations)
     counts, nodes = np.diff(dag.start), np.arange(len(dag))
     point = (dag.kind == JOIN) & (counts == 1)

@@ -95,7 +95,8 @@ def _of_median_1(one: Distribution) -> Distribution:
 
 def _calls(graph: WorldGraph, prices: Prices, machine: Machine) -> list[tuple[int, Cell, int]]:
     """(matched call, cell, message bytes) of every call whose price was measured, the cell as
-    ``costs.prices`` looked it up."""
+    ``costs.prices`` looked it up.
+    """
     measured = np.array([source.startswith(_MEASURED) for source in prices.sources])
     chosen = np.flatnonzero(measured[prices.collective_source] & (prices.collective_ns > 0))
     calls, entries = graph.call_kinds, graph.matched_calls.start[chosen]
@@ -192,7 +193,8 @@ class Variability:
 
     def curve(self, *parts: str) -> tuple[np.ndarray, np.ndarray]:
         """(standard normal scores, values) of the product of these parts' factors; ``slow_gpu``
-        goes with ``gpu``, ``slow_network`` with ``network``."""
+        goes with ``gpu``, ``slow_network`` with ``network``.
+        """
         chances = [getattr(self, f"slow_{part}") for part in parts if part in ("gpu", "network")]
         scores = np.linspace(-8, 8, _STEPS)
         if all(self.of(part).kind == "lognormal" for part in parts) and not any(
@@ -342,7 +344,8 @@ def _steps(one: _Device) -> np.ndarray:
 
 def _segments(one: _Device) -> np.ndarray:
     """Factors of the long segments about 1, iterations' own factors taken out; those that did not
-    wait."""
+    wait.
+    """
     samples, waited = one.samples[:, one.kept], one.waited[:, one.kept]
     means = samples.mean(axis=0)
     longest = np.argsort(-means, kind="stable")

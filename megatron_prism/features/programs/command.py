@@ -124,7 +124,8 @@ def show(args: argparse.Namespace) -> Answer:
 
 def _classes(path: str) -> Answer:
     """The equivalent ranks of a world and their programs; ``peak_bytes`` is null where none was
-    recorded."""
+    recorded.
+    """
     from megatron_prism.core.slices import open_programs
     from megatron_prism.core.world import format_ranks
     from megatron_prism.graph import world_graph

@@ -194,7 +194,8 @@ def hosts_of(alloc: Allocation) -> list[str]:
 
 def sourced(text: str, folder: Path) -> str:
     """The text of the files that a script reads with ``source``, as far as they are in ``folder``,
-    that of the script, or below here."""
+    that of the script, or below here.
+    """
     words = re.findall(r"(?:^|[\s;&])(?:source|\.)\s+(.+?)(?=\s*(?:$|[;&|]))", text, re.MULTILINE)
     names = [re.sub(r".*[)}]/|[\"']", "", word) for word in words]  # "$(dirname "$0")/job.env"
     names = [name for name in names if re.fullmatch(r"[\w./-]{1,200}", name)]
@@ -204,7 +205,8 @@ def sourced(text: str, folder: Path) -> str:
 
 def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str]:
     """Variables of the size of the job that the script reads, and that neither it, ``settings``
-    (files that it sources) nor ``known`` sets."""
+    (files that it sources) nor ``known`` sets.
+    """
     without_comments = re.sub(r"(^|\s)#.*", "", text)
     every = f"{without_comments}\n{settings}"
     sets = set(re.findall(r"(?:^|[\s;(])([A-Z_][A-Z0-9_]*)\+?=", every))

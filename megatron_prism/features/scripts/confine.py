@@ -30,7 +30,8 @@ def _version() -> int:
 
 def confine(scratch: Path, folder: Path) -> None:
     """Confine this process: anything may be written in ``scratch``, and new files and folders in
-    ``folder``, where nothing is removed or emptied.  OSError where the kernel refuses."""
+    ``folder``, where nothing is removed or emptied.  OSError where the kernel refuses.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(number: int, *arguments: object) -> int:

@@ -154,7 +154,8 @@ def _without_login(words: Sequence[str]) -> list[str]:
 
 def script_words(shell: Sequence[str]) -> list[str]:
     """The script of ``sbatch OPTIONS SCRIPT WORDS`` or of a shell, with its words; none where it is
-    read from stdin."""
+    read from stdin.
+    """
     name, *rest = shell
     if Path(name).name not in SUBMIT:
         return rest
@@ -193,7 +194,8 @@ def _again(shell: Sequence[str]) -> bool:
 
 def trains(command: Sequence[str], launched: bool) -> bool:
     """Whether a script, or ``-m`` and a module, trains: by its flags, its text, or since it cannot
-    be read and was started as several processes."""
+    be read and was started as several processes.
+    """
     words = [word.partition("=")[0].replace("_", "-") for word in command]
     if any(_TRAINING.match(word) for word in words):
         return True
@@ -270,7 +272,8 @@ def rewritten(command: str) -> str:
 
 def unless_new(line: str) -> str:
     """The test in Bash under which a command that was ``rewritten`` to ``line`` runs as it is: it
-    only makes new files.  Empty if there is none; what runs in its stead has no pipe."""
+    only makes new files.  Empty if there is none; what runs in its stead has no pipe.
+    """
     places = re.findall(r'"\$\(__prism_place ([^()`]+)\)"', line)
     if "__prism_run" in line or not places or line.count("__prism_place") > len(places):
         return ""

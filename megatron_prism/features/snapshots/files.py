@@ -44,7 +44,8 @@ def snapshots(path: str) -> list[str]:
 
 def compared(paths: Sequence[str], beside: Callable[[Snapshot], Any]) -> Any:
     """What ``beside`` says of snapshots if the last path is no snapshot, else what their processes
-    hold more than in earlier ones: folders have one of each rank."""
+    hold more than in earlier ones: folders have one of each rank.
+    """
     from megatron_prism.features.snapshots import snapshot
 
     *first, last = [[(name, snapshot.read(name)) for name in snapshots(path)] for path in paths]
@@ -100,7 +101,8 @@ def compare(
 
 def explain(path: str, top: int) -> Answer:
     """Where the memory of a process went, from its snapshot; of several, of the one that needs
-    most."""
+    most.
+    """
     from megatron_prism.features.snapshots import snapshot
     from megatron_prism.features.snapshots.report import render_snapshot
     from megatron_prism.memory import peaks

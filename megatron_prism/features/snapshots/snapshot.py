@@ -101,7 +101,8 @@ class _File(msgspec.Struct):
 @dataclass(frozen=True)
 class AllocationSite:
     """Where a block was asked for: Megatron's line, the phase that its frames name ("" if none),
-    and whose it is (``param``, ``grad``, ``optim``, ``buffer`` of the two first, or "")."""
+    and whose it is (``param``, ``grad``, ``optim``, ``buffer`` of the two first, or "").
+    """
 
     site: str = ""
     phase: str = ""
@@ -112,7 +113,8 @@ class AllocationSite:
 @dataclass(frozen=True)
 class FailedRequest:
     """A request that the device refused: bytes, where, in which iteration and phase, and what the
-    device had left."""
+    device had left.
+    """
 
     size: int
     site: str
@@ -296,7 +298,8 @@ class _History:
 
     def _stood(self, segments: Sequence[_Segment]) -> Iterator[_Block]:
         """Blocks that were alive when the history began: what is freed or alive and was never
-        asked for in it."""
+        asked for in it.
+        """
         asked: set[int] = set()
         for event in self.events:
             if event.action == "alloc":
@@ -507,7 +510,8 @@ def grown(*taken: Snapshot) -> SnapshotGrowth:
 @dataclass(frozen=True)
 class Request:
     """One allocation: bytes, where it was asked for, and the step (``0F``; ``O``: all that is
-    between the last backward and the next forward)."""
+    between the last backward and the next forward).
+    """
 
     num_bytes: int
     site: str

@@ -251,7 +251,8 @@ def _programs(layout: JobLayout, settings: SweepSettings) -> tuple[Programs, Job
 
 def _slices(layout: JobLayout, base: JobLayout) -> str:
     """Where the slices are in the sweep's folder, with the what-ifs that make them the point's, as
-    prism compare reads both."""
+    prism compare reads both.
+    """
     what = [f"slices/{layout.family()}/dp{base.world.dp}-m{base.num_microbatches}"]
     if base.world.dp != layout.world.dp:
         what.append(f"dp={layout.world.dp}")
@@ -308,7 +309,8 @@ def _captured(base: JobLayout, family: Path, limit: int | None) -> Programs:
 
 def _whole(family: Path, base: JobLayout) -> Path:
     """The file that says that the folder beside it has every slice of ``base``, and how many
-    microbatches the iterations before had."""
+    microbatches the iterations before had.
+    """
     return family / f"dp{base.world.dp}-m{base.num_microbatches}.whole"
 
 
@@ -355,7 +357,8 @@ def _memory(
 
 def _reserved(program: Program, family: Path) -> int:
     """Bytes that PyTorch's allocator reserves; it costs more than a replay, so it is kept beside
-    the slices."""
+    the slices.
+    """
     asked = program.history if len(program.history) else program.allocations
     content = (__version__.encode(), asked.tobytes(), program.streams.tobytes())
     place = family / f"reserved-{hashlib.sha1(b''.join(content)).hexdigest()[:16]}"

@@ -110,7 +110,8 @@ class RecipeLayout(_Sizes):
 
     def _alike(self) -> tuple[int, ...]:
         """The stages between the second and the last, if all of them have the second's layers:
-        whatever else splits layers unevenly is of the first and the last stage."""
+        whatever else splits layers unevenly is of the first and the last stage.
+        """
         unlike = [name for name in self.recipe.flags if _BY_LAYER.search(name)]
         return () if unlike else tuple(range(2, self.world.pp - 1))
 
@@ -154,7 +155,8 @@ class ScriptLayout(_Sizes):
     @property
     def fewest(self) -> int:
         """As if chunks were interleaved, which only the job's parsed arguments say: two of them
-        take the most microbatches to warm up."""
+        take the most microbatches to warm up.
+        """
         world = dataclasses.replace(self.world, vpp=2) if self.world.pp > 1 else self.world
         return fewest(world, _MANY * self.world.pp, {})
 

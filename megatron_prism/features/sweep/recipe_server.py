@@ -188,7 +188,8 @@ def _repeat(
     more: tuple[Recipe, Path] | None,
 ) -> bool:
     """Record iterations of which what repeats itself is written down again; False where nothing
-    does."""
+    does.
+    """
     from megatron_prism.emulate import capture, recipe_script
     from megatron_prism.emulate.session import Session
     from megatron_prism.runtime.recorder.recorder import Recorder, report_to

@@ -249,7 +249,8 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
 
 def _sequence_parallel(axes: Mapping[str, Value], tp: int, given: bool) -> bool:
     """Whether a point has it: as the job where that has tensor parallelism (``tp``), else as
-    Megatron's guides advise."""
+    Megatron's guides advise.
+    """
     return (given or tp == 1) and int(str(axes["tp"])) > 1
 
 

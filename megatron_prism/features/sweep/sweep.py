@@ -137,7 +137,8 @@ class Sweep:
 
     def to_html(self, links: Mapping[str, str] | None = None) -> str:
         """A page for any browser: time against memory, axes against both, the table, the first two
-        side by side.  ``links``: key of a point -> where the page of its timeline is."""
+        side by side.  ``links``: key of a point -> where the page of its timeline is.
+        """
         page: str = renderer_of(self).page(self, links or {})
         return page
 
@@ -295,7 +296,8 @@ def _results(
     told: Callable[[str], None],
 ) -> dict[str, Figures]:
     """By key of a point its figures, or ``by`` and ``reason``; those of other shares if they are
-    there.  One that failed or is damaged is removed, to be made again."""
+    there.  One that failed or is damaged is removed, to be made again.
+    """
     folder, (which, of) = settings.folder / "results" / _run_name(settings), shares
     families = [] if shares == (1, 1) else _families(left)[which::of]
     mine, missing = [point for family in families for point in family], []
@@ -337,7 +339,8 @@ def _pruned(
     points: list[SweepPoint], settings: SweepSettings, told: Callable[[str], None]
 ) -> list[SweepPoint]:
     """The points, most of the impossible ones with their reasons; Megatron is asked last, since it
-    must be started for that."""
+    must be started for that.
+    """
     if settings.limit is not None:
         points = too_large(points, settings.limit)
     store = settings.folder / "megatron_checks.json"

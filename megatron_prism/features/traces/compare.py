@@ -195,7 +195,8 @@ def _steps(
     timeline: Timeline, index: int, calls: Sequence[int], computed: np.ndarray
 ) -> np.ndarray:
     """float64 [calls + 1, 3] ns of class ``index``: computed since the call before, on the wire,
-    waiting; the last row is the iteration's end.  ``computed``: float64 [ops] ns."""
+    waiting; the last row is the iteration's end.  ``computed``: float64 [ops] ns.
+    """
     spans = timeline.spans(index)
     at = np.full(len(computed), -1, dtype=np.int64)
     at[spans["op"]] = np.arange(len(spans))

@@ -113,7 +113,8 @@ class Recorded:
 
 def read_trace(path: str | os.PathLike[str]) -> list[Recorded]:
     """The ranks in a trace: one of Kineto, each process of Nsight.  UsageError for what is none,
-    cut off, or larger than it may be."""
+    cut off, or larger than it may be.
+    """
     with foreign.reading(path, "a trace", FIX) as place:
         if not stat.S_ISREG(os.stat(place).st_mode):
             raise ValueError("it is no regular file")
@@ -458,7 +459,8 @@ def _of_dump(
 
 def _shared_mark(ranks: list[list[dumps.Entry]]) -> tuple[str, int]:
     """(description of groups, how many of their collectives an iteration has), the fewest that are
-    the same on all ranks."""
+    the same on all ranks.
+    """
     counts = []
     for entries in ranks:
         period = entries[len(entries) - _period(entries) :]

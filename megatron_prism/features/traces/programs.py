@@ -227,7 +227,8 @@ def _shape(ranks: Sequence[int], size: int) -> str:
 # -- groups that the trace does not name ----------------------------------------------------------
 def _guess_groups(measured: list[Measured], names: _Names, notes: list[str]) -> list[list[str]]:
     """Per rank and call the group; inferred where the trace has none: the largest that fits all
-    calls of a kind, else the largest that fits this one."""
+    calls of a kind, else the largest that fits this one.
+    """
     where = {one.recorded.rank: one for one in measured}
     guessed, found = Counter[str](), []
     for i, one in enumerate(measured):
@@ -262,7 +263,8 @@ def _feasible(
     where: Mapping[int | None, Measured], own: Measured, ranks: Sequence[int], places: list[int]
 ) -> np.ndarray:
     """bool [places]: whether the members of a group may have made these calls of one kind
-    together."""
+    together.
+    """
     call, yes = own.calls[places[0]], np.ones(len(places), bool)
     rank = own.recorded.rank or 0
     if call.op in ("send", "recv"):
@@ -352,7 +354,8 @@ def assemble(measured: Sequence[Measured]) -> Imported:
 
 def _shared(measured: Sequence[Measured]) -> list[Measured]:
     """The iterations that all ranks have; times begin with the first call, as ns since 1970 would
-    be rounded to 256 as floating-point numbers."""
+    be rounded to 256 as floating-point numbers.
+    """
     numbers = sorted(set.intersection(*(set(one.numbers) for one in measured)))
     if not numbers:
         one = measured[0]
@@ -404,7 +407,8 @@ def _with_wire(found: Imported) -> Imported:
 
 class _Times(NamedTuple):
     """Of the calls of a rank, float64 [iterations, calls] ns: when it came to each, when the group
-    was free, when the call had ended and how long it took."""
+    was free, when the call had ended and how long it took.
+    """
 
     came: np.ndarray
     freed: np.ndarray
@@ -414,7 +418,8 @@ class _Times(NamedTuple):
 
 def _one_by_one(found: Imported, index: int) -> _Times:
     """Let the calls of a group begin when the one before has ended at the earliest: one after the
-    other, as NCCL's; gloo has threads."""
+    other, as NCCL's; gloo has threads.
+    """
     one = found.measured[index]
     came = one.begun.astype(float)
     freed = np.zeros_like(came)
@@ -577,7 +582,8 @@ class Beside:
 
     def finished(self) -> tuple[Program, np.ndarray, np.ndarray]:
         """The captured program with the traced times, the op of every call, and float64 [ops] ns in
-        which the work of each segment ran."""
+        which the work of each segment ran.
+        """
         one, ops = self.measured, self.program.ops
         cost = np.where(
             ops["ns"] > 0,

@@ -133,7 +133,8 @@ def render_comparison(found: TraceComparison) -> str:
 
 def render_page(found: TraceComparison) -> str:
     """The same as a page: of the prediction and of the traces, replayed with every time at its
-    mean."""
+    mean.
+    """
     times = found.compared
     tables, notes = [_pairings(found), *_tables(times)], (*_headline(times), *found.notes)
     return render_html(times.predicted, "predicted", ("real", times.real), tables, notes)

@@ -229,7 +229,8 @@ def _call(
 
 def _batch(bare: list[_Asked], groups: Groups) -> list[_Asked]:
     """Take the last calls of a thread that can be one batch off ``bare``: of one group of several
-    ranks, all messages or none."""
+    ranks, all messages or none.
+    """
     found: list[_Asked] = []
     while bare and bare[-1].members(groups) != 1:
         pair = (bare[-1], *found[-1:])
@@ -405,7 +406,8 @@ class _Iteration:
     @cached_property
     def resumes(self) -> list[tuple[int, int] | None]:
         """Of each call: (the last call before it, the work) that waited for it to end; None if
-        nothing did."""
+        nothing did.
+        """
         found: list[tuple[int, int] | None] = []
         count, place = len(self.calls), self.place
         for k, call in enumerate(self.calls):

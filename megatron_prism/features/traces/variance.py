@@ -43,7 +43,8 @@ _PREDICTED = {
 @dataclass(frozen=True)
 class Component:
     """A spread (standard deviation of the logarithm); ``low`` and ``high``: its 90 % interval; nan:
-    there is nothing to tell it from."""
+    there is nothing to tell it from.
+    """
 
     name: str
     spread: float
@@ -270,7 +271,8 @@ _Table = tuple[np.ndarray, np.ndarray]  # logs, float64 [ranks, iterations]; nod
 
 def _squares(logs: np.ndarray, nodes: np.ndarray) -> tuple[float, ...]:
     """Variances between rows, between their nodes, between columns, and of the rest of a table;
-    nan where there are too few."""
+    nan where there are too few.
+    """
     ranks, count = logs.shape
     rest = logs - logs.mean()
     rows, columns = rest.mean(axis=1), rest.mean(axis=0)
@@ -305,7 +307,8 @@ def _components(
     names: Mapping[str, int], tables: Sequence[_Table], rng: np.random.Generator, basis: str
 ) -> list[Component]:
     """Spreads of ``tables``, with intervals from their ranks (with their nodes) and iterations
-    drawn anew."""
+    drawn anew.
+    """
 
     def drawn(logs: np.ndarray, nodes: np.ndarray) -> _Table:
         ranks, count = logs.shape
@@ -352,7 +355,8 @@ def _computing(
 
 def _ratios(samples: np.ndarray) -> np.ndarray:
     """What segments took over what is usual for them and the iteration, less 1; weighted so that
-    the mean of squares is that of a ns.  ``samples``: float64 [iterations, segments] ns."""
+    the mean of squares is that of a ns.  ``samples``: float64 [iterations, segments] ns.
+    """
     if samples.shape[1] < 2 or len(samples) < 2 or not samples.sum(axis=1).all():
         return np.empty(0)
     means = samples.mean(axis=0)

@@ -98,7 +98,8 @@ class GradientPlaces:
 
     def counted(self, gradients: Sequence[torch.Tensor], group: Any) -> NormCall:
         """Return how often each element is among ``gradients``, whose norm is summed over
-        ``group``; None is the whole world."""
+        ``group``; None is the whole world.
+        """
         counts = {parameter: torch.zeros(parameter.numel()) for parameter in self.parameters}
         nameless = 0
         for gradient in gradients:

@@ -32,7 +32,8 @@ _NOT_HERE = (
 @dataclass(frozen=True)
 class Line:
     """A command line: script and arguments, of what world, whether that says its data-parallel
-    size, and by which Python."""
+    size, and by which Python.
+    """
 
     words: tuple[str, ...]
     world: World
@@ -243,7 +244,8 @@ def _unnamed(kept: Kept) -> dict[str, tuple[int, bool]]:
 
 def _resume(verdict: Verdict, job: SmallRun, compare: Compare) -> None:
     """Ranks without tp, pp and cp go on from the copy's checkpoint for an iteration, and the copy
-    from theirs.  They keep ep: with it Megatron has an optimizer for experts of its own."""
+    from theirs.  They keep ep: with it Megatron has an optimizer for experts of its own.
+    """
     alone = [part for part in shrink.PARTS if part != "--use-distributed-optimizer"]
     few = replace(shrink.one_rank(job.copy), size=job.copy.ep, ep=job.copy.ep)
     elsewhere = replace(job, here=few, left_out=alone, saves=True)

@@ -69,7 +69,8 @@ def times(
     settings: NcclSettings | None = None,
 ) -> dict[tuple[str, str], float]:
     """(algorithm, protocol) -> ns, of all ways that NCCL has for this call, or that ``settings``
-    leave it; UsageError if they leave none."""
+    leave it; UsageError if they leave none.
+    """
     if settings:
         found = times(name, size, per_node, num_bytes, _with_channels(machine, settings))
         left = {way: ns for way, ns in found.items() if settings.allows(name, *way)}
@@ -227,7 +228,8 @@ class OverlapFactors:
 
     def factors(self, num_bytes: int, kind: str) -> tuple[float, float]:
         """(of computing, of the call), between two measured sizes by ratio, beyond them those of
-        the nearest; of a kind that was not measured those of another (attention: of products)."""
+        the nearest; of a kind that was not measured those of another (attention: of products).
+        """
         known = self.points.get(kind) or next(iter(self.points.values()))
         at = bisect.bisect_left(known, (num_bytes,))
         low, high = known[max(0, at - 1)], known[min(at, len(known) - 1)]
@@ -243,7 +245,8 @@ def read_overlap(rows: Iterable[OverlapRow]) -> dict[str, OverlapFactors]:
     of 64 MiB takes 1.1 times as long beside products, 1.9 times beside additions).
 
     A factor below 1 is noise and counts as 1, and one of few rounds is left out: in the others
-    computing did not outlast the call.  ValueError for two rows of the same call."""
+    computing did not outlast the call.  ValueError for two rows of the same call.
+    """
     found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
     known = list(rows)
     enough = _ROUNDS * max((row.rounds or 0 for row in known), default=0)
@@ -303,7 +306,8 @@ class Calibration:
 
     def host_ns(self, name: str, asynchronous: bool, default: int, again: bool = False) -> int:
         """ns of the host for a call, ``again``: right after another one; of one that was not
-        measured the median of the others."""
+        measured the median of the others.
+        """
         key = "message" if name in ("send", "recv") else name, asynchronous
         for table in (self.again, self.host) if again else (self.host,):
             if table:
@@ -453,7 +457,8 @@ def modelled(
 
 def expert_call_ns(name: str, shape: Shape, to_ranks: int, to_nodes: int, machine: Machine) -> int:
     """ns of a dispatch or combine: a copy of a token's row for each node that has experts of it
-    (``to_nodes``, bytes that a rank sends), which forwards it to each such rank (``to_ranks``)."""
+    (``to_nodes``, bytes that a rank sends), which forwards it to each such rank (``to_ranks``).
+    """
     away = to_nodes * (shape.nodes - 1) / shape.nodes / (machine.network_rate or math.inf)
     near = to_ranks / (EXPERT_CALLS[name] * machine.link_rate)
     hop = "network" if shape.nodes > 1 else machine.link

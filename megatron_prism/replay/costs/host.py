@@ -68,7 +68,8 @@ def indices_of(source: Mapping[str, str]) -> dict[int, float]:
 
 def host_spread(programs: Iterable[Program]) -> float | None:
     """Relative standard deviation of what a rank's host takes for an iteration, the largest; None
-    if no program has two iterations."""
+    if no program has two iterations.
+    """
     hosts = [one.hosts for one in programs if len(one.hosts) > 1]
     return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=None)
 
@@ -90,7 +91,8 @@ def host_sources(
 
 def right_after(program: Program) -> np.ndarray:
     """bool [n]: calls before which no kernel was launched since the call before them, such as the
-    broadcasts of a batch.  What they need is still in the CPU's caches."""
+    broadcasts of a batch.  What they need is still in the CPU's caches.
+    """
     ops = program.ops
     calls = np.flatnonzero(IS_CALL[ops["name"]])
     kernels = (ops["ns"] > 0) & (ops["name"] == NAMES.index("compute"))
@@ -102,7 +104,8 @@ def right_after(program: Program) -> np.ndarray:
 
 def call_ns(program: Program, calibration: Calibration, default: int) -> np.ndarray:
     """int64 [n]: what NCCL keeps the host for each call, 0 for other ops; of a batch every message
-    has its share.  ``default`` where nothing was measured."""
+    has its share.  ``default`` where nothing was measured.
+    """
     ops = program.ops
     found, again = np.zeros(len(ops), dtype=np.int64), right_after(program)
     calls = np.flatnonzero(IS_CALL[ops["name"]])

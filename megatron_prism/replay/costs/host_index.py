@@ -75,7 +75,8 @@ _MOST = 1 << 31  # bytes of a trace, unpacked
 
 def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
     """What ``prism calibrate --host`` wrote, the index in a whole calibration, or the index of the
-    host in a trace of torch.profiler, or in a folder of them.  UsageError."""
+    host in a trace of torch.profiler, or in a folder of them.  UsageError.
+    """
     place = Path(path)
     names = ("*.json", "*.json.gz")
     files = sorted(one for name in names for one in place.glob(name)) if place.is_dir() else [place]

@@ -169,7 +169,8 @@ class OpTable:
     def slowdown(self, share: float) -> float:
         """Of products that are that share of a GPU's time: the mean of what was measured, and at
         least 1, though below half of the time they are up to 8 % quicker than in ``grids``: the
-        clock follows heat and power, and a rank's neighbours in time are not known."""
+        clock follows heat and power, and a rank's neighbours in time are not known.
+        """
         factors = [float(np.interp(share, shares, slower)) for shares, slower in self.sustained]
         return max(1.0, sum(factors) / len(factors)) if factors else 1.0
 
@@ -251,7 +252,8 @@ class OpTable:
 def _is_broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:
     """Whether a tensor is read several times for each element of a larger one.  torch's kernel for
     that loads one element at a time instead of a vector (aten/src/ATen/native/cuda/CUDALoops.cuh
-    @2.11, gpu_kernel_impl_nocast)."""
+    @2.11, gpu_kernel_impl_nocast).
+    """
     sizes = [math.prod(shape) for shape in shapes if shape]
     return len(sizes) > 1 and 1 < min(sizes) < max(sizes)
 
@@ -259,7 +261,8 @@ def _is_broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:
 def _turns_a_row(kernel: MeasuredKernel) -> bool:
     """Whether a cast to FP8 writes the transpose, too, of one row, as the distributed optimizer
     casts its part of a parameter: one row of each tile of TE's kernel is used
-    (transpose/cast_transpose.cu, cast_transpose_general_kernel @v2.20)."""
+    (transpose/cast_transpose.cu, cast_transpose_general_kernel @v2.20).
+    """
     return kernel.name == "fp8_quantize" and len(kernel.shapes) == 3 and len(kernel.shapes[2]) == 1
 
 
@@ -270,7 +273,8 @@ def _plain(name: str) -> str:
 
 def _causal_length(kernel: MeasuredKernel) -> int:
     """The sequence of causal attention, by flops: 2 products forward, 5 backward, of heads x s x s
-    x d each, halved; 0 if it is not causal."""
+    x d each, halved; 0 if it is not causal.
+    """
     if not kernel.shapes or len(kernel.shapes[0]) < 3:
         return 0
     of_one = math.prod(kernel.shapes[0]) * (2 if _plain(kernel.name) == "attention" else 5)
@@ -438,7 +442,8 @@ class SegmentParts(NamedTuple):
 
 def _slowdown(parts: list[SegmentParts], table: OpTable | None) -> float:
     """Factor of products under the power limit; it changes their share of the time, on which it
-    depends."""
+    depends.
+    """
     products, others = sum(p.products for p in parts), sum(p.others + p.roof for p in parts)
     if table is None or not products:
         return 1.0

@@ -131,7 +131,8 @@ def device_limit(text: str, own: Machine | None = None) -> tuple[int, str]:
 
 def with_nodes_of(found: Machine, world: World) -> Machine:
     """The machine with nodes of as many ranks as the launcher of ``world`` starts on each; NVLink
-    joins as many hosts as before, and none of these gets more ranks than it has GPUs."""
+    joins as many hosts as before, and none of these gets more ranks than it has GPUs.
+    """
     ranks, host = world.gpus_per_node, found.gpus_per_host
     if ranks is None:
         return found

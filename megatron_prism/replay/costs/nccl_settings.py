@@ -136,7 +136,8 @@ def recorded(environment: Mapping[str, str] = os.environ) -> str:
 
 def parse(*texts: str) -> NcclSettings:
     """Settings of ``NAME=VALUE`` words, separated by blanks or by commas before the next name; the
-    later counts.  UsageError for names that are none of NCCL's and for values that cannot be."""
+    later counts.  UsageError for names that are none of NCCL's and for values that cannot be.
+    """
     found: dict[str, str] = {}
     for text in texts:
         for word in re.split(r"\s+|,(?=[A-Z][A-Z_0-9]*=)", text.strip()):

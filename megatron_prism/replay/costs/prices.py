@@ -84,7 +84,8 @@ def price_ops(
 ) -> Prices:
     """Prices of every op: measured segments, then the op table, then roofline; measured calls, then
     the model, as NCCL's settings in the programs' source let it.  UsageError for such that leave a
-    call no way."""
+    call no way.
+    """
     calibration = calibration or Calibration()
     nccl = parse(graph.programs.source.get(NCCL_ENV, ""))
     with_nccl = f" with {nccl}" if nccl else ""
@@ -208,7 +209,8 @@ def relabelled(
     source: np.ndarray, chosen: np.ndarray, what: str | Callable[[str], str], sources: list[str]
 ) -> np.ndarray:
     """Sources in which the chosen entries say ``what`` was assumed of them, or what it makes of
-    theirs; extends ``sources``."""
+    theirs; extends ``sources``.
+    """
     found = source.copy()
     for code in np.unique(source[chosen]).tolist():
         old = sources[code]

@@ -222,7 +222,8 @@ def _remap_backward(remap: Any, changes: ProcessChanges) -> None:
 
 def _keep_parameters(changes: ProcessChanges) -> None:
     """``module.cuda()`` gives a parameter other data; moved to meta it would be another parameter,
-    without what Megatron wrote on it (sequence-parallel, an expert's), and shared with nobody."""
+    without what Megatron wrote on it (sequence-parallel, an expert's), and shared with nobody.
+    """
     from megatron_prism.runtime.devices.remap import become
 
     apply = torch.nn.Module._apply

@@ -137,7 +137,8 @@ def _cut() -> None:
 
 class StreamContext:
     """Stands in for torch.cuda.StreamContext, which may be entered again (Megatron does, where
-    there are several instances of the distributed optimizer)."""
+    there are several instances of the distributed optimizer).
+    """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

@@ -83,7 +83,8 @@ def graph_pool_handle() -> tuple[int, int]:
 
 def current_stream() -> int:
     """Whose blocks a request gets: the current stream's, of the pool of the graph that is being
-    captured if there is one."""
+    captured if there is one.
+    """
     stream = cuda.current_stream()
     return _numbers.setdefault((_open[-1], stream), -1 - len(_numbers)) if _open else stream
 

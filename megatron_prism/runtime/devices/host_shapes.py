@@ -27,7 +27,8 @@ LEAST_BYTES = 1 << 20  # of a tensor on the host; a smaller one is a real one
 
 def is_large(shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether a new tensor on the host should have a shape only: it is of many numbers, which
-    count nothing and are no places."""
+    count nothing and are no places.
+    """
     return dtype.is_floating_point and _num_bytes(shape, dtype) >= LEAST_BYTES
 
 

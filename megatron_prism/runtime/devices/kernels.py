@@ -168,7 +168,8 @@ def add_packages(
     kind: type[types.ModuleType] = types.ModuleType,
 ) -> None:
     """Put packages into ``sys.modules``, by name with what they contain.  Real ones would want a
-    device."""
+    device.
+    """
     for name, contents in packages.items():
         module = kind(name, "A stand-in of megatron_prism.")
         module.__path__ = []
@@ -190,7 +191,8 @@ def _tokens(
     total: int, batch: int | None, starts: torch.Tensor | None, cp_rank: int, cp_size: int
 ) -> torch.Tensor:
     """int64 [total]: the place in its sequence of each row; of packed sequences under context
-    parallelism a rank holds an early and a late part of each."""
+    parallelism a rank holds an early and a late part of each.
+    """
     rows = torch.arange(total)
     if starts is None:
         assert batch is not None

@@ -1,5 +1,6 @@
 """The norm of Megatron's local layers without apex; ``emulate.patches.without_cuda`` puts it in
-place."""
+place.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def _nodes(group: dist.ProcessGroup) -> int:
 
 def _rows(tokens: int, copies: int, group: dist.ProcessGroup) -> Rows:
     """Of ``tokens`` with ``copies`` experts each at even loads (DeepEP, README @v1.2: a node
-    forwards its copy over NVLink)."""
+    forwards its copy over NVLink).
+    """
     places = _nodes(group), group.size()
     nodes, ranks = (round(tokens * n * (1 - (1 - 1 / n) ** copies)) for n in places)
     return nodes, ranks
@@ -138,7 +139,8 @@ def hybrid_ep_dispatch(
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, DispatchHandle]:
     """Tokens ``[rows, hidden]`` of all ranks, in the order of the local experts; the routing map is
-    gathered first (DeepEP csrc/hybrid_ep/executor/executor.cu @hybrid-ep)."""
+    gathered first (DeepEP csrc/hybrid_ep/executor/executor.cu @hybrid-ep).
+    """
     every = routing_map
     if _nodes(group) > 1:
         every = routing_map.new_empty(group.size() * x.shape[0], routing_map.shape[-1])
@@ -245,7 +247,8 @@ class ExpertLoads:
 
     def add(self, dispatcher: object, here: np.ndarray, ways: int) -> np.ndarray:
         """A call of ``dispatcher``; ``here`` [local] are the even shares from each of ``ways``
-        ranks.  Returns those that its experts get."""
+        ranks.  Returns those that its experts get.
+        """
         layer = self._layers.setdefault(id(dispatcher), len(self._layers))
         again = torch._C._current_graph_task_id() >= 0  # recomputed inside a backward
         turn = self._turns[layer, again]
@@ -286,7 +289,8 @@ def balanced_splits(
     topk: int,
 ) -> Splits:
     """Every expert gets its even share of ``total`` copies, the first ones take the remainder;
-    this rank's get what ``loads`` says."""
+    this rank's get what ``loads`` says.
+    """
     counts = _even(total, num_experts).numpy()
     loads.shape = (total, num_experts, topk, ep_size * tp_size)
     here = loads.add(dispatcher, counts[list(local)], ep_size * tp_size)
@@ -303,7 +307,8 @@ def balanced_splits(
 @differentiable
 def masked_select(values: torch.Tensor, mask: torch.Tensor, count: int) -> Any:
     """Stands in for ``values.masked_select(mask)`` where ``count`` entries of ``mask`` are true: it
-    saves the mask, and indices of 8 bytes pass, two an entry."""
+    saves the mask, and indices of 8 bytes pass, two an entry.
+    """
     where = mask.new_empty(count, mask.dim(), dtype=torch.int64)
     out = values.new_empty(count)
     fused("masked_select", 0, values, mask, where, out)

@@ -134,7 +134,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 def _in_type_of(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
     """(what is reduced, bytes of its copy): a reduction that ends in another type first copies its
     input to that type, unless halves are added up in fp32 (make_reduction, ReduceOpsUtils.h; cumsum
-    and cumprod, ReduceOps.cpp)."""
+    and cumprod, ReduceOps.cpp).
+    """
     widens = x.dtype in _HALVES and out.dtype == torch.float32
     if x.dtype == out.dtype or widens:
         return x, ()
@@ -166,7 +167,8 @@ def _softmax_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
 
 def _embedding_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     """Sorted indices, and fp32 sums of up to ten rows each (Embedding.cu,
-    EmbeddingBackwardKernel.cu)."""
+    EmbeddingBackwardKernel.cu).
+    """
     _, indices, rows, _, by_frequency = args
     count, width = indices.numel(), out.shape[-1]
     if count <= 3072 and not by_frequency:
@@ -185,7 +187,8 @@ def _pairs(args: Args, out: torch.Tensor) -> Sequence[int]:
 
 def _sort(args: Args, out: torch.Tensor) -> Sequence[int]:
     """A copy of the values; of more than 4,096 two of their places, too, and what cub takes, which
-    was measured (Sort.cpp, Sort.cu)."""
+    was measured (Sort.cpp, Sort.cu).
+    """
     x, dim = args[0], next((arg for arg in args[1:] if type(arg) is int), -1)
     if not x.dim() or not x.numel():
         return ()
@@ -198,7 +201,8 @@ def _sort(args: Args, out: torch.Tensor) -> Sequence[int]:
 
 def _index_put(args: Args, out: torch.Tensor) -> Sequence[int]:
     """Where it adds: places, in order and as they were, twice each with what sorts them
-    (index_put_with_sort_kernel, Indexing.cu)."""
+    (index_put_with_sort_kernel, Indexing.cu).
+    """
     accumulate = len(args) > 3 and args[3]
     count = math.prod(torch.broadcast_shapes(*(i.shape for i in args[1] if i is not None)))
     return [8 * count] * 6 if accumulate else ()
@@ -248,7 +252,8 @@ def answer(func: OpOverload) -> Answer | None:
 
 def _rows(tensor: torch.Tensor) -> bool:
     """Whether it is on meta, of floats, and no stride is smaller than one further right: then what
-    torch makes of it is contiguous."""
+    torch makes of it is contiguous.
+    """
     if not tensor.is_meta or not tensor.dtype.is_floating_point:
         return False
     if tensor.is_contiguous():

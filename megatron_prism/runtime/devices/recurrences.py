@@ -21,7 +21,8 @@ def scan(
     gate: torch.Tensor | None,
 ) -> torch.Tensor:
     """Mamba 2's scan of ``x`` [batch, length, heads, size]; steps [batch, length, heads] are
-    positive, b and c [batch, length, groups, states]."""
+    positive, b and c [batch, length, groups, states].
+    """
     b, c = (_heads(one).repeat_interleave(x.shape[2] // one.shape[2], dim=1) for one in (b, c))
     scores = c @ b.mT * _decay(steps * a)
     out = (scores @ _heads(x * steps[..., None])).transpose(1, 2)

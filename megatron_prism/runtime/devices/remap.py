@@ -112,7 +112,8 @@ def _on_host(tensor: torch.Tensor, host: HostShapes) -> torch.Tensor:
 
 def address(tensor: torch.Tensor) -> int:
     """A number for its memory and its place in it: other tensors have others, but for weak
-    references, whose storage says where they are."""
+    references, whose storage says where they are.
+    """
     storage: Any = tensor.untyped_storage()
     at = int(tensor.storage_offset()) * tensor.element_size()
     if not hasattr(storage, "address"):  # far above all offsets, and an int64 in any table

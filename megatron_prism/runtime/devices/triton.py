@@ -89,7 +89,8 @@ _MODULES = ("", ".language", ".language.core", ".language.standard", ".language.
 
 def _stub(changes: ProcessChanges) -> None:
     """Megatron and Transformer Engine import triton at module level
-    (batch_invariant_kernels.py:15 @0.16.1; pytorch/triton/permutation.py:10 @v2.20)."""
+    (batch_invariant_kernels.py:15 @0.16.1; pytorch/triton/permutation.py:10 @v2.20).
+    """
     names = [f"triton{suffix}" for suffix in _MODULES]
     kernels.add_packages(changes, dict.fromkeys(names, {}), Absent)
     vars(sys.modules["triton"]).update(

@@ -57,7 +57,8 @@ class ClockSampler:
 
     def state(self, spans: Sequence[tuple[int, int]]) -> GpuState | None:
         """What the samples inside of ``spans`` (ns of ``time.time_ns``) have on average; None
-        without any."""
+        without any.
+        """
         inside = [one for one in self.samples if any(a <= one.at < b for a, b in spans)]
         if not inside:
             return None

@@ -230,7 +230,8 @@ class Launches:
 
     def leads(self, own: np.ndarray, host: np.ndarray, ns: np.ndarray) -> np.ndarray:
         """float64 [segments]: L + R - ns on a host that takes ``host`` ns for each, and on a device
-        that takes ``ns``; 0 where there is no kernel.  ``own``: the tracing's part at its begin."""
+        that takes ``ns``; 0 where there is no kernel.  ``own``: the tracing's part at its begin.
+        """
         at = self.segment
         place = (self.after - own[at]) / np.maximum(1, self.length - own)[at]
         come = np.clip(place, 0, 1) * host[at]
@@ -241,13 +242,15 @@ class Launches:
 
     def waits(self, own: np.ndarray, host: np.ndarray, behind: np.ndarray) -> np.ndarray:
         """float64 [segments]: for how long the device waits for its host within each, if the host
-        takes ``host`` ns for it and the device comes to it ``behind`` ns after the host."""
+        takes ``host`` ns for it and the device comes to it ``behind`` ns after the host.
+        """
         return np.maximum(self.leads(own, host, self.busy) - behind, 0)
 
 
 def launches(trace: Trace, bounds: Sequence[tuple[int, int]]) -> Launches:
     """Of a trace as Kineto exports it; ``bounds``: the host's clock around each segment, as in
-    ``busy_ns``."""
+    ``busy_ns``.
+    """
     begun, kernels = read(trace)
     limits = limits_of(trace, bounds)
     # (when, for how long) the host waited for room

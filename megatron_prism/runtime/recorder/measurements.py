@@ -147,7 +147,8 @@ class Recording:
 
     def behind_ns(self) -> np.ndarray:
         """float64 [segments]: how long after its host the device came to each.  Somewhere in an
-        iteration it follows at once; without events it is as early as can be everywhere."""
+        iteration it follows at once; without events it is as early as can be everywhere.
+        """
         issued = np.array([begin - self.hosts[0][0] for begin, _ in self.hosts], dtype=float)
         if spans := self._spans():
             spans[-1][0].synchronize()
@@ -251,7 +252,8 @@ def _apart(
 def _lower_median(values: np.ndarray) -> Any:
     """The middle one of the first axis, of two the smaller: what disturbs a host only adds, and a
     process beside it once made one of two iterations take 811 ms instead of 414 (4 x H200,
-    2026-11-22)."""
+    2026-11-22).
+    """
     return np.sort(values, axis=0)[(len(values) - 1) // 2].astype(float)
 
 

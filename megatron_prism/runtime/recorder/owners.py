@@ -59,7 +59,8 @@ class CallSites:
 
     def find(self, frame: FrameType | None, foreign: bool = False) -> str:
         """The innermost Megatron or TE frame from ``frame`` outwards; ``foreign``: if there is none
-        the innermost of the job's own code."""
+        the innermost of the job's own code.
+        """
         other: tuple[str, int] | None = None
         while frame is not None:
             name = frame.f_code.co_filename

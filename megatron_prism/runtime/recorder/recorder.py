@@ -128,7 +128,8 @@ class Recorder(CallListener, TrainingListener):
         earlier: Mapping[str, int] | None = None,
     ) -> None:
         """Forget what came before and record from here on; ``quick``: only times of segments;
-        ``like``: with its texts, so that its rows can be repeated; ``earlier``: of Program."""
+        ``like``: with its texts, so that its rows can be repeated; ``earlier``: of Program.
+        """
         self._builder, self._times, self._trace, self._events = Builder(like), [], [], {}
         self._of_iteration = self._builder
         self._builder.earlier = earlier or {}
@@ -229,7 +230,8 @@ class Recorder(CallListener, TrainingListener):
 
     def _close(self) -> None:
         """End the open segment; it is an op if anything ran in it, unless a batch is being issued:
-        nothing runs between its messages."""
+        nothing runs between its messages.
+        """
         if self._batch >= 0 and self._batched:
             return
         if self.tier == "meta":
@@ -588,7 +590,8 @@ def _nearest(offset: int, size: int) -> int:
 
 def _splits(group: PrismGroup, args: Args) -> Splits | None:
     """(rows to, rows from) every member where they are facts: mirrored peers send what we send, and
-    that is nobody's split."""
+    that is nobody's split.
+    """
     known = not group.has_virtual or group.world.shapes_only
     if len(args) < 4 or not known or not (len(args[2]) and len(args[3])):
         return None
@@ -598,7 +601,8 @@ def _splits(group: PrismGroup, args: Args) -> Splits | None:
 def _uneven(group: PrismGroup, args: Args) -> Splits | None:
     """(elements to, elements from) every member of a gather into tensors of several sizes, where
     all know them: whole parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0).
-    Of experts' tokens (mappings.py:153 @0.19.0) mirrored peers have as many as we have."""
+    Of experts' tokens (mappings.py:153 @0.19.0) mirrored peers have as many as we have.
+    """
     lists, shards = args[0], args[1]
     if group.has_virtual and SHARED not in group.desc:
         return None

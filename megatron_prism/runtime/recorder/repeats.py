@@ -217,7 +217,8 @@ class Repeats:
         self, begin: _Mark, given: tuple[int, ...], left: tuple[StepValue, ...], *partners: _Step
     ) -> _Step | None:
         """What was done since ``begin``, if it touches only what it made, was given, or its forward
-        made."""
+        made.
+        """
         end, recorder = self._mark(), self._recording
         if end.replays > begin.replays:
             return None
@@ -283,7 +284,8 @@ class Repeats:
         self, outline: StepValue, moved: _Moved, made_from: Sequence[torch.Tensor] = ()
     ) -> StepValue:
         """Tensors of their own that look like those of ``outline``, in the graph behind
-        ``made_from``."""
+        ``made_from``.
+        """
         return tree_map_only(Outline, lambda one: self._made(one, moved, made_from), outline)
 
     def _made(

@@ -74,7 +74,8 @@ class Work:
 
     def text(self) -> str:
         """``mm(4096x8192,8192x1024t)bfloat16:68719476736:92274688*2; …``: each distinct kernel
-        with its flops, its bytes and how often it ran; commonest first."""
+        with its flops, its bytes and how often it ran; commonest first.
+        """
         words = [f"{name}*{n}" if n > 1 else name for name, n in self.calls.most_common(_LONGEST)]
         left = len(self.calls) - _LONGEST
         return "; ".join(words) + (f"; and {left} others" if left > 0 else "")
@@ -101,7 +102,8 @@ class Meter:
     @contextlib.contextmanager
     def held(self) -> Iterator[list[tuple[str, int, int, list[torch.Tensor]]]]:
         """Kernels are put on a list, (name, flops, traffic, tensors), and count at the end if they
-        are still there; inside another ``held`` they go on its list."""
+        are still there; inside another ``held`` they go on its list.
+        """
         outer, self._held = self._held, []
         kernels = self._held
         try:
@@ -174,14 +176,16 @@ class Meter:
 
 def _lie_alike(source: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether both have their elements in one order, so that torch copies the memory as a whole
-    (``memcpy_eligible``, aten/src/ATen/native/cuda/Copy.cu @2.11) and not by elements."""
+    (``memcpy_eligible``, aten/src/ATen/native/cuda/Copy.cu @2.11) and not by elements.
+    """
     contiguous = source.is_contiguous() and copy.is_contiguous()
     return contiguous or source.stride() == copy.stride()
 
 
 def _allows_tf32() -> bool:
     """Whether torch multiplies fp32 operands as TF32: ``torch.backends.cuda.matmul``, however the
-    job said so (allow_tf32, set_float32_matmul_precision, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE)."""
+    job said so (allow_tf32, set_float32_matmul_precision, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+    """
     matmul = torch.backends.cuda.matmul
     # from torch 2.9 on; there allow_tf32 raises if the job used this name
     precision = getattr(matmul, "fp32_precision", None)
@@ -192,7 +196,8 @@ def _allows_tf32() -> bool:
 
 def _fills() -> bool:
     """Whether memory is filled as it is allocated (aten/src/ATen/native/cuda/TensorFactories.cu,
-    empty_cuda @v2.11)."""
+    empty_cuda @v2.11).
+    """
     filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     return torch.are_deterministic_algorithms_enabled() and filled
 

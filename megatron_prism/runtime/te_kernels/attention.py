@@ -76,7 +76,8 @@ class Attention:
 
     def _sequences(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
         """Views [b, s, h, …] of tensors of queries and, second and third, of keys and values, for
-        all sequences or for each packed one."""
+        all sequences or for each packed one.
+        """
         if self.form != "thd":
             yield [t if self.form == "bshd" else t.transpose(0, 1) for t in tensors]
             return
@@ -226,7 +227,8 @@ def announce(call: Attention, name: str, products: int, out: Tensor | None) -> N
 
 def is_deterministic() -> bool:
     """Whether gradients are summed in one order (dot_product_attention.py,
-    DotProductAttention.__init__ @v2.9)."""
+    DotProductAttention.__init__ @v2.9).
+    """
     asked = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
     return asked or torch.are_deterministic_algorithms_enabled()
 
@@ -284,7 +286,8 @@ def fused_attn_bwd(*args: Values) -> list[Values]:
 
 def _gradients(layout: str, dtype: torch.dtype, q: Tensor, *kv: Tensor) -> list[Tensor]:
     """Three tensors, or parts of one or two where the layout has q, k and v so
-    (attention.cpp:384 @v2.18)."""
+    (attention.cpp:384 @v2.18).
+    """
     groups, found = layout.split("_"), []
     owners = {1: [(q, *kv)], 2: [(q,), kv], 3: [(q,), kv[:1], kv[1:]]}[len(groups)]
     for group, tensors in zip(groups, owners, strict=True):
@@ -302,7 +305,8 @@ def _workspace(call: Attention) -> int:
     """Bytes of one backward (cudnn-frontend, scaled_dot_product_flash_attention.h,
     get_fe_workspace_size_node @1.32): gradients of the queries in fp32 and a sum a row, or the
     parts of a fixed order, which a bias's gradient takes, too; with grouped heads keys' and values'
-    gradients of every head."""
+    gradients of every head.
+    """
     q, k, v = call.tensors[:3]
     batch, rows, columns = call.size
     heads, size = q.shape[-2:]
@@ -318,7 +322,8 @@ def _workspace(call: Attention) -> int:
 @kernel()
 def get_fused_attn_backend(*args: Values) -> Values:
     """attention.cpp:43 @v2.18: what cuDNN 9 takes on Hopper (nvte_get_fused_attn_backend,
-    common/fused_attn/fused_attn.cpp); from 2.19 on of one object, with the reason of a refusal"""
+    common/fused_attn/fused_attn.cpp); from 2.19 on of one object, with the reason of a refusal
+    """
     from transformer_engine_torch import (  # type: ignore[import-not-found]
         NVTE_Fused_Attn_Backend,
     )
@@ -427,7 +432,8 @@ def _flash(tensors: tuple[Tensor, ...], rest: Sequence[Values], options: dict[st
 
 def _flash_forward(call: Attention) -> tuple[Tensor, Tensor, None, Tensor]:
     """mha_fwd, mha_varlen_fwd (csrc/flash_attn/flash_api.cpp @2.8): out, statistics, probabilities
-    for tests, random state."""
+    for tests, random state.
+    """
     q, k, v = call.tensors
     out = new([*q.shape[:-1], v.shape[-1]], q.dtype)
     (batch, rows, _), heads, packed = call.size, q.shape[-2], call.form == "thd"
@@ -447,7 +453,8 @@ def _flash_backward(
     call: Attention, grads: Sequence[Tensor], statistics: Tensor, state: Tensor | None
 ) -> Tensor:
     """mha_bwd (flash_api.cpp @2.8): a number a row; the gradient of the queries in fp32, several
-    times where sums have one order; with grouped heads the keys' and values' of every head."""
+    times where sums have one order; with grouped heads the keys' and values' of every head.
+    """
     q, k, v, _, grad = call.tensors
     batch, rows, columns = call.size
     heads, width = q.shape[-2:]

@@ -43,7 +43,8 @@ def _one_device(changes: ProcessChanges) -> None:
 
 def _wrappers_of_shapes(changes: ProcessChanges) -> None:
     """FP8 tensors are wrappers; no function mode sees them come, and sends their ``cuda`` elsewhere
-    (quantized_tensor.py, _make_wrapper_subclass @v2.20)."""
+    (quantized_tensor.py, _make_wrapper_subclass @v2.20).
+    """
     make = torch.Tensor._make_wrapper_subclass
 
     def on_meta(*args: Any, **options: Any) -> Any:
@@ -57,7 +58,8 @@ def _wrappers_of_shapes(changes: ProcessChanges) -> None:
 
 def _a_cuda_release(changes: ProcessChanges) -> None:
     """Blocks of FP8 are refused below CUDA 12.9, which torch's build for CPUs has not at all
-    (quantization.py:180 @v2.20)."""
+    (quantization.py:180 @v2.20).
+    """
     if torch.version.cuda is None:
         changes.set(torch.version, "cuda", "13.0")
 
@@ -75,7 +77,8 @@ def before_import(changes: ProcessChanges) -> None:
 
 class _Operator:
     """A ``torch.library.custom_op`` that is a function: below the dispatcher no mode would see what
-    it allocates (attention/dot_product_attention/softmax.py:21 @v2.20)."""
+    it allocates (attention/dot_product_attention/softmax.py:21 @v2.20).
+    """
 
     def __init__(self, name: str, function: Kernel) -> None:
         self.function, self.signature = function, inspect.signature(function)
@@ -130,7 +133,8 @@ _workspaces: dict[tuple[bool, ...], object] = {}
 
 def _workspaces_on_the_device(changes: ProcessChanges) -> None:
     """``A.device.index`` of shapes is None, for which torch.empty takes the host
-    (cpp_extensions/gemm.py:228 @v2.20; since 2.10)."""
+    (cpp_extensions/gemm.py:228 @v2.20; since 2.10).
+    """
     changes.on_undo(_workspaces.clear)
     for name, module in list(sys.modules.items()):
         function = vars(module).get("get_cublas_workspace") if name.startswith(_TE) else None
@@ -154,7 +158,8 @@ def kept() -> Iterator[tuple[str, object]]:
 
 def _workspace_comes_first(changes: ProcessChanges) -> None:
     """A layer asks for the workspace when it is made, if its weight is CUDA's
-    (module/linear.py:2329 @v2.20)."""
+    (module/linear.py:2329 @v2.20).
+    """
     linear = importlib.import_module(f"{_TE}.module.linear")
     if hasattr(linear.Linear, "_prealloc_cublas_workspace"):
         changes.set(linear.Linear, "_prealloc_cublas_workspace",
@@ -180,7 +185,8 @@ def _made(*args: Any) -> torch.device:
 
 def _parameters_are_made(changes: ProcessChanges) -> None:
     """A parameter on ``meta`` is one that is not made yet, and is made anew (module/base.py:1820
-    @v2.20; te.ops: ops/basic/basic_linear.py:346, at every forward pass)."""
+    @v2.20; te.ops: ops/basic/basic_linear.py:346, at every forward pass).
+    """
     _replace_in(changes, "module.base", device=_made)
     for kind in vars(importlib.import_module(f"{_TE}.ops.basic")).values():
         if isinstance(kind, type) and "pre_first_fuser_forward" in vars(kind):
@@ -198,7 +204,8 @@ def _parameters_are_made(changes: ProcessChanges) -> None:
 
 def _some_experts_are_padded(changes: ProcessChanges) -> None:
     """Counts of tokens that we make up are even, and would never be padded for FP8; a router's are
-    not (module/fp8_padding.py:74, fp8_unpadding.py:72 @v2.20)."""
+    not (module/fp8_padding.py:74, fp8_unpadding.py:72 @v2.20).
+    """
     for name, kind in (("fp8_padding", "Fp8Padding"), ("fp8_unpadding", "Fp8Unpadding")):
         module = importlib.import_module(f"{_TE}.module.{name}")
         owner, resize = getattr(module, kind), getattr(module, f"_{kind}")
@@ -218,7 +225,8 @@ def _some_experts_are_padded(changes: ProcessChanges) -> None:
 
 def _blackwell_at_hand(changes: ProcessChanges) -> None:
     """MXFP8 asks for capability 10.0, and our device is a Hopper GPU (quantization.py:162 @v2.20);
-    what it keeps is as on Blackwell."""
+    what it keeps is as on Blackwell.
+    """
     quantization = importlib.import_module(f"{_TE}.quantization")
     changes.set(quantization, "check_mxfp8_support", lambda: (True, ""))
 
@@ -272,7 +280,8 @@ class _Bfloat16:
 def _attention_of_all_kinds(changes: ProcessChanges) -> None:
     """fp32 and heads of odd sizes have no attention for context parallelism
     (dot_product_attention/utils.py:670, backends.py:946, :2407 @v2.20); kernels of tier cpu take
-    both, and small jobs are so."""
+    both, and small jobs are so.
+    """
     folder = "attention.dot_product_attention"
     _replace_in(changes, f"{folder}.backends", bfloat16=_Bfloat16())
     utils = importlib.import_module(f"{_TE}.{folder}.utils")

@@ -22,7 +22,8 @@ Lists = Sequence[Sequence[Tensor]]
 
 def adam(chunk: int, flag: object, lists: Lists, *rest: Values) -> None:
     """multi_tensor/adam.cpp:11, :25, :39, :54, :73 @v2.18: reads the gradient, and writes the rest
-    of what it reads"""
+    of what it reads
+    """
     for grad, parameter, *states in zip(*lists, strict=False):
         fused("adam", 0, parameter, parameter, grad, *states, *states)
         if not parameter.is_meta:

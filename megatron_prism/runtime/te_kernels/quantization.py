@@ -121,7 +121,8 @@ def _memory(
 
 def _update(quantizer: Quantizer, out: Values) -> Values:
     """Quantizer::convert_and_update_tensor: what the quantizer wants comes, the rest goes
-    (quantizer.cpp:522, :868, :1261, :1703 @v2.18)."""
+    (quantizer.cpp:522, :868, :1261, :1703 @v2.18).
+    """
     if isinstance(out, Tensor) and not hasattr(out, "_quantizer"):
         return out
     for name, wanted, own, of in _memory(quantizer, sizes(out)):
@@ -162,7 +163,8 @@ _WIDTHS = [(8, 8), (4, 8), (8, 4), (4, 4), (2, 8), (8, 2), (2, 4), (4, 2), (2, 2
 @functools.cache
 def _rows_of_a_block(rows: int, width: int, itemsize: int, of_activation: bool) -> int:
     """Rows of a tile of the fused cast and transpose of delayed scaling, whose sizes are chosen by
-    an estimate of costs (KernelConfig, cast_transpose_fusion.cu:44, :570 @v2.18)."""
+    an estimate of costs (KernelConfig, cast_transpose_fusion.cu:44, :570 @v2.18).
+    """
     costs = []
     for load, store in _WIDTHS:
         across, down = load * 32 // itemsize, store * 32
@@ -277,7 +279,8 @@ def _buffer(shapes: list[tuple[Sequence[int], torch.dtype, int]]) -> Iterator[Te
 
 def _in_bulk(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Values]:
     """bulk_allocate_fp8_blockwise_tensors, bulk_allocate_mxfp8_tensors (cast.cpp:760, :870 @v2.18):
-    one buffer of all data and scales by rows, one by columns."""
+    one buffer of all data and scales by rows, one by columns.
+    """
     asked = [(name, own, of, i) for i, (x, q) in enumerate(zip(xs, quantizers, strict=True))
              for name, wanted, own, of in _memory(q, list(x.shape)) if wanted]  # fmt: skip
     taken: list[list[Tensor]] = [[] for _ in xs]
@@ -330,7 +333,8 @@ def fp8_transpose(x: Tensor, dtype: object, out: Tensor | None = None) -> Tensor
 def _in_place(name: str) -> Kernel:
     def run(*args: Any, **kwargs: object) -> None:
         """Writes into what it is given: recipe.cpp:17, fp8_partial_cast.cpp:11, padding.cpp:12,
-        multi_tensor/compute_scale.cpp:11 @v2.18"""
+        multi_tensor/compute_scale.cpp:11 @v2.18
+        """
         for tensors in zip(*args[2], strict=False) if name == "fp8_scale" else [tensors_in(args)]:
             fused(name, 0, *(t if isinstance(t, Tensor) else None for t in tensors))
 

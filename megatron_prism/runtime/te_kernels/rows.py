@@ -277,7 +277,8 @@ def _scaled(of: Callable[..., Tensor], rest: Sequence[Any], x: Tensor, scales: T
 def _scaled_activation(of: Callable[..., Tensor]) -> Kernel:
     def run(x: Tensor, scales: Tensor, quantizer: None, *rest: Any) -> Tensor:
         """pytorch/ops/basic/swiglu.py:621, :769 @2.20: each row times the probability of its
-        expert"""
+        expert
+        """
         out = new([*x.shape[:-1], x.shape[-1] // 2], x.dtype)
         fused("swiglu", 0, x, scales, out)
         return fill(out, partial(_scaled, of, rest, x, scales))
@@ -290,7 +291,8 @@ def _scaled_activation_backward(of: Callable[..., Tensor]) -> Kernel:
         grad: Tensor, x: Tensor, scales: Tensor, quantizer: None, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
         """pytorch/ops/basic/swiglu.py:636, :788 @2.20: the last argument asks for the gradient of
-        the scales, too"""
+        the scales, too
+        """
         *rest, of_scales = rest  # type: ignore[assignment]
         by_x = new(x.shape, x.dtype)
         fused("swiglu_back", 0, grad, x, by_x)

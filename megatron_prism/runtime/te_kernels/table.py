@@ -99,7 +99,8 @@ def fill(out: Tensor, value: Callable[[], Tensor]) -> Tensor:
 
 def gradient(of: Callable[[Tensor], Any], x: Tensor, *grads: Tensor) -> Tensor:
     """Of ``of(x)`` in fp32, one tensor or several with a gradient each; ``of`` may be linear, and
-    ``x`` anything of the right shape."""
+    ``x`` anything of the right shape.
+    """
     leaf = x.detach().float().requires_grad_()
     with torch.enable_grad():
         made = of(leaf)
@@ -134,7 +135,8 @@ _TORCH = {
 
 def dtype_of(value: Any) -> torch.dtype:
     """torch's type of an NVTEDType (common/include/transformer_engine/transformer_engine.h:25);
-    FP8 and FP4 lie in memory as bytes."""
+    FP8 and FP4 lie in memory as bytes.
+    """
     return value if isinstance(value, torch.dtype) else _TORCH[int(value)]
 
 
@@ -171,7 +173,8 @@ class Member(int):
 
 class _Unknown(type):
     """What the library has under a name without a row: an enumeration, whose members Python
-    compares and prints, or what is called, and refused by its name."""
+    compares and prints, or what is called, and refused by its name.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -14,7 +14,7 @@ from megatron_prism.features.fit import oom
 from megatron_prism.features.snapshots import snapshot
 from megatron_prism.memory import peaks
 
-REAL = Path(__file__).parents[2] / "benchmarks" / "results" / "snapshots"
+REAL = Path(__file__).parents[3] / "benchmarks" / "results" / "snapshots"
 DENSE, FULL = (REAL / f"{name}-rank0.pickle.xz" for name in ("dense_tp2sp-it3", "oom_dp2-oom"))
 COUNTED = json.loads((REAL / "index.json").read_text())["snapshots"]
 MIB = 1 << 20
