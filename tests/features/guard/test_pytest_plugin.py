@@ -8,7 +8,9 @@ import pytest
 # inner runs drop what they import, and with it the names in annotations that are looked up late
 import megatron_prism.core.recipe  # noqa: F401
 import megatron_prism.emulate.recipe_job  # noqa: F401
-import megatron_prism.memory.job_peaks  # noqa: F401
+import megatron_prism.features.guard.baseline
+import megatron_prism.features.guard.command
+import megatron_prism.features.guard.pytest_plugin  # noqa: F401
 
 pytest_plugins = ["pytester"]
 
@@ -144,8 +146,8 @@ def test_a_baseline_of_another_job_is_updated_by_pytest(pytester, job):
 
 def test_a_launch_line_may_be_longer_than_the_name_of_a_file(pytester, job, monkeypatch):
     """In a marker, and as the parameter of a test, of which the baseline's name is made."""
-    from megatron_prism import pytest_plugin
     from megatron_prism.core.slices import open_programs
+    from megatron_prism.features.guard import pytest_plugin
 
     lines = [f"torchrun --nproc-per-node 2 a.py --lr 1 --data-path {'x' * 300}{n}" for n in "12"]
     captured = []
@@ -214,10 +216,10 @@ def test_figures_are_in_the_junit_report(pytester, job):
 def test_a_job_is_captured_once_for_all_tests_and_after_the_baseline_is_read(
     pytester, job, monkeypatch, job_line
 ):
-    from megatron_prism import pytest_plugin
     from megatron_prism.core.program import save
     from megatron_prism.core.slices import open_programs
     from megatron_prism.emulate import recipe_job, script_job
+    from megatron_prism.features.guard import pytest_plugin
 
     taken = []
 
