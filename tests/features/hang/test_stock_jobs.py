@@ -44,7 +44,7 @@ PP, DP = "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"
 def words(flags, place, *more):
     flags = (JOB + flags).format(save=place / "checkpoints").split()
     world = [] if "--prism-world-size" in flags else ["--prism-world-size", "4"]
-    return ["--", HERE.parent / "helpers" / "pretrain_tiny.py", *flags, *world, *more]
+    return ["--", HERE.parents[1] / "helpers" / "pretrain_tiny.py", *flags, *world, *more]
 
 
 @pytest.fixture(scope="module")
