@@ -419,7 +419,7 @@ def test_a2_sft_broadcasts_of_two_real_ranks():
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
          "29719", "-m", "megatron_prism", "run", "--prism-tier", "cpu", "--prism-mismatch",
-         "strict", "--", str(HERE.parent / "helpers" / "sft_batch.py"), *job],
+         "strict", "--", str(HERE.parents[1] / "helpers" / "sft_batch.py"), *job],
         capture_output=True, text=True, check=False, timeout=200,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
