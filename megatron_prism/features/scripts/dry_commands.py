@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_prism.emulate.launch_line import (
     BATCH,
@@ -32,15 +33,15 @@ from megatron_prism.emulate.launch_line import (
 PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(8, 15)))
 SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
 _QUIET = ("sleep", "wait", "clear", "module", "ml")  # take time, or set what is not here
-_LEFT_OUT = frozenset(  # what changes files, reaches other hosts, or stops processes
-    " ".join((
-        "rm rmdir mv cp ln dd truncate touch chmod chown install shred tar unzip gzip rclone",
-        "aws gsutil gcloud azcopy wandb mlflow curl wget scp rsync sftp hf huggingface-cli pip",
-        "pip3 apt apt-get yum dnf make cmake ninja kill pkill killall scancel sacct squeue sinfo",
-        "sbcast qdel bkill nc ncat telnet ping umount mount systemctl reboot shutdown ldconfig",
-        "nvidia-persistenced fusermount ibstat ibv_devinfo mail sendmail jupyter tensorboard dvc",
-    )).split()
-)  # fmt: skip
+# what changes files, reaches other hosts, or stops processes
+_HARMFUL = """
+    rm rmdir mv cp ln dd truncate touch chmod chown install shred tar unzip gzip rclone
+    aws gsutil gcloud azcopy wandb mlflow curl wget scp rsync sftp hf huggingface-cli pip
+    pip3 apt apt-get yum dnf make cmake ninja kill pkill killall scancel sacct squeue sinfo
+    sbcast qdel bkill nc ncat telnet ping umount mount systemctl reboot shutdown ldconfig
+    nvidia-persistenced fusermount ibstat ibv_devinfo mail sendmail jupyter tensorboard dvc
+    """
+_LEFT_OUT = frozenset(_HARMFUL.split())
 _ANSWERED = ("git", "mkdir", "nvidia-smi", "rocm-smi", "scontrol", "tee", "hostname", "getent")
 _STARTERS = {name for name in BY_NAME if "." not in name} - {"exec", "command"}
 NAMES = {*PYTHONS, *SHELLS, *_QUIET, *_LEFT_OUT, *_ANSWERED, *SUBMIT, *_STARTERS}
@@ -66,22 +67,33 @@ _TOKEN = re.compile(
 )
 _SETTING = re.compile(r"[A-Za-z_]\w*\+?=|\d+$")
 
-DRY = Path(os.environ.get("PRISM_DRY", "."))
+DRY = Path(os.environ.get("PRISM_DRY", "."))  # folder of the dry run, which all commands share
 
 
 def note(kind: str, text: str) -> None:
-    """Tell the process that runs the script, which reads it while it waits."""
+    """Tell the process that runs the script; it reads the notes while it waits."""
     with (DRY / "notes").open("a") as file:
         file.write(json.dumps([kind, text]) + "\n")
 
 
 def answer(name: str, words: list[str]) -> int:
-    """Exit status of the command."""
+    """Answer one command of the script.
+
+    Args:
+        name: of the command, without its folder.
+        words: behind the name.
+
+    Returns:
+        The exit status of the command.
+    """
+    # a shell runs as it is: its commands are answered one by one
     if name in SHELLS:
         bash = shutil.which("bash", path=os.environ["PRISM_DRY_PATH"]) or "/bin/bash"
         os.execv(bash, ["bash", *_without_login(words)])
+
     if name in PYTHONS or name in BY_NAME or name in SUBMIT:
-        return _started([name, *words])
+        return _answer_launcher([name, *words])
+
     if name in _PRINTED:
         print("\n".join(_PRINTED[name](words)))
     elif name == "tee":
@@ -89,124 +101,193 @@ def answer(name: str, words: list[str]) -> int:
     elif name == "mkdir":
         _make_folders(words)
     elif name == "git" and _GIT_READS & set(words):
-        real = shutil.which("git", path=os.environ["PRISM_DRY_PATH"]) or "true"
-        return subprocess.run([real, *words]).returncode
+        real_git = shutil.which("git", path=os.environ["PRISM_DRY_PATH"]) or "true"
+        return subprocess.run([real_git, *words]).returncode
     elif name not in _QUIET:
         note("left out", shlex.join([name, *words]))
     return 0
 
 
-def _started(words: list[str]) -> int:
-    """The command of a launcher: the job, a shell, or something small."""
+def _answer_launcher(words: list[str]) -> int:
+    """Answer a command that starts another: a job, a shell, or something small.
+
+    Returns:
+        The exit status.  Does not return where the command is the job, or is run itself.
+    """
     row = BY_NAME.get(words[0], LauncherRow(""))
-    before = json.loads(os.environ.get("PRISM_DRY_LINE", "[]"))
+    outer_launchers = json.loads(os.environ.get("PRISM_DRY_LINE", "[]"))
     line = read_line(words, os.environ)
     command = line.words
+
+    # a script is queued: it is the job, unless it queues itself for the time after
     if submits(line.shell):
         text = submitted(line.shell, sys.stdin.read)
-        if text and not _again(line.shell):
-            _is_the_job([*before, *words], text)
-    elif row.verbs and not set(words) & set(row.verbs.split()):
-        pass
-    elif line.shell:
+        if text and not _queues_itself(line.shell):
+            _report_job([*outer_launchers, *words], text)
+        note("left out", shlex.join(words))
+        return 0
+
+    # another verb of a program that also starts jobs: docker ps
+    if row.verbs and not set(words) & set(row.verbs.split()):
+        note("left out", shlex.join(words))
+        return 0
+
+    # a shell behind launchers: its script runs on, and knows what stands before it
+    if line.shell:
         os.environ.update(line.variables)
-        os.environ["PRISM_DRY_LINE"] = json.dumps([*before, *line.before])
+        os.environ["PRISM_DRY_LINE"] = json.dumps([*outer_launchers, *line.before])
         os.execvp("bash", ["bash", *script_words(line.shell)])
-    elif command and (command[0] == "-m" or command[0].endswith(".py")):
+
+    is_python_program = bool(command) and (command[0] == "-m" or command[0].endswith(".py"))
+    if is_python_program:
         os.environ.update(line.variables)
-        several = before or any(BY_NAME[n].counts for n in line.launchers if n in BY_NAME)
-        if trains(command, bool(several)):
-            _is_the_job([*before, *words])
-        if os.environ.get("PRISM_DRY_CONFINED") and command[0] == os.environ["PRISM_DRY_SCRIPT"]:
-            python, folder = str(DRY / "bin" / "python"), str(Path(command[0]).parent)
-            start = f"import sys, runpy; sys.executable, sys.argv = {python!r}, {list(command)!r}; "
-            start += f"sys.path.insert(0, {folder!r}); "
-            start += "runpy.run_path(sys.argv[0], run_name='__main__')"
-            os.execv(sys.executable, [sys.executable, "-c", start])
+        counting = [name for name in line.launchers if name in BY_NAME and BY_NAME[name].counts]
+        if trains(command, bool(outer_launchers or counting)):
+            _report_job([*outer_launchers, *words])
+        # the script of Python that starts the launcher is run, with our Python for its children
+        if _is_confined() and command[0] == os.environ["PRISM_DRY_SCRIPT"]:
+            _run_python_script(command)
     elif words[0] in PYTHONS:
+        # Python with its own text, which often asks for the number of GPUs
         if "-c" in words and "device_count()" in words[-1]:
             print(_gpu_count())
             return 0
-        if os.environ.get("PRISM_DRY_CONFINED"):
+        if _is_confined():
             os.execv(sys.executable, [sys.executable, *words[1:]])
     elif command and shutil.which(command[0]):
+        # a launcher before a small program: srun hostname
         os.environ.update(line.variables)
         os.execvp(command[0], list(command))
+
     note("left out", shlex.join(words))
     return 0
 
 
-def _is_the_job(line: Sequence[str], text: str = "") -> None:
-    """Tell the line that the script starts; ``text``: of what it submits."""
+def _is_confined() -> bool:
+    """Whether the kernel confines what the script starts, so that it may run."""
+    return bool(os.environ.get("PRISM_DRY_CONFINED"))
+
+
+def _run_python_script(command: Sequence[str]) -> NoReturn:
+    """Run a script of Python in place of this process; it finds our Python as its own."""
+    python = str(DRY / "bin" / "python")
+    folder = str(Path(command[0]).parent)
+    program = f"import sys, runpy; sys.executable, sys.argv = {python!r}, {list(command)!r}; "
+    program += f"sys.path.insert(0, {folder!r}); "
+    program += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    os.execv(sys.executable, [sys.executable, "-c", program])
+
+
+def _report_job(line: Sequence[str], text: str = "") -> None:
+    """Tell the line of the job, and wait until the script is stopped.
+
+    Args:
+        line: words of the job's launch line.
+        text: of the script or manifest that the line queues, else empty.
+    """
     job = {"line": line, "cwd": os.getcwd(), "env": dict(os.environ), "text": text}
+    # renamed when it is complete: the reader waits for the file
     (DRY / "job.part").write_text(json.dumps(job))
     (DRY / "job.part").rename(DRY / "job")
-    time.sleep(30)  # until the script is stopped
+    time.sleep(30)
 
 
 def _without_login(words: Sequence[str]) -> list[str]:
-    """Words of a shell that reads no profile, which would put other folders first in PATH."""
+    """Change the words of a shell so that it reads no profile, which would change PATH."""
     options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
-    short = [word if word.startswith("--") else re.sub("[il]", "", word) for word in options]
-    kept = [word for word in short if word not in ("-", "--login", "--interactive")]
-    return [*kept, *words[len(options) :]]
+    kept_options = []
+    for option in options:
+        if not option.startswith("--"):  # short options may be joined: -lc
+            option = re.sub("[il]", "", option)
+        if option not in ("-", "--login", "--interactive"):
+            kept_options.append(option)
+    return [*kept_options, *words[len(options) :]]
 
 
 def script_words(shell: Sequence[str]) -> list[str]:
-    """The script of ``sbatch OPTIONS SCRIPT WORDS`` or of a shell, with its words; none where it is
-    read from stdin.
+    """Find the script of a shell or of a command that queues, with the script's own words.
+
+    Args:
+        shell: words of ``bash SCRIPT WORDS`` or ``sbatch OPTIONS SCRIPT WORDS``.
+
+    Returns:
+        The script and its words, or ``-c`` and a text; empty where it is read from stdin.
     """
-    name, *rest = shell
+    name, *words = shell
     if Path(name).name not in SUBMIT:
-        return rest
+        return words
     if Path(name).name == "salloc":
-        return ["-c", shlex.join(split_options(BATCH, rest)[1])]
-    for place, word in enumerate(rest):
+        return ["-c", shlex.join(split_options(BATCH, words)[1])]
+    for index, word in enumerate(words):
         if word.startswith("--wrap="):
             return ["-c", word.partition("=")[2]]
         if is_file(word):
-            return rest[place:]
-    return ["-c", rest[-1]] if rest and " " in rest[-1] else []
+            return words[index:]
+    # a command in one word, as of bsub
+    if words and " " in words[-1]:
+        return ["-c", words[-1]]
+    return []
 
 
 def submits(shell: Sequence[str]) -> bool:
-    """Whether the words queue a job, of a script or of a manifest."""
+    """Tell whether the words queue a job, of a script or of a manifest."""
     return bool(shell) and Path(shell[0]).name in (*SUBMIT, "kubectl")
 
 
-def submitted(shell: Sequence[str], read: Callable[[], str]) -> str:
-    """The text of what ``shell`` queues; ``read``: from stdin, where no file is named."""
+def submitted(shell: Sequence[str], read_stdin: Callable[[], str]) -> str:
+    """Return the text of what ``shell`` queues.
+
+    Args:
+        shell: words of the command that queues.
+        read_stdin: reads the text where no file is named.
+
+    Returns:
+        The text; empty for a manifest without a job.
+    """
     if Path(shell[0]).name == "kubectl":
-        files = [word for word in shell if word.endswith((".yaml", ".yml")) and is_file(word)]
-        text = "\n---\n".join(Path(file).read_text() for file in files) or read()
-        return text if _MANIFEST.search(text) else ""
-    script, *rest = script_words(shell) or [""]
-    if script == "-c":
-        return rest[0]
-    return Path(script).read_text(errors="replace") if script else read()
+        manifests = [word for word in shell if word.endswith((".yaml", ".yml")) and is_file(word)]
+        text = "\n---\n".join(Path(file).read_text() for file in manifests)
+        if not text:
+            text = read_stdin()
+        if not _MANIFEST.search(text):
+            return ""
+        return text
+    words = script_words(shell)
+    if not words or not words[0]:
+        return read_stdin()
+    if words[0] == "-c":
+        return words[1]
+    return Path(words[0]).read_text(errors="replace")
 
 
-def _again(shell: Sequence[str]) -> bool:
-    """Whether a batch script queues itself, for the time after it."""
-    script = (script_words(shell) or [""])[0]
-    return is_file(script) and os.path.samefile(script, os.environ.get("PRISM_DRY_FILE") or "/")
+def _queues_itself(shell: Sequence[str]) -> bool:
+    """Tell whether a batch script queues itself, for the time after it."""
+    words = script_words(shell)
+    if not words or not is_file(words[0]):
+        return False
+    return os.path.samefile(words[0], os.environ.get("PRISM_DRY_FILE") or "/")
 
 
 def trains(command: Sequence[str], launched: bool) -> bool:
-    """Whether a script, or ``-m`` and a module, trains: by its flags, its text, or since it cannot
-    be read and was started as several processes.
+    """Tell whether a program of Python trains, by its flags or by its text.
+
+    Args:
+        command: a script, or ``-m`` and a module, with its words.
+        launched: whether it was started as several processes, which counts where the script
+            cannot be read.
     """
-    words = [word.partition("=")[0].replace("_", "-") for word in command]
-    if any(_TRAINING.match(word) for word in words):
+    flags = [word.partition("=")[0].replace("_", "-") for word in command]
+    if any(_TRAINING.match(flag) for flag in flags):
         return True
     try:
-        return bool(_CALLS.search(Path(command[0]).read_text(errors="replace")))
+        text = Path(command[0]).read_text(errors="replace")
     except OSError:
         return launched
+    return bool(_CALLS.search(text))
 
 
 def starts_launcher(script: str) -> bool:
-    """Whether a file of Python trains nothing itself and names a launcher, which it starts."""
+    """Tell whether a file of Python trains nothing itself and names a launcher, which it starts."""
     try:
         text = Path(script).read_text(errors="replace")
     except OSError:
@@ -215,55 +296,83 @@ def starts_launcher(script: str) -> bool:
 
 
 def _gpu_count() -> int:
-    """GPUs of a host."""
+    """Return how many GPUs a host has, and note that the script has asked."""
     note("asked", "GPUs of a host")
     return int(os.environ["PRISM_DRY_GPUS"])
 
 
-def _gpus(words: Sequence[str]) -> list[str]:
-    """As many lines as a node has GPUs, for scripts that count them."""
+def _list_gpus(words: Sequence[str]) -> list[str]:
+    """Make as many lines as a node has GPUs, for scripts that count the lines."""
     return [f"GPU {index}: NVIDIA GPU (UUID: GPU-{index})" for index in range(_gpu_count())]
 
 
+def _list_hosts(words: Sequence[str]) -> list[str]:
+    """Answer ``scontrol show hostnames``; other questions have no answer."""
+    if "hostname" in "".join(words[1:2]):
+        return os.environ.get("PRISM_DRY_HOSTS", "").split(",")
+    return []
+
+
+def _host_entry(words: Sequence[str]) -> list[str]:
+    """Answer ``getent hosts NAME``: every host is this one."""
+    return [f"127.0.0.1 {' '.join(words[1:])}"]
+
+
+def _host_name(words: Sequence[str]) -> list[str]:
+    """Answer ``hostname``, which may be asked for an address."""
+    if {"-I", "-i", "--ip-address"} & set(words):
+        return ["127.0.0.1"]
+    return ["localhost"]
+
+
 _PRINTED: dict[str, Callable[[list[str]], list[str]]] = {
-    "nvidia-smi": _gpus,
-    "rocm-smi": _gpus,
-    "scontrol": lambda words: (  # show hostnames; other questions have no answer
-        os.environ.get("PRISM_DRY_HOSTS", "").split(",") * ("hostname" in "".join(words[1:2]))
-    ),
-    "getent": lambda words: [f"127.0.0.1 {' '.join(words[1:])}"],
-    "hostname": lambda words: [
-        "127.0.0.1" if {"-I", "-i", "--ip-address"} & set(words) else "localhost"
-    ],
+    "nvidia-smi": _list_gpus,
+    "rocm-smi": _list_gpus,
+    "scontrol": _list_hosts,
+    "getent": _host_entry,
+    "hostname": _host_name,
 }
 
 
 def _make_folders(words: Sequence[str]) -> None:
-    """Folders in the working folder are made, others only where writes are allowed."""
+    """Make folders in the working folder; elsewhere only where writes are allowed."""
+    home = Path(os.environ["PRISM_DRY_HOME"] or "/")
     for word in words:
         path = Path(os.path.abspath(word))
-        if Path(os.environ["PRISM_DRY_HOME"] or "/") in path.parents:
+        if home in path.parents:
             path.mkdir(parents=True, exist_ok=True)
         elif not word.startswith("-"):
             note("left out", f"mkdir {word}")
 
 
 def rewritten(command: str) -> str:
-    """A simple command of Bash that writes no file which is there or outside the working folder,
-    and whose program is looked for by its name where it is named by a path.
+    """Rewrite a simple command of Bash so that it does no harm.
 
-    ``__prism_place`` and ``__prism_run`` are functions of dry_run.sh.
+    It writes no file that is there or is outside the working folder.  A program that is named by a
+    path is looked for by its name.  ``__prism_place`` and ``__prism_run`` are functions of
+    dry_run.sh.
+
+    Args:
+        command: text of one command, without pipes.
+
+    Returns:
+        The text to run in its stead.
     """
-    parts, first = list[str](), ""
+    parts = list[str]()
+    program = ""
     for token in _TOKEN.finditer(command):
         text, redirect, target, word = token.group(0, "redirect", "target", "word")
-        if text == "\n":  # a document that the command reads
+        # a document that the command reads follows the end of its line
+        if text == "\n":
             return "".join([*parts, command[token.start() :]])
         if target and not target.startswith("/dev/") and not redirect.endswith("&"):
-            place = f'"$(__prism_place {target})"' if first in _CREATES else "/dev/null"
+            # only what writes files of a job writes
+            place = "/dev/null"
+            if program in _CREATES:
+                place = f'"$(__prism_place {target})"'
             text = redirect + place
-        elif word and not first and not _SETTING.match(word):
-            first = word
+        elif word and not program and not _SETTING.match(word):
+            program = word
             if "/" in word or word.startswith(("$", '"$')):
                 text = f"__prism_run {word}"
         parts.append(text)
@@ -271,8 +380,15 @@ def rewritten(command: str) -> str:
 
 
 def unless_new(line: str) -> str:
-    """The test in Bash under which a command that was ``rewritten`` to ``line`` runs as it is: it
-    only makes new files.  Empty if there is none; what runs in its stead has no pipe.
+    """Make the test in Bash under which a rewritten command may run as it was: it makes new files.
+
+    What runs in its stead has no pipe.
+
+    Args:
+        line: what ``rewritten`` returned.
+
+    Returns:
+        The test; empty if there is none.
     """
     places = re.findall(r'"\$\(__prism_place ([^()`]+)\)"', line)
     if "__prism_run" in line or not places or line.count("__prism_place") > len(places):
@@ -282,7 +398,7 @@ def unless_new(line: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1] == "rewrite":
-        line = rewritten(sys.argv[2])
-        print(line, unless_new(line), sep="\n#")
+        safe_line = rewritten(sys.argv[2])
+        print(safe_line, unless_new(safe_line), sep="\n#")
     else:
         sys.exit(answer(sys.argv[1], sys.argv[2:]))

@@ -31,10 +31,11 @@ from megatron_prism.emulate.launch_line import is_file, read_line
 from megatron_prism.emulate.workers import Json, die_with_parent
 from megatron_prism.features.scripts import batch_script, confine, dry_commands
 
-_SHOWN = {  # kind of note -> what is said of it
+_NOTES_SHOWN = {  # kind of note -> how the line about it begins
     "kept": "not written, for it is there, perhaps of an earlier dry run",
     "left out": "left out",
 }
+_MOST_NOTES = 12  # of a kind in one line
 _GPUS = (8, 4)  # of a host, where nobody says it: does the job depend on it?
 MOST_S = 20.0  # a script that has not started its job until then waits for something
 _PRELUDE = Path(__file__).with_name("dry_run.sh")  # Bash reads it first
@@ -49,11 +50,12 @@ _OWN = re.compile(  # variables that are no settings of the job, or of this plac
 class DryRun:
     """What a script would start.
 
-    line     : words of the launch line
-    variables: that the script has set for it
-    known    : variables of the scheduler that it was run with
-    notes    : lines about where numbers come from, and what was left out
-    text     : of the script or manifest that ``line`` queues, else empty
+    Attributes:
+        line: words of the launch line.
+        variables: set by the script for the line.
+        known: variables of the scheduler that the script was run with.
+        notes: lines about where numbers come from, and what was left out.
+        text: of the script or manifest that ``line`` queues, else empty.
     """
 
     line: tuple[str, ...]
@@ -61,6 +63,31 @@ class DryRun:
     known: Mapping[str, str]
     notes: tuple[str, ...]
     text: str = ""
+
+
+@dataclass(frozen=True)
+class _Script:
+    """A script that is to run.
+
+    Attributes:
+        words: that Bash is started with, the script first, or ``-c`` and a text.
+        file: path of the script; of ``-c`` its text.
+        text: of the script.
+        title: name of the script in messages.
+        inline: whether the text stands on the command line (``-c``).
+        is_here: whether the script is a file of this machine.
+        allocation: hosts and processes, as far as the script says them.
+        settings: variables that the line sets.
+    """
+
+    words: list[str]
+    file: str
+    text: str
+    title: str
+    inline: bool
+    is_here: bool
+    allocation: batch_script.Allocation
+    settings: Mapping[str, str]
 
 
 def dry_run(
@@ -83,120 +110,227 @@ def dry_run(
         writes: whether new files and folders may be made outside of the working folder.
         text: of the script or manifest, where it is in no file.
 
+    Returns:
+        The line of the job, and what is to know of it.
+
     Raises:
-        UsageError: it reads variables that nobody can know but the user, or starts no job.
+        UsageError: the script reads variables that nobody can know but the user, or starts no job.
     """
     if shutil.which("bash") is None:
         raise UsageError("there is no bash to run the script with", fix="its launch line instead")
-    alloc, words = None, dry_commands.script_words(shell)
-    if shell[0] == "kubectl":
-        manifest = text or dry_commands.submitted(shell, str)
-        command, alloc, operator = batch_script.manifest_job(manifest)
-        words, given = ["-c", shlex.join(command)], {**operator, **given}
-    elif dry_commands.submits(shell):
-        given = {**batch_script.exported(shell[1:]), **given}
-    script = next((word for word in words if not word.startswith("-")), "")
-    inline = "-c" in words or bool(re.fullmatch(r"-\w*c", words[0] if words else ""))
-    here = not inline and is_file(script)
-    if not (inline or here or text):
-        raise UsageError(f"there is no script {script}", fix="the path of the script, or its line")
-    title = script if here else shlex.join(shell)[:60]
-    if here and b"\r\n" in Path(script).read_bytes():
-        what = f"{script} has line ends of Windows, which Bash takes for parts of words"
-        raise UsageError(what, fix=f"sed -i 's/\\r$//' {shlex.quote(script)}")
-    text = Path(script).read_text(errors="replace") if here else script if inline else text
-    if alloc is None:
-        alloc = batch_script.allocation(text, [word for word in shell[1:] if word not in words])
+    script = _find_script(shell, given, text)
+
     with tempfile.TemporaryDirectory(prefix="prism-dry-") as place:
         scratch = Path(place)
-        if not (inline or here):
-            script = str(scratch / "script")
-            Path(script).write_text(text)
-            words = [script, *words[1:]]
-        known = batch_script.variables(alloc, str(scratch / "hosts"), os.getcwd())
-        known = {name: value for name, value in known.items() if name not in os.environ}
-        known |= given
-        settings = batch_script.sourced(text, Path() if inline else Path(script).parent)
-        settings = "\n".join([settings, *words[1:]])
-        if missing := batch_script.unknown(text, {**known, **os.environ}, settings):
-            raise UsageError(
-                f"{title} reads {', '.join(missing)}, and nothing here says "
-                f"{'it' if len(missing) == 1 else 'them'}",
-                fix=" ".join(f"{name}=N" for name in missing) + " before prism",
-            )
-        environment = _environment(scratch, known, batch_script.hosts_of(alloc)) | {
-            "PRISM_DRY_LINE": json.dumps(list(before)),
-            "PRISM_DRY_SCRIPT": python,
-            "PRISM_DRY_FILE": script,
-            "PRISM_DRY_HOME": "" if writes else os.getcwd(),
-        }
+        words, file = script.words, script.file
+        if not (script.inline or script.is_here):  # a script that another one queues
+            file = str(scratch / "script")
+            Path(file).write_text(script.text)
+            words = [file, *words[1:]]
+        known = _known_variables(script, scratch, file, words)
+        hosts = batch_script.hosts_of(script.allocation)
+        environment = _environment(scratch, known, hosts)
+        environment["PRISM_DRY_LINE"] = json.dumps(list(before))
+        environment["PRISM_DRY_SCRIPT"] = python
+        environment["PRISM_DRY_FILE"] = file
+        environment["PRISM_DRY_HOME"] = os.getcwd()
+        if writes:
+            environment["PRISM_DRY_HOME"] = ""
 
-        def job_with(gpus: object) -> Json:
-            (scratch / "job").unlink(missing_ok=True)
-            with progress(lambda: f"{title}: dry run, at: {_at(scratch)}"):
-                return _run(["bash", *words], scratch, environment | {"PRISM_DRY_GPUS": str(gpus)},
-                            title)  # fmt: skip
-
-        said = gpus or alloc.gpus
-        job = job_with(said or _GPUS[0])
+        said_gpus = gpus or script.allocation.gpus
+        command = ["bash", *words]
+        job = _job_with_gpus(said_gpus or _GPUS[0], command, scratch, environment, script.title)
         notes = _notes(scratch)
-        other = job
-        if not said and any(kind == "asked" for kind, _ in notes):
+        asks_gpus = any(kind == "asked" for kind, _ in notes)
+        # the script asks what nobody says: does another number make another job?
+        if asks_gpus and not said_gpus:
+            other_job = job
             with contextlib.suppress(UsageError):  # it refuses to run with another number
-                other = job_with(_GPUS[1])
-        if _sizes(other) != _sizes(job):
-            raise UsageError(f"{title} asks how many GPUs a host has",
-                             fix="--prism-gpus-per-node 8")  # fmt: skip
-    read = {name for name, _ in batch_script.READ.findall(text)} & set(known)
-    sources = [f"{name}={known[name]}" for name in sorted(read) if known[name].isdigit()
-               and name not in batch_script.HERE]  # fmt: skip
-    lines = [f"{', '.join(sources)}: {alloc.said}"] if sources and alloc.said else []
-    for wanted, what in _SHOWN.items():
-        if found := list(dict.fromkeys(one for kind, one in notes if kind == wanted)):
-            more = f"; {len(found) - 12} more" if len(found) > 12 else ""
-            lines.append(f"{what}: {'; '.join(one[:80] for one in found[:12])}{more}")
+                other_job = _job_with_gpus(_GPUS[1], command, scratch, environment, script.title)
+            if _sizes(other_job) != _sizes(job):
+                raise UsageError(
+                    f"{script.title} asks how many GPUs a host has", fix="--prism-gpus-per-node 8"
+                )
+
+    lines = _lines_about(script, known, notes)
+    variables = {}
+    for name, value in job["env"].items():
+        if not _OWN.match(name) and environment.get(name) != value:
+            variables[name] = value
+    line = tuple(_paths_from_here(job["line"], job["cwd"]))
+    return DryRun(line, variables, known, tuple(lines), job["text"])
+
+
+def _find_script(shell: Sequence[str], given: Mapping[str, str], text: str) -> _Script:
+    """Find the script in the words of a shell, of sbatch or of kubectl.
+
+    Args:
+        shell: the words.
+        given: variables that the line sets, which win over those of the words.
+        text: of the script or manifest, where it is in no file.
+
+    Raises:
+        UsageError: there is no such script, or it has line ends of Windows.
+    """
+    allocation = None
+    settings = dict(given)
+    words = dry_commands.script_words(shell)
+    if shell[0] == "kubectl":
+        manifest = text or dry_commands.submitted(shell, str)
+        command, allocation, operator_variables = batch_script.manifest_job(manifest)
+        words = ["-c", shlex.join(command)]
+        settings = {**operator_variables, **given}
+    elif dry_commands.submits(shell):
+        settings = {**batch_script.exported(shell[1:]), **given}
+
+    file = next((word for word in words if not word.startswith("-")), "")
+    # short options may be joined: -lc
+    inline = "-c" in words or bool(re.fullmatch(r"-\w*c", words[0] if words else ""))
+    is_here = not inline and is_file(file)
+    if not (inline or is_here or text):
+        raise UsageError(f"there is no script {file}", fix="the path of the script, or its line")
+
+    title = shlex.join(shell)[:60]
+    if is_here:
+        title = file
+        if b"\r\n" in Path(file).read_bytes():
+            raise UsageError(
+                f"{file} has line ends of Windows, which Bash takes for parts of words",
+                fix=f"sed -i 's/\\r$//' {shlex.quote(file)}",
+            )
+        text = Path(file).read_text(errors="replace")
+    elif inline:
+        text = file
+    if allocation is None:
+        options = [word for word in shell[1:] if word not in words]
+        allocation = batch_script.allocation(text, options)
+    return _Script(words, file, text, title, inline, is_here, allocation, settings)
+
+
+def _known_variables(
+    script: _Script, scratch: Path, file: str, words: Sequence[str]
+) -> dict[str, str]:
+    """Collect the variables to run a script with.
+
+    Args:
+        script: the script.
+        scratch: folder of the dry run.
+        file: path of the script.
+        words: that Bash is started with.
+
+    Raises:
+        UsageError: the script reads sizes of the job that nothing says.
+    """
+    of_scheduler = batch_script.variables(script.allocation, str(scratch / "hosts"), os.getcwd())
+    known = {name: value for name, value in of_scheduler.items() if name not in os.environ}
+    known.update(script.settings)
+
+    folder = Path() if script.inline else Path(file).parent
+    settings_text = "\n".join([batch_script.sourced(script.text, folder), *words[1:]])
+    unknown = batch_script.unknown(script.text, {**known, **os.environ}, settings_text)
+    if unknown:
+        pronoun = "it" if len(unknown) == 1 else "them"
+        raise UsageError(
+            f"{script.title} reads {', '.join(unknown)}, and nothing here says {pronoun}",
+            fix=" ".join(f"{name}=N" for name in unknown) + " before prism",
+        )
+    return known
+
+
+def _job_with_gpus(
+    gpus: object,
+    command: Sequence[str],
+    scratch: Path,
+    environment: Mapping[str, str],
+    title: str,
+) -> Json:
+    """Run the script as on hosts of so many GPUs; returns the job that it starts.
+
+    Raises:
+        UsageError: it starts none.
+    """
+    (scratch / "job").unlink(missing_ok=True)
+    with progress(lambda: f"{title}: dry run, at: {_last_command(scratch)}"):
+        return _run(command, scratch, {**environment, "PRISM_DRY_GPUS": str(gpus)}, title)
+
+
+def _lines_about(
+    script: _Script, known: Mapping[str, str], notes: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Say where the numbers of a job come from, and what the dry run left out."""
+    lines = []
+    # numbers of the scheduler that the script reads
+    read = {name for name, _ in batch_script.READ.findall(script.text)}
+    sources = []
+    for name in sorted(read & set(known)):
+        if known[name].isdigit() and name not in batch_script.HERE:
+            sources.append(f"{name}={known[name]}")
+    if sources and script.allocation.said:
+        lines.append(f"{', '.join(sources)}: {script.allocation.said}")
+
+    # commands that did not run
+    for shown_kind, beginning in _NOTES_SHOWN.items():
+        texts = list(dict.fromkeys(text for kind, text in notes if kind == shown_kind))
+        if not texts:
+            continue
+        shown = "; ".join(text[:80] for text in texts[:_MOST_NOTES])
+        if len(texts) > _MOST_NOTES:
+            shown += f"; {len(texts) - _MOST_NOTES} more"
+        lines.append(f"{beginning}: {shown}")
+
     if not confine.available():
         lines.append("this kernel has no Landlock: commands were left out by their names alone")
-    changed = {name: value for name, value in job["env"].items()
-               if not _OWN.match(name) and environment.get(name) != value}  # fmt: skip
-    line = tuple(_at_home(job["line"], job["cwd"]))
-    return DryRun(line, changed, known, tuple(lines), job["text"])
+    return lines
 
 
 def _sizes(job: Json) -> tuple[object, ...]:
-    """What two runs of a script have in common that start the same job."""
+    """Return what two runs of a script have in common that start the same job."""
     line = read_line(job["line"], job["env"])
     return line.words, line.shell, line.ranks, line.each, job["text"]
 
 
 def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> dict[str, str]:
-    """That of the script: the folder of answered commands first in PATH."""
+    """Make the environment of a script: the folder of answered commands is first in PATH.
+
+    Args:
+        scratch: folder of the dry run, which gets what the commands need.
+        known: variables to run the script with.
+        hosts: names of the job's hosts.
+    """
     folder = scratch / "bin"
     folder.mkdir()
     (scratch / "tmp").mkdir()
     (scratch / "notes").touch()
     (scratch / "hosts").write_text("".join(f"{name}\n" for name in hosts))
+
+    # one program answers all commands; links to it have their names
     root = str(Path(megatron_prism.__file__).parent.parent)
-    start = f"import sys, runpy; sys.path.insert(0, {root!r}); "
-    start += "runpy.run_module('megatron_prism.features.scripts.dry_commands', run_name='__main__')"
-    answer = scratch / "answer"
+    program = f"import sys, runpy; sys.path.insert(0, {root!r}); "
+    program += "runpy.run_module('megatron_prism.features.scripts.dry_commands', "
+    program += "run_name='__main__')"
     python = shlex.quote(sys.executable)
-    answer.write_text(f'#!/bin/sh\nexec {python} -ISc {shlex.quote(start)} "${{0##*/}}" "$@"\n')
+    answer = scratch / "answer"
+    answer.write_text(f'#!/bin/sh\nexec {python} -ISc {shlex.quote(program)} "${{0##*/}}" "$@"\n')
     answer.chmod(0o755)
     for name in {*dry_commands.NAMES, "rewrite"}:
         (folder / name).symlink_to(answer)
+
     path = os.environ.get("PATH", os.defpath)
-    return {
-        **{name: value for name, value in os.environ.items() if name != "PRISM_ARGS"},
-        **known,
-        "PATH": f"{folder}:{path}",
-        "BASH_ENV": str(_PRELUDE),
-        "TMPDIR": str(scratch / "tmp"),
-        "PRISM_DRY": str(scratch),
-        "PRISM_DRY_PATH": path,
-        "PRISM_DRY_HOSTS": ",".join(hosts),
-        **({"PRISM_DRY_CONFINED": "1"} if confine.available() else {}),
-    }
+    environment = {name: value for name, value in os.environ.items() if name != "PRISM_ARGS"}
+    environment.update(known)
+    environment.update(
+        {
+            "PATH": f"{folder}:{path}",
+            "BASH_ENV": str(_PRELUDE),
+            "TMPDIR": str(scratch / "tmp"),
+            "PRISM_DRY": str(scratch),
+            "PRISM_DRY_PATH": path,
+            "PRISM_DRY_HOSTS": ",".join(hosts),
+        }
+    )
+    if confine.available():
+        environment["PRISM_DRY_CONFINED"] = "1"
+    return environment
 
 
 def _run(
@@ -205,7 +339,20 @@ def _run(
     environment: Mapping[str, str],
     title: str,
 ) -> Json:
-    """The job that the script would start; whatever it has started is stopped then."""
+    """Run a script until it starts its job; whatever it has started is stopped then.
+
+    Args:
+        words: the command.
+        scratch: folder of the dry run.
+        environment: of the command.
+        title: name of the script in messages.
+
+    Returns:
+        The job, as ``dry_commands`` has written it.
+
+    Raises:
+        UsageError: the script ended or took too long without a job.
+    """
 
     def prepare() -> None:
         die_with_parent()
@@ -214,58 +361,87 @@ def _run(
 
     with (scratch / "printed").open("wb") as printed:
         process = subprocess.Popen(
-            words, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
-            start_new_session=True, preexec_fn=prepare,
-        )  # fmt: skip
-    job, start = scratch / "job", time.monotonic()
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+    job_file = scratch / "job"
+    start_s = time.monotonic()
     try:
-        while not job.exists():
+        while not job_file.exists():
+            # asked first: the job may be written between the two questions
             ended = process.poll() is not None and not _group_lives(process.pid)
-            if (ended and not job.exists()) or time.monotonic() - start > MOST_S:
+            timed_out = time.monotonic() - start_s > MOST_S
+            if (ended and not job_file.exists()) or timed_out:
                 raise _no_job(title, ended, scratch)
             time.sleep(0.02)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return json.loads(job.read_text())
+    return json.loads(job_file.read_text())
 
 
 def _group_lives(leader: int) -> bool:
-    """Whether a process runs that the script has started in the background."""
-    with contextlib.suppress(ProcessLookupError):
+    """Tell whether a process runs that the script has started in the background."""
+    try:
         os.killpg(leader, 0)
-        return True
-    return False
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _no_job(title: str, ended: bool, scratch: Path) -> UsageError:
-    what = "ended" if ended else f"ran for {MOST_S:.0f} s, at last: {_at(scratch)},"
-    parts = [f"{title} {what} without a command that trains"]
+    """Make the error of a script that has started no job.
+
+    Args:
+        title: name of the script.
+        ended: whether it has ended, and was not stopped.
+        scratch: folder of the dry run.
+    """
+    how = f"ran for {MOST_S:.0f} s, at last: {_last_command(scratch)},"
+    if ended:
+        how = "ended"
+    parts = [f"{title} {how} without a command that trains"]
     printed = (scratch / "printed").read_text(errors="replace").strip().splitlines()
     parts += [f"it printed: {line[:200]}" for line in printed[-2:]]
-    if skipped := [text[:60] for kind, text in _notes(scratch) if kind == "left out"]:
-        parts.append(f"{counted(len(skipped), 'command')} left out: {'; '.join(skipped[-4:])}")
+    left_out = [text[:60] for kind, text in _notes(scratch) if kind == "left out"]
+    if left_out:
+        parts.append(f"{counted(len(left_out), 'command')} left out: {'; '.join(left_out[-4:])}")
     return UsageError("; ".join(parts), fix="the line that starts Megatron: prism … torchrun …")
 
 
-def _at(scratch: Path) -> str:
-    with contextlib.suppress(OSError):
-        return " ".join((scratch / "at").read_text(errors="replace").split())[:80]
-    return "its start"
+def _last_command(scratch: Path) -> str:
+    """Return the command that the script runs now, or ran last."""
+    try:
+        text = (scratch / "at").read_text(errors="replace")
+    except OSError:
+        return "its start"
+    return " ".join(text.split())[:80]
 
 
 def _notes(scratch: Path) -> list[tuple[str, str]]:
-    """(kind, text) of each."""
-    notes = list[tuple[str, str]]()
+    """Read the notes of answered commands: kind and text of each."""
+    notes = []
     for line in (scratch / "notes").read_text(errors="replace").splitlines():
+        # a line that a process was killed in is cut
         with contextlib.suppress(ValueError):
-            notes.append(tuple(json.loads(line)))
+            kind, text = json.loads(line)
+            notes.append((kind, text))
     return notes
 
 
-def _at_home(line: Sequence[str], folder: str) -> list[str]:
-    """``line`` with the Python files that it names in ``folder`` as paths from here."""
-    here = Path(folder) == Path.cwd()
-    files = {word for word in line if word.endswith(".py") and Path(folder, word).is_file()}
-    return [str(Path(folder, word)) if word in files and not here else word for word in line]
+def _paths_from_here(line: Sequence[str], folder: str) -> list[str]:
+    """Change the Python files of ``line``, which are named from ``folder``, to paths from here."""
+    if Path(folder) == Path.cwd():
+        return list(line)
+    words = []
+    for word in line:
+        if word.endswith(".py") and Path(folder, word).is_file():
+            word = str(Path(folder, word))
+        words.append(word)
+    return words
