@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_prism.emulate.patches import outputs
+from megatron_prism.emulate.patches import checkpoints
 
 
 @pytest.mark.parametrize("error", [None, KeyError("fp8_checkpoint")])
@@ -32,7 +32,7 @@ def test_a_checkpoint_ends_with_its_state_dict(error, capsys):
         module.generate_state_dict()
         log.append("written")
 
-    outputs.weigh(module, SimpleNamespace(part=part, peak_source=source), save)
+    checkpoints.weigh(module, SimpleNamespace(part=part, peak_source=source), save)
     assert log == ["state"]
     assert (module.generate_state_dict, module.print_rank_0) == (generate, print)
     said = capsys.readouterr().err

@@ -15,7 +15,7 @@ from helpers import patching
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patch import PatchContext
-from megatron_prism.emulate.patches import outputs
+from megatron_prism.emulate.patches import checkpoints
 from megatron_prism.runtime.recorded_values import ValueRecorder
 
 EMULATED, REAL = (1,), (0, 1, 2, 3)
@@ -131,9 +131,9 @@ def test_an_iteration_goes_on_from_the_last_checkpoint_before_it(wanted, chosen,
     for name in ("iter_0000008", "iter_0000012", "iter_x", "release"):
         (tmp_path / name).mkdir()
     if found is not None:
-        assert outputs._last_before(str(tmp_path), wanted, chosen) == found
+        assert checkpoints._last_before(str(tmp_path), wanted, chosen) == found
         return
     with pytest.raises(UsageError) as error:
-        outputs._last_before(str(tmp_path), wanted, chosen)
+        checkpoints._last_before(str(tmp_path), wanted, chosen)
     assert "8, 12" in error.value.message
     assert "--prism-iteration 9" in error.value.fix

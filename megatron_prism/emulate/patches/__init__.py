@@ -4,7 +4,8 @@ startup.py       groups, arguments, the data set's helper and index, the log
 training.py      the training loop, optimizers, FSDP, vocabulary-parallel layers
 pipeline.py      what is received from other ranks: scale, shape, tokens; labels of phases
 moe.py           dispatchers, routing, multi-token prediction
-outputs.py       checkpoints, curves, traces and other files of the real job
+checkpoints.py   which checkpoints are written and read, and what a rank alone reads
+outputs.py       curves, traces and other files of the real job
 without_cuda.py  kernels, CUDA graphs, offloading and number formats where there is no GPU
 stand_in_data.py  mock data where Megatron has none
 initial_parameters.py  the same weights in every layout (cpu)
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from megatron_prism.emulate.patch import Patch
 from megatron_prism.emulate.patches import (
+    checkpoints,
     initial_parameters,
     moe,
     outputs,
@@ -26,8 +28,8 @@ from megatron_prism.emulate.patches import (
 
 __all__ = ["PATCHES", "patches_for"]
 
-_BY_SUBJECT = (startup, pipeline, training, outputs, moe, without_cuda, initial_parameters,
-               stand_in_data)  # fmt: skip
+_BY_SUBJECT = (startup, pipeline, training, checkpoints, outputs, moe, without_cuda,
+               initial_parameters, stand_in_data)  # fmt: skip
 PATCHES: list[Patch] = [one for module in _BY_SUBJECT for one in module.PATCHES]
 
 
