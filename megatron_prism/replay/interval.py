@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import math
 import statistics
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE, NAMES
+from megatron_prism.core.ops import CODE
 from megatron_prism.core.units import format_ns, format_share
-from megatron_prism.graph.issue_graph import COMPUTE, HOST, LEAD
+from megatron_prism.graph.issue_graph import COMPUTE
 from megatron_prism.replay.costs.collectives import OverlapFactors
-from megatron_prism.replay.costs.host import MODELLED, ON_TARGET, host_spread, indices_of
+from megatron_prism.replay.costs.host import host_spread, indices_of
 from megatron_prism.replay.costs.prices import NO_TIME
 from megatron_prism.replay.priced_graph import corrected_once
-from megatron_prism.replay.timeline import Timeline, durations_of, of_nodes
+from megatron_prism.replay.timeline import Timeline, durations_of
+from megatron_prism.replay.variations import Variations
 from megatron_prism.replay.whatif import host_factors
 
 
@@ -100,7 +99,7 @@ HOST_FACTOR, HOST_KNOWN = 1.75, 1.35
 # inference: where the target's may be when that of the capture is known
 HOSTS = 0.6, 2.0
 _SHOWN = HOSTS[0], 1.0, 1.4, HOSTS[1]
-_USUAL = f"nine hosts in ten have index {HOSTS[0]} to {HOSTS[1]:g}"
+_USUAL_HOSTS = f"nine hosts in ten have index {HOSTS[0]} to {HOSTS[1]:g}"
 # modelled: nine in ten of 43 of Megatron's own tests, on two kinds of hosts that nobody measured,
 # take 0.78 to 1.25 times as long; jobs beside which the index was measured 0.7 to 1.16 times
 HOST_MODEL, HOST_MODEL_KNOWN = (0.75, 1.3), (0.7, 1.16)
@@ -110,17 +109,21 @@ HOST_MODEL, HOST_MODEL_KNOWN = (0.75, 1.3), (0.7, 1.16)
 _SLOWEST = OverlapFactors(
     {"gemm": ((1, 1.8, 1.25),), "memory": ((1, 1.25, 2.2),), "attention": ((1, 1.25, 1.65),)}
 )
-_LONGEST = 16  # parts of a source: the others take little
-_OF_SEGMENTS = "note", "flops", "traffic", "ns"  # what two segments that are alike have in common
 _LEAST = 0.002  # of the iteration: less is not worth a line
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """One source: ``low_ns`` shorter to ``high_ns`` longer, why, and what to type against it.
+    """One source of uncertainty.
 
-    of : what takes long in it -> ns; a segment of these kernels, a call of this size, what a host
-         issues of them: by a number
+    Attributes:
+        what: its name.
+        low_ns: by how much it may make the iteration shorter.
+        high_ns: by how much it may make the iteration longer.
+        why: the reason for its range.
+        fix: what to type against it; "" if nothing helps.
+        of: what takes long in it -> ns; a segment of these kernels, a call of this size, what a
+            host issues of them: by a number (``Variations.numbers``).
     """
 
     what: str
@@ -141,196 +144,258 @@ class Interval:
 
 
 def combined(iteration_ns: int, sources: Iterable[Uncertainty]) -> Interval:
-    """The interval around ``iteration_ns``: independent deviations add up as squares."""
-    kept = tuple(sorted(sources, key=lambda one: -(one.low_ns + one.high_ns)))
-    low = math.sqrt(sum(float(one.low_ns) ** 2 for one in kept))
-    high = math.sqrt(sum(float(one.high_ns) ** 2 for one in kept))
-    shown = tuple(o for o in kept if max(o.low_ns, o.high_ns) > _LEAST * iteration_ns)
-    return Interval(max(0, round(iteration_ns - low)), round(iteration_ns + high), shown)
+    """Combine sources into an interval around ``iteration_ns``.
+
+    Independent deviations add up as squares.  Sources that hardly move the iteration count, but
+    they are not kept.
+    """
+    by_size = sorted(sources, key=lambda source: -(source.low_ns + source.high_ns))
+    low_ns = math.sqrt(sum(float(source.low_ns) ** 2 for source in by_size))
+    high_ns = math.sqrt(sum(float(source.high_ns) ** 2 for source in by_size))
+    kept = []
+    for source in by_size:
+        if max(source.low_ns, source.high_ns) > _LEAST * iteration_ns:
+            kept.append(source)
+    return Interval(
+        max(0, round(iteration_ns - low_ns)), round(iteration_ns + high_ns), tuple(kept)
+    )
 
 
 def interval(timeline: Timeline) -> Interval:
-    """Where the iteration of ``timeline`` may lie."""
-    return combined(timeline.iteration_ns, _Variations(timeline).all())
+    """Find where the iteration of ``timeline`` may lie."""
+    variations = Variations(timeline)
+    sources = [
+        _uncertain_host(variations),
+        _unmeasured_overlap(variations),
+        _untimed_segments(variations),
+        *_uncertain_ranges(variations),
+    ]
+    known_sources = [source for source in sources if source is not None]
+    return combined(timeline.iteration_ns, known_sources)
 
 
 def answers_by_host(timeline: Timeline) -> tuple[tuple[float, int], ...]:
-    """(index of the host, ns of an iteration), from the fastest of the usual hosts to the slowest;
-    none if the slices have no index, or the replay is of a host that was named.
+    """Replay the timeline on the usual hosts.
+
+    Returns:
+        (index of the host, ns of an iteration), from the fastest of the usual hosts to the slowest;
+        none if the slices have no index, or the replay is of a host that was named.
     """
-    here = _Variations(timeline)
+    variations = Variations(timeline)
     programs = timeline.graph.programs
-    if here.named_host or not here.knows_host or not indices_of(programs.source):
+    if variations.has_named_host or not variations.knows_host:
         return ()
-    each = ((index, host_factors(programs, index)) for index in _SHOWN)
-    return tuple((index, here.with_hosts(list(map(float, factors)))) for index, factors in each)
+    if not indices_of(programs.source):
+        return ()
+    answers = []
+    for index in _SHOWN:
+        factors = [float(factor) for factor in host_factors(programs, index)]
+        answers.append((index, variations.with_hosts(factors)))
+    return tuple(answers)
 
 
-class _Variations:
-    """Evaluates the graph again with some of the durations changed."""
+# -- segments and calls ---------------------------------------------------------------------------
+def _uncertain_ranges(variations: Variations) -> list[Uncertainty]:
+    """Apply ``RANGES`` to segments and calls, by what their provenances say."""
+    ranges: tuple[Range, ...] = RANGES
+    if variations.tier == "cuda" and not variations.has_delayed_segments:
+        ranges = (*RANGES, CLOCKS)
+    # source of uncertainty -> (range, bool [nodes] of the nodes that it is of)
+    parts_of_source = defaultdict[str, list[tuple[Range, np.ndarray]]](list)
+    for code, provenance in enumerate(variations.prices.sources):
+        chosen = (variations.codes == code) & ~variations.host_nodes
+        fitting_range = _range_of(provenance, ranges)
+        if fitting_range is not None and chosen.any():
+            parts_of_source[fitting_range.what].append((fitting_range, chosen))
+    return [_moved_by(variations, what, parts) for what, parts in parts_of_source.items()]
 
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline, self.dag, self.prices = timeline, timeline.dag, timeline.prices
-        self.durations = durations_of(self.dag, self.prices)
-        # where calls share links: all are compared without
-        shared = timeline.links is not None
-        self.base = timeline.iteration_with(self.durations) if shared else timeline.iteration_ns
-        programs = timeline.graph.programs
-        self.tier = programs.source.get("tier", "")
-        self.knows_host = any(program.knows_host for program in programs.programs)
-        columns = {COMPUTE: self.prices.compute_source}  # which provenance segments and calls have
-        self.codes = of_nodes(self.dag, self.prices.collective_source, columns, -1)
-        self.hosts = np.isin(self.dag.kind, (LEAD, HOST))
-        self.named_host = any(ON_TARGET in text for text in self.prices.sources)
 
-    def all(self) -> list[Uncertainty]:
-        """Of every source that moves the iteration."""
-        found = [self.host(), self.unmeasured_overlap(), self.untimed()]
-        ranges: tuple[Range, ...] = RANGES
-        if self.tier == "cuda" and not self._delayed:
-            ranges = (*RANGES, CLOCKS)
-        chosen = defaultdict[str, list[tuple[Range, np.ndarray]]](list)
-        for code, text in enumerate(self.prices.sources):
-            mine = (self.codes == code) & ~self.hosts
-            one = next((one for one in ranges if one.begins in text), None)
-            if one is not None and mine.any():
-                chosen[one.what].append((one, mine))
-        for what, parts in chosen.items():
-            ends = []
-            for end in ("low", "high"):
-                durations = self.durations.copy()
-                for one, mine in parts:
-                    durations[mine] = np.rint(durations[mine] * getattr(one, end))
-                ends.append(self._longer(durations))
-            why = "; ".join(dict.fromkeys(one.why for one, _ in parts))
-            fix = "prism calibrate there, then --calibration FILE" if what == "calls" else ""
-            mine = np.any([mine for _, mine in parts], axis=0)
-            low, high = max(0, -ends[0]), max(0, ends[1])
-            found.append(Uncertainty(what, low, high, why, fix, self._longest(mine)))
-        return [one for one in found if one is not None]
+def _range_of(provenance: str, ranges: Sequence[Range]) -> Range | None:
+    """Find the first range that fits a provenance."""
+    for candidate in ranges:
+        if candidate.begins in provenance:
+            return candidate
+    return None
 
-    def _longest(self, mine: np.ndarray) -> dict[int, int]:
-        """What most of the time of these nodes goes to; the same number in every job."""
-        numbers, which = np.unique(self.numbers[mine], return_inverse=True)
-        total = np.bincount(which, self.durations[mine]).astype(np.int64)
-        order = np.argsort(-total, kind="stable")[:_LONGEST]
-        return dict(zip(numbers[order].tolist(), total[order].tolist(), strict=True))
 
-    @cached_property
-    def numbers(self) -> np.ndarray:
-        """int64 [nodes]: of what a node does, by its text, whichever job it is in."""
-        graph = self.timeline.graph
-        kinds, firsts = graph.call_kinds, graph.matched_calls.start[:-1]
-        texts = [f"{one.name} {(one.ranks - one.ranks[0]).tolist()}" for one in kinds.kinds]
-        called = _numbered((kinds.of[firsts], kinds.num_bytes[firsts]), texts)
-        segments, issued = [], []
-        for program in graph.program_list:
-            ops = program.ops
-            numbers = _numbered([ops[key] for key in _OF_SEGMENTS], program.strings)
-            # what a host issues is a segment of these kernels, or a call of this kind
-            names = _numbered([ops["name"]], NAMES)
-            segments.append(numbers)
-            issued.append(np.where(ops["name"] == CODE["compute"], numbers, names))
-        return of_nodes(self.dag, called, {COMPUTE: segments, LEAD: issued, HOST: issued})
+def _moved_by(
+    variations: Variations, what: str, parts: Sequence[tuple[Range, np.ndarray]]
+) -> Uncertainty:
+    """Evaluate both ends of a source whose nodes have one range or several."""
+    shortest = variations.durations.copy()
+    longest = variations.durations.copy()
+    for part_range, chosen in parts:
+        shortest[chosen] = np.rint(shortest[chosen] * part_range.low)
+        longest[chosen] = np.rint(longest[chosen] * part_range.high)
+    reasons = dict.fromkeys(part_range.why for part_range, _ in parts)
+    fix = ""
+    if what == "calls":
+        fix = "prism calibrate there, then --calibration FILE"
+    all_chosen = np.any([chosen for _, chosen in parts], axis=0)
+    return Uncertainty(
+        what,
+        low_ns=max(0, -variations.longer_ns(shortest)),
+        high_ns=max(0, variations.longer_ns(longest)),
+        why="; ".join(reasons),
+        fix=fix,
+        of=variations.longest_parts(all_chosen),
+    )
 
-    def _longer(self, durations: np.ndarray) -> int:
-        """ns by which the iteration is longer if nodes take ``durations``."""
-        return self.timeline.iteration_with(durations) - self.base
 
-    @property
-    def _delayed(self) -> bool:
-        """Whether segments were timed with their host's delays in them."""
-        return self.tier in ("cuda", "cpu") and not self.knows_host
+# -- the host -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _HostRange:
+    """How much shorter and longer the target's hosts may take.
 
-    def host(self) -> Uncertainty | None:
-        """Of a host whose times were measured: on another one than the target's."""
-        if not self.knows_host and not self._delayed:
-            return None
-        programs = self.timeline.graph.programs
-        here, alike = indices_of(programs.source), [1.0] * len(programs.programs)
-        # at both ends: times as long as here, of each program, and how far off that may be
-        ends, off = (alike, alike), (HOST_FACTOR, HOST_FACTOR)
-        why = f"GPUs wait for their host, and hosts differ by up to {HOST_FACTOR} times"
-        fix = "prism calibrate --host -o HOST.json on the target, then host=HOST.json"
-        if self.named_host:
-            moment = max(HOST_KNOWN, 1 + (host_spread(programs.programs) or 0.0))
-            off = moment, moment
-            why, fix = f"this host varies by {format_share(moment - 1, 0)}, within minutes", ""
-        elif self._delayed:
-            why = "the slices have their host's delays in the segments"
-            fix = "capture them again with this release"
-        elif here:
-            fastest, slowest = (host_factors(programs, index) for index in HOSTS)
-            ends, off = (list(map(float, fastest)), list(map(float, slowest))), (HOST_KNOWN,) * 2
-            index = statistics.median(here.values())
-            why = f"GPUs wait for their host, here of a host of index {index:.2g}; {_USUAL}"
-        if any(MODELLED in text for text in self.prices.sources):
-            low, high = HOST_MODEL_KNOWN if self.named_host else HOST_MODEL
-            if self.named_host:
-                off = _apart(off[0], 1 / low), _apart(off[1], high)
-                fix = "capture the ranks on a GPU"
-            else:  # their times have the moment in them
-                off, why = (1 / low, high), f"nobody measured the host; {_USUAL}"
-                fix = f"capture the ranks on a GPU; or, for less: {fix}"
-            why += f", and jobs take {low} to {high} times what their calls and kernels let expect"
-        faster = [1 / _apart(1 / times, off[0]) for times in ends[0]]
-        slower = [_apart(times, off[1]) for times in ends[1]]
-        # all four: of two replayed iterations the last may be shorter behind a slower first
-        hosts = {tuple(factors) for factors in (*ends, faster, slower)}
-        each = [self.with_hosts(factors) - self.base for factors in hosts]
-        mine = self.hosts | (self.dag.kind == COMPUTE) if self._delayed else self.hosts
-        low, high = max(0, -min(each)), max(0, *each)
-        return Uncertainty("host", low, high, why, fix, self._longest(mine))
+    Attributes:
+        fastest: of each program, times as long as replayed on the fastest host that is likely.
+        slowest: the same of the slowest one.
+        shorter: the fastest host may be as many times faster for other reasons (at least 1).
+        longer: the slowest host may be as many times slower for other reasons.
+        why: the reason.
+        fix: what to type against it.
+    """
 
-    def with_hosts(self, factors: Sequence[float]) -> int:
-        """ns of an iteration if the hosts of each program take ``factors`` times as long."""
-        mine = self.hosts | (self.dag.kind == COMPUTE) if self._delayed else self.hosts
-        of_class = np.array(factors)[list(self.timeline.graph.classes.programs)]
-        durations = self.durations.copy()
-        durations[mine] = np.rint(durations[mine] * of_class[self.dag.owner[mine]])
-        return self.timeline.iteration_with(durations)
+    fastest: list[float]
+    slowest: list[float]
+    shorter: float
+    longer: float
+    why: str
+    fix: str
 
-    def unmeasured_overlap(self) -> Uncertainty | None:
-        """Computing and calls side by side, if nobody measured how they slow each other down."""
-        if any("(overlap: " in text for text in self.prices.sources):
-            return None
-        graph = self.timeline.graph
-        names = {n for p in graph.programs.programs for n in np.unique(p.ops["name"]).tolist()}
-        factors = {name: _SLOWEST for name, code in CODE.items() if code in names}
-        if self.tier not in ("cuda", "meta") or not len(graph.matched_calls):
-            return None
-        slower = corrected_once(self.timeline, factors, "assumed")
-        high = self._longer(durations_of(self.dag, slower))
-        why = "nobody measured how much calls and computing slow each other down"
-        fix = "prism calibrate on two or more GPUs, then --calibration FILE"
-        return Uncertainty("overlap", 0, max(0, high), why, fix)
 
-    def untimed(self) -> Uncertainty | None:
-        """Of segments that nobody said anything about: each may take as long as the longest that
-        is known.
-        """
-        code = next(i for i, text in enumerate(self.prices.sources) if text.startswith(NO_TIME))
-        segments = self.dag.kind == COMPUTE
-        mine = segments & (self.codes == code)
-        if not mine.any() or mine[segments].all():
-            return None  # or nothing is known, which commands say
-        durations = self.durations.copy()
-        durations[mine] = longest = int(durations[segments & ~mine].max())
-        high = self._longer(durations)
-        part = f"{format_share(mine.sum() / segments.sum(), 0)} of the segments say"
-        why = f"{part} neither how long they take nor what they compute: the shortest kernel is "
-        why += f"the least, the longest segment that is known ({format_ns(longest)}) the most"
-        return Uncertainty("no time", 0, max(0, high), why, "capture them: prism capture RECIPE")
+_MEASURE_HOST = "prism calibrate --host -o HOST.json on the target, then host=HOST.json"
+
+
+def _uncertain_host(variations: Variations) -> Uncertainty | None:
+    """Evaluate how far the target's host moves the iteration; None if no host takes time."""
+    if not variations.knows_host and not variations.has_delayed_segments:
+        return None
+    host_range = _measured_host_range(variations)
+    if variations.has_modelled_host:
+        host_range = _modelled_host_range(variations, host_range)
+    faster = [1 / _apart(1 / factor, host_range.shorter) for factor in host_range.fastest]
+    slower = [_apart(factor, host_range.longer) for factor in host_range.slowest]
+    # all four: of two replayed iterations the last may be shorter behind a slower first
+    ends = (host_range.fastest, host_range.slowest, faster, slower)
+    deviations_ns = []
+    for factors in {tuple(end) for end in ends}:
+        deviations_ns.append(variations.with_hosts(factors) - variations.base_ns)
+    return Uncertainty(
+        "host",
+        low_ns=max(0, -min(deviations_ns)),
+        high_ns=max(0, *deviations_ns),
+        why=host_range.why,
+        fix=host_range.fix,
+        of=variations.longest_parts(variations.nodes_of_hosts),
+    )
+
+
+def _measured_host_range(variations: Variations) -> _HostRange:
+    """Say how far the target's host may be from the one that was replayed."""
+    programs = variations.timeline.graph.programs
+    as_replayed = [1.0] * len(programs.programs)
+    # somebody named the target's host, which is one host in many moments
+    if variations.has_named_host:
+        moment = max(HOST_KNOWN, 1 + (host_spread(programs.programs) or 0.0))
+        why = f"this host varies by {format_share(moment - 1, 0)}, within minutes"
+        return _HostRange(as_replayed, as_replayed, moment, moment, why, fix="")
+    # slices of an early release, in which the two cannot be told apart
+    if variations.has_delayed_segments:
+        why = "the slices have their host's delays in the segments"
+        fix = "capture them again with this release"
+        return _HostRange(as_replayed, as_replayed, HOST_FACTOR, HOST_FACTOR, why, fix)
+    index_of_rank = indices_of(programs.source)
+    # the host of the capture is known, so the usual hosts are faster and slower by known factors
+    if index_of_rank:
+        index = statistics.median(index_of_rank.values())
+        why = f"GPUs wait for their host, here of a host of index {index:.2g}; {_USUAL_HOSTS}"
+        fastest = [float(factor) for factor in host_factors(programs, HOSTS[0])]
+        slowest = [float(factor) for factor in host_factors(programs, HOSTS[1])]
+        return _HostRange(fastest, slowest, HOST_KNOWN, HOST_KNOWN, why, _MEASURE_HOST)
+    # nothing is known of either host
+    why = f"GPUs wait for their host, and hosts differ by up to {HOST_FACTOR} times"
+    return _HostRange(as_replayed, as_replayed, HOST_FACTOR, HOST_FACTOR, why, _MEASURE_HOST)
+
+
+def _modelled_host_range(variations: Variations, measured: _HostRange) -> _HostRange:
+    """Widen the range by what jobs differ from what their calls and kernels let expect."""
+    if variations.has_named_host:
+        low, high = HOST_MODEL_KNOWN
+        shorter = _apart(measured.shorter, 1 / low)
+        longer = _apart(measured.longer, high)
+        why = measured.why
+        fix = "capture the ranks on a GPU"
+    else:
+        # these ranges are of runs at some moment, so the moment does not count again
+        low, high = HOST_MODEL
+        shorter = 1 / low
+        longer = high
+        why = f"nobody measured the host; {_USUAL_HOSTS}"
+        fix = f"capture the ranks on a GPU; or, for less: {measured.fix}"
+    why += f", and jobs take {low} to {high} times what their calls and kernels let expect"
+    return _HostRange(measured.fastest, measured.slowest, shorter, longer, why, fix)
 
 
 def _apart(*times: float) -> float:
-    """How many times as long something may take that independent reasons make ``times`` longer."""
-    return math.exp(math.hypot(*(math.log(max(1, one)) for one in times)))
+    """Combine reasons that are independent of each other.
+
+    Args:
+        times: how many times as long each reason makes something; below 1 counts as 1.
+
+    Returns:
+        How many times as long all of them together make it.
+    """
+    logarithms = [math.log(max(1, factor)) for factor in times]
+    return math.exp(math.hypot(*logarithms))
 
 
-def _numbered(columns: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
-    """int64 [rows]: equal where the text of the first column and all others are equal."""
-    rows = np.stack([column.astype(np.int64) for column in columns])
-    each, which = np.unique(rows, axis=1, return_inverse=True)
-    found = [zlib.crc32(repr((texts[text], *rest)).encode()) for text, *rest in each.T.tolist()]
-    return np.array(found, dtype=np.int64)[which.ravel()]
+# -- what nobody measured -------------------------------------------------------------------------
+def _unmeasured_overlap(variations: Variations) -> Uncertainty | None:
+    """Evaluate computing and calls side by side as slow as they were ever measured.
+
+    None if somebody measured how they slow each other down, or nothing runs on a GPU.
+    """
+    prices = variations.prices
+    if any("(overlap: " in text for text in prices.sources):
+        return None
+    graph = variations.timeline.graph
+    if variations.tier not in ("cuda", "meta") or not len(graph.matched_calls):
+        return None
+    # the names of ops that some program has
+    used_codes = set[int]()
+    for program in graph.programs.programs:
+        used_codes.update(np.unique(program.ops["name"]).tolist())
+    factors = {name: _SLOWEST for name, code in CODE.items() if code in used_codes}
+    slower_prices = corrected_once(variations.timeline, factors, "assumed")
+    longer_ns = variations.longer_ns(durations_of(variations.dag, slower_prices))
+    why = "nobody measured how much calls and computing slow each other down"
+    fix = "prism calibrate on two or more GPUs, then --calibration FILE"
+    return Uncertainty("overlap", 0, max(0, longer_ns), why, fix)
+
+
+def _untimed_segments(variations: Variations) -> Uncertainty | None:
+    """Evaluate segments that nobody said anything about as long as the longest that is known.
+
+    None if there are none, or nothing else; commands say the latter.
+    """
+    untimed_code = -1
+    for code, text in enumerate(variations.prices.sources):
+        if text.startswith(NO_TIME):
+            untimed_code = code
+            break
+    is_segment = variations.dag.kind == COMPUTE
+    untimed = is_segment & (variations.codes == untimed_code)
+    if not untimed.any() or untimed[is_segment].all():
+        return None
+    longest_ns = int(variations.durations[is_segment & ~untimed].max())
+    durations = variations.durations.copy()
+    durations[untimed] = longest_ns
+    share = format_share(untimed.sum() / is_segment.sum(), 0)
+    why = (
+        f"{share} of the segments say neither how long they take nor what they compute: the "
+        "shortest kernel is the least, the longest segment that is known "
+        f"({format_ns(longest_ns)}) the most"
+    )
+    longer_ns = max(0, variations.longer_ns(durations))
+    return Uncertainty("no time", 0, longer_ns, why, "capture them: prism capture RECIPE")
