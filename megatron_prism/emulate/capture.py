@@ -42,6 +42,7 @@ from megatron_prism.emulate import (
     exit_status,
     few_microbatches,
     job_arguments,
+    kept_capture,
     nvlink_keepalive,
     recipe_job,
     workers,
@@ -236,7 +237,9 @@ class _Reported(TrainingListener):
         """Give the result: that the slice is there, and ``text`` about it."""
         live = self.run.tier.live
         peak = None if live is None else live.high.bytes
-        self.emit("result", result={"rank": self.run.options.rank, "said": text, "peak": peak})
+        files = kept_capture.imported_files()
+        result = {"rank": self.run.options.rank, "said": text, "peak": peak, "files": files}
+        self.emit("result", result=result)
 
     def _leave(self) -> None:
         """End the process at once: loaders of data live on for seconds and would hold claims."""

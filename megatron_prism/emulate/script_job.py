@@ -22,8 +22,8 @@ from megatron_prism.core.program import save
 from megatron_prism.core.slices import WORLD, SliceStore, assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES, World, format_ranks
+from megatron_prism.emulate import kept_capture, workers
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate import workers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,6 +78,11 @@ class Job:
             "--prism-tier", self.tier, "--", *self.words,
         ]  # fmt: skip
 
+    @property
+    def question(self) -> list[str]:
+        """All words that tell this job's capture from another's."""
+        return [*self.ours, self.tier, str(self.world), *self.words]
+
     def title(self, rank: int) -> str:
         """Of a rank, for a bar."""
         return f"stage {self.world.coordinates(rank).pp}  rank {rank:,}"
@@ -106,6 +111,8 @@ def capture_command_line(
 
 def _best() -> str:
     """A GPU if there is one; else shapes, since no slice without a device has times."""
+    if not kept_capture.gpu_devices():  # torch takes seconds to import
+        return "meta"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "meta"
@@ -144,6 +151,8 @@ def capture(
         PrismError, NotTrainedError: a rank failed; slices that were finished are kept.
     """
     store = SliceStore(folder, job.world, job.source, parsed=False)  # workers compare the rest
+    if whole and not force and not job.source and _is_kept(job, folder, ranks, console):
+        return
     with store.writing(force):
         at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
         if not job.source:
@@ -175,9 +184,30 @@ def capture(
             results = record([rank for rank in ranks if rank not in there])
             with contextlib.suppress(MissingSlicesError):  # some stages' ranks alone make no world
                 save(assemble(folder), folder / WORLD, force=True)
+        if whole and not job.source:
+            imported = {path for result in results for path in result["files"]}
+            kept_capture.keep(folder, job.question, imported, all_new=not there)
     for one in results:
         peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
         console.print(f"rank {one['rank']:,}: {one['said']}{peak}")
     took = f"in {time.perf_counter() - start:.1f} s"
     console.print(f"wrote {folder} {took}" if keep else
                   f"captured {took}, for this once; to keep it: prism capture")  # fmt: skip
+
+
+def _is_kept(job: Job, folder: Path, ranks: Sequence[int], console: Console) -> bool:
+    """Whether ``folder`` was captured from this very job: same words, environment and files.
+
+    Where it was captured from nearly this job, what differs is printed: a rank starts to compare.
+    """
+    differ = kept_capture.differences(folder, job.question)
+    if differ is None:
+        return False
+    if differ:
+        console.print(f"  {'compared':<20} {'; '.join(differ)}")
+        return False
+    slices = SliceStore(folder, job.world, {}).ranks()
+    if not set(ranks) <= set(slices):
+        return False
+    console.print(f"{folder}: {counted(len(slices), 'slice')} of this very job, read as they are")
+    return True

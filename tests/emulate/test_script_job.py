@@ -109,6 +109,10 @@ def test_a_stock_job_is_captured_in_one_command_and_goes_on(tmp_path, capsys, mo
     assert whole.world.size == 4
     before = (tmp_path / "d" / "slice-000000.prism").stat().st_mtime_ns
     capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "run", None)  # the same question starts no rank
+        assert main(words) == 0
+    assert "2 slices of this very job, read as they are" in capsys.readouterr().out
     assert main([*words, "--seq-length", "16"]) == 2  # all is there, and of another job
     assert "--seq-length" in capsys.readouterr().err
     assert (tmp_path / "d" / "slice-000000.prism").stat().st_mtime_ns == before

@@ -1,0 +1,257 @@
+"""What a folder of slices was captured from, so that the same capture again only reads it.
+
+In : the job that is asked for, this process's environment, the files that the job's ranks imported.
+Out: ``.captured`` in the folder, and in which words a job differs from what it says.  Nothing of
+Megatron or torch is imported, and no rank starts.  A variable's value is kept as a salted digest
+alone: it may be a key, and folders of slices are handed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_prism.core.slices import WORLD
+
+_FILE = ".captured"
+_FORMAT = 1
+# Packages whose files are compared one by one; of the other installed ones the first file is, which
+# every installation writes anew.
+_COMPARED_WHOLE = frozenset({"megatron", "megatron_prism", "transformer_engine"})
+_INSTALLED = ("site-packages", "dist-packages")
+# Variables of a terminal, a login or a shell's last command: no job depends on them.
+_OF_TERMINALS = frozenset(
+    " ".join((
+        "_ CLICOLOR COLORFGBG COLORTERM COLUMNS DISPLAY FORCE_COLOR LESS LINES LOGNAME LS_COLORS",
+        "MAIL MANPAGER NO_COLOR OLDPWD PAGER PS1 PS2 PWD SHELL SHLVL STY TERM TERM_PROGRAM TMPDIR",
+        "TMUX TMUX_PANE TTY_COMPATIBLE USER WINDOWID",
+    )).split()
+)  # fmt: skip
+_STARTS_OF_TERMINALS = (
+    "BASH_FUNC_",
+    "DBUS_",
+    "ITERM_",
+    "LC_",
+    "PYTEST_",
+    "SSH_",
+    "VSCODE_",
+    "XDG_",
+)
+_DEVICES = Path("/dev")
+_MOST_NAMED = 3  # differences of a kind that a message names
+
+
+@dataclass(frozen=True)
+class CaptureRecord:
+    """What a folder was captured from.
+
+    command   : our flags, the tier, the ranks of the world, the script and its arguments
+    folder    : that the command was typed in
+    python    : its version and its place
+    devices   : GPUs of this machine
+    salt      : of the digests
+    variables : name -> digest of its value
+    files     : path -> "SIZE MTIME" in nanoseconds; "" where there is none.  Of every file that a
+                rank imported, that a word or a variable names, and of the slices.
+    """
+
+    command: list[str]
+    folder: str
+    python: str
+    devices: list[str]
+    salt: str
+    variables: dict[str, str]
+    files: dict[str, str]
+
+    def differences(self, other: CaptureRecord) -> list[str]:
+        """Say in which words ``other``, of the job that is asked for now, differs from this one."""
+        differ = list[str]()
+        if other.command != self.command:
+            differ.append("the command is another")
+        if other.folder != self.folder:
+            differ.append(f"it was typed in {self.folder}")
+        if other.python != self.python:
+            differ.append(f"it ran with Python {self.python}")
+        if other.devices != self.devices:
+            differ.append("the machine has other GPUs")
+        variables = _changed(self.variables, other.variables)
+        if variables:
+            differ.append(f"{_some(variables)} in the environment")
+        files = _changed(self.files, other.files)
+        if files:
+            differ.append(f"{_some(files)} changed")
+        return differ
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the keys whose values differ, or that only one of the two mappings has."""
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+
+
+def _some(names: Sequence[str]) -> str:
+    """Join the first of ``names``, and say how many more there are."""
+    shown = ", ".join(names[:_MOST_NAMED])
+    more = len(names) - _MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def differences(folder: Path, command: Sequence[str]) -> list[str] | None:
+    """Compare what ``folder`` was captured from with ``command``, as it would be captured now.
+
+    Returns:
+        In which words they differ, none if they are the same; None where the folder does not say,
+        or holds no whole world.
+    """
+    record = read(folder)
+    if record is None or not (folder / WORLD).is_file():
+        return None
+    slices = _slice_files(folder)
+    return record.differences(_record(command, record.salt, [*record.files, *slices]))
+
+
+def read(folder: Path) -> CaptureRecord | None:
+    """Read what ``keep`` has written into ``folder``; None where there is no such file."""
+    try:
+        text = (folder / _FILE).read_text(encoding="utf-8")
+        fields = json.loads(text)
+        if fields.pop("format") != _FORMAT:
+            return None
+        return CaptureRecord(**fields)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or cut
+        return None
+
+
+def keep(folder: Path, command: Sequence[str], imported: Collection[str], *, all_new: bool) -> None:
+    """Write what ``folder`` was captured from.
+
+    Args:
+        folder: of the slices, which are whole.
+        command: of the job that was captured.
+        imported: files that the ranks imported that ran now; empty where every slice was kept.
+        all_new: whether every slice was captured now.  Slices that were kept are of the files as
+            they were then, so their stamps stay.
+    """
+    before = read(folder)
+    # of slices of which nobody knows what they were made from, nothing is said
+    if not imported and before is None:
+        return
+    salt = secrets.token_hex(8)
+    record = _record(command, salt, [*imported, *_slice_files(folder)])
+    if before is not None and not all_new:
+        slices = set(_slice_files(folder))
+        for path, stamp in before.files.items():
+            if path not in slices:
+                record.files[path] = stamp
+    text = json.dumps({"format": _FORMAT, **asdict(record)}, indent=0)
+    work = folder / f"{_FILE}.{os.getpid()}"
+    work.write_text(text + "\n", encoding="utf-8")
+    os.replace(work, folder / _FILE)
+
+
+def _slice_files(folder: Path) -> list[str]:
+    """Return the paths of the slices of ``folder``."""
+    return [os.path.abspath(path) for path in sorted(folder.glob("slice-*.prism"))]
+
+
+def _record(command: Sequence[str], salt: str, files: Iterable[str]) -> CaptureRecord:
+    """Describe ``command`` as it would be captured now; ``files``: besides those that it names."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_TERMINALS and not name.startswith(_STARTS_OF_TERMINALS)
+    }
+    named = [*_named_files(command), *_named_by_variables(variables)]
+    return CaptureRecord(
+        command=list(command),
+        folder=os.getcwd(),
+        python=f"{sys.version.split()[0]} of {sys.executable}",
+        devices=gpu_devices(),
+        salt=salt,
+        variables={name: _digest(salt, value) for name, value in variables.items()},
+        files={path: _stamp(path) for path in [*files, *named]},
+    )
+
+
+def _digest(salt: str, value: str) -> str:
+    """Return a digest of a variable's value that does not give it away."""
+    return hashlib.sha256(f"{salt}{value}".encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def _stamp(path: str) -> str:
+    """Return size and time of change of a file, in nanoseconds; "" where there is none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _named_files(words: Sequence[str]) -> list[str]:
+    """Return the places that ``words`` name, whether or not they exist, with files of a data set.
+
+    A word names a place if it has a slash, or if there is such a file.
+    """
+    places = list[str]()
+    for word in words:
+        value = word
+        if word.startswith("--"):
+            value = word.partition("=")[2]
+        names_place = "/" in value or (value and os.path.isfile(value))
+        if not names_place:
+            continue
+        place = os.path.abspath(os.path.expanduser(value))
+        places += [place, f"{place}.bin", f"{place}.idx"]
+    return places
+
+
+def _named_by_variables(variables: Mapping[str, str]) -> list[str]:
+    """Return the files that values of variables name."""
+    return [value for value in variables.values() if value[:1] == "/" and os.path.isfile(value)]
+
+
+def gpu_devices() -> list[str]:
+    """Return names of the GPUs of this machine, as far as that is known without a driver's library.
+
+    An empty list is sure: CUDA and ROCm need these devices.
+    """
+    names = list[str]()
+    for pattern in ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd"):
+        names += sorted(path.name for path in _DEVICES.glob(pattern))
+    for place in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with contextlib.suppress(OSError):
+            names.append(place.read_text(errors="replace").partition("\n")[0])
+    return names
+
+
+def imported_files() -> list[str]:
+    """Return the source files that decide what this process does, of all that it has imported.
+
+    Those are files outside installed packages, files of Megatron and of this package wherever they
+    are, and the first file of every other installed package.  Python's own library is not looked
+    at: its version is compared.
+    """
+    library = os.path.dirname(os.__file__)
+    files = set[str]()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not os.path.isabs(file):
+            continue
+        package, dot, _ = name.partition(".")
+        is_installed = any(f"/{folder}/" in file for folder in _INSTALLED)
+        # of an installed package of others
+        if is_installed and package not in _COMPARED_WHOLE:
+            if not dot:
+                files.add(file)
+            continue
+        # of Python itself
+        if not is_installed and file.startswith(f"{library}/"):
+            continue
+        files.add(file)
+    return sorted(files)

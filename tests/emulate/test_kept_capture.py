@@ -1,0 +1,159 @@
+"""A folder of slices knows what it was captured from: the same capture again only reads it."""
+
+import io
+import os
+
+import pytest
+from rich.console import Console
+
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.world import World
+from megatron_prism.emulate import kept_capture, script_job, workers
+from megatron_prism.emulate.script_job import Job
+
+
+class FakeCapture:
+    """Captures of a job of one rank; its worker is a fake that writes a slice and imports a file.
+
+    files    : what a rank imports
+    started  : ranks that ran, of all captures
+    """
+
+    def __init__(self, place, monkeypatch):
+        self.folder, self.started = place / "slices", []
+        self.imported = place / "model.py"
+        self.imported.write_text("layers = 2")
+        self.data = place / "text.bin"
+        self.data.write_text("tokens")
+        self.words = ["train.py", "--data-path", str(place / "text")]
+        self.force = False
+        monkeypatch.setattr(workers, "run", self._run)
+
+    def _run(self, tasks, console, at_once):
+        store = SliceStore(self.folder, World(1), {"arguments": "same"})
+        results = []
+        for task in tasks:
+            self.started.append(task.rank)
+            if not store.path(task.rank).exists():
+                store.put(Program.from_ops(task.rank, [Op("compute", ns=1)]))
+            files = [str(self.imported)]
+            results.append({"rank": task.rank, "said": "", "peak": None, "files": files})
+        return results
+
+    def ask(self):
+        """Return how many ranks start for the capture, and what it prints."""
+        before, talk = len(self.started), io.StringIO()
+        job = Job(tuple(self.words), (), World(1), "meta")
+        console = Console(file=talk, width=200)
+        script_job.capture(job, self.folder, [0], console, force=self.force)
+        return len(self.started) - before, talk.getvalue()
+
+
+@pytest.fixture
+def capture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return FakeCapture(tmp_path, monkeypatch)
+
+
+def test_the_same_question_starts_no_rank(capture):
+    assert capture.ask()[0] == 1
+    started, printed = capture.ask()
+    assert started == 0
+    assert "1 slice of this very job, read as they are" in printed
+
+
+def _other_word(capture, monkeypatch):
+    capture.words += ["--lr", "1"]
+
+
+def _variable(capture, monkeypatch):
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+
+
+def _source(capture, monkeypatch):
+    capture.imported.write_text("layers = 3  # longer")
+
+
+def _data(capture, monkeypatch):
+    capture.data.write_text("more tokens")
+
+
+def _appears(capture, monkeypatch):
+    (capture.folder.parent / "text.idx").write_text("an index")
+
+
+def _slice_touched(capture, monkeypatch):
+    os.utime(capture.folder / "slice-000000.prism", ns=(1, 1))
+
+
+def _elsewhere(capture, monkeypatch):
+    folder = capture.folder.parent / "other"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_other_word, "the command is another"),
+        (_variable, "NVTE_FLASH_ATTN in the environment"),
+        (_source, "model.py changed"),
+        (_data, "text.bin changed"),
+        (_appears, "text.idx changed"),
+        (_slice_touched, "slice-000000.prism changed"),
+        (_elsewhere, "it was typed in"),
+    ],
+)
+def test_whatever_may_change_a_slice_starts_a_rank_and_is_named(capture, change, says, monkeypatch):
+    capture.ask()
+    change(capture, monkeypatch)
+    started, printed = capture.ask()
+    assert started == 1
+    assert says in printed
+
+
+def test_a_terminal_is_no_part_of_the_question(capture, monkeypatch):
+    capture.ask()
+    for name in ("COLUMNS", "SSH_TTY", "OLDPWD", "TERM"):
+        monkeypatch.setenv(name, "other")
+    assert capture.ask()[0] == 0
+
+
+def test_a_changed_source_is_named_until_the_slices_are_captured_anew(capture, monkeypatch):
+    capture.ask()
+    _source(capture, monkeypatch)
+    assert capture.ask()[0] == 1  # the arguments are the same, so the old slice is kept
+    started, printed = capture.ask()
+    assert started == 1
+    assert "model.py changed" in printed
+    capture.force = True
+    assert capture.ask()[0] == 1
+    capture.force = False
+    assert capture.ask()[0] == 0
+
+
+def test_a_folder_that_does_not_say_or_is_damaged_is_compared_by_a_rank(capture):
+    capture.ask()
+    record = capture.folder / ".captured"
+    record.write_text(record.read_text()[:40])
+    assert capture.ask()[0] == 1
+    record.unlink()
+    (capture.folder / "world.prism").unlink()
+    assert capture.ask()[0] == 1
+
+
+def test_values_of_variables_are_not_kept(capture, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    capture.ask()
+    text = (capture.folder / ".captured").read_text()
+    assert "WANDB_API_KEY" in text
+    assert "0123456789abcdef" not in text
+
+
+def test_files_that_a_process_imported_are_its_own_and_megatron_s():
+    files = kept_capture.imported_files()
+    assert kept_capture.__file__ in files
+    assert io.__file__ not in files
+    assert os.__file__ not in files
