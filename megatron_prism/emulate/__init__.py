@@ -16,6 +16,7 @@ device_memory.py                   memory by phase, NCCL's memory held in reserv
 recipe_job.py  recipe_script.py    a recipe as a job; the script that it starts
 script_job.py                      a job, every rank that its world needs
 few_microbatches.py                how many microbatches a capture runs, and the others
+kept_capture.py                    what a folder of slices was captured from
 workers.py                         processes of ranks
 schedule.py  schedule_tape.py      schedules from Megatron's scheduler, without a model
 host_benchmark.py                  how fast this host is
