@@ -10,7 +10,7 @@ network.py       calls that share links
 whatif.py        slow ranks, other machines and hosts
 replicas.py      more or fewer replicas: calls, the optimizer's work and its memory
 rates.py         tokens and flops per second, MFU
-microbatches.py  other numbers of microbatches, in the order of Megatron's scheduler
+microbatches/    other numbers of microbatches, in the order of Megatron's scheduler
 message_buffers.py  when Python drops the tensors of messages
 plausibility.py  answers that cannot be, refused as faults of ours
 answer_times.py  when virtual ranks answer local ones
