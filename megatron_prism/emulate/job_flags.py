@@ -87,25 +87,28 @@ class AttachOrder:
     CAPTURE = 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobFlags:
     """Flags of a job and what they turn on.
+
+    Flags of the launch line's reader turn nothing on in the job: they have neither ``read`` nor
+    ``attach``.
 
     Args:
         flags: flag -> settings of argparse's add_argument.
         read: makes the options, or None where nothing was asked for.  Raises UsageError for flags
             that do not go together.
         attach: adds listeners, places to write and checks to a run; called with the run
-            (``session.Run``), its session and the options.
+            (``session.Run``), its session and the options.  A row with ``read`` has it.
         place: where in the order of ``AttachOrder`` it is attached.
         section: key of the feature's section in the JSON of a run (``Section.name``); the key is
             there, with null, in runs without the feature.
     """
 
     flags: Mapping[str, Mapping[str, Any]]
-    read: Callable[[ParsedFlags], FeatureOptions | None]
-    attach: Callable[[Any, Any, Any], None]
-    place: int
+    read: Callable[[ParsedFlags], FeatureOptions | None] | None = None
+    attach: Callable[[Any, Any, Any], None] | None = None
+    place: int = AttachOrder.OUTPUT
     section: str = ""
 
 

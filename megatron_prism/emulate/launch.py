@@ -238,6 +238,7 @@ def _attach_parts(run: Run, session: Session) -> None:
             module = import_module(f"megatron_prism.emulate.{name}")
             steps.append((place, partial(module.add_to, run, session)))
     for asked in run.options.asked_features:
+        assert asked.row.attach is not None, "a row that reads options attaches them"
         steps.append((asked.row.place, partial(asked.row.attach, run, session, asked.options)))
     for _, attach_part in sorted(steps, key=lambda step: step[0]):
         attach_part()

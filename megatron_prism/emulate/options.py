@@ -464,6 +464,9 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     parsed = ParsedFlags(args, argv, env, world, ranks)
     asked_features = []
     for row in feature_flags():
+        # flags of the launch line's reader: the line is read before the job runs
+        if row.read is None:
+            continue
         feature_options = row.read(parsed)
         if feature_options is not None:
             asked_features.append(AskedFeature(row, feature_options))
