@@ -7,6 +7,7 @@ the line sets for the job are set in this process, whose children are the job's 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,42 +18,73 @@ from types import ModuleType
 
 from megatron_prism.core import feature
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.units import counted
+from megatron_prism.emulate import options
 from megatron_prism.emulate.launch_line import LaunchLine, read_line
-from megatron_prism.emulate.options import value_of, words_of
+from megatron_prism.emulate.obstacles import Obstacles
+from megatron_prism.emulate.path_map import PathMap
 
+_VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")  # of megatron.core.package_info
 _DEEPEST = 4  # scripts that are submitted, one by the other
 
 
-def job_of(words: Sequence[str], given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(flags of ours for the world of the job, the script and its arguments).
+def job_of(
+    words: Sequence[str], given: Sequence[str], obstacles: Obstacles | None = None
+) -> tuple[list[str], list[str]]:
+    """Read the job of a launch line.
 
     Args:
         words: the launch line; empty where there is none.
         given: flags of ours that the user gave, which win.
+        obstacles: gets what the user has to say or correct, where reading goes on with a
+            placeholder; without it the first of these is raised.
+
+    Returns:
+        Flags of ours for the world of the job; the script and its arguments.
 
     Raises:
         UsageError: there is no script, or a launcher does not say its number.
     """
+    paths = PathMap.parse(options.values_of("--prism-map", given))
+    words = [paths.in_text(word) for word in words]
     line = read_line(words, os.environ)
+
+    # a script of Python that starts a launcher is read as a shell script is
     script = line.words[0] if line.words and line.words[0].endswith(".py") else ""
     reader = _script_reader()
     if script and line.ranks is None and reader is not None and reader.starts_launcher(script):
         shell = ("bash", "-c", shlex.join(["python", *line.words]))
         line = replace(line, shell=shell, before=(), launchers=())
     if line.shell:
-        line = _run_dry(line, given, script)
+        line = _run_dry(line, given, script, obstacles)
     if not line.words:
         return [], []
-    job = [*_script(line.words), *shlex.split(value_of("--prism-job-flags", given))]
-    ours = line.flags([*words_of(os.environ), *given, *job])
+
+    job_flags = shlex.split(options.value_of("--prism-job-flags", given))
+    job = [*_script(line.words), *job_flags]
+    flags_given = [*options.words_of(os.environ), *given, *job]
+    if obstacles is None:
+        ours = line.flags(flags_given)
+    else:
+        ours = _flags_or_obstacle(line, flags_given, obstacles)
     if line.launchers:
         _tell(_summary(line))
-    size = value_of("--prism-world-size", given)
+    size = options.value_of("--prism-world-size", given)
     if line.ranks and size and size != str(line.ranks):
         _tell(f"--prism-world-size {size} counts, not the {line.ranks:,} ranks of the line")
     os.environ.update(line.variables)
     return ours, job
+
+
+def _flags_or_obstacle(line: LaunchLine, given: Sequence[str], obstacles: Obstacles) -> list[str]:
+    """Return our flags for the world of a line; what it does not say is an obstacle."""
+    try:
+        return line.flags(given)
+    except UsageError as error:
+        obstacles.note(error)
+        obstacles.world_is_guessed = True
+        return []
 
 
 def _script_reader() -> ModuleType | None:
@@ -62,10 +94,22 @@ def _script_reader() -> ModuleType | None:
 
 
 def _run_dry(
-    line: LaunchLine, given: Sequence[str], script: str, text: str = "", depth: int = 0
+    line: LaunchLine,
+    given: Sequence[str],
+    script: str,
+    obstacles: Obstacles | None,
+    text: str = "",
+    depth: int = 0,
 ) -> LaunchLine:
-    """The line that a shell script would start its job with, or a script that it submits, whose
-    ``text`` is known.
+    """Find the line that a shell script, or a script that it submits, would start its job with.
+
+    Args:
+        line: the line of the script.
+        given: flags of ours that the user gave.
+        script: of Python that starts the launcher, if one does.
+        obstacles: gets what only the user can say; None raises that.
+        text: of the submitted script, where it is known.
+        depth: how many scripts have submitted this one.
     """
     reader = _script_reader()
     if reader is None:
@@ -73,10 +117,10 @@ def _run_dry(
             f"{shlex.join(line.shell)} is a script, which this prism does not read",
             fix="the line that the script starts the job with",
         )
-    gpus = value_of("--prism-gpus-per-node", given)
-    writes = "--prism-allow-writes" in given
-    run = reader.dry_run(line.shell, line.before, line.variables, gpus, script, writes, text)
+    dry_options = reader.options_of(given, script, obstacles)
+    run = reader.dry_run(line.shell, line.before, line.variables, dry_options, text)
     started = read_line(run.line, {**os.environ, **run.known, **run.variables})
+
     settings = [f"{name}={value}" for name, value in run.variables.items()]
     start = ["env", *settings] if settings else []
     _tell(f"{shlex.join(line.shell)} starts: {shlex.join([*start, *run.line])}")
@@ -84,9 +128,11 @@ def _run_dry(
         _tell(note)
     variables = {**line.variables, **run.variables, **started.variables}
     started = replace(started, variables=variables)
-    if started.shell and depth == _DEEPEST:
+    if not started.shell:
+        return started
+    if depth == _DEEPEST:
         raise UsageError("scripts that submit scripts do not end", fix="the last one's own line")
-    return _run_dry(started, given, "", run.text, depth + 1) if started.shell else started
+    return _run_dry(started, given, "", obstacles, run.text, depth + 1)
 
 
 def _tell(text: str) -> None:
@@ -104,33 +150,63 @@ def _summary(line: LaunchLine) -> str:
 
 
 def _script(words: Sequence[str]) -> list[str]:
-    """``words``, whose script is here; one that is named by a path of another machine is the file
-    of its name in the working folder.
+    """Check that the script of a job is here.
+
+    One that is named by a path of another machine is the file of its name in the working folder.
+
+    Args:
+        words: the script, or ``-m`` and a module, and its arguments.
+
+    Returns:
+        The words, with the script's path here.
+
+    Raises:
+        UsageError: there is no such script or module.
     """
     if words[0] == "-m":
-        if len(words) < 2 or not _module_exists(words[1]):
-            name = words[1] if len(words) > 1 else ""
+        name = words[1] if len(words) > 1 else ""
+        if not name or not _module_exists(name):
             raise UsageError(f"there is no module {name}", fix="PYTHONPATH=CHECKOUT before prism")
         return list(words)
-    script, *rest = words
+    script, *arguments = words
     if not os.path.isfile(script):
-        here = Path(Path(script).name)
-        if not here.is_file() or here.suffix != ".py":
+        local_file = Path(Path(script).name)
+        folder = str(Path(script).parent)
+        if not local_file.is_file() or local_file.suffix != ".py":
             raise UsageError(
                 f"there is no script {script}",
-                fix="give the path of pretrain_gpt.py, or start in the checkout that has it",
+                fix=f"--prism-map {folder}=CHECKOUT, the path of {local_file} in your line, "
+                "or start in the checkout that has it",
             )
-        _tell(f"{script} is not here; {here} of this folder is taken")
-        script = str(here)
-    return [script, *rest]
+        _tell(
+            f"{script} is not here; {local_file} of this folder is taken, and its Megatron "
+            f"({_release_beside(local_file)}); another one: --prism-map {folder}=CHECKOUT"
+        )
+        script = str(local_file)
+    return [script, *arguments]
+
+
+def _release_beside(script: Path) -> str:
+    """Return the release of the Megatron that a script beside ``megatron/core`` runs with."""
+    file = script.resolve().parent / "megatron" / "core" / "package_info.py"
+    if not file.is_file():
+        return megatron_release()
+    text = file.read_text(errors="replace")
+    parts = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in _VERSION_PARTS]
+    return ".".join(part[1] for part in parts if part is not None) or megatron_release()
 
 
 def _module_exists(name: str) -> bool:
-    """Whether there is such a file; nothing of it is imported."""
-    place = Path(*name.split("."))
-    ends = (place.with_suffix(".py"), place / "__main__.py")
-    package = find_spec(place.parts[0])  # an editable install is in no folder of the path
-    places = package.submodule_search_locations if package is not None else None
-    parents = [str(Path(one).parent) for one in places or ()]
-    folders = (".", *sys.path, *parents)
-    return any((Path(folder) / end).is_file() for folder in folders for end in ends)
+    """Tell whether there is such a file; nothing of it is imported."""
+    path = Path(*name.split("."))
+    endings = (path.with_suffix(".py"), path / "__main__.py")
+    folders = [".", *sys.path]
+    # an editable install is in no folder of the path
+    package = find_spec(path.parts[0])
+    if package is not None:
+        locations = package.submodule_search_locations or ()
+        folders += [str(Path(location).parent) for location in locations]
+    for folder in folders:
+        if any((Path(folder) / ending).is_file() for ending in endings):
+            return True
+    return False

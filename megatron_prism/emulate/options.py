@@ -356,12 +356,22 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def value_of(flag: str, words: Sequence[str]) -> str:
     """The value of ``flag`` among ``words``, the last one; empty without one."""
-    found = ""
+    values = values_of(flag, words)
+    return values[-1] if values else ""
+
+
+def values_of(flag: str, words: Sequence[str]) -> list[str]:
+    """Return every value of ``flag`` among ``words``, in their order."""
+    values = []
     for word, following in zip(words, [*words, ""][1:], strict=True):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            found = value if equals else following
-    return found
+        name, equals, joined_value = word.partition("=")
+        if name != flag:
+            continue
+        if equals:
+            values.append(joined_value)
+        else:
+            values.append(following)
+    return values
 
 
 def alone() -> set[str]:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,8 +43,9 @@ _HARMFUL = """
     """
 _LEFT_OUT = frozenset(_HARMFUL.split())
 _ANSWERED = ("git", "mkdir", "nvidia-smi", "rocm-smi", "scontrol", "tee", "hostname", "getent")
+_LISTS = ("find", "ls")  # files, of data for example
 _STARTERS = {name for name in BY_NAME if "." not in name} - {"exec", "command"}
-NAMES = {*PYTHONS, *SHELLS, *_QUIET, *_LEFT_OUT, *_ANSWERED, *SUBMIT, *_STARTERS}
+NAMES = {*PYTHONS, *SHELLS, *_QUIET, *_LEFT_OUT, *_ANSWERED, *_LISTS, *SUBMIT, *_STARTERS}
 _GIT_READS = {"rev-parse", "log", "status", "diff", "describe", "show", "branch", "ls-files"}
 _TRAINING = re.compile(  # flags that only a training run of Megatron has
     r"--(num-layers|tensor-model-parallel-size|pipeline-model-parallel-size|micro-batch-size|"
@@ -100,6 +101,8 @@ def answer(name: str, words: list[str]) -> int:
         shutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer)
     elif name == "mkdir":
         _make_folders(words)
+    elif name in _LISTS:
+        return _list_files(name, words)
     elif name == "git" and _GIT_READS & set(words):
         real_git = shutil.which("git", path=os.environ["PRISM_DRY_PATH"]) or "true"
         return subprocess.run([real_git, *words]).returncode
@@ -337,12 +340,52 @@ _PRINTED: dict[str, Callable[[list[str]], list[str]]] = {
 def _make_folders(words: Sequence[str]) -> None:
     """Make folders in the working folder; elsewhere only where writes are allowed."""
     home = Path(os.environ["PRISM_DRY_HOME"] or "/")
-    for word in words:
+    for word in _without_options(words, with_value=("-m", "--mode")):
         path = Path(os.path.abspath(word))
         if home in path.parents:
             path.mkdir(parents=True, exist_ok=True)
-        elif not word.startswith("-"):
+        elif not path.is_dir():
             note("left out", f"mkdir {word}")
+
+
+def _without_options(words: Sequence[str], with_value: Collection[str]) -> list[str]:
+    """Return the words of a command that are no options; ``with_value``: options with a value."""
+    names = []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return [*names, *words]
+        if word in with_value:
+            words = words[1:]
+        elif not word.startswith("-"):
+            names.append(word)
+    return names
+
+
+def _list_files(name: str, words: Sequence[str]) -> int:
+    """Answer ``find`` and ``ls``; of places that are all missing, the places themselves are listed.
+
+    So what a script does with its data goes on with the name of a place, for which a stand-in is
+    put later.
+
+    Returns:
+        The exit status.
+    """
+    places = []
+    for word in words:
+        # the places of find stand before its tests
+        if name == "find" and places and word.startswith(("-", "(", "!")):
+            break
+        if not word.startswith("-"):
+            places.append(word)
+    missing = [place for place in places if not os.path.lexists(place)]
+    if places and missing == places:
+        note("left out", shlex.join([name, *words]))
+        print("\n".join(missing))
+        return 0
+    real = shutil.which(name, path=os.environ["PRISM_DRY_PATH"]) or "true"
+    return subprocess.run([real, *words]).returncode
 
 
 def rewritten(command: str) -> str:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import megatron_prism
@@ -28,6 +28,8 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.messages import progress
 from megatron_prism.core.units import counted
 from megatron_prism.emulate.launch_line import is_file, read_line
+from megatron_prism.emulate.obstacles import Obstacles
+from megatron_prism.emulate.path_map import PathMap
 from megatron_prism.emulate.workers import Json, die_with_parent
 from megatron_prism.features.scripts import batch_script, confine, dry_commands
 
@@ -37,7 +39,7 @@ _NOTES_SHOWN = {  # kind of note -> how the line about it begins
 }
 _MOST_NOTES = 12  # of a kind in one line
 _GPUS = (8, 4)  # of a host, where nobody says it: does the job depend on it?
-MOST_S = 20.0  # a script that has not started its job until then waits for something
+LIMIT_S = 20.0  # a script that has not started its job until then waits for something
 _PRELUDE = Path(__file__).with_name("dry_run.sh")  # Bash reads it first
 _OWN = re.compile(  # variables that are no settings of the job, or of this place alone
     r"(BASH|PRISM_|SLURM|PBS_|LSB_|OMPI_|PMI|LD_|HOSTNAME$|(SHLVL|PWD|OLDPWD|PATH|_|TMPDIR|HOME|"
@@ -63,6 +65,28 @@ class DryRun:
     known: Mapping[str, str]
     notes: tuple[str, ...]
     text: str = ""
+
+
+@dataclass(frozen=True)
+class DryOptions:
+    """How a script is run dry.
+
+    Attributes:
+        gpus: of each host, where the user said it, else empty.
+        python: the script of Python that starts the launcher, if one does.
+        writes: whether new files and folders may be made outside of the working folder.
+        limit_s: seconds after which a script without a job is stopped.
+        paths: paths of the script that others stand for.
+        obstacles: gets what the user has to say, where the run goes on with a placeholder; without
+            it that is an error.
+    """
+
+    gpus: str = ""
+    python: str = ""
+    writes: bool = False
+    limit_s: float = LIMIT_S
+    paths: PathMap = field(default_factory=PathMap)
+    obstacles: Obstacles | None = None
 
 
 @dataclass(frozen=True)
@@ -94,9 +118,7 @@ def dry_run(
     shell: Sequence[str],
     before: Sequence[str],
     given: Mapping[str, str],
-    gpus: str,
-    python: str = "",
-    writes: bool = False,
+    options: DryOptions | None = None,
     text: str = "",
 ) -> DryRun:
     """Run ``shell`` dry.
@@ -105,9 +127,7 @@ def dry_run(
         shell: words of a shell or of sbatch, and its script with its arguments.
         before: launchers that would start the shell.
         given: variables that their line sets.
-        gpus: of each host, where the user said it, else empty.
-        python: the script of Python in ``shell`` that starts the launcher, if one does.
-        writes: whether new files and folders may be made outside of the working folder.
+        options: how the script is run.
         text: of the script or manifest, where it is in no file.
 
     Returns:
@@ -118,47 +138,81 @@ def dry_run(
     """
     if shutil.which("bash") is None:
         raise UsageError("there is no bash to run the script with", fix="its launch line instead")
+    if options is None:
+        options = DryOptions()
     script = _find_script(shell, given, text)
 
     with tempfile.TemporaryDirectory(prefix="prism-dry-") as place:
         scratch = Path(place)
         words, file = script.words, script.file
-        if not (script.inline or script.is_here):  # a script that another one queues
+        mapped_text = options.paths.in_text(script.text)
+        if not script.inline and (not script.is_here or mapped_text != script.text):
+            # a script that another one queues, or that has other paths here
+            if script.is_here:
+                mapped_text = _with_its_own_name(mapped_text, file)
             file = str(scratch / "script")
-            Path(file).write_text(script.text)
+            Path(file).write_text(mapped_text)
             words = [file, *words[1:]]
-        known = _known_variables(script, scratch, file, words)
+        words = [options.paths.in_text(word) for word in words]
+        known = _known_variables(script, scratch, file, words, options.obstacles)
         hosts = batch_script.hosts_of(script.allocation)
         environment = _environment(scratch, known, hosts)
         environment["PRISM_DRY_LINE"] = json.dumps(list(before))
-        environment["PRISM_DRY_SCRIPT"] = python
-        environment["PRISM_DRY_FILE"] = file
+        environment["PRISM_DRY_SCRIPT"] = options.python
+        environment["PRISM_DRY_FILE"] = script.file
         environment["PRISM_DRY_HOME"] = os.getcwd()
-        if writes:
+        if options.writes:
             environment["PRISM_DRY_HOME"] = ""
 
-        said_gpus = gpus or script.allocation.gpus
-        command = ["bash", *words]
-        job = _job_with_gpus(said_gpus or _GPUS[0], command, scratch, environment, script.title)
+        run = _Execution(["bash", *words], scratch, environment, script.title, options.limit_s)
+        said_gpus = options.gpus or script.allocation.gpus
+        job = run.job_with_gpus(said_gpus or _GPUS[0])
         notes = _notes(scratch)
         asks_gpus = any(kind == "asked" for kind, _ in notes)
         # the script asks what nobody says: does another number make another job?
         if asks_gpus and not said_gpus:
-            other_job = job
-            with contextlib.suppress(UsageError):  # it refuses to run with another number
-                other_job = _job_with_gpus(_GPUS[1], command, scratch, environment, script.title)
-            if _sizes(other_job) != _sizes(job):
-                raise UsageError(
-                    f"{script.title} asks how many GPUs a host has", fix="--prism-gpus-per-node 8"
-                )
+            _check_gpus(run, job, options.obstacles)
 
     lines = _lines_about(script, known, notes)
     variables = {}
     for name, value in job["env"].items():
         if not _OWN.match(name) and environment.get(name) != value:
             variables[name] = value
-    line = tuple(_paths_from_here(job["line"], job["cwd"]))
-    return DryRun(line, variables, known, tuple(lines), job["text"])
+    line = [options.paths.in_text(word) for word in _paths_from_here(job["line"], job["cwd"])]
+    variables = {name: options.paths.in_text(value) for name, value in variables.items()}
+    return DryRun(tuple(line), variables, known, tuple(lines), job["text"])
+
+
+def _with_its_own_name(text: str, file: str) -> str:
+    """Change the text of a script that runs as a copy: it looks beside itself where it lies.
+
+    Args:
+        text: of the script.
+        file: its own path.
+    """
+    own_path = os.path.abspath(file)
+    name = r"\$(?:0\b|\{0\}|BASH_SOURCE\b(?!\[)|\{BASH_SOURCE(?:\[0\])?\})"
+    return re.sub(name, lambda _: own_path, text)
+
+
+def _check_gpus(run: _Execution, job: Json, obstacles: Obstacles | None) -> None:
+    """Refuse a script that starts another job on hosts with another number of GPUs.
+
+    Args:
+        run: of the script.
+        job: that the script starts on hosts of ``_GPUS[0]``.
+        obstacles: gets the refusal; without it the refusal is raised.
+    """
+    other_job = job
+    with contextlib.suppress(UsageError):  # it refuses to run with another number
+        other_job = run.job_with_gpus(_GPUS[1])
+    if _sizes(other_job) == _sizes(job):
+        return
+    error = UsageError(f"{run.title} asks how many GPUs a host has", fix="--prism-gpus-per-node 8")
+    if obstacles is None:
+        raise error
+    obstacles.note(error)
+    obstacles.world_is_guessed = True
 
 
 def _find_script(shell: Sequence[str], given: Mapping[str, str], text: str) -> _Script:
@@ -208,7 +262,11 @@ def _find_script(shell: Sequence[str], given: Mapping[str, str], text: str) -> _
 
 
 def _known_variables(
-    script: _Script, scratch: Path, file: str, words: Sequence[str]
+    script: _Script,
+    scratch: Path,
+    file: str,
+    words: Sequence[str],
+    obstacles: Obstacles | None,
 ) -> dict[str, str]:
     """Collect the variables to run a script with.
 
@@ -217,41 +275,31 @@ def _known_variables(
         scratch: folder of the dry run.
         file: path of the script.
         words: that Bash is started with.
+        obstacles: gets the sizes of the job that nothing says, for which placeholders stand then.
 
     Raises:
-        UsageError: the script reads sizes of the job that nothing says.
+        UsageError: the script reads sizes of the job that nothing says, and there are no
+            ``obstacles``.
     """
     of_scheduler = batch_script.variables(script.allocation, str(scratch / "hosts"), os.getcwd())
     known = {name: value for name, value in of_scheduler.items() if name not in os.environ}
     known.update(script.settings)
 
-    folder = Path() if script.inline else Path(file).parent
+    folder = Path() if script.inline else Path(script.file).parent
     settings_text = "\n".join([batch_script.sourced(script.text, folder), *words[1:]])
     unknown = batch_script.unknown(script.text, {**known, **os.environ}, settings_text)
     if unknown:
         pronoun = "it" if len(unknown) == 1 else "them"
-        raise UsageError(
+        error = UsageError(
             f"{script.title} reads {', '.join(unknown)}, and nothing here says {pronoun}",
             fix=" ".join(f"{name}=N" for name in unknown) + " before prism",
         )
+        if obstacles is None:
+            raise error
+        obstacles.note(error)
+        obstacles.world_is_guessed = True
+        known.update(dict.fromkeys(unknown, "1"))
     return known
-
-
-def _job_with_gpus(
-    gpus: object,
-    command: Sequence[str],
-    scratch: Path,
-    environment: Mapping[str, str],
-    title: str,
-) -> Json:
-    """Run the script as on hosts of so many GPUs; returns the job that it starts.
-
-    Raises:
-        UsageError: it starts none.
-    """
-    (scratch / "job").unlink(missing_ok=True)
-    with progress(lambda: f"{title}: dry run, at: {_last_command(scratch)}"):
-        return _run(command, scratch, {**environment, "PRISM_DRY_GPUS": str(gpus)}, title)
 
 
 def _lines_about(
@@ -333,57 +381,93 @@ def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> d
     return environment
 
 
-def _run(
-    words: Sequence[str],
-    scratch: Path,
-    environment: Mapping[str, str],
-    title: str,
-) -> Json:
-    """Run a script until it starts its job; whatever it has started is stopped then.
+@dataclass(frozen=True)
+class _Execution:
+    """A script as it is run, perhaps several times.
 
-    Args:
+    Attributes:
         words: the command.
         scratch: folder of the dry run.
         environment: of the command.
         title: name of the script in messages.
-
-    Returns:
-        The job, as ``dry_commands`` has written it.
-
-    Raises:
-        UsageError: the script ended or took too long without a job.
+        limit_s: seconds after which a run without a job is stopped.
     """
 
-    def prepare() -> None:
-        die_with_parent()
-        if confine.available():
-            confine.confine(scratch, Path(environment["PRISM_DRY_HOME"] or "/"))
+    words: Sequence[str]
+    scratch: Path
+    environment: Mapping[str, str]
+    title: str
+    limit_s: float
 
-    with (scratch / "printed").open("wb") as printed:
-        process = subprocess.Popen(
-            words,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=printed,
-            start_new_session=True,
-            preexec_fn=prepare,
-        )
-    job_file = scratch / "job"
-    start_s = time.monotonic()
-    try:
-        while not job_file.exists():
-            # asked first: the job may be written between the two questions
-            ended = process.poll() is not None and not _group_lives(process.pid)
-            timed_out = time.monotonic() - start_s > MOST_S
-            if (ended and not job_file.exists()) or timed_out:
-                raise _no_job(title, ended, scratch)
-            time.sleep(0.02)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return json.loads(job_file.read_text())
+    def job_with_gpus(self, gpus: object) -> Json:
+        """Run the script as on hosts of so many GPUs, until it starts its job.
+
+        Whatever the script has started is stopped then.
+
+        Returns:
+            The job, as ``dry_commands`` has written it.
+
+        Raises:
+            UsageError: the script ended or took too long without a job.
+        """
+        job_file = self.scratch / "job"
+        job_file.unlink(missing_ok=True)
+        process = self._start(gpus)
+        start_s = time.monotonic()
+        try:
+            with progress(lambda: f"{self.title}: dry run, at: {_last_command(self.scratch)}"):
+                while not job_file.exists():
+                    # asked first: the job may be written between the two questions
+                    ended = process.poll() is not None and not _group_lives(process.pid)
+                    timed_out = time.monotonic() - start_s > self.limit_s
+                    if (ended and not job_file.exists()) or timed_out:
+                        raise self._no_job(ended)
+                    time.sleep(0.02)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return json.loads(job_file.read_text())
+
+    def _start(self, gpus: object) -> subprocess.Popen[bytes]:
+        """Start the script in a process group of its own, confined where the kernel can."""
+        home = Path(self.environment["PRISM_DRY_HOME"] or "/")
+
+        def prepare() -> None:
+            die_with_parent()
+            if confine.available():
+                confine.confine(self.scratch, home)
+
+        with (self.scratch / "printed").open("wb") as printed:
+            return subprocess.Popen(
+                self.words,
+                env={**self.environment, "PRISM_DRY_GPUS": str(gpus)},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+
+    def _no_job(self, ended: bool) -> UsageError:
+        """Make the error of a script that has started no job.
+
+        Args:
+            ended: whether it has ended, and was not stopped.
+        """
+        fix = "the line that starts Megatron: prism … torchrun …"
+        how = "ended"
+        if not ended:
+            how = f"ran for {self.limit_s:g} s, at last: {_last_command(self.scratch)},"
+            fix = f"--prism-dry-run-limit {6 * self.limit_s:g}, or {fix}"
+        parts = [f"{self.title} {how} without a command that trains"]
+        printed = (self.scratch / "printed").read_text(errors="replace").strip().splitlines()
+        parts += [f"it printed: {line[:200]}" for line in printed[-2:]]
+        left_out = [text[:60] for kind, text in _notes(self.scratch) if kind == "left out"]
+        if left_out:
+            shown = "; ".join(left_out[-4:])
+            parts.append(f"{counted(len(left_out), 'command')} left out: {shown}")
+        return UsageError("; ".join(parts), fix=fix)
 
 
 def _group_lives(leader: int) -> bool:
@@ -393,26 +477,6 @@ def _group_lives(leader: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _no_job(title: str, ended: bool, scratch: Path) -> UsageError:
-    """Make the error of a script that has started no job.
-
-    Args:
-        title: name of the script.
-        ended: whether it has ended, and was not stopped.
-        scratch: folder of the dry run.
-    """
-    how = f"ran for {MOST_S:.0f} s, at last: {_last_command(scratch)},"
-    if ended:
-        how = "ended"
-    parts = [f"{title} {how} without a command that trains"]
-    printed = (scratch / "printed").read_text(errors="replace").strip().splitlines()
-    parts += [f"it printed: {line[:200]}" for line in printed[-2:]]
-    left_out = [text[:60] for kind, text in _notes(scratch) if kind == "left out"]
-    if left_out:
-        parts.append(f"{counted(len(left_out), 'command')} left out: {'; '.join(left_out[-4:])}")
-    return UsageError("; ".join(parts), fix="the line that starts Megatron: prism … torchrun …")
 
 
 def _last_command(scratch: Path) -> str:

@@ -8,7 +8,8 @@ import pytest
 from megatron_prism.core import messages
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate import job_line
-from megatron_prism.features.scripts import batch_script, confine, dry_run
+from megatron_prism.emulate.obstacles import Obstacles
+from megatron_prism.features.scripts import batch_script, confine
 from megatron_prism.features.scripts.dry_commands import rewritten
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="runs Bash under Linux")
@@ -27,9 +28,9 @@ def script(tmp_path, monkeypatch):
     (tmp_path / "save" / "weights").write_text("dear")
     (tmp_path / "old.log").write_text("dear")
 
-    def write(text, *words, line="bash train.sh", given=()):
+    def write(text, *words, line="bash train.sh", given=(), obstacles=None):
         (tmp_path / "train.sh").write_text(text)
-        return job_line.job_of([*line.split(), *words], given)
+        return job_line.job_of([*line.split(), *words], given, obstacles)
 
     yield write
     assert (tmp_path / "save" / "weights").read_text() == "dear"
@@ -141,10 +142,11 @@ def test_nothing_connects(script, capsys):
     "loop", ["while true; do sleep 60; done", "until nc -z h 1; do :; done; while :; do :; done"]
 )
 def test_a_script_that_waits_for_ever_is_stopped_and_says_where(script, loop, monkeypatch, capsys):
-    monkeypatch.setattr(dry_run, "MOST_S", 0.6)
     monkeypatch.setattr(messages, "EVERY_S", 0.1)
-    with pytest.raises(UsageError, match="without a command that trains"):
-        script(f"{loop}\ntorchrun {TRAIN}")
+    with pytest.raises(
+        UsageError, match="ran for 0.6 s, at last: .* without a command that trains"
+    ):
+        script(f"{loop}\ntorchrun {TRAIN}", given=["--prism-dry-run-limit", "0.6"])
     err = capsys.readouterr().err
     assert err.count("dry run") + err.count("..") >= 2
 
@@ -375,3 +377,56 @@ def test_directives_of_schedulers(directives, words, expected):
 )
 def test_commands_are_rewritten_where_they_name_files(command, expected):
     assert rewritten(command) == expected
+
+
+def test_places_that_are_missing_neither_stop_a_script_nor_leave_folders(script, tmp_path, capsys):
+    text = """set -euo pipefail
+mkdir -p /outside/x
+mkdir -m 755 -p logs
+cd /outside/x
+DATA=$(find /outside/data -name '*.bin' | head -n 1)
+for shard in $(ls /outside/shards/*.bin); do echo $shard; done
+"""
+    _, job = script(f"{text}torchrun {TRAIN} --data-path $DATA")
+    assert job[-2:] == ["--data-path", "/outside/data"]
+    assert not (tmp_path / "-p").exists()
+    assert not (tmp_path / "755").exists()
+    assert (tmp_path / "logs").is_dir()
+    assert "mkdir /outside/x" in capsys.readouterr().err
+
+
+def test_files_that_are_here_are_listed(script, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.bin").touch()
+    _, job = script(f"torchrun {TRAIN} --data-path $(find data -name '*.bin') $(ls save)")
+    assert job[-3:] == ["--data-path", "data/a.bin", "weights"]
+
+
+def test_paths_of_a_script_are_mapped(script, tmp_path):
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "pretrain_gpt.py").touch()
+    (tmp_path / "job.env").write_text("LAYERS=4\n")
+    text = """MEGATRON=/opt/Megatron-LM
+cd "$(dirname "${BASH_SOURCE[0]}")"; source $(dirname $0)/job.env
+[ -d $MEGATRON ] || exit 1
+export HERE=/opt/Megatron-LM2
+torchrun $MEGATRON/pretrain_gpt.py --num-layers $LAYERS --data-path /data/text "$1"
+"""
+    maps = ["--prism-map", f"/opt/Megatron-LM={tmp_path}/checkout", "--prism-map=/data/text=mine"]
+    _, job = script(text, "/opt/Megatron-LM/x", given=maps)
+    assert job == [f"{tmp_path}/checkout/pretrain_gpt.py", "--num-layers", "4", "--data-path",
+                   "mine", f"{tmp_path}/checkout/x"]  # fmt: skip
+    with pytest.raises(UsageError, match="does not say which path"):
+        script(text, given=["--prism-map", "/opt"])
+
+
+def test_what_nobody_says_is_noted_and_the_script_goes_on(script):
+    obstacles = Obstacles()
+    text = f"torchrun --nnodes $NNODES --nproc-per-node $(nvidia-smi -L | wc -l) {TRAIN}"
+    _, job = script(text, obstacles=obstacles)
+    assert job == TRAIN.split()
+    assert [obstacle.fix for obstacle in obstacles] == [
+        "NNODES=N before prism",
+        "--prism-gpus-per-node 8",
+    ]
+    assert obstacles.world_is_guessed
