@@ -45,6 +45,7 @@ class Command:
             that word is captured first.  None: the command reads no programs.
         observes: whether the words name dumps or logs of a job; a launch line beside them is not
             captured.
+        checks_job: the function itself takes the obstacles of a launch line (``args.obstacles``).
         shows_progress: print a line while the command works.
         formerly: earlier spellings of the command, such as ``memory diff``.
     """
@@ -57,6 +58,7 @@ class Command:
     job: bool = False
     programs: int | None = None
     observes: Callable[[list[str]], bool] | None = None
+    checks_job: bool = False
     shows_progress: bool = False
     formerly: tuple[str, ...] = ()
 

@@ -9,8 +9,12 @@ import hashlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_prism.cli.output import console
+
+if TYPE_CHECKING:
+    from megatron_prism.emulate.obstacles import Obstacles
 
 _LINE_FILE = ".line"
 
@@ -26,13 +30,19 @@ def kept_line(folder: Path) -> list[str]:
     return shlex.split(file.read_text(encoding="utf-8")) if file.is_file() else []
 
 
-def capture_line(job: Sequence[str], flags: Sequence[str], line: Sequence[str]) -> Path:
+def capture_line(
+    job: Sequence[str],
+    flags: Sequence[str],
+    line: Sequence[str],
+    obstacles: Obstacles | None = None,
+) -> Path:
     """Capture the job of a launch line, unless its folder is complete.
 
     Args:
         job: the training script and its arguments.
         flags: ``--prism-*`` flags of the job.
         line: the words that the user typed.
+        obstacles: that the line has; with any the job is checked and not captured.
 
     Returns:
         The folder of slices, in the working folder.
@@ -43,7 +53,8 @@ def capture_line(job: Sequence[str], flags: Sequence[str], line: Sequence[str]) 
     folder = Path(f"prism-{digest}")
     talk = console(stderr=True)
     script, *script_arguments = job
-    script_job.capture_command_line(script, [*flags, *script_arguments], folder, talk)
+    words = [*flags, *script_arguments]
+    script_job.capture_command_line(script, words, folder, talk, obstacles=obstacles)
     keep_line(folder, line)
     talk.print(f"prism: {folder} is kept: the next question about this line reads it")
     return folder

@@ -158,6 +158,7 @@ def _split_at_line(name: str, words: list[str]) -> tuple[list[str], list[str]]:
     from megatron_prism.emulate.launch_line import split_line
 
     switches = options.alone()
+    switches.update(flag.replace("--prism-", "--") for flag in options.alone())
     for action in parser(name)._actions:
         if action.nargs == 0:
             switches.update(action.option_strings)
@@ -168,7 +169,8 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
     """Read the words of command ``name``, behind which a launch line may stand.
 
     Returns:
-        What argparse read.  ``job`` has the script of the launch line and its arguments, ``ours``
+        What argparse read.  ``obstacles`` has what stops the job of a command that captures it
+        itself.  ``job`` has the script of the launch line and its arguments, ``ours``
         the flags of ``prism run``, ``line`` the launch line, ``given`` our flags among the words.
         A command that reads programs gets those of the job, captured now, unless it reads dumps or
         logs of the job.
@@ -176,26 +178,51 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
     command = COMMANDS[name]
     rest, line = _split_at_line(name, words)
     job, ours, given = list[str](), list[str](), list[str]()
+    obstacles, captures = None, False
     if line:
         from megatron_prism.emulate import options
         from megatron_prism.emulate.job_line import job_of
+        from megatron_prism.emulate.obstacles import Obstacles
 
+        rest = _with_long_flags(name, rest)
         flags, rest = options.split(rest)
         given = [word for _, flag_words in flags for word in flag_words]
-        launched, job = job_of(line, given)
+        captures = command.captures(rest)
+        if captures or command.checks_job:
+            obstacles = Obstacles()
+        launched, job = job_of(line, given, obstacles)
         ours = [*given, *launched]
         if not job:
             fix = f"prism {name} … torchrun … pretrain_gpt.py …"
             raise UsageError(f"no script stands in {shlex.join(line)}", fix=fix)
-    if job and command.captures(rest):
+    if job and captures:
         place = command.programs
         _parse(name, [*rest[:place], "SLICES", *rest[place:]])  # what is wrong there is said first
-        folder = capture_line(job, ours, [*given, *line])
+        folder = capture_line(job, ours, [*given, *line], obstacles)
         rest = [*rest[:place], str(folder), *rest[place:]]
         job = []
     args = _parse(name, rest)
     args.job, args.ours, args.line, args.given = job, ours, line, given
+    args.obstacles = obstacles
     return args
+
+
+def _with_long_flags(name: str, words: list[str]) -> list[str]:
+    """Write flags of a job that are given without ``prism-`` in full: ``--map`` is ``--prism-map``.
+
+    Options of the command itself stay.
+    """
+    from megatron_prism.emulate.options import FLAGS
+
+    own_options = parser(name)._option_string_actions
+    full_words = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        full_flag = f"--prism-{flag[2:]}"
+        if flag.startswith("--") and flag not in own_options and full_flag in FLAGS:
+            word = f"{full_flag}{equals}{value}"
+        full_words.append(word)
+    return full_words
 
 
 def parser(name: str) -> CommandParser:

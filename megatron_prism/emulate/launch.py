@@ -285,10 +285,13 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
     """Bring the virtual world of ``run`` up in this process."""
     import torch
 
-    from megatron_prism.emulate import job_arguments
+    from megatron_prism.emulate import first_look, job_arguments
     from megatron_prism.runtime.values import Values
     from megatron_prism.runtime.virtual_world import VirtualWorld, start, stop
 
+    look = first_look.end()
+    if look is not None:  # a script that does not validate its arguments
+        look.finish()
     job_arguments.check_sizes()
     if (given := job_arguments.parsed()) is not None:
         run.monitor.world_known(flags.parsed_world(given.world_size, vars(given)))

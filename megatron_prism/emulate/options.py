@@ -97,6 +97,13 @@ def parsed_world(size: int, given: Mapping[str, Any]) -> World:
     return _world(size=size, order=order, **sizes)
 
 
+def smallest_world_size(argv: Sequence[str]) -> int:
+    """Return how many ranks the parallel sizes on a command line need at least."""
+    args = _parse([*words_of(os.environ), *argv])
+    sizes = {name: getattr(args, name) or 1 for name in SIZES.values()}
+    return implied_size(**{**sizes, "etp": args.etp})
+
+
 def _captured_separately(args: argparse.Namespace, k: int) -> bool:
     """Whether ranks may be captured each in a process of its own."""
     return k == 1 and bool(args.prism_capture)
@@ -220,6 +227,10 @@ _CORE_FLAGS: dict[str, dict[str, Any]] = {
     ),
     "--prism-all-microbatches": switch(
         "prism capture on tier meta: run every microbatch, also those that follow from few"
+    ),
+    "--prism-check": switch(
+        "with a capture's worker: end when Megatron has validated the arguments, and tell what "
+        "stops the job (prism capture --check)"
     ),
     "--prism-steps": value(
         "end the job behind N train steps, without what it does at its end; also a loop of its own",

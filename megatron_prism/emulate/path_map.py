@@ -42,5 +42,5 @@ class PathMap:
         for old in sorted(self.new_paths, key=len, reverse=True):
             new = self.new_paths[old]
             pattern = rf"(?<![\w./-]){re.escape(old)}(?![\w.-])"
-            text = re.sub(pattern, lambda _, new=new: new, text)
+            text = new.join(re.split(pattern, text))
         return text

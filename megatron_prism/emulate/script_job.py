@@ -17,17 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.errors import MissingSlicesError, UsageError
+from megatron_prism.core.errors import MissingSlicesError, PrismError, UsageError
 from megatron_prism.core.program import save
 from megatron_prism.core.slices import WORLD, SliceStore, assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES, World, format_ranks
-from megatron_prism.emulate import kept_capture, workers
+from megatron_prism.emulate import first_look, kept_capture, workers
 from megatron_prism.emulate import options as flags
+from megatron_prism.emulate.obstacles import Obstacles
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+_LAYOUT = ("tp", "cp", "dp", "pp", "ep", "etp")  # parallel sizes of a world
 STEPS = 12  # of a capture with times: two warm up, nine count, the last ends them
 # tier meta: one warms up, one counts, one of an MoE job has other loads of the experts, the last
 # ends it; a job without experts ends behind the second
@@ -83,30 +85,180 @@ class Job:
         """All words that tell this job's capture from another's."""
         return [*self.ours, self.tier, str(self.world), *self.words]
 
+    def checking_command(self) -> list[str]:
+        """Return the words for Python to end once Megatron has validated the arguments."""
+        return [
+            *("-m", "megatron_prism", "run", *self.ours),
+            *("--prism-world-size", str(self.world.size), "--prism-ranks", "0"),
+            *("--prism-tier", "meta", first_look.CHECK, "--", *self.words),
+        ]
+
     def title(self, rank: int) -> str:
         """Of a rank, for a bar."""
         return f"stage {self.world.coordinates(rank).pp}  rank {rank:,}"
 
 
 def capture_command_line(
-    script: str, argv: Sequence[str], folder: Path, console: Console, *, force: bool = False
+    script: str,
+    argv: Sequence[str],
+    folder: Path,
+    console: Console,
+    *,
+    force: bool = False,
+    obstacles: Obstacles | None = None,
 ) -> None:
-    """Record what ``script`` with ``argv``, flags of ours among it, does on the ranks that are
-    asked for, else on all that its world needs.  UsageError for a bad command line.
+    """Record what a script does on the ranks that are asked for, else on all that its world needs.
+
+    Args:
+        script: of the job.
+        argv: its arguments, flags of ours among them.
+        folder: of the slices.
+        console: gets the talk.
+        force: whether to drop what is in the folder first.
+        obstacles: that the launch line has; with any the job is checked and not captured.
+
+    Raises:
+        UsageError: a bad command line, with all that stops the job.
     """
-    words = [*flags.words_of(os.environ), *argv]
-    says = ("--prism-world-size", "--prism-recipe")
-    if not (os.environ.get("WORLD_SIZE") or any(one.partition("=")[0] in says for one in words)):
-        # the smallest world that fits its parallel sizes is hardly the one that is meant
-        raise UsageError(
-            "nobody says how many ranks the job has",
-            fix="torchrun --nnodes N --nproc-per-node 8 before the script, or --prism-world-size N",
-        )
-    before = ["--prism-emulate", "--prism-capture", str(folder), "--prism-ranks", STAGES]
-    given = flags.from_command_line([*before, *argv])
-    assert given is not None, "--prism-emulate is among them"
+    obstacles = Obstacles() if obstacles is None else obstacles
+    given = _options_of(argv, folder, obstacles)
+    if given is None or len(obstacles):
+        check_command_line(script, argv, console, obstacles).obstacles.raise_all()
+    assert given is not None, "without options there is an obstacle"
     job = Job.of(script, argv, given.world, "" if given.tier == "auto" else given.tier)
     capture(job, folder, given.ranks, console, whole=given.stages, force=force or given.force)
+
+
+def _options_of(argv: Sequence[str], folder: Path, obstacles: Obstacles) -> flags.Options | None:
+    """Read our flags of a job that is to be captured.
+
+    Args:
+        argv: the job's arguments, flags of ours among them.
+        folder: of the slices.
+        obstacles: gets what is wrong with the flags.
+
+    Returns:
+        The options; None where something is wrong.
+    """
+    words = [*flags.words_of(os.environ), *argv]
+    names = {word.partition("=")[0] for word in words}
+    says_size = names & {"--prism-world-size", "--prism-recipe"} or os.environ.get("WORLD_SIZE")
+    if not says_size and not obstacles.world_is_guessed:
+        # the smallest world that fits its parallel sizes is hardly the one that is meant
+        obstacles.add(
+            "nobody says how many ranks the job has",
+            "torchrun --nnodes N --nproc-per-node 8 before the script, or --prism-world-size N",
+        )
+        obstacles.world_is_guessed = True
+        return None
+    before = ["--prism-emulate", "--prism-capture", str(folder), "--prism-ranks", STAGES]
+    with obstacles.noting():
+        return flags.from_command_line([*before, *argv])
+    return None
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is known of a job before any rank runs.
+
+    Attributes:
+        name: of the script.
+        world: None where a number of it is an obstacle.
+        tier: of the capture.
+        stand_ins: lines about what stands in for files that are not here.
+        obstacles: what stops the job.
+    """
+
+    name: str
+    world: World | None
+    tier: str
+    stand_ins: Sequence[str]
+    obstacles: Obstacles
+
+    def as_json(self) -> dict[str, object]:
+        """Return the check as ``--json`` prints it."""
+        obstacles = [
+            {"message": obstacle.message, "fix": obstacle.fix} for obstacle in self.obstacles
+        ]
+        layout = None
+        if self.world is not None:
+            layout = {axis: getattr(self.world, axis) for axis in _LAYOUT}
+        return {
+            "script": self.name,
+            "ranks": None if self.world is None else self.world.size,
+            "layout": layout,
+            "tier": self.tier,
+            "stand_ins": list(self.stand_ins),
+            "obstacles": obstacles,
+            "stops": bool(obstacles),
+        }
+
+
+def check_command_line(
+    script: str, argv: Sequence[str], console: Console, obstacles: Obstacles
+) -> Check:
+    """Collect what stops a job: Megatron reads and validates its arguments, and builds no model.
+
+    Args:
+        script: of the job.
+        argv: its arguments, flags of ours among them.
+        console: gets what was understood.
+        obstacles: that are known already; gets more.
+
+    Raises:
+        UsageError: a parallel size is no number, so nothing more can be known.
+    """
+    given = None
+    if not obstacles.world_is_guessed:
+        given = _options_of(argv, Path("slices"), obstacles)
+
+    # a world that is unknown or does not fit is one that fits, for what else there is
+    world, tier = None, "meta"
+    words = list(argv)
+    if given is not None:
+        world = given.world
+        tier = _best() if given.tier == "auto" else given.tier
+    else:
+        try:
+            size = flags.smallest_world_size(argv)
+            checked = flags.from_command_line(
+                ["--prism-emulate", *argv, "--prism-world-size", str(size), "--prism-ranks", "0"]
+            )
+        except UsageError as error:
+            obstacles.note(error)
+            obstacles.raise_all()
+            raise
+        assert checked is not None, "--prism-emulate is among the words"
+        given = checked
+
+    name = _name_of((script, *words))
+    understood = "its world is not known" if world is None else str(world)
+    console.print(f"{name}: {understood}, tier {tier}")
+    job = Job.of(script, words, given.world, "meta")
+    task = workers.RankTask(0, "arguments", [*job.checking_command()])
+    stand_ins: list[str] = []
+    try:
+        (answer,) = workers.run([task], console, 1)
+    except PrismError as error:  # the script's own: a module that is not here
+        obstacles.note(_without_rank(error))
+    else:
+        stand_ins = answer["stand_ins"]
+        for message, fix in answer["obstacles"]:
+            obstacles.add(message, fix)
+    return Check(name, world, tier, stand_ins, obstacles)
+
+
+def _without_rank(error: PrismError) -> PrismError:
+    """Return an error of the worker that looks at the arguments, which is no rank of the job."""
+    message = error.message.removeprefix("rank 0: ").removeprefix("rank 0 failed: ")
+    return PrismError(message, fix=error.fix)
+
+
+def _name_of(words: Sequence[str]) -> str:
+    """Return the name of a script, or of a module behind ``-m``."""
+    if words[0] == "-m":
+        return words[1]
+    return Path(words[0]).name
 
 
 def _best() -> str:
@@ -156,8 +308,7 @@ def capture(
     with store.writing(force):
         at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
         if not job.source:
-            name = job.words[1] if job.words[0] == "-m" else Path(job.words[0]).name
-            console.print(f"{name}: {job.world}, tier {job.tier}")
+            console.print(f"{_name_of(job.words)}: {job.world}, tier {job.tier}")
             real = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
             virtual = job.world.size - len(ranks)
             console.print(f"  {'real here':<20} {real}; {virtual:,} are virtual")

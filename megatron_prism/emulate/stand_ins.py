@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megatron_prism.core.errors import UsageError, refuse
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.units import format_bytes
+from megatron_prism.emulate.obstacles import Obstacles
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
@@ -33,8 +34,11 @@ _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "d
          "per_split_data_args_path")  # fmt: skip
 _TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file", "tokenizer_metadata")
 _CHECKPOINTS = ("load", "pretrained_checkpoint")
+_WRITTEN = ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir", "log_dir")
+NO_FILE = "no-file"  # stands where the name of a file is empty
 _HUB = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")  # name or folder
 _GUESSED = "that of "  # how a source begins that is a name alone
+_PLACEHOLDER = 32000  # tokens, where the number is an obstacle
 _OF_TYPE = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 _OF_MODEL = (  # pattern of a tokenizer's name -> entries of its config.json, unchecked
     (r"llama-?3|llama-4-tokenizer", 128256), (r"llama-?4", 202048), (r"phi-.*moe", 32064),
@@ -45,6 +49,16 @@ _OF_MODEL = (  # pattern of a tokenizer's name -> entries of its config.json, un
     (r"gemma-?3", 262208), (r"gemma", 256000), (r"kimi|moonlight", 163840), (r"glm-?4", 151552),
     (r"falcon", 65024), (r"bloom", 250880), (r"nemotron-?4", 256000), (r"phi-?4", 100352),
 )  # fmt: skip
+
+
+def _option(name: str) -> str:
+    """Return the option of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+# options that name files: such as are replaced where they are not here, and such as are written
+READ_OPTIONS = frozenset(map(_option, (*_DATA, *_TOKENIZER, *_CHECKPOINTS)))
+WRITTEN_OPTIONS = frozenset(map(_option, _WRITTEN))
 
 
 @dataclass(frozen=True)
@@ -62,20 +76,40 @@ class StandIns:
     without_checkpoint: bool = False
 
 
-def put(args: argparse.Namespace) -> StandIns:
+def put(args: argparse.Namespace, obstacles: Obstacles | None = None) -> StandIns:
     """Change ``args`` to do without the files that are not here, and without writing any.
 
+    Args:
+        args: of Megatron, before it has validated them.
+        obstacles: gets what stops the job; without it the first of that is raised.
+
     Raises:
-        UsageError: ``--prism-strict`` and something is missing, all of which it names; or nobody
-            says how large the vocabulary is.
+        UsageError: ``--prism-strict`` and something is missing, all of which it names; a missing
+            checkpoint has sizes of the job; or nobody says how large the vocabulary is.
     """
+    collected = Obstacles()
+    stand_ins = _put(args, collected)
+    if obstacles is None:
+        collected.raise_all()
+    else:
+        for obstacle in collected:
+            obstacles.add(obstacle.message, obstacle.fix)
+    return stand_ins
+
+
+def _put(args: argparse.Namespace, obstacles: Obstacles) -> StandIns:
+    """Change ``args`` as ``put`` does; ``obstacles`` gets what stops the job."""
     # the default of pretrain_gpt.py, which it sets later
     if not args.tokenizer_type and getattr(args, "merge_file", None):
         args.tokenizer_type = "GPT2BPETokenizer"
     missing = list(_missing(args))
     if missing and getattr(args, "prism_strict", False):
         names = ", ".join(f"{_option(name)} {value}" for name, value in missing)
-        raise UsageError(f"not on this machine: {names}", fix="leave --prism-strict out")
+        obstacles.add(f"not on this machine: {names}", "leave --prism-strict out")
+        return StandIns("")
+    for name, file in missing:
+        if name in _CHECKPOINTS:
+            _note_needs_of_checkpoint(args, file, obstacles)
     missing_names = {name for name, _ in missing}
     replaced = list[str]()
 
@@ -90,7 +124,9 @@ def put(args: argparse.Namespace) -> StandIns:
     # the tokenizer: only the number of its tokens matters
     guessed_vocabulary = ""
     if {"tokenizer_type", *_TOKENIZER} & missing_names:
-        entries, source = _vocabulary(args)
+        entries, source = _PLACEHOLDER, "a placeholder"
+        with obstacles.noting():
+            entries, source = _vocabulary(args)
         one_more = megatron_release().startswith("0.16") and source != "--vocab-size"
         args.vocab_size = entries - one_more  # its NullTokenizer has one more, the end of a text
         args.tokenizer_type = "NullTokenizer"
@@ -247,12 +283,11 @@ def _drop(args: argparse.Namespace, names: Iterable[str]) -> None:
 
 def _missing(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """(argument, its value) of every file that is not here."""
-    for name in () if args.mock_data else _DATA:
-        value = getattr(args, name, None) or ()
-        for word in [value] if isinstance(value, str) else value:
-            if not word.replace(".", "", 1).isdigit() and not _is_here(word):  # weights of a blend
-                yield name, word
-                break
+    if not args.mock_data:
+        for name in _DATA:
+            missing_file = _missing_data(getattr(args, name, None))
+            if missing_file:
+                yield name, missing_file
     kind = args.tokenizer_type or ""
     if kind and not kind.startswith("Null"):
         if kind in _HUB:
@@ -267,15 +302,40 @@ def _missing(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     for name in _CHECKPOINTS:
         value = getattr(args, name, None)
         if value and not _is_here(value):
-            what = f"{value} is not on this machine"
-            sizes = "--num-layers, --hidden-size and their like in its place"
-            refuse(
-                (getattr(args, "use_checkpoint_args", False),
-                 f"--use-checkpoint-args reads the sizes of the model, and {what}", sizes),
-                (getattr(args, "prism_iteration", None),
-                 f"--prism-iteration goes on from a checkpoint, and {what}", "--load CKPT"),
-            )  # fmt: skip
             yield name, value
+
+
+def _missing_data(value: str | Sequence[str] | None) -> str:
+    """Return the first file of a data option that is not here; empty if all are, or none is named.
+
+    Args:
+        value: of the option: files, perhaps with weights before them.
+    """
+    if value is None or value == "":
+        return ""
+    words = [value] if isinstance(value, str) else value
+    if not words:  # --data-path $(find …) that finds nothing
+        return "without a value"
+    for word in words:
+        is_weight = word.replace(".", "", 1).isdigit()
+        if not is_weight and not _is_here(word):
+            return word
+    return ""
+
+
+def _note_needs_of_checkpoint(
+    args: argparse.Namespace, checkpoint: str, obstacles: Obstacles
+) -> None:
+    """Note what a job cannot do without its checkpoint."""
+    what = f"{checkpoint} is not on this machine"
+    if getattr(args, "use_checkpoint_args", False):
+        obstacles.add(
+            f"--use-checkpoint-args reads the sizes of the model, and {what}",
+            "--num-layers, --hidden-size and their like in its place",
+        )
+        args.use_checkpoint_args = False  # Megatron would read it
+    if getattr(args, "prism_iteration", None):
+        obstacles.add(f"--prism-iteration goes on from a checkpoint, and {what}", "--load CKPT")
 
 
 def _is_here(word: str) -> bool:
@@ -287,10 +347,6 @@ def _in_cache(name: str) -> bool:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     cached = home / "hub" / f"models--{name.replace('/', '--')}"
     return os.path.exists(name) or os.path.exists(cached)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _vocabulary(args: argparse.Namespace) -> tuple[int, str]:

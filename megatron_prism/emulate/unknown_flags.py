@@ -8,42 +8,142 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 from unittest import mock
 
 from megatron_prism.core.errors import UsageError, did_you_mean
+from megatron_prism.emulate import stand_ins
+
+if TYPE_CHECKING:
+    from megatron_prism.emulate.first_look import FirstLook
 
 IGNORE = "--prism-ignore-unknown"
+_MOST_REFUSALS = 40  # of one command line
 _UNKNOWN = "unrecognized arguments: "  # argparse.py, parse_args
+
+
+class UnknownFlagsError(UsageError):
+    """Words of a command line that Megatron's parser does not know."""
+
+
+class BadOptionError(UsageError):
+    """An option whose value Megatron's parser refuses, or that has none."""
+
+    def __init__(self, message: str, fix: str, option: str, lacks_value: bool) -> None:
+        super().__init__(message, fix)
+        self.args = (message, fix, option, lacks_value)
+        self.option, self.lacks_value = option, lacks_value
 
 
 def parse(
     original: Callable[..., argparse.Namespace], provider: object, *rest: object, **kwargs: object
 ) -> argparse.Namespace:
-    """The arguments that Megatron's ``parse_args`` returns.
+    """Return the arguments that Megatron's ``parse_args`` returns.
+
+    Args:
+        original: Megatron's function.
+        provider: of the script's own arguments.
+        *rest: further arguments of the function.
+        **kwargs: further arguments of the function.
 
     Raises:
         UsageError: one or two lines in place of argparse's usage text.
     """
     if IGNORE in sys.argv:
         rest, kwargs = (), {"ignore_unknown_args": True}
-
-    def error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-        if message.startswith(_UNKNOWN):
-            words = message.removeprefix(_UNKNOWN).split()
-            raise unknown(words, parser._option_string_actions)
-        raise UsageError(
-            f"{Path(sys.argv[0]).name}: {message}", fix="correct the job's command line"
-        )
-
-    with mock.patch.object(argparse.ArgumentParser, "error", error):
+    with mock.patch.object(argparse.ArgumentParser, "error", _raise_error):
         return original(provider, *rest, **kwargs)
 
 
-def unknown(words: Sequence[str], known: Collection[str]) -> UsageError:
+def parse_all(
+    original: Callable[..., argparse.Namespace],
+    provider: object,
+    *rest: object,
+    look: FirstLook,
+    **kwargs: object,
+) -> argparse.Namespace:
+    """Return the arguments as ``parse`` does; what is refused is noted and left out.
+
+    Args:
+        original: Megatron's function.
+        provider: of the script's own arguments.
+        *rest: further arguments of the function.
+        look: gets the obstacles, and names of files that have no value.
+        **kwargs: further arguments of the function.
+
+    Raises:
+        UsageError: something is refused that cannot be left out.
+    """
+    for _ in range(_MOST_REFUSALS):
+        try:
+            return parse(original, provider, *rest, **kwargs)
+        except UnknownFlagsError as error:
+            look.obstacles.note(error)
+            rest, kwargs = (), {"ignore_unknown_args": True}
+        except BadOptionError as error:
+            script, *words = sys.argv
+            if error.lacks_value and error.option in stand_ins.WRITTEN_OPTIONS:
+                # nothing is written here anyway
+                words = _without_option(error.option, words)
+                look.options_without_value.append(error.option)
+            elif error.lacks_value and error.option in stand_ins.READ_OPTIONS:
+                # a variable of the script is empty: a file that is not here
+                words = _with_value(error.option, stand_ins.NO_FILE, words)
+                look.options_without_value.append(error.option)
+            else:
+                look.obstacles.note(error)
+                words = _without_option(error.option, words)
+            sys.argv[:] = [script, *words]
+        except UsageError as error:
+            look.obstacles.note(error)
+            break
+    look.finish()
+    raise UsageError("the job's command line cannot be read", fix="correct it")
+
+
+def _raise_error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Raise UsageError with argparse's message, in place of ``ArgumentParser.error``."""
+    if message.startswith(_UNKNOWN):
+        words = message.removeprefix(_UNKNOWN).split()
+        raise unknown(words, parser._option_string_actions)
+    text = f"{Path(sys.argv[0]).name}: {message}"
+    named = re.match(r"argument (--[\w-]+)(?:/[\w-]+)*: (expected .*argument)?", message)
+    if named is None:
+        raise UsageError(text, fix="correct the job's command line")
+    option, lacks_value = named[1], named[2] is not None
+    fix = f"correct the job's command line: {option}"
+    if lacks_value:
+        fix += " VALUE; is a variable empty, or an argument of the script missing?"
+    raise BadOptionError(text, fix, option, lacks_value)
+
+
+def _without_option(option: str, words: Sequence[str]) -> list[str]:
+    """Leave an option of a command line out, with all words up to the next option."""
+    kept_words = []
+    drops = False
+    for word in words:
+        if word.startswith("--"):
+            drops = word.partition("=")[0] == option
+        if not drops:
+            kept_words.append(word)
+    return kept_words
+
+
+def _with_value(option: str, value: str, words: Sequence[str]) -> list[str]:
+    """Give an option of a command line a value where it has none."""
+    changed = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        changed.append(word)
+        if word == option and following.startswith("--"):
+            changed.append(value)
+    return changed
+
+
+def unknown(words: Sequence[str], known: Collection[str]) -> UnknownFlagsError:
     """The error of a command line with ``words`` left over.
 
     Args:
@@ -65,8 +165,8 @@ def unknown(words: Sequence[str], known: Collection[str]) -> UsageError:
             near = did_you_mean(flag, known, "", cutoff=0.85)
             texts.append(f"{flag} is in no release of Megatron{f', {near}' if near else ''}")
     if not texts:
-        return UsageError(f"words that belong to no option: {' '.join(words)}",
+        return UnknownFlagsError(f"words that belong to no option: {' '.join(words)}",
                           fix="correct the job's command line")  # fmt: skip
     fix = f"{IGNORE} runs the job without {'it' if len(texts) == 1 else 'them'}"
     fix += "; options of prism itself stand before the job's line"
-    return UsageError("; ".join(texts), fix=" ".join(spelt) or fix)
+    return UnknownFlagsError("; ".join(texts), fix=" ".join(spelt) or fix)

@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,10 +18,17 @@ from typing import Any
 
 import torch
 
-from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.errors import PrismError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.world import FAMILIES, World, orthogonal_rank_groups
-from megatron_prism.emulate import capture, options, stand_ins, unknown_flags
+from megatron_prism.emulate import (
+    capture,
+    first_look,
+    job_arguments,
+    options,
+    stand_ins,
+    unknown_flags,
+)
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
 
 PATCHES = Patches()
@@ -111,7 +117,10 @@ def _groups_of_grids(
 )
 def _flags(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """Megatron's parser refuses options it does not know."""
-    return options.add_flags(original(*args, **kwargs))
+    parser = options.add_flags(original(*args, **kwargs))
+    if first_look.current is not None:
+        first_look.current.known_options = frozenset(parser._option_string_actions)
+    return parser
 
 
 @PATCHES.instead(
@@ -259,7 +268,8 @@ def _without_files(
     """A cluster's tokenizer and data seldom lie on the machine that emulates its job; flags of
     forks and older releases end in a usage text.
     """
-    args = unknown_flags.parse(original, provider, *rest, **kwargs)
+    look = first_look.begin()
+    args = unknown_flags.parse_all(original, provider, *rest, look=look, **kwargs)
     steps = args.prism_steps
     emulated = not context.is_real(args.world_size)
     # what is captured needs the states that the optimizer makes in its first step
@@ -271,8 +281,14 @@ def _without_files(
         more = context.records and context.meta and graphs
         _shorten(args, steps + more)
     if args.yaml_cfg is None and emulated:
-        replaced = stand_ins.put(args)
+        replaced = stand_ins.put(args, look.obstacles)
+        look.check_data(args)
+        if look.options_without_value:
+            text = f"no value: {', '.join(look.options_without_value)}"
+            look.stand_ins.append(text)
+            context.monitor.note(text)
         if replaced.text:
+            look.stand_ins.append(replaced.text)
             context.monitor.note(replaced.text)
             print(f"prism: {replaced.text}", file=sys.stderr)
         if replaced.vocabulary or replaced.without_checkpoint:
@@ -293,6 +309,16 @@ def _shorten(args: argparse.Namespace, steps: int) -> None:
 
 
 @PATCHES.instead("megatron.training.arguments:validate_args", at=":293 @0.16.1; :388 @0.19.0")
+def _all_refusals(
+    context: PatchContext, original: Original, *args: object, **kwargs: object
+) -> Any:
+    """What the parser, the stand-ins and Megatron's validation refuse is said in one list."""
+    look = first_look.end()
+    if look is None:  # a script that validates twice
+        return _refusals(context, original, *args, **kwargs)
+    return look.validate(original, *args, **kwargs)
+
+
 @PATCHES.instead(
     "megatron.training.global_vars:set_global_variables", at=":93 @0.16.1; :127 @0.19.0"
 )
@@ -308,11 +334,8 @@ def _refusals(context: PatchContext, original: Original, *args: object, **kwargs
     try:
         return original(*args, **kwargs)
     except (AssertionError, ValueError) as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise UsageError(
-            f"Megatron refuses the job's arguments: {str(error) or at.line}",
-            fix=f"correct them: {Path(at.filename).name}:{at.lineno} of this Megatron",
-        ) from error
+        values = job_arguments.parsed()
+        raise first_look.refusal(error, {} if values is None else vars(values)) from error
 
 
 def megatron_args() -> Any:

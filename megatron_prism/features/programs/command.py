@@ -44,10 +44,14 @@ def capture(args: argparse.Namespace) -> Answer:
     A slice that is finished is kept: start the same command again after an interruption and it goes
     on from there.  world.prism in the folder is the whole world; see prism show and check.
 
+    --check ends when it is known what stops the job: each thing with its fix, exit status 1.
+
     A script runs as it is, once for every rank that is needed: as many at once as there are cores,
     or one on a GPU.  --prism-tier meta needs no GPU and is the default where there is none.  The
     last arguments stop it after a few iterations.  The flags are those of prism run.
     """
+    if args.check:
+        return _check_job(args)
     refuse(
         (args.out is None, "a capture needs a folder", "-o DIR"),
         (not args.job and args.recipe is None, "capture what?",
@@ -61,7 +65,14 @@ def capture(args: argparse.Namespace) -> Answer:
         from megatron_prism.emulate import script_job
 
         (script, *rest), words = args.job, args.ours
-        script_job.capture_command_line(script, [*words, *rest], args.out, talk, force=args.force)
+        script_job.capture_command_line(
+            script,
+            [*words, *rest],
+            args.out,
+            talk,
+            force=args.force,
+            obstacles=args.obstacles,
+        )
         line = [*args.given, *args.line]
     else:
         from megatron_prism.core import recipe as recipes
@@ -75,6 +86,36 @@ def capture(args: argparse.Namespace) -> Answer:
     return Answer(lambda: _classes(out).value(), lambda: None,
                   lambda: _classes(out).value()["classes"],
                   next=f"prism fit {out}")  # fmt: skip
+
+
+def _check_job(args: argparse.Namespace) -> Answer:
+    """Answer what stops the job of a launch line, before any rank runs."""
+    from megatron_prism.emulate import script_job
+
+    refuse((not args.job, "--check is of a launch line", "prism capture --check torchrun …"))
+    (script, *rest), words = args.job, args.ours
+    check = script_job.check_command_line(
+        script, [*words, *rest], console(stderr=args.json), args.obstacles
+    )
+
+    def page() -> None:
+        for text in check.stand_ins:
+            print(text)
+        for number, obstacle in enumerate(check.obstacles, 1):
+            print(f"{number:3}. {obstacle.message}")
+            if obstacle.fix:
+                print(f"     fix: {obstacle.fix}")
+        if not len(check.obstacles):
+            print("nothing stops this job")
+
+    return Answer(
+        check.as_json,
+        page,
+        lambda: [
+            {"message": obstacle.message, "fix": obstacle.fix} for obstacle in check.obstacles
+        ],
+        status=int(len(check.obstacles) > 0),
+    )
 
 
 def show(args: argparse.Namespace) -> Answer:
@@ -234,9 +275,15 @@ def check(args: argparse.Namespace) -> Answer:
 COMMANDS = {
     "capture": Command(
         capture,
-        (RECIPE_OR_JOB, OUT, OVERRIDES),
+        (
+            RECIPE_OR_JOB,
+            OUT,
+            switch("--check", "only say what stops the job, as one list with fixes"),
+            OVERRIDES,
+        ),
         group=HelpGroup.RUN,
         job=True,
+        checks_job=True,
         shows_progress=True,
     ),
     "show": Command(

@@ -350,7 +350,7 @@ def _make_folders(words: Sequence[str]) -> None:
 
 def _without_options(words: Sequence[str], with_value: Collection[str]) -> list[str]:
     """Return the words of a command that are no options; ``with_value``: options with a value."""
-    names = []
+    names = list[str]()
     words = list(words)
     while words:
         word = words.pop(0)
@@ -372,7 +372,7 @@ def _list_files(name: str, words: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    places = []
+    places = list[str]()
     for word in words:
         # the places of find stand before its tests
         if name == "find" and places and word.startswith(("-", "(", "!")):

@@ -1,0 +1,183 @@
+"""What stops a job is one list: obstacles, Megatron's refusals, files without a value."""
+
+import argparse
+import pickle
+import sys
+
+import pytest
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.emulate import first_look, stand_ins, unknown_flags
+from megatron_prism.emulate.obstacles import Obstacles, ObstaclesError
+from megatron_prism.emulate.path_map import PathMap
+
+
+def test_several_obstacles_are_one_error_and_one_is_itself():
+    obstacles = Obstacles()
+    obstacles.add("a", "--fix-a")
+    with pytest.raises(UsageError) as caught:
+        obstacles.raise_all()
+    assert (caught.value.message, caught.value.fix) == ("a", "--fix-a")
+    obstacles.add("a", "another")
+    with obstacles.noting():
+        raise UsageError("b")
+    with pytest.raises(ObstaclesError) as caught:
+        obstacles.raise_all()
+    assert str(caught.value).splitlines() == [
+        "2 things stop this job",
+        "  1. a",
+        "     fix: --fix-a",
+        "  2. b",
+    ]
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.obstacles == caught.value.obstacles
+    merged = Obstacles()
+    merged.note(again)
+    assert len(merged) == 2
+
+
+def validate_args(args, defaults):
+    """Refuse arguments in the ways of Megatron's function."""
+    assert args.hidden_size % args.heads == 0
+    if args.bf16:
+        assert not args.fp16, "bf16 with fp16"
+    assert args.save_interval > 0  # a TypeError, after a refusal
+    if args.layers < defaults["least"]:
+        raise ValueError("too few layers")
+    if args.layers > 100:
+        raise ValueError("too many")
+    args.ratio = args.layers / args.zero
+    return args
+
+
+REFUSED = {"hidden_size": 250, "heads": 4, "bf16": True, "fp16": True, "layers": 1, "zero": 0}
+
+
+def test_all_that_megatron_refuses_is_said_and_what_follows_is_not():
+    look = first_look.FirstLook()
+    look.known_options = {"--hidden-size", "--heads", "--fp16", "--layers"}
+    args = argparse.Namespace(**REFUSED, save_interval=None)
+    with pytest.raises(ObstaclesError) as caught:
+        look.validate(validate_args, args, {"least": 2})
+    messages = [obstacle.message.partition(": ")[2] for obstacle in caught.value.obstacles]
+    assert messages == [
+        "assert args.hidden_size % args.heads == 0",
+        "bf16 with fp16",
+        "too few layers",
+    ]
+    fixes = [obstacle.fix for obstacle in caught.value.obstacles]
+    assert fixes[0].startswith(
+        "--prism-job-flags '--hidden-size VALUE': another --hidden-size (now 2"
+    )
+    assert fixes[1].startswith("leave --fp16 out")
+    line = validate_args.__code__.co_firstlineno + 2
+    assert f"test_first_look.py:{line} " in fixes[0]
+
+
+def test_a_job_that_megatron_takes_is_validated_as_ever():
+    args = argparse.Namespace(
+        hidden_size=256, heads=4, bf16=True, fp16=False, layers=4, zero=2, save_interval=1
+    )
+    assert first_look.FirstLook().validate(validate_args, args, {"least": 2}) is args
+    assert args.ratio == 2
+    assert validate_args.__globals__["validate_args"] is validate_args
+
+
+def test_an_error_of_another_kind_is_that_error():
+    args = argparse.Namespace(
+        hidden_size=256, heads=4, bf16=True, fp16=False, layers=4, zero=0, save_interval=1
+    )
+    with pytest.raises(ZeroDivisionError):
+        first_look.FirstLook().validate(validate_args, args, {"least": 2})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fix"),
+    [
+        ({"global_batch_size": 9}, "--prism-job-flags '--global-batch-size 8'"),
+        ({"num_layers": 5}, "--prism-job-flags '--num-layers 6', or "),
+        ({"num_layers": 5, "decoder_last_pipeline_num_layers": 1}, None),
+        ({"global_batch_size": 9, "decrease_batch_size_if_needed": True}, None),
+        ({}, None),
+    ],
+)
+def test_sizes_that_do_not_divide_are_noted(sizes, fix):
+    look = first_look.FirstLook()
+    args = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 2,
+            "num_layers": 4, "pipeline_model_parallel_size": 2, **sizes}  # fmt: skip
+    look._check_sizes(argparse.Namespace(**args))
+    assert [obstacle.fix[: len(fix or "")] for obstacle in look.obstacles] == ([fix] if fix else [])
+
+
+@pytest.mark.parametrize(
+    ("args", "text", "stops"),
+    [
+        ({}, "get_blend_and_blend_per_split", True),
+        ({}, "its own data", False),
+        ({"mock_data": True}, "get_blend_and_blend_per_split", False),
+        ({"data_path": ["x"]}, "get_blend_and_blend_per_split", False),
+        ({"dataloader_type": "external"}, "get_blend_and_blend_per_split", False),
+    ],
+)
+def test_a_job_without_data_is_noted_where_its_script_has_none(
+    args, text, stops, tmp_path, monkeypatch
+):
+    (tmp_path / "x.py").write_text(text)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "x.py")])
+    look = first_look.FirstLook()
+    look.check_data(argparse.Namespace(**{"mock_data": False, **args}))
+    assert len(look.obstacles) == stops
+
+
+def test_the_parser_s_refusals_are_noted_and_files_without_a_value_are_none(monkeypatch):
+    words = "--foo 1 --num-layers four --vocab-file --save --lr --mock"
+    monkeypatch.setattr(sys, "argv", ["x.py", *words.split()])
+
+    def parse_args(provider=None, ignore_unknown_args=False):
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--num-layers", type=int, default=0)
+        for option in ("--vocab-file", "--save", "--lr"):
+            parser.add_argument(option)
+        parser.add_argument("--mock", action="store_true")
+        return parser.parse_known_args()[0] if ignore_unknown_args else parser.parse_args()
+
+    look = first_look.FirstLook()
+    args = unknown_flags.parse_all(parse_args, None, look=look)
+    assert (args.vocab_file, args.save, args.mock) == (stand_ins.NO_FILE, None, True)
+    assert look.options_without_value == ["--vocab-file", "--save"]
+    messages = " ".join(obstacle.message for obstacle in look.obstacles)
+    for text in ("--foo is in no release", "invalid int value: 'four'", "--lr: expected one"):
+        assert text in messages
+
+
+def test_data_that_a_command_did_not_find_are_mock_data():
+    none = dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "load"))
+    args = argparse.Namespace(**none, mock_data=False, data_path=[], eval_interval=1)
+    replaced = stand_ins.put(args)
+    assert args.mock_data
+    assert args.data_path is None
+    assert "mock data for --data-path" in replaced.text
+
+
+def test_obstacles_of_stand_ins_are_collected():
+    none = dict.fromkeys(("vocab_file", "merge_file", "vocab_size"))
+    args = argparse.Namespace(
+        **none, mock_data=True, tokenizer_type="HuggingFaceTokenizer", tokenizer_model="a/b",
+        load="/no/where", use_checkpoint_args=True, eval_interval=1,
+    )  # fmt: skip
+    obstacles = Obstacles()
+    stand_ins.put(args, obstacles)
+    assert len(obstacles) == 2
+    assert not args.use_checkpoint_args
+
+
+def test_paths_are_mapped_as_a_whole():
+    paths = PathMap.parse(["/data=/mine", "/data/text=here"])
+    text = "--a=/data/x /data2 /my/data /data/text/y '/data' /data.old"
+    assert paths.in_text(text) == "--a=/mine/x /data2 /my/data here/y '/mine' /data.old"
+
+
+def test_a_look_is_of_one_job():
+    look = first_look.begin()
+    assert first_look.end() is look
+    assert first_look.end() is None
