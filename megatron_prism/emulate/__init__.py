@@ -3,6 +3,8 @@
 options.py  job_flags.py           what was asked for; flags that features add
 launchers.py                       variables of torchrun and srun
 launch_line.py  job_line.py        a job's launch line: its launchers, its script
+script_options.py  path_map.py     how a script is run dry; paths of another machine
+obstacles.py  first_look.py        what stops a job, all of it in one list
 real_launch.py                     a launcher that would wait for other hosts
 stand_ins.py  unknown_flags.py      files that are not here; flags that Megatron does not know
 launch.py  session.py              how a job starts; what it changes in its process

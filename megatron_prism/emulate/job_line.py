@@ -24,6 +24,7 @@ from megatron_prism.emulate import options
 from megatron_prism.emulate.launch_line import LaunchLine, read_line
 from megatron_prism.emulate.obstacles import Obstacles
 from megatron_prism.emulate.path_map import PathMap
+from megatron_prism.emulate.script_options import ScriptOptions
 
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")  # of megatron.core.package_info
 _DEEPEST = 4  # scripts that are submitted, one by the other
@@ -117,7 +118,7 @@ def _run_dry(
             f"{shlex.join(line.shell)} is a script, which this prism does not read",
             fix="the line that the script starts the job with",
         )
-    dry_options = reader.options_of(given, script, obstacles)
+    dry_options = ScriptOptions.parse(given, script, obstacles)
     run = reader.dry_run(line.shell, line.before, line.variables, dry_options, text)
     started = read_line(run.line, {**os.environ, **run.known, **run.variables})
 

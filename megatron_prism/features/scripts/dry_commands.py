@@ -24,8 +24,6 @@ from megatron_prism.emulate.launch_line import (
     BATCH,
     BY_NAME,
     SUBMIT,
-    LauncherRow,
-    is_file,
     read_line,
     split_options,
 )
@@ -117,7 +115,10 @@ def _answer_launcher(words: list[str]) -> int:
     Returns:
         The exit status.  Does not return where the command is the job, or is run itself.
     """
-    row = BY_NAME.get(words[0], LauncherRow(""))
+    row = BY_NAME.get(words[0])
+    verbs = set[str]()
+    if row is not None:
+        verbs = set(row.verbs.split())
     outer_launchers = json.loads(os.environ.get("PRISM_DRY_LINE", "[]"))
     line = read_line(words, os.environ)
     command = line.words
@@ -131,7 +132,7 @@ def _answer_launcher(words: list[str]) -> int:
         return 0
 
     # another verb of a program that also starts jobs: docker ps
-    if row.verbs and not set(words) & set(row.verbs.split()):
+    if verbs and not set(words) & verbs:
         note("left out", shlex.join(words))
         return 0
 
@@ -224,7 +225,7 @@ def script_words(shell: Sequence[str]) -> list[str]:
     for index, word in enumerate(words):
         if word.startswith("--wrap="):
             return ["-c", word.partition("=")[2]]
-        if is_file(word):
+        if os.path.isfile(word):
             return words[index:]
     # a command in one word, as of bsub
     if words and " " in words[-1]:
@@ -248,7 +249,9 @@ def submitted(shell: Sequence[str], read_stdin: Callable[[], str]) -> str:
         The text; empty for a manifest without a job.
     """
     if Path(shell[0]).name == "kubectl":
-        manifests = [word for word in shell if word.endswith((".yaml", ".yml")) and is_file(word)]
+        manifests = [
+            word for word in shell if word.endswith((".yaml", ".yml")) and os.path.isfile(word)
+        ]
         text = "\n---\n".join(Path(file).read_text() for file in manifests)
         if not text:
             text = read_stdin()
@@ -266,7 +269,7 @@ def submitted(shell: Sequence[str], read_stdin: Callable[[], str]) -> str:
 def _queues_itself(shell: Sequence[str]) -> bool:
     """Tell whether a batch script queues itself, for the time after it."""
     words = script_words(shell)
-    if not words or not is_file(words[0]):
+    if not words or not os.path.isfile(words[0]):
         return False
     return os.path.samefile(words[0], os.environ.get("PRISM_DRY_FILE") or "/")
 

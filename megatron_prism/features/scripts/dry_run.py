@@ -20,16 +20,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_prism
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.messages import progress
 from megatron_prism.core.units import counted
-from megatron_prism.emulate.launch_line import is_file, read_line
-from megatron_prism.emulate.obstacles import Obstacles
-from megatron_prism.emulate.path_map import PathMap
+from megatron_prism.emulate.launch_line import read_line
+from megatron_prism.emulate.script_options import ScriptOptions
 from megatron_prism.emulate.workers import Json, die_with_parent
 from megatron_prism.features.scripts import batch_script, confine, dry_commands
 
@@ -39,7 +38,6 @@ _NOTES_SHOWN = {  # kind of note -> how the line about it begins
 }
 _MOST_NOTES = 12  # of a kind in one line
 _GPUS = (8, 4)  # of a host, where nobody says it: does the job depend on it?
-LIMIT_S = 20.0  # a script that has not started its job until then waits for something
 _PRELUDE = Path(__file__).with_name("dry_run.sh")  # Bash reads it first
 _OWN = re.compile(  # variables that are no settings of the job, or of this place alone
     r"(BASH|PRISM_|SLURM|PBS_|LSB_|OMPI_|PMI|LD_|HOSTNAME$|(SHLVL|PWD|OLDPWD|PATH|_|TMPDIR|HOME|"
@@ -65,28 +63,6 @@ class DryRun:
     known: Mapping[str, str]
     notes: tuple[str, ...]
     text: str = ""
-
-
-@dataclass(frozen=True)
-class DryOptions:
-    """How a script is run dry.
-
-    Attributes:
-        gpus: of each host, where the user said it, else empty.
-        python: the script of Python that starts the launcher, if one does.
-        writes: whether new files and folders may be made outside of the working folder.
-        limit_s: seconds after which a script without a job is stopped.
-        paths: paths of the script that others stand for.
-        obstacles: gets what the user has to say, where the run goes on with a placeholder; without
-            it that is an error.
-    """
-
-    gpus: str = ""
-    python: str = ""
-    writes: bool = False
-    limit_s: float = LIMIT_S
-    paths: PathMap = field(default_factory=PathMap)
-    obstacles: Obstacles | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +94,7 @@ def dry_run(
     shell: Sequence[str],
     before: Sequence[str],
     given: Mapping[str, str],
-    options: DryOptions | None = None,
+    options: ScriptOptions | None = None,
     text: str = "",
 ) -> DryRun:
     """Run ``shell`` dry.
@@ -139,7 +115,7 @@ def dry_run(
     if shutil.which("bash") is None:
         raise UsageError("there is no bash to run the script with", fix="its launch line instead")
     if options is None:
-        options = DryOptions()
+        options = ScriptOptions()
     script = _find_script(shell, given, text)
 
     with tempfile.TemporaryDirectory(prefix="prism-dry-") as place:
@@ -154,7 +130,7 @@ def dry_run(
             Path(file).write_text(mapped_text)
             words = [file, *words[1:]]
         words = [options.paths.in_text(word) for word in words]
-        known = _known_variables(script, scratch, file, words, options.obstacles)
+        known = _known_variables(script, scratch, file, words, options)
         hosts = batch_script.hosts_of(script.allocation)
         environment = _environment(scratch, known, hosts)
         environment["PRISM_DRY_LINE"] = json.dumps(list(before))
@@ -171,7 +147,7 @@ def dry_run(
         asks_gpus = any(kind == "asked" for kind, _ in notes)
         # the script asks what nobody says: does another number make another job?
         if asks_gpus and not said_gpus:
-            _check_gpus(run, job, options.obstacles)
+            _check_gpus(run, job, options)
 
     lines = _lines_about(script, known, notes)
     variables = {}
@@ -195,24 +171,22 @@ def _with_its_own_name(text: str, file: str) -> str:
     return re.sub(name, lambda _: own_path, text)
 
 
-def _check_gpus(run: _Execution, job: Json, obstacles: Obstacles | None) -> None:
+def _check_gpus(run: _Execution, job: Json, options: ScriptOptions) -> None:
     """Refuse a script that starts another job on hosts with another number of GPUs.
 
     Args:
         run: of the script.
         job: that the script starts on hosts of ``_GPUS[0]``.
-        obstacles: gets the refusal; without it the refusal is raised.
+        options: get the refusal, or raise it.
     """
     other_job = job
     with contextlib.suppress(UsageError):  # it refuses to run with another number
         other_job = run.job_with_gpus(_GPUS[1])
     if _sizes(other_job) == _sizes(job):
         return
-    error = UsageError(f"{run.title} asks how many GPUs a host has", fix="--prism-gpus-per-node 8")
-    if obstacles is None:
-        raise error
-    obstacles.note(error)
-    obstacles.world_is_guessed = True
+    options.ask(
+        UsageError(f"{run.title} asks how many GPUs a host has", fix="--prism-gpus-per-node 8")
+    )
 
 
 def _find_script(shell: Sequence[str], given: Mapping[str, str], text: str) -> _Script:
@@ -240,7 +214,7 @@ def _find_script(shell: Sequence[str], given: Mapping[str, str], text: str) -> _
     file = next((word for word in words if not word.startswith("-")), "")
     # short options may be joined: -lc
     inline = "-c" in words or bool(re.fullmatch(r"-\w*c", words[0] if words else ""))
-    is_here = not inline and is_file(file)
+    is_here = not inline and os.path.isfile(file)
     if not (inline or is_here or text):
         raise UsageError(f"there is no script {file}", fix="the path of the script, or its line")
 
@@ -266,7 +240,7 @@ def _known_variables(
     scratch: Path,
     file: str,
     words: Sequence[str],
-    obstacles: Obstacles | None,
+    options: ScriptOptions,
 ) -> dict[str, str]:
     """Collect the variables to run a script with.
 
@@ -275,11 +249,10 @@ def _known_variables(
         scratch: folder of the dry run.
         file: path of the script.
         words: that Bash is started with.
-        obstacles: gets the sizes of the job that nothing says, for which placeholders stand then.
+        options: get the sizes of the job that nothing says, for which placeholders stand then.
 
     Raises:
-        UsageError: the script reads sizes of the job that nothing says, and there are no
-            ``obstacles``.
+        UsageError: the script reads sizes of the job that nothing says, and nobody collects that.
     """
     of_scheduler = batch_script.variables(script.allocation, str(scratch / "hosts"), os.getcwd())
     known = {name: value for name, value in of_scheduler.items() if name not in os.environ}
@@ -290,14 +263,12 @@ def _known_variables(
     unknown = batch_script.unknown(script.text, {**known, **os.environ}, settings_text)
     if unknown:
         pronoun = "it" if len(unknown) == 1 else "them"
-        error = UsageError(
-            f"{script.title} reads {', '.join(unknown)}, and nothing here says {pronoun}",
-            fix=" ".join(f"{name}=N" for name in unknown) + " before prism",
+        options.ask(
+            UsageError(
+                f"{script.title} reads {', '.join(unknown)}, and nothing here says {pronoun}",
+                fix=" ".join(f"{name}=N" for name in unknown) + " before prism",
+            )
         )
-        if obstacles is None:
-            raise error
-        obstacles.note(error)
-        obstacles.world_is_guessed = True
         known.update(dict.fromkeys(unknown, "1"))
     return known
 

@@ -1,0 +1,80 @@
+"""How a shell script that starts a job is run dry; the feature that runs scripts takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.emulate import options
+from megatron_prism.emulate.obstacles import Obstacles
+from megatron_prism.emulate.path_map import PathMap
+
+LIMIT_S = 20.0  # a script that has not started its job until then waits for something
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """How a script is run dry.
+
+    Attributes:
+        gpus: of each host, where the user said it, else empty.
+        python: the script of Python that starts the launcher, if one does.
+        writes: whether new files and folders may be made outside of the working folder.
+        limit_s: seconds after which a script without a job is stopped.
+        paths: paths of the script that others stand for.
+        obstacles: gets what the user has to say, where the run goes on with a placeholder; without
+            it that is an error.
+    """
+
+    gpus: str = ""
+    python: str = ""
+    writes: bool = False
+    limit_s: float = LIMIT_S
+    paths: PathMap = field(default_factory=PathMap)
+    obstacles: Obstacles | None = None
+
+    @classmethod
+    def parse(cls, given: Sequence[str], python: str, obstacles: Obstacles | None) -> ScriptOptions:
+        """Read the options from our flags.
+
+        Args:
+            given: flags of ours.
+            python: the script of Python that starts the launcher, if one does.
+            obstacles: gets what only the user can say; None raises that.
+
+        Raises:
+            UsageError: a limit that is no number of seconds above 0.
+        """
+        limit_text = options.value_of("--prism-dry-run-limit", given) or str(LIMIT_S)
+        try:
+            limit_s = float(limit_text)
+        except ValueError:
+            limit_s = 0.0
+        if not limit_s > 0:
+            raise UsageError(
+                f"--prism-dry-run-limit {limit_text} is no number of seconds",
+                fix="--prism-dry-run-limit 120",
+            )
+        return cls(
+            gpus=options.value_of("--prism-gpus-per-node", given),
+            python=python,
+            writes="--prism-allow-writes" in given,
+            limit_s=limit_s,
+            paths=PathMap.parse(options.values_of("--prism-map", given)),
+            obstacles=obstacles,
+        )
+
+    def ask(self, error: UsageError) -> None:
+        """Note that a number of the job's world is only known to the user.
+
+        Args:
+            error: what is asked for.
+
+        Raises:
+            UsageError: nobody collects obstacles; ``error``.
+        """
+        if self.obstacles is None:
+            raise error
+        self.obstacles.note(error)
+        self.obstacles.world_is_guessed = True
