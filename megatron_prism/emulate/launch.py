@@ -290,7 +290,9 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
     from megatron_prism.runtime.virtual_world import VirtualWorld, start, stop
 
     look = first_look.end()
-    if look is not None:  # a script that does not validate its arguments
+    if look is None and first_look.CHECK in sys.argv:  # a program without Megatron's arguments
+        look = first_look.FirstLook()
+    if look is not None:  # nor a script that does not validate them
         look.finish()
     job_arguments.check_sizes()
     if (given := job_arguments.parsed()) is not None:
