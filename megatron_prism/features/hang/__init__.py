@@ -2,6 +2,7 @@
 
 diagnose.py      all ways to a verdict: ``prism.hang``
 dumps.py         Flight Recorder dumps as entries, groups and status
+recorded.py      the calls of a dump as columns
 log_lines.py     the lines of logs that say something, as a table, and whose they are
 log_errors.py    exceptions in a rank's log: those that ended it, those that it handled
 attempts.py      what earlier attempts of a job printed, left out

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import multiprocessing
 import os
 import re
@@ -16,22 +15,23 @@ import signal
 import threading
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar, cast
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from megatron_prism.core import foreign
-from megatron_prism.core.collectives import NAME_OF
 from megatron_prism.core.errors import DumpError, shown
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.foreign import bounded_memory
+from megatron_prism.features.hang import recorded
 from megatron_prism.features.hang.log_lines import Differ
+from megatron_prism.features.hang.recorded import RawCall, RecordedCalls
 
 UNNAMED = "a group without a name"  # desc of one that a log does not name
 
@@ -186,36 +186,40 @@ class DumpSet:
         return found
 
 
-T = TypeVar("T")
-
-_NAMES = {**NAME_OF, "_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "ALLGATHER_coalesced":
-           "all_gather", "REDUCE_SCATTER_coalesced": "reduce_scatter", "all_to_allv": "all_to_all",
-           "all_reduce_barrier": "barrier", "all_gather_into_tensor_coalesced": "all_gather",
-           "_all_gather_base_coalesced": "all_gather"}  # fmt: skip
-
-
 _entry_of = functools.partial(tuple.__new__, Entry)  # Entry._make, without a frame of Python
 
 
-def entries_of(raw: Sequence[_RawEntry]) -> tuple[Entry, ...]:
-    """Return all entries, in the order of the dump.
+def entries_of(calls: RecordedCalls) -> tuple[Entry, ...]:
+    """Return all calls as entries, in the order of the dump."""
+    if not calls.shared:
+        return ()
+    parts = zip(*calls.shared, strict=True)
+    groups, descs, ops, peers, numbers, dtypes, states, are_done, sites, _, _ = parts
 
-    Most are like an earlier one but for their numbers, so what they share is made once.
-    """
-    shared_parts: dict[object, _Said] = {}
-    rows = []
-    for number, row in enumerate(raw):
-        place = _innermost(row.frames)
-        key = (row.process_group, row.profiling_name, row.state, row.retired, row.input_sizes,
-               row.output_sizes, row.input_dtypes, row.output_dtypes, place)  # fmt: skip
-        shared = shared_parts.get(key)
-        if shared is None:
-            shared = shared_parts[key] = _said(row, _site(place))
-        group, desc, op, to, numbers, dtypes, state, done, site = shared
-        record, calls = _known(row.record_id, number), _known(row.collective_seq_id)
-        seq = calls if to < 0 else _known(row.p2p_seq_id)
-        rows.append((record, group, desc, op, seq, calls, to, numbers, dtypes, state, done,
-                     site, _known(row.timeout_ms), _known(row.time_created_ns)))  # fmt: skip
+    # a message is counted among the messages of its group
+    seqs = calls.collectives
+    if max(peers) >= 0:
+        seqs = list(seqs)
+        for place, peer in enumerate(peers):
+            if peer >= 0:
+                seqs[place] = calls.messages[place]
+    rows = zip(
+        calls.records,
+        groups,
+        descs,
+        ops,
+        seqs,
+        calls.collectives,
+        peers,
+        numbers,
+        dtypes,
+        states,
+        are_done,
+        sites,
+        calls.timeouts_ms,
+        calls.created_ns,
+        strict=True,
+    )
     return tuple(map(_entry_of, rows))
 
 
@@ -258,138 +262,50 @@ def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple
 
 
 def _whole_messages(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Its messages, if all of them are there: in batches, and none of them ended by its record."""
-    found = tuple(e for e in entries if e.pair)
-    if any(e.done for e in entries):
+    """Return its messages, if all of them are there: in batches, and none ended by its record."""
+    if any(entry.done for entry in entries):
         return ()
-    last: dict[str, int] = {}
-    for e in found:
-        if e.seq - last.get(e.group, 0) not in (0, 1):
+    messages = tuple(entry for entry in entries if entry.to >= 0)
+    last_number: dict[str, int] = {}
+    for message in messages:
+        # messages of one batch have one number; the next batch has the next
+        if message.seq - last_number.get(message.group, 0) not in (0, 1):
             return ()
-        last[e.group] = e.seq
-    return found
+        last_number[message.group] = message.seq
+    return messages
 
 
-def aborted(raw: Sequence[_RawEntry]) -> set[int]:
-    """Places of a group's last calls that are over because they were aborted, not because they
-    ended: ProcessGroupNCCL looks once more whether a call ended before it retires it.
+def aborted(calls: RecordedCalls) -> set[int]:
+    """Find calls that are over because they were aborted, not because they ended.
 
-    Where the kernel ends with its communicator it looks as if it had: behind the time-out, and
-    behind everything that this rank issued.
+    ProcessGroupNCCL looks once more whether a call ended before it retires it.  Where the kernel
+    ends with its communicator it looks as if it had: behind the time-out, and behind everything
+    that this rank issued.
+
+    Returns:
+        Places of the last calls of groups.
     """
-    over = [at for at, row in enumerate(raw) if row.retired]
-    issued = max((row.time_created_ns or 0 for row in raw), default=0)
-    ended, found = set[str](), set[int]()
-    for at in reversed(over):
-        row, group = raw[at], str(raw[at].process_group[0])
-        if group in ended or not row.profiling_name.startswith("nccl:"):
+    last_issued_ns = max(calls.created_ns, default=0)
+    names_of_nccl = {part.group for part in calls.shared if part.is_nccl}
+    ended_groups: set[str] = set()
+    places: set[int] = set()
+    for place in reversed(range(len(calls.shared))):
+        part = calls.shared[place]
+        if not part.is_retired or not part.is_nccl or part.group in ended_groups:
             continue
-        end, limit = row.time_discovered_completed_ns or 0, (row.timeout_ms or 0) * 10**6
-        late = 0 < limit <= end - (row.time_created_ns or 0) and end > issued
-        if row.state != "completed" or late:
-            found.add(at)
-        else:
-            ended.add(group)
-    return found
+        end_ns = max(calls.ended_ns[place], 0)
+        limit_ns = calls.timeouts_ms[place] * 10**6
+        waited_ns = end_ns - max(calls.created_ns[place], 0)
+        is_late = 0 < limit_ns <= waited_ns and end_ns > last_issued_ns
+        if part.state != "completed" or is_late:
+            places.add(place)
+            continue
 
-
-_PAIR = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
-
-
-@functools.lru_cache(1 << 14)
-def _one(value: T) -> T:
-    """The same object for equal values, so that a million entries share their sizes and sites."""
-    return value
-
-
-@functools.lru_cache(1 << 14)
-def _called(text: str) -> tuple[str, int]:
-    """(operation, group rank of the other side or -1) of a profiling_name."""
-    word = text[:200].rpartition(":")[2]
-    pair = _PAIR.match(word)
-    return (pair[1], int(pair[4][:9])) if pair else (_NAMES.get(word, word), -1)
-
-
-_Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-_Sizes = tuple[tuple[_Int, ...], ...] | None
-
-
-class _RawEntry(msgspec.Struct, gc=False):
-    """An entry as torch, or whoever wrote the file, has it."""
-
-    process_group: tuple[str | int, str | int | None]
-    profiling_name: str = ""
-    record_id: _Int | None = None
-    collective_seq_id: _Int | None = None
-    p2p_seq_id: _Int | None = None
-    pg_id: _Int | str | None = None
-    input_sizes: _Sizes = None
-    output_sizes: _Sizes = None
-    input_dtypes: tuple[str, ...] | None = None
-    output_dtypes: tuple[str, ...] | None = None
-    state: str | None = None
-    retired: bool | int | None = None
-    frames: object = None
-    timeout_ms: _Int | None = None
-    time_created_ns: _Int | None = None
-    time_discovered_completed_ns: _Int | None = None
-
-
-# group, description, operation, the other side, elements, dtypes, state, whether it ended, site
-_Said = tuple[
-    str, str, str, int, tuple[tuple[int, ...], tuple[int, ...]], tuple[str, ...], str, bool, str
-]
-
-
-def _said(row: _RawEntry, site: str) -> _Said:
-    """What other calls may have in common with ``row``."""
-    op, to = _called(row.profiling_name)
-    if not row.input_sizes and row.profiling_name.endswith("_coalesced"):
-        op = "coalesced"  # what closes a batch of collectives
-    state = (row.state or "")[:20]
-    return (
-        str(row.process_group[0]),
-        str(row.process_group[1])[:200],
-        op,
-        to,
-        _one((_numbers(row.input_sizes), _numbers(row.output_sizes))),
-        _one((*(row.input_dtypes or ()), *(row.output_dtypes or ()))),
-        state,
-        bool(row.retired) or state == "completed",
-        _one(site),
-    )
-
-
-def _innermost(frames: object) -> tuple[str, int] | None:
-    """Return file and line of the innermost frame; of the others nothing is read."""
-    if not isinstance(frames, list) or not frames:
-        return None
-    first = frames[0]
-    if not isinstance(first, dict):
-        return None
-    file, line = first.get("filename"), first.get("line")
-    if isinstance(file, str) and isinstance(line, int):
-        return file, line
-    return None
-
-
-def _site(place: tuple[str, int] | None) -> str:
-    """Write a place as ``file:line``."""
-    if place is None:
-        return ""
-    file, line = place
-    return f"{file[:300]}:{line}"
-
-
-def _known(value: int | None, other: int = -1) -> int:
-    """``value``, or ``other`` where it is not known."""
-    return other if value is None else value
-
-
-def _numbers(sizes: _Sizes) -> tuple[int, ...]:
-    """Elements of each tensor."""
-    counts = (math.prod(shape[:64]) for shape in sizes or ())
-    return tuple(count if abs(count) < 1 << 63 else -1 for count in counts)
+        # what a group made before a call that ended did end
+        ended_groups.add(part.group)
+        if ended_groups == names_of_nccl:
+            break
+    return places
 
 
 _ENDING = r"(?:\.(?:json|pkl|pickle|trace|bin|pt))?(?:\.gz)?$"
@@ -401,8 +317,6 @@ _RANK = re.compile(
 _PLAIN = re.compile(r"[^.]*" + _ENDING)
 _LOOSE = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _PACKED = re.compile(r"\.(?:tgz|zst|xz|bz2|lz4|zip|tar)$|\.tar\.gz$")
-_LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
-_MANY, _ITEMS = (list, tuple, set, frozenset), 1 << 24
 _LIMIT = 1 << 28  # bytes of one file; full dumps with C++ stacks are a few MB
 FIX = "name the folder that the job's recorders wrote into (TORCH_FR_DUMP_TEMP_FILE)"
 
@@ -555,8 +469,9 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
     """One dump out of the bytes of its file.  DumpError for anything that is none."""
     try:
         head = data[:64].lstrip()[:1]
-        as_json = head in (b"{", b"[")
-        value = foreign.value_of_json(data) if as_json else _unpickled(data)
+        if head in (b"{", b"["):
+            return _of_json(data, rank)
+        value = _unpickled(data)
         if isinstance(value, _CutValue):
             return _before_cut(value, rank)
         return of_value(value, rank)
@@ -568,6 +483,16 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
         raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
 
 
+def _of_json(data: bytes, rank: int) -> Dump:
+    """Read a dump that is written as JSON."""
+    try:
+        raw = msgspec.json.decode(data, type=_RawDump, strict=False)
+    except (msgspec.DecodeError, RecursionError):
+        # the plain value tells what is wrong with it, and where
+        return of_value(foreign.value_of_json(data), rank)
+    return _of_raw(raw, rank)
+
+
 class _CutValue(dict[object, object]):
     """What stands before the cut of a dump."""
 
@@ -575,12 +500,12 @@ class _CutValue(dict[object, object]):
 def _unpickled(data: bytes) -> object:
     """Read the value of a pickle; of one that is cut what stands before the cut."""
     try:
-        return foreign.unpickled(data, _bounded)
+        return foreign.unpickled(data, recorded.check_groups)
     except foreign.HostileValueError:
         raise
     except ValueError as damage:
         try:
-            return _CutValue(foreign.unpickled_to_cut(data, _bounded))
+            return _CutValue(foreign.unpickled_to_cut(data, recorded.check_groups))
         except foreign.HostileValueError:
             raise
         except ValueError:
@@ -605,42 +530,7 @@ def _before_cut(value: _CutValue, rank: int) -> Dump:
     return replace(dump, entries=ended, messages=(), is_cut=True)
 
 
-def _bounded(value: object) -> None:
-    """Refuse a dump of which what is read means more than ``_ITEMS``.
-
-    A list that is written once may stand in every call.  There are millions of lists: their types
-    and lengths are taken without a step of Python for each.
-
-    Raises:
-        ValueError: It means more.
-    """
-    top = value if isinstance(value, dict) else {}
-    entries, groups = top.get("entries"), top.get("pg_config")
-    rows = _of_types(entries, dict) if isinstance(entries, _MANY) else []
-    columns: list[list[object]] = []
-    for key in _LISTS:
-        columns.append(list(map(dict.get, rows, itertools.repeat(key))))
-    if isinstance(groups, dict):
-        columns.append([row.get("ranks") for row in _of_types(groups.values(), dict)])
-    for _ in range(2):
-        # a column for itself: mostly all its values are lists, or none is
-        items = 0
-        for place, column in enumerate(columns):
-            sized = _of_types(column, *_MANY)
-            items += sum(map(len, sized))
-            if items > _ITEMS:
-                raise ValueError(f"it means more than {_ITEMS:,} items, written as aliases")
-            columns[place] = list(itertools.chain.from_iterable(sized))
-
-
-def _of_types(values: Collection[object], *types: type[T]) -> list[T]:
-    """Return the values of some types: mostly all of them, or none."""
-    present = set(map(type, values))
-    if present.issubset(types):
-        return cast(list[T], list(values))
-    if present.isdisjoint(types):
-        return []
-    return [cast(T, value) for value in values if type(value) in types]
+_Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class _RawGroup(msgspec.Struct):
@@ -654,47 +544,113 @@ class _RawStatus(msgspec.Struct):
     last_completed_collective: _Int | None = None
 
 
-class _RawDump(msgspec.Struct):
+class _RawHead(msgspec.Struct):
+    """A dump of which the calls are read as columns."""
+
     version: str = ""
     pg_config: dict[str | int, _RawGroup | str] | None = None
     pg_status: dict[str | int, _RawStatus] | None = None
-    entries: list[_RawEntry] | None = None
+    entries: object = None
+
+
+class _RawDump(_RawHead):
+    """A dump of which each call is converted."""
+
+    entries: list[RawCall] | None = None
 
 
 def of_value(value: object, rank: int) -> Dump:
-    """One dump out of the value that torch pickles.  ValueError if it is none."""
-    top = foreign.shaped(value, _RawDump, strict=False)
-    version, notes = top.version, list[str]()
+    """Read a dump out of the value that torch pickles.  ValueError if it is none."""
+    head = foreign.shaped(value, _RawHead, strict=False)
+    calls = recorded.of_rows(head.entries or [])
+    if calls is None:
+        # what each call says is converted, and may be written once for all of them
+        recorded.check_calls(value)
+        return _of_raw(foreign.shaped(value, _RawDump, strict=False), rank)
+    return _of_head(head, calls, rank)
+
+
+def _of_raw(raw: _RawDump, rank: int) -> Dump:
+    """Read a dump of which each call is converted."""
+    return _of_head(raw, recorded.of_calls(raw.entries or []), rank)
+
+
+def _of_head(head: _RawHead, calls: RecordedCalls, rank: int) -> Dump:
+    """Read a dump, given its calls.
+
+    Raises:
+        ValueError: Its version is not known, or a group cannot be.
+    """
+    version = head.version
     if not re.fullmatch(r"2\.[0-9]{1,3}", version):
         raise ValueError(f"has version {version[:20]!r}; versions 2.0 to 2.10 are read")
-    groups = {str(n): _group(str(n), g) for n, g in (top.pg_config or {}).items() if g != "[]"}
-    raw = top.entries or []
-    entries = entries_of(raw)
-    status = {
-        str(i): Status(_known(s.last_enqueued_collective), _known(s.last_started_collective),
-                       _known(s.last_completed_collective))
-        for i, s in (top.pg_status or {}).items()
-    }  # fmt: skip
-    dead = _aborted_ids(raw, status, len(groups))
+    groups: dict[str, Group] = {}
+    for name, config in (head.pg_config or {}).items():
+        if config != "[]":
+            groups[str(name)] = _group(str(name), config)
+    status: dict[str, Status] = {}
+    for number, raw_status in (head.pg_status or {}).items():
+        status[str(number)] = _status(raw_status)
+
+    # groups that were aborted and made again
+    notes: list[str] = []
+    dead = _aborted_ids(calls, status, len(groups))
     if dead:
-        raw = [e for e in raw if str(e.pg_id) not in dead]
-        entries, status = entries_of(raw), {i: s for i, s in status.items() if i not in dead}
+        calls = calls.without_groups(dead)
+        status = {number: counters for number, counters in status.items() if number not in dead}
         notes.append("calls of groups that were aborted and made again are left out")
-    if cut := aborted(raw):
-        entries = tuple(e._replace(done=at not in cut and e.done) for at, e in enumerate(entries))
+
+    # calls, by their records and by the batches in which they were issued
+    entries = entries_of(calls)
+    aborted_places = aborted(calls)
+    if aborted_places:
+        marked = list(entries)
+        for place in aborted_places:
+            marked[place] = marked[place]._replace(done=False)
+        entries = tuple(marked)
         notes.append("calls that were aborted count as outstanding")
-    if any(a.record > b.record for a, b in zip(entries, entries[1:], strict=False)):
-        entries = tuple(sorted(entries, key=lambda e: e.record))
-    names = _names_of_ids(status, groups, raw)
-    known = {names[i]: s for i, s in status.items() if i in names}
+    if calls.records != sorted(calls.records):
+        entries = tuple(sorted(entries, key=lambda entry: entry.record))
+    names = _names_of_ids(status, groups, calls)
+    named = {names[number]: counters for number, counters in status.items() if number in names}
     messages = _whole_messages(entries)
-    entries = of_batches(entries, [n for n, s in known.items() if 0 <= s.enqueued == s.completed])
-    unnamed = {i: s for i, s in status.items() if i not in names}
+    ended = [name for name, counters in named.items()
+             if 0 <= counters.enqueued == counters.completed]  # fmt: skip
+    entries = of_batches(entries, ended)
+
+    # counters of groups of which nothing says the name
+    unnamed = {number: counters for number, counters in status.items() if number not in names}
     if unnamed:
         notes.append(f"pg_status of {len(unnamed)} groups cannot be named")
-    notes += ["no pg_status"] * (not status)
-    return Dump(rank, version, groups, known, entries, tuple(notes), names, unnamed,
-                messages=messages)  # fmt: skip
+    if not status:
+        notes.append("no pg_status")
+    return Dump(
+        rank,
+        version,
+        groups,
+        named,
+        entries,
+        tuple(notes),
+        names,
+        unnamed,
+        messages=messages,
+    )
+
+
+def _status(raw: _RawStatus) -> Status:
+    """Read the counters of a group; -1 where one is not known."""
+    numbers = (
+        raw.last_enqueued_collective,
+        raw.last_started_collective,
+        raw.last_completed_collective,
+    )
+    enqueued, started, completed = map(_known, numbers)
+    return Status(enqueued, started, completed)
+
+
+def _known(number: int | None) -> int:
+    """Write -1 for a number that is not known."""
+    return -1 if number is None else number
 
 
 def _group(name: str, config: _RawGroup | str) -> Group:
@@ -713,11 +669,11 @@ def _shared_group(name: str, desc: str, ranks: str | tuple[int, ...]) -> Group:
     return Group(name, desc, members)
 
 
-def _aborted_ids(raw: Sequence[_RawEntry], status: Mapping[str, Status], groups: int) -> set[str]:
+def _aborted_ids(calls: RecordedCalls, status: Mapping[str, Status], groups: int) -> set[str]:
     """pg_ids of groups whose names newer groups have; where no entry tells and every group was
     made again, all ids but the newest.
     """
-    named = {(e.pg_id, str(e.process_group[0])) for e in raw if isinstance(e.pg_id, int)}
+    named = [(number, name) for number, name in calls.ids_and_names() if isinstance(number, int)]
     newest: dict[str, int] = {}
     for number, name in named:
         newest[name] = max(number, newest.get(name, number))
@@ -733,11 +689,10 @@ def _aborted_ids(raw: Sequence[_RawEntry], status: Mapping[str, Status], groups:
 
 
 def _names_of_ids(
-    status: Mapping[str, Status], groups: Mapping[str, Group], raw: Sequence[_RawEntry]
+    status: Mapping[str, Status], groups: Mapping[str, Group], calls: RecordedCalls
 ) -> dict[str, str]:
     """pg_id -> name of the group."""
-    called_as = {e.pg_id: e.process_group[0] for e in raw}
-    known = {str(number): str(name) for number, name in called_as.items()}
+    known = {str(number): name for number, name in calls.name_of_id().items()}
     ids = [i for i in status if i not in known]
     names = [name for name in groups if name not in set(known.values())]
     if len(ids) == len(names) and all(x.isdecimal() for x in [*ids, *names]):
