@@ -39,6 +39,7 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program
 from megatron_prism.replay.costs import machine
 from megatron_prism.replay.costs.machine import Machine
+from megatron_prism.replay.costs.provenance import Provenance
 
 FOLDER = Path(__file__).with_name("ops")
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(t?)$")
@@ -378,9 +379,9 @@ def _rows(key: str, rows: Sequence[tuple[float, float, float]]) -> tuple[np.ndar
     return table[:, 0], table[:, 1:].mean(axis=1)
 
 
-MEASURED, ROOFLINE, NONE = 0, 1, 2
-OPS, MIXED = 5, 6  # an op table; one and rooflines
-UNKNOWN = 8  # a segment that says neither how long it takes nor what it computes
+MEASURED, ROOFLINE = Provenance.MEASURED_SEGMENT, Provenance.ROOFLINE
+NONE, UNKNOWN = Provenance.NO_SEGMENT, Provenance.UNKNOWN_SEGMENT
+OPS, MIXED = Provenance.OP_TABLE, Provenance.OP_TABLE_AND_ROOFLINE
 SLIGHT = 0.05
 _MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
 KERNEL = re.compile(
