@@ -163,7 +163,8 @@ def test_imports_follow_the_table():
     assert list(violations(ROOT)) == []
 
 
-MOST_NAMES_OF_CORE = 406  # that features take; about 60 would be an interface
+# that features take; about 60 would be an interface.  Of them two are the headline of fit, compare
+MOST_NAMES_OF_CORE = 408
 
 
 def names_of_core():

@@ -4,6 +4,7 @@ priced_graph.py  load, check, price (overlaps included) and replay: the one way 
                  programs to times
 timeline.py      times of all ops, critical path, idle time by cause
 interval.py      how far off an iteration may be, and why
+headline.py      what an answer says first: one number, or a range over hosts
 variations.py    the iteration if some durations were others
 differences.py   which of several jobs is faster, where what is unknown is the same for all
 network.py       calls that share links

@@ -16,6 +16,7 @@ from megatron_prism.core.job_settings import short
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
 from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.costs.host import host_spread
+from megatron_prism.replay.headline import Headline, headline
 from megatron_prism.replay.interval import Uncertainty, answers_by_host, interval
 from megatron_prism.replay.network import BusyLink, busy_links
 from megatron_prism.replay.rates import Value, rates_of
@@ -177,6 +178,7 @@ class Source:
 class Metrics:
     """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1.
 
+    headline        : what to say first: one number, or a range over hosts
     low_ns, high_ns : where the iteration of the real job is expected (``replay.interval``)
     links           : that calls share, the busiest first; none if nobody shares any
     uncertainties   : what the two are made of, the largest first
@@ -193,6 +195,7 @@ class Metrics:
     world: str
     source: Mapping[str, str]
     iteration_ns: int
+    headline: Headline
     low_ns: int
     high_ns: int
     uncertainties: tuple[Uncertainty, ...]
@@ -258,6 +261,7 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
         world=str(graph),
         source={key: short(text) for key, text in graph.programs.source.items()},
         iteration_ns=iteration,
+        headline=headline(timeline),
         low_ns=between.low_ns,
         high_ns=between.high_ns,
         uncertainties=between.sources,

@@ -63,7 +63,9 @@ def format_flops(flops: float) -> str:
 
 
 def _head(found: Metrics, verbose: bool) -> str:
-    lines = [found.sizes, *folded(found.world)]
+    first = found.headline
+    lines = folded(f"{found.sizes}, {first.assumes}")
+    lines += folded(found.world)
     source = {**found.source}
     what_if = source.pop("what-if", None)
     keys = [key for key in source if verbose or key not in _DETAILS]
@@ -71,7 +73,7 @@ def _head(found: Metrics, verbose: bool) -> str:
     rows = [("slices", said or "do not say where they are from")]
     if what_if is not None:
         rows.append(("what if", what_if))
-    rows.append(("iteration", f"{format_ns(found.iteration_ns)}  ({_basis(found)})"))
+    rows.append(("iteration", f"{first.text}  ({_basis(found)})"))
     if found.high_ns > found.low_ns:
         between = f"{format_ns(found.low_ns)} and {format_ns(found.high_ns)}"
         what = "; what is not measured:" if found.uncertainties else ""

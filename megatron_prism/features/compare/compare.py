@@ -24,6 +24,7 @@ from megatron_prism.memory.peak_changes import Change
 from megatron_prism.memory.peak_changes import compare as compare_peaks
 from megatron_prism.replay import differences
 from megatron_prism.replay.differences import TimeDifference, UncertainTime
+from megatron_prism.replay.headline import Headline, headline
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
 from megatron_prism.replay.rates import Rates, rates_of, tokens_of
 from megatron_prism.replay.timeline import Timeline, mean_parts
@@ -84,6 +85,7 @@ class Comparison:
     scale      : what else changes then
     rates      : tokens and flops per second of each, as ``prism replay`` says them
     speeds      : tokens per second of both; none where one does not say how many it has
+    headlines   : what to say first of the iteration of each; none where one of them has no times
     """
 
     names: tuple[str, str]
@@ -100,6 +102,7 @@ class Comparison:
     scale: tuple[ScaleChange, ...] = ()
     rates: tuple[Rates, Rates] | None = None
     speeds: tuple[TrainingSpeed, ...] = ()
+    headlines: tuple[Headline, ...] = ()
 
     @property
     def batches_differ(self) -> bool | None:
@@ -134,6 +137,9 @@ class Comparison:
 
     def to_json(self) -> dict[str, object]:
         """What ``prism compare --json`` prints."""
+        headlines = []
+        for first in self.headlines:
+            headlines.append(asdict(first))
         return {
             "schema": "prism.comparison/2",
             "names": list(self.names),
@@ -143,6 +149,7 @@ class Comparison:
             "difference": None if self.difference is None else vars(self.difference),
             "rates": None if self.rates is None else [asdict(rates) for rates in self.rates],
             "speeds": [asdict(speed) for speed in self.speeds],
+            "headlines": headlines,
             "parts": self.to_rows(),
             "changes": [asdict(one) for one in self.changes],
             "first": None if self.first is None else [one.to_json() for one in self.first],
@@ -254,6 +261,8 @@ def _with_times(comparison: Comparison, a: PricedGraph, b: PricedGraph) -> Compa
             accounts.append({**vars(timeline.account(index)), "count": count})
         parts.append(mean_parts(accounts))
     rates = rates_of(timelines[0]), rates_of(timelines[1])
+    first_a = headline(timelines[0])
+    first_b = headline(timelines[1])
     return dataclasses.replace(
         comparison,
         iterations=(timelines[0].iteration_ns, timelines[1].iteration_ns),
@@ -263,6 +272,7 @@ def _with_times(comparison: Comparison, a: PricedGraph, b: PricedGraph) -> Compa
         rates=rates,
         speeds=tuple(_speeds(timelines, rates, estimates, own)),
         scale=scale_changes(a, b) if comparison.first is None else (),
+        headlines=(first_a, first_b),
     )
 
 

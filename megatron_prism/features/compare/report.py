@@ -21,8 +21,13 @@ _SETTINGS, _CLASSES, _ORIGINS, _SCALE = 12, 8, 6, 24  # shown of each
 def render_text(found: Comparison) -> str:
     """Ends in a newline."""
     parts = [_settings(found), _times(found), _memory(found), _ops(found)]
-    head = [line for name, text in zip("AB", found.names, strict=True)
-            for line in folded(f"{name}  {text}", 3)]  # fmt: skip
+    head = []
+    for index, letter in enumerate("AB"):
+        text = found.names[index]
+        # which machine and host its times are of
+        if found.headlines:
+            text += f"  {found.headlines[index].assumes}"
+        head += folded(f"{letter}  {text}", 3)
     return "\n\n".join("\n".join(lines) for lines in (head, *map(list, parts)) if lines) + "\n"
 
 
@@ -74,6 +79,9 @@ def _times(found: Comparison) -> Iterator[str]:
         more = format_change(speed.b / speed.a - 1) if speed.a else ""
         rows.append([speed.what, f"{speed.a:,.0f}", f"{speed.b:,.0f}", more])
     yield from columns(rows)
+    for letter, first in zip("AB", found.headlines, strict=False):
+        if first.host_decides:
+            yield from folded(f"{letter} takes {first.text}", 2)
     for line in (*_sure(found), *_precision(found)):
         yield from folded(line, 2)
 

@@ -25,6 +25,7 @@ from megatron_prism.memory.job_peaks import Draws, MemoryReport, first_program, 
 from megatron_prism.memory.nccl_buffers import DEFAULT
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, table_of
 from megatron_prism.replay.costs.machine import Machine, device_limit
+from megatron_prism.replay.headline import Headline, headline
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
 from megatron_prism.replay.timeline import durations_of
 
@@ -71,6 +72,7 @@ class Fit:
                    it where that was asked
     changes      : that were tried, those that fit first, then by what they cost
     iteration_ns : without a change; None where the iteration cannot be priced
+    headline     : what to say first of the iteration; None likewise
     """
 
     limit: int
@@ -82,6 +84,7 @@ class Fit:
     changes: tuple[TriedChange, ...]
     iteration_ns: int | None
     programs: Programs = dataclasses.field(repr=False)
+    headline: Headline | None = None
 
     @property
     def fits(self) -> bool:
@@ -136,6 +139,7 @@ class Fit:
             "worst": self.worst,
             "over": self.over,
             "iteration_ns": self.iteration_ns,
+            "headline": None if self.headline is None else dataclasses.asdict(self.headline),
             "classes": dict(self.memory.classes),
             **({} if host is None else {"host": vars(host)}),
             "overruns": {name: vars(one) for name, one in self.overruns.items()},
@@ -212,9 +216,13 @@ def fit(
         changes = _tried(memory, of, needs, most, settings, priced)
     elif any(risk.failed for risk in risks.values()):
         changes = _without_holes(memory, of, risks, most, settings)
-    ns = None if priced is None else priced.timeline.iteration_ns
+    ns = None
+    first = None
+    if priced is not None:
+        ns = priced.timeline.iteration_ns
+        first = headline(priced.timeline)
     worst = max(needs, key=needs.__getitem__)
-    return Fit(most, source, memory, worst, overruns, risks, changes, ns, programs)
+    return Fit(most, source, memory, worst, overruns, risks, changes, ns, programs, first)
 
 
 def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:

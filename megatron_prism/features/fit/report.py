@@ -62,6 +62,11 @@ def _verdict(found: Fit) -> Iterator[str]:
         text = later_iterations(risk)
         if text:
             yield from folded(f"  {name} {text}", 4)
+    first = found.headline
+    if first is not None and first.iteration_ns:
+        text = f"an iteration {first.assumes}"
+        text += f": {first.text}"
+        yield from folded(f"  {text}", 4)
     if asks := precision_of(found.programs).asks:
         yield from folded(f"  {asks}", 4)
 

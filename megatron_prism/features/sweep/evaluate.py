@@ -395,6 +395,7 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
                  for part in every["path"][:12]],
         "provenance": programs.source.get(WHAT_IF, "as captured"),
     }  # fmt: skip
+    found["headline"] = every["headline"]
     if settings.tail:
         drawn = predict(programs, machine=settings.machine, samples=_SAMPLES, seed=0)
         found["p95_ns"] = next((q.ns for q in drawn.quantiles if q.level == 0.95), None)

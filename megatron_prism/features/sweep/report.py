@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_prism.core import job_settings
-from megatron_prism.core.columns import columns
+from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_share
 from megatron_prism.features.sweep.space import text as axis_text
@@ -45,6 +45,8 @@ def render_text(sweep: Sweep) -> str:
             lines.append(f"… and {len(sweep.rows) - _SHOWN} more: --csv FILE or --json has all")
         if sum(row.rank == 1 for row in sweep.rows) > 1:
             lines.append("= no two layouts of a rank surely differ (95 %)")
+        if any(_is_hosts(row) for row in sweep.rows):
+            lines += folded(_OVER_HOSTS)
         lines += ["", f"memory: device bytes, {sweep.memory_provenance}"]
         lines += [f"start the first: {command(sweep, sweep.rows[0])}"]
     lines += ["", *_fell(sweep)] if sweep.dropped else []
@@ -64,6 +66,27 @@ def _more(row: Row) -> tuple[str | None, str | None]:
     return None if p95 is None else _seconds(p95), None if cost is None else f"{cost:,.2f}"
 
 
+_OVER_HOSTS = (
+    "a range of s/iteration is that of hosts that were measured: the host decides there, and the "
+    "order is by the mean over all of them; prism calibrate --host takes 10 s, "
+    "and host_index of a machine's file says what it finds"
+)
+
+
+def _is_hosts(row: Row) -> bool:
+    """Whether the host decides how long an iteration of the layout takes."""
+    first = row.result.get("headline")
+    return first is not None and bool(first["host_decides"])
+
+
+def _iteration(row: Row) -> str:
+    """Seconds, or a range over hosts."""
+    if not _is_hosts(row):
+        return _seconds(row.result["iteration_ns"])
+    first = row.result["headline"]
+    return f"{_seconds(first['low_ns'])} to {_seconds(first['high_ns'])}"
+
+
 def _slower(row: Row) -> str:
     return "" if row.slower == (0, 0, 0) else "{:+.1%} ({:+.1%} to {:+.1%})".format(*row.slower)
 
@@ -73,7 +96,7 @@ def _cells(sweep: Sweep, row: Row) -> list[str]:
     cells = [
         f"{row.rank}{'=' if row.equal else ''}",
         *(axis_text(one["axes"][axis]) for axis in sweep.axes),
-        _seconds(one["iteration_ns"]),
+        _iteration(row),
         _slower(row),
         f"{row.best:.0%}",
         "unknown" if one["tokens_per_gpu"] is None else f"{one['tokens_per_gpu']:,.1f}",

@@ -7,6 +7,7 @@
     precision.py        in which type products compute, and what MFU is a share of
     host.py             how long the host takes to issue an op
     host_index.py       how fast a host is, by a benchmark or by traces
+    measured_hosts.py   hosts whose index was measured, each once
     machine.py          rates and links of machines (machines/*.json)
     nccl_settings.py    NCCL's environment: which ways its calls may go
     nccl_tests.py       a calibration from the output of nccl-tests

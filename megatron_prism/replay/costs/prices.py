@@ -46,6 +46,7 @@ class Prices:
         host_source: Of every class uint8 [ops], index into ``sources``.
         peak: Flops per second in bf16 on the data sheet of the machine's GPU; 0: unknown.
         peaks: The same of other types: tf32, fp32.
+        machine: Its name; "" if nobody said.
     """
 
     compute: tuple[np.ndarray, ...]
@@ -58,6 +59,7 @@ class Prices:
     host_source: tuple[np.ndarray, ...] = ()
     peak: float = 0.0
     peaks: Mapping[str, float] = field(default_factory=dict)
+    machine: str = ""
 
     def used(self) -> tuple[str, ...]:
         """List the provenances that a duration above 0 rests on, those of computing first."""
@@ -114,6 +116,7 @@ def price_ops(
         host_source=tuple(source for _, _, source in hosts),
         peak=machine.peak,
         peaks=machine.peaks,
+        machine=machine.name,
     )
 
 
