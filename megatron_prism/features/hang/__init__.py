@@ -3,6 +3,7 @@
 diagnose.py      all ways to a verdict: ``prism.hang``
 dumps.py         Flight Recorder dumps as entries, groups and status
 recorded.py      the calls of a dump as columns
+cut_json.py      what stands before the cut of a dump in JSON
 log_lines.py     the lines of logs that say something, as a table, and whose they are
 log_errors.py    exceptions in a rank's log: those that ended it, those that it handled
 attempts.py      what earlier attempts of a job printed, left out

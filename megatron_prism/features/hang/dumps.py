@@ -29,7 +29,7 @@ from megatron_prism.core import foreign
 from megatron_prism.core.errors import DumpError, shown
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.foreign import bounded_memory
-from megatron_prism.features.hang import recorded
+from megatron_prism.features.hang import cut_json, recorded
 from megatron_prism.features.hang.log_lines import Differ
 from megatron_prism.features.hang.recorded import RawCall, RecordedCalls
 
@@ -487,10 +487,40 @@ def _of_json(data: bytes, rank: int) -> Dump:
     """Read a dump that is written as JSON."""
     try:
         raw = msgspec.json.decode(data, type=_RawDump, strict=False)
-    except (msgspec.DecodeError, RecursionError):
+    except msgspec.ValidationError:
         # the plain value tells what is wrong with it, and where
         return of_value(foreign.value_of_json(data), rank)
+    except (msgspec.DecodeError, RecursionError):
+        return _of_cut_json(data, rank)
     return _of_raw(raw, rank)
+
+
+def _of_cut_json(data: bytes, rank: int) -> Dump:
+    """Read a dump in JSON up to its cut.
+
+    torch sorts the keys: the calls come before the counters and the version.
+
+    Raises:
+        ValueError: It is not cut, or nothing before the cut tells anything.
+    """
+    try:
+        foreign.value_of_json(data)
+    except ValueError as damage:
+        try:
+            value = _CutValue(cut_json.before_cut(data))
+        except ValueError:
+            raise damage from None
+    keys = list(value)
+    is_sorted = "entries" in keys and "version" not in keys
+    if not is_sorted:
+        return _before_cut(value, rank)
+
+    # counters are whole only if another key follows them
+    if keys[-1] == "pg_status":
+        del value["pg_status"]
+    if not value["entries"]:
+        raise ValueError("it is cut off before the end of its first call")
+    return _ended_before_cut({**value, "version": _ANY_VERSION}, rank)
 
 
 class _CutValue(dict[object, object]):
@@ -525,12 +555,20 @@ def _before_cut(value: _CutValue, rank: int) -> Dump:
     keys = list(value)
     if "pg_status" not in keys or not value["pg_status"] or keys[-1] == "pg_status":
         raise ValueError("it is cut off before the end of its counters, pg_status")
+    return _ended_before_cut(value, rank)
+
+
+def _ended_before_cut(value: Mapping[object, object], rank: int) -> Dump:
+    """Read the calls of a dump that ended before its cut."""
     dump = of_value(value, rank)
     ended = tuple(entry for entry in dump.entries if entry.done)
     return replace(dump, entries=ended, messages=(), is_cut=True)
 
 
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+_ANY_VERSION = "2.10"  # of a dump whose version stands behind its cut: all are read alike
 
 
 class _RawGroup(msgspec.Struct):

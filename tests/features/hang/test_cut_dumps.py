@@ -1,6 +1,7 @@
 """Dumps that are cut in the middle: read to the cut, and said."""
 
 import gzip
+import json
 import pickle
 
 import pytest
@@ -36,10 +37,23 @@ def test_what_others_call_is_their_call(kind):
     assert verdict.op == "all_reduce"
 
 
-def written(folder, state, part, packed=False, **how):
+def as_json(value):
+    """As torch's HTTP handler writes it: keys are sorted, so calls come first."""
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def as_unsorted_json(value):
+    return json.dumps(value).encode()
+
+
+def as_pickle(value):
+    return pickle.dumps(value, protocol=2)
+
+
+def written(folder, state, part, packed=False, form=as_pickle, **how):
     """The dumps of all ranks, of even ranks cut after a part of their bytes, and where."""
     for rank, value in export.dumps_of(state, **how):
-        data = pickle.dumps(value, protocol=2)
+        data = form(value)
         data = gzip.compress(data, 1) if packed else data
         size = int(part * len(data)) if rank % 2 == 0 else len(data)
         (folder / f"dump_{rank}").write_bytes(data[:size])
@@ -57,6 +71,40 @@ def test_cut_dumps_name_nobody_who_is_innocent(tmp_path, kind, part):
         verdict = analyze.diagnose_dumps(written(tmp_path, state, part, **how))
         assert named(verdict) <= culprits, how
         assert any("cut off" in line for line in verdict.missing), how
+
+
+@pytest.mark.parametrize("form", [as_json, as_unsorted_json])
+@pytest.mark.parametrize("part", [0.4, 0.97])
+@pytest.mark.parametrize("kind", ["drop", "host_stuck", "gpu_hang", "swap"])
+def test_cut_json_names_nobody_who_is_innocent(tmp_path, kind, part, form):
+    """A dump in JSON that ends too early is read to its cut, like a pickle."""
+    state, culprits = stalled(kind)
+    found = written(tmp_path, state, part, form=form, timing=True)
+    cut_dumps = [dump for rank, dump in found.dumps.items() if rank % 2 == 0]
+    assert len(cut_dumps) == 8
+    assert all(dump.is_cut for dump in cut_dumps)
+    verdict = analyze.diagnose_dumps(found)
+    assert named(verdict) <= culprits
+    assert any("cut off" in line for line in verdict.missing)
+
+
+@pytest.mark.parametrize("form", [as_json, as_unsorted_json])
+def test_calls_of_cut_json_are_those_of_the_whole_dump(tmp_path, form):
+    state, _ = stalled("host_stuck")
+    whole = written(tmp_path, state, 1.0, form=form).dumps[0]
+    cut = written(tmp_path, state, 0.7, form=form).dumps[0]
+    assert 0 < len(cut.entries) < len(whole.entries)
+    assert cut.entries == whole.entries[: len(cut.entries)]
+
+
+@pytest.mark.parametrize("size", [1, 20, 200])
+def test_json_that_is_cut_before_its_first_call_is_not_read(tmp_path, size):
+    state, _ = stalled("host_stuck")
+    value = dict(export.dumps_of(state))[0]
+    (tmp_path / "dump_0").write_bytes(as_json(value)[:size])
+    error = load(0, tmp_path / "dump_0")
+    assert isinstance(error, DumpError)
+    assert "is no dump, or damaged" in error.message
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
