@@ -1,6 +1,6 @@
 """Find ranks whose call differs from that of the other members of its group.
 
-In : State.  Out: what the few did and what the others did, by majority.  In a group of two it is
+In : State.  Out: what a minority did and what the others did, by majority.  In a group of two it is
 the siblings, ranks with the same program in other groups, that decide.  A vote without a majority
 names nobody.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_prism.features.hang.dumps import Entry, Launch
@@ -25,10 +25,21 @@ Signature = tuple[Sign, ...]
 
 
 def signature(state: JobState, entries: list[Entry]) -> Signature:
-    """What must be alike.  Logs know no dtypes, and a barrier as the all_reduce that it is."""
-    if state.has_logs:
-        entries = [e._replace(op=_LOGGED.get(e.op, e.op), dtypes=()) for e in entries]
-    return tuple((e.op, e.dtypes, e.numbers if e.op in SIZED else ()) for e in entries)
+    """Return what must be alike on all members of a call.
+
+    Logs know no dtypes, and print a barrier as the all_reduce that it is.
+    """
+    signs: list[Sign] = []
+    for entry in entries:
+        op, dtypes = entry.op, entry.dtypes
+        if state.has_logs:
+            op = _LOGGED.get(op, op)
+            dtypes = ()
+        numbers: object = ()
+        if op in SIZED:
+            numbers = entry.numbers
+        signs.append((op, dtypes, numbers))
+    return tuple(signs)
 
 
 _LOGGED = {"barrier": "all_reduce"}
@@ -39,10 +50,13 @@ _LAST = 6  # calls before one, by which siblings are at the same place
 class Mismatch:
     """A call in which ranks differ.
 
-    kind  : operation, dtype, shape, splits, coalescing, skipped call, extra call
-    entry : the call as the majority makes it (or one of those who differ)
-    ranks : the odd ones; empty if no vote decided, then ``among`` says between whom
-    voted : whether others made this very call; else only calls like it
+    Attributes:
+        kind: operation, dtype, shape, splits, coalescing, skipped call or extra call.
+        entry: The call as the majority makes it, or one of the ranks that differ.
+        ranks: The ranks that err; empty if no vote decided.
+        among: The ranks between which the vote was.
+        text: What the ranks call, in words.
+        voted: Whether others made this very call; else only calls like it.
     """
 
     kind: str
@@ -126,16 +140,24 @@ def _is_plainly_alike(calls_of_members: Sequence[list[Entry] | None]) -> bool:
     return True
 
 
-def _onward(state: JobState, rank: int, like: Entry) -> list[Signature]:
-    """What it called from ``like`` on in its group of that description."""
-    calls = (state.at(rank, like.desc, seq) for seq in itertools.count(like.seq))
-    return [signature(state, made) for made in itertools.takewhile(bool, calls)]
+def _onward(state: JobState, rank: int, call: Entry) -> list[Signature]:
+    """Return what ``rank`` called from ``call`` on in its group of that description."""
+    signatures: list[Signature] = []
+    for number in itertools.count(call.seq):
+        entries = state.at(rank, call.desc, number)
+        if not entries:
+            return signatures
+        signatures.append(signature(state, entries))
+    return signatures
 
 
-def _before(state: JobState, rank: int, like: Entry) -> list[tuple[str, ...]]:
-    """The operations of its last calls before ``like`` in its group of that description."""
-    numbers = range(like.seq - _LAST, like.seq)
-    return [tuple(e.op for e in state.at(rank, like.desc, n)) for n in numbers]
+def _before(state: JobState, rank: int, call: Entry) -> list[tuple[str, ...]]:
+    """Return the operations of the last calls before ``call`` in that group of ``rank``."""
+    operations: list[tuple[str, ...]] = []
+    for number in range(call.seq - _LAST, call.seq):
+        entries = state.at(rank, call.desc, number)
+        operations.append(tuple(entry.op for entry in entries))
+    return operations
 
 
 @dataclass(frozen=True)
@@ -158,29 +180,35 @@ class _RightCall:
 def _compare(state: JobState, calls: Calls) -> Mismatch | None:
     """Find how the members that made one call differ in it, and which of them is wrong."""
     signatures = {rank: signature(state, entries) for rank, entries in calls.items()}
-    one, *others = dict.fromkeys(signatures.values())
+    first_signature, *unlike_signatures = dict.fromkeys(signatures.values())
     first = next(iter(calls.values()))[0]
-    if not others and len(calls) == len(state.groups[first.group].ranks):
+
+    # all members make the same call: only the sums of its sizes may not fit
+    if not unlike_signatures and len(calls) == len(state.groups[first.group].ranks):
         return _totals(state, calls)
     right = _right_call(state, calls, signatures)
 
-    # all members known agree, and nothing says that they err
-    if not others and (right is None or right.signature == one):
+    # the members whose calls are recorded agree, and nothing says that they err
+    if not unlike_signatures and (right is None or right.signature == first_signature):
         return None
     texts = {rank: _text(entries) for rank, entries in calls.items()}
+    members = tuple(calls)
     if right is None:
-        return Mismatch(_kind(one, others[0]), first, (), tuple(calls), _differ(texts))
+        kind = _kind(first_signature, unlike_signatures[0])
+        return Mismatch(kind, first, (), members, _differ(texts))
 
-    odd = tuple(rank for rank, made in signatures.items() if made != right.signature)
-    odd_text = _differ({odd[0]: texts[odd[0]]})
-    text = f"{odd_text}, {right.makers} {_text(right.example)}"
-    kind = _skipped_or_extra(state, calls[odd[0]][0], odd[0], right.signature, calls.keys())
+    erring_ranks = tuple(rank for rank in calls if signatures[rank] != right.signature)
+    first_erring = erring_ranks[0]
+    erring_text = _differ({first_erring: texts[first_erring]})
+    text = f"{erring_text}, {right.makers} {_text(right.example)}"
+    erring_call = calls[first_erring][0]
+    kind = _skipped_or_extra(state, erring_call, first_erring, right.signature, members)
     if not kind:
-        kind = _kind(signatures[odd[0]], right.signature)
+        kind = _kind(signatures[first_erring], right.signature)
 
     # a sibling made it in a group of its own: the call is that of this group
     entry = right.example[0]._replace(group=first.group)
-    return Mismatch(kind, entry, odd, tuple(calls), text, right.voted)
+    return Mismatch(kind, entry, erring_ranks, members, text, right.voted)
 
 
 def _right_call(
@@ -196,8 +224,8 @@ def _right_call(
     if state.groups[first.group].partial:
         return None
     examples: dict[Signature, list[Entry]] = {}
-    for rank, made in signatures.items():
-        examples.setdefault(made, calls[rank])
+    for rank, called in signatures.items():
+        examples.setdefault(called, calls[rank])
     votes = Counter(signatures.values())
     unseen = len(state.groups[first.group].ranks) - len(calls)
     right = _majority(votes, unseen, examples)
@@ -208,89 +236,123 @@ def _right_call(
     candidates = set(votes) if len(votes) > 1 else None
     unlike = any(state.unlike_replicas(rank, first.desc) for rank in calls)
     if not unlike:
-        for made, entries in _elsewhere(state, first, set(calls), candidates):
-            votes[made] += 1
-            examples.setdefault(made, entries)
+        for called, entries in _elsewhere(state, first, set(calls), candidates):
+            votes[called] += 1
+            examples.setdefault(called, entries)
     right = _majority(votes, unseen, examples)
     if right is not None or candidates is None or unlike:
         return right
 
     # what members call next
     numbered_alike: set[Signature] = set()
-    for rank, made in signatures.items():
+    for rank, called in signatures.items():
         if _is_numbered_as_siblings(state, rank, first, calls):
-            numbered_alike.add(made)
-    makers_count = sum(made in numbered_alike for made in signatures.values())
+            numbered_alike.add(called)
+    makers_count = sum(called in numbered_alike for called in signatures.values())
     if len(numbered_alike) == 1 and 2 * makers_count >= len(calls):
-        made = numbered_alike.pop()
+        called = numbered_alike.pop()
         makers = "the others, who make the next calls as siblings do,"
-        return _RightCall(made, examples[made], makers, voted=False)
+        return _RightCall(called, examples[called], makers, voted=False)
 
     # what the rest of the job calls
-    replaced_rank = _replaced(state, calls)
-    if replaced_rank is None:
+    right_rank = _right_of_two(state, calls)
+    if right_rank is None:
         return None
-    made = signatures[replaced_rank]
-    return _RightCall(made, examples[made], "as nobody else, the other", voted=False)
+    called = signatures[right_rank]
+    return _RightCall(called, examples[called], "as nobody else, the other", voted=False)
 
 
 def _majority(
     votes: Counter[Signature], unseen: int, examples: Mapping[Signature, list[Entry]]
 ) -> _RightCall | None:
     """Return the call of a strict majority, ``unseen`` ranks counted against it."""
-    made, count = votes.most_common(1)[0]
+    called, count = votes.most_common(1)[0]
     if 2 * count <= votes.total() + unseen:
         return None
-    return _RightCall(made, examples[made], f"{count} others", voted=True)
+    return _RightCall(called, examples[called], f"{count} others", voted=True)
 
 
 def _is_numbered_as_siblings(state: JobState, rank: int, call: Entry, members: Calls) -> bool:
-    """Whether a later call of ``rank`` in that group has the number that siblings give it, and is
-    unlike its neighbours: so it left out none before it and made none too many.
+    """Tell whether a later call of ``rank`` in that group has the number that siblings give it.
+
+    The call must be unlike its neighbours: only then the rank left out none before it and made none
+    too many.
     """
-    siblings = [r for r in state.siblings_of(rank) if r not in members]
-    mine = _onward(state, rank, call)
-    for place in range(1, len(mine)):
-        if mine[place] not in (*mine[place - 1 : place], *mine[place + 1 : place + 2]):
-            calls = (state.at(r, call.desc, call.seq + place) for r in siblings)
-            if {signature(state, one) for one in calls if one} == {mine[place]}:
-                return True
+    siblings = [sibling for sibling in state.siblings_of(rank) if sibling not in members]
+    own_calls = _onward(state, rank, call)
+    for place in range(1, len(own_calls)):
+        neighbours = own_calls[place - 1 : place] + own_calls[place + 1 : place + 2]
+        if own_calls[place] in neighbours:
+            continue
+        sibling_calls: set[Signature] = set()
+        for sibling in siblings:
+            entries = state.at(sibling, call.desc, call.seq + place)
+            if entries:
+                sibling_calls.add(signature(state, entries))
+        if sibling_calls == {own_calls[place]}:
+            return True
     return False
 
 
-def _replaced(state: JobState, calls: Calls) -> int | None:
-    """Who of two makes the right call, where one of them replaced it by one that nobody else in
-    the job makes.
+def _right_of_two(state: JobState, calls: Calls) -> int | None:
+    """Find which of two members is right, where one makes a call that nobody else in the job makes.
 
     Where what follows fits with a shift by one, one of the two left out a call or made one more:
     both calls may be right, and whether others make the like says nothing.
     """
-    if len(calls) != 2 or len(set(map(len, calls.values()))) > 1:
+    if len(calls) != 2:
         return None
-    (one, a), (other, b) = ((rank, entries[0]) for rank, entries in calls.items())
-    mine, theirs = _onward(state, one, a), _onward(state, other, a)
-    replaced = len(mine) > 1 < len(theirs) and _alike_from(mine[1:], theirs[1:])
-    shifted = _alike_from(mine[1:], theirs) or _alike_from(theirs[1:], mine)
-    if not replaced and (shifted or a.op != b.op) or shifted and a.op != b.op:
+    left_rank, right_rank = calls
+    if len(calls[left_rank]) != len(calls[right_rank]):
         return None
-    odd = _unlike_the_job(state, (a, b), (sum(a.numbers, ()), sum(b.numbers, ())))
-    return None if odd is None else (other, one)[odd]
+    left, right = calls[left_rank][0], calls[right_rank][0]
+
+    left_onward = _onward(state, left_rank, left)
+    right_onward = _onward(state, right_rank, left)
+    is_shifted = _alike_from(left_onward[1:], right_onward)
+    is_shifted = is_shifted or _alike_from(right_onward[1:], left_onward)
+    is_replaced = _alike_from(left_onward[1:], right_onward[1:])
+
+    # an operation unlike the other, and the calls behind it are alike with a shift
+    if is_shifted and left.op != right.op:
+        return None
+    # or nothing is known of the calls behind it
+    if not is_replaced and (is_shifted or left.op != right.op):
+        return None
+    sizes = (left.numbers[0] + left.numbers[1], right.numbers[0] + right.numbers[1])
+    erring = _unlike_the_job(state, (left, right), sizes)
+    if erring is None:
+        return None
+    return (right_rank, left_rank)[erring]
 
 
 def _skipped_or_extra(
     state: JobState, call: Entry, rank: int, usual: Signature, members: Collection[int]
 ) -> str:
-    """Whether ``rank`` calls here what the others call next, or next what they call here; "" if
-    neither is known.
+    """Tell whether ``rank`` skipped a call or made one more.
+
+    It calls at ``call`` what the others call next, or next what they call there.
+
+    Returns:
+        "skipped call", "extra call", or "" if neither is known.
     """
-    mine = _onward(state, rank, call)
-    alike = (_onward(state, r, call) for r in {*members, *state.siblings_of(rank)})
-    theirs = max((calls for calls in alike if calls[:1] == [usual]), key=len, default=[])
-    if _alike_from(mine[1:], theirs[1:]):
+    own_calls = _onward(state, rank, call)
+
+    # the longest record of the ranks that make the usual call
+    usual_calls: list[Signature] = []
+    for candidate in {*members, *state.siblings_of(rank)}:
+        candidate_calls = _onward(state, candidate, call)
+        if candidate_calls[:1] == [usual] and len(candidate_calls) > len(usual_calls):
+            usual_calls = candidate_calls
+
+    # the call was replaced by another: what follows is alike
+    if _alike_from(own_calls[1:], usual_calls[1:]):
         return ""
-    if _alike_from(mine, theirs[1:]):
+    if _alike_from(own_calls, usual_calls[1:]):
         return "skipped call"
-    return "extra call" if _alike_from(mine[1:], theirs) else ""
+    if _alike_from(own_calls[1:], usual_calls):
+        return "extra call"
+    return ""
 
 
 def _elsewhere(
@@ -316,143 +378,251 @@ def _elsewhere(
             if sibling in members:
                 continue
             entries = state.at(sibling, like.desc, like.seq)
-            made = signature(state, entries)
-            if not entries or (candidates is not None and made not in candidates):
+            called = signature(state, entries)
+            if not entries or (candidates is not None and called not in candidates):
                 continue
             before_sibling = _before(state, sibling, like)
             if any(_fit(before_sibling, before) for before in before_members):
-                yield made, entries
+                yield called, entries
 
 
 def _unlike_the_job(
     state: JobState, pair: tuple[Entry, Entry], sizes: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> int | None:
-    """Which of two calls looks like nothing else in the job: 0, 1 or None.  First whole calls are
-    compared, then their operations, the job's half precision, and numbers of elements: those that
-    several other calls move.
+    """Find which of two calls is like nothing else in the job.
 
-    sizes : of either call
+    First whole calls are compared, then their operations, the job's half precision, and numbers of
+    elements: those that several other calls move.
+
+    Args:
+        state: The job.
+        pair: The two calls.
+        sizes: Numbers of elements of either call.
+
+    Returns:
+        0 or 1: the place in ``pair``; None if nothing decides.
     """
-    looks: tuple[Callable[[Entry], object], ...] = (
-        lambda e: not e.pair and (e.desc, e.op, e.dtypes, e.numbers if e.op in SIZED else ()),
-        lambda e: not e.pair and (e.desc, e.op, e.dtypes),
-        lambda e: set(e.dtypes) <= _HALVES and e.dtypes[:1],
-    )
-    others = [e for dump in state.dumps.values() for e in dump.entries
-              if e.op != "coalesced" and e is not pair[0] and e is not pair[1]]  # fmt: skip
-    for look in looks:
-        heard = set(map(look, others))
-        known = [bool(look(e)) and look(e) in heard for e in pair]
-        if all(map(look, pair)) and known[0] != known[1]:
-            return known.index(False)
-    moved = Counter(n for e in others for n in set(sum(e.numbers, ())) if n > 1)  # not scalars
-    known = [max((moved[n] for n in set(mine)), default=0) > 1 for mine in sizes]
-    if known[0] != known[1] and pair[0].dtypes == pair[1].dtypes:
-        return known.index(False)
+    other_calls: list[Entry] = []
+    for dump in state.dumps.values():
+        for entry in dump.entries:
+            if entry.op != "coalesced" and entry is not pair[0] and entry is not pair[1]:
+                other_calls.append(entry)
+
+    # an aspect decides if both calls have it and the job knows one of them
+    for aspect in (_whole_call, _operation, _half_precision):
+        first, second = aspect(pair[0]), aspect(pair[1])
+        if not first or not second:
+            continue
+        aspects_of_job = {aspect(entry) for entry in other_calls}
+        is_usual = [first in aspects_of_job, second in aspects_of_job]
+        if is_usual[0] != is_usual[1]:
+            return is_usual.index(False)
+
+    # numbers of elements; a single element is a scalar and says nothing
+    calls_with_size: Counter[int] = Counter()
+    for entry in other_calls:
+        for size in {*entry.numbers[0], *entry.numbers[1]}:
+            if size > 1:
+                calls_with_size[size] += 1
+    is_usual = []
+    for own_sizes in sizes:
+        is_usual.append(any(calls_with_size[size] > 1 for size in own_sizes))
+    if is_usual[0] != is_usual[1] and pair[0].dtypes == pair[1].dtypes:
+        return is_usual.index(False)
     return None
 
 
-def _alike_from(one: list[Signature], other: list[Signature]) -> bool:
-    """Whether what is known of both is the same; not where nothing is known of one."""
-    return bool(one and other) and all(a == b for a, b in zip(one, other, strict=False))
+def _whole_call(entry: Entry) -> object:
+    """Return group, operation, dtypes and sizes of a collective; False for a message."""
+    if entry.pair:
+        return False
+    numbers: object = ()
+    if entry.op in SIZED:
+        numbers = entry.numbers
+    return entry.desc, entry.op, entry.dtypes, numbers
 
 
-def _fit(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> bool:
-    """Whether the same was called, as far as both are known."""
-    return all(a == b for a, b in zip(one, other, strict=True) if a and b)
+def _operation(entry: Entry) -> object:
+    """Return group, operation and dtypes of a collective; False for a message."""
+    return not entry.pair and (entry.desc, entry.op, entry.dtypes)
 
 
-def _kind(a: Signature, b: Signature) -> str:
-    if len(a) != len(b):
+def _half_precision(entry: Entry) -> object:
+    """Return the dtype of a call in half precision; False, or nothing, for others."""
+    return set(entry.dtypes) <= _HALVES and entry.dtypes[:1]
+
+
+def _alike_from(left: list[Signature], right: list[Signature]) -> bool:
+    """Tell whether both are alike as far as both are known; False where one is not known."""
+    common = min(len(left), len(right))
+    return common > 0 and left[:common] == right[:common]
+
+
+def _fit(left: list[tuple[str, ...]], right: list[tuple[str, ...]]) -> bool:
+    """Tell whether the same was called, as far as both are known."""
+    for left_ops, right_ops in zip(left, right, strict=True):
+        if left_ops and right_ops and left_ops != right_ops:
+            return False
+    return True
+
+
+_ASPECTS = ("operation", "dtype", "shape")  # of a Sign, in its order
+
+
+def _kind(left: Signature, right: Signature) -> str:
+    """Name the first aspect in which two calls differ."""
+    if len(left) != len(right):
         return "coalescing"
-    for x, y in zip(a, b, strict=True):
-        for name, p, q in zip(("operation", "dtype", "shape"), x, y, strict=True):
-            if p != q:
-                return name
+    for left_sign, right_sign in zip(left, right, strict=True):
+        for place, aspect in enumerate(_ASPECTS):
+            if left_sign[place] != right_sign[place]:
+                return aspect
     return "shape"
 
 
 def _text(entries: list[Entry]) -> str:
-    e = entries[0]
-    sizes = "+".join(map(str, e.numbers[0])) or "nothing"
-    more = f" and {len(entries) - 1} more in one call" if len(entries) > 1 else ""
-    return f"{e.op} {sizes} {e.dtypes[0] if e.dtypes else ''}".rstrip() + more
+    """Describe a call, or those coalesced in it: ``all_reduce 64 BFloat16``."""
+    first = entries[0]
+    sizes = "+".join(map(str, first.numbers[0])) or "nothing"
+    text = f"{first.op} {sizes}"
+    if first.dtypes and first.dtypes[0]:
+        text += f" {first.dtypes[0]}"
+    if len(entries) > 1:
+        text += f" and {len(entries) - 1} more in one call"
+    return text
 
 
 def _differ(texts: dict[int, str]) -> str:
-    return ", ".join(f"rank {rank} calls {text}" for rank, text in sorted(texts.items())[:4])
+    """Say what at most four ranks call."""
+    clauses = [f"rank {rank} calls {text}" for rank, text in sorted(texts.items())]
+    return ", ".join(clauses[:4])
 
 
 def _totals(state: JobState, calls: dict[int, list[Entry]]) -> Mismatch | None:
-    """An all-to-all in which all together send more or less than all together receive."""
-    entries = {rank: e[0] for rank, e in calls.items()}
-    first = next(iter(entries.values()))
+    """Find an all-to-all in which all together send more or less than all together receive."""
+    first = next(iter(calls.values()))[0]
     if first.op != "all_to_all" or len(calls) < len(state.groups[first.group].ranks):
         return None
-    sums = {r: (sum(e.numbers[0]), sum(e.numbers[1])) for r, e in entries.items()}
-    if sum(a for a, _ in sums.values()) == sum(b for _, b in sums.values()):
+    sent: dict[int, int] = {}
+    expected: dict[int, int] = {}
+    for rank, entries in calls.items():
+        sent[rank] = sum(entries[0].numbers[0])
+        expected[rank] = sum(entries[0].numbers[1])
+    if sum(sent.values()) == sum(expected.values()):
         return None
-    uneven = tuple(r for r, (a, b) in sums.items() if a != b)
-    text = "; ".join(f"rank {r} sends {sums[r][0]}, expects {sums[r][1]}" for r in uneven[:4])
-    alone = len(uneven) == 1 and len(sums) > 2
-    return Mismatch("splits", first, uneven if alone else (), tuple(sums), text)
+
+    # of two members either may err; of more, the only one whose own sums differ does
+    uneven = tuple(rank for rank in calls if sent[rank] != expected[rank])
+    clauses = [f"rank {rank} sends {sent[rank]}, expects {expected[rank]}" for rank in uneven]
+    erring_ranks: tuple[int, ...] = ()
+    if len(uneven) == 1 and len(calls) > 2:
+        erring_ranks = uneven
+    return Mismatch("splits", first, erring_ranks, tuple(calls), "; ".join(clauses[:4]))
 
 
 def _messages(state: JobState) -> Iterator[Mismatch]:
-    """Sends and receives at the head of both sides that do not fit."""
-    for rank in state.outstanding:
-        send = next((e for e in state.outstanding[rank] if e.op == "send"), None)
-        mate = state.mate(rank, send) if send else None
-        if send is None or mate is None:
+    """Find sends and receives, the oldest of both sides, that do not fit."""
+    for rank, outstanding in state.outstanding.items():
+        send = next((entry for entry in outstanding if entry.op == "send"), None)
+        if send is None:
             continue
-        a, b = (sum(send.numbers[0]), send.dtypes[:1]), (sum(mate.numbers[1]), mate.dtypes[:1])
-        sizes, peer = (send.numbers[0], mate.numbers[1]), state.other(rank, send)
-        if a == b:
-            yield from _unbatched(state, (rank, send), (peer, mate))
+
+        # without a receive of the other side it waits, and nothing is compared
+        receive = state.mate(rank, send)
+        if receive is None:
             continue
-        alone = _unlike_the_job(state, (send, mate), sizes)
-        odd = () if alone is None else ((rank, peer)[alone],)
-        text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
-        kind = "dtype" if a[0] == b[0] else "shape"
-        yield Mismatch(kind, send, odd, (rank, peer), text)
+        peer = state.other(rank, send)
+        sent_numbers, expected_numbers = send.numbers[0], receive.numbers[1]
+        sent, expected = sum(sent_numbers), sum(expected_numbers)
+        sent_dtype, expected_dtype = send.dtypes[:1], receive.dtypes[:1]
+
+        # both agree about what is sent, but perhaps not about how
+        if sent == expected and sent_dtype == expected_dtype:
+            yield from _unbatched(state, _Side(rank, send), _Side(peer, receive))
+            continue
+
+        # they do not fit: the side that errs has sizes or types of its own
+        erring_ranks: tuple[int, ...] = ()
+        erring = _unlike_the_job(state, (send, receive), (sent_numbers, expected_numbers))
+        if erring is not None:
+            erring_ranks = ((rank, peer)[erring],)
+        text = f"rank {rank} sends {sent} {sent_dtype}, "
+        text += f"rank {peer} expects {expected} {expected_dtype}"
+        kind = "shape"
+        if sent == expected:
+            kind = "dtype"
+        yield Mismatch(kind, send, erring_ranks, (rank, peer), text)
 
 
-def _unbatched(
-    state: JobState, one: tuple[int, Entry], other: tuple[int, Entry]
-) -> Iterator[Mismatch]:
-    """A message that one side posts in a batch and the other by itself: NCCL moves the first in the
-    group's communicator and the second in one of the two ranks, so they never meet.
+@dataclass(frozen=True)
+class _Side:
+    """One side of a message.
+
+    Attributes:
+        rank: The rank that posts it.
+        entry: Its send or receive.
     """
-    here = [(is_batched(state, *side), *side) for side in (one, other)]
-    if {batched for batched, *_ in here} != {True, False}:
+
+    rank: int
+    entry: Entry
+
+
+def _unbatched(state: JobState, sender: _Side, receiver: _Side) -> Iterator[Mismatch]:
+    """Find a message that one side posts in a batch and the other by itself.
+
+    NCCL moves the first in the group's communicator and the second in one of the two ranks, so they
+    never meet.
+    """
+    sides = (sender, receiver)
+    is_batched_of_side = [is_batched(state, side.rank, side.entry) for side in sides]
+    if set(is_batched_of_side) != {True, False}:
         return
-    odd = []
-    for batched, rank, entry in here:
-        kind, seen = (entry.desc, entry.op, state.step(rank, entry)), Counter[bool | None]()
-        for sibling in state.siblings_of(rank):
-            alike = (e for e in state.dumps[sibling].entries if e.pair and sibling != rank
-                     and (e.desc, e.op, state.step(sibling, e)) == kind)  # fmt: skip
-            if (last := next(alike, None)) is not None:
-                seen[is_batched(state, sibling, last)] += 1
-        if seen[not batched] > seen[batched]:
-            odd.append(rank)
-    if len(odd) == 1:
-        how = ("by itself", "in a batch")
-        text = ", ".join(f"rank {r} posts its {e.op} {how[bool(b)]}" for b, r, e in here)
-        yield Mismatch("coalescing", one[1], tuple(odd), (one[0], other[0]), text)
+
+    # the side that posts it otherwise than most siblings post theirs
+    erring_ranks: list[int] = []
+    clauses: list[str] = []
+    for side, batched in zip(sides, is_batched_of_side, strict=True):
+        votes = _batches_of_siblings(state, side)
+        if votes[not batched] > votes[bool(batched)]:
+            erring_ranks.append(side.rank)
+        manner = ("by itself", "in a batch")[bool(batched)]
+        clauses.append(f"rank {side.rank} posts its {side.entry.op} {manner}")
+    if len(erring_ranks) == 1:
+        among = (sender.rank, receiver.rank)
+        text = ", ".join(clauses)
+        yield Mismatch("coalescing", sender.entry, tuple(erring_ranks), among, text)
 
 
-def is_batched(state: JobState, rank: int, entry: Entry) -> bool | None:
-    """Whether the record that closes a batch follows; None where the records behind are not there,
-    as in dumps without calls that ended.
+def _batches_of_siblings(state: JobState, side: _Side) -> Counter[bool | None]:
+    """Count whether siblings post their first such message in a batch."""
+    step = state.step(side.rank, side.entry)
+    votes: Counter[bool | None] = Counter()
+    for sibling in state.siblings_of(side.rank):
+        if sibling == side.rank:
+            continue
+        for entry in state.dumps[sibling].entries:
+            is_like = entry.pair and entry.desc == side.entry.desc and entry.op == side.entry.op
+            if is_like and state.step(sibling, entry) == step:
+                votes[is_batched(state, sibling, entry)] += 1
+                break
+    return votes
+
+
+def is_batched(state: JobState, rank: int, message: Entry) -> bool | None:
+    """Tell whether the record that closes a batch follows a message.
+
+    Returns:
+        None where the records behind are not there, as in dumps without calls that ended.
     """
     entries = state.dumps[rank].entries
-    at = entries.index(entry)
-    for record, e in enumerate(entries[at:], entry.record):
-        if e.record != record:
+    position = entries.index(message)
+    for record, entry in enumerate(entries[position:], message.record):
+        # a record is missing
+        if entry.record != record:
             return None
-        if e.group != entry.group or e.pair and e.seq != entry.seq:
+        # another call comes before the batch is closed
+        if entry.group != message.group or entry.pair and entry.seq != message.seq:
             return False
-        if e.op == "coalesced":
+        if entry.op == "coalesced":
             return True
     return False
