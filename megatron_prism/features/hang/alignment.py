@@ -11,7 +11,6 @@ none is named.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -26,12 +25,23 @@ Key = tuple[object, ...]  # operation, dtype, elements
 _UNSIZED = ("all_to_all", "barrier")  # their sizes differ from iteration to iteration
 
 
+GroupKey = tuple[str, bool]  # description of a group, and whether its messages are meant
+
+
 @dataclass(frozen=True)
 class Place:
-    """The last call that ``rank`` issued: op ``index`` of its program, of ``candidates`` that fit.
+    """The last call that a rank issued.
 
-    index is -1 where several fit, or none; issued counts the iteration's calls up to it; iteration
-    counts from 1, 0 is unknown
+    Attributes:
+        rank: The rank.
+        index: Op of its program; -1 where several fit, or none.
+        issued: Number of the iteration's calls up to it.
+        label: Of the op.
+        op: The operation.
+        group: Description of its group.
+        site: File and line.
+        candidates: Number of ops that fit.
+        iteration: Counted from 1; 0 is unknown.
     """
 
     rank: int
@@ -47,156 +57,243 @@ class Place:
     def __str__(self) -> str:
         if self.index < 0:
             return f"rank {self.rank}: {self.candidates or 'no'} places in its program fit"
-        at = f" at {self.site}" if self.site else ""
-        what = f"op {self.index} ({self.label}), {self.op} of {self.group}{at}"
-        when = f"iteration {self.iteration}, " if self.iteration else ""
-        return f"rank {self.rank}: {when}last issued {what}"
+        text = f"rank {self.rank}: "
+        if self.iteration:
+            text += f"iteration {self.iteration}, "
+        text += f"last issued op {self.index} ({self.label}), {self.op} of {self.group}"
+        if self.site:
+            text += f" at {self.site}"
+        return text
 
 
 def recorded(op: Op) -> bool:
-    """Whether dumps have it."""
+    """Tell whether dumps have an op."""
     return bool(op.group and IS_NCCL[CODE[op.name]])
 
 
 def key(op: Op) -> Key:
     """Return operation, type and size of a call of a program, as dumps say them."""
-    size = -1 if op.name in _UNSIZED else max(op.num_in, op.num_out)
+    size = -1
+    if op.name not in _UNSIZED:
+        size = max(op.num_in, op.num_out)
     return op.name, DTYPE_WORDS.get(op.dtype, "Float"), size
 
 
 def seen(entry: Entry) -> Key:
     """Return operation, type and size of a call of a dump."""
-    sizes = [n for side in entry.numbers for n in side]
-    size = -1 if entry.op in _UNSIZED else max(sizes, default=-1)
-    return entry.op, next(iter(entry.dtypes), ""), size
+    size = -1
+    if entry.op not in _UNSIZED:
+        size = max((*entry.numbers[0], *entry.numbers[1]), default=-1)
+    dtype = next(iter(entry.dtypes), "")
+    return entry.op, dtype, size
 
 
 def as_dumped(op: Op, entry: Entry) -> Op:
-    """The op as the dump has it: another operation, dtype or size."""
-    sizes = [sum(side) if side else -1 for side in entry.numbers]
-    rooted = entry.op in ("broadcast", "reduce", "gather", "scatter")
-    reduces = entry.op in ("all_reduce", "reduce_scatter", "reduce")
+    """Return the op as the dump has it: another operation, dtype or size."""
+    inputs, outputs = entry.numbers
+    num_in = num_out = -1
+    if inputs:
+        num_in = sum(inputs)
+    if outputs:
+        num_out = sum(outputs)
+    dtype_word = next(iter(entry.dtypes), "")
+
+    # only some operations have a root,
+    root = -1
+    if entry.op in ("broadcast", "reduce", "gather", "scatter"):
+        root = max(op.root, 0)
+    # or reduce
+    reduction = ""
+    if entry.op in ("all_reduce", "reduce_scatter", "reduce"):
+        reduction = op.reduce or "sum"
+    handle = op.handle
+    if entry.op == "barrier":
+        handle = -1  # it holds the host
     return dataclasses.replace(
-        op, name=entry.op, num_in=sizes[0], num_out=sizes[1], splits=None,
-        dtype=_DTYPES.get(next(iter(entry.dtypes), ""), op.dtype),
-        root=(max(op.root, 0) if rooted else -1), reduce=(op.reduce or "sum") if reduces else "",
-        handle=-1 if entry.op == "barrier" else op.handle,  # it holds the host
-    )  # fmt: skip
+        op,
+        name=entry.op,
+        num_in=num_in,
+        num_out=num_out,
+        splits=None,
+        dtype=_DTYPES.get(dtype_word, op.dtype),
+        root=root,
+        reduce=reduction,
+        handle=handle,
+    )
 
 
-def _counts(keys: list[Key], last: list[Key]) -> set[int]:
-    """After how many of an iteration's calls ``keys`` the last ones can be ``last``; 0 is a whole
-    one.
+def _positions_after(keys: list[Key], last_calls: list[Key]) -> set[int]:
+    """Find after how many calls of an iteration the last ones can be ``last_calls``.
+
+    Args:
+        keys: The calls of an iteration, which repeats.
+        last_calls: As recorded, oldest first.
+
+    Returns:
+        Numbers of calls; 0 stands for a whole iteration.
     """
     size = len(keys)
-    return {count % size for count in range(1, size + 1)
-            if all(keys[(count - 1 - back) % size] == key
-                   for back, key in enumerate(last[: -size - 1 : -1]))}  # fmt: skip
+    newest_first = last_calls[: -size - 1 : -1]
+    positions: set[int] = set()
+    for count in range(1, size + 1):
+        planned = [keys[(count - 1 - back) % size] for back in range(len(newest_first))]
+        if planned == newest_first:
+            positions.add(count % size)
+    return positions
 
 
 class Alignment:
-    """The dumps of ``state`` over ``programs``: the calls of every program, group by group."""
+    """The dumps of a job over its programs.
+
+    Attributes:
+        state: The job.
+        programs: Its programs.
+        fifos: Number of a program -> group -> its calls, in the order of issue.
+        orders: Number of a program -> its calls with their groups, in the order of issue.
+        steps: Number of a program -> for each call its op, and group -> calls up to it.
+    """
 
     def __init__(self, state: JobState, programs: Programs) -> None:
         self.state, self.programs = state, programs
-        self.fifos: dict[int, dict[tuple[str, bool], list[Key]]] = {}
+        self.fifos: dict[int, dict[GroupKey, list[Key]]] = {}
         self.orders: dict[int, list[Key]] = {}
-        self.steps: dict[int, list[tuple[int, dict[tuple[str, bool], int]]]] = {}
+        self.steps: dict[int, list[tuple[int, dict[GroupKey, int]]]] = {}
         for number, program in enumerate(programs.programs):
             self._read(number, list(program))
 
     def _read(self, number: int, ops: list[Op]) -> None:
-        keys: dict[tuple[str, bool], list[Key]] = defaultdict(list)
-        steps: list[tuple[int, dict[tuple[str, bool], int]]] = []
+        """Collect the calls of a program, group by group."""
+        keys: dict[GroupKey, list[Key]] = defaultdict(list)
+        order: list[Key] = []
+        steps: list[tuple[int, dict[GroupKey, int]]] = []
         for index, op in enumerate(ops):
+            # what is not NCCL's is in no dump
             if recorded(op):
-                group = (op.group, op.name in ("send", "recv"))
-                keys[group].append(key(op))
-                steps.append((index, {g: len(k) for g, k in keys.items()}))
-        self.orders[number] = [(op.group, *key(op)) for op in ops if recorded(op)]
+                is_message = op.name in ("send", "recv")
+                keys[op.group, is_message].append(key(op))
+                order.append((op.group, *key(op)))
+                steps.append((index, {group: len(calls) for group, calls in keys.items()}))
+        self.orders[number] = order
         self.fifos[number] = dict(keys)
         self.steps[number] = steps
 
+    def _number(self, rank: int) -> int:
+        """Return the number of the program of ``rank``."""
+        return int(self.programs.program_of[rank])
+
     def places(self) -> dict[int, Place]:
-        """rank -> its place."""
+        """Return rank -> its place."""
         return {rank: self.place(rank, self.fits(rank)) for rank in sorted(self.state.dumps)}
 
     def fits(self, rank: int) -> list[int]:
-        """Steps of the program of ``rank`` after which its dump may have been taken."""
-        number, dump = int(self.programs.program_of[rank]), self.state.dumps[rank]
-        fifos, steps = self.fifos[number], self.steps[number]
-        calls: dict[tuple[str, bool], list[Key]] = defaultdict(list)
+        """Return steps of the program of ``rank`` after which its dump may have been taken."""
+        number, dump = self._number(rank), self.state.dumps[rank]
+        fifos = self.fifos[number]
+        recorded_calls: dict[GroupKey, list[Key]] = defaultdict(list)
         order: list[Key] = []
-        for e in dump.entries:
-            if e.op != "coalesced" and (e.desc, e.pair) in fifos:
-                calls[e.desc, e.pair].append(seen(e))
-                order.append((e.desc, *seen(e)))
-        allowed = {g: _counts(fifos[g], s) for g, s in calls.items()}
-        found = [step for step, (_, counts) in enumerate(steps)
-                 if all(counts.get(g, 0) % len(fifos[g]) in c for g, c in allowed.items())
-                 ]  # fmt: skip
-        if not any(e.done for e in dump.entries):
-            return found
-        if dump.entries[-1].record < len(dump.entries):  # all since the job began
-            found = [step for step in found if step < len(order)]
+        for entry in dump.entries:
+            if entry.op != "coalesced" and (entry.desc, entry.pair) in fifos:
+                recorded_calls[entry.desc, entry.pair].append(seen(entry))
+                order.append((entry.desc, *seen(entry)))
+
+        # start-up calls are in no program: steps that fit in each group by itself
+        allowed: dict[GroupKey, set[int]] = {}
+        for group, calls in recorded_calls.items():
+            allowed[group] = _positions_after(fifos[group], calls)
+        fitting_steps: list[int] = []
+        for step, (_, counts) in enumerate(self.steps[number]):
+            positions = {group: counts.get(group, 0) % len(fifos[group]) for group in allowed}
+            if all(positions[group] in allowed[group] for group in allowed):
+                fitting_steps.append(step)
+        if not any(entry.done for entry in dump.entries):
+            return fitting_steps
+
+        # all calls since the job began are recorded: a later step would need more of them
+        if dump.entries[-1].record < len(dump.entries):
+            fitting_steps = [step for step in fitting_steps if step < len(order)]
+
         # with history the last calls are known in order: the longest stretch that fits
-        lengths = {step: self._stretch(number, step, order[-_STRETCH:]) for step in found}
-        most = max(lengths.values(), default=0)
-        return [step for step, length in lengths.items() if length == most > 0]
+        last_calls = order[-_STRETCH:]
+        lengths = {step: self._stretch(number, step, last_calls) for step in fitting_steps}
+        longest = max(lengths.values(), default=0)
+        return [step for step, length in lengths.items() if length == longest > 0]
 
     def stops(self, rank: int, step: int) -> list[int]:
-        """Ops before which its host may stand after ``step``: no dump says how many of the calls
-        behind it that are not NCCL's it has made.
+        """Return ops before which the host of ``rank`` may stand after ``step``.
+
+        No dump says how many calls behind it that are not NCCL's the rank has made.
         """
         ops = self.programs.of(rank)
-        first = self.steps[int(self.programs.program_of[rank])][step][0] + 1
-        rest = itertools.takewhile(lambda at: not recorded(ops[at]), range(first, len(ops)))
-        return [first, *(at + 1 for at in rest if ops[at].group)]
+        first = self.steps[self._number(rank)][step][0] + 1
+        stops = [first]
+        for index in range(first, len(ops)):
+            # the next call of NCCL would be in the dump
+            if recorded(ops[index]):
+                break
+            if ops[index].group:
+                stops.append(index + 1)
+        return stops
 
     def first_open(self, rank: int, step: int) -> int:
-        """The op of the oldest outstanding call of a dump taken after ``step``: as many calls back
-        as are outstanding; calls of a rank with itself are in no dump.
+        """Return the op of the oldest outstanding call of a dump taken after ``step``.
+
+        It is as many calls back as are outstanding; calls of a rank with itself are in no dump.
         """
-        number, left = int(self.programs.program_of[rank]), len(self.state.outstanding[rank])
-        known = {g.desc for g in self.state.groups.values() if rank in g.ranks}
+        number = self._number(rank)
+        remaining = len(self.state.outstanding[rank])
+        descriptions = {group.desc for group in self.state.groups.values() if rank in group.ranks}
         ops = self.programs.programs[number]
-        for back in range(step, -1, -1):
-            index = self.steps[number][back][0]
-            left -= ops[index].group in known
-            if left <= 0:
+        for earlier_step in range(step, -1, -1):
+            index = self.steps[number][earlier_step][0]
+            if ops[index].group in descriptions:
+                remaining -= 1
+            if remaining <= 0:
                 return index
         return self.steps[number][0][0]
 
-    def _stretch(self, number: int, step: int, order: list[Key]) -> int:
-        """How many of the last calls are those of the program up to ``step``, going backwards."""
+    def _stretch(self, number: int, step: int, last_calls: list[Key]) -> int:
+        """Count how many of the last calls are those of the program up to ``step``."""
         calls = self.orders[number]
-        for back, key in enumerate(reversed(order)):
-            if calls[(step - back) % len(calls)] != key:
-                return back if back > step else 0  # before the iteration anything may have been
-        return len(order)
+        for back, call in enumerate(reversed(last_calls)):
+            if calls[(step - back) % len(calls)] != call:
+                # before the iteration anything may have been called; inside it all must fit
+                if back > step:
+                    return back
+                return 0
+        return len(last_calls)
 
-    def place(self, rank: int, found: list[int]) -> Place:
-        """Its place, if one step alone fits."""
-        if len(found) != 1:
-            return Place(rank, -1, -1, "", "", "", "", len(found))
-        number = int(self.programs.program_of[rank])
-        index = self.steps[number][found[0]][0]
+    def place(self, rank: int, fitting_steps: list[int]) -> Place:
+        """Return the place of ``rank``, if one step alone fits."""
+        if len(fitting_steps) != 1:
+            return Place(rank, -1, -1, "", "", "", "", len(fitting_steps))
+        step = fitting_steps[0]
+        number = self._number(rank)
+        index = self.steps[number][step][0]
         op = self.programs.programs[number][index]
-        when = self._iteration(rank, found[0])
-        return Place(rank, index, found[0] + 1, op.label, op.name, op.group, op.site, 1, when)
+        iteration = self._iteration(rank, step)
+        return Place(rank, index, step + 1, op.label, op.name, op.group, op.site, 1, iteration)
 
     def _iteration(self, rank: int, step: int) -> int:
-        """By the group that calls most in an iteration: before the first one fewer calls were made
-        in it (start-up) than one iteration makes, else the number is too high; exact where captures
-        know how many calls came before theirs.
+        """Return the iteration of a step, by the group that calls most in an iteration.
+
+        Start-up makes fewer calls in that group than one iteration, else the number is too high.
+        It is exact where captures know how many calls came before theirs.
         """
-        program = self.programs.of(rank)
-        fifos, counts = self.fifos[int(self.programs.program_of[rank])], self.state.counts[rank]
-        earlier = program.calls_before()
-        made = self.steps[int(self.programs.program_of[rank])][step][1]
-        sizes = {desc: len(fifos[desc, False]) for desc in counts if (desc, False) in fifos}
+        number = self._number(rank)
+        fifos, counts = self.fifos[number], self.state.counts[rank]
+        calls_before = self.programs.of(rank).calls_before()
+        calls_up_to_step = self.steps[number][step][1]
+        sizes: dict[str, int] = {}
+        for desc in counts:
+            if (desc, False) in fifos:
+                sizes[desc] = len(fifos[desc, False])
         if not sizes:
             return 0
-        desc = max(sizes, key=lambda desc: (desc in earlier, sizes[desc]))
-        turns = (counts[desc] - earlier.get(desc, 0) - made.get((desc, False), 0)) // sizes[desc]
-        return max(0, 1 + turns + (earlier.get("", 0) if desc in earlier else 0))
+
+        # a group of which the calls before are known is better than one with more calls
+        desc = max(sizes, key=lambda desc: (desc in calls_before, sizes[desc]))
+        earlier_calls = calls_before.get(desc, 0) + calls_up_to_step.get((desc, False), 0)
+        iteration = 1 + (counts[desc] - earlier_calls) // sizes[desc]
+        if desc in calls_before:
+            iteration += calls_before.get("", 0)
+        return max(0, iteration)
