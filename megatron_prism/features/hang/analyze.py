@@ -476,9 +476,11 @@ class _Judge:
         if idle and (text := waits.why_hosts_wait(state, idle, excused)):
             self._doubt(text)
         if one := waits.lacking_member(state, idle):
-            text = f"ranks {format_ranks(sorted(idle))} wait for nobody, and rank {one[0]} went on"
-            self.evidence.append(f"{text}: they may wait for it in {one[1]}, outside NCCL")
-            self.among = (*self.among, one[0], *idle)
+            text = (
+                f"ranks {format_ranks(sorted(idle))} wait for nobody, and rank {one.rank} went on"
+            )
+            self.evidence.append(f"{text}: they may wait for it in {one.desc}, outside NCCL")
+            self.among = (*self.among, one.rank, *idle)
             self.excused |= idle
             return excused | idle
         return excused
@@ -676,9 +678,9 @@ class _Judge:
         found = waits.lone_waiters(self.state, waits.smallest_cycle(self.state))
         if found is None:
             return []
-        self.first, ranks, kind, text = found
-        self.evidence.append(f"rank {format_ranks(ranks)} {text}")
-        return [Culprit(r, kind, text) for r in ranks]
+        self.first = found.call
+        self.evidence.append(f"rank {format_ranks(found.ranks)} {found.text}")
+        return [Culprit(r, found.kind, found.text) for r in found.ranks]
 
     # -- results ----------------------------------------------------------------------------------
     def _note(self, entry: Entry, text: str) -> None:
@@ -710,8 +712,8 @@ class _Judge:
         self, verdict: str, culprits: list[Culprit], cycle: Collection[int] = ()
     ) -> Diagnosis:
         state, blamed = self.state, {c.rank for c in culprits}
-        victims, chain = waits.waiting_ranks(state, blamed, cycle)
-        victims = self._with_logged(victims, blamed)
+        waiting = waits.waiting_ranks(state, blamed, cycle)
+        victims, chain = self._with_logged(waiting.victims, blamed), waiting.chain
         heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)
                  if (e := state.head(r)) is not None]  # fmt: skip
         first = self.first or next((e for _, e in sorted(heads, key=lambda h: h[0])), None)

@@ -331,8 +331,9 @@ class _Explainer:
         if any(hypothesis.ops for hypothesis in hypotheses):
             manner = "calling what its dump says"
         culprits_text = format_ranks(hypothesis.rank for hypothesis in hypotheses)
+        same_count = len(outcome.same & innocent)
         lines.append(
-            f"with rank {culprits_text} {manner}, {len(outcome.same & innocent)} of {len(innocent)} "
+            f"with rank {culprits_text} {manner}, {same_count} of {len(innocent)} "
             "other ranks stand where their dumps say"
         )
         for hypothesis in hypotheses:

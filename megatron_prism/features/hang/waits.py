@@ -1,7 +1,7 @@
-"""Who waits for whom, and the ranks at which waits end: dead, idle, or alone in a call.
+"""Which rank waits for which, and the ranks at which waits end: dead, idle, or alone in a call.
 
-In : State.  Out: ranks with the call at which others wait for them; ``hang`` makes culprits of them
-and says why.
+In : State.  Out: ranks with the call at which others wait for them; ``analyze`` makes culprits of
+them and says why.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import siblings
@@ -16,39 +17,50 @@ from megatron_prism.features.hang.dumps import Entry, Launch
 from megatron_prism.features.hang.state import JobState, call_text, issue_order
 from megatron_prism.features.hang.verdict import Waiting
 
-_EDGES = 1_000_000  # waits that are looked at for the smallest circle
+_MAX_EDGES = 1_000_000  # waits that are looked at for the smallest circle
 
 
 def smallest_cycle(state: JobState) -> list[int]:
-    """The smallest circle of ranks in which each waits for the next."""
-    edges = {r: state.waits(r)[1] for r in state.outstanding}
+    """Find the smallest circle of ranks in which each waits for the next."""
+    edges = {rank: state.waits(rank)[1] for rank in state.outstanding}
     best: list[int] = []
-    left = _EDGES
-    for start in sorted(edges, key=lambda r: len(edges[r])):  # few waits: small circles
-        back, queue = {start: start}, deque([(start, 1)])
-        while queue and left > 0 and not (best and queue[0][1] >= len(best)):
+    edges_left = _MAX_EDGES
+    # where ranks wait for few, circles are small
+    for start in sorted(edges, key=lambda rank: len(edges[rank])):
+        # breadth first, until the start is reached or the circle would not be smaller
+        previous = {start: start}
+        queue = deque([(start, 1)])
+        while queue and edges_left > 0 and not (best and queue[0][1] >= len(best)):
             rank, length = queue.popleft()
-            left -= len(edges[rank])
+            edges_left -= len(edges[rank])
             if start in edges[rank]:
-                best = [rank]
-                while best[-1] != start:
-                    best.append(back[best[-1]])
-                best.reverse()
+                best = _path_to(rank, start, previous)
                 break
-            for other in edges[rank]:
-                if other not in back and other in edges:
-                    back[other] = rank
-                    queue.append((other, length + 1))
-        if len(best) == 2 or left <= 0:
+            for awaited in edges[rank]:
+                if awaited not in previous and awaited in edges:
+                    previous[awaited] = rank
+                    queue.append((awaited, length + 1))
+
+        # no circle is smaller than one of two
+        if len(best) == 2 or edges_left <= 0:
             break
     return best
 
 
+def _path_to(rank: int, start: int, previous: Mapping[int, int]) -> list[int]:
+    """Return the path from ``start`` to ``rank``."""
+    path = [rank]
+    while path[-1] != start:
+        path.append(previous[path[-1]])
+    path.reverse()
+    return path
+
+
 def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
-    """Those of ``ranks`` at whom waits end: everybody for whom they wait waits for them.
+    """Find those of ``ranks`` at which waits end: all for which it waits wait for it.
 
     Ranks that wait for each other only and make the calls of their programs do not stand still: so
-    where no device does, each such circle holds somebody who errs, and who is in none is a victim.
+    where no device does, each such circle holds a rank that errs, and a rank in none is a victim.
     """
     ranks_needed: dict[int, set[int]] = {}
     for rank in state.outstanding:
@@ -61,29 +73,30 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
         reached = reached_from([rank], ranks_needed)
 
         # a rank without an outstanding call may wait for any other
-        ends_unknown = any(not state.outstanding.get(other) for other in reached)
+        ends_unknown = any(not state.outstanding.get(awaited) for awaited in reached)
         if ends_unknown or reached <= reached_from([rank], ranks_waiting):
             ends.append(rank)
     return ends
 
 
 def reached_from(start: Iterable[int], edges: Mapping[int, Collection[int]]) -> set[int]:
-    """``start``, and whoever is at the end of edges from there."""
-    found, queue = set(start), [*start]
+    """Find all ranks at the end of edges from ``start``, these among them."""
+    reached = set(start)
+    queue = list(reached)
     while queue:
-        more = set(edges.get(queue.pop(), ())) - found
-        found |= more
-        queue += more
-    return found
+        new_ranks = set(edges.get(queue.pop(), ())) - reached
+        reached |= new_ranks
+        queue += new_ranks
+    return reached
 
 
 def reversed_edges(edges: Mapping[int, Collection[int]]) -> dict[int, set[int]]:
-    """Who is before whom, of who is behind whom."""
-    found: dict[int, set[int]] = defaultdict(set)
-    for rank, others in edges.items():
-        for other in others:
-            found[other].add(rank)
-    return found
+    """Reverse the edges: rank -> ranks that wait for it."""
+    ranks_waiting: dict[int, set[int]] = defaultdict(set)
+    for rank, awaited in edges.items():
+        for awaited_rank in awaited:
+            ranks_waiting[awaited_rank].add(rank)
+    return ranks_waiting
 
 
 UNSEEN = (
@@ -93,136 +106,211 @@ UNSEEN = (
 
 
 def why_hosts_wait(state: JobState, idle: Collection[int], ahead: Collection[int]) -> str:
-    """Why hosts that wait for nobody in the dumps may wait for one of them all the same; "" if
-    nothing says so.
+    """Say why hosts that wait for nobody in the dumps may wait for one of them all the same.
 
     A communicator is created at its first call: its members wait there without a record.  And calls
     outside NCCL (DeepEP, gloo, the store) leave none.
+
+    Returns:
+        "" if nothing says so.
     """
     if ahead:
-        return (f"ranks {format_ranks(sorted(ahead))} wait for nobody either, further on than a "
-                "sibling: perhaps for it, while a communicator is created")  # fmt: skip
-    whole = [g for g in state.groups.values() if set(g.ranks) <= set(idle)]
-    if not whole:
+        ranks = format_ranks(sorted(ahead))
+        return (
+            f"ranks {ranks} wait for nobody either, further on than a "
+            "sibling: perhaps for it, while a communicator is created"
+        )
+    idle_groups = [group for group in state.groups.values() if set(group.ranks) <= set(idle)]
+    if not idle_groups:
         return ""
-    group = max(whole, key=lambda g: len(g.ranks))
-    return (f"ranks {format_ranks(sorted(idle))} are all members of {group.desc}, or of several: "
-            "they may wait for one of them outside NCCL (DeepEP, gloo, the store), or while a "
-            "communicator is created, which is not recorded")  # fmt: skip
+    largest = max(idle_groups, key=lambda group: len(group.ranks))
+    return (
+        f"ranks {format_ranks(sorted(idle))} are all members of {largest.desc}, or of several: "
+        "they may wait for one of them outside NCCL (DeepEP, gloo, the store), or while a "
+        "communicator is created, which is not recorded"
+    )
 
 
-def lacking_member(state: JobState, idle: Collection[int]) -> tuple[int, str] | None:
-    """(the rank, the group) where several hosts that wait for nobody are, but for one rank that
-    waits further on, all members of a group: in a barrier of gloo for it, or on their way.
+@dataclass(frozen=True)
+class LackingMember:
+    """A rank that is not where all other members of its group are.
+
+    Attributes:
+        rank: The rank.
+        desc: Description of the group.
     """
-    for group in state.groups.values() if len(idle) > 1 else ():
-        others = set(group.ranks) - set(idle)
-        if len(others) == 1 == len(group.ranks) - len(idle) and state.outstanding.get(min(others)):
-            return others.pop(), group.desc
+
+    rank: int
+    desc: str
+
+
+def lacking_member(state: JobState, idle: Collection[int]) -> LackingMember | None:
+    """Find a rank for which hosts that wait for nobody may wait.
+
+    They are all members of a group but for this one, which waits further on: they are in a barrier
+    of gloo, or on their way to it.
+    """
+    if len(idle) < 2:
+        return None
+    for group in state.groups.values():
+        lacking = set(group.ranks) - set(idle)
+        is_only_difference = len(lacking) == 1 and len(group.ranks) - len(idle) == 1
+        if is_only_difference and state.outstanding.get(min(lacking)):
+            return LackingMember(min(lacking), group.desc)
     return None
 
 
 def waiting_for_dead(state: JobState, idle: Collection[int], dead: Collection[int]) -> set[int]:
-    """Those of ``idle`` who may wait outside NCCL for a rank without a dump: members of groups of
-    which nobody else is.  One death explains them, and they need no fault of their own.
+    """Find those of ``idle`` that may wait outside NCCL for a rank without a dump.
+
+    They are members of groups of which nobody else is.  One death explains them, and they need no
+    fault of their own.
     """
-    whole = [set(g.ranks) for g in state.groups.values() if {*idle, *dead}.issuperset(g.ranks)]
+    silent = {*idle, *dead}
+    silent_groups: list[set[int]] = []
+    for group in state.groups.values():
+        if silent.issuperset(group.ranks):
+            silent_groups.append(set(group.ranks))
+
+    # from group to group, as they share members
     reached = set(dead)
-    while more := [g for g in whole if not g.isdisjoint(reached) and not g <= reached]:
-        reached.update(*more)
-    return reached & set(idle)
+    while True:
+        reached_before = len(reached)
+        for members in silent_groups:
+            if not members.isdisjoint(reached):
+                reached |= members
+        if len(reached) == reached_before:
+            return reached & set(idle)
 
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
-def dead_ranks(state: JobState, known: Collection[int]) -> dict[int, Entry]:
-    """Ranks without a dump that are needed to explain the waits -> the call that waits for them.
+def dead_ranks(state: JobState, ranks_of_other_moment: Collection[int]) -> dict[int, Entry]:
+    """Find ranks without a dump that are needed to explain the waits.
 
-    known : ranks whose dumps are there, of another moment.  Where calls of all members wait for
-    somebody, messages say nothing more: who does not post them may be a victim
+    Args:
+        state: The job.
+        ranks_of_other_moment: Ranks whose dumps are there, of another moment.
+
+    Returns:
+        Rank -> the call that waits for it.
     """
     waits: list[tuple[Entry, list[int]]] = []
     for rank in state.outstanding:
-        (_, others), head = state.waits(rank), state.head(rank)
-        lost = [r for r in others if r >= 0 and r not in state.dumps]
+        head = state.head(rank)
+        without_dump = [awaited for awaited in state.waits(rank)[1] if awaited >= 0]
+        without_dump = [awaited for awaited in without_dump if awaited not in state.dumps]
+
         # a file that was cut off is of a process that lived to write it
-        lost = [r for r in lost if r not in state.unreadable] or lost
-        if head is not None and lost and not set(known) & set(lost):
+        without_file = [awaited for awaited in without_dump if awaited not in state.unreadable]
+        lost = without_file or without_dump
+        if head is not None and lost and set(ranks_of_other_moment).isdisjoint(lost):
             waits.append((head, lost))
+
+    # where calls of all members wait for a rank, messages say nothing more: a rank that does not
+    # post them may be a victim
     if any(not head.pair for head, _ in waits):
         waits = [(head, lost) for head, lost in waits if not head.pair]
-    alone = {lost[0] for _, lost in waits if len(lost) == 1}
-    found: dict[int, Entry] = {}
+    needed = {lost[0] for _, lost in waits if len(lost) == 1}
+    call_of_rank: dict[int, Entry] = {}
     for head, lost in waits:
-        if len(lost) > 1 and not alone.isdisjoint(lost):
-            continue  # one of them is needed elsewhere, and is enough here
-        for r in lost:  # an old call says more than a new one
-            if r not in found or issue_order(head) < issue_order(found[r]):
-                found[r] = head
-    return found
+        # one of them is needed elsewhere, and is enough here
+        if len(lost) > 1 and not needed.isdisjoint(lost):
+            continue
+        # an old call says more than a new one
+        for rank in lost:
+            if rank not in call_of_rank or issue_order(head) < issue_order(call_of_rank[rank]):
+                call_of_rank[rank] = head
+    return call_of_rank
 
 
-def missing_dump_lines(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]]:
-    """What is said of ranks without a dump: those for which one kind of call waits in one line."""
-    calls: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for rank, e in sorted(found.items()):
-        calls[e.op, e.desc, e.seq, e.pair, e.site].append(rank)
-    for ranks in calls.values():
-        entry = min((found[r] for r in ranks), key=issue_order)
+def missing_dump_lines(call_of_rank: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]]:
+    """Say of ranks without a dump which call waits for them, one line for each kind of call."""
+    ranks_of_call: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank, entry in sorted(call_of_rank.items()):
+        ranks_of_call[entry.op, entry.desc, entry.seq, entry.pair, entry.site].append(rank)
+    for ranks in ranks_of_call.values():
+        oldest = min((call_of_rank[rank] for rank in ranks), key=issue_order)
         if len(ranks) == 1:
-            yield entry, f"rank {ranks[0]} left no dump, and {call_text(entry)} waits for it"
-        else:  # the other sides of messages differ
-            text = call_text(entry._replace(to=-1))
-            yield entry, f"ranks {format_ranks(ranks)} left no dump, and {text} waits for them"
+            yield oldest, f"rank {ranks[0]} left no dump, and {call_text(oldest)} waits for it"
+            continue
+
+        # the other sides of messages differ
+        text = call_text(oldest._replace(to=-1))
+        yield oldest, f"ranks {format_ranks(ranks)} left no dump, and {text} waits for them"
 
 
 def supporting_evidence(state: JobState, ranks: Collection[int]) -> list[str]:
-    """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree, or
-    others who wait in a call of theirs to which most members have not come.
-    """
-    others = set[int]()
-    for head in (e for rank in ranks if (e := state.head(rank)) is not None and not e.pair):
+    """Find what speaks for ``ranks``, which are at odds with their siblings."""
+    texts: list[str] = []
+
+    # others wait in a call of theirs to which most members have not come
+    supporters: set[int] = set()
+    for rank in ranks:
+        head = state.head(rank)
+        if head is None or head.pair:
+            continue
         members = state.groups[head.group].ranks
-        came = {r for r in members if r in state.dumps and state.arrived(r, head)}
-        if 2 * len(came) < len(members):
-            others |= {r for r in came if (h := state.head(r)) and h.launch == head.launch}
-    said = []
-    if others := others - set(ranks):
-        text = format_ranks(sorted(others))
-        said.append(f"to the call of these few came, but also {text}: perhaps they err alike")
-    if any(set(g.ranks) <= set(ranks) for g in state.groups.values()):
-        said.append(f"among ranks {format_ranks(sorted(ranks))} are all members of groups, which "
-                    "agree: perhaps they rightly make other calls than their siblings")  # fmt: skip
-    return said
+        arrived: set[int] = set()
+        for member in members:
+            if member in state.dumps and state.arrived(member, head):
+                arrived.add(member)
+        if 2 * len(arrived) < len(members):
+            supporters |= {member for member in arrived if _stands_in(state, member, head)}
+    supporters -= set(ranks)
+    if supporters:
+        text = format_ranks(sorted(supporters))
+        texts.append(f"to the call of these few came, but also {text}: perhaps they err alike")
+
+    # whole groups of them agree
+    if any(set(group.ranks) <= set(ranks) for group in state.groups.values()):
+        text = f"among ranks {format_ranks(sorted(ranks))} are all members of groups, which "
+        text += "agree: perhaps they rightly make other calls than their siblings"
+        texts.append(text)
+    return texts
+
+
+def _stands_in(state: JobState, rank: int, call: Entry) -> bool:
+    """Tell whether ``call`` is the oldest outstanding one of ``rank``."""
+    head = state.head(rank)
+    return head is not None and head.launch == call.launch
 
 
 def ranks_without_message(state: JobState) -> Iterator[tuple[int, Entry]]:
-    """Ranks with nothing outstanding whose messages others wait for."""
+    """Find ranks with nothing outstanding for whose messages others wait."""
     for rank in sorted(state.outstanding):
         head = state.head(rank)
         if head is None or not head.pair:
             continue
-        for other in state.waits(rank)[1]:
-            if other in state.dumps and not state.outstanding[other]:
-                yield other, head
+        for awaited in state.waits(rank)[1]:
+            if awaited in state.dumps and not state.outstanding[awaited]:
+                yield awaited, head
 
 
 def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
-    """Ranks on which a call that needs everybody did not end, though it did on others: with the
-    call, and the last one that ended there.
+    """Find ranks on which a call that needs everybody did not end, though it did on others.
+
+    Yields:
+        The rank, the call, and the number of the last one that ended on others.
     """
     for name, group in state.groups.items():
-        done = {r: state.completed[name, r] for r in group.ranks if (name, r) in state.completed}
-        last = max(done.values(), default=-1)
-        for rank, mine in done.items():
-            if mine >= last or name in state.pairs or state.enqueued[name, rank] < last:
+        if name in state.pairs:
+            continue
+        completed: dict[int, int] = {}
+        for rank in group.ranks:
+            if (name, rank) in state.completed:
+                completed[rank] = state.completed[name, rank]
+        last = max(completed.values(), default=-1)
+        for rank, count in completed.items():
+            if count >= last or state.enqueued[name, rank] < last:
                 continue
-            calls = [e for e in state.outstanding[rank]
-                     if e.group == name and mine < e.seq <= last]  # fmt: skip
-            joint = [e for e in calls if e.op not in (*_ROOTED, "call")]  # of counters alone
-            if joint:
-                yield rank, joint[0], last
+            for entry in state.outstanding[rank]:
+                is_between = entry.group == name and count < entry.seq <= last
+                # counters alone do not say what it is
+                if is_between and entry.op not in (*_ROOTED, "call"):
+                    yield rank, entry, last
+                    break
 
 
 def held(state: JobState, culprits: Collection[int]) -> set[int]:
@@ -399,116 +487,227 @@ def _participants(state: JobState, rank: int, entry: Entry) -> set[int]:
 
 
 def _may_wait_for(state: JobState, lost: int) -> Iterator[int]:
-    """For whom a rank without a dump may wait: who did not end what its siblings called in its
-    group, or ended fewer messages than its own siblings.
+    """Find the ranks for which a rank without a dump may wait.
+
+    In its groups these are ranks that did not end what its siblings called, or that ended fewer
+    messages than their own siblings.
     """
-    siblings = state.siblings_of(lost)
+    siblings_of_lost = state.siblings_of(lost)
     for name in state.groups_of[lost]:
         group = state.groups[name]
-        last = max((state.counts[s].get(group.desc, -1) for s in siblings), default=1 << 62)
-        for other in group.ranks:
-            if other not in state.dumps:
+        counts = [state.counts[sibling].get(group.desc, -1) for sibling in siblings_of_lost]
+        last = max(counts, default=1 << 62)
+        for member in group.ranks:
+            if member not in state.dumps:
                 continue
             if name in state.pairs:
-                alike = state.siblings_of(other)
-                last = max(state.messages_counted(s, group.desc)[1] for s in alike)
-                behind = state.messages_counted(other, group.desc)[1] < max(1, last)
+                is_behind = _ended_fewer_messages(state, member, group.desc)
             else:
-                behind = state.completed.get((name, other), -1) < last
-            if behind:
-                yield other
+                is_behind = state.completed.get((name, member), -1) < last
+            if is_behind:
+                yield member
+
+
+def _ended_fewer_messages(state: JobState, rank: int, desc: str) -> bool:
+    """Tell whether ``rank`` ended fewer messages of a group than one of its siblings, or none."""
+    last = 1
+    for sibling in state.siblings_of(rank):
+        _, ended = state.messages_counted(sibling, desc)
+        last = max(last, ended)
+    _, own_ended = state.messages_counted(rank, desc)
+    return own_ended < last
 
 
 def last_waited_for(state: JobState) -> list[int]:
-    """Ranks for whom somebody waits, and who wait for nobody."""
-    others = {other for rank in state.outstanding for other in state.waits(rank)[1]}
-    return sorted(r for r in others if r >= 0 and not state.waits(r)[1])
+    """Return ranks for which others wait, and that wait for nobody."""
+    awaited: set[int] = set()
+    for rank in state.outstanding:
+        awaited.update(state.waits(rank)[1])
+    return sorted(rank for rank in awaited if rank >= 0 and not state.waits(rank)[1])
 
 
 def complete_calls(state: JobState) -> list[Entry]:
-    """Collectives at which all members stand and that did not end: a device, or the network; or the
-    job runs, since counters are some 100 ms old.  Who issues calls in another order leaves none of
-    them, but a circle of waits or somebody who has not come.
+    """Find collectives at which all members stand and that did not end.
+
+    A device may be to blame, or the network; or the job runs, since counters are some 100 ms old.
+    Ranks that issue calls in another order leave none of them, but a circle of waits or a rank that
+    has not come.
     """
-    calls = {e.launch: e for rank in sorted(state.outstanding)
-             if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]
-             and state.hidden.isdisjoint(state.groups[e.group].ranks)}  # fmt: skip
+    calls: dict[Launch, Entry] = {}
+    for rank in sorted(state.outstanding):
+        head = state.head(rank)
+        if head is None or head.pair or state.waits(rank)[1]:
+            continue
+        if state.hidden.isdisjoint(state.groups[head.group].ranks):
+            calls[head.launch] = head
     return list(calls.values())
 
 
 def complete_call_lines(state: JobState) -> str:
-    """What is said where calls have everybody and somebody does not leave them: whose they are."""
+    """Say of calls that have everybody which ranks these are, and which of them left."""
     calls = complete_calls(state)
-    ranks = [format_ranks(sorted(state.groups[e.group].ranks)) for e in calls]
-    more = ", …" if len(ranks) > 4 else ""
-    whose = f" (of ranks {'; '.join(ranks[:4])}{more})" if ranks else ""
-    over = sorted({r for e in calls for r in state.groups[e.group].ranks if state.is_over(r, e)})
-    left = f"only {ranks_text(over)} left it" if over else "none left it"
-    splits = ", or splits that do not fit, which dumps do not hold" * any(
-        e.op == "all_to_all" for e in calls)  # fmt: skip
-    if any(state.groups[e.group].partial for e in calls):
-        known = ranks_text(sorted({r for e in calls for r in state.groups[e.group].ranks}))
+    members: set[int] = set()
+    left: set[int] = set()
+    for entry in calls:
+        ranks = state.groups[entry.group].ranks
+        members.update(ranks)
+        left.update(rank for rank in ranks if state.is_over(rank, entry))
+    splits_text = ""
+    if any(entry.op == "all_to_all" for entry in calls):
+        splits_text = ", or splits that do not fit, which dumps do not hold"
+
+    # a log does not list the members
+    if any(state.groups[entry.group].partial for entry in calls):
         return (
-            f"the call of {known} did not end, and the log does not say who else belongs to its "
-            f"group: a rank that did not come, a device, the network or NCCL{splits}"
+            f"the call of {ranks_text(sorted(members))} did not end, and the log does not say who "
+            "else belongs to its group: a rank that did not come, a device, the network or "
+            f"NCCL{splits_text}"
         )
-    return f"every member{whose} entered the call and {left}: a device, the network or NCCL{splits}"
+    members_text = ""
+    if calls:
+        groups = [format_ranks(sorted(state.groups[entry.group].ranks)) for entry in calls]
+        members_text = "; ".join(groups[:4])
+        if len(groups) > 4:
+            members_text += ", …"
+        members_text = f" (of ranks {members_text})"
+    left_text = "none left it"
+    if left:
+        left_text = f"only {ranks_text(sorted(left))} left it"
+    return (
+        f"every member{members_text} entered the call and {left_text}: a device, the network or "
+        f"NCCL{splits_text}"
+    )
 
 
-def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:
-    """(call, ranks, kind, why): the one rank that left out a message, by what its siblings did;
-    else of a circle the few who wait where most members never come, or who left out the call in
-    which most members wait.
+@dataclass(frozen=True)
+class LoneWaiters:
+    """Ranks that left out a call, or wait in one that others never make.
+
+    Attributes:
+        call: The call.
+        ranks: The ranks.
+        kind: As in Culprit.
+        text: What they did, in words.
     """
-    past = dict(siblings.skipped_messages(state))
-    if len(past) == 1:
-        ((rank, entry),) = past.items()
+
+    call: Entry
+    ranks: list[int]
+    kind: str
+    text: str
+
+
+def lone_waiters(state: JobState, cycle: list[int]) -> LoneWaiters | None:
+    """Find ranks that left the order, by a minority.
+
+    It is the one rank that left out a message, by what its siblings did; else, in a circle of
+    waits, a few that wait where most members never come, or one that left out the call in which all
+    others wait.
+    """
+    silent_ranks = dict(siblings.skipped_messages(state))
+    if len(silent_ranks) == 1:
+        ((rank, entry),) = silent_ranks.items()
         text = f"does not answer {call_text(entry)}; its siblings did, before calls it made"
-        return entry, [rank], "skipped call", text
-    shares: dict[float, list[tuple[Entry, list[int], bool]]] = defaultdict(list)
-    heads = [e for r in cycle if (e := state.head(r)) is not None and not e.pair]
-    for head in {e.launch: e for e in heads}.values():
-        members = state.groups[head.group].ranks
-        came = [r for r in members if state.arrived(r, head)]
-        if all((h := state.head(r)) is not None and h.launch == head.launch for r in came):
-            absent = [r for r in members if r in state.dumps and r not in came]
-            few, alone = (came, True) if len(came) < len(absent) else (absent, False)
-            if not alone and len(absent) > 1:
-                continue  # several who did not come wait for others
-            shares[len(few) / len(members)].append((head, few, alone))
-    share = min(shares, default=1.0)
-    if share == 0.5 or len(shares.get(share, ())) != 1:
+        return LoneWaiters(entry, [rank], "skipped call", text)
+
+    # the call with the smallest minority
+    splits: dict[float, list[_Split]] = defaultdict(list)
+    for call in _calls_of_cycle(state, cycle):
+        split = _split_of(state, call)
+        if split is not None:
+            splits[len(split.minority) / len(state.groups[call.group].ranks)].append(split)
+    smallest = min(splits, default=1.0)
+    if smallest == 0.5 or len(splits.get(smallest, ())) != 1:
         return None
-    ((entry, ranks, alone),) = shares[share]
-    if alone:
-        text = f"waits in {call_text(entry)}, to which most of its members never come"
-        return entry, ranks, "extra call", text
-    text = f"left out {call_text(entry)}, in which all other members wait, and went on"
-    return entry, ranks, "skipped call", text
+    (split,) = splits[smallest]
+    if split.has_come:
+        text = f"waits in {call_text(split.call)}, to which most of its members never come"
+        return LoneWaiters(split.call, split.minority, "extra call", text)
+    text = f"left out {call_text(split.call)}, in which all other members wait, and went on"
+    return LoneWaiters(split.call, split.minority, "skipped call", text)
 
 
-def waiting_ranks(
-    state: JobState, blamed: Collection[int], cycle: Collection[int]
-) -> tuple[tuple[Waiting, ...], tuple[str, ...]]:
-    """All others that wait, and in words those of them who wait for ``blamed`` or in the circle."""
+def _calls_of_cycle(state: JobState, cycle: Iterable[int]) -> list[Entry]:
+    """Return the collectives in which ranks of a circle of waits stand, each once."""
+    calls: dict[Launch, Entry] = {}
+    for rank in cycle:
+        head = state.head(rank)
+        if head is not None and not head.pair:
+            calls[head.launch] = head
+    return list(calls.values())
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A call to which some members have come, and others have not.
+
+    Attributes:
+        call: The call.
+        minority: Those of the members that are fewer.
+        has_come: Whether the minority has come.
+    """
+
+    call: Entry
+    minority: list[int]
+    has_come: bool
+
+
+def _split_of(state: JobState, call: Entry) -> _Split | None:
+    """Divide the members of a call; None where one that has come stands in another call."""
+    members = state.groups[call.group].ranks
+    arrived = [member for member in members if state.arrived(member, call)]
+    if not all(_stands_in(state, member, call) for member in arrived):
+        return None
+    absent: list[int] = []
+    for member in members:
+        if member in state.dumps and member not in arrived:
+            absent.append(member)
+    if len(arrived) < len(absent):
+        return _Split(call, arrived, has_come=True)
+
+    # several that did not come wait for others
+    if len(absent) > 1:
+        return None
+    return _Split(call, absent, has_come=False)
+
+
+@dataclass(frozen=True)
+class WaitingRanks:
+    """Ranks that wait.
+
+    Attributes:
+        victims: All that wait and are not blamed.
+        chain: In words, those of them that wait for a blamed rank or in the circle.
+    """
+
+    victims: tuple[Waiting, ...]
+    chain: tuple[str, ...]
+
+
+_MAX_CHAIN = 10
+
+
+def waiting_ranks(state: JobState, blamed: Collection[int], cycle: Collection[int]) -> WaitingRanks:
+    """Find all ranks but the blamed ones that wait, and say for which."""
     victims: list[Waiting] = []
     chain: list[str] = []
     for rank in sorted(state.outstanding):
         head = state.head(rank)
         if head is None or rank in blamed:
             continue
-        why, others = state.waits(rank)
-        victims.append(Waiting(rank, tuple(others), head.op, head.desc, head.seq))
-        if len(chain) < 10 and (rank in cycle or not set(blamed).isdisjoint(others)):
-            if len(others) > 1:
-                why = why.replace("has ", "have ", 1).replace("its side", "their sides")
-            chain.append(f"rank {rank} in {call_text(_lacking_message(state, rank, head))}: "
-                         f"{ranks_text(others)} {why}")  # fmt: skip
-    return tuple(victims), tuple(chain)
+        reason, awaited = state.waits(rank)
+        victims.append(Waiting(rank, tuple(awaited), head.op, head.desc, head.seq))
+        is_in_chain = rank in cycle or not set(blamed).isdisjoint(awaited)
+        if not is_in_chain or len(chain) >= _MAX_CHAIN:
+            continue
+        if len(awaited) > 1:
+            reason = reason.replace("has ", "have ", 1).replace("its side", "their sides")
+        call = call_text(_lacking_message(state, rank, head))
+        chain.append(f"rank {rank} in {call}: {ranks_text(awaited)} {reason}")
+    return WaitingRanks(tuple(victims), tuple(chain))
 
 
 def _lacking_message(state: JobState, rank: int, head: Entry) -> Entry:
-    """Of a batch the message that the other side did not post."""
+    """Return the message of a batch that the other side did not post; else ``head``."""
     if head.pair:
         for message in state.launches(rank)[head.launch]:
             if state.never_posted(rank, message):
