@@ -110,12 +110,12 @@ class _PlannedCall(NamedTuple):
     """A call of a program, as a dump would have it.
 
     Attributes:
-        index: Its op.
+        op_index: Its op.
         batch: What is issued in one batch ends in one.
         call: What is called.
     """
 
-    index: int
+    op_index: int
     batch: int
     call: tuple[object, ...]
 
@@ -157,13 +157,13 @@ class _Edit(NamedTuple):
     Attributes:
         kind: As in Culprit.
         text: What the rank then does, in words.
-        index: The op at which it does it.
+        op_index: The op at which it does it.
         ops: Its calls then.
     """
 
     kind: str
     text: str
-    index: int
+    op_index: int
     ops: Sequence[Op]
 
 
@@ -397,12 +397,12 @@ class _Explainer:
         places = self._awaited(rank, verdict)
         edits: list[_Edit] = []
         for edit in self._edits(rank, list(self.programs.of(rank)), entries):
-            if not places or edit.index in places:
+            if not places or edit.op_index in places:
                 edits.append(edit)
 
         # one of another kind may look like it: a rank that leaves out a call makes the next one
         for edit in sorted(edits, key=lambda edit: edit.kind != culprit.kind):
-            yield _Hypothesis(rank, edit.kind, edit.text, edit.index, edit.ops)
+            yield _Hypothesis(rank, edit.kind, edit.text, edit.op_index, edit.ops)
 
     def _awaited(self, rank: int, verdict: Diagnosis) -> set[int]:
         """Find the ops of ``rank`` that may be the verdict's call.
@@ -559,7 +559,7 @@ class _Explainer:
                 same.add(rank)
                 # its host may wait for a copy, which no program shows
                 if len(outstanding) > len(wanted):
-                    ends[rank] = outstanding[len(wanted)].index
+                    ends[rank] = outstanding[len(wanted)].op_index
             issued_ops = programs.of(rank).ops["name"][: ends[rank]]
             issued[rank] = int(IS_NCCL[issued_ops].sum())
         counts = self._collective_counts(stalled, ends)
@@ -574,14 +574,14 @@ class _Explainer:
         done, end = stalled.done[rank], stalled.issued[rank]
         waiting_batches: set[int] = set()
         for planned in calls:
-            if planned.index < end and not done[planned.index]:
+            if planned.op_index < end and not done[planned.op_index]:
                 waiting_batches.add(planned.batch)
 
         # calls of a rank with itself are in no dump
         outstanding: list[_PlannedCall] = []
         for planned in calls:
             members = self.groups[str(planned.call[0])].group(rank)
-            is_issued = planned.index < end
+            is_issued = planned.op_index < end
             if is_issued and planned.batch in waiting_batches and len(members) > 1:
                 outstanding.append(planned)
         return outstanding
@@ -629,9 +629,9 @@ class _Explainer:
         }
         if not since_of_desc:
             return True
-        ops = hypothesis.ops
-        if ops is None:
-            ops = self.programs.of(hypothesis.rank)
+        ops: Iterable[Op] = self.programs.of(hypothesis.rank)
+        if hypothesis.ops is not None:
+            ops = hypothesis.ops
 
         # the groups of its collectives, in the order of issue; a batch is one
         group_of_launch: dict[tuple[str, int], str] = {}
@@ -710,7 +710,7 @@ class _Explainer:
                 calls = tuple(self._key(op) for op in edit.ops if recorded(op))
                 if calls not in tried_calls and self._may_stand(rank, calls):
                     tried_calls.add(calls)
-                    yield _Hypothesis(rank, edit.kind, edit.text, edit.index, edit.ops)
+                    yield _Hypothesis(rank, edit.kind, edit.text, edit.op_index, edit.ops)
 
     def _may_stand(self, rank: int, calls: tuple[tuple[object, ...], ...]) -> bool:
         """Tell whether the outstanding calls of ``rank`` come in that order in ``calls``."""
