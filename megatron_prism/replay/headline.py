@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_prism.core.units import NS, format_ns
 from megatron_prism.replay.costs.host import MODELLED_INDEX, indices_of
+from megatron_prism.replay.costs.machine import named_in
 from megatron_prism.replay.costs.measured_hosts import MEASURED_HOSTS, HostKind, indices_of_kind
 from megatron_prism.replay.differences import UncertainTime, of_sources
 from megatron_prism.replay.timeline import Timeline
@@ -142,7 +143,7 @@ def over_hosts(
 
 def _assumptions(variations: Variations) -> str:
     """Name the machine and the host that the replay is of."""
-    machine = variations.prices.machine.partition(",")[0]  # without its links
+    machine = _short_name(variations.prices.machine)
     source = variations.timeline.graph.programs.source
     index_of_rank = indices_of(source)
     if variations.has_named_host:
@@ -159,6 +160,14 @@ def _assumptions(variations: Variations) -> str:
     if not machine:
         return f"on {host}"
     return f"on {machine}, {host}"
+
+
+def _short_name(machine: str) -> str:
+    """``H200`` of a shipped machine or one like it; others by their name without their links."""
+    shipped_name = named_in(machine)
+    if shipped_name is not None:
+        return shipped_name.partition("_")[0].upper()
+    return machine.partition(",")[0]
 
 
 def _ns_by_index(variations: Variations) -> dict[float, int]:

@@ -40,7 +40,7 @@ def test_a_job_that_waits_for_its_host_has_a_range_over_hosts():
     rented = indices_of_kind(HostKind.RENTED)
     assert found.low_ns == found.iteration_ns == pytest.approx(70e6, rel=0.01)
     assert found.high_ns == pytest.approx(70e6 * rented[-1] / MODELLED_INDEX, rel=0.01)
-    assert "on 8 x H200 per node, hosts like NVIDIA's (index 0.7, assumed)" in found.assumes
+    assert "on H200, hosts like NVIDIA's (index 0.7, assumed)" in found.assumes
 
 
 def test_a_job_whose_gpus_decide_has_one_number():

@@ -86,7 +86,9 @@ def test_the_launcher_says_how_large_nodes_are_and_the_machine_where_it_does_not
         what_if = WhatIf(moved=asked.pop("moved", None))
         found = replay(apart, what_if=what_if, **asked)
         assert found.iteration_ns == of_two.iteration_ns
-        assert found.to_text().startswith("8 ranks = tp 4 x cp 1 x dp 2 x pp 1; nodes of 2\n")
+        assert found.to_text().startswith(
+            "8 ranks = tp 4 x cp 1 x dp 2 x pp 1; nodes of 2, on H100, hosts"
+        )
 
 
 @pytest.mark.parametrize(("ranks", "joined"), [(None, 72), (4, 72), (8, 72), (2, 36)])
