@@ -192,7 +192,9 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
             obstacles = Obstacles()
         launched, job = job_of(line, given, obstacles)
         ours = [*given, *launched]
-        if not job:
+        if obstacles is not None and not job and not command.checks_job:
+            obstacles.raise_all()
+        if not job and not obstacles:
             fix = f"prism {name} … torchrun … pretrain_gpt.py …"
             raise UsageError(f"no script stands in {shlex.join(line)}", fix=fix)
     if job and captures:

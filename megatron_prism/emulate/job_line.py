@@ -42,11 +42,24 @@ def job_of(
             placeholder; without it the first of these is raised.
 
     Returns:
-        Flags of ours for the world of the job; the script and its arguments.
+        Flags of ours for the world of the job; the script and its arguments.  Both are empty where
+        an obstacle leaves no job to look at.
 
     Raises:
-        UsageError: there is no script, or a launcher does not say its number.
+        UsageError: there is no script, or a launcher does not say its number, and nobody collects
+            obstacles.
     """
+    if obstacles is None:
+        return _read_job(words, given, None)
+    with obstacles.noting():
+        return _read_job(words, given, obstacles)
+    return [], []
+
+
+def _read_job(
+    words: Sequence[str], given: Sequence[str], obstacles: Obstacles | None
+) -> tuple[list[str], list[str]]:
+    """Read the job of a launch line as ``job_of`` does; raises what leaves no job to look at."""
     paths = PathMap.parse(options.values_of("--prism-map", given))
     words = [paths.in_text(word) for word in words]
     line = read_line(words, os.environ)
@@ -173,15 +186,17 @@ def _script(words: Sequence[str]) -> list[str]:
     if not os.path.isfile(script):
         local_file = Path(Path(script).name)
         folder = str(Path(script).parent)
+        other_path = f"{folder}=CHECKOUT"
+        if script == local_file.name:
+            other_path = f"{script}=CHECKOUT/{script}"
         if not local_file.is_file() or local_file.suffix != ".py":
             raise UsageError(
                 f"there is no script {script}",
-                fix=f"--prism-map {folder}=CHECKOUT, the path of {local_file} in your line, "
-                "or start in the checkout that has it",
+                fix=f"--prism-map {other_path}, or start in the checkout that has it",
             )
         _tell(
             f"{script} is not here; {local_file} of this folder is taken, and its Megatron "
-            f"({_release_beside(local_file)}); another one: --prism-map {folder}=CHECKOUT"
+            f"({_release_beside(local_file)}); another one: --prism-map {other_path}"
         )
         script = str(local_file)
     return [script, *arguments]

@@ -52,6 +52,8 @@ def capture(args: argparse.Namespace) -> Answer:
     """
     if args.check:
         return _check_job(args)
+    if args.obstacles and not args.job:
+        args.obstacles.raise_all()
     refuse(
         (args.out is None, "a capture needs a folder", "-o DIR"),
         (not args.job and args.recipe is None, "capture what?",
@@ -92,11 +94,13 @@ def _check_job(args: argparse.Namespace) -> Answer:
     """Answer what stops the job of a launch line, before any rank runs."""
     from megatron_prism.emulate import script_job
 
-    refuse((not args.job, "--check is of a launch line", "prism capture --check torchrun …"))
-    (script, *rest), words = args.job, args.ours
-    check = script_job.check_command_line(
-        script, [*words, *rest], console(stderr=args.json), args.obstacles
-    )
+    refuse((not args.line, "--check is of a launch line", "prism capture --check torchrun …"))
+    if args.job:
+        (script, *rest), words = args.job, args.ours
+        talk = console(stderr=args.json)
+        check = script_job.check_command_line(script, [*words, *rest], talk, args.obstacles)
+    else:  # an obstacle of the line leaves no job to look at
+        check = script_job.Check("", None, "", (), args.obstacles)
 
     def page() -> None:
         for text in check.stand_ins:
