@@ -133,7 +133,9 @@ class FirstLook:
         layers = getattr(args, "num_layers", None)
         stages = getattr(args, "pipeline_model_parallel_size", 1)
         uneven = any(getattr(args, name, None) for name in _UNEVEN_STAGES)
-        if layers and layers % stages and not uneven:
+        # Megatron says it itself where stages have chunks
+        is_said = any("layers" in obstacle.message for obstacle in self.obstacles)
+        if layers and layers % stages and not uneven and not is_said:
             fitting = -(-layers // stages) * stages
             self.obstacles.add(
                 f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {stages}",

@@ -1,10 +1,15 @@
 """What stops a job is one list: obstacles, Megatron's refusals, files without a value."""
 
 import argparse
+import json
+import os
 import pickle
+import subprocess
 import sys
 
 import pytest
+from helpers.needs import TRAINING
+from helpers.stock_jobs import TINY
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate import first_look, stand_ins, unknown_flags
@@ -181,3 +186,35 @@ def test_a_look_is_of_one_job():
     look = first_look.begin()
     assert first_look.end() is look
     assert first_look.end() is None
+
+
+@TRAINING
+@pytest.mark.slow
+def test_a_script_s_obstacles_are_one_list_before_any_rank_trains(tmp_path):
+    """Of the script, of its world, of Megatron's parser, of its validation and of its sizes."""
+    (tmp_path / "train.sh").write_text(
+        "set -e\n"
+        f"torchrun --nnodes $NNODES --nproc-per-node 8 /their/{TINY.name} --num-layers 4 "
+        "--hidden-size 66 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 32 "
+        "--micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 2 "
+        "--train-iters 4 --lr 1e-4 --fork-flag "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 500 --bf16 --save $SAVE\n"
+    )
+    words = ["--check", "--json", "--map", f"/their={TINY.parent}", "bash", "train.sh"]
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_prism", "capture", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={name: text for name, text in os.environ.items() if name not in ("NNODES", "SAVE")},
+    )
+    assert run.returncode == 1, run.stderr
+    check = json.loads(run.stdout)
+    assert check["stops"]
+    fixes = [obstacle["fix"] for obstacle in check["obstacles"]]
+    parts = ["NNODES=N before prism", "--prism-ignore-unknown"]
+    parts += ["--hidden-size VALUE", "--max-position-embeddings VALUE"]
+    for fix, part in zip(fixes, parts, strict=True):
+        assert part in fix
+    assert check["stand_ins"][0] == "no value: --save"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.sh"]
