@@ -8,6 +8,8 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("busy cores", deadline=None)
+# for trees that differ in their folders alone: the same examples were tried in the whole tree
+settings.register_profile("few examples", deadline=None, max_examples=5)
 settings.load_profile("busy cores")
 
 

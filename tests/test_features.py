@@ -79,7 +79,8 @@ def test_a_feature_can_be_deleted(name, tmp_path):
     commands = commands_of(gone)
     assert not [line for line in overview.splitlines() if line.split()[:1] in commands]
     assert "run a rank of the job" in overview
-    run(["-m", "pytest", "-q", "-x", "-m", "not slow and not megatron", "tests/core"], tmp_path)
+    quick = ["-x", "-m", "not slow and not megatron", "--hypothesis-profile", "few examples"]
+    run(["-m", "pytest", "-q", *quick, "tests/core"], tmp_path)
 
 
 def commands_of(names):

@@ -301,3 +301,21 @@ def test_no_test_module_imports_another():
         if not names.isdisjoint(name.split("."))
     ]
     assert found == []
+
+
+def test_nothing_in_the_package_looks_for_a_packages_name_in_a_path():
+    """``"/megatron_prism/" in path`` is true of everything in a clone of that name."""
+    guess = re.compile(r"/(megatron_prism|torch|megatron|site-packages)/|site-packages/")
+    guesses = []
+    for file in sorted(ROOT.rglob("*.py")):
+        documentation = set()
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                documentation.add(node.value)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or node in documentation:
+                continue
+            if isinstance(node.value, str) and guess.search(node.value):
+                guesses.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert guesses == []

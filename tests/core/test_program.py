@@ -83,7 +83,7 @@ def test_a_group_may_be_called_as_a_field_is():
     assert (op.group, op.num_in) == ("n", 7)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(st.lists(ops, max_size=5), st.lists(ops, max_size=5), notes)
 def test_text_and_file_give_back_what_went_in(tmp_path_factory, first, second, memory):
     made = world_of(first, second)
