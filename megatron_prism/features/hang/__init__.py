@@ -4,7 +4,9 @@ diagnose.py      all ways to a verdict: ``prism.hang``
 dumps.py         Flight Recorder dumps as entries, groups and status
 recorded.py      the calls of a dump as columns
 cut_json.py      what stands before the cut of a dump in JSON
-log_lines.py     the lines of logs that say something, as a table, and whose they are
+log_kinds.py     kinds of lines of a log
+log_grammar.py   what a line of a log says: one table, each row with its source
+log_lines.py     lines of logs, whole, whose they are, and the calls that they name
 log_errors.py    exceptions in a rank's log: those that ended it, those that it handled
 attempts.py      what earlier attempts of a job printed, left out
 logs.py          what the job printed, as dumps and events

@@ -44,7 +44,7 @@ def before_cut(data: bytes) -> dict[object, object]:
             missing_brackets = b"".join(reversed(open_brackets))
     if not open_brackets:
         raise ValueError("it is not cut")
-    value = foreign.value_of_json(data[:whole_end] + missing_brackets)
+    value: object = foreign.value_of_json(data[:whole_end] + missing_brackets)
     if not isinstance(value, dict):
         raise ValueError("it is cut off before its first value")
     return value

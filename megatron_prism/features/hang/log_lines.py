@@ -1,120 +1,17 @@
-"""The lines of job logs that say something, as a table; and what their prefixes say of the rank.
+"""Lines of job logs: whole, with the rank that speaks, and the calls that they name.
 
 In : the text of a log.  Out: logical lines (colours, NULs, wraps and glued lines undone), the rank
-that speaks in each, and what it says (``Says``) as a match of one row of ``LINES``.
-
-Sources: ``NCCL`` is torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, by the releases of torch that
-print it so; a quoted word is a kind of public report.
+that speaks in each, and the fields of calls in what ``log_grammar`` finds there.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
-
-class Says(Enum):
-    """What a line says."""
-
-    CALL = auto()  # a call that timed out: number, kind, elements
-    COUNTS = auto()  # how many calls of a group were enqueued and ended
-    FAILED = auto()  # the number of the call that timed out, beside the group's name
-    NATIVE_STACK = auto()  # the stack of that call follows
-    DIFFER = auto()  # two ranks make different calls, by torch's own check
-    ABSENT = auto()  # a rank did not come to a monitored barrier
-    DEVICE = auto()  # the watchdog ended by an error of the device
-    KILLED = auto()  # the kernel killed a process
-    EVIDENCE = auto()  # of the job: shown as it is
-    STARTS = auto()  # the job, or an attempt of it, starts
-    DEDUPLICATED = auto()  # the launcher left out like lines of other ranks
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """A row of the grammar.
-
-    word    : a part of each such line, looked for first: most lines have none
-    source  : who prints it, and since when
-    """
-
-    says: Says
-    word: str
-    pattern: re.Pattern[str]
-    source: str
-
-
-def _line(says: Says, word: str, pattern: str, source: str, flags: int = 0) -> LogLine:
-    return LogLine(says, word, re.compile(pattern, flags), source)
-
-
-_NUMBERS = r"last\s*enqueued\s*(?:NCCL\s*)?work:\s*(-?\d+),\s*(?:last\s*started\s*(?:NCCL\s*)?work:"
-_NUMBERS += r"\s*-?\d+,[^:]*?\s*)?last\s*completed\s*(?:NCCL\s*)?work:\s*(-?\d+)"
-_PRINT = r"CollectiveFingerPrint\(.*?\)(?=, but|\.?\s*Collectives|\.|$)|\w+"
-
-LINES = (
-    _line(Says.CALL, "WorkNCCL(", r"aught collective operation timeout:\s*WorkNCCL\((?P<body>"
-          r"(?:(?!ran for|WorkNCCL).)*)(?:ran for (?P<ran_ms>\d+))?",
-          "NCCL checkTimeout, 1.9 on (\"Caught\" to 1.13); also inside \"terminated with "
-          "exception\" (2.0 on) and \"what():\"; without NumelIn before 2.1"),
-    _line(Says.COUNTS, "enqueued", _NUMBERS,
-          "NCCL watchdogHandler: 2.2 (Timeout at NCCL work), 2.3 to 2.5 (detected by watchdog at "
-          "work), 2.6 on (PG status, last started since 2.13); HeartbeatMonitor's dump signal",
-          re.IGNORECASE),
-    _line(Says.FAILED, "work", r"(?:at\s*work\s*sequence\s*id|at\s*NCCL\s*work|at\s*work):\s*(\d+)",
-          "NCCL watchdogHandler, as COUNTS"),
-    _line(Says.NATIVE_STACK, "Stack trace of the failed", r"Stack trace of the failed collective:",
-          "NCCL printTraceback, 2.5 on; its frames follow without a prefix"),
-    _line(Says.DIFFER, "running", r"Rank (?P<rank>\d+) is running (?:inconsistent )?collective: ?"
-          rf"(?P<call>{_PRINT})(?:, but Rank (?P<other>\d+) is running collective: ?"
-          rf"(?P<others>{_PRINT}))?",
-          "ProcessGroupWrapper.cpp verify_tensors (TORCH_DISTRIBUTED_DEBUG=DETAIL): 1.9 to 1.12 "
-          "\"inconsistent\", 1.13 the other's kind alone, 2.0 on both"),
-    _line(Says.ABSENT, "monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass "
-          r"monitoredBarrier", "ProcessGroupGloo.cpp monitoredBarrier, 1.9 on: rank 0 says it"),
-    _line(Says.DEVICE, "CUDA error", r"thread terminated with exception: (CUDA error: .*)",
-          "NCCL ncclCommWatchdog, 2.0 on"),
-    _line(Says.KILLED, "oom", r"oom[-_ ]kill", "slurmstepd, kernel", re.IGNORECASE),
-    _line(Says.KILLED, "Out of memory", r"Out of memory: Killed process", "kernel"),
-    _line(Says.EVIDENCE, "didn't", r"(?:desync report: )?\[[\d, ]+\] (?:finished|joined|got|never)"
-          r"[^\n]*?didn't (?:join|finish) collective #\d+", "TraceUtils.h, 1.12 on"),
-    _line(Says.EVIDENCE, "RankMonitorServer", r"\[RankMonitorServer:(?P<monitored>\d+)\] "
-          r"(?P<text>Did not get \w+ heartbeat\. Waited [\d.]+)", "nvidia-resiliency-ext"),
-    _line(Says.EVIDENCE, "NET/", r"NET/\w+ ?: .*(?:status=|error|timed out|refused).*", "NCCL"),
-    _line(Says.EVIDENCE, "NVRM", r"NVRM: Xid .*", "kernel"),
-    _line(Says.EVIDENCE, "ncclUniqueId", r"\[\d+\] is setting up NCCL communicator and retrieving "
-          r"ncclUniqueId from \[\d+\]", "NCCL broadcastUniqueNCCLID"),
-    _line(Says.EVIDENCE, "watchdog got stuck", r"ProcessGroupNCCL's watchdog got stuck for \d+ "
-          r"seconds", "NCCL HeartbeatMonitor, 2.2 on"),
-    _line(Says.STARTS, "using world size", r"using world size: \d+", "Megatron's arguments.py"),
-    _line(Says.STARTS, "worker group", r"[Rr]estart(?:ing)? worker group",
-          "torch elastic, agent/server/api.py"),
-    _line(Says.DEDUPLICATED, "across cluster", r"\[repeated \d+x across cluster\]", "Ray's logs"),
-)  # fmt: skip
-
-
-# training logs and progress bars; what W&B prints at the end of a process is none
-_ITERATION = re.compile(
-    r"^(?!.*wandb:).*?(?:\b(?:iteration|iter|global_step|step|epoch)\b[\s:=\[]{0,12}\d|"
-    r"\blm loss\b|\d+/\d+ \[|\bloss ?[:=] ?\d)", re.IGNORECASE
-)  # fmt: skip
-
-
-def is_iteration(text: str) -> bool:
-    """Whether a line says that an iteration is over."""
-    return _ITERATION.search(text) is not None
-
-
-def statements(text: str) -> Iterator[tuple[Says, re.Match[str]]]:
-    """Yield what a line says, with the match of its row."""
-    for line in LINES:
-        if line.word in text:
-            match = line.pattern.search(text)
-            if match is not None:
-                yield line.says, match
-
+from megatron_prism.features.hang.log_grammar import NUMBERS
 
 # -- fields of calls ------------------------------------------------------------------------------
 GROUP = re.compile(
@@ -289,6 +186,7 @@ IN_FRONT = (
 )  # fmt: skip
 _IN_FRONT_WORD = re.compile(r"[Rr]ank|RANK|\[1,")  # what such a line has somewhere
 _TASK = re.compile(r"^\s*(\d{1,6}): ")  # srun --label: a rank, where a task is one
+_OF_TORCHRUN = re.compile(r"\[(?:default|trainer)\d+\]:|torch[./]distributed[./](?:elastic|run)")
 _LOCAL = re.compile(r"^\s*(?:\d{1,6}: )?\[(?:default|trainer)\d+\]:")  # torchrun --tee: a local one
 _ACTOR = re.compile(r"\((\w+ pid=\d+(?:, ip=[^)\s]+)?)\)")  # of Ray
 _PEELED = re.compile(
@@ -309,20 +207,37 @@ class Speakers:
     def __init__(self, lines: Iterable[str], owner: int | None) -> None:
         self.owner = owner
         self.marked = False
-        self._tasks_are_ranks = True
+        self.has_torchrun = False
+        self.tasks_are_ranks = True
         actors: dict[str, set[int]] = defaultdict(set)
         for line in lines:
+            # a task that starts torchrun is a node
+            if _OF_TORCHRUN.search(line):
+                self.has_torchrun = True
             rank, _ = _marked(line)
             if rank is None:
                 continue
             self.marked = True
             task = _TASK.match(line)
             if task is not None and int(task[1]) != rank:
-                self._tasks_are_ranks = False
+                self.tasks_are_ranks = False
             actor = _ACTOR.search(line)
             if actor is not None:
                 actors[actor[1]].add(rank)
         self._actors = {actor: min(ranks) for actor, ranks in actors.items() if len(ranks) == 1}
+
+    def rank_of_task(self, task: int) -> int | None:
+        """Return the rank that a task of srun is; None if it may be a node with several."""
+        return task if self.tasks_are_ranks and not self.has_torchrun else None
+
+    def rank_of_process(self, pid: int) -> int | None:
+        """Return the rank of an actor of Ray by its process; None if that is not known."""
+        ranks = set()
+        for actor, rank in self._actors.items():
+            # WorkerDict pid=123, ip=10.0.0.4
+            if actor.partition(",")[0].endswith(f" pid={pid}"):
+                ranks.add(rank)
+        return ranks.pop() if len(ranks) == 1 else None
 
     def of(self, line: str) -> tuple[int | None, str]:
         """(the global rank that speaks, what is left of the line)."""
@@ -335,7 +250,7 @@ class Speakers:
         if self.owner is not None:
             return self.owner, line
         task = _TASK.match(line)
-        if task is not None and self._tasks_are_ranks and not _LOCAL.match(line):
+        if task is not None and self.tasks_are_ranks and not _LOCAL.match(line):
             return int(task[1]), line[task.end() :]
         return self._of_group(line), line
 
@@ -385,10 +300,10 @@ _BEGUN = (
     (re.compile(r"WorkNCCL\("), re.compile(r"WorkNCCL\(.*timing out")),
     (re.compile(r"Watchdog caught collective"), re.compile(r"timeout")),
     (re.compile(r"\[PG (?:ID|\d)"), re.compile(r"\[PG [^\]]*Rank \d+\]")),
-    (re.compile(r"last\s*enqueue", re.IGNORECASE), re.compile(_NUMBERS, re.IGNORECASE)),
+    (re.compile(r"last\s*enqueue", re.IGNORECASE), re.compile(NUMBERS, re.IGNORECASE)),
     (re.compile(r"CollectiveFingerPrint"), re.compile(r"Collectives differ|\.$")),
 )  # messages that have begun, and what they have once they are whole
-_WHOLE = re.compile(rf"[.!]\s*$|{_NUMBERS}", re.IGNORECASE)
+_WHOLE = re.compile(rf"[.!]\s*$|{NUMBERS}", re.IGNORECASE)
 _WIDTH = 60  # columns: no screen is narrower
 _WRAPS = 12  # lines of a screen that one message takes at most
 

@@ -2,8 +2,8 @@
 
 In : log files of one or many ranks, mixed, perhaps packed or cut, with any launcher's prefix.  Out:
 a DumpSet: of each rank that speaks the calls that its watchdog names, its counters, and what
-happened to it (``RankEvent``).  ``log_lines`` is the grammar, ``log_errors`` reads tracebacks,
-``attempts`` leaves out what earlier attempts of the job printed.
+happened to it (``RankEvent``).  ``log_grammar`` says what lines mean, ``log_errors`` reads
+tracebacks, ``attempts`` leaves out what earlier attempts of the job printed.
 
 A log names the group of a call, not its members: these are those of Megatron's parallel sizes,
 where the log has them, else the ranks that speak of that group.  A watchdog speaks of one group.
@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron_prism.core import code_files, foreign
 from megatron_prism.core.errors import DumpError, PrismError
 from megatron_prism.core.world import World
-from megatron_prism.features.hang import log_lines
+from megatron_prism.features.hang import log_grammar, log_lines
 from megatron_prism.features.hang.attempts import Record, last_attempt
 from megatron_prism.features.hang.dumps import (
     UNNAMED,
@@ -40,7 +40,8 @@ from megatron_prism.features.hang.dumps import (
     read,
 )
 from megatron_prism.features.hang.log_errors import LOGGED, Raised, Tracebacks
-from megatron_prism.features.hang.log_lines import Differ, LoggedCall, Says
+from megatron_prism.features.hang.log_kinds import Says
+from megatron_prism.features.hang.log_lines import Differ, LoggedCall
 from megatron_prism.features.hang.ras import parse_ras
 
 _MOST = 1 << 31  # bytes of one log
@@ -55,9 +56,14 @@ _ATTEMPT = re.compile(r"(?:^|/)attempt_(\d{1,4})(?:/|$)")  # folders of torchrun
 _NATIVE = re.compile(r"^\s*#\d+ (\S+) from (\S+):(\d+)")
 _THREAD = re.compile(r'Thread (?:0x)?\w+ \([\w+]+\): ?"?(\w*)')  # what py-spy dump prints
 _PLACE = re.compile(r"^\s+([\w<>.]+) \((\S+?):(\d+)\)$")
-_TABLE = re.compile(r"\s*(rank|exitcode)\s*: (-?\d+)")
-_SIGNALS = {-9: "killed (SIGKILL)", -11: "crashed (SIGSEGV)", -7: "crashed (SIGBUS)",
-            -4: "crashed (SIGILL)", -8: "crashed (SIGFPE)"}  # fmt: skip
+_SIGNALS = {
+    -9: "killed (SIGKILL)",
+    -11: "crashed (SIGSEGV)",
+    -7: "crashed (SIGBUS)",
+    -4: "crashed (SIGILL)",
+    -8: "crashed (SIGFPE)",
+}
+_SHELL = 128  # a shell, and a container, exits with this and the number of the signal
 _SIZE = re.compile(r"([a-z-]+(?: size)?(?:-\w+ size)?): (\d+)")
 _SIZES = {"world size": "size", "context-parallel size": "cp", "tensor-model-parallel size": "tp",
           "pipeline-model-parallel size": "pp"}  # fmt: skip
@@ -67,6 +73,9 @@ _BASES = {"all_gather": "_ALLGATHER_BASE", "reduce_scatter": "_REDUCE_SCATTER_BA
 _STEPS = {"recv_forward": ("recv", -1), "send_forward": ("send", 1),
           "recv_backward": ("recv", 1), "send_backward": ("send", -1)}  # fmt: skip
 _EVIDENCE = 4  # lines of evidence that are shown
+_MOST_PARTS = 4096  # tasks of one line
+_OF_JOB = (Says.EVIDENCE, Says.STARTS, Says.DEDUPLICATED, Says.ABSENT)
+_OF_LAUNCHERS = (Says.REPORT, Says.TASKS, Says.LAUNCHER_ENDS, Says.ACTOR_DIED, Says.PROCESS)
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,16 @@ class _Counts:
     completed: int
     failed: int
     group_rank: int
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process of a rank ended, by what a launcher says.
+
+    A watchdog ends its process, too: of a rank whose watchdog spoke it says nothing.
+    """
+
+    text: str
 
 
 @dataclass
@@ -189,6 +208,9 @@ class _Log:
         self.main_thread: set[int] = set()  # ranks of which that stack is being read
         self.native: LoggedCall | None = None  # the call of which torch's stack is being read
         self.noted: list[tuple[int, int, int, float, object]] = []
+        self.report: dict[str, int] = {}  # rows of torchrun's report of one failure
+        self.launcher_ends = False  # whether the launcher ends what still runs
+        self.actor_died = False  # whether the next process that is named is of a dead actor
 
     def read(self, text: str) -> None:
         """Read all lines; their records go to the job."""
@@ -197,14 +219,9 @@ class _Log:
         speakers = log_lines.Speakers(lines, self.owner)
         if self.owner is not None and any(lines):
             self.job.logged.add(self.owner)
-        table: dict[str, int] = {}
+        self.speakers = speakers
         for self.line, line in enumerate(lines):
             self._read_sizes(line)
-            row = _TABLE.match(line)
-            if row is not None:
-                table[row[1]] = int(row[2])
-                if len(table) == 2:
-                    self._ended(table.pop("rank"), table.pop("exitcode"))
             rank, rest = speakers.of(line)
             self._statements(rank, rest)
             # frames of torch's stack have no prefix of their own
@@ -255,11 +272,50 @@ class _Log:
         elif (argument := _ARGUMENT.match(line)) is not None:
             self.job.sizes["ep" if "model" in argument[1] else "etp"] = int(argument[2])
 
-    def _ended(self, rank: int, code: int) -> None:
-        """A row of torchrun's table: the agent ends the others by SIGTERM, watchdogs by SIGABRT."""
-        if code in _SIGNALS:
+    def _read_report(self, match: re.Match[str]) -> None:
+        """Read a row of torchrun's report; a failure has its rank and its exit code.
+
+        The agent ends the others by SIGTERM, watchdogs end their process by SIGABRT.
+        """
+        self.report[match["name"]] = int(match["number"])
+        if len(self.report) < 2:
+            return
+        rank, code = self.report.pop("rank"), self.report.pop("exitcode")
+        signal = _SHELL - code if code > _SHELL else code
+        if signal in _SIGNALS:
             self.job.logged.add(rank)
-            self._note(rank, RankEvent("killed", f"{_SIGNALS[code]} (torchrun's table)"))
+            self._note(rank, RankEvent("killed", f"{_SIGNALS[signal]} (torchrun's table)"))
+
+    def _read_tasks(self, match: re.Match[str], text: str) -> None:
+        """Read which tasks srun saw end, and by what."""
+        tasks: list[int] = []
+        for part in match["tasks"].split(",")[:_MOST_PARTS]:
+            first, _, last = part.partition("-")
+            if first.isdecimal() and (not last or last.isdecimal()):
+                last_task = int(last or first)
+                tasks += range(int(first), last_task + 1)[:_MOST_PARTS]
+
+        # srun itself kills the others when one has failed
+        ended_by_launcher = match["cause"] == "Killed" and (self.launcher_ends or len(tasks) > 1)
+        ranks = [self.speakers.rank_of_task(task) for task in tasks]
+        if ended_by_launcher or None in ranks:
+            self.job.evidence.append(text[match.start() :].strip()[:200])
+            return
+        for rank in ranks:
+            assert rank is not None
+            self.job.logged.add(rank)
+            self._note(rank, RankEvent("killed", f"{match['cause']} (srun)"))
+
+    def _read_process(self, match: re.Match[str]) -> None:
+        """Read the process of an actor of Ray that died."""
+        if not self.actor_died:
+            return
+        self.actor_died = False
+        rank = self.speakers.rank_of_process(int(match["pid"]))
+        if rank is None:
+            self.job.evidence.append(f"an actor of Ray died, process {match['pid']}")
+        else:
+            self._note(rank, Died("its actor died (Ray)"))
 
     def _start(self, text: str) -> None:
         """Count the starts of the job; what a log has before its first one may be another node's,
@@ -278,29 +334,63 @@ class _Log:
         name = "" if group is None else group["name"]
         if group is not None and group["desc"]:
             self.job.descs[name] = group["desc"]
-        for says, match in log_lines.statements(text):
-            if says is Says.EVIDENCE:
-                self.job.evidence.append(_evidence(match, rank))
-            elif says is Says.STARTS:
-                self._start(match[0])
-            elif says is Says.DEDUPLICATED:
-                self.job.deduplicated = True
-            elif says is Says.ABSENT:
-                self.job.absent |= {int(number) for number in re.findall(r"\d+", match["ranks"])}
-            elif rank is None:
-                continue  # nobody knows whose it is
-            elif says is Says.CALL:
-                self._call(rank, log_lines.call_of(match, text), group)
-            elif says is Says.COUNTS and group is not None:
-                self._counts(rank, match, text, group)
-            elif says is Says.NATIVE_STACK:
-                self.native = self.calls[rank][-1] if self.calls[rank] else None
-            elif says is Says.DIFFER:
-                self._note(rank, _differ(rank, match))
-            elif says is Says.DEVICE:
-                self._note(rank, RankEvent("exception", f"{match[1][:200]} in its NCCL watchdog"))
+        for says, match in log_grammar.statements(text):
+            if says in _OF_LAUNCHERS:
+                self._launcher(says, match, text)
+            elif says in _OF_JOB:
+                self._of_job(says, match, rank)
+            elif rank is not None:
+                self._of_rank(rank, says, match, text, group)
             elif says is Says.KILLED:
-                self._note(rank, RankEvent("killed", text.strip()[-200:]))
+                # nobody knows whose process it was
+                self.job.evidence.append(text.strip()[:200])
+
+    def _of_job(self, says: Says, match: re.Match[str], rank: int | None) -> None:
+        """Read what a line says of the job, whoever prints it."""
+        if says is Says.EVIDENCE:
+            self.job.evidence.append(_evidence(match, rank))
+        elif says is Says.STARTS:
+            self._start(match[0])
+        elif says is Says.DEDUPLICATED:
+            self.job.deduplicated = True
+        elif says is Says.ABSENT:
+            numbers = re.findall(r"\d+", match["ranks"])
+            self.job.absent |= set(map(int, numbers))
+
+    def _of_rank(
+        self,
+        rank: int,
+        says: Says,
+        match: re.Match[str],
+        text: str,
+        group: re.Match[str] | None,
+    ) -> None:
+        """Read what a rank says of itself."""
+        if says is Says.CALL:
+            self._call(rank, log_lines.call_of(match, text), group)
+        elif says is Says.COUNTS and group is not None:
+            self._counts(rank, match, text, group)
+        elif says is Says.NATIVE_STACK:
+            self.native = self.calls[rank][-1] if self.calls[rank] else None
+        elif says is Says.DIFFER:
+            self._note(rank, _differ(rank, match))
+        elif says is Says.DEVICE:
+            self._note(rank, RankEvent("exception", f"{match[1][:200]} in its NCCL watchdog"))
+        elif says is Says.KILLED:
+            self._note(rank, RankEvent("killed", text.strip()[-200:]))
+
+    def _launcher(self, says: Says, match: re.Match[str], text: str) -> None:
+        """Read a line of a launcher: it names ranks in its own way."""
+        if says is Says.REPORT:
+            self._read_report(match)
+        elif says is Says.TASKS:
+            self._read_tasks(match, text)
+        elif says is Says.LAUNCHER_ENDS:
+            self.launcher_ends = True
+        elif says is Says.ACTOR_DIED:
+            self.actor_died = True
+        elif says is Says.PROCESS:
+            self._read_process(match)
 
     def _call(self, rank: int, call: LoggedCall, group: re.Match[str] | None) -> None:
         """Note a call that timed out; several lines speak of one."""
@@ -323,7 +413,7 @@ class _Log:
         self, rank: int, match: re.Match[str], text: str, group: re.Match[str]
     ) -> None:  # fmt: skip
         """Note counters; the call that failed is of their group."""
-        number = next((found for says, found in log_lines.statements(text)
+        number = next((found for says, found in log_grammar.statements(text)
                        if says is Says.FAILED), None)  # fmt: skip
         failed = -1 if number is None else int(number[1])
         completed = int(match[2])
@@ -343,7 +433,7 @@ class _Log:
     def _python(self, rank: int, line: str) -> None:
         """Read tracebacks, and what py-spy printed of the main thread."""
         tracebacks = self.tracebacks[rank]
-        if tracebacks.raised and log_lines.is_iteration(line):
+        if tracebacks.raised and log_grammar.is_iteration(line):
             tracebacks.goes_on()
         raised = tracebacks.read(line)
         if raised is not None:
@@ -427,6 +517,7 @@ class _Job:
             self.notes.append("the logs are of several attempts of the job: the last one is judged")
         for rank in self.logged:
             self.ranks[rank].stack = self.stacks[rank]
+        died: list[tuple[int, Died]] = []
         for record in kept:
             speaker, value = self.ranks[record.rank], record.value
             if isinstance(value, LoggedCall):
@@ -443,6 +534,12 @@ class _Job:
                 speaker.events.append(RankEvent(kind, f"{value.text} ({value.handled})"))
             elif isinstance(value, Raised) and value.kind:
                 speaker.events.append(RankEvent(value.kind, value.text))
+            elif isinstance(value, Died):
+                died.append((record.rank, value))
+        for rank, death in died:
+            speaker = self.ranks[rank]
+            if not speaker.calls and not speaker.counts:
+                speaker.events.append(RankEvent("killed", death.text))
 
     @staticmethod
     def _add_call(speaker: _Speaker, call: LoggedCall) -> None:
