@@ -320,6 +320,7 @@ def capture(
                     job.title(rank),
                     job.command(rank, folder),
                     log=folder.with_name(f"{folder.name}-rank-{rank}.log"),
+                    forks=job.tier != "cuda",
                 )
                 for rank in missing
             ]

@@ -27,6 +27,12 @@ from megatron_prism.core.messages import progress
 from megatron_prism.core.slices import WORLD, assemble
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
+from megatron_prism.emulate.rank_template import (
+    ForkedRank,
+    RankTemplate,
+    can_fork,
+    die_with_parent,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,12 +57,15 @@ class RankTask:
 
     words : of Python's command line
     log   : file that keeps what it printed if it fails; None: the error quotes the end
+    forks : whether it may be a fork of a process that has imported torch: ``-m MODULE …`` without a
+            GPU
     """
 
     rank: int
     title: str
     words: Sequence[str]
     log: Path | None = None
+    forks: bool = False
 
 
 @dataclass
@@ -64,7 +73,7 @@ class _Worker:
     """One running rank: its process, the pipe it reports through, and where it prints to."""
 
     task: RankTask
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRank
     events: int
     printed: IO[bytes]
     bar: TaskID
@@ -110,10 +119,14 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
     far = progress(lambda: _far(running, bars, len(done), len(tasks)), say)
     with bars, contextlib.nullcontext() if console.is_terminal else far, selector:
         made = {t.rank: bars.add_task(t.title, total=1, what="waiting") for t in tasks}
+        # several ranks share the imports of one process; a single one would wait for it
+        template = None
+        if can_fork() and len(tasks) > 1 and all(task.forks for task in tasks):
+            template = RankTemplate(_environment())
         try:
             while waiting or running:
                 while waiting and len(running) < num_workers:
-                    worker = _start(waiting.pop(0), made, noted)
+                    worker = _start(waiting.pop(0), made, noted, template)
                     bars.update(worker.bar, what="starting")
                     running.append(worker)
                     selector.register(worker.events, io_selectors.EVENT_READ, worker)
@@ -129,6 +142,8 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
                 worker.process.wait()
                 worker.printed.close()
                 os.close(worker.events)
+            if template is not None:
+                template.close()
     return [done[task.rank] for task in tasks]
 
 
@@ -141,31 +156,34 @@ def _far(running: Sequence[_Worker], bars: Progress, done: int, total: int) -> s
     return f"{done} of {counted(total, 'rank')} done; {', '.join(now)}"
 
 
-def _start(task: RankTask, bars: dict[int, TaskID], noted: set[str]) -> _Worker:
+def _environment() -> dict[str, str]:
+    """Return the variables of a worker, less those of a launcher of this process."""
+    environment = {key: text for key, text in os.environ.items() if key not in _LAUNCHER}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+def _start(
+    task: RankTask, bars: dict[int, TaskID], noted: set[str], template: RankTemplate | None
+) -> _Worker:
+    """Start a rank: as a fork of ``template`` if there is one, else as a process of its own."""
     read, write = os.pipe()
     printed = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
-    environment = {key: text for key, text in os.environ.items() if key not in _LAUNCHER}
-    environment[EVENTS] = str(write)
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    process = subprocess.Popen(
-        [sys.executable, *task.words],
-        stdin=subprocess.DEVNULL,
-        stdout=printed,
-        stderr=printed,
-        pass_fds=(write,),
-        env=environment,
-        preexec_fn=die_with_parent,
-    )
+    process: subprocess.Popen[bytes] | ForkedRank
+    if template is not None:
+        process = template.start(task.words, (EVENTS, write), printed.fileno())
+    else:
+        process = subprocess.Popen(
+            [sys.executable, *task.words],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            pass_fds=(write,),
+            env={**_environment(), EVENTS: str(write)},
+            preexec_fn=die_with_parent,
+        )
     os.close(write)
     return _Worker(task, process, read, printed, bars[task.rank], noted)
-
-
-def die_with_parent() -> None:
-    """Linux: a worker never outlives a killed parent (prctl PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:

@@ -1,0 +1,110 @@
+"""Ranks that are forks of one process behave as processes of their own."""
+
+import io
+import os
+import sys
+import time
+
+import pytest
+from helpers.needs import TRAINING
+from helpers.pretrain import JOB, SCRIPT
+from rich.console import Console
+
+from megatron_prism.cli.main import main
+from megatron_prism.core.errors import NotTrainedError
+from megatron_prism.emulate import rank_template, workers
+
+pytestmark = pytest.mark.skipif(not rank_template.can_fork(), reason="needs Linux")
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Return a function that makes tasks of a module, of which each says how it is started."""
+    monkeypatch.setattr(rank_template, "SHARED_MODULES", ())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def tasks(code, count=2):
+        (tmp_path / "rank_code.py").write_text(
+            "import os, sys, time\n"
+            "from megatron_prism.emulate.workers import emitter\n"
+            f"emit, rank = emitter(), int(sys.argv[1])\n{code}\n"
+        )
+        words = [("-m", "rank_code", str(rank)) for rank in range(count)]
+        return [workers.RankTask(n, f"rank {n}", line, forks=True) for n, line in enumerate(words)]
+
+    return tasks
+
+
+def run(tasks):
+    return workers.run(tasks, Console(file=io.StringIO()), 2)
+
+
+TELL = "emit('result', result={'rank': rank, 'parent': os.getppid(), 'orig': sys.orig_argv})"
+
+
+def test_ranks_are_forks_of_one_process_that_is_gone_afterwards(program):
+    results = run(program(TELL, count=3))
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    parents = {result["parent"] for result in results}
+    assert len(parents) == 1
+    assert os.getpid() not in parents
+    assert results[1]["orig"] == [sys.executable, "-m", "rank_code", "1"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(parents.pop(), 0)
+
+
+def test_a_rank_alone_is_a_process_of_its_own(program):
+    assert run(program(TELL, count=1))[0]["parent"] == os.getpid()
+
+
+def test_a_rank_that_fails_is_named_with_what_it_printed_and_ends_the_others(program, tmp_path):
+    code = f"""
+if rank == 1:
+    print('why it failed')
+    raise SystemExit(7)
+open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid()))
+time.sleep(60)
+"""
+    start = time.monotonic()
+    with pytest.raises(NotTrainedError, match="rank 1 failed.*status 7") as raised:
+        run(program(code))
+    assert "why it failed" in str(raised.value)
+    assert time.monotonic() - start < 50
+    other = tmp_path / "pid"
+    if other.exists() and other.read_text():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(other.read_text()), 0)
+
+
+def test_a_rank_that_is_killed_is_told_from_one_that_ends(program):
+    with pytest.raises(NotTrainedError, match="status -9"):
+        run(program("os.kill(os.getpid(), 9)"))
+
+
+def test_a_rank_may_start_over_as_a_new_program(program):
+    code = """
+if 'AGAIN' not in os.environ:
+    os.environ['AGAIN'] = '1'
+    os.set_inheritable(int(os.environ['PRISM_WORKER_EVENTS']), True)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+emit('result', result={'rank': rank, 'again': os.environ['AGAIN']})
+"""
+    assert run(program(code)) == [{"rank": 0, "again": "1"}, {"rank": 1, "again": "1"}]
+
+
+@TRAINING
+@pytest.mark.slow
+def test_slices_of_forks_are_those_of_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layers = ["--num-layers", "2", "--pipeline-model-parallel-size", "2"]
+    ours = ["--prism-tier", "meta", "--prism-world-size", "4"]
+    words = ["capture", *ours, "-o", "forks", "--", str(SCRIPT), *JOB, *layers]
+    assert main(words) == 0
+    monkeypatch.setattr(workers, "can_fork", lambda: False)
+    words[words.index("forks")] = "processes"
+    assert main(words) == 0
+    for rank in (0, 2):
+        name = f"slice-{rank:06d}.prism"
+        assert (tmp_path / "forks" / name).read_bytes() == (
+            tmp_path / "processes" / name
+        ).read_bytes()
