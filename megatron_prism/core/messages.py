@@ -18,6 +18,8 @@ from megatron_prism.core.errors import shown
 
 EVERY_S = 1.5  # seconds without output until a line, or a dot more, says that work goes on
 LINE_S = 20.0  # seconds until a new line says how far it is, if only numbers have changed
+# off a terminal nothing grows: seconds from a line to the next, a log is read later
+LINE_OFF_TERMINAL_S = 10.0
 SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
 _doing = list[tuple[Callable[[], str], Callable[[str], object]]]()
 _last = 0.0  # when something was printed, s
@@ -41,7 +43,8 @@ def _print(text: str) -> None:
 def progress(what: Callable[[], str], write: Callable[[str], object] = _print) -> Iterator[None]:
     """Inside, a line says ``what`` where nothing was printed for ``EVERY_S`` seconds.
 
-    It grows by a dot each time, for ``LINE_S`` seconds or until more than its numbers changes.
+    On a terminal it grows by a dot each time, for ``LINE_S`` seconds or until more than its numbers
+    changes.  Elsewhere it is a line, and another one ``LINE_OFF_TERMINAL_S`` seconds later.
 
     Args:
         what: returns the text, in a thread; of several the innermost is asked, and an empty text
@@ -63,25 +66,46 @@ def progress(what: Callable[[], str], write: Callable[[str], object] = _print) -
 
 
 def _beat(ended: threading.Event) -> None:
+    """Write a line, or a dot more, where nothing was printed for a while; ends with ``ended``."""
     global _last, _open
-    start = time.monotonic()
-    said, since = "", start
-    while not ended.wait(_last + EVERY_S - (now := time.monotonic())):
-        if now < _last + EVERY_S:
+    start_s = time.monotonic()
+    line_words, line_start_s = "", start_s  # of the last line, without its numbers
+    pause_s = EVERY_S
+    while not ended.wait(max(0.0, _last + pause_s - time.monotonic())):
+        now_s = time.monotonic()
+        if now_s < _last + pause_s:  # something was printed meanwhile
+            pause_s = EVERY_S
             continue
+        pause_s = EVERY_S
         for what, write in _doing[-1:]:
             text = what()
             words = re.sub(r"\d+", "", text)
-            if _open is not None and words == said and now < since + LINE_S:
+            is_same = words == line_words and now_s < line_start_s + LINE_S
+            if _open is not None and is_same:
                 _open = None
                 write(".")
+                _open = write
+                continue
+            printed()
+            line_words, line_start_s = words, now_s
+            if not text:
+                continue
+            line = f"prism: … {text}, {now_s - start_s:.0f} s"
+            if _grows():
+                write(line)
+                _open = write
             else:
-                printed()
-                said, since = words, now
-                if text:
-                    write(f"prism: … {text}, {now - start:.0f} s")
-            _open = write if text else None
+                write(f"{line}\n")
+                pause_s = LINE_OFF_TERMINAL_S
         _last = time.monotonic()
+
+
+def _grows() -> bool:
+    """Tell whether somebody sees a line grow: stderr is a terminal."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # replaced, or closed
+        return False
 
 
 def last_resort(error: BaseException, doing: str) -> int:

@@ -148,7 +148,7 @@ def test_a_script_that_waits_for_ever_is_stopped_and_says_where(script, loop, mo
     ):
         script(f"{loop}\ntorchrun {TRAIN}", given=["--prism-dry-run-limit", "0.6"])
     err = capsys.readouterr().err
-    assert err.count("dry run") + err.count("..") >= 2
+    assert err.count("dry run") >= 1
 
 
 @pytest.mark.parametrize(
