@@ -161,7 +161,9 @@ def with_short_names(text: str) -> str:
 
 
 def kind(desc: str) -> str:
-    """What the communication of a group counts as: tp, dp, pp, cp, ep, or other."""
+    """What the communication of a group counts as: tp, dp, pp, cp, ep, optim, or other."""
+    if desc.removesuffix(_TWIN) == _INSTANCE:  # of dp, too, and another group beside it
+        return "optim"
     try:
         axes = family(desc).axes
     except WorldError:

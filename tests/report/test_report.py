@@ -219,12 +219,19 @@ def test_the_title_begins_with_the_model():
 
 @pytest.mark.parametrize(("group", "says"), [
     (TP, ("tp", "tp")), (PP, ("pp", "pp")), ("DATA_PARALLEL_GROUP_WITH_CP", ("dp", "dp")),
-    ("EXPERT_DATA_PARALLEL_GROUP", ("edp", "dp")), ("EXPERT_MODEL_PARALLEL_GROUP", ("ep", "ep")),
+    ("EXPERT_DATA_PARALLEL_GROUP", ("edp", "dp")),
+    ("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", ("optim", "optim")),
+    ("EXPERT_MODEL_PARALLEL_GROUP", ("ep", "ep")),
     ("EXPERT_TENSOR_PARALLEL_GROUP", ("etp", "tp")), ("MODEL_PARALLEL_GROUP", ("mp", "tp")),
     ("default_pg", ("world", "other")), ("my own", ("my own", "other")),
 ])  # fmt: skip
 def test_groups_have_short_names_and_kinds(group, says):
     assert (groups.short_name(group), groups.kind(group)) == says
+    style = (Path(groups.__file__).parents[1] / "report" / "page.css").read_text()
+    colours = re.findall(rf"--{says[1]}: (#\w+)", style)
+    assert len(colours) == 2  # light and dark, and no other kind has it
+    for colour in colours:
+        assert style.count(f": {colour};") == 1 or says[1] == "other"
 
 
 @pytest.mark.parametrize("epsilon", [0, 1, 1000, 40_000, 10**9])
