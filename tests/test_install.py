@@ -129,3 +129,34 @@ def test_recipes_come_with_the_code(hook, settings, tmp_path):
     expected = {f"megatron_prism/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert expected
     assert expected <= files
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="of the set of packages for Python 3.12")
+def test_a_wheel_works_from_a_folder_without_a_checkout(tmp_path):
+    """Installed by pip, as a user without a clone has it: its command, recipes and flags."""
+    clone = copy_to(tmp_path / "source")
+    pytest.importorskip("setuptools.build_meta")
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    run(sys.executable, "-c", code, cwd=clone)
+    shutil.rmtree(tmp_path / "source")
+    (wheel,) = tmp_path.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
+    (packages,) = (tmp_path / "venv").glob("[lL]ib/**/site-packages")
+    (packages / "_others.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
+    run(*pip, "--no-index", "--force-reinstall", wheel, cwd=tmp_path)
+
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    prism = tmp_path / "venv" / "bin" / "prism"
+    recipe = "guard-gpt_16gpu_tp2pp2vp2_h200"
+    assert any(recipe in line for line in run(prism, "recipes", cwd=folder))
+    small = ["vocab_size=1000", "hidden_size=64", "ffn_hidden_size=128", "seq_length=64"]
+    run(prism, "capture", recipe, "-o", "slices", *small, cwd=folder)
+    lines = run(prism, "fit", "slices", "--limit", "80GB", cwd=folder)
+    assert any(line.startswith("fits:") for line in lines)
+    code = "import megatron_prism; print(megatron_prism.__file__)"
+    (place,) = run(python, "-c", code, cwd=folder)
+    assert Path(place).is_relative_to(packages)
