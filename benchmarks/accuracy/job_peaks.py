@@ -8,6 +8,8 @@ of ``results/RESULTS.json`` is emulated alone on tier ``meta`` with the argument
 h200_fp8_peaks     : 15 jobs, 13 of them in FP8, emulated on one GPU (four minutes of one core)
 h100_stock_peaks   : 23 configurations after Megatron-LM's examples (fifteen minutes)
 h100_graph_peaks   : 14 jobs with CUDA graphs (three minutes), reserved bytes, too
+h100_life          : six plain jobs of one GPU, four of them near its limit (ten minutes), with the
+                     reserved and device bytes of their steps
 h200_x4_real_peaks : the 24 ranks of six real 4-GPU jobs, ``CONFIG:RANK`` (eight minutes), reserved
                      and device bytes, too.  Reserved is midway between a device that keeps up with
                      its host and a host that is far ahead; both ends are printed
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,11 +33,15 @@ from benchmarks.report import RESULTS, ROOT, Row, finish
 
 BOUND = 0.1  # percent, of allocated bytes
 REAL_JOBS = "h200_x4_real_peaks"
+WHOLE_LIVES = "h100_life"
+PLAIN_LIVES = ("dense_save", "moe_save", "l_fp8_13", "l_bf16_13", "moe12")
 MOE = "te_moe_ep4"  # mirrored peers route as the rank itself does: only reported
 
 
 def jobs_of(name: str) -> dict[str, dict[str, Any]]:
     """Job -> world, rank, arguments, bound (percent) and the real bytes by level."""
+    if name == WHOLE_LIVES:
+        return plain_lives()
     real = json.loads((RESULTS / f"{name}.json").read_text())
     if name == REAL_JOBS:
         return {
@@ -54,6 +61,31 @@ def jobs_of(name: str) -> dict[str, dict[str, Any]]:
                | ({"reserved": job["reserved"]} if "reserved" in job else {})}
         for name, job in real["jobs"].items()
     }  # fmt: skip
+
+
+def plain_lives() -> dict[str, dict[str, Any]]:
+    """The jobs of a whole life that neither load nor offload, by what their steps took."""
+    real = json.loads((RESULTS / f"{WHOLE_LIVES}.json").read_text())
+    jobs = {}
+    for name in PLAIN_LIVES:
+        job = real["jobs"][name]
+        steps = [part for part in job["parts"] if part["part"].startswith("step")]
+        # what saves does so behind the third step, and empties the cache
+        last = steps[2]
+        words = re.sub(r"--(save|save-interval|ckpt-format) \S+", "", job["arguments"])
+        jobs[name] = {
+            "world": 1,
+            "rank": 0,
+            "arguments": f"{real['arguments']} {words}",
+            "bound": BOUND,
+            "te_version": "2.20.2",
+            "real": {
+                "allocated": last["peak"],
+                "reserved": last["reserved_peak"],
+                "device": last["used"],
+            },
+        }
+    return jobs
 
 
 def figures(script: Path, job: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -84,7 +116,8 @@ def figures(script: Path, job: dict[str, Any], out: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "results", choices=("h200_fp8_peaks", "h100_stock_peaks", "h100_graph_peaks", REAL_JOBS)
+        "results",
+        choices=("h200_fp8_peaks", "h100_stock_peaks", "h100_graph_peaks", WHOLE_LIVES, REAL_JOBS),
     )
     parser.add_argument("scripts", type=Path)
     parser.add_argument("jobs", nargs="*", metavar="JOB")

@@ -149,7 +149,7 @@ class Reporter(TrainingListener):
     def _memory(self) -> Json:
         """Peaks in bytes; None where this tier does not know them."""
         if self.tier.live is not None:
-            found = self._modelled(self.tier.live)
+            found = self._modelled(self.tier.live, self.options.world.size)
             engine = sys.modules.get("transformer_engine")  # None: the job has none
             found["transformer_engine"] = None if engine is None else engine_version()
             graphs = "cuda_graph_impl" not in job_arguments.left_out
@@ -187,11 +187,15 @@ class Reporter(TrainingListener):
         }
 
     @staticmethod
-    def _modelled(live: LiveBytes) -> Json:
+    def _modelled(live: LiveBytes, num_ranks: int) -> Json:
         """Peaks on shapes: what the caching allocator would say of these requests.
 
         Where its options are not modelled: live bytes.  What live bytes grew by after the history
         was full is added.
+
+        Args:
+            live: bytes and requests of the run.
+            num_ranks: of the job.
         """
         found: Json = {
             "allocated_peak": live.high.bytes,
@@ -217,7 +221,7 @@ class Reporter(TrainingListener):
             **found,
             "allocated_peak": state.peak_allocated + live.high.bytes - before,
             "by_part": parts_of({**live.parts, **parts}),
-            "reserved_peak": (least + most) // 2,
+            "reserved_peak": peaks.expected_reserved((least, most), num_ranks),
             "reserved_between": [least, most],
             "provenance": "modelled: requests of shapes, replayed by a model of torch's allocator",
         }

@@ -27,6 +27,7 @@ from megatron_prism.memory.peaks import (
     class_name,
     described,
     estimates,
+    expected_reserved,
     graph_pools,
     growth,
     known_peak,
@@ -213,7 +214,8 @@ def peak_memory(
         program, ranks = programs.programs[index], np.flatnonzero(same == index).tolist()
         beyond = nccl_buffers.beyond_reserved(programs, index, device)
         name = class_name(programs.world, ranks)
-        figures = classes[name] = _figures(program, ranks, settings, beyond)
+        figures = _figures(program, ranks, settings, beyond, programs.world.size)
+        classes[name] = figures
         if draws is not None:
             more = needed(figures) - figures["peak_allocated"]
             figures["drawn"] = _drawn(program, draws, _capacity(job, draws), more)
@@ -281,9 +283,13 @@ def _figures(
     ranks: list[int],
     settings: allocator.Settings,
     beyond: nccl_buffers.BeyondReserved,
+    num_ranks: int,
 ) -> ClassMemoryFigures:
-    top, left, between = known_peak(program), growth(program), reserved(program, settings)
-    op, segments = top.op, sum(between) // 2
+    top = known_peak(program)
+    left = growth(program)
+    between = reserved(program, settings)
+    segments = expected_reserved(between, num_ranks)
+    op = top.op
     return {
         "ranks": format_ranks(ranks),
         "count": len(ranks),

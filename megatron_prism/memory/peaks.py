@@ -436,6 +436,24 @@ def reserved(program: Program, settings: allocator.Settings | None = None) -> tu
     return keeps_up.peak_reserved, far_behind.peak_reserved
 
 
+def expected_reserved(between: Sequence[int], num_ranks: int) -> int:
+    """Return the segments to expect of ``between``, the two ends of ``reserved``; bytes.
+
+    A rank that waits for no other rank has a device that keeps up: its blocks are back before the
+    host asks again.  In a job of several ranks the device waits for them, by how much nobody knows.
+
+    Args:
+        between: least and most bytes.
+        num_ranks: of the job.
+
+    Source: benchmarks/results/h100_life.json and h200_x4_real_peaks.json.
+    """
+    least, most = between
+    if num_ranks == 1:
+        return least
+    return (least + most) // 2
+
+
 def as_blocks(program: Program, settings: allocator.Settings | None = None) -> Program:
     """The program whose storages take what their blocks have, as ``torch.cuda.memory_allocated``
     counts them: rounded up, and with what is not worth splitting off (up to 1 MiB of each large

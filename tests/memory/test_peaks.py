@@ -383,6 +383,32 @@ def test_every_stream_has_a_pool_of_its_own(tmp_path):
         program.load(path)
 
 
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_a_rank_alone_has_a_device_that_keeps_up(settings):
+    """Its blocks on other streams are back before they are asked for again; what waits for other
+    ranks has them later, by how much is not known.
+    """
+    mib = 1 << 20
+    history = []
+    for storage in range(2):
+        history += [[storage, 40 * mib, 0, storage], [storage, 0, 0, storage]]
+        history += [[storage, -40 * mib, 0, storage + 1]]
+    builder = Builder()
+    builder.memory(0, 40 * mib, "")
+    builder.add("compute", phase="forward", microbatch=0)
+    builder.memory(0, -40 * mib)
+    builder.add("compute", phase="optimizer")
+    program = dataclasses.replace(builder.build(0), history=np.array(history))
+    figures = {}
+    for size in (1, 2):
+        ranks = [dataclasses.replace(program, rank=rank) for rank in range(size)]
+        job = Programs.one_per_rank(ranks, World(size=size))
+        memory = job_peaks.peak_memory(job, alloc_conf=settings, device=None)
+        figures[size] = memory.classes["all"]["peak_reserved"]
+        assert memory.classes["all"]["reserved_between"] == [40 * mib, 80 * mib]
+    assert figures == {1: 40 * mib, 2: 60 * mib}
+
+
 def test_blocks_have_what_the_allocator_does_not_split_off():
     builder = Builder()
     builder.memory(0, 11 << 20, "optim:exp_avg")  # of a segment of 12 MiB: 1 MiB is left

@@ -213,9 +213,9 @@ def fit(
     risks = _risks(memory, of, most, settings) if not overruns else {}
     changes: tuple[TriedChange, ...] = ()
     if overruns:
-        changes = _tried(memory, of, needs, most, settings, priced)
+        changes = _tried(memory, of, needs, most, settings, priced, programs.world.size)
     elif any(risk.failed for risk in risks.values()):
-        changes = _without_holes(memory, of, risks, most, settings)
+        changes = _without_holes(memory, of, risks, most, settings, programs.world.size)
     ns = None
     first = None
     if priced is not None:
@@ -268,6 +268,7 @@ def _without_holes(
     risks: Mapping[str, steady.Risk],
     limit: int,
     settings: allocator.Settings,
+    num_ranks: int,
 ) -> tuple[TriedChange, ...]:
     """Expandable segments, where the same draws get through with them."""
     if settings.expandable:
@@ -280,7 +281,8 @@ def _without_holes(
             segments = figures["peak_reserved"] + limit - need
             if steady.risk(programs[name], segments, expandable).failed:
                 return ()
-            held = sum(peaks.reserved(programs[name], expandable)) // 2
+            between = peaks.reserved(programs[name], expandable)
+            held = peaks.expected_reserved(between, num_ranks)
             need += held - figures["peak_reserved"]
         most = max(most, need)
     return (TriedChange(EXPANDABLE, most, most <= limit, 0),)
@@ -293,6 +295,7 @@ def _tried(
     limit: int,
     settings: allocator.Settings,
     priced: PricedGraph | None,
+    num_ranks: int,
 ) -> tuple[TriedChange, ...]:
     """Every change that frees memory of the class that needs most."""
     again: dict[str, remedies.Recomputation | None] = {}
@@ -305,7 +308,8 @@ def _tried(
             freed[one.words], again[one.words] = one.reserved, one.how
         if not settings.expandable:
             expandable = dataclasses.replace(settings, expandable=True)
-            held = sum(peaks.reserved(of[name], expandable)) // 2
+            between = peaks.reserved(of[name], expandable)
+            held = peaks.expected_reserved(between, num_ranks)
             freed[EXPANDABLE] = memory.classes[name]["peak_reserved"] - held
             again[EXPANDABLE] = None
         for words in again:

@@ -40,7 +40,7 @@ from megatron_prism.features.sweep.layout import JobLayout
 from megatron_prism.features.sweep.recipe_server import CaptureServer
 from megatron_prism.features.sweep.space import SweepPoint
 from megatron_prism.memory import nccl_buffers
-from megatron_prism.memory.peaks import known_peak, peak, reserved
+from megatron_prism.memory.peaks import expected_reserved, known_peak, peak, reserved
 from megatron_prism.replay.microbatches import microbatch_count
 from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import price
@@ -341,7 +341,7 @@ def _memory(
     before = _whole(family, base).read_text().strip() or "as captured"
     for index in [i for i, need in needs.items() if need >= _CLOSE * max(needs.values())]:
         program, beyond = programs.programs[index], beside[index]
-        top, held = known_peak(program), _reserved(program, family)
+        top, held = known_peak(program), _reserved(program, family, programs.world.size)
         found.append({
             "stage": f"stage {programs.world.coordinates(program.rank).pp}",
             "bytes": held if beyond is None else held + beyond,
@@ -355,17 +355,22 @@ def _memory(
     return max(found, key=lambda one: one["bytes"])
 
 
-def _reserved(program: Program, family: Path) -> int:
+def _reserved(program: Program, family: Path, num_ranks: int) -> int:
     """Bytes that PyTorch's allocator reserves; it costs more than a replay, so it is kept beside
     the slices.
     """
     asked = program.history if len(program.history) else program.allocations
-    content = (__version__.encode(), asked.tobytes(), program.streams.tobytes())
+    content = (
+        __version__.encode(),
+        asked.tobytes(),
+        program.streams.tobytes(),
+        str(num_ranks == 1).encode(),
+    )
     place = family / f"reserved-{hashlib.sha1(b''.join(content)).hexdigest()[:16]}"
     try:
         return int(place.read_text())
     except (OSError, ValueError):
-        found = sum(reserved(program)) // 2
+        found = expected_reserved(reserved(program), num_ranks)
         write_whole(place, f"{found}\n", force=True)
         return found
 
