@@ -17,7 +17,9 @@ state.py         outstanding calls of every rank
 mismatch.py      ranks whose call differs from that of the members of its group
 siblings.py      ranks that left the order in which their siblings call
 waits.py         which rank waits for which, and where that ends
+rules.py         the rules that name culprits, in one table, and their exceptions
 analyze.py       from all of these to culprits and victims
+advice.py        what to do next: the first watchdog, what would decide, where to stop
 verdict.py       the verdict
 alignment.py     where every rank stood in its program
 hypotheses.py    single faults that leave exactly these dumps, and the verdict on the programs

@@ -24,7 +24,7 @@ from megatron_prism.core.files import claimed, no_collector
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Programs
 from megatron_prism.core.world import format_ranks
-from megatron_prism.features.hang import analyze, export, hypotheses
+from megatron_prism.features.hang import advice, analyze, export, hypotheses
 from megatron_prism.features.hang import planting as fault_planting
 from megatron_prism.features.hang.dumps import DumpSet, of_value, read
 from megatron_prism.features.hang.hypotheses import Confirmation
@@ -96,8 +96,8 @@ def judged(
         places=tuple(map(str, shown)),
         tried=placed.lines,
         confirmed=placed.confirmed,
-        decides=analyze.what_decides(verdict, JobState(dumps), programs=True),
-        stop=analyze.stop_command(calls, programs.world.size) if exact else verdict.stop,
+        decides=advice.what_decides(verdict, JobState(dumps), programs=True),
+        stop=advice.stop_command(calls, programs.world.size) if exact else verdict.stop,
     )
     return verdict, placed
 
@@ -112,7 +112,7 @@ def _call(programs: Programs, rank: int, index: int) -> str:
 
     call, nth = key(ops[at]), sum(key(op) == key(ops[at]) for op in ops[:at])
     label, name, group, site = call
-    return f"{analyze.breakpoint_at(f'{label} {name} of {group}', site)} nth={nth + 1}"
+    return f"{advice.breakpoint_at(f'{label} {name} of {group}', site)} nth={nth + 1}"
 
 
 def diagnose_faults(

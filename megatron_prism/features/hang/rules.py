@@ -1,0 +1,671 @@
+"""The rules that say which ranks made a job hang, in one table, and the exceptions to them.
+
+In : a ``Judgement``: the job's state, and what was found up to now.  Out: culprits of each rule.
+What a rank did needs no wait that leads to it, so each rule looks at ranks by itself.  A rule names
+ranks; where waits remain that no culprit explains, more rules are asked.  An exception excuses
+hosts that wait for nobody in the dumps and may wait for a rank all the same.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megatron_prism.core.world import format_ranks, ranks_text
+from megatron_prism.features.hang import siblings, waits
+from megatron_prism.features.hang.consistency import ConsistentDumps
+from megatron_prism.features.hang.dumps import Entry, Launch, RankEvent
+from megatron_prism.features.hang.mismatch import Mismatch
+from megatron_prism.features.hang.state import JobState, call_text, issue_order
+from megatron_prism.features.hang.verdict import Culprit
+
+PLACES = ("outside", "in a call", "at work")  # events that say where a rank stands
+HANDLED = ("handled", "logged")  # events of exceptions that ended nothing, or perhaps nothing
+_OF_PYTHON = ("exception", "out of memory", "logged")
+_MAX_SHOWN = 4  # lines of evidence of one rule
+
+
+@dataclass
+class Judgement:
+    """What is known of a job that hangs, and what rules found.
+
+    Attributes:
+        parted: The dumps of one moment, and what was set apart.
+        evidence: In words.
+        mismatches: Calls that members of a group make differently.
+        first: The first call that cannot end, if a rule says it.
+        excused: Ranks that are not named though others wait for them.
+        among: Where nobody is named, the ranks that may be culprits.
+        sure: Whether a majority made the very call that differs.
+        uncompared: Which siblings were not compared by the order of their calls.
+        doubt: Whether a rank that is named may be a victim of something that dumps lack.
+        culprits: Rank -> culprit.
+        named_by: Rank -> name of the rule that named it.
+    """
+
+    parted: ConsistentDumps
+    evidence: list[str]
+    mismatches: list[Mismatch] = field(default_factory=list)
+    first: Entry | None = None
+    excused: set[int] = field(default_factory=set)
+    among: tuple[int, ...] = ()
+    sure: bool = False
+    uncompared: str = ""
+    doubt: bool = False
+    culprits: dict[int, Culprit] = field(default_factory=dict)
+    named_by: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def state(self) -> JobState:
+        """The state of what can be judged."""
+        return self.parted.state
+
+    @property
+    def differ(self) -> set[Launch]:
+        """Calls that members make differently."""
+        return {mismatch.entry.launch for mismatch in self.mismatches}
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a call differs and no majority decides."""
+        return any(not mismatch.ranks for mismatch in self.mismatches)
+
+    def note(self, entry: Entry, text: str) -> None:
+        """Add evidence about a call; the oldest such call is the first that cannot end."""
+        if self.first is None or issue_order(entry) < issue_order(self.first):
+            self.first = entry
+        if text not in self.evidence:
+            self.evidence.append(text)
+
+    def add_doubt(self, text: str) -> None:
+        """Add that a rank that is named may be a victim of something that dumps lack."""
+        self.doubt = True
+        self.evidence.append(text)
+
+    def suspect(self, ranks: Iterable[int]) -> None:
+        """Add ranks among which the culprit may be."""
+        self.among = tuple(sorted({*self.among, *ranks}))
+
+    def held(self, culprits: Collection[int]) -> set[int]:
+        """Find ranks that wait for something else than ``culprits`` and ranks not known."""
+        return waits.held(self.state, {*culprits, *self.excused, *self.state.mute()})
+
+    def most_are_here(self) -> bool:
+        """Tell whether a rank without a dump is an exception."""
+        return len(self.state.missing) <= len(self.state.dumps)
+
+    @cached_property
+    def late_hosts(self) -> dict[int, Entry]:
+        """Hosts for which others wait, and not because of their own waits -> the first call."""
+        state, differ = self.state, self.differ
+        late: dict[int, Entry] = {}
+        for (_, rank), entry in sorted(state.lates.items(), key=lambda late: issue_order(late[1])):
+            if rank in late or rank not in state.dumps:
+                continue
+            calls = state.outstanding[rank]
+
+            # the rank whose call differs holds it
+            is_held = any(call.launch in differ for call in calls)
+            if not calls or (not is_held and siblings.is_behind_replicas(state, rank)):
+                late[rank] = entry
+        for rank, entry in waits.ranks_without_message(state):
+            late.setdefault(rank, entry)
+
+        # nothing is known of these, or their logs say where they wait
+        waiting_elsewhere = self.excused - self.parted.new.keys()
+        for rank in (*state.mute(), *state.hidden, *waiting_elsewhere):
+            late.pop(rank, None)
+        return late
+
+    @cached_property
+    def idle_hosts(self) -> set[int]:
+        """Those of the late hosts that have no outstanding call."""
+        return {rank for rank in self.late_hosts if not self.state.outstanding[rank]}
+
+
+class When(enum.Enum):
+    """Where a rule is asked."""
+
+    ALWAYS = "always"
+    WAITS_REMAIN = "where waits remain that no culprit explains"
+    NOBODY_NAMED = "where no other rule names a rank"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that names ranks.
+
+    Attributes:
+        name: In words.
+        find: Finds culprits.
+        decides: Cases whose verdict the rule decides: "drawn ..." are kinds of planted faults.
+        when: Where it is asked.
+        replaces: Name of a rule whose culprits it takes over.
+        must_explain: Whether its ranks are named only if they explain all waits.
+    """
+
+    name: str
+    find: Callable[[Judgement], list[Culprit]]
+    decides: tuple[str, ...] = ()
+    when: When = When.ALWAYS
+    replaces: str = ""
+    must_explain: bool = False
+
+
+# -- what logs say ------------------------------------------------------------------------------
+def failed_processes(judgement: Judgement) -> list[Culprit]:
+    """Find ranks whose process failed by itself; where half of them did, it is the job's error."""
+    state = judgement.state
+    failures: dict[int, RankEvent] = {}
+    for rank, events in sorted(state.events.items()):
+        for event in events:
+            if event.kind in PLACES or rank in failures:
+                continue
+            if event.kind == "handled" or _waits_like_others(judgement, rank, event):
+                judgement.evidence.append(f"rank {rank} went on after an exception: {event.text}")
+            elif event.kind == "logged":
+                text = f"rank {rank} logged an exception, which perhaps ended nothing: {event.text}"
+                judgement.evidence.append(text)
+            else:
+                failures[rank] = event
+    lines = [f"rank {rank}: {event.kind}: {event.text}" for rank, event in failures.items()]
+    judgement.evidence += lines[:_MAX_SHOWN]
+    rank_count = max(len(state.dumps), state.observed.world)
+    if len(failures) > 1 and 2 * len(failures) > rank_count:
+        return []
+
+    # of one rank alone nobody knows whether the others failed alike
+    if failures and rank_count < 2:
+        judgement.doubt = True
+    return [Culprit(rank, event.kind, event.text) for rank, event in failures.items()]
+
+
+def _waits_like_others(judgement: Judgement, rank: int, event: RankEvent) -> bool:
+    """Tell whether a rank of which an exception is printed waits in a call as the others do.
+
+    It handled the exception then, unless others wait for this rank, and would go on with it.
+    """
+    state = judgement.state
+    if event.kind not in _OF_PYTHON or "NCCL watchdog" in event.text:
+        return False
+    if not state.outstanding.get(rank) and rank not in state.hidden:
+        return False
+    awaited = {late_rank for _, late_rank in state.lates}
+    waiting: set[int] = set()
+    for other_rank, calls in state.outstanding.items():
+        head = state.head(other_rank)
+        if head is not None and head.pair:
+            awaited.update(state.waits(other_rank)[1])
+        if calls and other_rank != rank:
+            waiting.add(other_rank)
+    if rank not in awaited:
+        return True
+    still_held = judgement.held({rank}) - {rank}
+    return len(still_held) >= len(waiting)
+
+
+def hosts_outside_nccl(judgement: Judgement) -> list[Culprit]:
+    """Find ranks that did not come to a call outside NCCL, in which others time out by their logs.
+
+    The waiting ranks are excused.
+    """
+    state = judgement.state
+    texts: dict[int, str] = {}
+    for rank, events in state.events.items():
+        # with calls outstanding, the call of its stack may be that of its dump
+        kinds: tuple[str, ...] = ("outside",)
+        if rank in state.outstanding and not state.outstanding[rank]:
+            kinds = ("outside", "in a call")
+        for event in events:
+            if event.kind in kinds:
+                texts[rank] = event.text
+    judgement.excused |= texts.keys()
+
+    # of the largest group of a waiting rank, the only member that does not wait
+    blamed: set[int] = set()
+    for rank, text in texts.items():
+        groups = [state.groups[name] for name in state.groups_of[rank]]
+        data_groups = [group for group in groups if group.desc.startswith("DATA_PARALLEL")]
+        largest = max(data_groups or groups, key=lambda group: len(group.ranks), default=None)
+        absent: set[int] = set()
+        if largest is not None:
+            absent = set(largest.ranks) - texts.keys()
+        judgement.evidence.append(f"rank {rank} waits outside NCCL, in {text}")
+        judgement.suspect(absent)
+        if len(absent) == 1:
+            blamed |= absent
+    place = next(iter(texts.values()), "").partition(":")[0]
+    reason = f"did not come to {place}) outside NCCL"
+    return [Culprit(rank, "skipped call", reason) for rank in sorted(blamed)]
+
+
+def absent_from_barrier(judgement: Judgement) -> list[Culprit]:
+    """Find the rank that did not come to a monitored barrier, as gloo prints it."""
+    absent = judgement.state.observed.absent
+    if not absent:
+        return []
+    text = "did not come to a monitored barrier"
+    judgement.evidence.append(f"{ranks_text(absent)} {text}, as another rank prints")
+
+    # the barrier names all that are late, also those that wait for one of them
+    if len(absent) > 1:
+        judgement.suspect(absent)
+        return []
+    return [Culprit(absent[0], "host stuck", text)]
+
+
+# -- calls that differ ----------------------------------------------------------------------------
+def unlike_calls(judgement: Judgement) -> list[Culprit]:
+    """Find ranks that make a call otherwise than most of its members, or than their siblings."""
+    return _culprits_of(judgement, judgement.mismatches)
+
+
+def broken_rhythms(judgement: Judgement) -> list[Culprit]:
+    """Find ranks whose last messages differ from those of their own earlier iterations."""
+    return _culprits_of(judgement, siblings.find_broken_rhythms(judgement.state))
+
+
+def _culprits_of(judgement: Judgement, mismatches: Iterable[Mismatch]) -> list[Culprit]:
+    """Name the ranks of mismatches that a vote decided; the same in other groups is one fault."""
+    decided = [mismatch for mismatch in mismatches if mismatch.ranks]
+    accepted: list[Mismatch] = []
+    for mismatch in decided:
+        if mismatch.voted or mismatch.call == decided[0].call:
+            accepted.append(mismatch)
+    if accepted:
+        judgement.first = accepted[0].entry
+        judgement.sure = all(mismatch.voted for mismatch in accepted)
+    judgement.evidence += map(str, accepted[:_MAX_SHOWN])
+    culprits: list[Culprit] = []
+    for mismatch in accepted:
+        for rank in mismatch.ranks:
+            culprits.append(Culprit(rank, mismatch.kind, mismatch.text))
+    return culprits
+
+
+# -- ranks that stand still -----------------------------------------------------------------------
+def lone_callers(judgement: Judgement) -> list[Culprit]:
+    """Find a few ranks that wait in a call that most, done with all of theirs, never make."""
+    state, idle = judgement.state, judgement.idle_hosts
+    calls: dict[tuple[str, int], Entry] = {}
+    for (_, rank), entry in state.lates.items():
+        if rank in idle:
+            calls[entry.group, entry.seq] = entry
+
+    # members of these calls that came, and that left no dump
+    call_of_rank: dict[int, Entry] = {}
+    lost: set[int] = set()
+    for entry in calls.values():
+        for member in state.groups[entry.group].ranks:
+            if member in state.dumps and state.arrived(member, entry):
+                call_of_rank[member] = entry
+            elif member in state.missing:
+                lost.add(member)
+    free = [rank for rank, outstanding in state.outstanding.items() if not outstanding]
+    is_minority = len(idle | lost) > 2 * len(call_of_rank)
+    if not call_of_rank or not is_minority or 2 * len(free) <= len(state.dumps):
+        return []
+    for rank, entry in call_of_rank.items():
+        text = f"rank {rank} waits in {call_text(entry)}, which nobody else makes"
+        judgement.note(entry, text)
+    text = f"or ranks {format_ranks(sorted(idle))} are held up before it (files, data, gloo): "
+    judgement.add_doubt(text + "they wait for nobody")
+    culprits: list[Culprit] = []
+    for rank, entry in call_of_rank.items():
+        culprits.append(Culprit(rank, "extra call", f"makes {call_text(entry)} alone"))
+    return culprits
+
+
+def late_hosts(judgement: Judgement) -> list[Culprit]:
+    """Find hosts for which others wait and that wait for nobody, or that stopped before siblings.
+
+    Hosts that an exception excuses are not named.
+    """
+    if _LONE_CALLERS in judgement.named_by.values():
+        return []
+    state, new = judgement.state, judgement.parted.new
+    stack_of_rank: dict[int, str] = {}
+    for rank, events in state.events.items():
+        for event in events:
+            if event.kind == "at work":
+                stack_of_rank[rank] = event.text
+    hosts = _IdleHosts(judgement.idle_hosts, set(stack_of_rank))
+    for exception in EXCEPTIONS:
+        exception.apply(judgement, hosts)
+    excused = hosts.ahead | hosts.elsewhere
+    judgement.excused |= excused
+
+    culprits: list[Culprit] = []
+    for rank, entry in judgement.late_hosts.items():
+        if rank in excused:
+            continue
+        kind, deed, reason = "host stuck", "never came to", "it waits for nobody"
+        if rank not in judgement.idle_hosts:
+            reason = "ranks with the same calls outstanding went on"
+            if state.skipped(rank, entry):
+                kind, deed, reason = "skipped call", "skips", "its siblings made it before others"
+            if len(state.siblings_of(rank)) == 2:
+                judgement.add_doubt(f"rank {rank} has one sibling: either of them may err")
+        text = f"{deed} {call_text(entry)}; {reason}"
+        if rank in stack_of_rank:
+            text += f"; its stack: {stack_of_rank[rank]}"
+        judgement.note(entry, f"rank {rank} {text}")
+        culprits.append(Culprit(rank, kind, text))
+
+    # a rank that was started again is named only if no other is
+    older = [culprit for culprit in culprits if culprit.rank not in new]
+    return older or culprits
+
+
+def stuck_devices(judgement: Judgement) -> list[Culprit]:
+    """Find ranks that did not see the end of a call that needs everybody, though others did."""
+    incomplete = list(waits.incomplete_calls(judgement.state))
+    ranks_of_launch: dict[Launch, set[int]] = defaultdict(set)
+    for rank, entry, _ in incomplete:
+        ranks_of_launch[entry.launch].add(rank)
+    culprits: list[Culprit] = []
+    for rank, entry, last in incomplete:
+        # of an all-to-all each waits for its pairs only
+        ranks = ranks_of_launch[entry.launch]
+        if len(ranks) > 1 and _has_all_to_all(incomplete, entry.launch):
+            judgement.suspect(ranks)
+            text = f"{call_text(entry)} ended on all members but {ranks_text(ranks)}: what one of "
+            text += "them sends another does not expect (splits), or their link stands still"
+            judgement.note(entry, text)
+            continue
+        reason = f"{call_text(entry)} ended on the others (up to #{last}), not on it: its device, "
+        reason += "its watchdog or the link to it"
+        judgement.note(entry, f"rank {rank}: {reason}")
+        culprits.append(Culprit(rank, "device stuck", reason))
+    return culprits
+
+
+def _has_all_to_all(incomplete: Iterable[tuple[int, Entry, int]], launch: Launch) -> bool:
+    """Tell whether a rank records a call that did not end as an all-to-all."""
+    for _, entry, _ in incomplete:
+        if entry.launch == launch and entry.op == "all_to_all":
+            return True
+    return False
+
+
+def devices_that_never_started(judgement: Judgement) -> list[Culprit]:
+    """Find ranks, of a timed job, whose device never started their oldest call."""
+    heads: dict[int, Entry] = {}
+    for rank, calls in judgement.state.outstanding.items():
+        if calls:
+            heads[rank] = calls[0]
+    scheduled = {rank: entry for rank, entry in heads.items() if entry.state == "scheduled"}
+
+    # a recorder without timing starts nothing
+    if 2 * len(scheduled) >= len(heads):
+        return []
+    culprits: list[Culprit] = []
+    for rank, entry in scheduled.items():
+        text = f"the device of rank {rank} never started {call_text(entry)}"
+        judgement.note(entry, text)
+        culprits.append(Culprit(rank, "device stuck", f"never started {call_text(entry)}"))
+    return culprits
+
+
+def ranks_without_dump(judgement: Judgement) -> list[Culprit]:
+    """Find ranks without a dump at which waits end."""
+    state = judgement.state
+    call_of_rank = waits.dead_ranks(state, judgement.parted.stale)
+    printed = [rank for rank in call_of_rank if rank in state.observed.logged]
+
+    # some of them printed something: the silent ones are likelier
+    if printed and len(printed) < len(call_of_rank):
+        text = f"{ranks_text(sorted(printed))} printed something, though nothing of their calls"
+        judgement.evidence.append(text)
+        judgement.excused.update(printed)
+        for rank in printed:
+            del call_of_rank[rank]
+
+    # others contradict each other, or most are not here: it says nothing of them
+    if judgement.is_split or not judgement.most_are_here():
+        return []
+    for entry, text in waits.missing_dump_lines(call_of_rank):
+        judgement.note(entry, text)
+    if len(call_of_rank) > 1:
+        text = "who only lost its dump looks like who died: some of these may be victims"
+        judgement.evidence.append(text)
+    culprits: list[Culprit] = []
+    for rank, entry in call_of_rank.items():
+        reason = f"left no dump; {call_text(entry)} waits for it"
+        culprits.append(Culprit(rank, "missing dump", reason))
+    return culprits
+
+
+# -- ranks that left the order --------------------------------------------------------------------
+def exchanged_calls(judgement: Judgement) -> list[Culprit]:
+    """Find ranks that issued calls in another order than their siblings."""
+    return _out_of_order(judgement, queued=False)
+
+
+def exchanged_queues(judgement: Judgement) -> list[Culprit]:
+    """Find such ranks by calls that one sibling queued and another has not yet issued."""
+    return _out_of_order(judgement, queued=True)
+
+
+def _out_of_order(judgement: Judgement, queued: bool) -> list[Culprit]:
+    """Name the ranks that issued calls in another order than their siblings.
+
+    Args:
+        judgement: What is known.
+        queued: Also compare calls that one sibling queued and another has not yet issued.
+    """
+    state, mismatches = judgement.state, judgement.mismatches
+
+    # all members stand in a call: it may end, and the job go on, whatever the order
+    if not mismatches and waits.complete_calls(state):
+        return []
+    conflicts = siblings.find_order_conflicts(state, queued)
+    judgement.uncompared = conflicts.uncompared
+    opponent_counts = conflicts.opponent_counts
+    if not opponent_counts:
+        return []
+
+    # the ranks between which no vote decided: that all of them are at odds with others, or none of
+    # them, says nothing about the call
+    undecided: set[int] = set()
+    for mismatch in mismatches:
+        if not mismatch.ranks:
+            undecided |= set(mismatch.among)
+    if undecided and undecided <= opponent_counts.keys():
+        return []
+    if undecided and undecided.isdisjoint(opponent_counts):
+        return []
+
+    ranks = waits.ranks_where_waits_end(state, sorted(opponent_counts))
+    if not ranks:
+        return []
+    texts: dict[int, str] = {}
+    for rank in ranks:
+        conflict = conflicts.conflict_of_rank[rank]
+        texts[rank] = f"issues {conflict.text} otherwise than its siblings"
+        odds_text = f"(at odds with {opponent_counts[rank]})"
+        judgement.evidence.append(f"rank {rank} {texts[rank]} {odds_text}")
+
+    # each may differ because of the other: counters do not say whose call came first
+    if not state.history and _are_of_one_pipeline(state, ranks):
+        judgement.among = judgement.among or tuple(ranks)
+        return []
+
+    for doubt in waits.supporting_evidence(state, ranks):
+        judgement.add_doubt(doubt)
+    if mismatches:
+        judgement.first = mismatches[0].entry
+    else:
+        conflict = conflicts.conflict_of_rank[ranks[0]]
+        judgement.first = siblings.call_of(state, conflict, ranks[0])
+    if judgement.first is not None:
+        judgement.evidence.append(f"first: {call_text(judgement.first)}")
+    return [Culprit(rank, "order", texts[rank]) for rank in ranks]
+
+
+def _are_of_one_pipeline(state: JobState, ranks: Collection[int]) -> bool:
+    """Tell whether two of the ranks send each other messages."""
+    for name in state.pairs & state.groups.keys():
+        if len(set(ranks).intersection(state.groups[name].ranks)) > 1:
+            return True
+    return False
+
+
+def lone_waiters(judgement: Judgement) -> list[Culprit]:
+    """Find ranks that left out a message, by what siblings did, or wait where most never come."""
+    # calls that differ, and none of them is decided: the circle may come of them
+    if judgement.mismatches and not judgement.culprits:
+        return []
+    lone = waits.lone_waiters(judgement.state, waits.smallest_cycle(judgement.state))
+    if lone is None:
+        return []
+    judgement.first = lone.call
+    judgement.evidence.append(f"rank {format_ranks(lone.ranks)} {lone.text}")
+    return [Culprit(rank, lone.kind, lone.text) for rank in lone.ranks]
+
+
+# -- exceptions: idle hosts that may wait for a rank all the same ---------------------------------
+@dataclass
+class _IdleHosts:
+    """Hosts without an outstanding call for which others wait.
+
+    Attributes:
+        idle: All of them.
+        at_work: Ranks whose stacks say that they do not wait.
+        ahead: Excused: they are further on than a sibling.
+        elsewhere: Excused: they may wait for a rank outside NCCL.
+    """
+
+    idle: set[int]
+    at_work: set[int]
+    ahead: set[int] = field(default_factory=set)
+    elsewhere: set[int] = field(default_factory=set)
+
+    @property
+    def remaining(self) -> set[int]:
+        """Idle hosts of which nothing says that they wait elsewhere."""
+        return self.idle - self.elsewhere
+
+
+@dataclass(frozen=True)
+class RuleException:
+    """An exception to the rule that a host which waits for nobody is stuck.
+
+    Attributes:
+        name: In words.
+        apply: Excuses hosts, or adds a doubt.
+        decides: Cases whose verdict the exception decides.
+    """
+
+    name: str
+    apply: Callable[[Judgement, _IdleHosts], None]
+    decides: tuple[str, ...] = ()
+
+
+def _excuse_further_on(judgement: Judgement, hosts: _IdleHosts) -> None:
+    """Excuse hosts that are further on than an idle sibling."""
+    started_hosts = hosts.idle - judgement.parted.new.keys()
+    hosts.ahead = siblings.ranks_ahead(judgement.state, started_hosts)
+
+
+def _excuse_waiting_for_dead(judgement: Judgement, hosts: _IdleHosts) -> None:
+    """Excuse hosts that may wait outside NCCL for a rank without a dump."""
+    state = judgement.state
+    dead = waits.dead_ranks(state, ())
+    waiting = waits.waiting_for_dead(state, hosts.idle - hosts.ahead, dead)
+
+    # one may as well be stuck, and the other's file be lost
+    if len(waiting) < 2:
+        return
+    text = f"ranks {format_ranks(sorted(waiting))} may wait outside NCCL (gloo, the store)"
+    judgement.evidence.append(f"{text} for {format_ranks(state.missing)}")
+    hosts.elsewhere |= waiting
+
+
+def _excuse_creating_group(judgement: Judgement, hosts: _IdleHosts) -> None:
+    """Excuse hosts that may wait while a communicator is created."""
+    group_of_rank: dict[int, str] = {}
+    for rank in hosts.remaining - judgement.parted.new.keys():
+        desc = siblings.uncreated_group(judgement.state, rank)
+        if desc:
+            group_of_rank[rank] = desc
+
+    # a host that stands elsewhere is late; where there is none, one of these is
+    if not group_of_rank.keys() < hosts.idle:
+        return
+    for rank, desc in group_of_rank.items():
+        text = f"rank {rank} may wait while the communicator of {desc} is created"
+        judgement.evidence.append(text)
+    judgement.among = (*judgement.among, *group_of_rank)
+    hosts.elsewhere |= group_of_rank.keys()
+
+
+def _excuse_between_iterations(judgement: Judgement, hosts: _IdleHosts) -> None:
+    """Excuse hosts that stand between two iterations, where most hosts are idle.
+
+    A host that enters a save alone errs, as one that gets no data.
+    """
+    state = judgement.state
+    idle_count = sum(not calls for calls in state.outstanding.values())
+    is_alone = 2 * idle_count < len(state.dumps)
+    for rank in sorted(hosts.remaining - hosts.ahead - hosts.at_work):
+        if not siblings.is_between_iterations(state, rank):
+            continue
+        text = f"rank {rank} waits outside NCCL (gloo, the store, files, data), or is stuck: "
+        judgement.evidence.append(text + "it stands between two iterations")
+        if not is_alone:
+            judgement.among = (*judgement.among, rank)
+            hosts.elsewhere.add(rank)
+
+
+def _doubt_whole_groups(judgement: Judgement, hosts: _IdleHosts) -> None:
+    """Doubt hosts that are a whole group: they may wait for one of them."""
+    if not hosts.remaining:
+        return
+    excused = hosts.ahead | hosts.elsewhere
+    text = waits.why_hosts_wait(judgement.state, hosts.remaining, excused)
+    if text:
+        judgement.add_doubt(text)
+
+
+def _excuse_lacking_member(judgement: Judgement, hosts: _IdleHosts) -> None:
+    """Excuse hosts that are all members of a group but one, which went on."""
+    remaining = hosts.remaining
+    lacking = waits.lacking_member(judgement.state, remaining)
+    if lacking is None:
+        return
+    text = f"ranks {format_ranks(sorted(remaining))} wait for nobody, and rank {lacking.rank} "
+    text += f"went on: they may wait for it in {lacking.desc}, outside NCCL"
+    judgement.evidence.append(text)
+    judgement.among = (*judgement.among, lacking.rank, *remaining)
+    hosts.elsewhere |= remaining
+
+
+_LONE_CALLERS = "a few wait in a call that most never make"
+_LATE_HOSTS = "others wait for a host that waits for nobody"
+RULES = (
+    Rule("its process failed", failed_processes),
+    Rule("others wait for it outside NCCL", hosts_outside_nccl),
+    Rule("it did not come to a monitored barrier", absent_from_barrier),
+    Rule("its call differs", unlike_calls),
+    Rule(_LONE_CALLERS, lone_callers),
+    Rule(_LATE_HOSTS, late_hosts),
+    Rule("a call ended on others", stuck_devices, replaces=_LATE_HOSTS),
+    Rule("its calls are in another order", exchanged_calls),
+    Rule("its messages are not those of earlier iterations", broken_rhythms),
+    Rule("it left out a call and went on", lone_waiters),
+    Rule("its device never started a call", devices_that_never_started, when=When.WAITS_REMAIN),
+    Rule("it left no dump", ranks_without_dump, when=When.WAITS_REMAIN, must_explain=True),
+    Rule("its queue is in another order", exchanged_queues, when=When.NOBODY_NAMED),
+)
+EXCEPTIONS = (
+    RuleException("it is further on than a sibling", _excuse_further_on),
+    RuleException("it may wait for a rank without a dump", _excuse_waiting_for_dead),
+    RuleException("it may wait while a communicator is created", _excuse_creating_group),
+    RuleException("it stands between two iterations", _excuse_between_iterations),
+    RuleException("all members of a group wait for nobody", _doubt_whole_groups),
+    RuleException("all members of a group but one wait for nobody", _excuse_lacking_member),
+)
