@@ -13,12 +13,14 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_prism.core.slices import WORLD
+from megatron_prism.emulate import job_arguments
 
 _FILE = ".captured"
 _FORMAT = 1
@@ -45,6 +47,10 @@ _STARTS_OF_TERMINALS = (
     "XDG_",
 )
 _DEVICES = Path("/dev")
+_OTHER_ORDER = "the words of the command are in another order"
+_WORLD = "the world, the tier or a --prism flag"
+_END = "--"  # of our part of a command, behind which the job's words stand
+_MOST_NEIGHBOURS = 64  # folders beside one that are looked into
 _MOST_NAMED = 3  # differences of a kind that a message names
 
 
@@ -52,7 +58,7 @@ _MOST_NAMED = 3  # differences of a kind that a message names
 class CaptureRecord:
     """What a folder was captured from.
 
-    command   : our flags, the tier, the ranks of the world, the script and its arguments
+    command   : our flags, the tier, the ranks of the world, ``--``, the script and its arguments
     folder    : that the command was typed in
     python    : its version and its place
     devices   : GPUs of this machine
@@ -74,7 +80,8 @@ class CaptureRecord:
         """Say in which words ``other``, of the job that is asked for now, differs from this one."""
         differ = list[str]()
         if other.command != self.command:
-            differ.append("the command is another")
+            options = changed_options(self.command, other.command)
+            differ.append(f"{_some(options)} of the command" if options else _OTHER_ORDER)
         if other.folder != self.folder:
             differ.append(f"it was typed in {self.folder}")
         if other.python != self.python:
@@ -88,6 +95,79 @@ class CaptureRecord:
         if files:
             differ.append(f"{_some(files)} changed")
         return differ
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A folder beside one, captured from the same files with other options of the job.
+
+    changed : options whose values differ
+    """
+
+    folder: Path
+    changed: list[str]
+
+    @property
+    def changing(self) -> list[str]:
+        """The options that change an iteration; none where the slices are those of both jobs."""
+        return [name for name in self.changed if not _leaves_iterations(name)]
+
+
+def _leaves_iterations(option: str) -> bool:
+    """Whether jobs that differ in this option have the same iterations."""
+    is_option = option.startswith("--")
+    return is_option and not job_arguments.matters(option[2:].replace("-", "_"))
+
+
+def changed_options(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Return the options in which two commands differ, whatever their order."""
+    options = list[str]()
+    parts = [list(command[: command.index(_END)]) for command in (before, now)]
+    if parts[0] != parts[1]:
+        options.append(_WORLD)
+    words_before = job_arguments.program_words(before[before.index(_END) + 1 :])
+    words_now = job_arguments.program_words(now[now.index(_END) + 1 :])
+    return options + _changed(words_before, words_now)
+
+
+def neighbour(folder: Path, command: Sequence[str]) -> Neighbour | None:
+    """Find the folder beside ``folder`` whose job is nearest to ``command``.
+
+    Returns:
+        A folder captured by the same Python in the same environment, whose files have not changed;
+        None where there is none.
+    """
+    parent = folder.absolute().parent
+    if not parent.is_dir():
+        return None
+    records = sorted(parent.glob(f"*/{_FILE}"))[:_MOST_NEIGHBOURS]
+    nearest: Neighbour | None = None
+    for path in records:
+        record = read(path.parent)
+        if record is None or not (path.parent / WORLD).is_file():
+            continue
+        asked = _record(record.command, record.salt, [*record.files, *_slice_files(path.parent)])
+        if record.differences(asked):
+            continue
+        changed = changed_options(record.command, command)
+        found = Neighbour(path.parent, changed)
+        if nearest is None or len(found.changing) < len(nearest.changing):
+            nearest = found
+    return nearest
+
+
+def copy_slices(source: Path, folder: Path) -> None:
+    """Copy the slices of ``source`` into ``folder``, with what they were captured from."""
+    record = read(source)
+    assert record is not None, "it is a neighbour"
+    folder.mkdir(parents=True, exist_ok=True)
+    slices = _slice_files(source)
+    for path in slices:
+        shutil.copyfile(path, folder / os.path.basename(path))
+        del record.files[path]
+    for path in _slice_files(folder):
+        record.files[path] = _stamp(path)
+    _write(folder, record)
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -149,6 +229,11 @@ def keep(folder: Path, command: Sequence[str], imported: Collection[str], *, all
         for path, stamp in before.files.items():
             if path not in slices:
                 record.files[path] = stamp
+    _write(folder, record)
+
+
+def _write(folder: Path, record: CaptureRecord) -> None:
+    """Write the record of ``folder``, whole or not at all."""
     text = json.dumps({"format": _FORMAT, **asdict(record)}, indent=0)
     work = folder / f"{_FILE}.{os.getpid()}"
     work.write_text(text + "\n", encoding="utf-8")

@@ -83,7 +83,7 @@ class Job:
     @property
     def question(self) -> list[str]:
         """All words that tell this job's capture from another's."""
-        return [*self.ours, self.tier, str(self.world), *self.words]
+        return [*self.ours, self.tier, str(self.world), "--", *self.words]
 
     def checking_command(self) -> list[str]:
         """Return the words for Python to end once Megatron has validated the arguments."""
@@ -305,6 +305,7 @@ def capture(
     store = SliceStore(folder, job.world, job.source, parsed=False)  # workers compare the rest
     if whole and not force and not job.source and _is_kept(job, folder, ranks, console):
         return
+    copied = whole and not force and not job.source and _copied(job, folder, console)
     with store.writing(force):
         at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
         if not job.source:
@@ -329,7 +330,14 @@ def capture(
         start = time.perf_counter()
         there = set(store.ranks())
         if there >= set(ranks) and not job.source:  # of this very job?  its arguments say so
-            record(ranks[:1])
+            try:
+                record(ranks[:1])
+            except PrismError as error:
+                # the options changed more than their names say: nothing of the neighbour stays
+                if not copied or error.exit_code != UsageError.exit_code:
+                    raise
+                store.prepare(force=True)
+                there = set()
         if whole:
             _, results = workers.capture_world(store, ranks, record, console)
         else:
@@ -362,4 +370,25 @@ def _is_kept(job: Job, folder: Path, ranks: Sequence[int], console: Console) -> 
     if not set(ranks) <= set(slices):
         return False
     console.print(f"{folder}: {counted(len(slices), 'slice')} of this very job, read as they are")
+    return True
+
+
+def _copied(job: Job, folder: Path, console: Console) -> bool:
+    """Whether the slices of a folder beside ``folder`` were copied into it: they are of a job whose
+    other options change no iteration.  A rank compares its arguments with them afterwards.
+
+    Where options of the nearest job change iterations, they are printed: that is why all ranks run.
+    """
+    if folder.exists():
+        return False
+    near = kept_capture.neighbour(folder, job.question)
+    if near is None:
+        return False
+    if near.changing:
+        options = ", ".join(near.changing)
+        console.print(f"  {'captured anew':<20} {options}: not as in {near.folder.name}")
+        return False
+    kept_capture.copy_slices(near.folder, folder)
+    options = ", ".join(near.changed) or "the order of the words"
+    console.print(f"  {'copied':<20} {near.folder.name}: no iteration depends on {options}")
     return True

@@ -6,6 +6,7 @@ import os
 import pytest
 from rich.console import Console
 
+from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import SliceStore
@@ -19,6 +20,7 @@ class FakeCapture:
 
     files    : what a rank imports
     started  : ranks that ran, of all captures
+    refuses  : whether a rank finds that a slice that is there is of another job
     """
 
     def __init__(self, place, monkeypatch):
@@ -28,7 +30,7 @@ class FakeCapture:
         self.data = place / "text.bin"
         self.data.write_text("tokens")
         self.words = ["train.py", "--data-path", str(place / "text")]
-        self.force = False
+        self.force = self.refuses = False
         monkeypatch.setattr(workers, "run", self._run)
 
     def _run(self, tasks, console, at_once):
@@ -36,6 +38,10 @@ class FakeCapture:
         results = []
         for task in tasks:
             self.started.append(task.rank)
+            if self.refuses and store.path(task.rank).exists():
+                error = PrismError("rank 0: a slice of another job")
+                error.exit_code = 2
+                raise error
             if not store.path(task.rank).exists():
                 store.put(Program.from_ops(task.rank, [Op("compute", ns=1)]))
             files = [str(self.imported)]
@@ -97,7 +103,7 @@ def _elsewhere(capture, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_other_word, "the command is another"),
+        (_other_word, "--lr of the command"),
         (_variable, "NVTE_FLASH_ATTN in the environment"),
         (_source, "model.py changed"),
         (_data, "text.bin changed"),
@@ -157,3 +163,44 @@ def test_files_that_a_process_imported_are_its_own_and_megatron_s():
     assert kept_capture.__file__ in files
     assert io.__file__ not in files
     assert os.__file__ not in files
+
+
+def test_slices_of_a_job_with_the_same_iterations_are_copied_and_compared(capture, tmp_path):
+    capture.ask()
+    first = (capture.folder / "slice-000000.prism").read_bytes()
+    capture.folder = tmp_path / "longer"
+    capture.words += ["--train-iters", "9", "--save", str(tmp_path / "checkpoints")]
+    started, printed = capture.ask()
+    assert started == 1  # which compares the job's arguments
+    assert "slices: no iteration depends on --save, --train-iters" in printed
+    assert "1 slice there already" in printed
+    assert (capture.folder / "slice-000000.prism").read_bytes() == first
+    assert capture.ask()[0] == 0
+
+
+def test_an_option_that_changes_iterations_is_named_where_all_ranks_run(capture, tmp_path):
+    capture.ask()
+    capture.folder = tmp_path / "other"
+    capture.words += ["--train-iters", "9", "--seq-length", "16"]
+    started, printed = capture.ask()
+    assert started == 1
+    assert "captured anew        --seq-length: not as in slices" in printed
+    assert "there already" not in printed
+
+
+def test_copied_slices_go_where_the_arguments_turn_out_to_differ(capture, tmp_path):
+    capture.ask()
+    capture.folder, capture.refuses = tmp_path / "longer", True
+    capture.words += ["--train-iters", "9"]
+    started, printed = capture.ask()
+    assert started == 2  # one that compares, and one that is captured
+    assert "no iteration depends on" in printed
+    assert "there already" not in printed
+
+
+def test_a_neighbour_of_changed_files_is_not_looked_at(capture, tmp_path, monkeypatch):
+    capture.ask()
+    _source(capture, monkeypatch)
+    capture.folder = tmp_path / "longer"
+    capture.words += ["--train-iters", "9"]
+    assert "copied" not in capture.ask()[1]
