@@ -141,7 +141,8 @@ class Rule:
     Attributes:
         name: In words.
         find: Finds culprits.
-        decides: Cases whose verdict the rule decides: "drawn ..." are kinds of planted faults.
+        decides: Cases whose verdict the rule decides, of planted faults and recorded hangs
+            (tests/features/hang/test_rules.py).
         when: Where it is asked.
         replaces: Name of a rule whose culprits it takes over.
         must_explain: Whether its ranks are named only if they explain all waits.
@@ -646,26 +647,70 @@ def _excuse_lacking_member(judgement: Judgement, hosts: _IdleHosts) -> None:
 
 _LONE_CALLERS = "a few wait in a call that most never make"
 _LATE_HOSTS = "others wait for a host that waits for nobody"
+_BOTH = ("history", "active")
+_ALL = (*_BOTH, "logs")
+
+
+def _drawn(kinds: str, recorded: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the cases of kinds of planted faults: by what the recorder, or a log, holds."""
+    cases: list[str] = []
+    for kind in kinds.split():
+        cases += [f"drawn {kind}, {record}" for record in recorded]
+    return tuple(cases)
+
+
+# a row without a case decides only jobs that tests of this feature make up (test_production,
+# test_reality, test_doubts, test_log_lines): none of its kind was recorded, none is drawn
 RULES = (
-    Rule("its process failed", failed_processes),
-    Rule("others wait for it outside NCCL", hosts_outside_nccl),
+    Rule("its process failed", failed_processes, _drawn("killed", ("logs",))),
+    Rule(
+        "others wait for it outside NCCL",
+        hosts_outside_nccl,
+        ("recorded nosave, with a log",),
+    ),
     Rule("it did not come to a monitored barrier", absent_from_barrier),
-    Rule("its call differs", unlike_calls),
+    Rule(
+        "its call differs",
+        unlike_calls,
+        _drawn("drop extra message_shape shape", _ALL) + _drawn("dtype operation swap", _BOTH),
+    ),
     Rule(_LONE_CALLERS, lone_callers),
-    Rule(_LATE_HOSTS, late_hosts),
-    Rule("a call ended on others", stuck_devices, replaces=_LATE_HOSTS),
-    Rule("its calls are in another order", exchanged_calls),
-    Rule("its messages are not those of earlier iterations", broken_rhythms),
-    Rule("it left out a call and went on", lone_waiters),
-    Rule("its device never started a call", devices_that_never_started, when=When.WAITS_REMAIN),
-    Rule("it left no dump", ranks_without_dump, when=When.WAITS_REMAIN, must_explain=True),
+    Rule(_LATE_HOSTS, late_hosts, _drawn("gil host_stuck", _ALL)),
+    Rule(
+        "a call ended on others",
+        stuck_devices,
+        _drawn("gpu_error", ("active", "logs")),
+        replaces=_LATE_HOSTS,
+    ),
+    Rule("its calls are in another order", exchanged_calls, _drawn("lost", ("history",))),
+    Rule(
+        "its messages are not those of earlier iterations",
+        broken_rhythms,
+        ("recorded skipsend",),
+    ),
+    Rule("it left out a call and went on", lone_waiters, _drawn("lost", ("active",))),
+    Rule(
+        "its device never started a call",
+        devices_that_never_started,
+        _drawn("gpu_hang", ("history",)),
+        when=When.WAITS_REMAIN,
+    ),
+    Rule(
+        "it left no dump",
+        ranks_without_dump,
+        _drawn("killed", _BOTH),
+        when=When.WAITS_REMAIN,
+        must_explain=True,
+    ),
     Rule("its queue is in another order", exchanged_queues, when=When.NOBODY_NAMED),
 )
 EXCEPTIONS = (
     RuleException("it is further on than a sibling", _excuse_further_on),
     RuleException("it may wait for a rank without a dump", _excuse_waiting_for_dead),
     RuleException("it may wait while a communicator is created", _excuse_creating_group),
-    RuleException("it stands between two iterations", _excuse_between_iterations),
+    RuleException(
+        "it stands between two iterations", _excuse_between_iterations, ("recorded nosave",)
+    ),
     RuleException("all members of a group wait for nobody", _doubt_whole_groups),
     RuleException("all members of a group but one wait for nobody", _excuse_lacking_member),
 )

@@ -1,0 +1,79 @@
+"""Each rule of a hang decides the cases that its row names, and no other.
+
+Cases are kinds of faults that are planted in drawn programs of 16 ranks, with the recorder's
+history (and timing), with outstanding calls only, or by what the job would print alone; and hangs
+that were recorded on 2 x H100.
+"""
+
+from pathlib import Path
+
+import pytest
+from helpers import random_hangs, rendered_logs
+from helpers.random_hangs import dumps_of
+
+from megatron_prism.core.world import World
+from megatron_prism.features.hang import export, logs, rules
+from megatron_prism.features.hang.analyze import diagnose_dumps
+from megatron_prism.graph import stall
+
+RECORDED = Path(__file__).parents[2] / "golden" / "flight" / "h100"
+SEED = 3
+# what rank 0 of the recorded job printed that waits in a save which rank 1 does not enter
+SAVE_LOG = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "megatron/training/checkpointing.py", line 694, in save_checkpoint
+[rank0]:     optimizer.save_parameter_state(optim_checkpoint_name)
+[rank0]:   File "megatron/core/optimizer/distrib_optimizer.py", line 1380, in {function}
+[rank0]:     torch.distributed.gather(
+[rank0]:   File "torch/distributed/distributed_c10d.py", line 4273, in gather
+[rank0]:     work.wait()
+[rank0]: RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv
+"""
+HISTORY = {"timing": True}
+ACTIVE = {"active_only": True, "stacks": False}
+TABLES = {"RULES": rules.RULES, "EXCEPTIONS": rules.EXCEPTIONS}
+
+
+def answer(dumps):
+    """What of a verdict a rule may decide."""
+    verdict = diagnose_dumps(dumps)
+    culprits = [(culprit.rank, culprit.kind) for culprit in verdict.culprits]
+    return verdict.verdict, culprits, verdict.candidates, verdict.confidence
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """Name of a case -> its dumps."""
+    path = tmp_path_factory.mktemp("logs") / "job.log"
+    world = World(16, tp=2, pp=2, ep=2)
+    dumps = {}
+    for kind in random_hangs.KINDS:
+        programs, faults, culprits = random_hangs.draw(kind, world, SEED)
+        state = stall.run_until_stalled(programs, faults)
+        dumps[f"drawn {kind}, history"] = dumps_of(state, **HISTORY)
+        dumps[f"drawn {kind}, active"] = dumps_of(state, **ACTIVE)
+        values = dict(export.dumps_of(state, **ACTIVE))
+        path.write_text(rendered_logs.text(values, world, culprits if kind == "killed" else ()))
+        dumps[f"drawn {kind}, logs"] = logs.read_logs([path])
+    for folder in sorted(path for path in RECORDED.iterdir() if path.is_dir()):
+        dumps[f"recorded {folder.name}"] = logs.read_folder(folder)
+    path.write_text(SAVE_LOG.format(function="get_parameter_state_dp_zero"))
+    dumps["recorded nosave, with a log"] = logs.together(dumps["recorded nosave"], [path])
+    return dumps
+
+
+@pytest.fixture(scope="module")
+def answers(cases):
+    """Name of a case -> the answer of all rules."""
+    return {name: answer(dumps) for name, dumps in cases.items()}
+
+
+ROWS = [(table, row) for table, rows in TABLES.items() for row in rows]
+
+
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=[row.name for _, row in ROWS])
+def test_a_rule_decides_its_cases_and_no_other(table, row, cases, answers, monkeypatch):
+    remaining = tuple(other for other in TABLES[table] if other is not row)
+    monkeypatch.setattr(rules, table, remaining)
+    changed = {name for name, dumps in cases.items() if answer(dumps) != answers[name]}
+    assert changed == set(row.decides)
