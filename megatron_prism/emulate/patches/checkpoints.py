@@ -16,10 +16,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patch import ENABLES, PROTECTS, Original, PatchContext, Patches
+from megatron_prism.emulate.patches import planned_reads
 from megatron_prism.emulate.patches.startup import megatron_args
 
 PATCHES = Patches(purpose=PROTECTS)
@@ -27,6 +29,7 @@ _NO_CHECKPOINTS = (
     "checkpoints are not written: --save names the real job's folder\n"
     "  fix: --prism-record DIR, if this run is the real job and all its ranks are local"
 )
+_LONGEST_REFUSAL = 300  # letters of an error of Megatron's; it may list every tensor
 _SHOWN_ITERATIONS = 8  # of the checkpoints in a folder, in an error
 
 
@@ -163,7 +166,10 @@ def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
             job.exit_interval = last  # a multiple of it: training ends there
 
         if context.meta:
-            _load_shapes(module, context, optimizer)
+            # a schedule that --prism-steps has cut is not that of the checkpoint
+            kept_scheduler = None if getattr(job, "prism_steps", None) else scheduler
+            load = partial(original, model, optimizer, kept_scheduler, *args, **kwargs)
+            _load_shapes(module, context, optimizer, load)
             begun, operations = 0, 0
         else:
             begun, operations = original(model, optimizer, scheduler, *args, **kwargs)
@@ -176,14 +182,84 @@ def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, call)
 
 
-def _load_shapes(module: ModuleType, context: PatchContext, optimizer: object) -> None:
-    """Do on shapes what loading leaves behind: the optimizer's states are there."""
+def _load_shapes(
+    module: ModuleType, context: PatchContext, optimizer: object, load: Callable[[], object]
+) -> None:
+    """Do on shapes what loading does: by Megatron's own code where metadata are enough for it.
+
+    Args:
+        module: Megatron's module of checkpoints.
+        context: of the run.
+        optimizer: of the job.
+        load: Megatron's load_checkpoint with all its arguments.
+    """
     job = megatron_args()
+    folder = job.load
+    if folder is not None and module.checkpoint_exists(folder) and _is_planned(module, folder):
+        _plan_load(context, optimizer, load)
+        return
+
+    # other formats, and no checkpoint at all
     has_states = _loads_optimizer(module, job)
     if has_states:
-        for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-            _make_states(part)
+        _make_states(optimizer)
     context.say(_unread(module, job, has_states))
+
+
+def _is_planned(module: ModuleType, folder: str) -> bool:
+    """Return whether a checkpoint is of the format torch_dist, whose metadata say where all is."""
+    job = megatron_args()
+    iteration, is_release = -1, False
+    tracker = Path(module.get_checkpoint_tracker_filename(folder))
+    if tracker.is_file():
+        iteration, is_release = module.read_metadata(str(tracker))
+    iteration = getattr(job, "ckpt_step", None) or iteration
+    place = module.get_checkpoint_name(folder, iteration, is_release, return_base_dir=True)
+    return (Path(place) / ".metadata").is_file() and job.ckpt_format == "torch_dist"
+
+
+def _plan_load(context: PatchContext, optimizer: object, load: Callable[[], object]) -> None:
+    """Run Megatron's load_checkpoint on shapes, as the part ``load`` of the rank's memory.
+
+    Raises:
+        UnsupportedError: Megatron refuses the checkpoint.
+    """
+    from megatron.core import num_microbatches_calculator as batches
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from megatron.core.optimizer import distrib_optimizer
+
+    job = megatron_args()
+    samples = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+    before = {name: getattr(job, name) for name in samples if hasattr(job, name)}
+    reading = planned_reads.PlannedReading(strategies, job)
+    try:
+        with ProcessChanges() as changes, reading.installed(), context.monitor.part("load"):
+            # Megatron cannot load states into torch's optimizer, which stands in for another one
+            if not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True):
+                changes.set(job, "no_load_optim", True)
+                _make_states(optimizer)
+            load()
+    except PrismError:
+        raise
+    except (Exception, CheckpointException) as error:
+        reading.result.refusal = planned_reads.refusal_of(error)
+        refusal = reading.result.refusal.partition("\n")[0][:_LONGEST_REFUSAL]
+        raise UnsupportedError(
+            f"--load {job.load}: Megatron refuses the checkpoint: {refusal}",
+            fix=f"prism reshard {job.load} -- <the job> lists what does not fit",
+        ) from error
+    finally:
+        for tell in planned_reads.observers:
+            tell(reading.result)
+
+    # the schedule stays that of the job's beginning
+    for name, value in before.items():
+        setattr(job, name, value)
+    batches.update_num_microbatches(job.consumed_train_samples, consistency_check=False)
+    context.say(
+        f"--load {job.load}: read as the checkpoint's metadata say, without values; the job "
+        "begins with iteration 1"
+    )
 
 
 def _unread(module: ModuleType, job: Any, has_states: bool) -> str:
@@ -349,11 +425,12 @@ def _loads_optimizer(module: ModuleType, args: Any) -> bool:
     return getattr(args, "load", None) is not None and module.checkpoint_exists(args.load)
 
 
-def _make_states(optimizer: Any) -> None:
+def _make_states(optimizer: object) -> None:
     """Make a step with gradients of zeros, as before a distributed optimizer is loaded."""
-    make = getattr(optimizer, "_init_optimizer_states_with_dummy_values", None)
-    if make is not None and not getattr(optimizer, "is_stub_optimizer", False):
-        make()
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        make = getattr(part, "_init_optimizer_states_with_dummy_values", None)
+        if make is not None and not getattr(part, "is_stub_optimizer", False):
+            make()
 
 
 PATCHES.left_out(
