@@ -103,16 +103,27 @@ def judged(
 
 
 def _call(programs: Programs, rank: int, index: int) -> str:
-    """The first call of ``rank`` from op ``index`` of its program on, as a breakpoint."""
+    """Return the first call of ``rank`` from op ``index`` of its program on, as a breakpoint."""
     ops = list(programs.of(rank))
-    at = next((i for i, op in enumerate(ops) if i >= index and op.group), 0)
+    first = 0
+    for place in range(index, len(ops)):
+        if ops[place].group:
+            first = place
+            break
+    op = ops[first]
 
-    def key(op: Op) -> tuple[str, ...]:
-        return op.label, op.name, op.group, op.site
+    # its number among the calls that read the same
+    number = 1
+    for earlier in ops[:first]:
+        if _breakpoint_key(earlier) == _breakpoint_key(op):
+            number += 1
+    call = advice.breakpoint_at(f"{op.label} {op.name} of {op.group}", op.site)
+    return f"{call} nth={number}"
 
-    call, nth = key(ops[at]), sum(key(op) == key(ops[at]) for op in ops[:at])
-    label, name, group, site = call
-    return f"{advice.breakpoint_at(f'{label} {name} of {group}', site)} nth={nth + 1}"
+
+def _breakpoint_key(op: Op) -> tuple[str, ...]:
+    """Return what a breakpoint compares."""
+    return op.label, op.name, op.group, op.site
 
 
 def diagnose_faults(
@@ -212,18 +223,23 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
 
 
 def _odd(graph: WorldGraph, finding: Finding) -> list[int]:
-    """Votes: who of its ranks runs another program than most of its stage; else, where a group has
-    a majority, both ranks, and more the one that others contradict.
-    """
-    world, of = graph.programs.world, graph.programs.program_of
+    """Return the votes of a finding for ranks that err, a rank once for each vote."""
+    world, program_of = graph.programs.world, graph.programs.program_of
     stages = world._along("pp", np.arange(world.size))
-    odd = []
+
+    # a rank that runs another program than most of its stage
+    erring: list[int] = []
     for rank in set(finding.ranks):
-        counts = Counter(of[stages == stages[rank]].tolist())
-        odd += [rank] * (counts[int(of[rank])] < max(counts.values()))
-    if len(odd) == 1:
-        return odd
-    return [*finding.ranks, finding.ranks[1]] if len(_members(graph, finding)) > 2 else []
+        counts = Counter(program_of[stages == stages[rank]].tolist())
+        if counts[int(program_of[rank])] < max(counts.values()):
+            erring.append(rank)
+    if len(erring) == 1:
+        return erring
+
+    # where a group has a majority, both ranks, and more the one that others contradict
+    if len(_members(graph, finding)) > 2:
+        return [*finding.ranks, finding.ranks[1]]
+    return []
 
 
 def _members(graph: WorldGraph, finding: Finding) -> list[int]:
