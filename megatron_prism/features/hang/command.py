@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import shlex
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,59 +84,109 @@ def hang(args: argparse.Namespace) -> Answer | int:
     missing: several explanations remain, or the job was perhaps running.  Dumps are read without
     executing anything in them.
     """
-    live = args.live
-    if args.programs and args.dumps is None and not args.live and _is_observation(args.programs):
-        args.dumps, args.programs = args.programs, None  # prism hang DIR
-    dumps = args.dumps is not None or bool(args.logs)
-    refuse(
-        (not live and (args.watch or args.ras or args.prometheus),
-         "--watch, --ras and --prometheus are of a running job", "prism hang --live --watch 60s"),
-        (live and (dumps or args.programs or args.settings or args.confirm),
-         "--live looks at the job on this host: it takes no dumps and no programs",
-         "prism hang --live"),
-        (not live and not (dumps or args.programs) or args.dumps == "",
-         "name dumps or programs", "prism hang --dumps DIR, or prism hang DIR"),
-        (not dumps and args.then is not None and not live,
-         "--then is a second set of dumps, and there is no first",
-         "prism hang --dumps DIR --then DIR2"),
-        (not dumps and (args.of or args.recipe or args.job),
-         "--programs and --recipe say whose job dumps are of, and there are none",
-         "prism hang --dumps DIR --programs PATH"),
-        (not dumps and args.confirm,
-         "--confirm runs real code to the place where dumps say that it stood",
-         "prism hang --dumps DIR --recipe NAME --confirm"),
-    )  # fmt: skip
+    _take_folder_of_dumps(args)
+    _refuse_contradictions(args)
     inputs = [path for path in (args.programs, args.dumps, args.then, args.of) if path]
     inputs += args.logs or ()
     check_outputs([args.markdown, args.html, args.trace], args.force, inputs)
+
+    # the verdict
     planted = None
     if args.live:
-        found = _live(args)
-    elif dumps:
-        found = _of_dumps(args)
-        if args.job:  # the command is whole then
-            from megatron_prism.features.hang.verdict import JOB
-
-            job = shlex.join(args.job)
-            found = dataclasses.replace(found, stop=found.stop.replace(JOB, job))
+        verdict = _live(args)
+    elif _has_dumps(args):
+        verdict = _of_dumps(args)
     else:
-        found, planted = _of_programs(args)
-    write_outputs(args.force, (args.markdown, found.to_markdown))
-    hits = planted.hits if planted is not None else ()
-    more = {} if planted is None else {"planted": [str(hit) for hit in hits]}
-    if args.watch and args.json:  # a line, for what reads logs
-        print(json.dumps(found.to_json()))
-        return int(found.exit_code)
-    return Answer(
-        lambda: found.to_json() | more,
-        lambda: print_lines(
-            "\n".join([*(f"planted: {hit}" for hit in hits), str(found)]),
-            (found.stop, found.decides),
+        verdict, planted = _of_programs(args)
+    write_outputs(args.force, (args.markdown, verdict.to_markdown))
+
+    # a line for each look, for what reads logs
+    if args.watch and args.json:
+        print(json.dumps(verdict.to_json()))
+        return int(verdict.exit_code)
+    return _answer(verdict, planted)
+
+
+def _has_dumps(args: argparse.Namespace) -> bool:
+    """Tell whether dumps or logs are named."""
+    return args.dumps is not None or bool(args.logs)
+
+
+def _take_folder_of_dumps(args: argparse.Namespace) -> None:
+    """Take ``prism hang DIR`` for ``prism hang --dumps DIR`` where dumps or logs lie in DIR."""
+    if not args.programs or args.dumps is not None or args.live:
+        return
+    if _is_observation(args.programs):
+        args.dumps, args.programs = args.programs, None
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    """Refuse words that do not go together.
+
+    Raises:
+        UsageError: Some do not, or nothing is named.
+    """
+    has_dumps = _has_dumps(args)
+    has_job = args.of or args.recipe or args.job
+    of_running_job = args.watch or args.ras or args.prometheus
+    other_inputs = has_dumps or args.programs or args.settings or args.confirm
+    nothing_named = not (args.live or has_dumps or args.programs)
+    refuse(
+        (
+            not args.live and of_running_job,
+            "--watch, --ras and --prometheus are of a running job",
+            "prism hang --live --watch 60s",
         ),
-        found.to_rows,
-        status=int(found.exit_code),
-        html=found.to_html,
-        trace=found.to_chrome_trace,
+        (
+            args.live and other_inputs,
+            "--live looks at the job on this host: it takes no dumps and no programs",
+            "prism hang --live",
+        ),
+        (
+            nothing_named or args.dumps == "",
+            "name dumps or programs",
+            "prism hang --dumps DIR, or prism hang DIR",
+        ),
+        (
+            args.then is not None and not has_dumps and not args.live,
+            "--then is a second set of dumps, and there is no first",
+            "prism hang --dumps DIR --then DIR2",
+        ),
+        (
+            has_job and not has_dumps,
+            "--programs and --recipe say whose job dumps are of, and there are none",
+            "prism hang --dumps DIR --programs PATH",
+        ),
+        (
+            args.confirm and not has_dumps,
+            "--confirm runs real code to the place where dumps say that it stood",
+            "prism hang --dumps DIR --recipe NAME --confirm",
+        ),
+    )
+
+
+def _answer(verdict: Diagnosis, planted: PlantedFaults | None) -> Answer:
+    """Return a verdict as a command prints and writes it, with the faults that were planted."""
+    hits = () if planted is None else planted.hits
+    planted_lines = [f"planted: {hit}" for hit in hits]
+
+    def as_json() -> dict[str, object]:
+        value = verdict.to_json()
+        if planted is not None:
+            value |= {"planted": [str(hit) for hit in hits]}
+        return value
+
+    def print_it() -> None:
+        text = "\n".join([*planted_lines, str(verdict)])
+        print_lines(text, (verdict.stop, verdict.decides))
+
+    return Answer(
+        as_json,
+        print_it,
+        verdict.to_rows,
+        status=int(verdict.exit_code),
+        html=verdict.to_html,
+        trace=verdict.to_chrome_trace,
     )
 
 
@@ -145,12 +195,18 @@ def _live(args: argparse.Namespace) -> Diagnosis:
     from megatron_prism.features.hang import live
     from megatron_prism.features.hang.verdict import Diagnosis
 
-    seconds = _AGAIN_S if args.watch is None else units.parse_ns(args.watch) / 1e9
+    seconds = _AGAIN_S
+    if args.watch is not None:
+        seconds = units.parse_ns(args.watch) / 1e9
     before = live.look(args.ras)
     if not before.found and before.ras is None:
-        raise UsageError("no process on this host has RANK and WORLD_SIZE in its environment",
-                         fix="on a node of the job, as its user: prism hang --live")  # fmt: skip
-    if args.ras is not None:  # one recording says nothing of what moves
+        raise UsageError(
+            "no process on this host has RANK and WORLD_SIZE in its environment",
+            fix="on a node of the job, as its user: prism hang --live",
+        )
+
+    # one recording says nothing of what moves
+    if args.ras is not None:
         before = dataclasses.replace(before, ras=None)
     while True:
         with progress(lambda: ""):
@@ -158,11 +214,13 @@ def _live(args: argparse.Namespace) -> Diagnosis:
         after = live.look(args.ras)
         if args.watch and not after.found:
             return Diagnosis("healthy", evidence=("the job has no process on this host any more",))
-        found = live.judge(before, after)
+        verdict = live.judge(before, after)
         if args.prometheus is not None:
-            write_whole(args.prometheus, live.prometheus(found, after), force=True)
+            write_whole(args.prometheus, live.prometheus(verdict, after), force=True)
+
+        # a job that stands still is not watched any longer
         if args.watch is None or live.still(before, after):
-            return found
+            return verdict
         before = after
 
 
@@ -170,55 +228,69 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     """The verdict on dumps, tried on the job's programs where these are named."""
     from megatron_prism.features.hang import analyze as judge
     from megatron_prism.features.hang import logs
+    from megatron_prism.features.hang.verdict import JOB
 
-    settings, overrides = _job_of_dumps(args)
+    named_job = _job_of_dumps(args)
     dumps = None if args.dumps is None else logs.read_folder(Path(args.dumps))
     dumps = logs.together(dumps, args.logs or ())
     later = None if args.then is None else logs.read_folder(Path(args.then))
-    found, dumps = judge.diagnose_dumps(dumps, later), later or dumps
-    if not args.job and not settings:
-        return found
+    verdict = judge.diagnose_dumps(dumps, later)
+    dumps = later or dumps
+    if not args.job and not named_job.settings:
+        return verdict
+
+    # programs of the job: those that are named, or captured now
     with tempfile.TemporaryDirectory() as place:
-        path = Path(settings.get("programs", Path(place, "slices")))
-        known = "programs" in settings
-        job = (_of_script(args, dumps, path, known) if args.job
-               else _of_recipe(settings, overrides, path, known))  # fmt: skip
-        return _on_programs(dumps, found, job, path, args.confirm)
+        is_captured = "programs" in named_job.settings
+        path = Path(named_job.settings.get("programs", Path(place, "slices")))
+        job: Job | None
+        if args.job:
+            job = _of_script(args, dumps, path, is_captured)
+        else:
+            job = _of_recipe(named_job, path, is_captured)
+        verdict = _on_programs(dumps, verdict, job, path, args.confirm)
+
+    # the job's own words make the command whole
+    if args.job:
+        stop = verdict.stop.replace(JOB, shlex.join(args.job))
+        verdict = dataclasses.replace(verdict, stop=stop)
+    return verdict
 
 
-def _of_script(args: argparse.Namespace, dumps: DumpSet, path: Path, known: bool) -> Job:
-    """The job of a script's command line; captured into ``path`` unless that is ``known``."""
+def _of_script(args: argparse.Namespace, dumps: DumpSet, path: Path, is_captured: bool) -> Job:
+    """The job of a script's command line; captured into ``path`` unless it is there."""
     from megatron_prism.emulate import script_job
     from megatron_prism.features.hang import confirm
 
     job = confirm.script_job(args.job, args.ours, dumps)
-    if not known:
+    if not is_captured:
         size = ["--prism-world-size", str(job.world.size), "--prism-tier", job.tier]
-        script_job.capture_command_line(args.job[0], [*size, *job.ours, *job.words[1:]], path,
-                                        console(stderr=True))  # fmt: skip
+        words = [*size, *job.ours, *job.words[1:]]
+        script_job.capture_command_line(args.job[0], words, path, console(stderr=True))
     return job
 
 
-def _of_recipe(
-    settings: dict[str, str], overrides: list[str], path: Path, known: bool
-) -> Job | None:
-    """The job of the recipe that is named, on the tier of the suspect's run; captured into ``path``
-    on its own tier unless that is ``known``.
+def _of_recipe(named_job: _NamedJob, path: Path, is_captured: bool) -> Job | None:
+    """The job of the recipe that is named, on the tier of the suspect's run.
+
+    It is captured into ``path``, on the recipe's own tier, unless it is there.
     """
     from megatron_prism.core import recipe as recipes
     from megatron_prism.emulate import recipe_job
 
+    settings = named_job.settings
     if "recipe" not in settings:
         return None
-    recipe = recipes.load(settings["recipe"], overrides)
-    if not known:
+    recipe = recipes.load(settings["recipe"], named_job.overrides)
+    if not is_captured:
         recipe_job.capture(recipe, path, console=console(stderr=True), keep=False)
-    tier = {"prism.tier": settings["tier"]} if "tier" in settings else {}
-    return recipe_job.job_of(recipe.changed(tier) if tier else recipe)
+    if "tier" in settings:
+        recipe = recipe.changed({"prism.tier": settings["tier"]})
+    return recipe_job.job_of(recipe)
 
 
 def _on_programs(
-    dumps: DumpSet, found: Diagnosis, job: Job | None, path: Path, confirm: bool
+    dumps: DumpSet, verdict: Diagnosis, job: Job | None, path: Path, confirm: bool
 ) -> Diagnosis:
     """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
     from megatron_prism.core.slices import open_programs
@@ -227,18 +299,20 @@ def _on_programs(
     programs = open_programs(path)
     if confirm and job is not None and not programs.world.same_places(job.world):
         name = job.source.get("recipe", "the script")
-        raise UsageError(f"{path} is of {programs.world}, {name} of {job.world}",
-                         fix="its sizes, too: world_size=16")  # fmt: skip
-    found, placed = judged(dumps, found, programs)
+        raise UsageError(
+            f"{path} is of {programs.world}, {name} of {job.world}",
+            fix="its sizes, too: world_size=16",
+        )
+    verdict, placed = judged(dumps, verdict, programs)
     if not confirm or job is None:
-        return found
+        return verdict
+
+    # the suspect's real code
     from megatron_prism.features.hang import confirm as trials
 
-    trial = trials.confirm(job, programs, path, dumps, found, placed,
-                           console(stderr=True))  # fmt: skip
-    return dataclasses.replace(
-        found, tried=(*placed.lines, *trial.lines), confirmed=trial.confirmed
-    )
+    trial = trials.confirm(job, programs, path, dumps, verdict, placed, console(stderr=True))
+    tried = (*placed.lines, *trial.lines)
+    return dataclasses.replace(verdict, tried=tried, confirmed=trial.confirmed)
 
 
 def has_observation(words: list[str]) -> bool:
@@ -254,40 +328,93 @@ def _is_observation(path: str) -> bool:
     folder = Path(path)
     if not folder.is_dir() or any(folder.glob("*.prism")):
         return False
-    return dumps.has_dumps(folder) or any(p.is_file() and logs.is_log(p) for p in folder.iterdir())
+    if dumps.has_dumps(folder):
+        return True
+    return any(file.is_file() and logs.is_log(file) for file in folder.iterdir())
 
 
-def _job_of_dumps(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """(programs, recipe and tier as far as they are named, overrides of the recipe)."""
-    words = [args.programs, *args.settings] if args.programs else list(args.settings)
-    words += [f"programs={args.of}"] * bool(args.of)
-    words += [f"recipe={args.recipe}"] * bool(args.recipe)
-    words = [word if "=" in word else f"programs={word}" for word in words]
-    names = [word.partition("=")[0] for word in words]
-    overrides = [word for word, name in zip(words, names, strict=True)
-                 if "recipe" in names and name not in ("programs", "recipe", "tier")]  # fmt: skip
-    words = [word for word in words if word not in overrides]
-    settings = dict(word.partition("=")[::2] for word in words)
-    said, recipe = " ".join(words), "recipe" in settings
+@dataclass(frozen=True)
+class _NamedJob:
+    """The job that left dumps, as it is named.
+
+    Attributes:
+        settings: programs, recipe and tier, as far as they are named.
+        overrides: Changes of the recipe.
+    """
+
+    settings: dict[str, str]
+    overrides: list[str]
+
+
+_OF_JOB = ("programs", "recipe", "tier")
+
+
+def _job_of_dumps(args: argparse.Namespace) -> _NamedJob:
+    """Read which job left the dumps.
+
+    Raises:
+        UsageError: The words name no job, or more than ``--confirm`` is there for.
+    """
+    named = list(args.settings)
+    if args.programs:
+        named.insert(0, args.programs)
+    if args.of:
+        named.append(f"programs={args.of}")
+    if args.recipe:
+        named.append(f"recipe={args.recipe}")
+    words: list[str] = []
+    for word in named:
+        # a word alone is a path of programs
+        words.append(word if "=" in word else f"programs={word}")
+
+    # beside a recipe, other names are changes of it
+    has_recipe = any(word.startswith("recipe=") for word in words)
+    overrides: list[str] = []
+    settings_words: list[str] = []
+    for word in words:
+        if has_recipe and word.partition("=")[0] not in _OF_JOB:
+            overrides.append(word)
+        else:
+            settings_words.append(word)
+    settings: dict[str, str] = {}
+    for word in settings_words:
+        name, _, value = word.partition("=")
+        settings[name] = value
+
+    # words that do not go together
+    text = " ".join(settings_words)
+    has_unknown = bool(settings.keys() - set(_OF_JOB))
+    has_several = len(settings_words) > len(settings)
+    last_word = settings_words[-1] if settings_words else ""
+    script = " ".join(args.job[:1]) if args.job else ""
     refuse(
         (args.out, f"-o {args.out} does not go with --dumps", "--markdown FILE, --json"),
-        (set(settings) - {"programs", "recipe", "tier"} or len(words) > len(settings),
-         f"{said} does not go with --dumps",
-         "programs=DIR or recipe=NAME: the job that left the dumps"),
-        (len(settings) > 1 and not args.confirm,
-         f"{said}: only --confirm needs more than the programs or the recipe",
-         f"{words[-1] if words else ''}, or add --confirm"),
-        (args.confirm and not recipe and not args.job,
-         "--confirm runs the suspect's real code, of which job?",
-         "--recipe NAME, or -- pretrain_gpt.py … (and --programs DIR, if it was captured)"),
-        (args.job and recipe, f"{' '.join(args.job[:1])}: either a script or a recipe",
-         "prism hang --dumps DIR -- pretrain_gpt.py …"),
-    )  # fmt: skip
-    return settings, overrides
+        (
+            has_unknown or has_several,
+            f"{text} does not go with --dumps",
+            "programs=DIR or recipe=NAME: the job that left the dumps",
+        ),
+        (
+            len(settings) > 1 and not args.confirm,
+            f"{text}: only --confirm needs more than the programs or the recipe",
+            f"{last_word}, or add --confirm",
+        ),
+        (
+            args.confirm and not has_recipe and not args.job,
+            "--confirm runs the suspect's real code, of which job?",
+            "--recipe NAME, or -- pretrain_gpt.py … (and --programs DIR, if it was captured)",
+        ),
+        (
+            args.job and has_recipe,
+            f"{script}: either a script or a recipe",
+            "prism hang --dumps DIR -- pretrain_gpt.py …",
+        ),
+    )
+    return _NamedJob(settings, overrides)
 
 
 def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, PlantedFaults | None]:
-    """(verdict, what was planted or None)."""
+    """Return the verdict on programs, and what was planted in them, if anything."""
     from megatron_prism.core.slices import open_programs
     from megatron_prism.features.hang.diagnose import diagnose, diagnose_faults
 
@@ -296,30 +423,52 @@ def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, PlantedFaults | N
         raise UsageError("faults in which programs?", fix=f"prism hang DIR {args.programs}")
     programs = open_programs(args.programs)
     if not faults:
-        if args.out is not None:
-            raise UsageError("without a fault there are no dumps to write", fix="fault=KIND@…")
-        if args.seed is not None or args.truth is not None:
-            raise UsageError("a seed draws the ranks of faults, truth names them: there are none",
-                             fix="fault=KIND@rank=any:1 --seed N")  # fmt: skip
+        _refuse_words_of_faults(args)
         return diagnose(programs=programs), None
+
+    # faults are planted
     check_outputs([args.truth], args.force)
     with steps() as told:
-        found = diagnose_faults(
+        result = diagnose_faults(
             programs, faults, seed=args.seed or 0, out=args.out, force=args.force, progress=told
         )
     if args.out is not None:
         console(stderr=True).print(f"wrote {args.out}")
     if args.truth is not None:
-        lines = [hit.truth("programs") + "\n" for hit in found.planted.hits]
+        lines = [hit.truth("programs") + "\n" for hit in result.planted.hits]
         write_whole(args.truth, "".join(lines), force=args.force)
-    return found.verdict, found.planted
+    return result.verdict, result.planted
+
+
+def _refuse_words_of_faults(args: argparse.Namespace) -> None:
+    """Refuse words that are of planted faults.
+
+    Raises:
+        UsageError: There is one.
+    """
+    refuse(
+        (
+            args.out is not None,
+            "without a fault there are no dumps to write",
+            "fault=KIND@…",
+        ),
+        (
+            args.seed is not None or args.truth is not None,
+            "a seed draws the ranks of faults, truth names them: there are none",
+            "fault=KIND@rank=any:1 --seed N",
+        ),
+    )
 
 
 def _faults(words: list[str], plans: list[str]) -> list[Fault]:
+    """Read faults from the command line, then those of plans."""
     from megatron_prism.core.fault_plan import load_plan, parse
 
-    given = arguments.read(words, {"fault": parse}, "hang", several=("fault",))
-    return [*given.get("fault", ()), *itertools.chain.from_iterable(map(load_plan, plans))]
+    settings = arguments.read(words, {"fault": parse}, "hang", several=("fault",))
+    faults = list(settings.get("fault", ()))
+    for plan in plans:
+        faults += load_plan(plan)
+    return faults
 
 
 COMMANDS = {
