@@ -9,8 +9,9 @@ NCCL connects a communicator when an algorithm is first used (NCCL_RUNTIME_CONNE
 of all three protocols for the receiver (src/transport/p2p.cc; ``connection_bytes``).  How many
 channels there are depends on the host, so it is measured: a communicator is ``init`` plus what
 its kinds of calls connect; what was measured apart and together is never added up to more than
-together.  Between hosts nothing was measured: such groups are taken as their part on one host, and
-``between`` says what NCCL's source leaves open.
+together.  Between hosts nothing was measured: such groups are taken as their part on one host.
+More ranks of a host than were measured are taken as the most that were.  ``between`` says what is
+open of both.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ PAGE = 2 << 20
 _WAYS = frozenset({"out", "in"})
 _HOST = 8  # GPUs, where the world does not say it
 _HOST_PEERS = _HOST - 1  # of a rank
+# that NCCL opens among the GPUs of a host with an NVLink switch: 16 among 8 x H800 (log in
+# github.com/NVIDIA/nccl/issues/892), 24 of a ring and 32 of a pair among 2 to 4 x H200; a
+# communicator has 32 at most
+FEWEST_CHANNELS, MOST_CHANNELS = 16, 32
 
 
 def network_bytes() -> tuple[int, int]:
@@ -129,28 +134,72 @@ class BufferCalibration:
         return self.once + sum(sizes)  # type: ignore[arg-type]
 
     def between(self, used: Sequence[Communicator]) -> tuple[int, int] | None:
-        """The least and the most that ``nccl`` may be, by what reaches other hosts.
+        """Find the least and the most that ``nccl`` may be, by what nobody measured.
 
-        The least is without GPUDirect.  A ring leaves the host once, so one of the connections of
-        its ranks there does; a rank's messages all may.
+        Returns:
+            (least, most) bytes: of connections to other hosts, and of communicators that have more
+            ranks on a host than were measured; None if ``nccl`` is unknown.
         """
         middle = self.nccl(used)
         if middle is None:
             return None
         low = high = middle
-        channel, pool = network_bytes()
-        more = channel / sum(connection_bytes()) - 1
-        for one in used:
-            if one.local is None or one.local >= one.size:
-                continue
-            rings = frozenset() if one.kinds & _WAYS else one.kinds
-            whole, init, calls = (
-                self.bytes_of(replace(one, kinds=kinds, peers=peers)) or 0
-                for kinds, peers in ((one.kinds, one.peers), (frozenset(), 0), (rings, 0))
-            )
-            low -= whole - calls + (calls - init) // one.local
-            high += round((calls - init) // one.local * more) + (pool if whole > calls else 0)
+        for communicator in used:
+            less, more = self._of_other_hosts(communicator)
+            low -= less
+            high += more
+            less, more = self._of_more_ranks(communicator)
+            low -= less
+            high += more
         return low, high
+
+    def _parts(self, communicator: Communicator) -> tuple[int, int, int]:
+        """Split a communicator's bytes: (before any call, of its calls, of its messages)."""
+        rings = frozenset[str]()
+        if not communicator.kinds & _WAYS:
+            rings = communicator.kinds
+        whole = self.bytes_of(communicator) or 0
+        without_messages = self.bytes_of(replace(communicator, kinds=rings, peers=0)) or 0
+        init = self.bytes_of(replace(communicator, kinds=frozenset(), peers=0)) or 0
+        return init, without_messages - init, whole - without_messages
+
+    def _of_other_hosts(self, communicator: Communicator) -> tuple[int, int]:
+        """Say what connections to other hosts may take less and more than those on one.
+
+        The least is without GPUDirect.  A ring leaves the host once, so one of the connections of
+        its ranks there does; a rank's messages all may.
+        """
+        if communicator.local is None or communicator.local >= communicator.size:
+            return 0, 0
+        channel, pool = network_bytes()
+        _, calls, messages = self._parts(communicator)
+        leaving_calls = calls // communicator.local
+        more = round(leaving_calls * (channel / sum(connection_bytes()) - 1))
+        if messages > 0:
+            more += pool
+        return messages + leaving_calls, more
+
+    def _of_more_ranks(self, communicator: Communicator) -> tuple[int, int]:
+        """Say what a communicator may take less and more for ranks that nobody measured together.
+
+        It counts as the largest measured one.  How many channels NCCL opens among more GPUs of a
+        host follows from their links: ``FEWEST_CHANNELS`` to ``MOST_CHANNELS``.
+        """
+        ranks_on_host = communicator.size
+        if communicator.local is not None:
+            ranks_on_host = communicator.local
+        if not self.measured or ranks_on_host <= self.measured[-1]:
+            return 0, 0
+        _, calls, messages = self._parts(communicator)
+        channel = sum(connection_bytes())
+        less = more = 0
+        # a communicator's calls share their channels; each peer has channels of its own
+        connections = [(calls, 1), (messages, min(communicator.peers, _HOST_PEERS))]
+        for taken, count in connections:
+            if taken > 0:
+                less += max(0, taken - count * FEWEST_CHANNELS * channel)
+                more += max(0, count * MOST_CHANNELS * channel - taken)
+        return less, more
 
     def provenance(self) -> str:
         """For reports: what device bytes are made of."""

@@ -71,7 +71,7 @@ def class_table(
         least, most = one.get("nccl_between") or (0, 0)
         if least < most:
             between = f"NCCL {format_bytes(least)} to {format_bytes(most)}, estimated"
-            alike.setdefault(f"{between}: connections between hosts", []).append(name)
+            alike.setdefault(f"{between}: more ranks or hosts than measured", []).append(name)
         if drawn := one.get("drawn"):
             yield from _drawn(name, drawn)
     for text, names in alike.items():

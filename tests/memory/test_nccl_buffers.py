@@ -98,6 +98,28 @@ def test_between_hosts_the_source_leaves_two_ends(calibration):
         calibration.nccl([Communicator("a", 4)]), 128 * MIB)  # fmt: skip
 
 
+def test_more_ranks_of_a_host_than_were_measured_are_an_interval():
+    """Four ranks were measured; of eight NCCL opens 16 to 32 channels of 12 MiB."""
+    shipped = nccl_buffers.read("h200")
+    reduces = frozenset({"large"})
+    measured = Communicator("a", 4, reduces, local=4)
+    assert shipped.between([measured]) == (shipped.nccl([measured]),) * 2
+    larger = Communicator("a", 8, reduces, local=8)
+    least, most = shipped.between([larger])
+    # 24 channels are measured of four
+    assert shipped.nccl([larger]) == shipped.nccl([measured])
+    assert (shipped.nccl([larger]) - least) // MIB == (24 - 16) * 12
+    assert (most - shipped.nccl([larger])) // MIB == (32 - 24) * 12
+    # 32 channels of each of seven peers, which are the most
+    exchanges = Communicator("a", 8, peers=7, local=8)
+    least, most = shipped.between([exchanges])
+    assert (shipped.nccl([exchanges]) - least) // MIB == 7 * 16 * 12
+    assert most == shipped.nccl([exchanges])
+    # part of a group that spans hosts, of which four ranks are here
+    apart = shipped.between([Communicator("a", 8, reduces, local=4)])
+    assert apart[1] - apart[0] < 288 * MIB
+
+
 @pytest.mark.parametrize(
     ("size", "host", "local", "of_all"),
     [("16", "", 1, 8), ("8", "", 2, 8), ("8", " gpus_per_node=2", 1, 2)],
