@@ -12,47 +12,71 @@ _UNIT = r"(?:%|[KMGTP]?i?B|[num]?s|[TG]FLOP/s)(?!\w)"
 
 
 def folded(line: str, indent: int = 2, width: int = WIDTH) -> list[str]:
-    """``line`` on as many lines as it needs, the later ones moved in; words, and numbers with their
-    units, stay whole.
+    """Break a line into as many lines as it needs; words, and numbers with their units, stay whole.
+
+    Args:
+        line: its blanks in front stay.
+        indent: blanks in front of the later lines.
+        width: characters of a line.
     """
-    begin = line[: len(line) - len(line.lstrip())]
-    text = re.sub(rf"(\d) (?={_UNIT})", "\\1\u00a0", line.lstrip())
-    lines = textwrap.wrap(
-        text, width, initial_indent=begin, subsequent_indent=" " * indent,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-    return [one.replace("\u00a0", " ") for one in lines]
+    text = line.lstrip()
+    begin = line[: len(line) - len(text)]
+    # a blank that does not break binds a number to its unit while lines are broken
+    bound = re.sub(rf"(\d) (?={_UNIT})", "\\1\u00a0", text)
+    wrapper = textwrap.TextWrapper(
+        width,
+        initial_indent=begin,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [part.replace("\u00a0", " ") for part in wrapper.wrap(bound)]
 
 
 def listed(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns to the left, of which the last may be folded; where it is too wide, below them."""
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    indent = sum(widths) + len(GAP) * len(widths)
+    """Set columns to the left; the last one may be folded, below them where it is too wide."""
+    texts_by_column = list(zip(*rows, strict=True))
+    widths = [max(map(len, texts)) for texts in texts_by_column[:-1]]
+    last_column_at = sum(widths) + len(GAP) * len(widths)
     lines: list[str] = []
     for *cells, last in rows:
-        begin = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        room = indent + max(map(len, last.split()), default=0) <= WIDTH
-        lines += folded(GAP.join([*begin, last]).rstrip(), indent if room else 6)
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        longest_word = max(map(len, last.split()), default=0)
+        indent = last_column_at
+        # no word of it fits behind the other columns
+        if last_column_at + longest_word > WIDTH:
+            indent = 6
+        lines += folded(GAP.join([*padded, last]).rstrip(), indent)
     return lines
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """The first ``left`` columns to the left, numbers to the right.  What is too wide continues
-    below, each block with the first column.
+    """Set the first ``left`` columns to the left, numbers to the right.
+
+    What is too wide continues below, each block with the first column.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    blocks, used = [[0]], widths[0]
-    for place, width in enumerate(widths[1:], 1):
+    widths = [max(map(len, texts)) for texts in zip(*rows, strict=True)]
+
+    # blocks of columns that fit a line; each has column 0
+    blocks = [[0]]
+    used = widths[0]
+    for column, width in enumerate(widths[1:], 1):
         used += len(GAP) + width
         if used > WIDTH and len(blocks[-1]) > 1:
             blocks.append([0])
             used = widths[0] + len(GAP) + width
-        blocks[-1].append(place)
+        blocks[-1].append(column)
+
     lines: list[str] = []
     for block in blocks:
-        lines += [""] * bool(lines)
+        if lines:
+            lines.append("")
         for row in rows:
-            cells = (row[at].ljust(widths[at]) if at < left else row[at].rjust(widths[at])
-                     for at in block)  # fmt: skip
+            cells = []
+            for column in block:
+                if column < left:
+                    cells.append(row[column].ljust(widths[column]))
+                else:
+                    cells.append(row[column].rjust(widths[column]))
             lines.append(GAP.join(cells).rstrip())
     return lines

@@ -11,98 +11,160 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 KEYS = ("arguments", "settings")  # of a source: of a stock job, of a recipe
-_SHOWN = 4
-_Settings = Mapping[str, str]
+_SHOWN = 4  # differences that a message names
 
 
-def as_text(given: _Settings, others: _Settings | None = None) -> str:
-    """The line that is kept: settings that were given, and others that are not the default."""
+@dataclass(frozen=True)
+class _Line:
+    """A line of settings, taken apart.
+
+    Attributes:
+        given: settings that somebody gave.
+        others: settings that are not the default and were not given.
+    """
+
+    given: dict[str, str]
+    others: dict[str, str]
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Every setting."""
+        return {**self.others, **self.given}
+
+
+def as_text(given: Mapping[str, str], others: Mapping[str, str] | None = None) -> str:
+    """Write settings as the line that is kept.
+
+    Args:
+        given: settings that somebody gave.
+        others: settings that are not the default.
+    """
     parts = {"given": dict(sorted(given.items())), "others": dict(sorted((others or {}).items()))}
     return json.dumps(parts, separators=(",", ":"))
 
 
-def _read(text: str) -> tuple[dict[str, str], dict[str, str]] | None:
-    """(given, others), or None for words of a person."""
+def _read(text: str) -> _Line | None:
+    """Take a line apart; None for words of a person."""
+    if not text.startswith("{"):
+        return None
     try:
-        parts = json.loads(text) if text.startswith("{") else None
-        return (dict(parts["given"]), dict(parts["others"])) if parts is not None else None
+        parts = json.loads(text)
+        return _Line(dict(parts["given"]), dict(parts["others"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def values(text: str) -> dict[str, str]:
-    """Every setting in a line; none of words of a person."""
-    parts = _read(text)
-    return {} if parts is None else {**parts[1], **parts[0]}
+    """Return every setting in a line; none of words of a person."""
+    line = _read(text)
+    if line is None:
+        return {}
+    return line.values
 
 
 def plain(text: str) -> dict[str, str]:
-    """The settings by Megatron's names: ``--num-experts`` and ``num_experts`` are one; a flag
-    is ``True``.
+    """Return the settings by Megatron's names: ``--num-experts`` and ``num_experts`` are one; a
+    flag is ``True``.
     """
-    return {
-        name.removeprefix("--").replace("-", "_").rpartition(".")[2]: value or "True"
-        for name, value in values(text).items()
-    }
+    settings = {}
+    for name, value in values(text).items():
+        words = name.removeprefix("--").replace("-", "_")
+        # a recipe's names have their section in front: "prism.tier"
+        last_word = words.rpartition(".")[2]
+        settings[last_word] = value or "True"
+    return settings
 
 
 def line_of(source: Mapping[str, str]) -> str:
-    """The line of a job's settings; "" where its source has none."""
-    return next((source[key] for key in KEYS if key in source), "")
+    """Return the line of a job's settings; "" where its source has none."""
+    for key in KEYS:
+        if key in source:
+            return source[key]
+    return ""
 
 
 def job_name(source: Mapping[str, str]) -> str:
-    """What a job trains: its recipe's model, else its layers; "" if its source does not say."""
-    if recipe := source.get("recipe"):
+    """Say what a job trains: its recipe's model, else its layers; "" if its source does not say."""
+    recipe = source.get("recipe")
+    if recipe:
         return recipe.partition("_")[0]
-    known = plain(line_of(source))
-    if not {"num_layers", "hidden_size"} <= known.keys():
+    settings = plain(line_of(source))
+    if "num_layers" not in settings or "hidden_size" not in settings:
         return ""
-    experts = known.get("num_experts", "None")
-    more = "" if experts == "None" else f", {experts} experts"
-    return f"{known['num_layers']} layers of {known['hidden_size']}{more}"
+    name = f"{settings['num_layers']} layers of {settings['hidden_size']}"
+    experts = settings.get("num_experts", "None")
+    if experts == "None":
+        return name
+    return f"{name}, {experts} experts"
 
 
 def title(source: Mapping[str, str], world: object) -> str:
-    """``llama3-70b, 1,024 ranks = tp 8 x …``: a job in a line."""
+    """Name a job in a line: ``llama3-70b, 1,024 ranks = tp 8 x …``."""
     return ", ".join(filter(None, (job_name(source), str(world))))
 
 
 def differences(key: str, there: str | None, here: str) -> list[str]:
-    """In which words the job ``there`` is another one than that ``here``; empty: they are one.
+    """Say in which words the job ``there`` is another one than that ``here``.
 
-    key : what the settings are, for those of which nobody knows them
+    Args:
+        key: what the settings are, for those of which nobody knows them.
+        there: the other job's line; None where it is unknown.
+        here: this job's line.
+
+    Returns:
+        A phrase for each of the first differences, and how many more there are; empty: the jobs
+        are one.
     """
     if there is None:
         return [f"{key} unknown there"]
-    theirs, ours = _read(there), _read(here)
-    if theirs is None or ours is None:
-        return [] if there == here else [f"{key} {there}, not {here}"]
-    old, new = {**theirs[1], **theirs[0]}, {**ours[1], **ours[0]}
+    old_line = _read(there)
+    new_line = _read(here)
+    # words of a person are compared as they are
+    if old_line is None or new_line is None:
+        if there == here:
+            return []
+        return [f"{key} {there}, not {here}"]
+
+    # settings that somebody gave come first
+    old = old_line.values
+    new = new_line.values
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
-    first = [name for name in names if name in ours[0] or name in theirs[0]]
-    known = {(old.get(name), new.get(name)) for name in first}  # which others repeat
-    rest = [name for name in names if (old.get(name), new.get(name)) not in known]
-    shown = first + [name for name in rest if name not in first]
-    more = [f"and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
-    return [_said(name, old.get(name), new.get(name)) for name in shown[:_SHOWN]] + more
+    shown = [name for name in names if name in new_line.given or name in old_line.given]
+
+    # others follow, but for those that repeat the values of one that was given
+    repeated = {(old.get(name), new.get(name)) for name in shown}
+    for name in names:
+        if (old.get(name), new.get(name)) not in repeated:
+            shown.append(name)
+
+    phrases = [_difference(name, old.get(name), new.get(name)) for name in shown[:_SHOWN]]
+    if len(shown) > _SHOWN:
+        phrases.append(f"and {len(shown) - _SHOWN} more")
+    return phrases
 
 
-def _said(name: str, old: str | None, new: str | None) -> str:
+def _difference(name: str, old: str | None, new: str | None) -> str:
+    """Say how a setting differs; None: the job has its default."""
     if old and new:
         return f"{name} {old} there, {new} here"
-    places = (old, "there", "here") if old is not None else (new, "here", "there")
-    value, with_it, without = places
-    lacking = f"its default {without}" if value else f"not {without}"
-    return f"{name}{' ' if value else ''}{value} {with_it}, {lacking}"
+    # one of them has the default, or "" for a flag
+    value, place, other_place = new, "here", "there"
+    if old is not None:
+        value, place, other_place = old, "there", "here"
+    if value:
+        return f"{name} {value} {place}, its default {other_place}"
+    return f"{name} {place}, not {other_place}"
 
 
 def short(text: str) -> str:
-    """A word in place of a line of settings, the same for the same job; other texts as they are."""
-    parts = _read(text)
-    if parts is None:
+    """Return a word in place of a line of settings, the same for the same job; other texts as they
+    are.
+    """
+    line = _read(text)
+    if line is None:
         return text
-    content = json.dumps({**parts[1], **parts[0]}, sort_keys=True)
+    content = json.dumps(line.values, sort_keys=True)
     return hashlib.sha1(content.encode()).hexdigest()[:16]

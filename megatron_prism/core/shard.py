@@ -24,80 +24,116 @@ _COSTS = ("ns", "host", "lead", "products", "flops", "traffic", "kernels")
 
 
 def calls_of_buckets(program: Program, name: str) -> np.ndarray:
-    """bool [ops]: calls of that name which move buckets."""
-    sites = np.array([BUCKETS in text for text in program.strings])
-    found: np.ndarray = (program.ops["name"] == CODE[name]) & sites[program.ops["site"]]
-    return found
+    """Find the calls that move buckets.
+
+    Args:
+        program: of the rank.
+        name: of the calls, as ``all_gather``.
+
+    Returns:
+        bool [ops].
+    """
+    is_bucket_site = np.array([BUCKETS in text for text in program.strings])
+    ops = program.ops
+    calls: np.ndarray = (ops["name"] == CODE[name]) & is_bucket_site[ops["site"]]
+    return calls
 
 
 def is_sharded(program: Program) -> bool:
-    """Whether replicas share the parameters out, so that each updates a part of them."""
+    """Say whether replicas share the parameters out, so that each updates a part of them."""
     return bool(calls_of_buckets(program, "reduce_scatter").any())
 
 
 def has_quantized(program: Program) -> bool:
-    """Whether buckets gather bytes of FP8 parameters."""
+    """Say whether buckets gather bytes of FP8 parameters."""
     dtypes = program.ops["dtype"][calls_of_buckets(program, "all_gather")]
     return bool((dtypes == DTYPE_NAMES.index("uint8")).any())
 
 
 def _step(program: Program) -> np.ndarray:
-    """bool [ops]: of an optimizer's step.  What comes behind the last gather of parameters is about
-    whole ones.
+    """Find the ops of an optimizer's step: bool [ops].
+
+    What comes behind the last gather of parameters is about whole parameters.
     """
-    found: np.ndarray = program.ops["phase"] == _OPTIMIZER
-    ends = np.flatnonzero(calls_of_buckets(program, "all_gather") & found)
-    found[ends[-1] if len(ends) else len(found) :] = False
-    return found
+    in_step: np.ndarray = program.ops["phase"] == _OPTIMIZER
+    gathers = np.flatnonzero(calls_of_buckets(program, "all_gather") & in_step)
+    if len(gathers):
+        in_step[gathers[-1] :] = False
+    return in_step
 
 
 def segments(program: Program) -> np.ndarray:
-    """int64 [n]: the segments that work on the shard."""
+    """Find the segments that work on the shard: their indices, int64 [n]."""
     return np.flatnonzero(_step(program) & (program.ops["name"] == CODE["compute"]))
 
 
 def parameters(program: Program) -> int:
-    """How many parameters the rank has, of which a shard has no more; 0 if nothing says so."""
-    held = program.allocations["note"][program.allocations["before"] == 0]
-    notes = (_PARAMETERS.match(program.strings[note]) for note in held.tolist())
-    return sum(int(note[1] or note[2] or 1) for note in notes if note)
+    """Count the rank's parameters, of which a shard has no more; 0 if nothing says so."""
+    standing_notes = program.allocations["note"][program.allocations["before"] == 0]
+    count = 0
+    for note in standing_notes.tolist():
+        match = _PARAMETERS.match(program.strings[note])
+        if match is None:
+            continue
+        # a buffer of several, a name with a count, or a single parameter
+        count += int(match[1] or match[2] or 1)
+    return count
 
 
 def parts(program: Program) -> int:
-    """How many parts of parameters the rank updates, by its states of one kind."""
-    held = program.allocations[storages(program)[0]]
-    return int(np.bincount(held["note"][held["before"] == 0], minlength=1).max())
+    """Count the parts of parameters that the rank updates, by its states of one kind."""
+    coming, _ = storages(program)
+    sharded = program.allocations[coming]
+    standing_notes = sharded["note"][sharded["before"] == 0]
+    return int(np.bincount(standing_notes, minlength=1).max())
 
 
 def storages(program: Program) -> tuple[np.ndarray, np.ndarray]:
-    """(which storages that come have a shard's size, which of them a step allocates), bool
-    [allocations].
+    """Find the storages that have a shard's size.
+
+    Returns:
+        Two bool [allocations]: those that come, and of them those that a step allocates.
     """
-    memory, step = program.allocations, _step(program)
-    states, buckets = (
-        np.array([bool(text.search(note)) for note in program.strings])[memory["note"]]
-        for text in (_STATES, re.compile(re.escape(BUCKETS)))
-    )
-    within = (memory["before"] > 0) & step[np.minimum(memory["before"], len(step) - 1)]
-    come = memory["bytes"] >= SCALAR
-    return come & (states | within & ~buckets), come & ~states & within & ~buckets
+    memory = program.allocations
+    is_state_note = np.array([bool(_STATES.search(text)) for text in program.strings])
+    is_bucket_note = np.array([BUCKETS in text for text in program.strings])
+    states = is_state_note[memory["note"]]
+    buckets = is_bucket_note[memory["note"]]
+
+    within_step = (memory["before"] > 0) & _memory_of_step(program)
+    coming = memory["bytes"] >= SCALAR
+    temporaries = within_step & ~buckets
+    return coming & (states | temporaries), coming & ~states & temporaries
+
+
+def _memory_of_step(program: Program) -> np.ndarray:
+    """Find the allocations in front of an op of an optimizer's step: bool [allocations]."""
+    in_step = _step(program)
+    # what comes behind the last op belongs to it
+    last_op = max(0, len(in_step) - 1)
+    of_step: np.ndarray = in_step[np.minimum(program.allocations["before"], last_op)]
+    return of_step
 
 
 def without_shard(program: Program) -> Program:
-    """What ranks have alike whose shards are cut elsewhere; storages are not told apart."""
-    ops, memory = program.ops.copy(), program.allocations
-    mine = segments(program)
+    """Return what ranks have alike whose shards are cut elsewhere; storages are not told apart."""
+    ops = program.ops.copy()
+    memory = program.allocations
+
+    # what work on the shard costs differs; a host takes another time each time
+    shard_segments = segments(program)
     for name in _COSTS:
-        ops[name][mine] = -1
-    ops["host"] = ops["lead"] = -1  # a host takes another time each time
-    ops["note"][mine] = 0
+        ops[name][shard_segments] = -1
+    ops["host"] = ops["lead"] = -1
+    ops["note"][shard_segments] = 0
+
     # a small tensor of a step belongs to one of its parameters, of which shards have some
-    chosen = np.isin(memory["storage"], memory["storage"][storages(program)[0]])
-    step = _step(program)[np.minimum(memory["before"], max(0, len(ops) - 1))]
-    small = np.abs(memory["bytes"]) < SCALAR
-    small &= (
-        step | np.array([text.startswith("optim:") for text in program.strings])[memory["note"]]
-    )
-    left = memory[~chosen & ~small]
-    left["storage"] = 0
-    return dataclasses.replace(program, rank=0, ops=ops, allocations=left)
+    coming, _ = storages(program)
+    of_shard = np.isin(memory["storage"], memory["storage"][coming])
+    is_optimizer_note = np.array([text.startswith("optim:") for text in program.strings])
+    of_optimizer = _memory_of_step(program) | is_optimizer_note[memory["note"]]
+    small = (np.abs(memory["bytes"]) < SCALAR) & of_optimizer
+
+    alike = memory[~of_shard & ~small]
+    alike["storage"] = 0
+    return dataclasses.replace(program, rank=0, ops=ops, allocations=alike)
