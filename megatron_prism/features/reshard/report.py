@@ -55,7 +55,7 @@ def _states(plan: Reshard) -> list[str]:
     """Say what becomes of the optimizer's states."""
     how = {
         "buckets": "kept by buckets (dp_reshardable): they fit the same tp and pp alone",
-        "names": "kept by names of parameters: they fit any layout",
+        "names": "kept by names of parameters: they fit layouts with as many optimizers",
         "": "not in the checkpoint",
     }[plan.checkpoint.optimizer_format]
     if plan.states_survive:
