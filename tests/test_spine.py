@@ -15,10 +15,10 @@ CHECKOUT = ROOT.parent
 PARTS = {
     "megatron_prism.replay.costs.price_ops": {"replay/priced_graph.py", "replay/whatif.py"},
     "megatron_prism.replay.costs.prices.price_ops": {"replay/costs/__init__.py"},
-    "megatron_prism.replay.timeline.build_timeline": {"replay/priced_graph.py"},
-    "megatron_prism.replay.priced_graph.replay_with_overlap": set(),
+    "megatron_prism.replay.timeline.build_timeline": {"replay/overlap.py"},
+    "megatron_prism.replay.overlap.replay_with_overlap": {"replay/priced_graph.py"},
     "megatron_prism.replay.timeline.evaluate": {
-        "replay/timeline.py", "replay/priced_graph.py", "features/predict/sampler.py",
+        "replay/timeline.py", "replay/overlap.py", "features/predict/sampler.py",
         "features/traces/programs.py",
     },
     "megatron_prism.features.predict.sampler.Sampler": {"features/predict/predict.py"},
@@ -62,7 +62,7 @@ def test_nobody_else_puts_the_parts_together():
     [
         "from megatron_prism.replay.costs import price_ops",
         "from megatron_prism.replay import timeline\ntimeline.build_timeline(1, 2)",
-        "def f():\n    from megatron_prism.replay import priced_graph as p\n"
+        "def f():\n    from megatron_prism.replay import overlap as p\n"
         "    p.replay_with_overlap()",
         "from megatron_prism.features.predict import sampler\nsampler.Sampler(1)",
     ],

@@ -2,6 +2,7 @@
 
 priced_graph.py  load, check, price (overlaps included) and replay: the one way from
                  programs to times
+overlap.py       computing and calls that slow each other down
 timeline.py      times of all ops, critical path, idle time by cause
 interval.py      how far off an iteration may be, and why
 headline.py      what an answer says first: one number, or a range over hosts

@@ -26,7 +26,7 @@ from megatron_prism.graph.issue_graph import COMPUTE
 from megatron_prism.replay.costs.collectives import OverlapFactors
 from megatron_prism.replay.costs.host import host_spread, indices_of
 from megatron_prism.replay.costs.prices import NO_TIME
-from megatron_prism.replay.priced_graph import corrected_once
+from megatron_prism.replay.overlap import corrected_once
 from megatron_prism.replay.timeline import Timeline, durations_of
 from megatron_prism.replay.variations import Variations
 from megatron_prism.replay.whatif import host_factors

@@ -10,7 +10,7 @@ from oracles.naive_replay import prices_of, random_programs
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.graph import world_graph
-from megatron_prism.replay import costs, priced_graph, timeline
+from megatron_prism.replay import costs, overlap, timeline
 from megatron_prism.replay.costs.collectives import (
     OverlapFactors,
     OverlapRow,
@@ -41,7 +41,7 @@ def overlapped(text, call_ms, *rows, iterations=1, **source):
     made = world_graph.build(dataclasses.replace(programs, source={**programs.source, **source}))
     prices = costs.price_ops(made, machine("h200"))
     prices = dataclasses.replace(prices, collective_ns=np.full(1, call_ms * MS))
-    return priced_graph.replay_with_overlap(made, prices, read_overlap(rows), "4 x X", iterations)
+    return overlap.replay_with_overlap(made, prices, read_overlap(rows), "4 x X", iterations)
 
 
 def found(text, call_ms, compute, call):
@@ -182,19 +182,19 @@ def test_random_worlds_only_get_slower_and_not_without_factors(seed):
     """Two streams of a rank may be slower for company as well: by half for each other one."""
     made = world_graph.build(random_programs(seed))
     prices = prices_of(made)
-    alone = priced_graph.replay_with_overlap(made, prices, {}, "x").prices
+    alone = overlap.replay_with_overlap(made, prices, {}, "x").prices
     assert (alone.collective_ns == prices.collective_ns).all()
     factors = {
         "all_reduce": OverlapFactors({"gemm": ((1, 1.3, 1.2),), "memory": ((1, 1.2, 2.0),)}),
         "all_gather": OverlapFactors({"gemm": ((1, 1.1, 1.4),)}),
     }
-    slower = priced_graph.replay_with_overlap(made, prices, factors, "x").prices
+    slower = overlap.replay_with_overlap(made, prices, factors, "x").prices
     assert (slower.collective_ns >= prices.collective_ns).all()
     for one, before in zip(slower.compute, prices.compute, strict=True):
         assert (one >= before).all()
         assert (one <= np.ceil(before * 1.3**3 * 2) + 1).all()  # at most three calls at once
     ones = dict.fromkeys(factors, OverlapFactors({"memory": ((1, 1.0, 1.0),)}))
-    same = priced_graph.replay_with_overlap(made, prices, ones, "x").prices
+    same = overlap.replay_with_overlap(made, prices, ones, "x").prices
     assert (same.collective_ns == prices.collective_ns).all()
     assert same.used() == alone.used()
 

@@ -261,7 +261,7 @@ def _price_call(
 
     # calls of a calibration; messages both ways have rows of their own
     modelled_ns = modelled(kind.name, shape, num_bytes, machine, nccl)
-    rows = (kind.name,)
+    rows: tuple[str, ...] = (kind.name,)
     if kind.exchange:
         rows = ("exchange", kind.name)
     for row in rows:
