@@ -7,6 +7,7 @@ that the first began from rest.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,33 +34,45 @@ from megatron_prism.replay.costs import Prices
 
 
 def evaluate(dag: IssueGraph, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(start, end) of every node in ns, int64 [n] each; ``durations`` int64 [n], none negative.
+    """Find when every node starts and ends.
 
-    PrismError if some nodes wait for each other.
+    Args:
+        dag: The nodes.
+        durations: int64 [n], ns of every node, none negative.
+
+    Returns:
+        int64 [n] twice, ns.
+
+    Raises:
+        PrismError: Some nodes wait for each other.
     """
     if "order" in vars(dag):
         dag.check_ends()
         return loops.longest(dag.order, dag.start, dag.before, durations)
+
     # one pass finds the order and the times
-    vars(dag)["order"], *times = loops.timed(np.diff(dag.start), *dag.followers, durations)
+    waits = np.diff(dag.start)
+    order, start, end = loops.timed(waits, *dag.followers, durations)
+    vars(dag)["order"] = order
     dag.check_ends()
-    return times[0], times[1]
+    return start, end
 
 
 def critical_path(dag: IssueGraph, end: np.ndarray) -> list[int]:
-    """Nodes from the beginning to the last end, each the reason for the start of the next."""
+    """List nodes from the beginning to the last end, each the reason for the start of the next."""
     if not len(dag):
         return []
-    found: list[int] = loops.path(dag.start, dag.before, end, int(np.argmax(end))).tolist()
-    return found
+    last = int(np.argmax(end))
+    nodes: list[int] = loops.path(dag.start, dag.before, end, last).tolist()
+    return nodes
 
 
 SPAN = np.dtype(
     [
         ("op", "i4"),  # index in the class's program
         ("lane", "i2"),  # index into Timeline.lanes: a stream, or a group's own stream
-        ("ready", "i8"),  # ns: when this rank was ready for it; equals start for compute
-        ("start", "i8"),  # ns: when it began, everybody being ready
+        ("ready", "i8"),  # ns: when the rank was ready for the op; equals start for compute
+        ("start", "i8"),  # ns: when the op began, all members being ready
         ("end", "i8"),
     ]
 )
@@ -69,10 +82,12 @@ SPAN = np.dtype(
 class Account:
     """Where one class's iteration went, ns; the parts add up to ``total``.
 
-    compute : kernels ran on the main stream
-    exposed : group description -> the main stream waited for calls of this group to move data
-    waiting : group description -> the main stream waited for other ranks to come to them
-    idle    : nothing of that: the host was late, or the iteration was over here
+    Attributes:
+        total: The whole iteration.
+        compute: Kernels ran on the main stream.
+        exposed: Group description -> the main stream waited for calls of the group to move data.
+        waiting: Group description -> the main stream waited for other ranks to come to calls.
+        idle: Nothing of that: the host was late, or the iteration was over on this rank.
     """
 
     total: int
@@ -83,33 +98,37 @@ class Account:
 
 
 def mean_parts(accounts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """ns of an iteration by what a mean rank does; adds up to the iteration.
-
-    ``compute``, ``exposed GROUP`` (communication that nothing hides), ``waiting GROUP`` (for the
-    ranks of that group to come) and ``idle``.
+    """Divide an iteration into what a mean rank does, ns; the parts add up to the iteration.
 
     Args:
-        accounts: of classes, the fields of Account and ``count``, how many ranks each has.
+        accounts: Of every class the fields of Account and ``count``, how many ranks it has.
+
+    Returns:
+        ns by ``compute``, ``exposed GROUP`` (communication that nothing hides), ``waiting GROUP``
+        (for the ranks of that group to come) and ``idle``.
     """
-    total: dict[str, float] = defaultdict(float)
+    ns_of_part: dict[str, float] = defaultdict(float)
     rows = list(accounts)
-    ranks = sum(one["count"] for one in rows) or 1
-    for one in rows:
-        part = one["count"] / ranks
-        total["compute"] += one["compute"] * part
-        for what in ("exposed", "waiting"):
-            for group, ns in one[what].items():
-                total[f"{what} {group}"] += ns * part
-        total["idle"] += one["idle"] * part
-    return dict(total)
+    ranks = sum(row["count"] for row in rows) or 1
+    for row in rows:
+        share = row["count"] / ranks
+        ns_of_part["compute"] += row["compute"] * share
+        for column in ("exposed", "waiting"):
+            for group, ns in row[column].items():
+                ns_of_part[f"{column} {group}"] += ns * share
+        ns_of_part["idle"] += row["idle"] * share
+    return dict(ns_of_part)
 
 
 class Step(NamedTuple):
     """One piece of the critical path, ns since the iteration began.
 
-    owner : the class; -1 for a call
-    op    : its op, or the number of a matched call
-    host  : the host issued the op; else the device ran it
+    Attributes:
+        owner: The class; -1 for a call.
+        op: The class's op, or the number of a matched call.
+        start: Its begin.
+        end: Its end.
+        host: Whether the host issued the op; else the device ran it.
     """
 
     owner: int
@@ -121,12 +140,18 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """start : int64 [matched calls + 1], slices of ``of``: the links of each matched call."""
+    """The links of each matched call.
+
+    Attributes:
+        start: int64 [matched calls + 1], slices of ``of``.
+        of: int64, the links.
+    """
 
     start: np.ndarray
     of: np.ndarray
 
     def __len__(self) -> int:
+        """Count the links."""
         return int(self.of.max(initial=-1)) + 1
 
 
@@ -134,8 +159,14 @@ class Links:
 class Timeline:
     """The replayed world: ``prism.replay(programs)``.
 
-    iterations : how many, of which figures are of the last
-    links      : that calls shared (``Links``); None: nobody held anybody up
+    Attributes:
+        graph: The joined programs.
+        prices: Durations of their ops and calls.
+        dag: Which node waits for which.
+        node_start: int64 [nodes], ns.
+        node_end: int64 [nodes], ns.
+        iterations: How many in a row, of which figures are of the last.
+        links: Links that calls shared; None: no call held another one up.
     """
 
     graph: WorldGraph
@@ -147,37 +178,56 @@ class Timeline:
     links: Links | None = None
 
     def __repr__(self) -> str:
+        """Show the world and the iteration's duration."""
         return f"<Timeline of {self.graph.programs.world}: {self.iteration_ns:,} ns>"
 
     def ops(self, rank: int) -> list[dict[str, object]]:
-        """Every op of a rank in the last iteration, in order of issue, as rows; ns since it began.
+        """List every op of a rank in the last iteration, in order of issue; ns since it began.
 
-        ``ready`` is when the rank was ready for a call, ``start`` when everybody was, ``ns`` what
-        lies between start and end.  The ten that take longest:
+        ``ready`` is when the rank was ready for a call, ``start`` when all members were, ``ns``
+        what lies between start and end.  The ten that take longest:
         ``sorted(timeline.ops(0), key=lambda row: -row["ns"])[:10]``.
         """
         index = int(self.graph.classes.of[rank])
         program = self.graph.program_list[index]
-        found = []
-        for at, _, ready, start, end in self.spans(index).tolist():
-            op = program[at]
-            found.append({"index": at, "step": op.label, "op": op.name, "group": op.group,
-                          "ready": ready, "start": start, "end": end, "ns": end - start,
-                          "bytes": int(program.num_bytes[at]), "site": op.site,
-                          "note": op.note})  # fmt: skip
-        return found
+        rows: list[dict[str, object]] = []
+        for number, _, ready, start, end in self.spans(index).tolist():
+            op = program[number]
+            row = {
+                "index": number,
+                "step": op.label,
+                "op": op.name,
+                "group": op.group,
+                "ready": ready,
+                "start": start,
+                "end": end,
+                "ns": end - start,
+                "bytes": int(program.num_bytes[number]),
+                "site": op.site,
+                "note": op.note,
+            }
+            rows.append(row)
+        return rows
 
     def to_rows(self) -> list[dict[str, object]]:
-        """A row for every class of ranks: where its iteration went, ns."""
-        classes = self.graph.classes
-        return [{"class": self.graph.class_name(index), "count": count,
-                 **vars(self.account(index))}
-                for index, count in enumerate(classes.counts)]  # fmt: skip
+        """Give a row for every class of ranks: where its iteration went, ns."""
+        rows: list[dict[str, object]] = []
+        for index, count in enumerate(self.graph.classes.counts):
+            row: dict[str, object] = {"class": self.graph.class_name(index), "count": count}
+            row.update(vars(self.account(index)))
+            rows.append(row)
+        return rows
 
     @property
     def begin(self) -> int:
         """When the last iteration began: the end of the one before, ns."""
-        return self.ends[-2] if self.iterations > 1 else 0
+        return self._begin_of(self.iterations - 1)
+
+    def _begin_of(self, iteration: int) -> int:
+        """Give the end of the iteration before, ns; 0 for the first one."""
+        if iteration == 0:
+            return 0
+        return self.ends[iteration - 1]
 
     @cached_property
     def iteration_ns(self) -> int:
@@ -185,96 +235,137 @@ class Timeline:
         return self.ends[-1] - self.begin
 
     def iteration_with(self, durations: np.ndarray) -> int:
-        """ns of an iteration if nodes took ``durations``, int64 [nodes] (``durations_of``)."""
+        """Give the ns of an iteration if nodes took other durations.
+
+        Args:
+            durations: int64 [nodes], ns (``durations_of``).
+        """
         start, end = evaluate(self.dag, durations)
-        other = Timeline(self.graph, self.prices, self.dag, start, end, self.iterations)
-        return other.iteration_ns
+        changed = dataclasses.replace(self, node_start=start, node_end=end, links=None)
+        return changed.iteration_ns
 
     @cached_property
     def ends(self) -> list[int]:
         """When each iteration was over on the last rank, ns."""
-        return [
-            int(self.node_end[self.dag.iteration == i].max(initial=0))
-            for i in range(self.iterations)
-        ]
+        ends: list[int] = []
+        for iteration in range(self.iterations):
+            node_ends = self.node_end[self.dag.iteration == iteration]
+            ends.append(int(node_ends.max(initial=0)))
+        return ends
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
         """Names of the tracks: streams, then groups."""
         names: dict[str, None] = {"main": None}
         for program in self.graph.program_list:
-            used = np.unique(program.ops["stream"][program.ops["name"] == CODE["compute"]])
-            names |= dict.fromkeys(program.strings[code] for code in used)
+            is_segment = program.ops["name"] == CODE["compute"]
+            streams = np.unique(program.ops["stream"][is_segment])
+            names.update(dict.fromkeys(program.strings[code] for code in streams))
+        # groups behind all streams
         for program in self.graph.program_list:
-            names |= dict.fromkeys(program.groups())
+            names.update(dict.fromkeys(program.groups()))
         return tuple(names)
 
     @cached_property
-    def _known_spans(self) -> dict[tuple[int, int], np.ndarray]:
+    def _spans_of_classes(self) -> dict[tuple[int, int], np.ndarray]:
+        """Spans by class and iteration, as they are asked for."""
         return {}
 
     def spans(self, index: int, iteration: int = -1) -> np.ndarray:
-        """SPAN [n] of class ``index``, in order of issue, ns since the iteration began; not to be
-        changed.
-        """
-        if (index, iteration) not in self._known_spans:
-            self._known_spans[index, iteration] = self._spans(index, iteration)
-        return self._known_spans[index, iteration]
+        """Give the ops of a class in order of issue, ns since the iteration began.
 
-    def _spans(self, index: int, iteration: int) -> np.ndarray:
+        Args:
+            index: The class.
+            iteration: Its number; negative: from the end.
+
+        Returns:
+            SPAN [n], not to be changed.
+        """
+        key = index, iteration
+        if key not in self._spans_of_classes:
+            self._spans_of_classes[key] = self._make_spans(index, iteration % self.iterations)
+        return self._spans_of_classes[key]
+
+    def _make_spans(self, index: int, iteration: int) -> np.ndarray:
+        """Make the spans of a class; iterations count from 0."""
         program = self.graph.program_list[index]
-        nodes = self.dag.node_of[index][iteration]
-        ready = self.dag.ready_of[index][iteration]
-        there = np.flatnonzero(nodes >= 0)
-        lane = {name: i for i, name in enumerate(self.lanes)}
-        texts = np.array([lane.get(text, 0) for text in program.strings], dtype=np.int16)
-        ops = program.ops[there]
-        found = np.empty(len(there), dtype=SPAN)
-        found["op"] = there
-        compute = ops["name"] == CODE["compute"]
-        found["lane"] = texts[np.where(compute, ops["stream"], ops["group"])]
-        found["start"], found["end"] = self.node_start[nodes[there]], self.node_end[nodes[there]]
-        waits = ready[there]
-        found["ready"] = np.where(waits >= 0, self.node_end[waits], found["start"])
-        begin = self.ends[iteration - 1] if iteration % self.iterations else 0
+        node_of_op = self.dag.node_of[index][iteration]
+        ops = np.flatnonzero(node_of_op >= 0)
+        rows, nodes = program.ops[ops], node_of_op[ops]
+
+        # segments lie on their streams, calls on those of their groups
+        lane_of_name = {name: lane for lane, name in enumerate(self.lanes)}
+        lanes = [lane_of_name.get(text, 0) for text in program.strings]
+        is_segment = rows["name"] == CODE["compute"]
+        tracks = np.where(is_segment, rows["stream"], rows["group"])
+        spans = np.empty(len(ops), dtype=SPAN)
+        spans["op"] = ops
+        spans["lane"] = np.array(lanes, dtype=np.int16)[tracks]
+        spans["start"] = self.node_start[nodes]
+        spans["end"] = self.node_end[nodes]
+
+        # a rank is ready for a call when the node before it ends
+        ready_nodes = self.dag.ready_of[index][iteration][ops]
+        is_call = ready_nodes >= 0
+        spans["ready"] = np.where(is_call, self.node_end[ready_nodes], spans["start"])
+        begin = self._begin_of(iteration)
         for name in ("ready", "start", "end"):
-            found[name] -= begin
-        found.flags.writeable = False
-        return found
+            spans[name] -= begin
+        spans.flags.writeable = False
+        return spans
 
     def host_spans(self, index: int, iteration: int = -1) -> np.ndarray:
-        """int64 [n, 3]: (op, start, end) of what the host of class ``index`` issues, ns since the
-        iteration began; none if the slices do not say how long that takes.
+        """Give what the host of a class issues, ns since the iteration began.
+
+        Args:
+            index: The class.
+            iteration: Its number; negative: from the end.
+
+        Returns:
+            int64 [n, 3]: op, start, end; none if the slices do not say how long the host takes.
         """
         iteration %= self.iterations
-        mine = (self.dag.owner == index) & (self.dag.iteration == iteration)
-        lead, host = (np.flatnonzero(mine & (self.dag.kind == kind)) for kind in (LEAD, HOST))
-        start = dict(zip(self.dag.op[lead].tolist(), self.node_start[lead].tolist(), strict=True))
-        columns = (self.dag.op, self.node_start, self.node_end)
-        rows = zip(*(column[host].tolist() for column in columns), strict=True)
-        begin = self.ends[iteration - 1] if iteration else 0
-        found = [(op, start.get(op, since) - begin, end - begin) for op, since, end in rows]
-        return np.array(found, dtype=np.int64).reshape(-1, 3)
+        is_class = self.dag.owner == index
+        is_asked = is_class & (self.dag.iteration == iteration)
+        lead_nodes = np.flatnonzero(is_asked & (self.dag.kind == LEAD))
+        host_nodes = np.flatnonzero(is_asked & (self.dag.kind == HOST))
+
+        # an op that has a lead begins with it
+        lead_ops, lead_starts = self.dag.op[lead_nodes], self.node_start[lead_nodes]
+        start_of_lead = dict(zip(lead_ops.tolist(), lead_starts.tolist(), strict=True))
+        begin = self._begin_of(iteration)
+        columns = [self.dag.op, self.node_start, self.node_end]
+        host_columns = [column[host_nodes].tolist() for column in columns]
+        rows: list[tuple[int, int, int]] = []
+        for op, host_start, end in zip(*host_columns, strict=True):
+            start = start_of_lead.get(op, host_start)
+            rows.append((op, start - begin, end - begin))
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
     def account(self, index: int) -> Account:
-        """Where the last iteration of class ``index`` went."""
+        """Say where the last iteration of a class went."""
         spans, total, lanes = self.spans(index), self.iteration_ns, self.lanes
         main = spans[spans["lane"] == lanes.index("main")]
-        calls = spans[self.graph.program_list[index].ops["name"][spans["op"]] != CODE["compute"]]
+        names = self.graph.program_list[index].ops["name"][spans["op"]]
+        calls = spans[names != CODE["compute"]]
         calls = calls[np.argsort(calls["end"], kind="stable")]
-        # what a rank began before the others had ended the last iteration was accounted there
-        starts, ends = (np.append(main[key].clip(0, total), total) for key in ("start", "end"))
-        columns = [calls[key].astype(np.int64) for key in ("lane", "ready", "start", "end")]
+
+        # what a rank began before the others had ended the last iteration was accounted there; the
+        # iteration's end closes the last gap
+        starts = np.append(main["start"].clip(0, total), total)
+        ends = np.append(main["end"].clip(0, total), total)
+        call_columns = [calls[key].astype(np.int64) for key in ("lane", "ready", "start", "end")]
         exposed, waiting = np.zeros((2, len(lanes)), dtype=np.int64)
-        rest = np.zeros(2, dtype=np.int64)
-        loops.run(_explained, [starts, ends, *columns], [exposed, waiting, rest], loops.SHORT)
-        moved, waited = (
-            {lanes[i]: int(ns[i]) for i in np.flatnonzero(ns)} for ns in (exposed, waiting)
-        )
-        return Account(total, int(rest[1]), moved, waited, int(rest[0]))
+        idle_and_computing = np.zeros(2, dtype=np.int64)
+        outputs = [exposed, waiting, idle_and_computing]
+        loops.run(_explained, [starts, ends, *call_columns], outputs, loops.SHORT)
+        idle, computing = idle_and_computing.tolist()
+        exposed_of_group = {lanes[lane]: int(exposed[lane]) for lane in np.flatnonzero(exposed)}
+        waiting_of_group = {lanes[lane]: int(waiting[lane]) for lane in np.flatnonzero(waiting)}
+        return Account(total, computing, exposed_of_group, waiting_of_group, idle)
 
     def critical_path(self) -> list[Step]:
-        """What decides the last iteration: steps that follow each other without a gap.
+        """List what decides the last iteration: steps that follow each other without a gap.
 
         ``owner`` is a class of ranks (``graph.class_name``) and ``op`` an index into its program
         (``graph.program_list[owner][op]``); -1 and the number of a call that several ranks make.
@@ -283,33 +374,40 @@ class Timeline:
 
     @cached_property
     def _path(self) -> list[Step]:
+        """The critical path of the last iteration."""
         dag = self.dag
         path = np.array(critical_path(dag, self.node_end), dtype=np.int64)
-        kinds = np.isin(dag.kind[path], (COMPUTE, MEET, SENT, LEAD, HOST))
-        path = path[kinds & (dag.iteration[path] == self.iterations - 1)]
-        owner, op = dag.owner[path], dag.op[path]
-        if len(dag.sent):
-            sent = dict(dag.sent.tolist())
-            for place in np.flatnonzero(dag.kind[path] == SENT).tolist():
-                owner[place], op[place] = -1, sent[int(path[place])]
-        host = np.isin(dag.kind[path], (LEAD, HOST))
-        times = np.stack([self.node_start, self.node_end])[:, path] - self.begin
-        columns = (owner, op, *np.maximum(times, 0), host)
-        return list(map(Step, *(column.tolist() for column in columns)))
+        takes_time = np.isin(dag.kind[path], (COMPUTE, MEET, SENT, LEAD, HOST))
+        is_last = dag.iteration[path] == self.iterations - 1
+        path = path[takes_time & is_last]
+        owners, ops, kinds = dag.owner[path], dag.op[path], dag.kind[path]
+
+        # a send into buffers is its matched call
+        call_of_send = dict(dag.sent.tolist())
+        for place in np.flatnonzero(kinds == SENT).tolist():
+            owners[place] = -1
+            ops[place] = call_of_send[int(path[place])]
+        starts = np.maximum(self.node_start[path] - self.begin, 0)
+        ends = np.maximum(self.node_end[path] - self.begin, 0)
+        is_host = np.isin(kinds, (LEAD, HOST))
+        columns = [column.tolist() for column in (owners, ops, starts, ends, is_host)]
+        return [Step(*row) for row in zip(*columns, strict=True)]
 
     def slack(self) -> list[int]:
-        """Per class: by how much all its computing could be late without delaying the end, ns.
+        """Give by how much all computing of each class could be late without delaying the end, ns.
 
-        The smallest distance from any of its segments to the longest path through it.
+        The smallest distance from any segment of the class to the longest path through it.
         """
         # how long from the end of each node to the end of all: the longest path, backwards
-        tail, _ = loops.longest(self.dag.order[::-1], *self.dag.followers, self.durations)
+        backwards = self.dag.order[::-1]
+        tail, _ = loops.longest(backwards, *self.dag.followers, self.durations)
         end = int(self.node_end.max(initial=0))
         segments = np.flatnonzero(self.dag.kind == COMPUTE)
-        found = np.full(len(self.graph.classes), end, dtype=np.int64)
-        late = end - (self.node_end + tail)[segments]
-        np.minimum.at(found, self.dag.owner[segments], late)
-        return found.tolist()
+        path_ns = self.node_end + tail
+        distances = end - path_ns[segments]
+        slack = np.full(len(self.graph.classes), end, dtype=np.int64)
+        np.minimum.at(slack, self.dag.owner[segments], distances)
+        return slack.tolist()
 
     @cached_property
     def durations(self) -> np.ndarray:
@@ -317,22 +415,22 @@ class Timeline:
         return np.asarray(self.node_end - self.node_start)
 
     def to_json(self) -> dict[str, object]:
-        """The figures that ``prism replay --json`` prints; times in ns, each with its basis."""
+        """Give what ``prism replay --json`` prints; times in ns, each with its basis."""
         values: dict[str, object] = renderer_of(self).values(self)
         return values
 
     def to_text(self, verbose: bool = False) -> str:
-        """The page that ``prism replay`` prints; ``verbose`` says what the data are based on."""
+        """Give what ``prism replay`` prints; ``verbose``: also what the data are based on."""
         text: str = renderer_of(self).text(self, verbose)
         return text
 
     def to_html(self) -> str:
-        """One self-contained page with the diagram, for any browser."""
+        """Give one self-contained page with the diagram, for any browser."""
         page: str = renderer_of(self).page(self)
         return page
 
     def to_chrome_trace(self) -> str:
-        """A Chrome trace, for ui.perfetto.dev."""
+        """Give a Chrome trace, for ui.perfetto.dev."""
         trace: str = renderer_of(self).trace(self)
         return trace
 
@@ -340,8 +438,16 @@ class Timeline:
 def build_timeline(
     graph: WorldGraph, prices: Prices, iterations: int = 2, buffered: int = 0
 ) -> Timeline:
-    """Replay ``iterations`` iterations without contention; ``buffered``: bytes to a peer that do
-    not wait for it (``build_issue_graph``).  PrismError if the job hangs.
+    """Replay iterations without contention.
+
+    Args:
+        graph: The joined programs.
+        prices: Durations of their ops and calls.
+        iterations: How many in a row.
+        buffered: Bytes to a peer that do not wait for it (``build_issue_graph``).
+
+    Raises:
+        PrismError: The job hangs, or takes longer than 64 bits of ns hold.
     """
     dag = build_issue_graph(graph, iterations, buffered)
     durations = durations_of(dag, prices)
@@ -355,7 +461,7 @@ def build_timeline(
 
 
 def durations_of(dag: IssueGraph, prices: Prices) -> np.ndarray:
-    """The duration of every node, int64 [n]."""
+    """Give the duration of every node, int64 [n]."""
     columns = {COMPUTE: prices.compute, LEAD: prices.lead, HOST: prices.host}
     return of_nodes(dag, prices.collective_ns, columns)
 
@@ -369,45 +475,67 @@ def of_nodes(
     """Gather a number for every node, int64 [n].
 
     Args:
-        dag: whose nodes.
-        calls: of every matched call.
-        columns: kind of node -> per class, of every op.
-        default: of nodes of other kinds.
+        dag: The nodes.
+        calls: The number of every matched call.
+        columns: Kind of node -> of every class the number of every op.
+        default: The number of nodes of other kinds.
     """
-    found = np.full(len(dag), default, dtype=np.int64)
-    meets = dag.kind == MEET
-    found[meets] = calls[dag.op[meets]]
-    found[dag.sent[:, 0]] = calls[dag.sent[:, 1]]
-    for kind, each in columns.items():
-        chosen = dag.kind == kind
-        first = np.concatenate(([0], np.cumsum([len(one) for one in each]))).astype(np.int64)
-        every = np.concatenate([*each, np.empty(0, dtype=np.int64)])
-        found[chosen] = every[first[dag.owner[chosen]] + dag.op[chosen]]
-    return found
+    numbers = np.full(len(dag), default, dtype=np.int64)
+    is_call = dag.kind == MEET
+    numbers[is_call] = calls[dag.op[is_call]]
+
+    # a send into buffers has its matched call's
+    sends, calls_of_sends = dag.sent[:, 0], dag.sent[:, 1]
+    numbers[sends] = calls[calls_of_sends]
+
+    # ops of all classes, one class after the other
+    for kind, numbers_of_classes in columns.items():
+        is_kind = dag.kind == kind
+        lengths = [len(class_numbers) for class_numbers in numbers_of_classes]
+        first_ops = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        all_numbers = np.concatenate([*numbers_of_classes, np.empty(0, dtype=np.int64)])
+        places = first_ops[dag.owner[is_kind]] + dag.op[is_kind]
+        numbers[is_kind] = all_numbers[places]
+    return numbers
 
 
 def _explained(  # type: ignore[no-untyped-def]
-    starts, ends, lane, ready, began, ended, exposed, waiting, rest
+    starts, ends, lane, ready, began, ended, exposed, waiting, idle_and_computing
 ):
-    """Says what the gaps between spans of the main stream were: what a call that ends in a gap
-    waited for others, and moved data, is of its lane, and nothing else is idle.
+    """Say what the gaps between spans of the main stream are.
 
-    Calls come as they end.  ``rest``: idle, computing.
+    What a call that ends in a gap waited for others, and moved data, is of the call's lane, and
+    nothing else is idle.
+
+    Args:
+        starts: When the spans of the main stream begin, in their order, and the iteration's end.
+        ends: When they end.
+        lane: The lane of each call; calls come as they end.
+        ready: When the rank was ready for each.
+        began: When all members were.
+        ended: When each ended.
+        exposed: Gets the ns of every lane in which data moved.
+        waiting: Gets the ns of every lane in which the rank waited for others.
+        idle_and_computing: Gets both, ns.
     """
-    first = at = 0
-    for k in range(len(starts)):
-        start = starts[k]
-        idle, before = max(0, start - at), at
-        while first < len(ended) and ended[first] <= before:
-            first += 1
-        while first < len(ended) and ended[first] <= start and before < start:
-            wait = max(0, min(began[first], start) - max(at, ready[first]))
-            move = max(0, min(ended[first], start) - max(at, began[first]))
-            waiting[lane[first]] += wait
-            exposed[lane[first]] += move
+    call = explained = 0
+    for span in range(len(starts)):
+        start = starts[span]
+        idle, gap_start = max(0, start - explained), explained
+
+        # calls that ended beside computing explain nothing
+        while call < len(ended) and ended[call] <= gap_start:
+            call += 1
+
+        # each call explains what no earlier one did
+        while call < len(ended) and ended[call] <= start and gap_start < start:
+            wait = max(0, min(began[call], start) - max(explained, ready[call]))
+            move = max(0, min(ended[call], start) - max(explained, began[call]))
+            waiting[lane[call]] += wait
+            exposed[lane[call]] += move
             idle -= wait + move
-            at = max(at, ended[first])
-            first += 1
-        rest[0] += idle
-        rest[1] += ends[k] - start
-        at = max(before, ends[k])
+            explained = max(explained, ended[call])
+            call += 1
+        idle_and_computing[0] += idle
+        idle_and_computing[1] += ends[span] - start
+        explained = max(gap_start, ends[span])
