@@ -24,13 +24,13 @@ from megatron_prism.core.ops import CODE, IS_CALL, NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.slices import WHAT_IF
 from megatron_prism.core.world import format_ranks
-from megatron_prism.graph.world_graph import WorldGraph, build
+from megatron_prism.graph.world_graph import CallKind, WorldGraph, build
 from megatron_prism.replay.costs import Prices, price_ops, relabelled
 from megatron_prism.replay.costs.collectives import Calibration
 from megatron_prism.replay.costs.host import host_scaled, indices_of
 from megatron_prism.replay.costs.host_index import read_host_index
-from megatron_prism.replay.costs.kernels import MEASURED
 from megatron_prism.replay.costs.machine import Machine
+from megatron_prism.replay.costs.provenance import Provenance
 from megatron_prism.replay.network import Topology
 
 _FINEST = 1000  # denominators of factors
@@ -41,10 +41,11 @@ _Prices = Callable[[WorldGraph, Prices, Machine], Prices]
 class Edit:
     """One thing that is not as captured.
 
-    text     : what it assumes, in words; "": nothing that a reader must know
-    ranks    : whom it sets apart: they are in other classes than the rest
-    programs : what it makes of the programs
-    prices   : what it makes of the prices on a machine
+    Attributes:
+        text: What it assumes, in words; "": nothing that a reader must know.
+        ranks: Ranks that it sets apart: they are in other classes than all others.
+        programs: What it makes of the programs.
+        prices: What it makes of the prices on a machine.
     """
 
     text: str = ""
@@ -54,39 +55,49 @@ class Edit:
 
 
 def edited(programs: Programs, edits: Iterable[Edit]) -> WorldGraph:
-    """The world graph of the programs that ``edits`` make one after the other.
+    """Make the world graph of the programs that edits make one after the other.
 
     Raises:
-        WorldError: a rank that does not exist.
-        PrismError: calls of the ranks do not fit together.
+        WorldError: A rank does not exist.
+        PrismError: Calls of the ranks do not fit together.
     """
-    apart = []
+    # ranks of an edit become classes of their own
+    separate_ranks: list[list[int]] = []
     for edit in edits:
         programs = edit.programs(programs)
         if edit.text:
             programs = with_assumption(programs, edit.text)
         if edit.ranks:
-            apart.append([programs.world.check_rank(rank) for rank in edit.ranks])
-    graph = build(programs, apart)
+            ranks = [programs.world.check_rank(rank) for rank in edit.ranks]
+            separate_ranks.append(ranks)
+    graph = build(programs, separate_ranks)
     graph.check_fits()
     return graph
 
 
 def modelled_calls(programs: Programs) -> Edit:
-    """Without the times that calls took: in another world they take others."""
+    """Drop the times that calls took: in another world they take others."""
+    for program in programs.programs:
+        call_ns = program.ops["ns"][_is_call(program.ops)]
+        if (call_ns >= 0).any():
+            text = "calls as modelled, not as they were traced"
+            return Edit(text, programs=lambda captured: _without_times(captured, _is_call))
+    return Edit()
 
-    def is_call(ops: np.ndarray) -> np.ndarray:
-        return np.asarray(IS_CALL[ops["name"]])
 
-    if not any((one.ops["ns"][is_call(one.ops)] >= 0).any() for one in programs.programs):
-        return Edit()
-    text = "calls as modelled, not as they were traced"
-    return Edit(text, programs=lambda given: _without_times(given, is_call))
+def _is_call(ops: np.ndarray) -> np.ndarray:
+    """Say which ops are calls."""
+    return np.asarray(IS_CALL[ops["name"]])
+
+
+def _is_modelled_segment(ops: np.ndarray) -> np.ndarray:
+    """Say which ops have flops or bytes, so that a roofline has a time for them."""
+    return np.asarray((ops["flops"] >= 0) | (ops["traffic"] >= 0))
 
 
 def _without_times(programs: Programs, chosen: Callable[[np.ndarray], np.ndarray]) -> Programs:
-    """Programs whose ``chosen`` ops do not say how long they take."""
-    changed = []
+    """Make programs whose chosen ops do not say how long they take."""
+    changed: list[Program] = []
     for program in programs.programs:
         ops = program.ops.copy()
         ops["ns"][chosen(ops)] = -1
@@ -95,10 +106,10 @@ def _without_times(programs: Programs, chosen: Callable[[np.ndarray], np.ndarray
 
 
 def without_unused(programs: Programs) -> Programs:
-    """The same world without programs that no rank runs."""
-    kept, of = np.unique(programs.program_of, return_inverse=True)
-    left = tuple(programs.programs[index] for index in kept.tolist())
-    return dataclasses.replace(programs, programs=left, program_of=of.ravel())
+    """Make the same world without programs that no rank runs."""
+    used, program_of = np.unique(programs.program_of, return_inverse=True)
+    used_programs = tuple(programs.programs[index] for index in used.tolist())
+    return dataclasses.replace(programs, programs=used_programs, program_of=program_of.ravel())
 
 
 def slow_ranks(
@@ -106,88 +117,163 @@ def slow_ranks(
     factor: Fraction | float | str,
     segments: Callable[[Program], np.ndarray] | None = None,
 ) -> Edit:
-    """``ranks`` take ``factor`` times as long to compute, rounded up (3/2: half as long again).
+    """Let ranks take longer to compute.
 
-    segments : bool [ops] of a program, those that do; default all
+    Args:
+        ranks: The ranks.
+        factor: How many times as long, rounded up (3/2: half as long again).
+        segments: bool [ops] of a program, the segments that do; None: all.
     """
-    ranks, by = tuple(sorted(set(ranks))), parse_factor(factor)
-    who = f"rank {ranks[0]} computes" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} compute"
+    ranks, exact_factor = tuple(sorted(set(ranks))), parse_factor(factor)
+    text = f"ranks {format_ranks(ranks)} compute"
+    if len(ranks) == 1:
+        text = f"rank {ranks[0]} computes"
 
-    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
-        compute, source = list(given.compute), list(given.compute_source)
-        sources = list(given.sources)
-        for index in np.unique(graph.classes.of[list(ranks)]).tolist() if by != 1 else ():
+    def prices(graph: WorldGraph, prices: Prices, machine: Machine) -> Prices:
+        """Make the segments of the ranks' classes longer."""
+        # as fast as captured
+        if exact_factor == 1:
+            return prices
+        compute, source = list(prices.compute), list(prices.compute_source)
+        sources = list(prices.sources)
+
+        # the ranks are classes of their own
+        for index in np.unique(graph.classes.of[list(ranks)]).tolist():
             program = graph.program_list[index]
-            chosen = program.ops["name"] == CODE["compute"]
+            is_slow = program.ops["name"] == CODE["compute"]
             if segments is not None:
-                chosen &= segments(program)
-            compute[index] = np.where(chosen, _scaled(compute[index], by), compute[index])
-            source[index] = relabelled(source[index], chosen, f"x {by}", sources)
-        return dataclasses.replace(
-            given, compute=tuple(compute), compute_source=tuple(source), sources=tuple(sources)
-        )
+                is_slow &= segments(program)
+            slow_ns = _scaled(compute[index], exact_factor)
+            compute[index] = np.where(is_slow, slow_ns, compute[index])
+            source[index] = relabelled(source[index], is_slow, f"x {exact_factor}", sources)
+        return _with_compute(prices, compute, source, sources)
 
-    return Edit(f"{who} {factor} times as long", ranks, prices=prices)
+    return Edit(f"{text} {factor} times as long", ranks, prices=prices)
+
+
+def _with_compute(
+    prices: Prices,
+    compute: Iterable[np.ndarray],
+    compute_source: Iterable[np.ndarray],
+    sources: Iterable[str],
+) -> Prices:
+    """Give prices other times of segments, with their provenance."""
+    return dataclasses.replace(
+        prices,
+        compute=tuple(compute),
+        compute_source=tuple(compute_source),
+        sources=tuple(sources),
+    )
 
 
 def faster_calls(factor: Fraction | float | str, name: str = "", group: str = "") -> Edit:
-    """Calls of ``name`` (all_reduce, …; send means messages) in ``group`` are ``factor`` times as
-    fast; empty: all of them; tp means TENSOR_MODEL_PARALLEL_GROUP, as in faults.  UsageError if
-    there are none.
+    """Make calls faster.
+
+    Args:
+        factor: How many times as fast.
+        name: Of the calls: all_reduce, …; send and recv mean messages; "": all.
+        group: Of the calls; tp means TENSOR_MODEL_PARALLEL_GROUP, as in faults; "": all.
+
+    Raises:
+        UsageError: There are no such calls; raised when prices are made.
     """
-    speed, op = parse_factor(factor), "send" if name == "recv" else name
+    speed = parse_factor(factor)
+    # messages are kinds of sends
+    kind_name = name
+    if name == "recv":
+        kind_name = "send"
 
-    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
-        chosen = graph.calls_where(
-            lambda kind: op in ("", kind.name) and (not group or named_group(group, kind.group))
-        )
+    def is_faster(kind: CallKind) -> bool:
+        """Say whether calls of a kind are meant."""
+        if kind_name and kind_name != kind.name:
+            return False
+        return not group or named_group(group, kind.group)
+
+    def prices(graph: WorldGraph, prices: Prices, machine: Machine) -> Prices:
+        """Make the calls shorter."""
+        chosen = graph.calls_where(is_faster)
         if not chosen.any():
-            what = " in ".join(filter(None, (op or "calls", group)))
-            names = sorted({text for program in graph.program_list for text in program.groups()})
-            close = difflib.get_close_matches(group or op, [*NAMES, *names], n=1)
-            meant = f"did you mean {close[0]}? " if close and close[0] != (group or op) else ""
-            raise UsageError(
-                f"the world has no {what}", fix=f"{meant}its groups are {', '.join(names)}"
-            )
-        faster = _scaled(given.collective_ns, 1 / speed)
-        return _with_calls(given, chosen, faster, f"{speed} x as fast")
+            raise _no_such_calls(graph, kind_name, group)
+        faster_ns = _scaled(prices.collective_ns, 1 / speed)
+        return _with_calls(prices, chosen, faster_ns, f"{speed} x as fast")
 
-    where = f" in {group}" if group else ""
-    return Edit(f"{name or 'all'} calls{where} {factor} times as fast", prices=prices)
+    place = ""
+    if group:
+        place = f" in {group}"
+    return Edit(f"{name or 'all'} calls{place} {factor} times as fast", prices=prices)
 
 
-def _with_calls(prices: Prices, chosen: np.ndarray, ns: np.ndarray, what: str) -> Prices:
-    """``prices`` in which the chosen calls take ``ns``, which was assumed: ``what``."""
+def _no_such_calls(graph: WorldGraph, name: str, group: str) -> UsageError:
+    """Say that a world has no calls of a name in a group, and which ones may be meant."""
+    calls = name or "calls"
+    if group:
+        calls = f"{calls} in {group}"
+    group_names: set[str] = set()
+    for program in graph.program_list:
+        group_names.update(program.groups())
+    names = sorted(group_names)
+
+    # the nearest name, unless that is the one that was given
+    asked = group or name
+    similar = difflib.get_close_matches(asked, [*NAMES, *names], n=1)
+    suggestion = ""
+    if similar and similar[0] != asked:
+        suggestion = f"did you mean {similar[0]}? "
+    return UsageError(
+        f"the world has no {calls}", fix=f"{suggestion}its groups are {', '.join(names)}"
+    )
+
+
+def _with_calls(prices: Prices, chosen: np.ndarray, ns: np.ndarray, assumption: str) -> Prices:
+    """Give chosen calls other times, with what was assumed."""
     sources = list(prices.sources)
+    source = relabelled(prices.collective_source, chosen, assumption, sources)
     return dataclasses.replace(
         prices,
         collective_ns=np.where(chosen, ns, prices.collective_ns),
-        collective_source=relabelled(prices.collective_source, chosen, what, sources),
+        collective_source=source,
         sources=tuple(sources),
     )
 
 
 def other_host(host: str | os.PathLike[str] | float, text: str = "") -> Edit:
-    """Hosts are as fast as ``host`` (``host_factors``).
+    """Make hosts as fast as another one.
 
-    UsageError if the slices do not say how long their host takes, or how fast it was.
+    Args:
+        host: The other host (``host_factors``).
+        text: What that assumes, in words.
+
+    Raises:
+        UsageError: The slices do not say how long their host takes, or how fast it was; raised when
+            prices are made.
     """
 
-    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
+    def prices(graph: WorldGraph, prices: Prices, machine: Machine) -> Prices:
+        """Scale the host's times of every class."""
         if not any(program.knows_host for program in graph.programs.programs):
             raise UsageError(
                 "the slices do not say how long their host takes, so it cannot be another one",
                 fix="capture the ranks on a GPU, or leave host= out",
             )
-        factors = host_factors(graph.programs, host)
-        sources, source = list(given.sources), []
-        of = [factors[number] for number in graph.classes.programs]
-        for each, factor in zip(given.host_source, of, strict=True):
-            every, said = np.ones(len(each), dtype=bool), host_scaled(f"{float(factor):.3g}")
-            source.append(relabelled(each, every, said, sources))
-        lead, hosts = (tuple(map(_scaled, each, of)) for each in (given.lead, given.host))
+        factor_of_program = host_factors(graph.programs, host)
+        sources = list(prices.sources)
+        lead: list[np.ndarray] = []
+        host_ns: list[np.ndarray] = []
+        host_source: list[np.ndarray] = []
+        for index, number in enumerate(graph.classes.programs):
+            factor = factor_of_program[number]
+            lead.append(_scaled(prices.lead[index], factor))
+            host_ns.append(_scaled(prices.host[index], factor))
+            source = prices.host_source[index]
+            every_op = np.ones(len(source), dtype=bool)
+            assumption = host_scaled(f"{float(factor):.3g}")
+            host_source.append(relabelled(source, every_op, assumption, sources))
         return dataclasses.replace(
-            given, lead=lead, host=hosts, host_source=tuple(source), sources=tuple(sources)
+            prices,
+            lead=tuple(lead),
+            host=tuple(host_ns),
+            host_source=tuple(host_source),
+            sources=tuple(sources),
         )
 
     return Edit(text, prices=prices)
@@ -197,72 +283,110 @@ _NUMBER = re.compile(r"([\d./e+-]+)(x?)")
 
 
 def host_factors(programs: Programs, host: str | os.PathLike[str] | float) -> list[Fraction]:
-    """Return how many times as long as in the slices hosts take, of every program.
+    """Say how many times as long as in the slices hosts take, of every program.
 
     Args:
-        programs: of the slices.
-        host: the index of the host; a file of ``prism calibrate --host``, or traces of
+        programs: Of the slices.
+        host: The index of the host; a file of ``prism calibrate --host``, or traces of
             torch.profiler (a file or a folder), which say it; ``0.6x``: that many times as long.
 
     Raises:
-        UsageError: the slices do not say how fast their host was.
+        UsageError: The slices do not say how fast their host was.
     """
-    text = os.fspath(host) if isinstance(host, os.PathLike) else str(host)
-    number = None if os.path.exists(text) else _NUMBER.fullmatch(text)
+    text = str(host)
+    if isinstance(host, os.PathLike):
+        text = os.fspath(host)
+    number = None
+    if not os.path.exists(text):
+        number = _NUMBER.fullmatch(text)
+
+    # a factor needs no index of the slices' hosts
     if number is not None and number[2]:
-        return [parse_factor(number[1])] * len(programs.programs)
-    target = read_host_index(text).index if number is None else float(parse_factor(number[1]))
-    here = indices_of(programs.source)
-    if not here:
+        factor = parse_factor(number[1])
+        return [factor] * len(programs.programs)
+
+    # an index, or a file that has one
+    if number is not None:
+        target_index = float(parse_factor(number[1]))
+    else:
+        target_index = read_host_index(text).index
+    index_of_rank = indices_of(programs.source)
+    if not index_of_rank:
         raise UsageError(
             "the slices do not say how fast their host was",
             fix="capture them again with this release, or say by how much: host=0.6x",
         )
-    usual = statistics.median(here.values())
-    return [parse_factor(target / here.get(one.rank, usual)) for one in programs.programs]
+
+    # ranks whose slices say nothing had a usual host
+    usual_index = statistics.median(index_of_rank.values())
+    factors: list[Fraction] = []
+    for program in programs.programs:
+        index = index_of_rank.get(program.rank, usual_index)
+        factors.append(parse_factor(target_index / index))
+    return factors
 
 
-def moved(here: Machine, calibration: Calibration | None, there: Machine) -> Edit:
-    """Programs whose segments were measured on ``here`` run on ``there``, of which ``calibration``
-    is.
+def moved(measured_on: Machine, calibration: Calibration | None, target: Machine) -> Edit:
+    """Move programs to another machine than the one that measured their segments.
 
-    A measured segment is scaled by what the roofline says of it on the two machines; calls are
-    ``there``'s.  A segment of which flops and bytes are unknown keeps its time.
+    A measured segment is scaled by what the roofline says of it on the two machines; calls are the
+    target's.  A segment of which flops and bytes are unknown keeps its time.
+
+    Args:
+        measured_on: The machine that measured the segments.
+        calibration: Of the target.
+        target: The other machine.
     """
 
-    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
-        unknown = _without_times(
-            graph.programs, lambda ops: (ops["flops"] >= 0) | (ops["traffic"] >= 0)
-        )
-        bare = dataclasses.replace(graph, programs=unknown)
-        new = price_ops(graph, there, calibration)
+    def prices(graph: WorldGraph, prices: Prices, machine: Machine) -> Prices:
+        """Scale measured segments, and price all else on the target."""
+        new = price_ops(graph, target, calibration)
+
         # both by roofline alone: one of them may have no op table
-        base, roof = (price_ops(bare, dataclasses.replace(one, ops="")) for one in (here, there))
-        compute, source, sources = [], [], list(new.sources)
-        what = f"scaled from {here.name} to {there.name} by their rooflines"
-        for index, old in enumerate(given.compute):
-            measured = given.compute_source[index] == MEASURED
-            before, after = base.compute[index], roof.compute[index]
-            ratio = np.where(before > 0, after / np.maximum(before, 1), 1.0)
-            ns = np.rint(old * ratio).astype(np.int64)
-            compute.append(np.where(measured, ns, new.compute[index]))
-            source.append(relabelled(new.compute_source[index], measured, what, sources))
-        return dataclasses.replace(
-            new, compute=tuple(compute), compute_source=tuple(source), sources=tuple(sources)
-        )
+        untimed_programs = _without_times(graph.programs, _is_modelled_segment)
+        untimed = dataclasses.replace(graph, programs=untimed_programs)
+        old_rooflines = price_ops(untimed, dataclasses.replace(measured_on, ops=""))
+        new_rooflines = price_ops(untimed, dataclasses.replace(target, ops=""))
+        sources = list(new.sources)
+        compute: list[np.ndarray] = []
+        compute_source: list[np.ndarray] = []
+        assumption = f"scaled from {measured_on.name} to {target.name} by their rooflines"
 
-    return Edit(f"on {there.name}", prices=prices)
+        # measured segments by their ratio, all others as the target prices them
+        for index, old_ns in enumerate(prices.compute):
+            is_measured = prices.compute_source[index] == Provenance.MEASURED_SEGMENT
+            old_roofline_ns = old_rooflines.compute[index]
+            quotient = new_rooflines.compute[index] / np.maximum(old_roofline_ns, 1)
+            ratio = np.where(old_roofline_ns > 0, quotient, 1.0)
+            scaled_ns = np.rint(old_ns * ratio).astype(np.int64)
+            compute.append(np.where(is_measured, scaled_ns, new.compute[index]))
+            source = new.compute_source[index]
+            compute_source.append(relabelled(source, is_measured, assumption, sources))
+        return _with_compute(new, compute, compute_source, sources)
+
+    return Edit(f"on {target.name}", prices=prices)
 
 
-def with_assumption(programs: Programs, what: str, batch: Fraction | int = 1) -> Programs:
-    """The programs, with one more thing that is not as captured in their source, in which a batch
-    is ``batch`` times as large.
+def with_assumption(programs: Programs, assumption: str, batch: Fraction | int = 1) -> Programs:
+    """Say in the programs' source one more thing that is not as captured.
+
+    Args:
+        programs: The programs.
+        assumption: What differs.
+        batch: How many times as large an iteration's batch is.
     """
-    said, source = programs.source.get(WHAT_IF), {**programs.source}
-    source[WHAT_IF] = what if said is None else f"{said}; {what}"
+    # after what was assumed before
+    source = {**programs.source}
+    earlier = source.get(WHAT_IF)
+    source[WHAT_IF] = assumption
+    if earlier is not None:
+        source[WHAT_IF] = f"{earlier}; {assumption}"
+
+    # what an iteration does grows with its batch
     for key in ("tokens_per_iteration", "model_flops_per_iteration"):
         if source.get(key, "").isdecimal():
-            source[key] = str(int(int(source[key]) * batch))
+            amount = int(source[key]) * batch
+            source[key] = str(int(amount))
     return dataclasses.replace(programs, source=source)
 
 
@@ -270,56 +394,84 @@ _MOST = 10**6  # times as long; more is none that anybody means, and 64 bits of 
 
 
 def parse_factor(factor: Fraction | float | str) -> Fraction:
-    """A factor as a ratio of small numbers.  UsageError unless it is one above 0."""
+    """Read a factor as a ratio of small numbers.
+
+    Raises:
+        UsageError: It is not above 0, or above a million.
+    """
     try:
-        found = Fraction(str(factor)).limit_denominator(_FINEST)
+        exact_factor = Fraction(str(factor)).limit_denominator(_FINEST)
+    # no number at all
     except (ValueError, ZeroDivisionError):
-        found = Fraction(0)
-    if not 0 < found <= _MOST:
+        exact_factor = Fraction(0)
+    if not 0 < exact_factor <= _MOST:
         raise UsageError(
             f"{str(factor)[:40]} is no factor", fix="above 0, at most a million: 1.5, 3/2"
         )
-    return found
+    return exact_factor
 
 
 def _scaled(ns: np.ndarray, factor: Fraction) -> np.ndarray:
-    """ns times factor, rounded up."""
+    """Multiply ns by a factor, rounded up."""
     return -(-ns * factor.numerator // factor.denominator)
 
 
 def oversubscribed(
     graph: WorldGraph, prices: Prices, machine: Machine, topology: Topology
 ) -> Prices:
-    """Calls between leaves take as much longer as NCCL's model says of a network that is slower by
-    the oversubscription.  Everybody below a leaf is taken to send at once: pessimistic where they
-    do not.
+    """Let calls between leaves take longer, for their share of the links above.
+
+    They take as much longer as NCCL's model says of a network that is slower by the
+    oversubscription.  All ranks below a leaf are taken to send at once: pessimistic where they do
+    not.
+
+    Args:
+        graph: The joined programs.
+        prices: Their prices without contention.
+        machine: The machine that they run on.
+        topology: Of its network.
     """
+    # every leaf has links for all its ranks
     if topology.oversubscription == 1:
         return prices
-    slower = dataclasses.replace(
-        machine, network_rate=machine.network_rate / topology.oversubscription
-    )
-    before, after = (price_ops(graph, one).collective_ns for one in (machine, slower))
-    leaf = machine.gpus_per_node * topology.leaf_nodes
-    chosen = graph.calls_where(lambda kind: kind.spans(leaf))
-    factor = np.where(chosen, after / np.maximum(1, before), 1.0)
-    slower_ns = np.rint(prices.collective_ns * factor).astype(np.int64)
-    return _with_calls(prices, chosen, slower_ns, f"between leaves of a {topology}")
+    slower_rate = machine.network_rate / topology.oversubscription
+    slower_machine = dataclasses.replace(machine, network_rate=slower_rate)
+    usual_ns = price_ops(graph, machine).collective_ns
+    slower_ns = price_ops(graph, slower_machine).collective_ns
+
+    # calls whose ranks are below several leaves
+    leaf_ranks = machine.gpus_per_node * topology.leaf_nodes
+    chosen = graph.calls_where(lambda kind: kind.spans(leaf_ranks))
+    quotient = slower_ns / np.maximum(1, usual_ns)
+    factor = np.where(chosen, quotient, 1.0)
+    call_ns = np.rint(prices.collective_ns * factor).astype(np.int64)
+    return _with_calls(prices, chosen, call_ns, f"between leaves of a {topology}")
 
 
 def slow_nic(ranks: Iterable[int], factor: float, latency: int) -> Edit:
-    """Calls between nodes of ``ranks`` have ``factor`` of the bandwidth and take ``latency`` ns
-    more.
+    """Slow down the calls between nodes of ranks with a slow NIC.
+
+    Args:
+        ranks: The ranks.
+        factor: The part of the bandwidth that the calls have.
+        latency: ns that they take in addition.
     """
     ranks = tuple(ranks)
     text = f"NIC of {format_ranks(ranks)}: bandwidth x {factor:g}, latency + {latency} ns"
 
-    def prices(graph: WorldGraph, given: Prices, machine: Machine) -> Prices:
-        meet = graph.matched_calls
-        mine = np.isin(meet.classes, graph.classes.of[list(ranks)])
+    def prices(graph: WorldGraph, prices: Prices, machine: Machine) -> Prices:
+        """Make the calls between nodes longer in which one of the ranks takes part."""
+        # calls in which a rank takes part, as far as they leave a node
+        matched_calls = graph.matched_calls
+        if not len(matched_calls):
+            return prices
+        slow_classes = graph.classes.of[list(ranks)]
+        is_slow_member = np.isin(matched_calls.classes, slow_classes)
+        first_members = matched_calls.start[:-1]
+        has_slow_member = np.add.reduceat(is_slow_member, first_members) > 0
         chosen = graph.calls_where(lambda kind: kind.spans(machine.gpus_per_node))
-        chosen &= np.add.reduceat(mine, meet.start[:-1]) > 0 if len(meet) else False
-        slower = np.rint(given.collective_ns / factor).astype(np.int64) + latency
-        return _with_calls(given, chosen, slower, "slow NIC")
+        chosen &= has_slow_member
+        slower_ns = np.rint(prices.collective_ns / factor).astype(np.int64) + latency
+        return _with_calls(prices, chosen, slower_ns, "slow NIC")
 
     return Edit(text, ranks, prices=prices)

@@ -379,9 +379,12 @@ def _rows(key: str, rows: Sequence[tuple[float, float, float]]) -> tuple[np.ndar
     return table[:, 0], table[:, 1:].mean(axis=1)
 
 
-MEASURED, ROOFLINE = Provenance.MEASURED_SEGMENT, Provenance.ROOFLINE
-NONE, UNKNOWN = Provenance.NO_SEGMENT, Provenance.UNKNOWN_SEGMENT
-OPS, MIXED = Provenance.OP_TABLE, Provenance.OP_TABLE_AND_ROOFLINE
+MEASURED = Provenance.MEASURED_SEGMENT
+ROOFLINE = Provenance.ROOFLINE
+NONE = Provenance.NO_SEGMENT
+UNKNOWN = Provenance.UNKNOWN_SEGMENT
+OPS = Provenance.OP_TABLE
+MIXED = Provenance.OP_TABLE_AND_ROOFLINE
 SLIGHT = 0.05
 _MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
 KERNEL = re.compile(
