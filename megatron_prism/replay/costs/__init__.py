@@ -1,6 +1,7 @@
 """How long each op takes, and who says so.
 
     prices.py           a price for every op of a graph, with its provenance
+    provenance.py       what a duration rests on, as an enum
     collectives.py      calls: calibrations, what they and computing cost each other, a model of
                         NCCL
     kernels.py          segments that never ran on a GPU: measured kernels, rooflines
