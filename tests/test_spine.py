@@ -62,8 +62,7 @@ def test_nobody_else_puts_the_parts_together():
     [
         "from megatron_prism.replay.costs import price_ops",
         "from megatron_prism.replay import timeline\ntimeline.build_timeline(1, 2)",
-        "def f():\n    from megatron_prism.replay import overlap as p\n"
-        "    p.replay_with_overlap()",
+        "def f():\n    from megatron_prism.replay import overlap as p\n    p.replay_with_overlap()",
         "from megatron_prism.features.predict import sampler\nsampler.Sampler(1)",
     ],
 )
