@@ -387,7 +387,6 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     found |= {
         "tokens_per_gpu": None if tokens is None else tokens / world.size,
         "mfu": every["mfu"]["value"],
-        "gpus": world.size,
         "p95_ns": None,
         "sources": [{key: one[key] for key in ("what", "low_ns", "high_ns", "of")}
                     for one in every["uncertainties"]],
@@ -398,8 +397,10 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
         ],
         "path": [{key: part[key] for key in ("phase", "what", "group", "ns")}
                  for part in every["path"][:12]],
-        "provenance": programs.source.get(WHAT_IF, "as captured"),
     }  # fmt: skip
+    assumed = programs.source.get(WHAT_IF, "as captured")
+    found["provenance"] = assumed
+    found["gpus"] = world.size
     found["headline"] = every["headline"]
     if settings.tail:
         drawn = predict(programs, machine=settings.machine, samples=_SAMPLES, seed=0)
