@@ -42,12 +42,6 @@ PAIRS = {
     "tp2 to one": ("tp2", 1, NAMES, ""),
     "tp2 to pp2": ("tp2", 2, (*PP2, *NAMES), ""),
     "tp2 to dp2": ("tp2", 2, NAMES, ""),
-    "tp2 to vpp": (
-        "tp2",
-        2,
-        (*PP2, "--num-layers-per-virtual-pipeline-stage", 1, *NAMES),
-        "",
-    ),
     "tied to untied": (
         "tp2",
         1,
@@ -56,12 +50,6 @@ PAIRS = {
     ),
     "with two layers more": ("tp2", 1, (*NAMES, "--num-layers", 6), "shape mismatch"),
     "with multi-token prediction": ("tp2", 1, (*NAMES, *MTP), "mtp."),
-    "to fewer query groups": (
-        "tp2",
-        1,
-        (*NAMES, "--group-query-attention", "--num-query-groups", 2),
-        "shape mismatch",
-    ),
     "another padding of the vocabulary": (
         "tp2",
         1,
