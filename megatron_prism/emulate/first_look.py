@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate import exit_status, workers
@@ -79,7 +78,12 @@ class FirstLook:
             "the job has neither --data-path nor --mock-data", "--prism-job-flags '--mock-data'"
         )
 
-    def validate(self, validate_args: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def validate(
+        self,
+        validate_args: Callable[..., argparse.Namespace],
+        *args: argparse.Namespace,
+        **kwargs: object,
+    ) -> argparse.Namespace:
         """Run Megatron's ``validate_args`` to its end, and raise all that stops the job.
 
         Args:
@@ -250,8 +254,8 @@ def _noting(refusal: ast.stmt, flags_asked: str) -> ast.stmt:
 
 
 def _going_on(
-    function: Callable[..., Any], note: Callable[[Exception, str], None]
-) -> Callable[..., Any]:
+    function: Callable[..., object], note: Callable[[Exception, str], None]
+) -> Callable[..., object]:
     """Make a copy of a function that notes what it refuses, and goes on.
 
     Args:
@@ -291,7 +295,7 @@ def _going_on(
 
 def refusal(
     error: Exception,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     flags_asked: str = "",
     known_options: Collection[str] = (),
 ) -> UsageError:
@@ -326,7 +330,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _fix_of(names: Sequence[str], values: Mapping[str, Any]) -> str:
+def _fix_of(names: Sequence[str], values: Mapping[str, object]) -> str:
     """Say which flags may be changed, and how; empty without names.
 
     Args:

@@ -197,7 +197,7 @@ class Reporter(TrainingListener):
             live: bytes and requests of the run.
             num_ranks: of the job.
         """
-        found: Json = {
+        figures: Json = {
             "allocated_peak": live.high.bytes,
             "at": live.high.labels,
             "by_part": parts_of(live.parts),
@@ -207,24 +207,28 @@ class Reporter(TrainingListener):
         }
         history, before = live.earlier or (live.history, live.high.bytes)
         if history is None:
-            return found
+            return figures
         text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         try:
             settings = allocator.Settings.parse(text)
         except PrismError:
-            return found
+            return figures
+
+        # the same requests with a device that keeps up, and with one that is far behind
         rows = history.rows().tolist()
-        state, parts = allocator.allocated_by_span(rows, history.spans, settings)
-        least = allocator.replay_requests(rows, settings, ahead=0).peak_reserved
-        most = state.peak_reserved
-        return {
-            **found,
-            "allocated_peak": state.peak_allocated + live.high.bytes - before,
-            "by_part": parts_of({**live.parts, **parts}),
-            "reserved_peak": peaks.expected_reserved((least, most), num_ranks),
-            "reserved_between": [least, most],
-            "provenance": "modelled: requests of shapes, replayed by a model of torch's allocator",
-        }
+        far_behind, parts = allocator.allocated_by_span(rows, history.spans, settings)
+        keeps_up = allocator.replay_requests(rows, settings, ahead=0)
+        between = [keeps_up.peak_reserved, far_behind.peak_reserved]
+
+        beyond_history = live.high.bytes - before
+        figures["allocated_peak"] = far_behind.peak_allocated + beyond_history
+        figures["by_part"] = parts_of({**live.parts, **parts})
+        figures["reserved_peak"] = peaks.expected_reserved(between, num_ranks)
+        figures["reserved_between"] = between
+        figures["provenance"] = (
+            "modelled: requests of shapes, replayed by a model of torch's allocator"
+        )
+        return figures
 
     def _nccl(self, device: str) -> tuple[int | None, str]:
         """(bytes that NCCL would take for this rank's communicators, the provenance of that)."""

@@ -116,7 +116,7 @@ def _reused_batch(program: Program) -> Unsound | None:
 
 # -- two FIFOs -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Difference:
+class FifoDifference:
     """The first entry in which two FIFOs differ.
 
     Attributes:
@@ -153,7 +153,7 @@ def signature(program: Program, indices: np.ndarray) -> np.ndarray:
     return np.stack([np.asarray(column, dtype=np.int64) for column in columns], axis=1)
 
 
-def diagnose(left: np.ndarray, right: np.ndarray, ranks: tuple[int, int]) -> Difference:
+def diagnose(left: np.ndarray, right: np.ndarray, ranks: tuple[int, int]) -> FifoDifference:
     """Find the first entry in which two FIFOs differ, and what probably happened.
 
     Args:
@@ -173,28 +173,28 @@ def diagnose(left: np.ndarray, right: np.ndarray, ranks: tuple[int, int]) -> Dif
             longer, longer_rank, shorter_rank = right, right_rank, left_rank
         missing = len(longer) - common
         text = f"rank {shorter_rank} stops {missing} calls before rank {longer_rank}"
-        return Difference("missing", common, f"{text}, at {_call(longer[common])}")
+        return FifoDifference("missing", common, f"{text}, at {_call(longer[common])}")
 
     # the same calls, sorted otherwise
     entry = int(unlike[0])
     if sorted(map(tuple, left[entry:])) == sorted(map(tuple, right[entry:])):
         text = f"rank {right_rank} makes the same calls in another order"
-        return Difference("order", entry, text)
+        return FifoDifference("order", entry, text)
 
     # a call too few or too many, if what follows agrees again
     if not _agree(left[entry + 1 :], right[entry + 1 :]):
         if _agree(left[entry + 1 :], right[entry:]):
             text = f"rank {right_rank} never calls {_call(left[entry])} #{entry + 1}"
-            return Difference("missing", entry, text)
+            return FifoDifference("missing", entry, text)
         if _agree(left[entry:], right[entry + 1 :]):
             text = f"rank {right_rank} calls {_call(right[entry])} and rank {left_rank} never"
-            return Difference("missing", entry, text)
+            return FifoDifference("missing", entry, text)
     return _different_fields(left[entry], right[entry], ranks, entry)
 
 
 def _different_fields(
     left: np.ndarray, right: np.ndarray, ranks: tuple[int, int], entry: int
-) -> Difference:
+) -> FifoDifference:
     """Say in which fields two signatures differ."""
     left_rank, right_rank = ranks
     fields = np.flatnonzero(left != right).tolist()
@@ -210,7 +210,7 @@ def _different_fields(
             left_text, right_text = names[left[field]], names[right[field]]
         left_words = f"{left_text}{unit} on rank {left_rank}"
         words.append(f"{name}: {left_words}, {right_text}{unit} on rank {right_rank}")
-    return Difference(_FIELDS[fields[0]], entry, "; ".join(words))
+    return FifoDifference(_FIELDS[fields[0]], entry, "; ".join(words))
 
 
 def _agree(left: np.ndarray, right: np.ndarray) -> bool:
@@ -668,7 +668,7 @@ class _Checker:
 
 def _different_messages(
     messages: np.ndarray, peer_messages: np.ndarray, ranks: tuple[int, int], direction: str
-) -> Difference:
+) -> FifoDifference:
     """Say how the messages of two ranks differ.
 
     Args:
@@ -686,7 +686,7 @@ def _different_messages(
         kind = "shape"
         if messages[entry, 0] != peer_messages[entry, 0]:
             kind = "dtype"
-        return Difference(kind, entry, f"rank {rank} sends what rank {peer} does not expect")
+        return FifoDifference(kind, entry, f"rank {rank} sends what rank {peer} does not expect")
 
     # one side has more of them
     opposite = {"send": "recv", "recv": "send"}[direction]
@@ -696,7 +696,7 @@ def _different_messages(
     kind = {"send": "unmatched send", "recv": "unmatched receive"}[more]
     surplus = abs(len(messages) - len(peer_messages))
     likely = f"rank {more_rank} posts {surplus} more {more} than rank {fewer_rank} posts {fewer}"
-    return Difference(kind, common, likely)
+    return FifoDifference(kind, common, likely)
 
 
 def _towards(program: Program, name: str, offset: int, size: int, direction: str) -> np.ndarray:

@@ -25,14 +25,17 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from megatron_prism.core.process_changes import ProcessChanges
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+    from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 COMMON_STATE = "common_state/shard_0_1"  # object of everything that is no shard, since 0.19
 _BUCKETS = ".bucket_idx_"  # in the name of an optimizer state that is kept by buckets
@@ -121,12 +124,12 @@ class PlannedReading:
         make_plan = self._planner_class.create_local_plan
         read_bytes = checkpoint.FileSystemReader.read_data
 
-        def plan(planner: LoadPlanner) -> LoadPlan:
+        def plan(planner: MCoreLoadPlanner) -> LoadPlan:
             self._compare(planner)
             return make_plan(planner)
 
         def read(
-            reader: checkpoint.FileSystemReader, local_plan: LoadPlan, planner: LoadPlanner
+            reader: checkpoint.FileSystemReader, local_plan: LoadPlan, planner: MCoreLoadPlanner
         ) -> Future[None]:
             self._count(reader, local_plan, planner)
             objects = []
@@ -142,7 +145,7 @@ class PlannedReading:
             changes.set(default_planner, "_init_state_dict", lambda state_dict: None)
             yield
 
-    def _compare(self, planner: LoadPlanner) -> None:
+    def _compare(self, planner: MCoreLoadPlanner) -> None:
         """Hold every tensor that the rank asks for against the checkpoint's metadata."""
         metadata = planner.metadata
         checked = [(shard, True) for shard in planner.shapes_validation_sharded_tensors]
@@ -157,7 +160,7 @@ class PlannedReading:
                 self.result.objects.add(name)
 
     def _count(
-        self, reader: checkpoint.FileSystemReader, local_plan: LoadPlan, planner: LoadPlanner
+        self, reader: checkpoint.FileSystemReader, local_plan: LoadPlan, planner: MCoreLoadPlanner
     ) -> None:
         """Add up the stored shards that a plan reads, and the parts that it takes."""
         result = self.result
@@ -174,7 +177,7 @@ class PlannedReading:
                 _check_size(item, planner)
 
     def _stands_in(
-        self, reader: checkpoint.FileSystemReader, item: ReadItem, planner: LoadPlanner
+        self, reader: checkpoint.FileSystemReader, item: ReadItem, planner: MCoreLoadPlanner
     ) -> bool:
         """Return whether an object of this job took the place of one whose file is not here."""
         name = item.storage_index.fqn
@@ -230,13 +233,19 @@ def refusal_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _request(shard: object, stored: object, is_strict: bool) -> TensorRequest:
+def _request(
+    shard: ShardedTensor,
+    stored: TensorStorageMetadata | BytesStorageMetadata | None,
+    is_strict: bool,
+) -> TensorRequest:
     """Compare a shard that a rank asks for with what the checkpoint has under its name."""
-    shape, dtype = tuple(shard.global_shape), str(shard.dtype)
-    size = getattr(stored, "size", None)
-    if size is None:
+    shape = tuple(shard.global_shape)
+    dtype = str(shard.dtype)
+    # an object under the name of a tensor is none
+    if not isinstance(stored, TensorStorageMetadata):
         return TensorRequest(shard.key, shape, dtype, (), "", Match.MISSING)
-    stored_shape, stored_dtype = tuple(size), str(stored.properties.dtype)
+    stored_shape = tuple(stored.size)
+    stored_dtype = str(stored.properties.dtype)
     match = Match.SAME
     if stored_shape != shape:
         match = Match.OTHER_SHAPE if is_strict else Match.RESIZED
@@ -245,7 +254,7 @@ def _request(shard: object, stored: object, is_strict: bool) -> TensorRequest:
     return TensorRequest(shard.key, shape, dtype, stored_shape, stored_dtype, match)
 
 
-def _check_size(item: ReadItem, planner: LoadPlanner) -> None:
+def _check_size(item: ReadItem, planner: MCoreLoadPlanner) -> None:
     """Raise as torch's reader does where a part does not fit its place."""
     target = planner.resolve_tensor(item).detach()
     if target.size() != torch.Size(item.lengths):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.world import World
@@ -209,9 +210,9 @@ def _tensor(key: str, request: Mapping[str, object]) -> Tensor:
     return Tensor(
         key=key,
         match=str(request["match"]),
-        shape=tuple(request["shape"]),
+        shape=tuple(cast("Sequence[int]", request["shape"])),
         dtype=str(request["dtype"]).removeprefix("torch."),
-        stored_shape=tuple(request["stored_shape"]),
+        stored_shape=tuple(cast("Sequence[int]", request["stored_shape"])),
         stored_dtype=str(request["stored_dtype"]).removeprefix("torch."),
     )
 
