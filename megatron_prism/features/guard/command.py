@@ -23,7 +23,6 @@ from megatron_prism.cli.command import (
     HelpGroup,
     file_option,
     option,
-    switch,
 )
 from megatron_prism.cli.memory_arguments import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs, exact
@@ -68,17 +67,6 @@ def describe(change: Change) -> str:
     return "\n".join(lines)
 
 
-def annotation(change: Change, path: str) -> str:
-    """``::error file=…,line=…::``: what GitHub shows beside the line that grew."""
-    site = next((g.site for g in change.origins if g.num_bytes > 0 and g.site), "")
-    file, _, line = site.rpartition(":")
-    if file.startswith(("core/", "training/")):
-        file = f"megatron/{file}"
-    place = f"file={file},line={line}" if line.isdigit() else f"file={path}"
-    text = describe(change).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return f"::error {place},title=prism memory {json.dumps(change.name)[1:-1]}::{text}"
-
-
 ACTIONS = ("record", "check", "update")
 
 
@@ -92,13 +80,13 @@ def memory(args: argparse.Namespace) -> Answer:
     prism memory update DIR --baseline memory.json
 
     Exit status 1: a class grew beyond --tol, appeared, vanished, exceeds --limit less --headroom,
-    or leaves more than --leak (1 MiB) behind after an iteration.  --github annotates.
+    or leaves more than --leak (1 MiB) behind after an iteration.
     Allocated bytes are guarded; reserved is modelled and reported.  --limit is held against device
     bytes, or against reserved where those are unknown.  --device is a shipped calibration of
     context, libraries and NCCL (default h200), a file of benchmarks/tools/device_memory.py, or
     none.
     """
-    record, check = args.action == "record", args.action == "check"
+    record = args.action == "record"
     fix = f"prism memory {args.action} {args.programs} --baseline FILE, or prism fit"
     refuse(
         (snapshots(args.programs), f"{args.programs} is a snapshot, which says nothing of other "
@@ -107,8 +95,6 @@ def memory(args: argparse.Namespace) -> Answer:
          "prism memory record"),
         (args.real and not record, f"--real has no effect on memory {args.action}",
          "prism memory record"),
-        (args.github and not check, f"--github has no effect on memory {args.action}",
-         "memory check"),
         (not record and not args.baseline, f"prism memory {args.action} needs a baseline", fix),
         (record and not args.out, "a baseline needs a file to write", "-o FILE.json"),
     )  # fmt: skip
@@ -197,8 +183,6 @@ def _print(args: argparse.Namespace, changes: list[Change]) -> None:
     for change in changes:
         if change.what != "same":
             print(*folded(describe(change)), sep="\n")
-            if args.github and change.fails:
-                print(annotation(change, args.baseline))
     if any(change.what == "shrunk" for change in changes) and not failed:
         print(f"smaller than {args.baseline}: prism memory update keeps it that way")
     print(f"{len(failed)} failure{'s'[len(failed) == 1 :]}" if failed else "no class grew")
@@ -220,7 +204,6 @@ COMMANDS = {
             DEVICE,
             *DRAWS,
             (("-o", "--out"), {"metavar": "FILE", "help": "baseline to record"}),
-            switch("--github", "also annotate, for GitHub Actions"),
         ),
         group=HelpGroup.MAINTAIN,
         programs=1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from megatron_prism.cli.command import (
     file_option,
     option,
     settings,
-    switch,
 )
 from megatron_prism.cli.output import Answer, console, write_outputs
 from megatron_prism.core.errors import UsageError
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_prism.features.sweep.sweep import Sweep
 
 
-def sweep(args: argparse.Namespace) -> Answer | int:
+def sweep(args: argparse.Namespace) -> Answer:
     """Rank the layouts of a recipe's job: time, memory, and the command line to start each with.
 
     prism sweep RECIPE tp=1,2,4,8 pp=auto vpp=1,2,5 micro_batch_size=1,2 recompute=none,full -o DIR
@@ -45,8 +43,6 @@ def sweep(args: argparse.Namespace) -> Answer | int:
     default: the machine's.  --objective is time, tokens_per_gpu, p95 or cost (with --price, of a
     GPU for an hour).  --workers are local processes; --address a Ray cluster instead (auto,
     ray://HOST:10001), or local: Ray here.  Of a space too large for that, Optuna picks --trials.
-
-    --slurm N writes an array job of N parts, which evaluate; --join ranks what they have found.
 
     The same command goes on after an interruption; another sweep into DIR uses its slices.  Exit
     status 1: no point can run.
@@ -66,11 +62,6 @@ def sweep(args: argparse.Namespace) -> Answer | int:
     if args.out is None:
         raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
     talk = console(stderr=True)
-    if args.slurm is not None:
-        talk.print(_array_job(args))
-        return 0
-    if args.join:
-        how["part"] = "join"
     made = run(job, given, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
     write_outputs(args.force, (args.csv, made.to_csv))
     places = [str(args.out / row.result["slices"]) for row in made.rows[:2]]
@@ -84,7 +75,7 @@ def sweep(args: argparse.Namespace) -> Answer | int:
     )
 
 
-_OWN = ("machine", "limit", "objective", "price", "part", "address", "trials", "workers")
+_OWN = ("machine", "limit", "objective", "price", "address", "trials", "workers")
 _TIMELINES = 10  # of the first points, beside those that nothing beats in time and memory
 
 
@@ -122,37 +113,6 @@ def _script(args: argparse.Namespace) -> Script:
     return made
 
 
-_ARRAY_JOB = """#!/bin/bash
-#SBATCH --job-name=prism-sweep
-#SBATCH --array=0-{last}
-#SBATCH --cpus-per-task={workers}
-#SBATCH --mem=4G
-#SBATCH --output={log}
-exec {command} --part $SLURM_ARRAY_TASK_ID/{parts}{job}
-"""
-
-
-def _array_job(args: argparse.Namespace) -> str:
-    """Write ``DIR/sweep.sbatch``; what to type next."""
-    if args.slurm < 1:
-        raise UsageError(f"--slurm {args.slurm} parts", fix="--slurm 8")
-    out = args.out.absolute()
-    given = [args.recipe, *args.settings] if args.recipe else list(args.settings)
-    given += [word for key, value in _own(args).items() for word in (f"--{key}", str(value))]
-    words = ["prism", "sweep", *given, "-o", str(out), *args.ours]
-    job = shlex.join(["--", *args.job]) if args.job else ""
-    path = out / "sweep.sbatch"
-    text = _ARRAY_JOB.format(
-        last=args.slurm - 1, workers=args.workers or 2, log=shlex.quote(str(out / "slurm-%a.log")),
-        command=shlex.join([sys.executable, "-m", "megatron_prism", *words[1:]]),
-        parts=args.slurm, job=f" {job}" if job else "",
-    )  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text, force=True)
-    joined = f"{shlex.join([*words, '--join'])} {job}".strip()
-    return f"wrote {path}: sbatch {path}; when it has ended: {joined}"
-
-
 COMMANDS = {
     "sweep": Command(
         sweep,
@@ -167,10 +127,7 @@ COMMANDS = {
             option("workers", arguments.count(1, 1 << 10, "--workers 2"), "N", "processes here"),
             option("address", arguments.name, "ADDRESS", "of a Ray cluster; local: Ray here"),
             option("trials", arguments.count(1, 100_000, "--trials 200"), "N", "Optuna picks"),
-            option("part", arguments.name, "I/N", "of the points, for --join"),
             file_option("--html", "page: time against memory"),
-            (("--slurm",), {"metavar": "N", "type": int, "help": "write an array job of N parts"}),
-            switch("--join", "rank what the parts have found"),
         ),
         group=HelpGroup.ASK,
         job=True,

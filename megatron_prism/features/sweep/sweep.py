@@ -162,7 +162,6 @@ def sweep(
     objective: str = "",
     price: float | None = None,
     workers: int | None = None,
-    part: str = "",
     address: str = "",
     trials: int = 0,
     told: Callable[[str], None] | None = None,
@@ -179,8 +178,6 @@ def sweep(
             world differ between points.
         price: of a GPU for an hour.
         workers: local processes; default 2.
-        part: ``3/8``: evaluate that eighth alone (from 0), while other processes do the others;
-            ``join``: evaluate nothing, and rank what is there.
         address: of a Ray cluster whose machines share ``out``; ``local`` starts one here.
         trials: of as many points, which Optuna asks for one after the other; 0: of all.
         told: called with a line of text about what is being done.
@@ -199,10 +196,6 @@ def sweep(
             f"{size:,} combinations are more than {space.MOST:,}",
             fix="fewer values, or --trials 200: Optuna picks as many",
         )
-    if trials and part:
-        raise UsageError(
-            "trials follow from one another: they have no parts", fix="drop one of both"
-        )
     objective = objective or _natural(values)
     if objective not in OBJECTIVES:
         raise UsageError(f"no objective {objective}", fix=f"one of {', '.join(OBJECTIVES)}")
@@ -214,13 +207,12 @@ def sweep(
     settings = SweepSettings(
         folder.absolute(), machine, limit, nccl_buffers.DEFAULT, objective == "p95"
     )
-    shares = _shares(part)
     execute = partial(run, settings=settings, workers=workers or 2, address=address)
 
     def evaluated(points: list[SweepPoint]) -> Sweep:
         told(f"{len(points)} points")
         points = _pruned(points, settings, told)
-        found = _results([p for p in points if not p.by], settings, execute, shares, told)
+        found = _results([p for p in points if not p.by], settings, execute, told)
         dropped = []
         for point in points:
             one = found.get(point.key, {})
@@ -234,7 +226,7 @@ def sweep(
             lambda key: timeline_of(layouts[key], settings),
         )  # fmt: skip
 
-    with claimed(folder, inside=True) if not part else contextlib.nullcontext():
+    with claimed(folder, inside=True):
         if trials:
             return _searched(job, values, trials, objective, evaluated)
         return evaluated(space.points(job, values))
@@ -279,37 +271,24 @@ def _searched(
     return made
 
 
-def _shares(part: str) -> tuple[int, int]:
-    """(which share of the families, of how many): ``3/8``; nothing of all is ``join``."""
-    if part in ("", "join"):
-        return (0, 1) if not part else (1, 1)
-    which, _, of = part.partition("/")
-    if not (which.isdecimal() and of.isdecimal() and int(which) < int(of)):
-        raise UsageError(f"--part {part} is no part", fix="--part 0/8 to --part 7/8, or --join")
-    return int(which), int(of)
-
-
 def _results(
     left: Sequence[SweepPoint],
     settings: SweepSettings,
     execute: Callable[..., None],
-    shares: tuple[int, int],
     told: Callable[[str], None],
 ) -> dict[str, Figures]:
-    """By key of a point its figures, or ``by`` and ``reason``; those of other shares if they are
-    there.  One that failed or is damaged is removed, to be made again.
+    """Return by key of a point its figures, or ``by`` and ``reason``.
+
+    A result that failed or is damaged is removed, to be made again.
     """
-    folder, (which, of) = settings.folder / "results" / _run_name(settings), shares
-    families = [] if shares == (1, 1) else _families(left)[which::of]
-    mine, missing = [point for family in families for point in family], []
-    for point in mine:
-        one = _read(folder, point)
-        # "headline" is the figure that releases learnt last
-        if one["by"] in (FAILED, _ABSENT) if "by" in one else "headline" not in one:
+    folder = settings.folder / "results" / _run_name(settings)
+    missing = []
+    for point in left:
+        if not _is_whole(_read(folder, point)):
             (folder / f"{point.key}.json").unlink(missing_ok=True)
             missing.append(point)
     families = _families(missing)
-    told(f"{len(mine)} to evaluate, {len(mine) - len(missing)} of them are there already; "
+    told(f"{len(left)} to evaluate, {len(left) - len(missing)} of them are there already; "
          f"{len(families)} distinct programs")  # fmt: skip
     execute(families, results=folder, told=lambda done: told(f"{done} of {len(missing)} evaluated"))
     # a sweep over other axes may have evaluated it
@@ -320,11 +299,20 @@ _ABSENT = "not evaluated"
 
 
 def _read(results: Path, point: SweepPoint) -> Figures:
+    """Read the result of a point; one that says ``_ABSENT`` where there is none."""
     try:
-        found: Figures = json.loads((results / f"{point.key}.json").read_text())
-    except (OSError, ValueError):  # of another part, which has not come to it yet
-        return {"key": point.key, "by": _ABSENT, "reason": "its part has not run"}
-    return found
+        figures: Figures = json.loads((results / f"{point.key}.json").read_text())
+    except (OSError, ValueError):
+        return {"key": point.key, "by": _ABSENT, "reason": "its result is not there"}
+    return figures
+
+
+def _is_whole(result: Figures) -> bool:
+    """Whether a result can stay: figures of this release, or a reason that stays true."""
+    if "by" in result:
+        return result["by"] not in (FAILED, _ABSENT)
+    # "headline" is the figure that releases learnt last
+    return "headline" in result
 
 
 def _word(axis: str, values: Sequence[Value] | str) -> str:

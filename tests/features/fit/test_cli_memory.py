@@ -120,15 +120,12 @@ def test_the_limit_is_exact_and_takes_the_units_it_prints(job, tmp_path, capsys)
 
 
 def test_growth_is_attributed(baseline, job, capsys):
-    code, out = run(capsys, "check", job(first=5096), "--baseline", baseline, "--github")
+    code, out = run(capsys, "check", job(first=5096), "--baseline", baseline)
     assert code == 1
     assert "pp=0 (ranks 0,1): grown +4,096 B" in out
     assert "act +4,096 B" in out
-    assert re.search(r"\+4,096 B  act +core/transformer/mlp.py:5  decoder.layers.\*.mlp", out)
+    assert "+4,096 B act core/transformer/mlp.py:5 decoder.layers.*.mlp" in " ".join(out.split())
     assert "pp=1" not in out
-    line = next(x for x in out.splitlines() if x.startswith("::error"))
-    assert line.startswith("::error file=megatron/core/transformer/mlp.py,line=5,title=")
-    assert "%0A" in line
     assert out.endswith("1 failure\n")
 
 
@@ -273,7 +270,6 @@ def test_a_run_that_did_not_train_is_no_baseline(job, tmp_path, baseline, capsys
         (("check", "{job}"), "needs a baseline"),
         (("check", "{job}", "--baseline", "{base}", "--tol", "-1"), "below 0"),
         (("check", "{job}", "--baseline", "{base}", "--headroom", "1"), "taken from a limit"),
-        (("record", "{job}", "-o", "x.json", "--github"), "--github has no effect"),
         (("record", "{job}", "-o", "x.json", "--alloc", "backend:x"), "not modelled"),
     ],
 )

@@ -5,16 +5,13 @@ import dataclasses
 import io
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import yaml
 from helpers.programs import without_host
 
 import megatron_prism as prism
@@ -316,32 +313,3 @@ def test_the_command_ends_with_1_where_nothing_runs(tmp_path, capsys):
     assert cli.main(words) == 1
     found = json.loads(capsys.readouterr().out)
     assert [one["by"] for one in found["dropped"]] == ["no layout"] * 2
-
-
-def test_parts_of_an_array_job_find_together_what_one_process_finds(recipe, folder, first, tmp_path,
-                                                                    capsys):  # fmt: skip
-    out = tmp_path / "parts"
-    shutil.copytree(folder / "slices", out / "slices")
-    shutil.copy(folder / "megatron_checks.json", out)
-    (tmp_path / "tiny.yaml").write_text(
-        yaml.safe_dump({**recipe.flags, "prism": dataclasses.asdict(recipe.prism)}, sort_keys=False)
-    )  # fmt: skip
-    words = ["sweep", str(tmp_path / "tiny.yaml"), "tp=1,3", "global_batch_size=192,384",
-             "--limit", "8GiB", "--machine", "h200", "-o", str(out)]  # fmt: skip
-    assert cli.main([*words, "--join", "--json"]) == 1
-    nothing = json.loads(capsys.readouterr().out)
-    assert [one["by"] for one in nothing["dropped"]].count("not evaluated") == 2
-    assert cli.main([*words, "--slurm", "2"]) == 0
-    script = (out / "sweep.sbatch").read_text()
-    assert "--array=0-1" in script
-    for task in "01":
-        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": task}
-        subprocess.run(["bash", out / "sweep.sbatch"], env=environment, check=True)
-    capsys.readouterr()
-    assert cli.main([*words, "--join", "--json"]) == 0
-    joined = json.loads(capsys.readouterr().out)
-    whole = json.loads(json.dumps(first.to_json()))
-    for one in (*joined["points"], *whole["points"]):
-        del one["key"], one["slices"]  # the recipe's name is in them
-    for a, b in zip(joined["points"], whole["points"], strict=True):
-        assert {k: (v, b[k]) for k, v in a.items() if v != b[k]} == {}
