@@ -78,3 +78,25 @@ def _import_renderers(result_type: type) -> None:
         return
     for module_name in import_module(_REPORT).RENDERERS:
         import_module(f"{_REPORT}.{module_name}")
+
+
+class Rendered:
+    """Mixin of results: the forms that the registered renderer writes.
+
+    A result has those forms that its renderer has.
+    """
+
+    def to_text(self) -> str:
+        """Write the result for a terminal; the text ends in a newline."""
+        text: str = renderer_of(self).text(self)
+        return text
+
+    def to_html(self) -> str:
+        """Write the result as one self-contained page for any browser."""
+        page: str = renderer_of(self).page(self)
+        return page
+
+    def to_chrome_trace(self) -> str:
+        """Write the result as a Chrome trace, for ui.perfetto.dev."""
+        trace: str = renderer_of(self).trace(self)
+        return trace

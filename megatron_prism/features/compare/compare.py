@@ -25,7 +25,8 @@ from megatron_prism.memory.peak_changes import compare as compare_peaks
 from megatron_prism.replay import differences
 from megatron_prism.replay.differences import TimeDifference, UncertainTime
 from megatron_prism.replay.headline import Headline, headline
-from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
+from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph
+from megatron_prism.replay.pricing import pricer
 from megatron_prism.replay.rates import Rates, rates_of, tokens_of
 from megatron_prism.replay.timeline import Timeline, mean_parts
 
@@ -194,12 +195,7 @@ def compare(
     Raises:
         UsageError: something that cannot be compared with the other.
     """
-
-    def priced(job: object) -> PricedGraph | None:
-        if isinstance(job, Programs):
-            return price(job, machine=machine, calibration=calibration)
-        return job if isinstance(job, PricedGraph) else None
-
+    priced = pricer(machine, calibration)
     for module in feature.modules("comparers"):
         for comparer in module.COMPARERS:
             if comparer.accepts(a, b):

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES, label
 from megatron_prism.core.program import Program
-from megatron_prism.core.rendering import renderer_of
+from megatron_prism.core.rendering import Rendered
 from megatron_prism.features.traces.pairing import ENOUGH, Pairing
 from megatron_prism.features.traces.programs import paired
 from megatron_prism.replay.priced_graph import price
@@ -70,7 +70,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class TraceComparison:
+class TraceComparison(Rendered):
     """Of a job: what was predicted, what its traces say.
 
     pairings : of every traced rank, which of its calls are which predicted ones
@@ -91,42 +91,38 @@ class TraceComparison:
 
     def to_json(self) -> dict[str, object]:
         """Everything but the timelines; times in ns."""
-        names = ("predicted_ns", "replayed_ns", "real_ns")
-        times = {name: getattr(self.times, name) for name in names} if self.times else {}
-        rows, notes = self.to_rows(), list(self.notes)
-        return {"schema": "prism.compare/2", **times, "ranks": rows, "notes": notes}
+        data: dict[str, object] = {"schema": "prism.compare/2"}
+        if self.times is not None:
+            data["predicted_ns"] = self.times.predicted_ns
+            data["replayed_ns"] = self.times.replayed_ns
+            data["real_ns"] = self.times.real_ns
+        data["ranks"] = self.to_rows()
+        data["notes"] = list(self.notes)
+        return data
 
     def to_rows(self) -> list[dict[str, object]]:
         """Of every traced rank its calls and, where they are compared, its times."""
-        calls = [
-            {"rank": one.rank, "captured": one.captured, "traced": one.traced,
-             "with_kernel": one.kernels, "need_none": one.bare, "lack_theirs": one.lost,
-             "paired": len(one.pairs), "first_unpaired": one.first}
-            for one in self.pairings
-        ]  # fmt: skip
-        if self.times is None:
-            return calls
-        times = map(dataclasses.asdict, self.times.ranks)
-        return [{**one, **other} for one, other in zip(calls, times, strict=True)]
-
-    def to_text(self) -> str:
-        """What ``prism compare`` prints."""
-        text: str = renderer_of(self).text(self)
-        return text
-
-    def to_html(self) -> str:
-        """The same as a page, with both timelines drawn."""
-        page: str = renderer_of(self).page(self)
-        return page
-
-    def to_chrome_trace(self) -> str:
-        """Both timelines of every traced rank, for ui.perfetto.dev."""
-        trace: str = renderer_of(self).trace(self)
-        return trace
+        rows = []
+        for pairing in self.pairings:
+            row: dict[str, object] = {
+                "rank": pairing.rank,
+                "captured": pairing.captured,
+                "traced": pairing.traced,
+                "with_kernel": pairing.kernels,
+                "need_none": pairing.bare,
+                "lack_theirs": pairing.lost,
+                "paired": len(pairing.pairs),
+                "first_unpaired": pairing.first,
+            }
+            rows.append(row)
+        if self.times is not None:
+            for row, rank in zip(rows, self.times.ranks, strict=True):
+                row.update(dataclasses.asdict(rank))
+        return rows
 
 
 def compare_traces(paths: Sequence[str | os.PathLike[str]], predicted: Timeline) -> TraceComparison:
-    """What was predicted of a job and what its traces say.
+    """Say what was predicted of a job and what its traces say.
 
     Args:
         paths: traces of the job, files or folders of them.
@@ -136,72 +132,131 @@ def compare_traces(paths: Sequence[str | os.PathLike[str]], predicted: Timeline)
         UsageError: a file is no trace, or of a world of another size.
         PrismError: the traces do not fit together.
     """
-    both = paired(paths, predicted.graph.programs)
-    pairings = tuple(one.pairing for one in both.ranks)
-    if any(one.share < ENOUGH for one in pairings):
+    traced = paired(paths, predicted.graph.programs)
+    pairings = tuple(beside.pairing for beside in traced.ranks)
+    if any(pairing.share < ENOUGH for pairing in pairings):
         return TraceComparison(pairings, None)
-    found = both.imported()
-    real = price(found.programs).timeline
-    ranks = tuple(_rank(predicted, real, *one) for one in zip(pairings, found.busy, strict=True))
-    iterations = predicted.iteration_ns, real.iteration_ns, found.iteration_ns.mean()
-    ours, replayed, measured = map(float, iterations)
-    times = Times(ours, replayed, measured, ranks, predicted, real)
-    return TraceComparison(pairings, times, tuple(found.notes))
+
+    imported = traced.imported()
+    real = price(imported.programs).timeline
+    ranks = []
+    for pairing, busy in zip(pairings, imported.busy, strict=True):
+        ranks.append(_compare_rank(predicted, real, pairing, busy))
+    times = Times(
+        predicted_ns=float(predicted.iteration_ns),
+        replayed_ns=float(real.iteration_ns),
+        real_ns=float(imported.iteration_ns.mean()),
+        ranks=tuple(ranks),
+        predicted=predicted,
+        real=real,
+    )
+    return TraceComparison(pairings, times, tuple(imported.notes))
 
 
-def _rank(
+def _compare_rank(
     predicted: Timeline, real: Timeline, pairing: Pairing, busy: np.ndarray
 ) -> RankComparison:
-    """``busy``: float64 [ops] ns in which the work of each real segment ran."""
-    a, b = (int(one.graph.classes.of[pairing.rank]) for one in (predicted, real))
-    ours, theirs = predicted.account(a), real.account(b)
-    parts = [Difference("computing", ours.compute, float(busy.sum()))]
-    for what in ("exposed", "waiting"):
-        both = [getattr(one, what) for one in (ours, theirs)]
-        names = dict.fromkeys([*both[0], *both[1]])
-        parts += [
-            Difference(f"{what} {name}", both[0].get(name, 0), both[1].get(name, 0))
-            for name in names
-        ]
-    late = theirs.idle + theirs.compute - float(busy.sum())
-    parts.append(Difference("host: what is left", ours.idle, late))
+    """Compare the times of one rank.
+
+    Args:
+        predicted: the replay of the job.
+        real: the replay of its traces.
+        pairing: the rank's calls.
+        busy: float64 [ops] ns in which the work of each real segment ran.
+    """
+    predicted_class = int(predicted.graph.classes.of[pairing.rank])
+    real_class = int(real.graph.classes.of[pairing.rank])
+    parts = _compare_parts(predicted, predicted_class, real, real_class, float(busy.sum()))
+
+    # what the rank computes in each predicted segment
+    program = predicted.graph.program_list[predicted_class]
+    spans = predicted.spans(predicted_class)
+    computed = np.zeros(len(program))
+    computed[spans["op"]] = spans["end"] - spans["start"]
+    computed[program.ops["name"] != CODE["compute"]] = 0
+
+    # from call to call, those of one name together
     calls = [op for op, _ in pairing.pairs]
-    program, spans = predicted.graph.program_list[a], predicted.spans(a)
-    took = np.zeros(len(program))
-    took[spans["op"]] = spans["end"] - spans["start"]
-    took[program.ops["name"] != CODE["compute"]] = 0
-    steps = np.stack([_steps(predicted, a, calls, took), _steps(real, b, calls, busy)], axis=-1)
-    sums: dict[str, list[np.ndarray]] = defaultdict(list)
-    for call, step in zip(_names_of(program, calls), steps, strict=True):
-        whats = f"computing before {call}", f"{call} on the wire", f"{call} waiting for others"
-        for what, both in zip(whats, step, strict=True):
-            sums[what].append(both)
-    totals = ((what, np.sum(both, axis=0).tolist(), len(both)) for what, both in sums.items())
-    ops = [Difference(what, p, r, count) for what, (p, r), count in totals]
-    ops.sort(key=lambda row: -abs(row.error))
+    predicted_steps = _steps(predicted, predicted_class, calls, computed)
+    real_steps = _steps(real, real_class, calls, busy)
+    predicted_times: dict[str, list[np.ndarray]] = defaultdict(list)
+    real_times: dict[str, list[np.ndarray]] = defaultdict(list)
+    for number, call in enumerate(_names_of(program, calls)):
+        what = f"computing before {call}", f"{call} on the wire", f"{call} waiting for others"
+        for part, name in enumerate(what):
+            predicted_times[name].append(predicted_steps[number, part])
+            real_times[name].append(real_steps[number, part])
+    ops = []
+    for name, times in predicted_times.items():
+        predicted_ns = float(np.sum(times, axis=0))
+        real_ns = float(np.sum(real_times[name], axis=0))
+        ops.append(Difference(name, predicted_ns, real_ns, len(times)))
+    ops.sort(key=lambda difference: -abs(difference.error))
     return RankComparison(pairing.rank, tuple(parts), tuple(ops))
 
 
+def _compare_parts(
+    predicted: Timeline, predicted_class: int, real: Timeline, real_class: int, busy_ns: float
+) -> list[Difference]:
+    """Return the parts that an iteration of one rank consists of.
+
+    Args:
+        predicted: the replay of the job.
+        predicted_class: the rank's in it.
+        real: the replay of its traces.
+        real_class: the rank's in it.
+        busy_ns: in which the work of the real segments ran.
+    """
+    predicted_account = predicted.account(predicted_class)
+    real_account = real.account(real_class)
+    parts = [Difference("computing", predicted_account.compute, busy_ns)]
+    # calls, by their groups
+    for what in ("exposed", "waiting"):
+        predicted_ns, real_ns = getattr(predicted_account, what), getattr(real_account, what)
+        for name in dict.fromkeys([*predicted_ns, *real_ns]):
+            difference = Difference(
+                f"{what} {name}", predicted_ns.get(name, 0), real_ns.get(name, 0)
+            )
+            parts.append(difference)
+    # segments of traces have the host's delays in them
+    host_ns = real_account.idle + real_account.compute - busy_ns
+    parts.append(Difference("host: what is left", predicted_account.idle, host_ns))
+    return parts
+
+
 def _names_of(program: Program, calls: Sequence[int]) -> Iterator[str]:
-    """What each call is, and the iteration's end."""
+    """Say what each call is, and the iteration's end."""
     for row in program.ops[calls]:
-        step = label(PHASE_NAMES[row["phase"]], -1, -1)
-        where = f" in {step}" if step != "-" else ""
-        yield f"{NAMES[row['name']]} {program.strings[row['group']]}{where}"
+        phase = label(PHASE_NAMES[row["phase"]], -1, -1)
+        name = f"{NAMES[row['name']]} {program.strings[row['group']]}"
+        if phase != "-":
+            name += f" in {phase}"
+        yield name
     yield "the end"
 
 
 def _steps(
-    timeline: Timeline, index: int, calls: Sequence[int], computed: np.ndarray
+    timeline: Timeline, class_number: int, calls: Sequence[int], computed: np.ndarray
 ) -> np.ndarray:
-    """float64 [calls + 1, 3] ns of class ``index``: computed since the call before, on the wire,
-    waiting; the last row is the iteration's end.  ``computed``: float64 [ops] ns.
+    """Return times from call to call.
+
+    Args:
+        timeline: of the job.
+        class_number: of the rank.
+        calls: their ops.
+        computed: float64 [ops] ns.
+
+    Returns:
+        float64 [calls + 1, 3] ns: computed since the call before, on the wire, waiting; the last
+        row is the iteration's end.
     """
-    spans = timeline.spans(index)
-    at = np.full(len(computed), -1, dtype=np.int64)
-    at[spans["op"]] = np.arange(len(spans))
-    own = spans[at[list(calls)]]
-    until = np.concatenate(([0.0], np.cumsum(computed)))
-    before = np.diff(until[[0, *calls, -1]])
-    wire, wait = own["end"] - own["start"], own["start"] - own["ready"]
-    return np.stack([before, np.append(wire, 0.0), np.append(wait, 0.0)], axis=1)
+    spans = timeline.spans(class_number)
+    span_of = np.full(len(computed), -1, dtype=np.int64)
+    span_of[spans["op"]] = np.arange(len(spans))
+    call_spans = spans[span_of[list(calls)]]
+    computed_until = np.concatenate(([0.0], np.cumsum(computed)))
+    computed_before = np.diff(computed_until[[0, *calls, -1]])
+    wire = call_spans["end"] - call_spans["start"]
+    waiting = call_spans["start"] - call_spans["ready"]
+    columns = computed_before, np.append(wire, 0.0), np.append(waiting, 0.0)
+    return np.stack(columns, axis=1)

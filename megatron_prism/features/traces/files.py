@@ -30,6 +30,8 @@ def _is_trace(path: str) -> bool:
             head = file.read(_HEAD_BYTES)
     except OSError:
         return False
+
+    # JSON may be another feature's; slices are archives, or text that names itself
     if place.suffix == ".json":
         return cli_what_ifs.job_reader(path) is None
     return not head.startswith(b"PK") and b"prism-program" not in head
@@ -39,38 +41,35 @@ def compare_traces(
     args: argparse.Namespace, paths: Sequence[str], what_ifs: Sequence[Sequence[str]]
 ) -> Answer:
     """Hold the traces against the replay of the slices, which come last."""
-    from megatron_prism.core.program import Programs
     from megatron_prism.features.traces import comparers
-    from megatron_prism.replay.priced_graph import PricedGraph, price
+    from megatron_prism.replay.pricing import pricer
 
+    *trace_paths, slices_path = paths
     machine, calibration = args.machine, args.calibration
+    slices = cli_what_ifs.open_side(slices_path, what_ifs[-1], machine, calibration)
+    comparison: Any = comparers.compare(trace_paths, slices, pricer(machine, calibration))
 
-    def priced(job: object) -> PricedGraph | None:
-        if isinstance(job, Programs):
-            return price(job, machine=machine, calibration=calibration)
-        return job if isinstance(job, PricedGraph) else None
-
-    slices = cli_what_ifs.open_side(paths[-1], what_ifs[-1], machine, calibration)
-    found: Any = comparers.compare(paths[:-1], slices, priced)
+    # times that are not compared are a problem, said once all that could be paired is out
     problem = None
     try:
-        _ = found.compared
-    except PrismError as error:  # said once all that could be paired is out
+        _ = comparison.compared
+    except PrismError as error:
         problem = error
 
     def page() -> None:
-        print(found.to_text(), end="")
-        job = cli_what_ifs.open_job(paths[-1], partial=True)
+        print(comparison.to_text(), end="")
+        job = cli_what_ifs.open_job(slices_path, partial=True)
         print(cli_what_ifs.machine_note(job, machine), end="")
 
+    is_same = getattr(comparison, "same", False)
     return Answer(
-        found.to_json,
+        comparison.to_json,
         page,
-        found.to_rows,
-        next=f"prism fit {paths[-1]}",
-        status=int(args.exit_code and not getattr(found, "same", False)),
-        html=found.to_html,
-        trace=found.to_chrome_trace,
+        comparison.to_rows,
+        next=f"prism fit {slices_path}",
+        status=int(args.exit_code and not is_same),
+        html=comparison.to_html,
+        trace=comparison.to_chrome_trace,
         problem=problem,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,10 +51,25 @@ class Pairing:
         return len(self.pairs) / max(self.captured, self.traced, 1)
 
     def __str__(self) -> str:
-        said = f"rank {self.rank}: {len(self.pairs):,} of {self.captured:,} captured and "
-        said += f"{self.traced:,} traced calls are paired"
-        said += f", {self.lost:,} have no kernel in the trace" * bool(self.lost)
-        return said + f"; {self.first}" * bool(self.first)
+        captured = f"{len(self.pairs):,} of {self.captured:,} captured"
+        text = f"rank {self.rank}: {captured} and {self.traced:,} traced calls are paired"
+        if self.lost:
+            text += f", {self.lost:,} have no kernel in the trace"
+        if self.first:
+            text += f"; {self.first}"
+        return text
+
+
+class _Facts(NamedTuple):
+    """What a call is compared by.
+
+    members  : ranks of its group; 0: unknown
+    elements : the larger side; 0 where any number is alike; -1: unknown
+    """
+
+    op: str
+    members: int
+    elements: int
 
 
 def pair(program: Program, members: Mapping[str, int], calls: Sequence[Call]) -> Pairing:
@@ -64,60 +80,108 @@ def pair(program: Program, members: Mapping[str, int], calls: Sequence[Call]) ->
         members: group of the program -> how many ranks it has.
         calls: of one traced iteration.
     """
-    ops = program.ops
-    mine = np.flatnonzero(IS_CALL[ops["name"]])
-    columns = (ops[name][mine].tolist() for name in ("name", "group", "num_in", "num_out"))
-    captured = [
-        _facts(NAMES[name], members[program.strings[group]], num_in, num_out)
-        for name, group, num_in, num_out in zip(*columns, strict=True)
-    ]
+    call_ops = np.flatnonzero(IS_CALL[program.ops["name"]])
+    captured = _captured_facts(program, members, call_ops)
     traced = [_facts(call.op, call.members, call.num_in, call.num_out) for call in calls]
-    sized, counted = all(n > 0 for _, n, _ in traced), all(k >= 0 for *_, k in traced)
-    keys = [[(op, n * sized, k * counted) for op, n, k in each] for each in (captured, traced)]
-    matched, first = [], ""
-    for place, (a, b) in enumerate(_aligned(*keys)):
-        if (a, b) != (place, place) and not first:
-            first = _apart(captured, traced, place, place)
-        one = calls[b]
-        if one.kernel or one.moves_nothing or captured[a][1] == 1:
-            matched.append((int(mine[a]), b))
-        elif not first:
-            first = f"call {b}, {one}, has no kernel in the trace"
-    if not first and len(matched) < max(len(captured), len(traced)):
-        first = _apart(captured, traced, len(matched), len(matched))
-    kernels = sum(call.kernel for call in calls)
-    needless = {b for _, b in matched} | {b for b, one in enumerate(calls) if one.moves_nothing}
-    bare = sum(not calls[b].kernel for b in needless)
-    sizes = len(captured), len(traced), kernels, bare
-    return Pairing(program.rank, *sizes, tuple(matched), first)
+
+    matched: list[tuple[int, int]] = []
+    first_problem = ""
+    for place, (a, b) in enumerate(_aligned(*_comparable(captured, traced))):
+        # from the first place on where an order skips a call, the two are apart
+        if (a, b) != (place, place) and not first_problem:
+            first_problem = _apart(captured, traced, place)
+        call = calls[b]
+        if call.kernel or call.moves_nothing or captured[a].members == 1:
+            matched.append((int(call_ops[a]), b))
+        elif not first_problem:
+            first_problem = f"call {b}, {call}, has no kernel in the trace"
+    # all that is aligned is in order: what lacks is at the end
+    if not first_problem and len(matched) < max(len(captured), len(traced)):
+        first_problem = _apart(captured, traced, len(matched))
+
+    # a paired call needs no kernel, too, if the capture knows that its group has one rank
+    needless = {number for _, number in matched}
+    needless |= {number for number, call in enumerate(calls) if call.moves_nothing}
+    return Pairing(
+        rank=program.rank,
+        captured=len(captured),
+        traced=len(traced),
+        kernels=sum(call.kernel for call in calls),
+        bare=sum(not calls[number].kernel for number in needless),
+        pairs=tuple(matched),
+        first=first_problem,
+    )
 
 
-_Facts = tuple[str, int, int]  # kind, ranks of its group (0: unknown), elements (-1: unknown)
+def _captured_facts(
+    program: Program, members: Mapping[str, int], call_ops: np.ndarray
+) -> list[_Facts]:
+    """Return the facts of a program's calls; ``call_ops``: int64 [calls], their ops."""
+    rows = program.ops[call_ops]
+    facts = []
+    for name, group, num_in, num_out in zip(
+        rows["name"].tolist(),
+        rows["group"].tolist(),
+        rows["num_in"].tolist(),
+        rows["num_out"].tolist(),
+        strict=True,
+    ):
+        num_members = members[program.strings[group]]
+        facts.append(_facts(NAMES[name], num_members, num_in, num_out))
+    return facts
 
 
 def _facts(op: str, members: int, num_in: int, num_out: int) -> _Facts:
-    counted = op not in ("barrier", "all_to_all")
-    return op, members, max(num_in, num_out) if counted else 0
+    # a barrier has no elements, and those of an all-to-all are the routing's matter
+    if op in ("barrier", "all_to_all"):
+        return _Facts(op, members, 0)
+    return _Facts(op, members, max(num_in, num_out))
 
 
-def _aligned(first: list[_Facts], second: list[_Facts]) -> list[tuple[int, int]]:
-    """Places of equal keys in both, ascending."""
-    alike, shorter = 0, min(len(first), len(second))
-    while alike < shorter and first[alike] == second[alike]:
-        alike += 1
-    blocks = difflib.SequenceMatcher(None, first[alike:], second[alike:], autojunk=False)
-    return [(place, place) for place in range(alike)] + [
-        (alike + a + i, alike + b + i)
-        for a, b, count in blocks.get_matching_blocks()
-        for i in range(count)
-    ]
+def _comparable(captured: list[_Facts], traced: list[_Facts]) -> tuple[list[_Facts], list[_Facts]]:
+    """Leave out members and elements where the trace does not say them of all its calls."""
+    has_members = all(facts.members > 0 for facts in traced)
+    has_elements = all(facts.elements >= 0 for facts in traced)
+
+    def keys(calls: list[_Facts]) -> list[_Facts]:
+        shared = calls
+        if not has_members:
+            shared = [facts._replace(members=0) for facts in shared]
+        if not has_elements:
+            shared = [facts._replace(elements=0) for facts in shared]
+        return shared
+
+    return keys(captured), keys(traced)
 
 
-def _apart(captured: list[_Facts], traced: list[_Facts], a: int, b: int) -> str:
-    """Two calls that are not the same, in words."""
-    words = []
-    for facts, place in ((captured, a), (traced, b)):
-        op, members, count = facts[place] if place < len(facts) else ("nothing", 0, 0)
-        text = f"{op} of {count:,} elements" if count > 0 else op
-        words.append(text + f" in a group of {members:,}" * (members > 0))
-    return f"call {a} is captured as {words[0]}, traced as {words[1]}"
+def _aligned(captured: list[_Facts], traced: list[_Facts]) -> list[tuple[int, int]]:
+    """Return places of equal facts in both, ascending."""
+    # difflib is slow on what most jobs are: equal from the beginning
+    num_alike, shorter = 0, min(len(captured), len(traced))
+    while num_alike < shorter and captured[num_alike] == traced[num_alike]:
+        num_alike += 1
+    places = [(place, place) for place in range(num_alike)]
+
+    tails = captured[num_alike:], traced[num_alike:]
+    for block in difflib.SequenceMatcher(None, *tails, autojunk=False).get_matching_blocks():
+        a, b = num_alike + block.a, num_alike + block.b
+        places.extend((a + step, b + step) for step in range(block.size))
+    return places
+
+
+def _apart(captured: list[_Facts], traced: list[_Facts], place: int) -> str:
+    """Say what stands in one place of both, where that is not the same."""
+    captured_words, traced_words = _words(captured, place), _words(traced, place)
+    return f"call {place} is captured as {captured_words}, traced as {traced_words}"
+
+
+def _words(calls: list[_Facts], place: int) -> str:
+    if place >= len(calls):
+        return "nothing"
+    facts = calls[place]
+    words = facts.op
+    if facts.elements > 0:
+        words += f" of {facts.elements:,} elements"
+    if facts.members > 0:
+        words += f" in a group of {facts.members:,}"
+    return words

@@ -17,9 +17,10 @@ import dataclasses
 import itertools
 import os
 import re
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.slices import SliceStore, stand_in_for
 from megatron_prism.core.units import counted, format_ns
 from megatron_prism.core.world import World, format_ranks
-from megatron_prism.features.traces.events import Recorded, read_dumps, read_trace
+from megatron_prism.features.traces.events import Groups, Recorded, read_dumps, read_trace
 from megatron_prism.features.traces.pairing import Pairing, pair
 from megatron_prism.features.traces.timing import Call, Measured, Moment, measure
 from megatron_prism.graph.classes import memberships
@@ -49,6 +50,8 @@ _SIZES = {
     "ep": "EXPERT_MODEL_PARALLEL_GROUP",
     "etp": "EXPERT_TENSOR_PARALLEL_GROUP",
 }
+_MOST_RANKS = 1 << 24
+_MESSAGES = ("send", "recv")
 _ENDS_AT_ONCE = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 
 
@@ -92,74 +95,105 @@ class Imported:
     @property
     def computed(self) -> np.ndarray:
         """float64 [traced ranks, iterations] ns between calls."""
-        return np.array([one.segments.sum(axis=1) for one in self.measured], dtype=float)
+        return np.array([rank.segments.sum(axis=1) for rank in self.measured], dtype=float)
 
     @property
     def iteration_ns(self) -> np.ndarray:
         """Measured, float64 [iterations]: the mean over ranks of each."""
-        return np.asarray(np.mean([one.totals for one in self.measured], axis=0))
+        return np.asarray(np.mean([rank.totals for rank in self.measured], axis=0))
 
     def replayed_ns(self, priced: PricedGraph) -> np.ndarray:
         """float64 [iterations]: each replayed with its own times, one after the other."""
         count = len(self.numbers)
-        dag = build_issue_graph(priced.graph, count)
-        durations = durations_of(dag, priced.prices)
-        meets = np.flatnonzero(dag.kind == MEET)
-        own_ns = self.wire[dag.iteration[meets], dag.op[meets]]
-        durations[meets] = np.where(np.isnan(own_ns), durations[meets], np.nan_to_num(own_ns))
-        for c, index in enumerate(priced.graph.classes.programs):
-            nodes = np.flatnonzero((dag.kind == COMPUTE) & (dag.owner == c))
+        issue_graph = build_issue_graph(priced.graph, count)
+        durations = durations_of(issue_graph, priced.prices)
+
+        # calls take what they took on the wire, those without a time what is modelled
+        meets = np.flatnonzero(issue_graph.kind == MEET)
+        wire_ns = self.wire[issue_graph.iteration[meets], issue_graph.op[meets]]
+        has_time = ~np.isnan(wire_ns)
+        durations[meets[has_time]] = wire_ns[has_time]
+
+        # segments take what they took in the iteration
+        for class_number, index in enumerate(priced.graph.classes.programs):
+            is_own = (issue_graph.kind == COMPUTE) & (issue_graph.owner == class_number)
+            nodes = np.flatnonzero(is_own)
             program = self.programs.programs[index]
-            own = np.zeros((count, len(program)), dtype=np.int64)
-            own[:, program.ops["name"] == CODE["compute"]] = program.samples
-            durations[nodes] = own[dag.iteration[nodes], dag.op[nodes]]
-        _, end = evaluate(dag, durations)
-        ends = [end[dag.iteration == row].max(initial=0) for row in range(count)]
-        return np.diff([0, *ends]).astype(float)
+            segment_ns = np.zeros((count, len(program)), dtype=np.int64)
+            segment_ns[:, program.ops["name"] == CODE["compute"]] = program.samples
+            durations[nodes] = segment_ns[issue_graph.iteration[nodes], issue_graph.op[nodes]]
+
+        _, node_ends = evaluate(issue_graph, durations)
+        ends = [0]
+        for iteration in range(count):
+            ends.append(node_ends[issue_graph.iteration == iteration].max(initial=0))
+        return np.diff(ends).astype(float)
 
 
 # -- the world and its groups ---------------------------------------------------------------------
-def _ranked(found: Sequence[Recorded]) -> list[Recorded]:
-    """By rank; UsageError for two of one rank, or of two jobs."""
-    if all(one.rank is None for one in found):
-        for rank, one in enumerate(found):
-            one.rank = rank
-    by_rank, by_size = dict[int, Recorded](), dict[int, Recorded]()
-    for one in found:
-        if one.rank is None or one.rank < 0:
-            raise UsageError(
-                f"{one.path} does not say of which rank it is", fix="name it rank3.json.gz"
-            )
-        if (other := by_rank.setdefault(one.rank, one)) is not one:
-            what = f"two traces are of rank {one.rank}: {other.path} and {one.path}"
-            raise UsageError(what, fix="give the traces of one job, one per rank")
-        if one.world:
-            by_size[one.world] = one
+def _ranked(recorded: Sequence[Recorded]) -> list[Recorded]:
+    """Sort by rank; each gets the size of the world and the groups it is in.
+
+    Raises:
+        UsageError: two of one rank, or of two jobs.
+    """
+    by_rank = _by_rank(recorded)
+    by_size = {trace.world: trace for trace in recorded if trace.world}
     if len(by_size) > 1:
-        first, second = (f"{by_size[n].path} of {counted(n, 'rank')}" for n in sorted(by_size)[:2])
+        smaller, larger = sorted(by_size)[:2]
+        first = f"{by_size[smaller].path} of {counted(smaller, 'rank')}"
+        second = f"{by_size[larger].path} of {counted(larger, 'rank')}"
         what = f"these are traces of two jobs: {first}, {second}"
         raise UsageError(what, fix="give the traces of one job")
+
     size = max(*by_size, 0, 1 + max(by_rank))
-    if size > 1 << 24:
-        what = f"{found[0].path} is of a world of {counted(size, 'rank')}"
+    if size > _MOST_RANKS:
+        what = f"{recorded[0].path} is of a world of {counted(size, 'rank')}"
         raise UsageError(what, fix="a real one")
-    for rank, one in by_rank.items():
-        one.world = size
-        own = {name: group for name, group in one.groups.items() if rank in group[1]}
-        one.groups = own or {"": (WORLD_GROUP, tuple(range(size)))}
-        wrong = [r for _, ranks in one.groups.values() for r in ranks if not 0 <= r < size]
-        if wrong:
-            raise UsageError(f"{one.path} has a group with rank {wrong[0]} of {size}", fix="see it")
-    return [one for _, one in sorted(by_rank.items())]
+    for rank, trace in by_rank.items():
+        trace.world = size
+        groups = {name: group for name, group in trace.groups.items() if rank in group[1]}
+        # a trace that names no group has the world alone
+        trace.groups = groups or {"": (WORLD_GROUP, tuple(range(size)))}
+        _check_members(trace)
+    return [trace for _, trace in sorted(by_rank.items())]
+
+
+def _by_rank(recorded: Sequence[Recorded]) -> dict[int, Recorded]:
+    """Return the traces by rank; where none says its rank, they are numbered."""
+    if all(trace.rank is None for trace in recorded):
+        for rank, trace in enumerate(recorded):
+            trace.rank = rank
+    by_rank: dict[int, Recorded] = {}
+    for trace in recorded:
+        if trace.rank is None or trace.rank < 0:
+            what = f"{trace.path} does not say of which rank it is"
+            raise UsageError(what, fix="name it rank3.json.gz")
+        if trace.rank in by_rank:
+            paths = f"{by_rank[trace.rank].path} and {trace.path}"
+            what = f"two traces are of rank {trace.rank}: {paths}"
+            raise UsageError(what, fix="give the traces of one job, one per rank")
+        by_rank[trace.rank] = trace
+    return by_rank
+
+
+def _check_members(trace: Recorded) -> None:
+    """Refuse groups with ranks that the world does not have."""
+    for _, ranks in trace.groups.values():
+        for rank in ranks:
+            if not 0 <= rank < trace.world:
+                what = f"{trace.path} has a group with rank {rank} of {trace.world}"
+                raise UsageError(what, fix="see it")
 
 
 def _world(measured: Sequence[Measured]) -> World:
-    """The sizes that the names of Megatron's groups tell; data parallel where they tell nothing."""
-    groups = [group for one in measured for group in one.recorded.groups.values()]
-    sizes = {
-        axis: max((len(ranks) for desc, ranks in groups if desc == name), default=1)
-        for axis, name in _SIZES.items()
-    }
+    """Return the sizes that the names of Megatron's groups tell; without names all is dp."""
+    sizes = dict.fromkeys(_SIZES, 1)
+    for axis, name in _SIZES.items():
+        for rank in measured:
+            for desc, ranks in rank.recorded.groups.values():
+                if desc == name:
+                    sizes[axis] = max(sizes[axis], len(ranks))
     size = measured[0].recorded.world
     try:
         return World(size, **sizes)  # type: ignore[arg-type]
@@ -167,242 +201,394 @@ def _world(measured: Sequence[Measured]) -> World:
         return World(size)
 
 
+_Ranks = tuple[int, ...]
+
+
 class _Names:
-    """What groups are called in programs, and who is in those that the world does not give."""
+    """What groups are called in programs, and who is in those that the world does not give.
+
+    named   : per rank: torch's name -> ours
+    members : per rank: our name -> members
+    lists   : our name -> all groups of that name
+    """
 
     def __init__(self, measured: Sequence[Measured], world: World) -> None:
         self.world = world
-        self.named: list[dict[str, str]] = []  # per rank: torch's name -> ours
-        self.members: list[dict[str, tuple[int, ...]]] = []  # per rank: our name -> members
-        lists: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        for one in measured:
-            descs = Counter(desc for desc, ranks in one.recorded.groups.values() if len(ranks) > 1)
-            named, members = dict[str, str](), dict[str, tuple[int, ...]]()
-            for key, (desc, ranks) in one.recorded.groups.items():
-                name = desc if desc not in ("", "undefined") and descs[desc] <= 1 else ""
-                if not name:
-                    shape = _shape(ranks, world.size)
-                    others = (f"{shape}_{again}" for again in itertools.count(2))
-                    name = next(n for n in itertools.chain((shape,), others) if n not in members)
-                named[key] = name = re.sub(r"[\s\"#=]", "_", name)
-                members[name] = tuple(ranks)
-                if len(ranks) > 1:
-                    lists[name].add(tuple(ranks))
+        self.named: list[dict[str, str]] = []
+        self.members: list[dict[str, _Ranks]] = []
+        traced_groups: dict[str, set[_Ranks]] = defaultdict(set)
+        for rank in measured:
+            named, members = self._of_rank(rank.recorded.groups)
             self.named.append(named)
             self.members.append(members)
-        self.lists = {
-            name: found for name, some in lists.items() if (found := self._all(name, some))
-        }
+            for name, ranks in members.items():
+                if len(ranks) > 1:
+                    traced_groups[name].add(ranks)
 
-    def _all(self, name: str, some: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        """Every group of that name; none if the world gives them."""
+        self.lists: dict[str, tuple[_Ranks, ...]] = {}
+        for name, groups in traced_groups.items():
+            if not self._is_family(name, groups):
+                self.lists[name] = _tiled(groups, world.size)
+
+    def _of_rank(self, groups: Groups) -> tuple[dict[str, str], dict[str, _Ranks]]:
+        """Name the groups of one rank."""
+        descs = Counter(desc for desc, ranks in groups.values() if len(ranks) > 1)
+        named: dict[str, str] = {}
+        members: dict[str, _Ranks] = {}
+        for torch_name, (desc, ranks) in groups.items():
+            name = desc
+            # a description that says nothing, or that several groups have
+            if desc in ("", "undefined") or descs[desc] > 1:
+                name = self._unused_shape(ranks, members)
+            name = re.sub(r"[\s\"#=]", "_", name)
+            named[torch_name] = name
+            members[name] = tuple(ranks)
+        return named, members
+
+    def _unused_shape(self, ranks: Sequence[int], used: Mapping[str, _Ranks]) -> str:
+        """Name a group by how its ranks lie, with a number where that name is used."""
+        shape = _shape(ranks, self.world.size)
+        name = shape
+        for number in itertools.count(2):
+            if name not in used:
+                break
+            name = f"{shape}_{number}"
+        return name
+
+    def _is_family(self, name: str, groups: set[_Ranks]) -> bool:
+        """Whether the world gives the groups of that name, and they are those of the traces."""
         try:
             family = of_family(self.world, name)
-            if all(set(family.group(ranks[0]).tolist()) == set(ranks) for ranks in some):
-                return ()
+            return all(set(family.group(ranks[0]).tolist()) == set(ranks) for ranks in groups)
         except PrismError:
-            pass
-        size, first = self.world.size, min(some)
-        step = first[1] - first[0]
-        block = len(first) * step
-        if size % block == 0 and all(b - a == step for a, b in zip(first, first[1:], strict=False)):
-            tiled = {
-                tuple(range(start + at, start + at + block, step))
-                for start in range(0, size, block)
-                for at in range(step)
-            }
-            if some <= tiled:
-                return tuple(sorted(tiled))
-        return tuple(sorted(some))
+            return False
+
+
+def _tiled(groups: set[_Ranks], size: int) -> tuple[_Ranks, ...]:
+    """Return every group of a name: ``groups``, and their like in the rest of the world.
+
+    Args:
+        groups: those of traced ranks.
+        size: of the world.
+    """
+    first = min(groups)
+    step = first[1] - first[0]
+    block = len(first) * step
+    is_even = all(b - a == step for a, b in itertools.pairwise(first))
+    if is_even and size % block == 0:
+        tiles: set[_Ranks] = set()
+        for start in range(0, size, block):
+            for offset in range(step):
+                tiles.add(tuple(range(start + offset, start + offset + block, step)))
+        if groups <= tiles:
+            return tuple(sorted(tiles))
+    return tuple(sorted(groups))
 
 
 def _shape(ranks: Sequence[int], size: int) -> str:
-    """A name for a group that has none: by how its ranks lie."""
+    """Return a name for a group that has none: by how its ranks lie."""
     if len(ranks) == size:
         return WORLD_GROUP
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    return f"group_of_{len(ranks)}" + (f"_every_{step}" if step > 1 else "")
+    shape = f"group_of_{len(ranks)}"
+    if len(ranks) > 1:
+        step = ranks[1] - ranks[0]
+        if step > 1:
+            shape += f"_every_{step}"
+    return shape
 
 
 # -- groups that the trace does not name ----------------------------------------------------------
 def _guess_groups(measured: list[Measured], names: _Names, notes: list[str]) -> list[list[str]]:
-    """Per rank and call the group; inferred where the trace has none: the largest that fits all
-    calls of a kind, else the largest that fits this one.
+    """Return per rank and call the group.
+
+    Where the trace has none it is inferred: the largest that fits all calls of a kind, else the
+    largest that fits this one.
     """
-    where = {one.recorded.rank: one for one in measured}
-    guessed, found = Counter[str](), []
-    for i, one in enumerate(measured):
-        groups = [names.named[i].get(call.group, "") for call in one.calls]
-        found.append(groups)
-        largest = sorted(names.members[i].items(), key=lambda item: -len(item[1]))
-        by_key: dict[object, list[int]] = defaultdict(list)
-        for k, call in enumerate(one.calls):
+    traced = {rank.recorded.rank: rank for rank in measured}
+    num_guessed = Counter[str]()
+    groups_of_ranks = []
+    for i, rank in enumerate(measured):
+        groups = [names.named[i].get(call.group, "") for call in rank.calls]
+        groups_of_ranks.append(groups)
+        # calls of one kind without a group
+        places_by_key: dict[object, list[int]] = defaultdict(list)
+        for k, call in enumerate(rank.calls):
             if not call.group or not groups[k]:
-                by_key[call.key].append(k)
-        for places in by_key.values():
-            fits = {name: _feasible(where, one, ranks, places) for name, ranks in largest}
-            whole = [name for name, fitting in fits.items() if fitting.all()]
-            for at, k in enumerate(places):
-                own = whole or [name for name, fitting in fits.items() if fitting[at]]
-                if not own:
-                    what = (
-                        f"rank {one.recorded.rank}: call {k}, {one.calls[k]}, is of no known group"
-                    )
-                    fix = "the traces of all ranks, or a capture of the job: --slices DIR"
-                    raise PrismError(what, fix=fix)
-                groups[k] = own[0]
-                guessed[own[0]] += 1
-    if guessed:
-        counts = ", ".join(f"{count} in {name}" for name, count in guessed.most_common())
+                places_by_key[call.key].append(k)
+        for places in places_by_key.values():
+            guesses = _guesses(traced, rank, names.members[i], places)
+            num_guessed.update(guesses)
+            for k, group in zip(places, guesses, strict=True):
+                groups[k] = group
+    if num_guessed:
+        counts = ", ".join(f"{count} in {name}" for name, count in num_guessed.most_common())
         how = "inferred from who was in a call at once"
         notes.append(f"the traces name no groups: {how} ({counts})")
-    return found
+    return groups_of_ranks
+
+
+def _guesses(
+    traced: Mapping[int | None, Measured],
+    rank: Measured,
+    members: Mapping[str, _Ranks],
+    places: list[int],
+) -> list[str]:
+    """Return the group of each call in ``places``, which are of one kind.
+
+    Raises:
+        PrismError: a call fits no group.
+    """
+    fits: dict[str, np.ndarray] = {}
+    largest_first = sorted(members.items(), key=lambda item: -len(item[1]))
+    for name, ranks in largest_first:
+        fits[name] = _feasible(traced, rank, ranks, places)
+    # a group that fits all calls
+    for name, fitting in fits.items():
+        if fitting.all():
+            return [name] * len(places)
+
+    # else one for each
+    guesses = []
+    for number, k in enumerate(places):
+        fitting_names = [name for name, fitting in fits.items() if fitting[number]]
+        if not fitting_names:
+            call = f"call {k}, {rank.calls[k]}"
+            what = f"rank {rank.recorded.rank}: {call}, is of no known group"
+            fix = "the traces of all ranks, or a capture of the job: --slices DIR"
+            raise PrismError(what, fix=fix)
+        guesses.append(fitting_names[0])
+    return guesses
 
 
 def _feasible(
-    where: Mapping[int | None, Measured], own: Measured, ranks: Sequence[int], places: list[int]
+    traced: Mapping[int | None, Measured],
+    rank: Measured,
+    ranks: Sequence[int],
+    places: list[int],
 ) -> np.ndarray:
-    """bool [places]: whether the members of a group may have made these calls of one kind
-    together.
+    """Say which calls the members of a group may have made together.
+
+    Args:
+        traced: traced ranks.
+        rank: the one whose calls they are.
+        ranks: of the group.
+        places: of the calls, which are of one kind.
+
+    Returns:
+        bool [places].
     """
-    call, yes = own.calls[places[0]], np.ones(len(places), bool)
-    rank = own.recorded.rank or 0
-    if call.op in ("send", "recv"):
-        if not 0 <= call.peer < len(ranks) or ranks[call.peer] == rank:
-            return ~yes
-        if (other := where.get(ranks[call.peer])) is None:
-            return yes
-        back = "recv" if call.op == "send" else "send", ranks.index(rank)
-        return yes & (sum((c.op, c.peer) == back for c in other.calls) >= len(places))
-    if any(rank not in where for rank in ranks):
-        return yes & (len(ranks) == own.recorded.world)
-    spans = []
-    for one in (where[rank] for rank in ranks):
-        alike = [k for k, c in enumerate(one.calls) if c.key == call.key]
-        if len(alike) != len(places):
-            return ~yes
-        spans.append((one.begun[:, alike], one.done[:, alike]))
-    begun, done = (np.array(times) for times in zip(*spans, strict=True))
-    return np.asarray((begun.max(axis=0) <= done.min(axis=0)).all(axis=0))
+    call = rank.calls[places[0]]
+    if call.op in _MESSAGES:
+        return np.full(len(places), _may_be_messages(traced, rank, ranks, len(places), call))
+    # of ranks without a trace nothing is known, and the largest group is the likeliest
+    if any(member not in traced for member in ranks):
+        return np.full(len(places), len(ranks) == rank.recorded.world)
+
+    # every member makes as many such calls, and all are in each at one time in every iteration
+    begun, done = [], []
+    for member in ranks:
+        member_rank = traced[member]
+        same_calls = [k for k, other in enumerate(member_rank.calls) if other.key == call.key]
+        if len(same_calls) != len(places):
+            return np.zeros(len(places), bool)
+        begun.append(member_rank.begun[:, same_calls])
+        done.append(member_rank.done[:, same_calls])
+    last_begun, first_done = np.max(begun, axis=0), np.min(done, axis=0)
+    return np.asarray((last_begun <= first_done).all(axis=0))
+
+
+def _may_be_messages(
+    traced: Mapping[int | None, Measured],
+    rank: Measured,
+    ranks: Sequence[int],
+    count: int,
+    call: Call,
+) -> bool:
+    """Whether ``count`` messages like ``call`` can be of the group of ``ranks``."""
+    own_rank = rank.recorded.rank or 0
+    if not 0 <= call.peer < len(ranks) or ranks[call.peer] == own_rank:
+        return False
+    peer = traced.get(ranks[call.peer])
+    if peer is None:
+        return True
+    # the peer has as many calls the other way
+    back = "send"
+    if call.op == "send":
+        back = "recv"
+    own_place = ranks.index(own_rank)
+    num_back = sum(other.op == back and other.peer == own_place for other in peer.calls)
+    return num_back >= count
 
 
 # -- programs -------------------------------------------------------------------------------------
+class _Written(NamedTuple):
+    """A program, and int64 [calls]: the op of every call."""
+
+    program: Program
+    call_op: np.ndarray
+
+
 def _program(
-    one: Measured, groups: Sequence[str], members: Mapping[str, tuple[int, ...]]
-) -> tuple[Program, np.ndarray]:
-    """A program with the times of its segments, and the op of every call."""
-    rank = one.recorded.rank or 0
-    builder, where = Builder(), np.full(len(one.calls), -1, dtype=np.int64)
-    kept = one.segments.max(axis=0, initial=0) > 0
-    tokens = one.tokens
-    at_once = {
-        a.of
-        for a, b in zip(tokens, tokens[1:], strict=False)
-        if a.kind == "call" and b.kind == "wait" and a.of == b.of
-    }
-    typical = np.rint(one.segments.mean(axis=0)).astype(np.int64)
-    for token in tokens:
+    rank: Measured, groups: Sequence[str], members: Mapping[str, tuple[int, ...]]
+) -> _Written:
+    """Write a program with the times of a rank's segments.
+
+    Args:
+        rank: of the program.
+        groups: of its calls.
+        members: group -> ranks.
+    """
+    own_rank = rank.recorded.rank or 0
+    builder = Builder()
+    call_op = np.full(len(rank.calls), -1, dtype=np.int64)
+    has_time = rank.segments.max(axis=0, initial=0) > 0
+    typical_ns = np.rint(rank.segments.mean(axis=0)).astype(np.int64)
+
+    # a call whose wait follows it at once has no handle
+    waited_at_once = set()
+    for token, following in itertools.pairwise(rank.tokens):
+        if token.kind == "call" and following == Moment("wait", token.of):
+            waited_at_once.add(token.of)
+
+    for token in rank.tokens:
         if token.kind == "segment":
-            if kept[token.of]:
-                builder.add("compute", ns=int(typical[token.of]))
+            if has_time[token.of]:
+                builder.add("compute", ns=int(typical_ns[token.of]))
         elif token.kind == "wait":
-            if token.of not in at_once:
-                builder.add("wait", handle=int(where[token.of]))
+            if token.of not in waited_at_once:
+                builder.add("wait", handle=int(call_op[token.of]))
         else:
-            call, name = one.calls[token.of], groups[token.of]
-            place = members[name].index(rank)
-            if call.op in ("send", "recv") and not 0 <= call.peer < len(members[name]):
-                what = f"{one.recorded.path} does not say who rank {rank}'s peer is in {call}"
+            call, group = rank.calls[token.of], groups[token.of]
+            ranks = members[group]
+            if call.op in _MESSAGES and not 0 <= call.peer < len(ranks):
+                peer_of = f"who rank {own_rank}'s peer is in {call}"
+                what = f"{rank.recorded.path} does not say {peer_of}"
                 raise PrismError(what, fix="profile with record_shapes=True")
-            where[token.of] = len(builder)
-            handle = -1 if token.of in at_once else len(builder)
-            peer = (call.peer - place) % len(members[name]) if call.peer >= 0 else 0
-            sizes = {"num_in": call.num_in, "num_out": call.num_out}
-            places = {"peer": peer, "root": call.root, "handle": handle, "batch": call.batch}
-            builder.add(call.op, group=name, dtype=call.dtype, **sizes, **places)
-    builder.add("mark", note=f"rank {rank}'s own times")  # ranks that run the same stay apart
-    samples = one.segments[:, kept]
-    return dataclasses.replace(builder.build(rank), samples=samples), where
+            call_op[token.of] = handle = len(builder)
+            if token.of in waited_at_once:
+                handle = -1
+            # peers are relative in programs
+            peer = 0
+            if call.peer >= 0:
+                peer = (call.peer - ranks.index(own_rank)) % len(ranks)
+            builder.add(
+                call.op,
+                group=group,
+                dtype=call.dtype,
+                num_in=call.num_in,
+                num_out=call.num_out,
+                peer=peer,
+                root=call.root,
+                handle=handle,
+                batch=call.batch,
+            )
+    builder.add("mark", note=f"rank {own_rank}'s own times")  # ranks that run the same stay apart
+    samples = rank.segments[:, has_time]
+    return _Written(dataclasses.replace(builder.build(own_rank), samples=samples), call_op)
 
 
 def assemble(measured: Sequence[Measured]) -> Imported:
-    """A job out of its measured ranks.
+    """Put a job together out of its measured ranks.
 
     Raises:
         UsageError: the traces are of two jobs, or of one rank twice.
         PrismError: their calls do not fit together, with the first place.
     """
-    _ranked([one.recorded for one in measured])
-    ranked = _shared(sorted(measured, key=lambda one: one.recorded.rank or 0))
-    notes = [f"rank {one.recorded.rank}: {note}" for one in ranked for note in one.notes]
+    _ranked([rank.recorded for rank in measured])
+    ranked = _shared(sorted(measured, key=lambda rank: rank.recorded.rank or 0))
+    notes: list[str] = []
+    for rank in ranked:
+        notes.extend(f"rank {rank.recorded.rank}: {note}" for note in rank.notes)
     world = _world(ranked)
     if len(ranked) < world.size:
-        traced = format_ranks([one.recorded.rank or 0 for one in ranked])
-        whom = f"{len(ranked)} of {counted(world.size, 'rank')} traced ({traced})"
-        notes.append(f"{whom}: they stand for the rest")
+        traced = format_ranks([rank.recorded.rank or 0 for rank in ranked])
+        count = f"{len(ranked)} of {counted(world.size, 'rank')} traced ({traced})"
+        notes.append(f"{count}: they stand for the rest")
+
     names = _Names(ranked, world)
     groups = _guess_groups(ranked, names, notes)
-    found = _joined(ranked, world, names, groups, notes)
-    dag = build_issue_graph(found.graph)
-    if len(dag.order) < len(dag):  # somebody waits forever
-        for one in ranked:
-            one.tokens = [t for t in one.tokens if t.kind != "wait" or one.calls[t.of].op != "send"]
+    imported = _joined(ranked, world, names, groups, notes)
+    # where a rank waits forever, sends were buffered
+    issue_graph = build_issue_graph(imported.graph)
+    if len(issue_graph.order) < len(issue_graph):
+        for rank in ranked:
+            rank.tokens = [token for token in rank.tokens if not _waits_for_send(rank, token)]
         notes.append("sends end without their receivers here: the job would hang if they waited")
-        found = _joined(ranked, world, names, groups, notes)
-    return _with_wire(found)
+        imported = _joined(ranked, world, names, groups, notes)
+    return _with_wire(imported)
+
+
+def _waits_for_send(rank: Measured, token: Moment) -> bool:
+    return token.kind == "wait" and rank.calls[token.of].op == "send"
 
 
 def _shared(measured: Sequence[Measured]) -> list[Measured]:
-    """The iterations that all ranks have; times begin with the first call, as ns since 1970 would
-    be rounded to 256 as floating-point numbers.
+    """Return the iterations that all ranks have.
+
+    Times begin with the first call, as ns since 1970 would be rounded to 256 as floating-point
+    numbers.
     """
-    numbers = sorted(set.intersection(*(set(one.numbers) for one in measured)))
+    numbers = set.intersection(*(set(rank.numbers) for rank in measured))
     if not numbers:
-        one = measured[0]
-        what = f"no iteration is in all traces: rank {one.recorded.rank} has {one.numbers[0]} to "
+        first = measured[0]
+        iterations = f"rank {first.recorded.rank} has {first.numbers[0]} to {first.numbers[-1]}"
         fix = "profile the same iterations on every rank"
-        raise UsageError(f"{what}{one.numbers[-1]}", fix=fix)
-    origin = min((int(one.begun.min()) for one in measured if one.begun.size), default=0)
-    return [one.part(numbers, origin) for one in measured]
+        raise UsageError(f"no iteration is in all traces: {iterations}", fix=fix)
+    begins = [int(rank.begun.min()) for rank in measured if rank.begun.size]
+    origin = min(begins, default=0)
+    return [rank.part(sorted(numbers), origin) for rank in measured]
 
 
 def _joined(
     ranked: list[Measured], world: World, names: _Names, groups: list[list[str]], notes: list[str]
 ) -> Imported:
-    """The programs, and who meets whom."""
-    made = [_program(one, groups[i], names.members[i]) for i, one in enumerate(ranked)]
-    programs, call_op = tuple(program for program, _ in made), [calls for _, calls in made]
-    used = {name for program in programs for name in program.groups()}
-    of = stand_in_for(world, [program.rank for program in programs])
-    source = {"from": "traces", "device": _device(one.recorded for one in ranked)}
+    """Write the programs, and find who meets whom."""
+    written = [_program(rank, groups[i], names.members[i]) for i, rank in enumerate(ranked)]
+    programs = tuple(program for program, _ in written)
+    used: set[str] = set()
+    for program in programs:
+        used.update(program.groups())
     lists = {name: ranks for name, ranks in names.lists.items() if name in used}
-    graph = build(Programs(world, programs, of, lists, source))
+    program_of = stand_in_for(world, [program.rank for program in programs])
+    source = {"from": "traces", "device": _device(rank.recorded for rank in ranked)}
+    graph = build(Programs(world, programs, program_of, lists, source))
     fix = "profile the same iterations on every rank; without groups (gloo): --slices DIR"
     graph.check_fits(fix)
-    return Imported(graph, ranked, call_op, notes)
+    return Imported(graph, ranked, [call_op for _, call_op in written], notes)
 
 
-def _device(found: Iterable[Recorded]) -> str:
-    """What ran, as far as the traces say."""
-    names = [one.gpu or ("a GPU" if len(one.device) else "cpu") for one in found]
+def _device(recorded: Iterable[Recorded]) -> str:
+    """Say what ran, as far as the traces say."""
+    names = []
+    for trace in recorded:
+        if trace.gpu:
+            names.append(trace.gpu)
+        elif len(trace.device):
+            names.append("a GPU")
+        else:
+            names.append("cpu")
     return max(names, key=len)
 
 
-def _with_wire(found: Imported) -> Imported:
+# -- time on the wire -----------------------------------------------------------------------------
+def _with_wire(imported: Imported) -> Imported:
     """Fill in what calls took on the wire and who waited; the programs' calls get it as ``ns``."""
-    measured, graph = found.measured, found.graph
-    at = [
-        graph.matched_calls.of[int(graph.classes.of[program.rank])][found.call_op[index]]
-        for index, program in enumerate(found.programs.programs)
-    ]
-    times = [_one_by_one(found, index) for index in range(len(measured))]
-    _wire(found, at, times)
-    least = found.wire if found.whole.all() else _fastest(found, found.wire, at)
-    found.skew = [
-        np.maximum(0.0, one.took - least[:, of]) for one, of in zip(times, at, strict=True)
-    ]
-    _keep_ns(found)
-    return found
+    graph = imported.graph
+    matched = []
+    for index, program in enumerate(imported.programs.programs):
+        class_number = int(graph.classes.of[program.rank])
+        matched.append(graph.matched_calls.of[class_number][imported.call_op[index]])
+    times = [_one_by_one(imported, index) for index in range(len(imported.measured))]
+    _fill_in_wire(imported, matched, times)
+
+    # what a call takes without waiting
+    own_ns = imported.wire
+    if not imported.whole.all():
+        own_ns = _fastest(imported, matched)
+    for rank_times, rank_matched in zip(times, matched, strict=True):
+        imported.skew.append(np.maximum(0.0, rank_times.took - own_ns[:, rank_matched]))
+    _keep_ns(imported)
+    return imported
 
 
 class _Times(NamedTuple):
@@ -416,64 +602,80 @@ class _Times(NamedTuple):
     took: np.ndarray
 
 
-def _one_by_one(found: Imported, index: int) -> _Times:
+def _one_by_one(imported: Imported, index: int) -> _Times:
     """Let the calls of a group begin when the one before has ended at the earliest: one after the
     other, as NCCL's; gloo has threads.
     """
-    one = found.measured[index]
-    came = one.begun.astype(float)
+    rank = imported.measured[index]
+    came = rank.begun.astype(float)
     freed = np.zeros_like(came)
-    groups = found.programs.programs[index].ops["group"][found.call_op[index]]
+    groups = imported.programs.programs[index].ops["group"][imported.call_op[index]]
     for group in np.unique(groups).tolist():
-        mine = np.flatnonzero(groups == group)
-        over = np.maximum.accumulate(one.done[:, mine], axis=1)
-        freed[:, mine[1:]] = over[:, :-1]
-        one.begun[:, mine[1:]] = np.maximum(one.begun[:, mine[1:]], over[:, :-1])
-        one.done[:, mine] = over
-    return _Times(came, freed, one.done.astype(float), (one.done - one.begun).astype(float))
+        calls = np.flatnonzero(groups == group)
+        done = np.maximum.accumulate(rank.done[:, calls], axis=1)
+        done_before, later_calls = done[:, :-1], calls[1:]
+        freed[:, later_calls] = done_before
+        rank.begun[:, later_calls] = np.maximum(rank.begun[:, later_calls], done_before)
+        rank.done[:, calls] = done
+    took = (rank.done - rank.begun).astype(float)
+    return _Times(came, freed, rank.done.astype(float), took)
 
 
-def _wire(found: Imported, at: Sequence[np.ndarray], times: Sequence[_Times]) -> None:
-    """Fill in ``wire`` and ``whole``; ``at``: of every call of a rank its matched call."""
-    graph, meet = found.graph, found.graph.matched_calls
-    clocks = _set_clocks(found, at)
-    wire = np.full((len(found.numbers), len(meet)), np.nan)
-    last, free, ends = (np.zeros_like(wire) for _ in range(3))
-    members = np.zeros(len(meet), dtype=np.int64)
-    size = np.ones(len(meet), dtype=np.int64)
-    one_clock, clock = np.ones(len(meet), bool), np.full(len(meet), -1)
-    for index, program in enumerate(found.programs.programs):
-        of, (same, moved) = at[index], clocks[index]
-        came, freed, done, took = times[index]
-        wire[:, of] = np.fmin(wire[:, of], took)
-        last[:, of] = np.maximum(last[:, of], came + moved)
-        free[:, of] += freed + moved
-        ends[:, of] += done + moved
-        np.add.at(members, of, 1)
-        one_clock[of] &= (clock[of] < 0) | (clock[of] == same)
-        clock[of] = same
-        c = int(graph.classes.of[program.rank])
+def _fill_in_wire(
+    imported: Imported, matched: Sequence[np.ndarray], times: Sequence[_Times]
+) -> None:
+    """Fill in ``wire`` and ``whole``.
+
+    Args:
+        imported: the job.
+        matched: per rank int64 [calls]: the matched call of each.
+        times: of each rank.
+    """
+    graph, num_calls = imported.graph, len(imported.graph.matched_calls)
+    clocks = _set_clocks(imported, matched)
+    wire = np.full((len(imported.numbers), num_calls), np.nan)
+    last_came, sum_freed, sum_done = (np.zeros_like(wire) for _ in range(3))
+    num_traced = np.zeros(num_calls, dtype=np.int64)
+    num_members = np.ones(num_calls, dtype=np.int64)
+    is_one_clock, clock_of = np.ones(num_calls, bool), np.full(num_calls, -1)
+    for index, program in enumerate(imported.programs.programs):
+        calls, clock, rank_times = matched[index], clocks[index], times[index]
+        # the shortest of its members' times, and when the last one came
+        wire[:, calls] = np.fmin(wire[:, calls], rank_times.took)
+        last_came[:, calls] = np.maximum(last_came[:, calls], rank_times.came + clock.moved)
+        sum_freed[:, calls] += rank_times.freed + clock.moved
+        sum_done[:, calls] += rank_times.done + clock.moved
+        np.add.at(num_traced, calls, 1)
+        # members on clocks that are not set by each other cannot be compared
+        is_one_clock[calls] &= (clock_of[calls] < 0) | (clock_of[calls] == clock.same)
+        clock_of[calls] = clock.same
+        rank_matched = graph.matched_calls.of[int(graph.classes.of[program.rank])]
         for name, ops in program.groups().items():
-            count = len(graph.groups[name].group(program.rank))
-            pairs = IS_PAIR[program.ops["name"][ops]]
-            size[meet.of[c][ops]] = np.where(pairs, 2, count)
-    found.whole = members >= size
-    shown = np.maximum(1, members)
-    together = ends / shown - np.maximum(last, free / shown)
-    found.wire = np.where(found.whole & one_clock, np.maximum(wire, together), wire)
+            size = len(graph.groups[name].group(program.rank))
+            is_pair = IS_PAIR[program.ops["name"][ops]]
+            num_members[rank_matched[ops]] = np.where(is_pair, 2, size)
+
+    # with one clock: from the last one's coming, or from when the group was free, to the end
+    imported.whole = num_traced >= num_members
+    divisor = np.maximum(1, num_traced)
+    begun = np.maximum(last_came, sum_freed / divisor)
+    together = sum_done / divisor - begun
+    comparable = imported.whole & is_one_clock
+    imported.wire = np.where(comparable, np.maximum(wire, together), wire)
 
 
-def _keep_ns(found: Imported) -> None:
+def _keep_ns(imported: Imported) -> None:
     """Give calls of the programs what they typically took on the wire."""
-    meet, graph = found.graph.matched_calls, found.graph
-    known = ~np.isnan(found.wire).all(axis=0)
-    typical = np.full(len(meet), np.nan)
-    typical[known] = np.rint(np.nanmean(found.wire[:, known], axis=0))
-    for c, index in enumerate(graph.classes.programs):
+    graph, wire = imported.graph, imported.wire
+    has_time = ~np.isnan(wire).all(axis=0)
+    typical_ns = np.full(len(graph.matched_calls), np.nan)
+    typical_ns[has_time] = np.rint(np.nanmean(wire[:, has_time], axis=0))
+    for class_number, index in enumerate(graph.classes.programs):
         ops = graph.programs.programs[index].ops
         calls = np.flatnonzero(IS_CALL[ops["name"]])
-        value = typical[meet.of[c][calls]]
-        ops["ns"][calls] = np.where(np.isnan(value), -1, np.nan_to_num(value)).astype(np.int64)
+        call_ns = typical_ns[graph.matched_calls.of[class_number][calls]]
+        call_ns[np.isnan(call_ns)] = -1
+        ops["ns"][calls] = call_ns.astype(np.int64)
 
 
 class _Clock(NamedTuple):
@@ -487,63 +689,90 @@ class _Clock(NamedTuple):
     moved: np.ndarray
 
 
-def _set_clocks(found: Imported, at: Sequence[np.ndarray]) -> list[_Clock]:
-    """Clocks of all traced ranks, those of different nodes set by when their collectives end.
+def _set_clocks(imported: Imported, matched: Sequence[np.ndarray]) -> list[_Clock]:
+    """Set clocks of different nodes by when their collectives end; a clock per traced rank.
 
     A collective that every member has a part of the result of is assumed to end at once on all of
     them, and a clock to run evenly for an iteration: the median of a node's differences in it is
     how far its clock is off.  Nodes that share no collective keep their own.
     """
-    nodes = [one.recorded.node or one.recorded.path for one in found.measured]
+    nodes = [rank.recorded.node or rank.recorded.path for rank in imported.measured]
+    # node -> matched call -> float64 [iterations], when it ended there
     ends: dict[str, dict[int, np.ndarray]] = {node: {} for node in nodes}
-    for index, one in enumerate(found.measured):
-        for k, call in enumerate(one.calls):
+    for index, rank in enumerate(imported.measured):
+        node_ends = ends[nodes[index]]
+        for k, call in enumerate(rank.calls):
             if call.op in _ENDS_AT_ONCE:
-                ends[nodes[index]].setdefault(int(at[index][k]), one.done[:, k].astype(float))
-    still = np.zeros((len(found.numbers), 1))
+                node_ends.setdefault(int(matched[index][k]), rank.done[:, k].astype(float))
+
+    # from one node to those that share a collective with it, and on from them
+    unmoved = np.zeros((len(imported.numbers), 1))
     clocks: dict[str, _Clock] = {}
-    off = list[float]()
+    errors: list[float] = []  # ns, of all ends
     for first in ends:
-        if first not in clocks:
-            clocks[first] = _Clock(len(clocks), still)
-            known = [first]
-            for by in known:  # it grows
-                for node in [one for one in ends if one not in clocks]:
-                    both = sorted(ends[node].keys() & ends[by].keys())
-                    if both:
-                        apart = np.stack([ends[by][m] - ends[node][m] for m in both], axis=1)
-                        apart += clocks[by].moved
-                        moved = np.median(apart, axis=1, keepdims=True)
-                        clocks[node] = _Clock(clocks[by].same, moved)
-                        known.append(node)
-                        off += np.abs(apart - moved).ravel().tolist()
-    if off:
-        found.notes.append(
+        if first in clocks:
+            continue
+        clocks[first] = _Clock(len(clocks), unmoved)
+        waiting = deque([first])
+        while waiting:
+            reference = waiting.popleft()
+            for node in ends:
+                shared = sorted(ends[node].keys() & ends[reference].keys())
+                if node in clocks or not shared:
+                    continue
+                apart = [ends[reference][call] - ends[node][call] for call in shared]
+                offsets = np.stack(apart, axis=1) + clocks[reference].moved
+                moved = np.median(offsets, axis=1, keepdims=True)
+                clocks[node] = _Clock(clocks[reference].same, moved)
+                waiting.append(node)
+                errors += np.abs(offsets - moved).ravel().tolist()
+    if errors:
+        half = format_ns(round(np.median(errors)))
+        imported.notes.append(
             f"the clocks of {len(clocks)} nodes are set so that their collectives end at once, "
-            f"in each iteration; half of the ends are within {format_ns(round(np.median(off)))}"
+            f"in each iteration; half of the ends are within {half}"
         )
     return [clocks[node] for node in nodes]
 
 
-def _fastest(found: Imported, wire: np.ndarray, at: Sequence[np.ndarray]) -> np.ndarray:
-    """``wire``, but where members are not traced the fastest of equal calls."""
+def _fastest(imported: Imported, matched: Sequence[np.ndarray]) -> np.ndarray:
+    """Return ``wire``, but where members are not traced the fastest of equal calls."""
     pools: dict[object, list[int]] = defaultdict(list)
-    for i, one in enumerate(found.measured):
-        for k, call in enumerate(one.calls):
-            known = min(call.num_in, call.num_out) >= 0 and call.op != "all_to_all"
-            if not found.whole[at[i][k]]:
-                pools[call.key if known else (i, k)].append(int(at[i][k]))
-    least = wire.copy()
-    for numbers in pools.values():
-        least[:, numbers] = np.nanmin(wire[:, numbers])
-    found.notes.append(
-        f"{int((~found.whole).sum()):,} calls have members without a trace: what these calls take "
-        "has waiting for those members in it; what exceeds the fastest of equal calls is shown so"
+    for i, rank in enumerate(imported.measured):
+        for k, call in enumerate(rank.calls):
+            matched_call = int(matched[i][k])
+            if imported.whole[matched_call]:
+                continue
+            # calls whose sizes are unknown, or the routing's matter, are equal to none
+            has_sizes = min(call.num_in, call.num_out) >= 0
+            if has_sizes and call.op != "all_to_all":
+                pools[call.key].append(matched_call)
+            else:
+                pools[i, k].append(matched_call)
+    own_ns = imported.wire.copy()
+    for calls in pools.values():
+        own_ns[:, calls] = np.nanmin(imported.wire[:, calls])
+    imported.notes.append(
+        f"{int((~imported.whole).sum()):,} calls have members without a trace: what these calls "
+        "take has waiting for those members in it; what exceeds the fastest of equal calls is "
+        "shown so"
     )
-    return least
+    return own_ns
 
 
 # -- beside a capture ------------------------------------------------------------------------------
+class _Finished(NamedTuple):
+    """A captured program with the traced times.
+
+    call_op : int64 [calls]: the op of every call
+    busy    : float64 [ops] ns in which the work of each segment ran
+    """
+
+    program: Program
+    call_op: np.ndarray
+    busy: np.ndarray
+
+
 class Beside:
     """A traced rank beside its captured program, which says what waits for what.
 
@@ -551,72 +780,90 @@ class Beside:
     slots   : of every segment, its op
     """
 
-    def __init__(self, program: Program, one: Recorded, members: Mapping[str, int]) -> None:
+    def __init__(self, program: Program, recorded: Recorded, members: Mapping[str, int]) -> None:
         self.program = program
         self.members = members
         self.slots: list[int] = []
         self.pairing: Pairing
-        self.measured = measure(one, self.plan)
+        self.measured = measure(recorded, self.plan)
 
     def plan(self, calls: Sequence[Call]) -> tuple[list[int], list[Moment]]:
-        """The calls that the capture has, too, and what happens in which order."""
-        ops, names = self.program.ops, self.program.ops["name"]
+        """Return the calls that the capture has, too, and what happens in which order."""
+        ops = self.program.ops
         self.pairing = pair(self.program, self.members, calls)
-        at = {op: number for number, (op, _) in enumerate(self.pairing.pairs)}
-        call_of: dict[int, int] = {}  # handle -> call
+        number_of = {op: number for number, (op, _) in enumerate(self.pairing.pairs)}
+        number_of_handle: dict[int, int] = {}
         tokens: list[Moment] = []
-        for op, (name, handle) in enumerate(
-            zip(names.tolist(), ops["handle"].tolist(), strict=True)
-        ):
+        names, handles = ops["name"].tolist(), ops["handle"].tolist()
+        for op, (name, handle) in enumerate(zip(names, handles, strict=True)):
             if name == CODE["compute"]:
                 tokens.append(Moment("segment", len(self.slots)))
                 self.slots.append(op)
-            elif op in at:
-                tokens.append(Moment("call", at[op]))
+            elif op in number_of:
+                # a call without a handle is waited for at once
+                tokens.append(Moment("call", number_of[op]))
                 if handle < 0:
-                    tokens.append(Moment("wait", at[op]))
-                call_of[handle] = at[op]
-            elif name == CODE["wait"] and handle in call_of:
-                tokens.append(Moment("wait", call_of[handle]))
+                    tokens.append(Moment("wait", number_of[op]))
+                number_of_handle[handle] = number_of[op]
+            elif name == CODE["wait"] and handle in number_of_handle:
+                tokens.append(Moment("wait", number_of_handle[handle]))
         return [call for _, call in self.pairing.pairs], tokens
 
-    def finished(self) -> tuple[Program, np.ndarray, np.ndarray]:
-        """The captured program with the traced times, the op of every call, and float64 [ops] ns in
-        which the work of each segment ran.
-        """
-        one, ops = self.measured, self.program.ops
-        cost = np.where(
-            ops["ns"] > 0,
-            ops["ns"].astype(float),
-            np.maximum(ops["flops"], 0) / 5e5 + np.maximum(ops["traffic"], 0) / 3e3,
-        )
-        weight = np.maximum(cost[self.slots], 1.0)
-        both, run = np.stack([one.segments, one.busy]).astype(float), list[int]()
-        for token in [*one.tokens, Moment("call", -1)]:
-            if token.kind == "segment":
-                run.append(token.of)
-                continue
-            if len(run) > 1:  # nothing of the trace tells these apart: as the capture has them
-                part = weight[run] / weight[run].sum()
-                both[..., run] = both[..., run].sum(axis=-1, keepdims=True) * part
-            run = []
+    def finished(self) -> _Finished:
+        """Return the captured program with the traced times."""
+        ops, measured = self.program.ops, self.measured
+        both = np.stack([measured.segments, measured.busy]).astype(float)
+        for segments in self._unparted_segments():
+            # nothing of the trace tells these apart: as the capture has them
+            weights = self._weights()[segments]
+            sums = both[..., segments].sum(axis=-1, keepdims=True)
+            both[..., segments] = sums * (weights / weights.sum())
         samples = np.rint(both[0]).astype(np.int64)
         busy = np.zeros(len(ops) + 1)
         busy[self.slots] = both[1].mean(axis=0)
-        row = np.zeros(1, dtype=OP)
+
+        # ranks that run the same stay apart by a mark of their own
+        mark = np.zeros(1, dtype=OP)
         for name in UNKNOWN:
-            row[name] = -1
-        row["name"], row["note"] = CODE["mark"], len(self.program.strings)
-        made = np.concatenate([ops, row])
-        made["ns"][self.slots] = np.rint(samples.mean(axis=0)).astype(np.int64)
+            mark[name] = -1
+        mark["name"], mark["note"] = CODE["mark"], len(self.program.strings)
+        timed_ops = np.concatenate([ops, mark])
+        timed_ops["ns"][self.slots] = np.rint(samples.mean(axis=0)).astype(np.int64)
         for name in ("host", "lead", "products"):  # the traced times have the host's delays in them
-            made[name] = -1
-        strings = (*self.program.strings, f"rank {self.program.rank}'s own times")
-        hosts = np.empty(0, np.int64)
+            timed_ops[name] = -1
         program = dataclasses.replace(
-            self.program, ops=made, strings=strings, samples=samples, hosts=hosts
+            self.program,
+            ops=timed_ops,
+            strings=(*self.program.strings, f"rank {self.program.rank}'s own times"),
+            samples=samples,
+            hosts=np.empty(0, np.int64),
         )
-        return program, np.array([op for op, _ in self.pairing.pairs], dtype=np.int64), busy
+        call_op = np.array([op for op, _ in self.pairing.pairs], dtype=np.int64)
+        return _Finished(program, call_op, busy)
+
+    def _unparted_segments(self) -> list[list[int]]:
+        """Return runs of segments without a call or a wait between them."""
+        runs: list[list[int]] = []
+        run: list[int] = []
+        for token in self.measured.tokens:
+            if token.kind == "segment":
+                run.append(token.of)
+                continue
+            runs.append(run)
+            run = []
+        runs.append(run)
+        return [run for run in runs if len(run) > 1]
+
+    @cached_property
+    def _segment_ns(self) -> np.ndarray:
+        """float64 [ops]: what a captured segment takes, roughly where it has no time."""
+        ops = self.program.ops
+        modelled_ns = np.maximum(ops["flops"], 0) / 5e5 + np.maximum(ops["traffic"], 0) / 3e3
+        return np.where(ops["ns"] > 0, ops["ns"].astype(float), modelled_ns)
+
+    def _weights(self) -> np.ndarray:
+        """float64 [segments]: how times are shared out among segments."""
+        return np.maximum(self._segment_ns[self.slots], 1.0)
 
 
 @dataclass
@@ -627,56 +874,64 @@ class Paired:
     ranks: list[Beside]
 
     def imported(self) -> Imported:
-        """The captured programs with the traced times.
+        """Return the captured programs with the traced times.
 
         Raises:
             UsageError: a stage has no traced rank.
             PrismError: half of a rank's calls or more have no counterpart.
         """
-        measured = _shared([one.measured for one in self.ranks])
-        notes, finished = list[str](), list[tuple[Program, np.ndarray, np.ndarray]]()
-        for one, part in zip(self.ranks, measured, strict=True):
-            one.measured = part
-            if one.pairing.share < 0.5:
+        measured = _shared([beside.measured for beside in self.ranks])
+        notes: list[str] = []
+        finished: list[_Finished] = []
+        for beside, shared_part in zip(self.ranks, measured, strict=True):
+            beside.measured = shared_part
+            pairing = beside.pairing
+            if pairing.share < 0.5:
                 fix = "capture the job that was traced, with the same arguments"
-                raise PrismError(str(one.pairing), fix=fix)
-            if one.pairing.share < 1:
+                raise PrismError(str(pairing), fix=fix)
+            if pairing.share < 1:
                 how = "captured calls without a counterpart are modelled, traced ones"
-                notes.append(f"{one.pairing}; {how} count as computing")
-            notes += [f"rank {one.pairing.rank}: {note}" for note in one.measured.notes]
-            finished.append(one.finished())
-        programs, call_op, busy = (list(column) for column in zip(*finished, strict=True))
+                notes.append(f"{pairing}; {how} count as computing")
+            notes += [f"rank {pairing.rank}: {note}" for note in beside.measured.notes]
+            finished.append(beside.finished())
+
+        # other ranks run what the traced one of their stage does
         captured, world = self.captured, self.captured.world
+        programs = tuple(rank.program for rank in finished)
         try:
-            of = stand_in_for(world, [program.rank for program in programs])
+            program_of = stand_in_for(world, [program.rank for program in programs])
         except ProgramError as error:
             what = "a stage of the pipeline has no traced rank"
             raise UsageError(what, fix="trace one rank of every stage: --profile-ranks") from error
-        device = _device(one.recorded for one in measured)
+        device = _device(rank.recorded for rank in measured)
         source = {**captured.source, "from": "traces", "device": device}
-        graph = build(Programs(world, tuple(programs), of, captured.groups, source))
+        graph = build(Programs(world, programs, program_of, captured.groups, source))
         graph.check_fits()
+        call_op, busy = [rank.call_op for rank in finished], [rank.busy for rank in finished]
         return _with_wire(Imported(graph, measured, call_op, notes, busy))
 
 
 def paired(paths: Sequence[str | os.PathLike[str]], captured: Programs) -> Paired:
-    """The traces of one job beside its captured programs.
+    """Put the traces of one job beside its captured programs.
 
     Raises:
         UsageError: a file is no trace, or they are of another job than ``captured``.
     """
-    found, world = _recorded(paths), captured.world
-    if wrong := [one for one in found if one.world not in (0, world.size)]:
-        there = counted(wrong[0].world, "rank")
-        what = f"{wrong[0].path} is of a job of {there}, the slices of {world.size:,}"
-        raise UsageError(what, fix="name the slices of the job that was traced")
-    found[0].world = world.size
+    recorded, world = _recorded(paths), captured.world
+    for trace in recorded:
+        if trace.world not in (0, world.size):
+            traced_ranks = counted(trace.world, "rank")
+            what = f"{trace.path} is of a job of {traced_ranks}, the slices of {world.size:,}"
+            raise UsageError(what, fix="name the slices of the job that was traced")
+    recorded[0].world = world.size
+
     groups = memberships(captured)
     ranks = []
-    for one in _ranked(found):
-        rank = world.check_rank(one.rank or 0)
+    for trace in _ranked(recorded):
+        rank = world.check_rank(trace.rank or 0)
         members = {name: len(group.group(rank)) for name, group in groups.items()}
-        ranks.append(Beside(dataclasses.replace(captured.of(rank), rank=rank), one, members))
+        program = dataclasses.replace(captured.of(rank), rank=rank)
+        ranks.append(Beside(program, trace, members))
     return Paired(captured, ranks)
 
 
@@ -697,27 +952,32 @@ def import_traces(
     """
     if captured is not None:
         return paired(paths, captured).imported()
-    return assemble([measure(one) for one in _recorded(paths)])
+    return assemble([measure(trace) for trace in _recorded(paths)])
 
 
 def _recorded(paths: Sequence[str | os.PathLike[str]]) -> list[Recorded]:
-    """Every rank in these files and folders."""
-    found: list[Recorded] = []
+    """Read every rank in these files and folders."""
+    recorded: list[Recorded] = []
     for path in map(Path, paths):
-        files = [path]
-        if path.is_dir():
-            files = sorted(p for p in path.iterdir() if _TRACE.search(p.name))
-            found += [] if files else read_dumps(path)
-        found += [one for file in files for one in read_trace(file)]
-    return found
+        if not path.is_dir():
+            recorded += read_trace(path)
+            continue
+        # a folder has traces, or else dumps
+        files = sorted(file for file in path.iterdir() if _TRACE.search(file.name))
+        if not files:
+            recorded += read_dumps(path)
+        for file in files:
+            recorded += read_trace(file)
+    return recorded
 
 
-def write(found: Imported, folder: Path, *, force: bool = False) -> None:
+def write(imported: Imported, folder: Path, *, force: bool = False) -> None:
     """Keep a job as slices in ``folder``.  UsageError if other things are there."""
-    programs = found.programs
+    programs = imported.programs
     store = SliceStore(folder, programs.world, programs.source)
     store.prepare(force)
-    if (taken := store.ranks()) and not force:
+    taken = store.ranks()
+    if taken and not force:
         what = f"{folder} holds slices already, of ranks {format_ranks(taken)}"
         raise UsageError(what, fix="name another folder with -o DIR, or replace them with --force")
     for program in programs.programs:

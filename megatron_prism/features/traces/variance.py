@@ -17,17 +17,21 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_prism.core.ops import IS_CALL
-from megatron_prism.core.rendering import renderer_of
+from megatron_prism.core.rendering import Rendered
 from megatron_prism.core.world import format_ranks
 from megatron_prism.features.traces.programs import Imported
 from megatron_prism.replay.priced_graph import PricedGraph, price
 
 _SHARE = 0.95  # of a time: the longest parts that make it up are looked at
-_SLOW, _DRIFT, _LONG = 0.03, 0.02, 0.2  # what is named: of a rank, over the trace, of an iteration
+# what is named, as a part of what is usual
+_SLOW = 0.03  # of a rank
+_DRIFT = 0.02  # of a rank, over the trace
+_LONG = 0.2  # of an iteration
 _SURE = 4.0  # standard errors from the others
 _DRAWS = 300  # of resampling
 _FEWEST = 3  # ranks or iterations of which one can stand out
@@ -88,7 +92,7 @@ class GroupTime:
 
 
 @dataclass(frozen=True)
-class Variation:
+class Variation(Rendered):
     """What varies in a traced job; see the module.
 
     iteration_ns, replayed_ns : of every iteration, measured and replayed with its own times
@@ -107,65 +111,84 @@ class Variation:
 
     def variability(self) -> dict[str, object]:
         """As ``predict --variability FILE`` reads it."""
-        finite = {one.name: one.spread for one in self.components if math.isfinite(one.spread)}
-        slow = [one.factor for one in self.findings if one.kind == "gpu" and one.factor > 1]
-        unknown = [one.name for one in self.components if one.name not in finite]
-        longer = sum(one.kind == "iteration" for one in self.findings)
+        finite = {}
+        unknown = []
+        for component in self.components:
+            if math.isfinite(component.spread):
+                finite[component.name] = component.spread
+            else:
+                unknown.append(component.name)
+
+        # where the spreads are from, and what is not in them
         source = f"measured: {len(self.ranks)} ranks x {len(self.numbers)} iterations"
-        source += f"; 0, as nothing tells it: {', '.join(unknown)}" if unknown else ""
-        source += f"; without {longer} slow iterations, which it cannot express" if longer else ""
-        spreads = {
-            name: round(min(1.0, math.hypot(*(finite.get(part, 0.0) for part in parts))), 6)
-            for name, parts in _PREDICTED.items()
-        }
-        found: dict[str, object] = {"name": "traces", **spreads, "source": source}
-        if slow:
-            found["slow_gpu"] = [len(slow) / len(self.ranks), round(float(np.mean(slow)), 4)]
-        return found
+        if unknown:
+            source += f"; 0, as nothing tells it: {', '.join(unknown)}"
+        num_slow_iterations = sum(finding.kind == "iteration" for finding in self.findings)
+        if num_slow_iterations:
+            source += f"; without {num_slow_iterations} slow iterations, which it cannot express"
+
+        # a spread of the prediction is made of one or two of the traces'
+        spreads = {}
+        for name, parts in _PREDICTED.items():
+            spread = math.hypot(*(finite.get(part, 0.0) for part in parts))
+            spreads[name] = round(min(1.0, spread), 6)
+        variability: dict[str, object] = {"name": "traces", **spreads, "source": source}
+
+        slow_factors = []
+        for finding in self.findings:
+            if finding.kind == "gpu" and finding.factor > 1:
+                slow_factors.append(finding.factor)
+        if slow_factors:
+            share = len(slow_factors) / len(self.ranks)
+            variability["slow_gpu"] = [share, round(float(np.mean(slow_factors)), 4)]
+        return variability
 
     def to_json(self) -> dict[str, object]:
         """Everything, times in ns; what nothing tells is null."""
         plain = dataclasses.asdict(self)
-        plain["components"] = [
-            {key: None if value != value else value for key, value in one.items()}  # NaN
-            for one in plain["components"]
-        ]
+        for component in plain["components"]:
+            for key in ("spread", "low", "high"):
+                if math.isnan(component[key]):
+                    component[key] = None
+        plain["components"] = list(plain["components"])
         return {"schema": "prism.import/1", **plain, "variability": self.variability()}
 
-    def to_text(self) -> str:
-        """What ``prism import`` prints."""
-        text: str = renderer_of(self).text(self)
-        return text
 
+def vary(imported: Imported) -> Variation:
+    """Say what varies in a job, and who stands out."""
+    priced = price(imported.programs)
+    alike = _equal_ranks(imported)
+    slow = _slow_ranks(imported, priced, alike)
+    slow_iterations = _slow_iterations(imported)
 
-def vary(found: Imported) -> Variation:
-    """What varies in ``found``, and who stands out."""
-    priced = price(found.programs)
-    alike = _alike(found)
-    slow, late = _slow_ranks(found, priced, alike), _slow_iterations(found)
-    excluded = {rank for one in slow if one.kind == "gpu" for rank in one.ranks}
-    usual = np.flatnonzero(~np.isin(found.numbers, [one.number for one in late]))
+    # who stands out is named, and left out of the spreads
+    excluded: set[int] = set()
+    for outlier in slow:
+        if outlier.kind == "gpu":
+            excluded.update(outlier.ranks)
+    slow_numbers = [outlier.number for outlier in slow_iterations]
+    usual = np.flatnonzero(~np.isin(imported.numbers, slow_numbers))
+    computing = _computing(imported, alike, excluded, usual)
     return Variation(
-        tuple(found.ranks),
-        tuple(found.numbers),
-        tuple(found.iteration_ns.tolist()),
-        tuple(found.replayed_ns(priced).tolist()),
-        float(priced.timeline.iteration_ns),
-        (*_computing(found, alike, excluded, usual), *_calls(found, usual)),
-        (*slow, *late),
-        tuple(_groups(found)),
-        tuple(found.notes),
+        ranks=tuple(imported.ranks),
+        numbers=tuple(imported.numbers),
+        iteration_ns=tuple(imported.iteration_ns.tolist()),
+        replayed_ns=tuple(imported.replayed_ns(priced).tolist()),
+        typical_ns=float(priced.timeline.iteration_ns),
+        components=(*computing, *_calls(imported, usual)),
+        findings=(*slow, *slow_iterations),
+        groups=tuple(_groups(imported)),
+        notes=tuple(imported.notes),
     )
 
 
-def _alike(found: Imported) -> list[list[int]]:
-    """Indices of traced ranks that make the same calls."""
+def _equal_ranks(imported: Imported) -> list[list[int]]:
+    """Return indices of traced ranks, those that make the same calls together."""
     classes: dict[bytes, list[int]] = defaultdict(list)
-    for index, program in enumerate(found.programs.programs):
-        ops = program.ops
-        talk = ops[IS_CALL[ops["name"]]]
-        key = talk["name"].tobytes() + np.maximum(talk["num_in"], talk["num_out"]).tobytes()
-        classes[key].append(index)
+    for index, program in enumerate(imported.programs.programs):
+        calls = program.ops[IS_CALL[program.ops["name"]]]
+        sizes = np.maximum(calls["num_in"], calls["num_out"])
+        classes[calls["name"].tobytes() + sizes.tobytes()].append(index)
     return list(classes.values())
 
 
@@ -175,232 +198,395 @@ def _logs(ns: np.ndarray) -> np.ndarray:
 
 # -- who stands out -------------------------------------------------------------------------------
 def _spread_of(values: np.ndarray) -> float:
-    """A standard deviation that outliers do not move."""
+    """Return a standard deviation that outliers do not move."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
-def _slow_ranks(found: Imported, priced: PricedGraph, alike: list[list[int]]) -> list[Outlier]:
-    """GPUs and nodes that are slower than those that run the same, and those that drift."""
-    named: list[Outlier] = []
+class _EqualRanks:
+    """Computing of ranks that run the same.
 
-    def name_if_slow(
-        kind: str, what: str, ranks: tuple[int, ...], level: float, others: np.ndarray, noise: float
-    ) -> bool:
-        usual = float(np.median(others))
-        error = math.hypot(_spread_of(others) if len(others) > 2 else 0.0, noise)
-        slow = level - usual > max(_SLOW, _SURE * error)
-        if slow:
-            factor = math.exp(level - usual)
-            named.append(Outlier(kind, what, factor, _without(priced, ranks, factor), ranks))
-        return slow
+    ranks : of the job, in their places here
+    level : float64 [ranks]: by how much the logarithm of a rank's time is above the others'
+    excess : float64 [ranks, iterations]: the same in each iteration
+    noise : standard error of a level
+    """
 
+    def __init__(self, imported: Imported, members: list[int]) -> None:
+        self.ranks = [imported.ranks[index] for index in members]
+        logs = _logs(imported.computed[members])
+        self.excess = logs - np.median(logs, axis=0)
+        self.level = np.median(self.excess, axis=1)
+        spread = _spread_of(self.excess - self.level[:, None])
+        self.noise = spread * 1.2533 / math.sqrt(logs.shape[1])  # of a median
+        self.places_of_nodes: dict[str, list[int]] = defaultdict(list)
+        for place, index in enumerate(members):
+            self.places_of_nodes[imported.measured[index].recorded.node].append(place)
+
+    def factor(self, level: float, other_levels: np.ndarray) -> float | None:
+        """Return how many times as long as the others one takes; None if it does not stand out."""
+        usual = float(np.median(other_levels))
+        other_spread = 0.0
+        if len(other_levels) > 2:
+            other_spread = _spread_of(other_levels)
+        error = math.hypot(other_spread, self.noise)
+        if level - usual <= max(_SLOW, _SURE * error):
+            return None
+        return math.exp(level - usual)
+
+
+def _slow_ranks(imported: Imported, priced: PricedGraph, alike: list[list[int]]) -> list[Outlier]:
+    """Name GPUs and nodes that are slower than those that run the same, and those that drift."""
+    outliers: list[Outlier] = []
     for members in alike:
-        logs, ranks = _logs(found.computed[members]), [found.ranks[i] for i in members]
-        count = logs.shape[1]
-        rest = logs - np.median(logs, axis=0)
-        own = np.median(rest, axis=1)
-        noise = _spread_of(rest - own[:, None]) * 1.2533 / math.sqrt(count)  # of a median
-        nodes: dict[str, list[int]] = defaultdict(list)
-        for at, index in enumerate(members):
-            nodes[found.measured[index].recorded.node].append(at)
-        slow_nodes: list[int] = []
-        if len(nodes) >= _FEWEST and all(nodes):
-            means = np.array([np.median(own[at]) for at in nodes.values()])
-            for number, (name, places) in enumerate(nodes.items()):
-                chosen, others = tuple(ranks[at] for at in places), np.delete(means, number)
-                if len(places) > 1 and name_if_slow(
-                    "node", f"node {name}", chosen, float(means[number]), others, noise
-                ):
-                    slow_nodes += places
-        for at, rank in enumerate(ranks):
-            others, level = np.delete(own, [at, *slow_nodes]), float(own[at])
-            if (drift := _drift(rest[at])) is not None:
-                named.append(Outlier("drift", f"rank {rank}", drift, 0.0, (rank,)))
-                level = float(np.median(rest[at][: count // 3]))  # was it slow from the beginning?
-            if at not in slow_nodes and len(ranks) >= _FEWEST:
-                name_if_slow("gpu", f"rank {rank}", (rank,), level, others, noise)
-    return named
+        equal_ranks = _EqualRanks(imported, members)
+        slow_places: list[int] = []
+        for node, factor in _slow_nodes(equal_ranks).items():
+            places = equal_ranks.places_of_nodes[node]
+            ranks = tuple(equal_ranks.ranks[place] for place in places)
+            effect_ns = _without(priced, ranks, factor)
+            outliers.append(Outlier("node", f"node {node}", factor, effect_ns, ranks))
+            slow_places += places
+        outliers += _slow_gpus(equal_ranks, slow_places, priced)
+    return outliers
 
 
-def _drift(rest: np.ndarray) -> float | None:
-    """The factor from the first to the last iteration, where it is a trend."""
-    count = len(rest)
+def _slow_nodes(equal_ranks: _EqualRanks) -> dict[str, float]:
+    """Return the factors of nodes all of whose ranks are slow."""
+    places_of_nodes = equal_ranks.places_of_nodes
+    if len(places_of_nodes) < _FEWEST or not all(places_of_nodes):
+        return {}
+    node_levels = [np.median(equal_ranks.level[places]) for places in places_of_nodes.values()]
+    levels = np.array(node_levels)
+    factors = {}
+    for number, (node, places) in enumerate(places_of_nodes.items()):
+        # a node of one rank is its GPU
+        if len(places) == 1:
+            continue
+        factor = equal_ranks.factor(float(levels[number]), np.delete(levels, number))
+        if factor is not None:
+            factors[node] = factor
+    return factors
+
+
+def _slow_gpus(
+    equal_ranks: _EqualRanks, slow_places: list[int], priced: PricedGraph
+) -> list[Outlier]:
+    """Name slow GPUs outside of ``slow_places``, and all that drift."""
+    outliers = []
+    num_iterations = equal_ranks.excess.shape[1]
+    for place, rank in enumerate(equal_ranks.ranks):
+        level = float(equal_ranks.level[place])
+        drift = _drift(equal_ranks.excess[place])
+        if drift is not None:
+            outliers.append(Outlier("drift", f"rank {rank}", drift, 0.0, (rank,)))
+            # was it slow from the beginning?
+            beginning = equal_ranks.excess[place][: num_iterations // 3]
+            level = float(np.median(beginning))
+        if place in slow_places or len(equal_ranks.ranks) < _FEWEST:
+            continue
+        other_levels = np.delete(equal_ranks.level, [place, *slow_places])
+        factor = equal_ranks.factor(level, other_levels)
+        if factor is not None:
+            effect_ns = _without(priced, (rank,), factor)
+            outliers.append(Outlier("gpu", f"rank {rank}", factor, effect_ns, (rank,)))
+    return outliers
+
+
+def _drift(excess: np.ndarray) -> float | None:
+    """Return the factor from the first to the last iteration; None where there is no trend.
+
+    Args:
+        excess: float64 [iterations]: by how much a rank's time is above the others'.
+    """
+    count = len(excess)
     if count < 8:
         return None
-    at = np.arange(count) - (count - 1) / 2
-    slope = float((at * rest).sum() / (at * at).sum())
-    left = rest - rest.mean() - slope * at
-    error = math.sqrt(float((left * left).sum()) / (count - 2) / float((at * at).sum()))
+    # a line of least squares, and the standard error of its slope
+    time = np.arange(count) - (count - 1) / 2
+    time_squares = float((time * time).sum())
+    slope = float((time * excess).sum() / (time * time).sum())
+    residuals = excess - excess.mean() - slope * time
+    variance = float((residuals * residuals).sum()) / (count - 2)
+    error = math.sqrt(variance / time_squares)
     total = slope * (count - 1)
-    return math.exp(total) if abs(total) > _DRIFT and abs(slope) > _SURE * error else None
+    if abs(total) <= _DRIFT or abs(slope) <= _SURE * error:
+        return None
+    return math.exp(total)
 
 
 def _without(priced: PricedGraph, ranks: tuple[int, ...], factor: float) -> float:
     """By how much the iteration is shorter if ``ranks`` compute as fast as the others, ns."""
     if factor <= 0.001:
         return 0.0
-    other = priced.again(slow={format_ranks(ranks): str(round(1 / factor, 3))})
-    return float(priced.timeline.iteration_ns - other.timeline.iteration_ns)
+    faster = priced.again(slow={format_ranks(ranks): str(round(1 / factor, 3))})
+    return float(priced.timeline.iteration_ns - faster.timeline.iteration_ns)
 
 
-def _slow_iterations(found: Imported) -> list[Outlier]:
-    """Iterations that took longer, with the rank that computed longer in them, if one did."""
-    took, computed = found.iteration_ns, found.computed
+def _slow_iterations(imported: Imported) -> list[Outlier]:
+    """Name iterations that took longer, with the ranks that computed longer in them."""
+    took, computed = imported.iteration_ns, imported.computed
     if len(took) < _FEWEST:
         return []
-    usual, named = float(np.median(took)), []
-    more = computed - np.median(computed, axis=1, keepdims=True)
-    bound = max(_LONG * usual, _SURE * _spread_of(took))
-    for at in np.flatnonzero(took - usual > bound).tolist():
-        least = max(0.5 * more[:, at].max(), 0.25 * (took[at] - usual))
-        late = tuple(np.array(found.ranks)[more[:, at] > least].tolist())
-        why = f"computing of rank {format_ranks(late)}" if late else "calls"
-        if len(late) == len(more) > 1:
+    usual_ns = float(np.median(took))
+    longer = computed - np.median(computed, axis=1, keepdims=True)
+    bound = max(_LONG * usual_ns, _SURE * _spread_of(took))
+    outliers = []
+    for row in np.flatnonzero(took - usual_ns > bound).tolist():
+        excess_ns = took[row] - usual_ns
+        # the cause is who took half as much longer as the slowest, and a quarter of the excess
+        threshold = max(0.5 * longer[:, row].max(), 0.25 * excess_ns)
+        is_late = longer[:, row] > threshold
+        late_ranks = tuple(np.array(imported.ranks)[is_late].tolist())
+        if not late_ranks:
+            why = "calls"
+        elif len(late_ranks) == len(longer) > 1:
             why = "computing of all ranks"
-        number = found.numbers[at]
-        what, factor = f"iteration {number}: {why}", took[at] / usual
-        named.append(Outlier("iteration", what, factor, took[at] - usual, late, number))
-    return named
+        else:
+            why = f"computing of rank {format_ranks(late_ranks)}"
+        number = imported.numbers[row]
+        what = f"iteration {number}: {why}"
+        factor = took[row] / usual_ns
+        outliers.append(Outlier("iteration", what, factor, excess_ns, late_ranks, number))
+    return outliers
 
 
 # -- components -----------------------------------------------------------------------------------
 _COMPUTING = {"gpu": 0, "node": 1, "iteration": 2, "rank x iteration": 3}  # in ``_squares``
 _CALLS = {"call": 3, "network": 2}
-_Table = tuple[np.ndarray, np.ndarray]  # logs, float64 [ranks, iterations]; nodes, int [ranks]
 
 
-def _squares(logs: np.ndarray, nodes: np.ndarray) -> tuple[float, ...]:
+class _Table(NamedTuple):
+    """Times of equal rows.
+
+    logs  : float64 [rows, iterations], logarithms of ns
+    nodes : int64 [rows]: the node of each
+    """
+
+    logs: np.ndarray
+    nodes: np.ndarray
+
+
+def _squares(table: _Table) -> tuple[float, ...]:
     """Variances between rows, between their nodes, between columns, and of the rest of a table;
     nan where there are too few.
     """
-    ranks, count = logs.shape
-    rest = logs - logs.mean()
-    rows, columns = rest.mean(axis=1), rest.mean(axis=0)
-    rest = rest - rows[:, None] - columns
+    rows, columns = table.logs.shape
+    residuals = table.logs - table.logs.mean()
+    row_means, column_means = residuals.mean(axis=1), residuals.mean(axis=0)
+    residuals = residuals - row_means[:, None] - column_means
     nan = math.nan
-    if count < 2:
+    if columns < 2:
         return nan, nan, nan, nan
-    if ranks < 2:
-        return nan, nan, nan, float(columns.var(ddof=1))
-    left = float((rest * rest).sum()) / ((ranks - 1) * (count - 1))
-    own, between = float(rows.var(ddof=1)), nan
-    of, number = np.unique(nodes, return_inverse=True)
-    if len(of) >= _FEWEST and ranks - len(of) > 1:
-        sizes = np.bincount(number)
-        means = np.bincount(number, weights=rows) / sizes
-        own = float(((rows - means[number]) ** 2).sum()) / (ranks - len(of))
-        between = max(0.0, float(means.var(ddof=1)) - own / float(sizes.mean()))
-    shared = max(0.0, float(columns.var(ddof=1)) - left / ranks)
-    return max(0.0, own - left / count), between, shared, left
+    # with one row what all share cannot be told from the rest
+    if rows < 2:
+        return nan, nan, nan, float(column_means.var(ddof=1))
+
+    residual = float((residuals * residuals).sum()) / ((rows - 1) * (columns - 1))
+    row_variance, node_variance = float(row_means.var(ddof=1)), nan
+    nodes, node_of = np.unique(table.nodes, return_inverse=True)
+    # nodes of several rows each: what their rows share is theirs
+    if len(nodes) >= _FEWEST and rows - len(nodes) > 1:
+        sizes = np.bincount(node_of)
+        node_means = np.bincount(node_of, weights=row_means) / sizes
+        row_rest = row_means - node_means[node_of]
+        row_variance = float((row_rest**2).sum()) / (rows - len(nodes))
+        node_rest = float(node_means.var(ddof=1)) - row_variance / float(sizes.mean())
+        node_variance = max(0.0, node_rest)
+    shared = max(0.0, float(column_means.var(ddof=1)) - residual / rows)
+    return max(0.0, row_variance - residual / columns), node_variance, shared, residual
 
 
 def _spreads(tables: Sequence[_Table]) -> np.ndarray:
     """float64 [4]: roots of the ``_squares`` of all tables, which have the same."""
-    each = np.array([_squares(*one) for one in tables])
-    weights = np.array([[max(1, len(logs) - 1)] for logs, _ in tables], dtype=float)
-    weights = np.where(np.isnan(each), 0.0, weights)
+    squares = np.array([_squares(table) for table in tables])
+    degrees = [[max(1, len(table.logs) - 1)] for table in tables]
+    weights = np.where(np.isnan(squares), 0.0, np.array(degrees, dtype=float))
     with np.errstate(invalid="ignore"):  # 0 / 0 is unknown
-        return np.asarray(np.sqrt(np.nansum(weights * each, axis=0) / weights.sum(axis=0)))
+        means = np.nansum(weights * squares, axis=0) / weights.sum(axis=0)
+        return np.asarray(np.sqrt(means))
 
 
 def _components(
     names: Mapping[str, int], tables: Sequence[_Table], rng: np.random.Generator, basis: str
 ) -> list[Component]:
-    """Spreads of ``tables``, with intervals from their ranks (with their nodes) and iterations
-    drawn anew.
+    """Return spreads of ``tables``, with intervals from rows and iterations drawn anew.
+
+    Args:
+        names: of the spreads, and their places in ``_squares``.
+        tables: of equal rows; a row is drawn with its node.
+        rng: for the draws.
+        basis: what the spreads are from, in words.
     """
 
-    def drawn(logs: np.ndarray, nodes: np.ndarray) -> _Table:
-        ranks, count = logs.shape
-        rows = rng.integers(ranks, size=ranks)
-        return logs[rows][:, rng.integers(count, size=count)], nodes[rows]
+    def drawn(table: _Table) -> _Table:
+        num_rows, num_columns = table.logs.shape
+        rows = rng.integers(num_rows, size=num_rows)
+        columns = rng.integers(num_columns, size=num_columns)
+        return _Table(table.logs[rows][:, columns], table.nodes[rows])
 
-    value = _spreads(tables)
-    draws = np.array([_spreads([drawn(*one) for one in tables]) for _ in range(_DRAWS)])
-    return [_component(name, value[i], draws[:, i], basis) for name, i in names.items()]
+    spreads = _spreads(tables)
+    draws = np.empty((_DRAWS, len(spreads)))
+    for number in range(_DRAWS):
+        draws[number] = _spreads([drawn(table) for table in tables])
+    return [_component(name, spreads[i], draws[:, i], basis) for name, i in names.items()]
 
 
-def _component(name: str, value: float, draws: np.ndarray, basis: str) -> Component:
-    if math.isnan(value):
-        return Component(name, math.nan, math.nan, math.nan, basis)
+def _component(name: str, spread: float, draws: np.ndarray, basis: str) -> Component:
+    if math.isnan(spread):
+        return _unknown_component(name, basis)
     low, high = np.nanquantile(np.round(draws, 9), (0.05, 0.95))
-    return Component(name, float(value), float(min(low, value)), float(max(high, value)), basis)
+    low, high = min(low, spread), max(high, spread)
+    return Component(name, float(spread), float(low), float(high), basis)
+
+
+def _unknown_component(name: str, basis: str) -> Component:
+    return Component(name, math.nan, math.nan, math.nan, basis)
 
 
 def _computing(
-    found: Imported, alike: list[list[int]], excluded: set[int], usual: np.ndarray
+    imported: Imported, alike: list[list[int]], excluded: set[int], usual: np.ndarray
 ) -> list[Component]:
-    """Spreads of computing."""
-    kinds = [[i for i in members if found.ranks[i] not in excluded] for members in alike]
-    kinds = [members for members in kinds if members] if len(usual) else []
-    if not kinds:
+    """Return spreads of computing, of all ranks but ``excluded`` in iterations ``usual``."""
+    kinds = []
+    for members in alike:
+        usual_members = [index for index in members if imported.ranks[index] not in excluded]
+        if usual_members:
+            kinds.append(usual_members)
+    if not kinds or not len(usual):
         return []
+
+    # of whole iterations
     tables = []
     for members in kinds:
-        names = [found.measured[i].recorded.node for i in members]
-        nodes = np.array([names.index(name) if name else i for i, name in enumerate(names)])
-        tables.append((_logs(found.computed[members][:, usual]), nodes))
-    basis = f"{sum(map(len, kinds))} ranks in {len(kinds)} kinds, {len(usual)} iterations"
+        logs = _logs(imported.computed[members][:, usual])
+        tables.append(_Table(logs, _node_numbers(imported, members)))
+    num_ranks = sum(len(members) for members in kinds)
+    basis = f"{num_ranks} ranks in {len(kinds)} kinds, {len(usual)} iterations"
     rng = np.random.default_rng(0)
     components = _components(_COMPUTING, tables, rng, basis)
-    samples = [found.measured[i].segments[usual].astype(float) for kept in kinds for i in kept]
-    ratios = [one for one in map(_ratios, samples) if one.size]
+
+    # of segments
+    ratios = []
+    for members in kinds:
+        for index in members:
+            samples = imported.measured[index].segments[usual].astype(float)
+            rank_ratios = _ratios(samples)
+            if rank_ratios.size:
+                ratios.append(rank_ratios)
     if ratios and len(usual) > 1:
-        each = np.sqrt([np.log1p((one * one).mean()) for one in ratios])  # of a lognormal factor
-        many = np.sqrt((rng.choice(each, (_DRAWS, len(each))) ** 2).mean(axis=1))
-        whole = float(np.sqrt((each * each).mean()))
-        components.append(_component("segment", whole, many, basis))
+        squares = [np.log1p((ratio * ratio).mean()) for ratio in ratios]
+        spreads = np.sqrt(squares)  # of a lognormal factor
+        drawn = rng.choice(spreads, (_DRAWS, len(spreads)))
+        draws = np.sqrt((drawn**2).mean(axis=1))
+        spread = float(np.sqrt((spreads * spreads).mean()))
+        components.append(_component("segment", spread, draws, basis))
     return components
+
+
+def _node_numbers(imported: Imported, members: list[int]) -> np.ndarray:
+    """int64 [members]: a number of each one's node; a rank whose node is unknown is alone."""
+    names = [imported.measured[index].recorded.node for index in members]
+    numbers = []
+    for place, name in enumerate(names):
+        if name:
+            numbers.append(names.index(name))
+        else:
+            numbers.append(place)
+    return np.array(numbers)
 
 
 def _ratios(samples: np.ndarray) -> np.ndarray:
     """What segments took over what is usual for them and the iteration, less 1; weighted so that
     the mean of squares is that of a ns.  ``samples``: float64 [iterations, segments] ns.
     """
-    if samples.shape[1] < 2 or len(samples) < 2 or not samples.sum(axis=1).all():
+    count, num_segments = samples.shape
+    if num_segments < 2 or count < 2 or not samples.sum(axis=1).all():
         return np.empty(0)
     means = samples.mean(axis=0)
-    means, samples = means[means > 0], samples[:, means > 0]
-    rest = samples / means / (samples.sum(axis=1, keepdims=True) / samples.sum(axis=1).mean()) - 1
-    weights = means / means.mean() * len(samples) / (len(samples) - 1)
-    return np.asarray(rest * np.sqrt(weights))
+    has_time = means > 0
+    means, samples = means[has_time], samples[:, has_time]
+    # an iteration that is longer in all of its segments is no spread of them
+    iteration_factors = samples.sum(axis=1, keepdims=True) / samples.sum(axis=1).mean()
+    residuals = samples / means / iteration_factors - 1
+    weights = means / means.mean() * count / (count - 1)
+    return np.asarray(residuals * np.sqrt(weights))
 
 
-def _calls(found: Imported, usual: np.ndarray) -> list[Component]:
-    """Spreads of calls on the wire; of those all of whose members are traced."""
-    wire = found.wire[usual] if len(usual) else found.wire
-    wire = wire[:, found.whole]
+def _calls(imported: Imported, usual: np.ndarray) -> list[Component]:
+    """Return spreads on the wire of calls all of whose members are traced."""
+    wire = imported.wire
+    if len(usual):
+        wire = wire[usual]
+    wire = wire[:, imported.whole]
     means = wire.mean(axis=0)
     if not means.sum() or len(wire) < 2:
         basis = "no call has all of its members traced in two iterations"
-        return [Component(name, math.nan, math.nan, math.nan, basis) for name in _CALLS]
+        return [_unknown_component(name, basis) for name in _CALLS]
+
+    # the longest calls, which are most of the time
     longest = np.argsort(-means, kind="stable")
-    enough = int(np.searchsorted(np.cumsum(means[longest]), _SHARE * means.sum())) + 1
-    logs = _logs(wire[:, longest[:enough]]).T  # [calls, iterations]
+    sums = np.cumsum(means[longest])
+    count = int(np.searchsorted(sums, _SHARE * means.sum())) + 1
+    logs = _logs(wire[:, longest[:count]]).T
     basis = f"{len(logs)} calls, {logs.shape[1]} iterations"
-    alone = np.arange(len(logs))
-    return _components(_CALLS, [(logs, alone)], np.random.default_rng(0), basis)
+    table = _Table(logs, np.arange(len(logs)))  # no two on one node
+    return _components(_CALLS, [table], np.random.default_rng(0), basis)
 
 
-def _groups(found: Imported) -> list[GroupTime]:
+class _GroupTimes:
+    """Times of the calls of one group and kind.
+
+    wire_ns, skew_ns : of every call of every traced rank, means over iterations
+    times_last       : rank -> how often it was the last, of calls all of whose members are traced
+    """
+
+    def __init__(self) -> None:
+        self.wire_ns: list[float] = []
+        self.skew_ns: list[float] = []
+        self.times_last: Counter[int] = Counter()
+
+
+def _groups(imported: Imported) -> list[GroupTime]:
     """What calls took on the wire and in waiting for the last rank, by group and kind."""
-    rows: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    lates: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-    for index, one in enumerate(found.measured):
-        program = found.programs.programs[index]
-        meets = found.graph.matched_calls.of[int(found.graph.classes.of[program.rank])]
-        took = (one.done - one.begun).astype(float)
-        for k, op in enumerate(found.call_op[index].tolist()):
-            if not one.calls[k].kernel:
+    times: dict[tuple[str, str], _GroupTimes] = defaultdict(_GroupTimes)
+    for index, measured in enumerate(imported.measured):
+        program = imported.programs.programs[index]
+        class_number = int(imported.graph.classes.of[program.rank])
+        matched = imported.graph.matched_calls.of[class_number]
+        took = (measured.done - measured.begun).astype(float)
+        for k, op in enumerate(imported.call_op[index].tolist()):
+            call = measured.calls[k]
+            if not call.kernel:
                 continue
-            key = program.strings[program.ops["group"][op]], one.calls[k].op
-            skew = found.skew[index][:, k]
-            rows[key].append((float((took[:, k] - skew).mean()), float(skew.mean())))
-            lates[key][program.rank] += int((skew <= 0).sum()) * bool(found.whole[meets[op]])
-    count, groups = len(found.measured), []
-    for (group, op), values in rows.items():
-        wire, skew = np.sum(values, axis=0) / count
-        ((last, late),) = lates[group, op].most_common(1)
-        who = (last, late / lates[group, op].total()) if late else (-1, 0.0)
-        groups.append(GroupTime(group, op, len(values) / count, float(wire), float(skew), *who))
-    return sorted(groups, key=lambda row: -(row.wire_ns + row.skew_ns))
+            group = program.strings[program.ops["group"][op]]
+            skew = imported.skew[index][:, k]
+            group_times = times[group, call.op]
+            group_times.wire_ns.append(float((took[:, k] - skew).mean()))
+            group_times.skew_ns.append(float(skew.mean()))
+            # who waits for nobody was the last, if all are known
+            times_last = 0
+            if imported.whole[matched[op]]:
+                times_last = int((skew <= 0).sum())
+            group_times.times_last[program.rank] += times_last
+
+    num_ranks = len(imported.measured)
+    rows = []
+    for (group, op), group_times in times.items():
+        ((last_rank, times_last),) = group_times.times_last.most_common(1)
+        part = 0.0
+        if times_last:
+            part = times_last / group_times.times_last.total()
+        else:
+            last_rank = -1
+        row = GroupTime(
+            group=group,
+            op=op,
+            calls=len(group_times.wire_ns) / num_ranks,
+            wire_ns=float(np.sum(group_times.wire_ns, axis=0) / num_ranks),
+            skew_ns=float(np.sum(group_times.skew_ns, axis=0) / num_ranks),
+            last=last_rank,
+            part=part,
+        )
+        rows.append(row)
+    rows.sort(key=lambda row: -(row.wire_ns + row.skew_ns))
+    return rows
