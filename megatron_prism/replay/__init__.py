@@ -11,6 +11,7 @@ differences.py   which of several jobs is faster, where what is unknown is the s
 network.py       calls that share links
 whatif.py        slow ranks, other machines and hosts
 replicas.py      more or fewer replicas: calls, the optimizer's work and its memory
+pricing.py       a job of any kind, priced under one machine and calibration
 rates.py         tokens and flops per second, MFU
 microbatches/    other numbers of microbatches, in the order of Megatron's scheduler
 message_buffers.py  when Python drops the tensors of messages
