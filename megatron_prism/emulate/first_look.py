@@ -80,21 +80,22 @@ class FirstLook:
 
     def validate(
         self,
-        validate_args: Callable[..., argparse.Namespace],
-        *args: argparse.Namespace,
+        validate_args: Callable[..., object],
+        namespace: argparse.Namespace,
+        *args: object,
         **kwargs: object,
-    ) -> argparse.Namespace:
+    ) -> object:
         """Run Megatron's ``validate_args`` to its end, and raise all that stops the job.
 
         Args:
             validate_args: the function.
-            *args: of the function, the namespace first.
+            namespace: its first argument, the job's.
+            *args: of the function, too.
             **kwargs: of the function.
 
         Raises:
             UsageError: something stops the job.
         """
-        namespace = args[0]
 
         def note(error: Exception, flags_asked: str = "") -> None:
             if not isinstance(error, _REFUSES):
@@ -103,9 +104,9 @@ class FirstLook:
                 return  # it follows from what was refused before
             self.obstacles.note(refusal(error, vars(namespace), flags_asked, self.known_options))
 
-        validated = namespace
+        validated: object = namespace
         try:
-            validated = _going_on(validate_args, note)(*args, **kwargs)
+            validated = _going_on(validate_args, note)(namespace, *args, **kwargs)
         except Exception as error:
             # after a refusal, what follows from it is none
             if not len(self.obstacles):

@@ -310,13 +310,13 @@ def _shorten(args: argparse.Namespace, steps: int) -> None:
 
 @PATCHES.instead("megatron.training.arguments:validate_args", at=":293 @0.16.1; :388 @0.19.0")
 def _all_refusals(
-    context: PatchContext, original: Original, *args: object, **kwargs: object
-) -> Any:
+    context: PatchContext, original: Original, namespace: Any, *args: object, **kwargs: object
+) -> object:
     """What the parser, the stand-ins and Megatron's validation refuse is said in one list."""
     look = first_look.end()
     if look is None:  # a script that validates twice
-        return _refusals(context, original, *args, **kwargs)
-    return look.validate(original, *args, **kwargs)
+        return _refusals(context, original, namespace, *args, **kwargs)
+    return look.validate(original, namespace, *args, **kwargs)
 
 
 @PATCHES.instead(

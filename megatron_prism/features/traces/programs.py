@@ -859,8 +859,8 @@ class Beside:
         """float64 [ops]: what a captured segment takes, roughly where it has no time."""
         ops = self.program.ops
         modelled_ns = np.maximum(ops["flops"], 0) / 5e5 + np.maximum(ops["traffic"], 0) / 3e3
-        segment_ns: np.ndarray = np.where(ops["ns"] > 0, ops["ns"], modelled_ns)
-        return segment_ns.astype(float)
+        segment_ns: np.ndarray = np.where(ops["ns"] > 0, ops["ns"].astype(float), modelled_ns)
+        return segment_ns
 
     def _weights(self) -> np.ndarray:
         """float64 [segments]: how times are shared out among segments."""
