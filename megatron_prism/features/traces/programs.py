@@ -864,7 +864,8 @@ class Beside:
 
     def _weights(self) -> np.ndarray:
         """float64 [segments]: how times are shared out among segments."""
-        return np.maximum(self._segment_ns[self.slots], 1.0)
+        weights: np.ndarray = np.maximum(self._segment_ns[self.slots], 1.0)
+        return weights
 
 
 @dataclass
