@@ -1,6 +1,7 @@
 """Run any rank of a large Megatron-LM job on one machine, and see what the job does.
 
-Eight packages are core; each imports only those above it (``tests/test_layers.py`` is the table):
+Eight packages are core; each imports only those above it here (``tests/test_layers.py`` says
+which):
 
     core/      world, groups, collectives, programs and their text form, slices, recipes, errors
     graph/     equivalent ranks, matching calls, the world graph, stalled jobs

@@ -22,7 +22,8 @@ from pathlib import Path
 from megatron_prism.core.errors import ProgramError
 from megatron_prism.core.program import Programs
 from megatron_prism.core.slices import open_programs
-from megatron_prism.memory.peaks import known_peak, reserved
+from megatron_prism.memory.blocks import reserved
+from megatron_prism.memory.peaks import known_peak
 from megatron_prism.replay.priced_graph import replay
 from megatron_prism.replay.replicas import with_data_parallel
 

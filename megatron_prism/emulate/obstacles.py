@@ -1,7 +1,9 @@
 """Obstacles: what stops a job before any rank trains, all of it in one list.
 
 Readers of a launch line, of a script and of Megatron's arguments note what they find and go on with
-a placeholder where they can.  Whoever started them raises the list at the end.
+a placeholder where they can: job_line.py (the line), script_options.py and script_job.py (a
+script), unknown_flags.py and first_look.py (Megatron's arguments), stand_ins.py (files).  Whoever
+started them raises the list at the end.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from megatron_prism.core.world import STAGES
 from megatron_prism.emulate import job_arguments, script_job, workers
 from megatron_prism.emulate.script_job import Job
 from megatron_prism.emulate.workers import Json
-from megatron_prism.memory.peaks import memory_bound
+from megatron_prism.memory.recipe_bound import memory_bound
 
 
 def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:

@@ -38,7 +38,7 @@ from megatron_prism.core.recipe import FIELD, Recipe
 from megatron_prism.emulate import capture, job_arguments, launch, options, workers
 from megatron_prism.emulate.session import Session
 from megatron_prism.emulate.workers import Json
-from megatron_prism.memory import peaks
+from megatron_prism.memory import estimates
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.monitor import TrainingMonitor
@@ -239,7 +239,7 @@ class RankJob:
         if tier.live is not None:
             text = job_settings.as_text(recipe.settings(job_arguments.text_of))
             modelled = "modelled: live bytes of shapes, before the allocator's rounding"
-            memory["provenance"] = peaks.described(modelled, peaks.estimates(text))
+            memory["provenance"] = estimates.described(modelled, estimates.estimates(text))
             memory["after"] = tier.live.now
         if tier.name == "cuda":
             memory["peaks"] = [{"bytes": torch.cuda.max_memory_allocated(), "at": {}}]

@@ -24,7 +24,7 @@ from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options, feature_flags
 from megatron_prism.emulate.session import Run, Session
 from megatron_prism.emulate.workers import Json
-from megatron_prism.memory import allocator, nccl_buffers, peaks
+from megatron_prism.memory import allocator, blocks, estimates, nccl_buffers
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
@@ -153,9 +153,9 @@ class Reporter(TrainingListener):
             engine = sys.modules.get("transformer_engine")  # None: the job has none
             found["transformer_engine"] = None if engine is None else engine_version()
             graphs = "cuda_graph_impl" not in job_arguments.left_out
-            unknown = peaks.estimates(job_arguments.of_running_job(), graphs)
+            unknown = estimates.estimates(job_arguments.of_running_job(), graphs)
             found["estimated"] = [asdict(estimate) for estimate in unknown]
-            found["provenance"] = peaks.described(found["provenance"], unknown)
+            found["provenance"] = estimates.described(found["provenance"], unknown)
             return found
         if self.tier.name == "cuda":
             import torch
@@ -223,7 +223,7 @@ class Reporter(TrainingListener):
         beyond_history = live.high.bytes - before
         figures["allocated_peak"] = far_behind.peak_allocated + beyond_history
         figures["by_part"] = parts_of({**live.parts, **parts})
-        figures["reserved_peak"] = peaks.expected_reserved(between, num_ranks)
+        figures["reserved_peak"] = blocks.expected_reserved(between, num_ranks)
         figures["reserved_between"] = between
         figures["provenance"] = (
             "modelled: requests of shapes, replayed by a model of torch's allocator"

@@ -1,9 +1,12 @@
 """Peak memory of every class of ranks, from programs alone.
 
 peaks.py         peaks, and what is alive there
+blocks.py        its segments and blocks, and where they are too much
+estimates.py     what nobody has measured of it
+recipe_bound.py  the least that a rank of a recipe needs
 allocator.py     what PyTorch's caching allocator reserves for it
 steady.py        whether a later iteration runs out where the first ones fit
-nccl_buffers.py  what NCCL's communicators take beside it
+nccl_buffers.py  what NCCL's communicators take beside it (device_memory/: a file for each GPU)
 host_need.py     what the job keeps in its hosts' memory
 routing.py       peaks of an MoE job whose routing is drawn from a law
 job_peaks.py     peaks of all classes of a job's ranks: ``prism.peak_memory``

@@ -22,17 +22,9 @@ from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.classes import equal_programs
 from megatron_prism.memory import allocator, nccl_buffers, routing
-from megatron_prism.memory.peaks import (
-    HeldMemory,
-    class_name,
-    described,
-    estimates,
-    expected_reserved,
-    graph_pools,
-    growth,
-    known_peak,
-    reserved,
-)
+from megatron_prism.memory.blocks import expected_reserved, graph_pools, reserved
+from megatron_prism.memory.estimates import described, estimates
+from megatron_prism.memory.peaks import HeldMemory, class_name, growth, known_peak
 
 TOP = 48  # origins that a class lists; what is smaller is summed up
 PROVENANCE = {

@@ -199,6 +199,9 @@ class BufferCalibration:
             if taken > 0:
                 less += max(0, taken - count * FEWEST_CHANNELS * channel)
                 more += max(0, count * MOST_CHANNELS * channel - taken)
+        # ``_of_other_hosts`` counts already that no message may stay on the host
+        if communicator.local is not None and communicator.local < communicator.size:
+            less = max(0, calls - FEWEST_CHANNELS * channel)
         return less, more
 
     def provenance(self) -> str:

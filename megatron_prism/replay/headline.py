@@ -40,8 +40,8 @@ class HostAnswer:
         where: whose hosts, in words.
         low_index: of the fastest of them.
         high_index: of the slowest.
-        low_ns: of an iteration on the fastest.
-        high_ns: on the slowest.
+        low_ns: the least that an iteration takes on them.
+        high_ns: the most.
     """
 
     where: str
@@ -61,11 +61,12 @@ class Headline:
         machine: its name; "" if nobody knows.
         host_decides: whether measured hosts differ by more than a tenth of the iteration.
         iteration_ns: as replayed.
-        low_ns: on the fastest of the hosts that ``answers`` name; ``iteration_ns`` without any.
-        high_ns: on the slowest of them.
+        low_ns: on the fastest measured host if ``host_decides``, else ``iteration_ns``.
+        high_ns: on the slowest measured host if ``host_decides``, else ``iteration_ns``.
         expected_ns: the mean over all measured hosts, by which layouts are ranked;
-            ``iteration_ns`` where no host is unknown.
-        answers: by whose hosts; none where no host is unknown.
+            ``iteration_ns`` without ``answers``.
+        answers: by whose hosts; none where hosts take no time, where the host was named, and where
+            no slice has a host's index.
     """
 
     text: str
@@ -93,7 +94,7 @@ def headline(timeline: Timeline) -> Headline:
         high_ns=iteration_ns,
         expected_ns=float(iteration_ns),
     )
-    # no host takes time, it was named, or nobody knows by how much others differ from it
+    # one number: hosts take no time, the host was named, or no slice has a host's index
     has_indices = bool(indices_of(timeline.graph.programs.source))
     if not variations.knows_host or variations.has_named_host or not has_indices:
         return one_number
@@ -173,6 +174,7 @@ def _short_name(machine: str) -> str:
 def _ns_by_index(variations: Variations) -> dict[float, int]:
     """Replay the iteration on hosts from the fastest to the slowest that were measured."""
     programs = variations.timeline.graph.programs
+    iteration_ns = variations.timeline.iteration_ns
     indices = {host.index for host in MEASURED_HOSTS}
     rented = indices_of_kind(HostKind.RENTED)
     shown = {min(indices), max(indices), rented[0], rented[-1], *_BETWEEN}
@@ -181,10 +183,12 @@ def _ns_by_index(variations: Variations) -> dict[float, int]:
     for index in sorted(shown):
         # slices without a GPU are replayed on such a host already
         if index == MODELLED_INDEX and variations.has_modelled_host:
-            ns_by_index[index] = variations.base_ns
+            ns_by_index[index] = iteration_ns
             continue
         factors = [float(factor) for factor in host_factors(programs, index)]
-        ns_by_index[index] = variations.with_hosts(factors)
+        # variations leave out that calls share links: only what a host adds counts
+        more_ns = variations.with_hosts(factors) - variations.base_ns
+        ns_by_index[index] = iteration_ns + more_ns
     return ns_by_index
 
 
@@ -203,9 +207,10 @@ def _answers(variations: Variations, ns_by_index: dict[float, int]) -> tuple[Hos
     nvidia = f"on {HostKind.NVIDIA.value}"
     answers.append(HostAnswer(nvidia, MODELLED_INDEX, MODELLED_INDEX, ns, ns))
     rented = indices_of_kind(HostKind.RENTED)
-    low_ns, high_ns = ns_by_index[rented[0]], ns_by_index[rented[-1]]
+    # a slower host can make the last of two iterations shorter
+    rented_ns = [ns for index, ns in ns_by_index.items() if rented[0] <= index <= rented[-1]]
     where = f"on {HostKind.RENTED.value}"
-    answers.append(HostAnswer(where, rented[0], rented[-1], low_ns, high_ns))
+    answers.append(HostAnswer(where, rented[0], rented[-1], min(rented_ns), max(rented_ns)))
     return tuple(answers)
 
 
@@ -233,6 +238,7 @@ def _range(answer: HostAnswer) -> str:
 
 def _rounded(value: float) -> str:
     """Two significant digits, and all before the point."""
-    if value >= 100:
+    # 99.5 and more is 100 in two digits
+    if value >= 99.5:
         return f"{value:,.0f}"
     return f"{value:.2g}"

@@ -13,7 +13,7 @@ from megatron_prism.core import recipe as recipes
 from megatron_prism.core.slices import open_programs
 from megatron_prism.features.sweep.layout import RecipeLayout
 from megatron_prism.features.sweep.recipe_server import CaptureServer
-from megatron_prism.memory import peaks
+from megatron_prism.memory import blocks, peaks
 
 STORED = Path(__file__).parents[1] / "golden" / "slices"
 JOBS = ("cp2", "dense_pp2", "fp8_tp2", "interleaved", "moe_ep2")
@@ -62,7 +62,7 @@ def memory(programs):
     found = {}
     for rank in [int(programs.world.matching(pp=stage)[0]) for stage in programs.world.stages]:
         program = programs.of(rank)
-        found[rank] = peaks.known_peak(program).num_bytes, sum(peaks.reserved(program)) // 2
+        found[rank] = peaks.known_peak(program).num_bytes, sum(blocks.reserved(program)) // 2
     return list(found.values())
 
 

@@ -20,7 +20,7 @@ from helpers.needs import TRAINING
 from megatron_prism.core import program
 from megatron_prism.core.ops import IS_CALL, NAMES
 from megatron_prism.core.units import format_bytes
-from megatron_prism.memory import peaks
+from megatron_prism.memory import blocks, peaks
 from megatron_prism.memory.job_peaks import peak_memory
 from megatron_prism.runtime.recorder.python_calls import KERNEL_NS
 
@@ -158,7 +158,7 @@ def test_slices_have_the_peak_of_the_whole_process(name, jobs, place):
     lone = partial.programs[0]
     # every request of the process is in its history
     assert lone.peak_bytes() == lone.history[:, 1].cumsum().max()
-    in_blocks = peaks.known_peak(peaks.as_blocks(lone)).num_bytes
+    in_blocks = peaks.known_peak(blocks.as_blocks(lone)).num_bytes
     assert in_blocks == pytest.approx(real["peak"], rel=1e-3)
     memory = peak_memory(partial)
     (figures,) = memory.classes.values()
@@ -183,8 +183,8 @@ def test_a_capture_of_few_microbatches_has_the_peak_of_all(jobs, place):
     assert peaks.peak(lone).earlier
     said = f"rank 2: {len(lone):,} ops of an iteration, {format_bytes(lone.peak_bytes())} allocated"
     assert said in done.stdout
-    assert peaks.known_peak(peaks.as_blocks(lone)).num_bytes == memory["allocated_peak"]
-    assert list(peaks.reserved(lone)) == memory["reserved_between"]
+    assert peaks.known_peak(blocks.as_blocks(lone)).num_bytes == memory["allocated_peak"]
+    assert list(blocks.reserved(lone)) == memory["reserved_between"]
 
 
 def test_a_wait_of_the_host_in_a_capture_is_refused_as_by_cuda(jobs):

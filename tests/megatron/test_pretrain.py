@@ -19,7 +19,7 @@ from helpers.needs import TRAINING
 from helpers.pretrain import JOB, SCRIPT, forked
 
 from megatron_prism.core import slices
-from megatron_prism.memory import peaks
+from megatron_prism.memory import blocks, peaks
 
 pytestmark = [pytest.mark.megatron, TRAINING]
 
@@ -318,7 +318,7 @@ def test_the_summary_and_prism_memory_have_one_answer(tmp_path):
     (file,) = (tmp_path / "out").glob("rank-*.json")
     memory = json.loads(file.read_text())["memory"]
     found = slices.assemble(tmp_path / "s", partial=True)
-    between = peaks.reserved(found.programs[0])
+    between = blocks.reserved(found.programs[0])
     assert memory["reserved_peak"] == sum(between) // 2
     assert memory["reserved_between"] == list(between)
 

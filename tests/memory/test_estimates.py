@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_prism.core import job_settings
+from megatron_prism.memory.estimates import described, estimates
 from megatron_prism.memory.job_peaks import MemoryReport
-from megatron_prism.memory.peaks import described, estimates
 
 DENSE = {"--num-layers": "4", "--attention-backend": "unfused"}
 ROUTED = {**DENSE, "--num-experts": "8"}

@@ -15,7 +15,7 @@ from megatron_prism.core.errors import ProgramError
 from megatron_prism.core.program import Builder, Programs
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import World
-from megatron_prism.memory import job_peaks, peak_changes, peaks
+from megatron_prism.memory import blocks, job_peaks, peak_changes, peaks
 
 TEXT = """
 prism-program 1
@@ -161,7 +161,7 @@ def test_pools_of_graphs_are_no_cache():
     graphed = dataclasses.replace(
         parse(TEXT).programs[0], history=np.array(history, dtype=np.int64)
     )
-    pools = peaks.graph_pools(graphed)
+    pools = blocks.graph_pools(graphed)
     assert pools == 100 << 20
     figures = {"peak_allocated": 1 << 30, "peak_reserved": (1 << 30) + (130 << 20),
                "graph_pools": pools, "by_category": {"graph": 8 << 20}}  # fmt: skip
@@ -337,14 +337,14 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
         ("pp=3", "over", "reserved", "768-1023")
     ]
     program = made.of(768)
-    place = peaks.overflow(program, limit)
+    place = blocks.overflow(program, limit)
     assert place.op.phase == "forward"
     assert place.op.microbatch == 0
     assert re.match(r"(core|transformer_engine)/\S+\.py:\d+$", place.site)
     missing = over[0].after - limit
-    assert peaks.overflow(program, limit + missing) is None
+    assert blocks.overflow(program, limit + missing) is None
     assert not any(c.fails for c in peak_changes.compare(now, now, limit=limit + missing))
-    assert peaks.overflow(made.of(0), limit) is None
+    assert blocks.overflow(made.of(0), limit) is None
 
 
 def test_what_came_before_the_iteration_may_not_fit():
@@ -355,10 +355,10 @@ def test_what_came_before_the_iteration_may_not_fit():
     size = 600 << 20
     rows = [[0, size, 0, 0], [0, -size, 0, 1], [1, 150 << 20, 0, 2], [1, -(150 << 20), 0, 3]]
     program = dataclasses.replace(builder.build(0), history=np.array(rows))
-    assert peaks.overflow(program, 700 << 20) is None
-    place = peaks.overflow(program, 500 << 20)
+    assert blocks.overflow(program, 700 << 20) is None
+    place = blocks.overflow(program, 500 << 20)
     assert (place.where, place.size, place.reserved) == ("before the iteration", size, 0)
-    assert peaks.overflow(program, 100 << 20).size == 150 << 20
+    assert blocks.overflow(program, 100 << 20).size == 150 << 20
 
 
 def test_every_stream_has_a_pool_of_its_own(tmp_path):
@@ -372,11 +372,11 @@ def test_every_stream_has_a_pool_of_its_own(tmp_path):
     made = builder.build(0)
     assert made.streams.tolist() == [0, 0, 1]
     world = Programs.one_per_rank([made], World(1))
-    assert (peaks.peak(made).num_bytes, peaks.reserved(made)[0]) == (40 << 20, 80 << 20)
+    assert (peaks.peak(made).num_bytes, blocks.reserved(made)[0]) == (40 << 20, 80 << 20)
     path = program.save(world, tmp_path / "w.prism")
-    assert peaks.reserved(program.load(path).programs[0])[0] == 80 << 20
+    assert blocks.reserved(program.load(path).programs[0])[0] == 80 << 20
     alone = dataclasses.replace(made, streams=made.streams[:0])
-    assert peaks.reserved(alone)[0] == 40 << 20
+    assert blocks.reserved(alone)[0] == 40 << 20
     odd = dataclasses.replace(made, streams=made.streams[:2])
     path = program.save(Programs.one_per_rank([odd], World(1)), tmp_path / "x.prism")
     with pytest.raises(ProgramError, match="streams of program 0 are "):
@@ -418,11 +418,11 @@ def test_blocks_have_what_the_allocator_does_not_split_off():
     builder.add("compute", phase="optimizer")
     builder.memory(2, -100)
     program = builder.build(0)
-    blocks = peaks.as_blocks(program)
+    in_blocks = blocks.as_blocks(program)
     assert peaks.known_peak(program).num_bytes == (33 << 20) + 100
-    assert peaks.known_peak(blocks).by_kind["optim"] == 34 << 20
-    assert peaks.known_peak(blocks).num_bytes == (34 << 20) + 512
-    assert blocks.live_bytes()[-1] == 34 << 20
+    assert peaks.known_peak(in_blocks).by_kind["optim"] == 34 << 20
+    assert peaks.known_peak(in_blocks).num_bytes == (34 << 20) + 512
+    assert in_blocks.live_bytes()[-1] == 34 << 20
 
 
 def test_blocks_of_an_earlier_peak_are_those_of_the_process():
@@ -436,9 +436,9 @@ def test_blocks_of_an_earlier_peak_are_those_of_the_process():
     builder.memory(2, 1000, "param:decoder")
     builder.add("compute", phase="optimizer")
     program = peaks.with_earlier(builder.build(0), before.build(0))
-    assert peaks.known_peak(peaks.as_blocks(program)).num_bytes == 11 * mib + 100
+    assert peaks.known_peak(blocks.as_blocks(program)).num_bytes == 11 * mib + 100
     history = [[0, 11 * mib, 0, 0], [1, 100, 0, 0], [0, -11 * mib, 0, 0], [2, 1000, 0, 0]]
     heard = dataclasses.replace(program, history=np.array(history))
-    top = peaks.known_peak(peaks.as_blocks(heard))
+    top = peaks.known_peak(blocks.as_blocks(heard))
     assert (top.num_bytes, top.earlier) == (12 * mib + 512, True)
     assert top.by_kind["graph"] == 11 * mib

@@ -13,7 +13,7 @@ from megatron_prism.core import recipe as recipes
 from megatron_prism.core.ops import BEGUN
 from megatron_prism.core.world import World
 from megatron_prism.emulate import few_microbatches, recipe_job
-from megatron_prism.memory import peaks
+from megatron_prism.memory import blocks, peaks
 
 pytestmark = MEGATRON
 
@@ -53,7 +53,7 @@ def test_every_request_of_the_iteration_is_that_of_all(captured):
         assert not unlike[:, 1:].any()
         assert unlike[:, 0].max() <= 24 * 8  # the mean of the losses reads them all
         assert np.count_nonzero(unlike) <= 2
-        assert peaks.reserved(one) == peaks.reserved(other)
+        assert blocks.reserved(one) == blocks.reserved(other)
         assert peaks.growth(one).num_bytes == peaks.growth(other).num_bytes
 
 

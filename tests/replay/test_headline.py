@@ -15,7 +15,7 @@ from megatron_prism.replay.costs.measured_hosts import (
     indices_of_kind,
 )
 from megatron_prism.replay.differences import UncertainTime
-from megatron_prism.replay.headline import headline, over_hosts
+from megatron_prism.replay.headline import HostAnswer, _range, headline, over_hosts
 
 HEAD = "prism-program 1\nworld size=1\nprogram ranks=0\n"
 HOST_BOUND = "F0 compute kernels=1000 flops=1 host=70ms lead=1us"
@@ -111,3 +111,21 @@ def test_a_layout_that_waits_for_its_host_ranks_by_the_mean_over_hosts():
     # its range stays where it was: from 90 to 260
     centred = over_hosts(100, waits["sources"], 180.0)
     assert centred == UncertainTime(180.0, {"host": (90, 80)})
+
+
+def test_hosts_add_to_an_iteration_whose_calls_share_links():
+    """What sharing links costs is in the answer of each host, and in the mean that ranks layouts."""
+    job = parse(SHARED)
+    job = dataclasses.replace(job, source={"tier": "meta"})
+    rails = prism.WhatIf(network="rails")
+    timeline = prism.replay(job, machine="h200", what_if=rails)
+    alone = prism.replay(job, machine="h200")
+    assert timeline.iteration_ns > 1.5 * alone.iteration_ns
+    found = headline(timeline)
+    assert found.expected_ns >= found.iteration_ns
+    assert all(answer.low_ns >= found.iteration_ns for answer in found.answers)
+
+
+def test_a_range_is_printed_without_powers_of_ten():
+    answer = HostAnswer("there", 0.6, 1.4, 99_700_000, 450_000_000)
+    assert _range(answer) == "100 to 450 ms"

@@ -1,5 +1,7 @@
 """Fit: whether a job fits into its GPUs, what the peak is made of, and what makes it fit.
 
+Kinds of memory are those of memory/peaks.py (KINDS).
+
 fit.py           programs and a limit -> Fit
 remedies.py      what recomputation frees at the peak, and the peak that decides then
 loader_masks.py  the data loader's mask, which a flag leaves out

@@ -19,7 +19,7 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.features.fit import remedies
-from megatron_prism.memory import allocator, peaks, steady
+from megatron_prism.memory import allocator, blocks, peaks, steady
 from megatron_prism.memory.host_need import HostNeed, host_need
 from megatron_prism.memory.job_peaks import Draws, MemoryReport, first_program, needed, peak_memory
 from megatron_prism.memory.nccl_buffers import DEFAULT
@@ -107,7 +107,7 @@ class Fit:
         """
         program = first_program(self.programs, self.memory.classes[name])
         settings = allocator.Settings.parse(self.memory.job.get("alloc_conf", ""))
-        return peaks.known_peak(peaks.as_blocks(program, settings)).num_bytes
+        return peaks.known_peak(blocks.as_blocks(program, settings)).num_bytes
 
     @property
     def host(self) -> HostNeed | None:
@@ -239,7 +239,7 @@ def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
 
 def _overrun(program: Program, segments: int, settings: allocator.Settings) -> Overrun:
     """``segments``: bytes that the allocator may reserve."""
-    place = peaks.overflow(program, max(segments, 0), settings)
+    place = blocks.overflow(program, max(segments, 0), settings)
     return Overrun(None) if place is None else Overrun(place.where, place.size, place.reserved)
 
 
@@ -281,8 +281,8 @@ def _without_holes(
             segments = figures["peak_reserved"] + limit - need
             if steady.risk(programs[name], segments, expandable).failed:
                 return ()
-            between = peaks.reserved(programs[name], expandable)
-            held = peaks.expected_reserved(between, num_ranks)
+            between = blocks.reserved(programs[name], expandable)
+            held = blocks.expected_reserved(between, num_ranks)
             need += held - figures["peak_reserved"]
         most = max(most, need)
     return (TriedChange(EXPANDABLE, most, most <= limit, 0),)
@@ -304,12 +304,12 @@ def _tried(
         if most and need <= min(most.values()):
             break
         freed = {}
-        for one in remedies.remedies(of[name], memory.job, settings):
+        for one in remedies.remedies(of[name], memory.job, settings, num_ranks):
             freed[one.words], again[one.words] = one.reserved, one.how
         if not settings.expandable:
             expandable = dataclasses.replace(settings, expandable=True)
-            between = peaks.reserved(of[name], expandable)
-            held = peaks.expected_reserved(between, num_ranks)
+            between = blocks.reserved(of[name], expandable)
+            held = blocks.expected_reserved(between, num_ranks)
             freed[EXPANDABLE] = memory.classes[name]["peak_reserved"] - held
             again[EXPANDABLE] = None
         for words in again:

@@ -27,7 +27,7 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.ops import ALLOCATION, IS_CALL, PHASE_NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.features.fit.loader_masks import NO_MASK, without_mask
-from megatron_prism.memory import allocator, peaks
+from megatron_prism.memory import allocator, blocks, peaks
 
 Row = tuple[int, int, int, int, int]  # before, storage, bytes, note, stream
 
@@ -99,20 +99,30 @@ class Remedy:
 
 
 def remedies(
-    program: Program, job: Mapping[str, str], settings: allocator.Settings | None = None
+    program: Program,
+    job: Mapping[str, str],
+    settings: allocator.Settings | None = None,
+    num_ranks: int = 0,
 ) -> tuple[Remedy, ...]:
-    """Changes that lower the peak of ``program``, by what each frees, most first: a mask of the
-    data loader that attention does not read is left out, parts of the model run again, or both.
+    """Find changes that lower the peak of ``program``, by what each frees, most first.
 
-    job : its source: whether it is a recipe's, and what it recomputes already
+    A mask of the data loader that attention does not read is left out, parts of the model run
+    again, or both.
+
+    Args:
+        program: that recorded memory.
+        job: its source: whether it is a recipe's, and what it recomputes already.
+        settings: the allocator's options.
+        num_ranks: of the job.
     """
     before = peaks.known_peak(program)
     tried = _recomputed_parts(program, job, settings, before)
     bare = without_mask(program, job)
     if bare is not None:
         # earlier iterations had the mask, too, and the cache keeps what they asked for
-        less = sum(peaks.reserved(program, settings)) - sum(peaks.reserved(bare, settings))
-        masked = _remedy(NO_MASK, before, bare, less // 2, None)
+        with_mask = blocks.expected_reserved(blocks.reserved(program, settings), num_ranks)
+        without = blocks.expected_reserved(blocks.reserved(bare, settings), num_ranks)
+        masked = _remedy(NO_MASK, before, bare, with_mask - without, None)
         tried.append(masked)
         for remedy in _recomputed_parts(bare, job, settings, before):
             words, reserved = f"{NO_MASK} {remedy.words}", masked.reserved + remedy.reserved

@@ -171,7 +171,7 @@ def _apply(judgement: Judgement, rule: Rule, held: Collection[int]) -> None:
     new: list[Culprit] = []
     for culprit in named:
         earlier_rule = judgement.named_by.get(culprit.rank)
-        if earlier_rule is None or earlier_rule == rule.replaces:
+        if earlier_rule is None or earlier_rule in rule.replaces:
             new.append(culprit)
     if held:
         explaining: list[Culprit] = []

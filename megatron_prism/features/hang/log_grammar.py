@@ -126,7 +126,8 @@ LINES = (
     # -- kernel, drivers and NCCL
     _line(Says.KILLED, "oom", r"oom[-_ ]kill", "slurmstepd, kernel; lanl/PyBNF#118",
           "slurmstepd: error: Detected 1 oom_kill event in StepId=440575.0.", re.IGNORECASE),
-    _line(Says.KILLED, "Killed process", r"out of memory: Killed process .*", "kernel: dmesg",
+    # a process of the node, of whatever rank
+    _line(Says.EVIDENCE, "Killed process", r"out of memory: Killed process .*", "kernel: dmesg",
           "Memory cgroup out of memory: Killed process 4711 (python) total-vm:8kB", re.IGNORECASE),
     _line(Says.EVIDENCE, "NVRM", r"NVRM: Xid .*", "kernel: dmesg, NVIDIA's driver",
           "[1234.5] NVRM: Xid (PCI:0000:5e:00): 79, pid=4711, GPU has fallen off the bus."),

@@ -209,6 +209,7 @@ class Speakers:
         self.marked = False
         self.has_torchrun = False
         self.tasks_are_ranks = True
+        self.has_label_of_rank = False
         actors: dict[str, set[int]] = defaultdict(set)
         for line in lines:
             # a task that starts torchrun is a node
@@ -221,14 +222,21 @@ class Speakers:
             task = _TASK.match(line)
             if task is not None and int(task[1]) != rank:
                 self.tasks_are_ranks = False
+            elif task is not None:
+                self.has_label_of_rank = True
             actor = _ACTOR.search(line)
             if actor is not None:
                 actors[actor[1]].add(rank)
         self._actors = {actor: min(ranks) for actor, ranks in actors.items() if len(ranks) == 1}
 
     def rank_of_task(self, task: int) -> int | None:
-        """Return the rank that a task of srun is; None if it may be a node with several."""
-        return task if self.tasks_are_ranks and not self.has_torchrun else None
+        """Return the rank that a task of srun is; None if it may be a node with several.
+
+        A label in front of a line that names its rank (``3: [rank3]: …``) says which it is.
+        """
+        if self.has_torchrun or not self.tasks_are_ranks or not self.has_label_of_rank:
+            return None
+        return task
 
     def rank_of_process(self, pid: int) -> int | None:
         """Return the rank of an actor of Ray by its process; None if that is not known."""

@@ -296,7 +296,8 @@ class _Log:
                 tasks += range(int(first), last_task + 1)[:_MOST_PARTS]
 
         # srun itself kills the others when one has failed
-        ended_by_launcher = match["cause"] == "Killed" and (self.launcher_ends or len(tasks) > 1)
+        is_killed_with_others = match["cause"] == "Killed" and len(tasks) > 1
+        ended_by_launcher = self.launcher_ends or is_killed_with_others
         ranks = [self.speakers.rank_of_task(task) for task in tasks]
         if ended_by_launcher or None in ranks:
             self.job.evidence.append(text[match.start() :].strip()[:200])
@@ -322,7 +323,9 @@ class _Log:
         whose log stands in front.
         """
         sizes = text.startswith("using world size")
-        self.starts += not sizes or self.sized
+        if not sizes or self.sized:
+            self.starts += 1
+            self.launcher_ends = False  # that was the attempt before
         self.sized |= sizes
 
     # -- lines of torch ---------------------------------------------------------------------------
@@ -538,7 +541,10 @@ class _Job:
                 died.append((record.rank, value))
         for rank, death in died:
             speaker = self.ranks[rank]
-            if not speaker.calls and not speaker.counts:
+            # its watchdog spoke, or may have: Ray leaves out lines that are alike
+            if speaker.calls or speaker.counts or self.deduplicated:
+                self.evidence.append(f"rank {rank}: {death.text}")
+            else:
                 speaker.events.append(RankEvent("killed", death.text))
 
     @staticmethod

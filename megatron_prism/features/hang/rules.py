@@ -44,6 +44,7 @@ class Judgement:
         doubt: Whether a rank that is named may be a victim of something that dumps lack.
         culprits: Rank -> culprit.
         named_by: Rank -> name of the rule that named it.
+        has_lone_callers: Whether a few ranks wait in a call that most never make.
     """
 
     parted: ConsistentDumps
@@ -57,6 +58,7 @@ class Judgement:
     doubt: bool = False
     culprits: dict[int, Culprit] = field(default_factory=dict)
     named_by: dict[int, str] = field(default_factory=dict)
+    has_lone_callers: bool = False
 
     @property
     def state(self) -> JobState:
@@ -144,7 +146,7 @@ class Rule:
         decides: Cases whose verdict the rule decides, of planted faults and recorded hangs
             (tests/features/hang/test_rules.py).
         when: Where it is asked.
-        replaces: Name of a rule whose culprits it takes over.
+        replaces: Names of rules whose culprits it takes over.
         must_explain: Whether its ranks are named only if they explain all waits.
     """
 
@@ -152,7 +154,7 @@ class Rule:
     find: Callable[[Judgement], list[Culprit]]
     decides: tuple[str, ...] = ()
     when: When = When.ALWAYS
-    replaces: str = ""
+    replaces: tuple[str, ...] = ()
     must_explain: bool = False
 
 
@@ -309,6 +311,7 @@ def lone_callers(judgement: Judgement) -> list[Culprit]:
     is_minority = len(idle | lost) > 2 * len(call_of_rank)
     if not call_of_rank or not is_minority or 2 * len(free) <= len(state.dumps):
         return []
+    judgement.has_lone_callers = True
     for rank, entry in call_of_rank.items():
         text = f"rank {rank} waits in {call_text(entry)}, which nobody else makes"
         judgement.note(entry, text)
@@ -325,7 +328,7 @@ def late_hosts(judgement: Judgement) -> list[Culprit]:
 
     Hosts that an exception excuses are not named.
     """
-    if _LONE_CALLERS in judgement.named_by.values():
+    if judgement.has_lone_callers:
         return []
     state, new = judgement.state, judgement.parted.new
     stack_of_rank: dict[int, str] = {}
@@ -365,13 +368,16 @@ def stuck_devices(judgement: Judgement) -> list[Culprit]:
     """Find ranks that did not see the end of a call that needs everybody, though others did."""
     incomplete = list(waits.incomplete_calls(judgement.state))
     ranks_of_launch: dict[Launch, set[int]] = defaultdict(set)
+    exchanges: set[Launch] = set()
     for rank, entry, _ in incomplete:
         ranks_of_launch[entry.launch].add(rank)
+        if entry.op == "all_to_all":
+            exchanges.add(entry.launch)
     culprits: list[Culprit] = []
     for rank, entry, last in incomplete:
         # of an all-to-all each waits for its pairs only
         ranks = ranks_of_launch[entry.launch]
-        if len(ranks) > 1 and _has_all_to_all(incomplete, entry.launch):
+        if len(ranks) > 1 and entry.launch in exchanges:
             judgement.suspect(ranks)
             text = f"{call_text(entry)} ended on all members but {ranks_text(ranks)}: what one of "
             text += "them sends another does not expect (splits), or their link stands still"
@@ -382,14 +388,6 @@ def stuck_devices(judgement: Judgement) -> list[Culprit]:
         judgement.note(entry, f"rank {rank}: {reason}")
         culprits.append(Culprit(rank, "device stuck", reason))
     return culprits
-
-
-def _has_all_to_all(incomplete: Iterable[tuple[int, Entry, int]], launch: Launch) -> bool:
-    """Tell whether a rank records a call that did not end as an all-to-all."""
-    for _, entry, _ in incomplete:
-        if entry.launch == launch and entry.op == "all_to_all":
-            return True
-    return False
 
 
 def devices_that_never_started(judgement: Judgement) -> list[Culprit]:
@@ -680,7 +678,7 @@ RULES = (
         "a call ended on others",
         stuck_devices,
         _drawn("gpu_error", ("active", "logs")),
-        replaces=_LATE_HOSTS,
+        replaces=(_LATE_HOSTS, _LONE_CALLERS),
     ),
     Rule("its calls are in another order", exchanged_calls, _drawn("lost", ("history",))),
     Rule(

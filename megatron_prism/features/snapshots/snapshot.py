@@ -30,10 +30,10 @@ from megatron_prism.core.ops import EMPTIED, STEPS
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
+from megatron_prism.memory.blocks import as_blocks
 from megatron_prism.memory.peaks import (
     HeldMemory,
     Peak,
-    as_blocks,
     difference,
     holdings_at,
     known_peak,

@@ -40,7 +40,8 @@ from megatron_prism.features.sweep.layout import JobLayout
 from megatron_prism.features.sweep.recipe_server import CaptureServer
 from megatron_prism.features.sweep.space import SweepPoint
 from megatron_prism.memory import nccl_buffers
-from megatron_prism.memory.peaks import expected_reserved, known_peak, peak, reserved
+from megatron_prism.memory.blocks import expected_reserved, reserved
+from megatron_prism.memory.peaks import known_peak, peak
 from megatron_prism.replay.microbatches import microbatch_count
 from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import price

@@ -38,7 +38,7 @@ from megatron_prism.features.sweep.layout import RecipeLayout
 from megatron_prism.features.sweep.recipe_server import CaptureServer
 from megatron_prism.features.sweep.space import Job, Script, SweepPoint, Value
 from megatron_prism.memory import nccl_buffers
-from megatron_prism.memory.peaks import memory_bound
+from megatron_prism.memory.recipe_bound import memory_bound
 from megatron_prism.replay.costs.machine import default_machine, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.differences import standings

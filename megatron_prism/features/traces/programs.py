@@ -813,9 +813,10 @@ class Beside:
         """Return the captured program with the traced times."""
         ops, measured = self.program.ops, self.measured
         both = np.stack([measured.segments, measured.busy]).astype(float)
+        all_weights = self._weights()
         for segments in self._unparted_segments():
             # nothing of the trace tells these apart: as the capture has them
-            weights = self._weights()[segments]
+            weights = all_weights[segments]
             sums = both[..., segments].sum(axis=-1, keepdims=True)
             both[..., segments] = sums * (weights / weights.sum())
         samples = np.rint(both[0]).astype(np.int64)

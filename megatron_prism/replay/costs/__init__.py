@@ -9,7 +9,10 @@
     host.py             how long the host takes to issue an op
     host_index.py       how fast a host is, by a benchmark or by traces
     measured_hosts.py   hosts whose index was measured, each once
-    machine.py          rates and links of machines (machines/*.json)
+    machine.py          rates and links of machines
+    machines/ ops/ calls/   its data, a file for each GPU: rates and links, measured kernels,
+                        measured calls; a new generation of GPUs is named in machine.py,
+                        kernels.py and collectives.py, too
     nccl_settings.py    NCCL's environment: which ways its calls may go
     nccl_tests.py       a calibration from the output of nccl-tests
 

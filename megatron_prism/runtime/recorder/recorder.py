@@ -229,8 +229,10 @@ class Recorder(CallListener, TrainingListener):
             self._since = time.perf_counter_ns()
 
     def _close(self) -> None:
-        """End the open segment; it is an op if anything ran in it, unless a batch is being issued:
-        nothing runs between its messages.
+        """End the open segment.
+
+        It becomes an op: on tier meta if a kernel ran in it, on the other tiers always.  Between
+        two messages of one batch there is no segment.
         """
         if self._batch >= 0 and self._batched:
             return

@@ -7,7 +7,7 @@ import pytest
 from megatron_prism.core import job_settings
 from megatron_prism.core.program import Builder
 from megatron_prism.features.fit import loader_masks, remedies
-from megatron_prism.memory import peaks
+from megatron_prism.memory import blocks, peaks
 
 MIB = 1 << 20
 
@@ -227,7 +227,7 @@ def test_a_boththat_takes_the_advice_peaks_where_it_was_promised(tmp_path, kind)
             again, _ = run(str(number), *one.words.replace("'", "").split())
             actual, promised = peaks.peak(again).num_bytes, one.peak.num_bytes
             assert -0.05 < actual / promised - 1 < 0.01, one.words
-            assert sum(peaks.reserved(again)) < sum(peaks.reserved(program)), one.words
+            assert sum(blocks.reserved(again)) < sum(blocks.reserved(program)), one.words
 
 
 MASK = "--no-create-attention-mask-in-dataloader"

@@ -35,6 +35,24 @@ def test_each_row_reads_its_line(row):
     assert row.pattern.search(row.example)
 
 
+def test_a_task_that_no_label_says_to_be_a_rank_may_be_a_node(tmp_path):
+    """One task of accelerate or deepspeed a node: task 1 is no rank 1, though no line says so."""
+    line = "srun: error: n1: task 1: Out Of Memory\n"
+    found = judged(tmp_path, WORLD.format(16) + waits(*range(8)) + line)
+    assert [culprit for culprit in found.culprits if culprit.kind == "killed"] == []
+    assert any("task 1: Out Of Memory" in text for text in found.evidence)
+
+
+def test_what_srun_ends_itself_names_nobody_until_the_job_starts_again(tmp_path):
+    said = "".join(waits(rank, prefix=f"{rank}: ") for rank in (0, 1, 3))
+    ends = "srun: Terminating StepId=7.0\n"
+    crash = "srun: error: n1: task 2: Segmentation fault (core dumped)\n"
+    found = judged(tmp_path, WORLD.format(4) + said + ends + crash)
+    assert [culprit for culprit in found.culprits if culprit.kind == "killed"] == []
+    again = judged(tmp_path, WORLD.format(4) + ends + WORLD.format(4) + said + crash)
+    assert [(culprit.rank, culprit.kind) for culprit in again.culprits] == [(2, "killed")]
+
+
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
@@ -54,7 +72,8 @@ def test_each_row_reads_its_line(row):
     ],
 )
 def test_launchers_name_the_rank_that_ended_by_itself(line, cause, tmp_path):
-    found = judged(tmp_path, WORLD.format(4) + waits(0, 1, 3) + line + "\n")
+    said = "".join(waits(rank, prefix=f"{rank}: ") for rank in (0, 1, 3))
+    found = judged(tmp_path, WORLD.format(4) + said + line + "\n")
     assert [(c.rank, c.kind, c.why) for c in found.culprits] == [(2, "killed", cause)]
     assert [victim.rank for victim in found.victims] == [0, 1, 3]
 

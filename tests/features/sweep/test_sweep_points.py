@@ -7,7 +7,7 @@ from helpers.needs import MEGATRON
 import megatron_prism as prism
 from megatron_prism.core import recipe as recipes
 from megatron_prism.features.sweep import space
-from megatron_prism.memory.peaks import memory_bound
+from megatron_prism.memory.recipe_bound import memory_bound
 
 pytestmark = [MEGATRON, pytest.mark.slow]
 
