@@ -185,9 +185,14 @@ current: FirstLook | None = None  # of the job whose arguments are read in this 
 
 
 def begin() -> FirstLook:
-    """Start the look at the arguments of a job in this process."""
+    """Start the look at the arguments of a job in this process, or go on with one that has begun.
+
+    A script may parse more than once before it validates (Megatron's restart in a process does):
+    what the first parse refused and left out is in the list of the last.
+    """
     global current
-    current = FirstLook()
+    if current is None:
+        current = FirstLook()
     return current
 
 

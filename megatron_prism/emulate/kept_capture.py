@@ -9,14 +9,16 @@ alone: it may be a key, and folders of slices are handed on.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_prism.core.slices import WORLD
@@ -24,6 +26,9 @@ from megatron_prism.emulate import job_arguments
 
 _FILE = ".captured"
 _FORMAT = 1
+_SLICES = "slice-*.prism"
+_NEVER_NS = 1 << 63
+_MEANWHILE = "changed during the capture"  # a stamp that no file has
 # Packages whose files are compared one by one; of the other installed ones the first file is, which
 # every installation writes anew.
 _COMPARED_WHOLE = frozenset({"megatron", "megatron_prism", "transformer_engine"})
@@ -208,28 +213,47 @@ def read(folder: Path) -> CaptureRecord | None:
         return None
 
 
-def keep(folder: Path, command: Sequence[str], imported: Collection[str], *, all_new: bool) -> None:
+def keep(
+    folder: Path,
+    command: Sequence[str],
+    imported: Collection[str],
+    *,
+    all_new: bool,
+    began_ns: int = _NEVER_NS,
+) -> None:
     """Write what ``folder`` was captured from.
 
     Args:
         folder: of the slices, which are whole.
         command: of the job that was captured.
         imported: files that the ranks imported that ran now; empty where every slice was kept.
-        all_new: whether every slice was captured now.  Slices that were kept are of the files as
-            they were then, so their stamps stay.
+        all_new: whether every slice was captured now.  Slices that were kept are of the files, the
+            environment and the machine as they were then: what was written of those stays.
+        began_ns: when the capture began, as times of files count.  Whether ranks read a file that
+            was changed since then, before it was, nobody knows.
     """
     before = read(folder)
-    # of slices of which nobody knows what they were made from, nothing is said
-    if not imported and before is None:
+    slices = _slice_files(folder)
+    if all_new:
+        record = _record(command, secrets.token_hex(8), imported)
+        for path, stamp in record.files.items():
+            if _changed_since(path, began_ns):
+                record.files[path] = f"{_MEANWHILE} {stamp}"
+        record.files.update({path: _stamp(path) for path in slices})
+        _write(folder, record)
         return
-    salt = secrets.token_hex(8)
-    record = _record(command, salt, [*imported, *_slice_files(folder)])
-    if before is not None and not all_new:
-        slices = set(_slice_files(folder))
-        for path, stamp in before.files.items():
-            if path not in slices:
-                record.files[path] = stamp
-    _write(folder, record)
+    # of slices of which nobody knows what they were made from, nothing is said
+    if before is None:
+        return
+    files: dict[str, str] = {}
+    kept_command = before.command
+    # the slices are those of the new command, too, if it leaves iterations as they are
+    if all(map(_leaves_iterations, changed_options(before.command, command))):
+        kept_command = list(command)
+        files.update({path: _stamp(path) for path in _named_files(command)})
+    files.update({path: stamp for path, stamp in before.files.items() if not _is_slice(path)})
+    files.update({path: _stamp(path) for path in slices})
+    _write(folder, replace(before, command=kept_command, files=files))
 
 
 def _write(folder: Path, record: CaptureRecord) -> None:
@@ -240,9 +264,28 @@ def _write(folder: Path, record: CaptureRecord) -> None:
     os.replace(work, folder / _FILE)
 
 
+def _changed_since(path: str, began_ns: int) -> bool:
+    """Return whether a file was written at or after ``began_ns``.
+
+    What a job itself makes in the folder of temporary files (kernels that it compiles) is new each
+    time.
+    """
+    if path.startswith(f"{tempfile.gettempdir()}/"):
+        return False
+    try:
+        return os.stat(path).st_mtime_ns >= began_ns
+    except (OSError, ValueError):
+        return False
+
+
+def _is_slice(path: str) -> bool:
+    """Return whether a file is called as a slice is."""
+    return fnmatch.fnmatch(os.path.basename(path), _SLICES)
+
+
 def _slice_files(folder: Path) -> list[str]:
     """Return the paths of the slices of ``folder``."""
-    return [os.path.abspath(path) for path in sorted(folder.glob("slice-*.prism"))]
+    return [os.path.abspath(path) for path in sorted(folder.glob(_SLICES))]
 
 
 def _record(command: Sequence[str], salt: str, files: Iterable[str]) -> CaptureRecord:

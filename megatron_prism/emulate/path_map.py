@@ -38,9 +38,13 @@ class PathMap:
 
         A path is replaced as a whole: ``/data`` is none of ``/data2`` and of ``/my/data``.
         """
+        if not self.new_paths:
+            return text
         # the longest first: /data/text before /data
-        for old in sorted(self.new_paths, key=len, reverse=True):
-            new = self.new_paths[old]
-            pattern = rf"(?<![\w./-]){re.escape(old)}(?![\w.-])"
-            text = new.join(re.split(pattern, text))
-        return text
+        old_paths = "|".join(map(re.escape, sorted(self.new_paths, key=len, reverse=True)))
+        pattern = rf"(?:{old_paths})(?![\w.-])"
+        # what has been replaced stays: a script's words, its text and its line are read in turn
+        new_paths = [new for new in self.new_paths.values() if new != "/"]
+        if new_paths:
+            pattern = rf"(?!(?:{'|'.join(map(re.escape, new_paths))})(?![\w.-])){pattern}"
+        return re.sub(rf"(?<![\w./-]){pattern}", lambda match: self.new_paths[match[0]], text)

@@ -117,7 +117,12 @@ class RankTemplate:
         name, file = events
         request = {"number": number, "words": list(words), "events": name}
         try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [file, printed])
+            # a command may be longer than a packet: the packet only brings its file
+            asked = _as_file(json.dumps(request).encode())
+            try:
+                socket.send_fds(self._socket, [b"request"], [asked, file, printed])
+            finally:
+                os.close(asked)
         except OSError:  # it has died
             self.ended = True
         return ForkedRank(self, number)
@@ -150,6 +155,17 @@ class RankTemplate:
         self._socket.close()
 
 
+def _as_file(content: bytes) -> int:
+    """Return a file descriptor of a file in memory that holds ``content``, to be read from its
+    beginning.
+    """
+    descriptor = os.memfd_create("request")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
 def can_fork() -> bool:
     """Whether this system has what a template needs."""
     return sys.platform == "linux"
@@ -170,7 +186,8 @@ def _serve(requests: socket.socket, shared_modules: Sequence[str]) -> None:
     A fork leaves this function by SystemExit.
     """
     for name in shared_modules:
-        with contextlib.suppress(ImportError):
+        # a rank that needs it says why it cannot be imported; others do without
+        with contextlib.suppress(Exception):
             import_module(name)
     gc.collect()
     gc.freeze()  # what is imported stays: no rank looks through it
@@ -178,10 +195,11 @@ def _serve(requests: socket.socket, shared_modules: Sequence[str]) -> None:
     while True:
         readable, _, _ = select.select([requests], [], [], _REAP_S)
         if readable:
-            packet, files, _, _ = socket.recv_fds(requests, _MOST_BYTES, 2)
+            packet, (*files,), _, _ = socket.recv_fds(requests, _MOST_BYTES, 3)
             if not packet:
                 return
-            request = json.loads(packet)
+            with open(files.pop(0), encoding="utf-8") as asked:
+                request = json.load(asked)
             child = os.fork()
             if not child:
                 requests.close()

@@ -37,6 +37,7 @@ STEPS_OF_SHAPES = 4
 _SETTLED = (  # by ``Job.words`` for every rank
     "--prism-emulate", "--prism-world-size", "--prism-ranks", "--prism-capture", "--prism-tier",
     "--prism-force", "--prism-pace", "--prism-slow", "--prism-job-flags", "--prism-steps",
+    first_look.CHECK,
 )  # fmt: skip
 
 
@@ -328,6 +329,7 @@ def capture(
             return workers.run(tasks, console, at_once)
 
         start = time.perf_counter()
+        began_ns = time.time_ns()
         there = set(store.ranks())
         if there >= set(ranks) and not job.source:  # of this very job?  its arguments say so
             try:
@@ -346,7 +348,7 @@ def capture(
                 save(assemble(folder), folder / WORLD, force=True)
         if whole and not job.source:
             imported = {path for result in results for path in result["files"]}
-            kept_capture.keep(folder, job.question, imported, all_new=not there)
+            kept_capture.keep(folder, job.question, imported, all_new=not there, began_ns=began_ns)
     for one in results:
         peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
         console.print(f"rank {one['rank']:,}: {one['said']}{peak}")

@@ -218,3 +218,29 @@ def test_a_script_s_obstacles_are_one_list_before_any_rank_trains(tmp_path):
         assert part in fix
     assert check["stand_ins"][0] == "no value: --save"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.sh"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "text", "there"),
+    [
+        # what stands below its old path is replaced once, however often it is read
+        (["/data=/data/alice"], "/data/x /data", "/data/alice/x /data/alice"),
+        # nor is what stands for one path replaced as another
+        (["/a/b=/a/c", "/a=/z"], "/a/b/1 /a/2", "/a/c/1 /z/2"),
+    ],
+)
+def test_what_stands_for_a_path_is_not_replaced_again(pairs, text, there):
+    paths = PathMap.parse(pairs)
+    assert paths.in_text(text) == there
+    assert paths.in_text(there) == there
+
+
+def test_what_an_earlier_parse_refused_stays_in_the_list():
+    """Megatron's restart in a process parses the line before the script does."""
+    first = first_look.begin()
+    first.obstacles.add("--global-batch-size cannot be 1,024", "1024")
+    again = first_look.begin()
+    assert [obstacle.fix for obstacle in again.obstacles] == ["1024"]
+    assert first_look.end() is first
+    assert first_look.begin() is not first
+    first_look.end()

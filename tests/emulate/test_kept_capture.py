@@ -204,3 +204,21 @@ def test_a_neighbour_of_changed_files_is_not_looked_at(capture, tmp_path, monkey
     capture.folder = tmp_path / "longer"
     capture.words += ["--train-iters", "9"]
     assert "copied" not in capture.ask()[1]
+
+
+def test_a_comparison_does_not_make_slices_those_of_another_environment(capture, monkeypatch):
+    """The rank that compares looks at arguments alone, so each question compares."""
+    capture.ask()
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    for _ in range(2):
+        started, printed = capture.ask()
+        assert started == 1
+        assert "NVTE_FLASH_ATTN in the environment" in printed
+
+
+def test_slices_that_an_interrupted_capture_left_are_of_nobody_knows_what(capture):
+    capture.ask()
+    (capture.folder / ".captured").unlink()
+    capture.imported.write_text("layers = 3")
+    for _ in range(2):
+        assert capture.ask()[0] == 1

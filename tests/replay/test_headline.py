@@ -17,6 +17,16 @@ from megatron_prism.replay.costs.measured_hosts import (
 from megatron_prism.replay.differences import UncertainTime
 from megatron_prism.replay.headline import HostAnswer, _range, headline, over_hosts
 
+# two groups at once, of two nodes, that may share each rank's NIC
+SHARED = """prism-program 1
+world size=16 tp=8
+program ranks=0-15
+- compute kernels=1000 flops=1 host=1us lead=1us
+- all_reduce DATA_PARALLEL_GROUP bf16 n=134217728 reduce=sum handle=1
+- all_reduce default_pg bf16 n=134217728 reduce=sum handle=2
+- wait handle=1
+- wait handle=2
+"""
 HEAD = "prism-program 1\nworld size=1\nprogram ranks=0\n"
 HOST_BOUND = "F0 compute kernels=1000 flops=1 host=70ms lead=1us"
 GPU_BOUND = "F0 compute kernels=10 flops=685000000000000 host=1ms lead=1us"
@@ -114,13 +124,13 @@ def test_a_layout_that_waits_for_its_host_ranks_by_the_mean_over_hosts():
 
 
 def test_hosts_add_to_an_iteration_whose_calls_share_links():
-    """What sharing links costs is in the answer of each host, and in the mean that ranks layouts."""
+    """What sharing costs is in the answer of each host, and in the mean that ranks layouts."""
     job = parse(SHARED)
     job = dataclasses.replace(job, source={"tier": "meta"})
     rails = prism.WhatIf(network="rails")
     timeline = prism.replay(job, machine="h200", what_if=rails)
     alone = prism.replay(job, machine="h200")
-    assert timeline.iteration_ns > 1.5 * alone.iteration_ns
+    assert timeline.iteration_ns > 1.1 * alone.iteration_ns
     found = headline(timeline)
     assert found.expected_ns >= found.iteration_ns
     assert all(answer.low_ns >= found.iteration_ns for answer in found.answers)

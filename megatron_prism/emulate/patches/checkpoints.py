@@ -218,6 +218,12 @@ def _is_planned(module: ModuleType, folder: str) -> bool:
     return (Path(place) / ".metadata").is_file() and job.ckpt_format == "torch_dist"
 
 
+def _tell(reading: planned_reads.PlannedReading) -> None:
+    """Tell those who asked what the rank reads, or why Megatron refuses to."""
+    for tell in planned_reads.observers:
+        tell(reading.result)
+
+
 def _plan_load(context: PatchContext, optimizer: object, load: Callable[[], object]) -> None:
     """Run Megatron's load_checkpoint on shapes, as the part ``load`` of the rank's memory.
 
@@ -240,17 +246,17 @@ def _plan_load(context: PatchContext, optimizer: object, load: Callable[[], obje
                 _make_states(optimizer)
             load()
     except PrismError:
+        # a refusal of ours says nothing of the checkpoint
         raise
-    except (Exception, CheckpointException) as error:
+    except (Exception, CheckpointException, SystemExit) as error:
         reading.result.refusal = planned_reads.refusal_of(error)
         refusal = reading.result.refusal.partition("\n")[0][:_LONGEST_REFUSAL]
+        _tell(reading)
         raise UnsupportedError(
             f"--load {job.load}: Megatron refuses the checkpoint: {refusal}",
             fix=f"prism reshard {job.load} -- <the job> lists what does not fit",
         ) from error
-    finally:
-        for tell in planned_reads.observers:
-            tell(reading.result)
+    _tell(reading)
 
     # the schedule stays that of the job's beginning
     for name, value in before.items():

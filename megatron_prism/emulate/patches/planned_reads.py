@@ -226,6 +226,9 @@ def refusal_of(error: BaseException) -> str:
     """
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
+    # Megatron prints why before it ends the process
+    if isinstance(error, SystemExit):
+        return "Megatron ends the job there; what it printed says why"
     text = str(error) or "without a word"
     # the text of a KeyError is quoted
     if isinstance(error, KeyError):

@@ -284,7 +284,7 @@ def _without_files(
         replaced = stand_ins.put(args, look.obstacles)
         look.check_data(args)
         if look.options_without_value:
-            text = f"no value: {', '.join(look.options_without_value)}"
+            text = f"no value: {', '.join(dict.fromkeys(look.options_without_value))}"
             look.stand_ins.append(text)
             context.monitor.note(text)
         if replaced.text:

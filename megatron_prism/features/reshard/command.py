@@ -29,6 +29,8 @@ def reshard(args: argparse.Namespace) -> Answer:
 
     if not args.job:
         raise UsageError("reshard into which job?", fix="prism reshard CHECKPOINT -- torchrun …")
+    if args.read_rate == 0:
+        raise UsageError("a file system that reads nothing", fix="--read-rate 20GB")
     plan = plan_reading(
         args.checkpoint,
         args.job,

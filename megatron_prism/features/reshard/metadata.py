@@ -139,7 +139,11 @@ def _folder_of(path: Path) -> Path:
     tracker = path / _TRACKER
     if tracker.is_file():
         text = tracker.read_text(encoding="utf-8").strip()
-        name = text if text == _RELEASE else f"iter_{int(text):07d}"
+        if text != _RELEASE and not text.isdecimal():
+            raise UsageError(f"{tracker} names no iteration", fix=_FIX)
+        name = text
+        if text != _RELEASE:
+            name = f"iter_{int(text):07d}"
         if (path / name / _METADATA).is_file():
             return path / name
         raise UsageError(f"{path / name} has no {_METADATA}", fix=_FIX)
