@@ -175,7 +175,9 @@ def test_what_is_kept_was_written_down_once(simulated, tier, wanted, interval, g
             assert 0 < len(capture._clocks) <= len(timed)
 
 
-@pytest.mark.parametrize("wanted", [*range(3, 20), 26, 40, 75])
+@pytest.mark.parametrize(
+    "wanted", [*range(3, 20), *(pytest.param(most, marks=pytest.mark.ci) for most in (26, 40, 75))]
+)
 def test_what_is_timed_does_not_follow_a_clocked_iteration(simulated, wanted):
     """At its power limit a GPU that rested behind every call of one is quicker in the next."""
     ones = [{number} for number in range(2, min(wanted, 30))]

@@ -15,7 +15,7 @@ from megatron_prism.graph import world_graph
 from megatron_prism.replay.priced_graph import price
 
 pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.ci]
 
 
 PP = "PIPELINE_MODEL_PARALLEL_GROUP"

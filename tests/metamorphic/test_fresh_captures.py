@@ -8,7 +8,7 @@ from helpers.needs import MEGATRON
 from megatron_prism.replay.replicas import with_data_parallel
 
 schedule = pytest.importorskip("megatron_prism.emulate.schedule")
-pytestmark = [MEGATRON, pytest.mark.slow]
+pytestmark = [MEGATRON, pytest.mark.slow, pytest.mark.ci]
 
 LAYOUTS = {
     "dense": (),

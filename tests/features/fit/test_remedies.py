@@ -200,6 +200,7 @@ KINDS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize("kind", KINDS)

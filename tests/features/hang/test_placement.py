@@ -186,6 +186,7 @@ def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
         assert bad.lines[-1] == "REFUTED"
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):

@@ -225,6 +225,7 @@ def test_the_same_sweep_again_evaluates_nothing_and_says_the_same(recipe, folder
     assert any("2 of them are there already" in text for text in said)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", [1, 2])
 def test_what_follows_from_a_shorter_capture_is_what_a_capture_says(recipe, folder, tmp_path, pp):
@@ -241,6 +242,7 @@ def refused(*args):
     raise PrismError("nothing is captured any more")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_memory_of_a_point_is_that_of_its_capture_on_every_machine(recipe, tmp_path, monkeypatch):
     axes, out = ["pp=2", "global_batch_size=32"], tmp_path / "sweep"

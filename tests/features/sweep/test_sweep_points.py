@@ -31,6 +31,7 @@ def test_every_layout_is_a_point(rows):
     assert len(rows) == 2 * 3 * 2
 
 
+@pytest.mark.ci
 def test_every_point_is_the_job_captured_with_its_sizes(recipe, rows):
     for row in rows:
         real = captured(space.point_of(recipe, row.result["axes"]).layout)
