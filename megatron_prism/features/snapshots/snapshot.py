@@ -28,7 +28,7 @@ from megatron_prism.core import code_files, foreign
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import EMPTIED, STEPS
 from megatron_prism.core.program import Builder, Program, Programs
-from megatron_prism.core.rendering import renderer_of
+from megatron_prism.core.rendering import Rendered
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
 from megatron_prism.memory.blocks import as_blocks
 from megatron_prism.memory.peaks import (
@@ -180,32 +180,52 @@ def read(path: str | PathLike[str], device: int | None = None) -> Snapshot:
         data = foreign.read_unpacked(file, _MOST, 1000)
         with foreign.bounded_memory(16 * len(data) + (1 << 30)):
             value = foreign.unpickled(data, lambda value: None)
-        taken = _of(foreign.shaped(value, _File), device)
+        taken = _snapshot_of(foreign.shaped(value, _File), device)
     folder, name = Path(path).absolute().parts[-2:]
     rank, named = _RANK.search(name), _ITERATION.search(name) or _ITERATION.search(folder)
     iteration = int(named[1]) if named else taken.iterations[-1] if taken.whole else 0
     return replace(taken, rank=int(rank[1]) if rank else None, iteration=iteration or None)
 
 
-def _of(file: _File, device: int | None) -> Snapshot:
+def _snapshot_of(file: _File, device: int | None) -> Snapshot:
+    """Take the snapshot of one device out of a file; None: of the one with most."""
     if device is None:
-        held: Counter[int] = Counter()
-        for one in file.segments:
-            held[one.device] += one.total_size
-        traced = Counter({number: len(trace) for number, trace in enumerate(file.device_traces)})
-        ((device, _),) = (held or traced).most_common(1) or [(0, 0)]
-    segments = [one for one in file.segments if one.device == device]
-    events = file.device_traces[device] if device < len(file.device_traces) else []
+        device = _fullest_device(file)
+    segments = [segment for segment in file.segments if segment.device == device]
+    events = []
+    if device < len(file.device_traces):
+        events = file.device_traces[device]
+
+    # an option that is not modelled does not spoil the rest of the snapshot
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    conf = " ".join(str(file.allocator_settings.get(name) or "") for name in names).strip()
+    texts = [str(file.allocator_settings.get(name) or "") for name in names]
+    unknown_option = ""
     try:
-        settings, unknown = Settings.parse(conf), ""
-    except PrismError as error:  # the rest of the snapshot is as good
-        settings, unknown = Settings(), error.message
-    if any(segment.is_expandable for segment in segments) and not settings.expandable:
+        settings = Settings.parse(" ".join(texts).strip())
+    except PrismError as error:
+        settings = Settings()
+        unknown_option = error.message
+
+    # segments say it where the variable does not
+    has_expandable = any(segment.is_expandable for segment in segments)
+    if has_expandable and not settings.expandable:
         settings = replace(settings, expandable=True)
     taken = _History(settings, events, segments).run(segments)
-    return replace(taken, unknown=unknown)
+    return replace(taken, unknown=unknown_option)
+
+
+def _fullest_device(file: _File) -> int:
+    """Find the device with most bytes of segments; without any, with the longest trace; else 0."""
+    amounts: Counter[int] = Counter()  # device -> bytes of segments
+    for segment in file.segments:
+        amounts[segment.device] += segment.total_size
+    if not amounts:
+        # device -> events
+        amounts.update({number: len(trace) for number, trace in enumerate(file.device_traces)})
+    if not amounts:
+        return 0
+    fullest, _ = amounts.most_common(1)[0]
+    return fullest
 
 
 @dataclass
@@ -427,22 +447,8 @@ def _site(python: Iterable[tuple[str, int]]) -> str:
     return of_job
 
 
-class _Shown:
-    """What all three kinds of answers have."""
-
-    def to_text(self) -> str:
-        """A table, and what differs most."""
-        text: str = renderer_of(self).text(self)
-        return text
-
-    def to_html(self) -> str:
-        """The same as one page."""
-        page: str = renderer_of(self).page(self)
-        return page
-
-
 @dataclass(frozen=True)
-class SnapshotGrowth(_Shown):
+class SnapshotGrowth(Rendered):
     """What one process holds more at the end of the last of its snapshots than of the first.
 
     grown      : by kind and line, largest first; negative where it has become less
@@ -519,7 +525,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class SnapshotComparison(_Shown):
+class SnapshotComparison(Rendered):
     """A real process beside the slices of its job, in the iteration of the real peak.
 
     rank           : whose slices they are
@@ -565,7 +571,7 @@ class SnapshotComparison(_Shown):
 
 
 @dataclass(frozen=True)
-class RankedSnapshots(_Shown):
+class RankedSnapshots(Rendered):
     """What is to be said of several processes, by the rank or the name of each."""
 
     answers: Mapping[str, Any]  # SnapshotComparison or SnapshotGrowth
