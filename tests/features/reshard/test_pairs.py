@@ -11,7 +11,7 @@ import torch
 from helpers import needs, real_checkpoints
 from torch.distributed import checkpoint
 
-pytestmark = [needs.TRAINING, pytest.mark.ci, pytest.mark.slow]
+pytestmark = [needs.TRAINING, pytest.mark.ci, pytest.mark.megatron, pytest.mark.slow]
 
 JOB = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
