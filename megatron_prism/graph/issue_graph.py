@@ -33,25 +33,42 @@ from megatron_prism.core.program import Program
 from megatron_prism.graph import loops
 from megatron_prism.graph.world_graph import WorldGraph
 
-COMPUTE, JOIN = 0, 1  # a segment, a point in time
-MEET = 2  # a matched call; the other kinds are of one class each
-LEAD, HOST = 3, 4  # the host's time for an op until the device may begin it, and after that
+# kinds of nodes
+COMPUTE = 0  # a segment
+JOIN = 1  # a point in time
+MEET = 2  # a matched call; the nodes of all other kinds belong to one class
+LEAD = 3  # the host's time for an op until the device may begin the op
+HOST = 4  # the host's time for an op after that
+SENT = 5  # a send that does not wait for its receiver
+
+NOTHING = int(np.iinfo(np.int64).max)  # stands for no node
+
+# globals of the loop, which numba compiles as constants
 _WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
 _COMPUTE, _BARRIER = CODE["compute"], CODE["barrier"]
-SENT = 5  # a send that does not wait for its receiver
 _SEND = CODE["send"]
+
+_STEPS = 8  # of NCCL's buffers (NCCL_STEPS): on H100 eight messages of up to 8 MiB fit into 64
+_LEAST_ROOM = 1024  # entries of the list of edges at first
 
 
 @dataclass(frozen=True)
 class Issue:
-    """The nodes of one class, numbered from 0.  ``-1 - k`` is the meeting of call ``k``, where
-    k = iteration * ops + op.
+    """The nodes of one class, numbered from 0.
 
-    kind, op, iteration : per node
-    start, before       : before[start[i]:start[i + 1]], nodes and meetings that end before node i
-    calls, ready        : the calls, and the node at which this rank is ready for each
-    node                : int64 [iterations * ops], node or meeting of every op; ``NOTHING``: none
-    ready_of            : int64 [iterations * ops], as ``ready``; NOTHING for ops that are no calls
+    ``-1 - k`` is the meeting of call ``k``, where ``k = iteration * ops + op``.
+
+    Attributes:
+        kind: uint8 [nodes], COMPUTE, JOIN, LEAD, HOST or SENT.
+        op: int64 [nodes], the op that a node is of.
+        iteration: int32 [nodes].
+        start: int64 [nodes + 1], slices of ``before``.
+        before: int64 [edges], nodes and meetings that end before node i:
+            ``before[start[i]:start[i + 1]]``.
+        calls: int64 [calls], the calls, each an index k.
+        ready: int64 [calls], the node at which the rank is ready for each call.
+        node: int64 [iterations * ops], node or meeting of every op; NOTHING: none.
+        ready_of: int64 [iterations * ops], as ``ready``; NOTHING for ops that are no calls.
     """
 
     kind: np.ndarray
@@ -65,282 +82,503 @@ class Issue:
     ready_of: np.ndarray
 
 
-NOTHING = int(np.iinfo(np.int64).max)
-
-
-_STEPS = 8  # of NCCL's buffers (NCCL_STEPS): on H100 eight messages of up to 8 MiB fit into 64
-
-
 def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered: int) -> Issue:
-    """``iterations`` iterations of ``program``, one straight after the other; buffers of so many
-    bytes hold what is on its way to a peer.
+    """Read a program: which node waits for which, when the rank issues it several times in a row.
+
+    Args:
+        program: The program of a class.
+        sizes: Group description -> ranks in the group.
+        iterations: How often the program runs, one iteration straight after the other.
+        buffered: Bytes on their way to a peer that NCCL's buffers hold; 0: no buffers.
     """
-    ops, strings = program.ops, program.strings
-    names, length = ops["name"], len(program)
-    device = np.array([text == "device" for text in strings])[ops["note"]]
-    talks = IS_CALL[names]
-    # 1 further and 1 back are the same pair in a group of two, and share its stream
-    size_of = np.array([max(1, sizes.get(text, 1)) for text in strings], dtype=np.int64)
-    alone = IS_PAIR[names] & (ops["batch"] < 0)
-    place = np.where(alone, 1 + ops["peer"] % size_of[ops["group"]], 0)
-    group = ops["group"].astype(np.int64) << 40
-    comms, num_comms = _numbered(np.where(talks, group | place, -1))
+    ops = program.ops
+    names = ops["name"]
+    num_ops = len(program)
+    is_call = IS_CALL[names]
+    has_host = int(program.knows_host)
+
+    # what the ops use: communicators, handles, batches, buffers
+    comms, num_comms = _comms_of_ops(program, sizes, is_call)
     handles, num_handles = _numbered(ops["handle"])
-    first, following, largest = _batches(ops["batch"])
-    fits = (names == _SEND) & (program.bytes_in <= buffered) & (buffered > 0)
-    pairs, num_pairs = _numbered(
-        np.where(fits, group | ops["peer"].astype(np.int64) + (1 << 32), -1)
+    first, following, largest_batch = _batches(ops["batch"])
+    pairs, num_pairs = _pairs_of_buffered_sends(program, buffered)
+    step_bytes = max(1, buffered // _STEPS)
+    whole_steps = np.maximum(1, -(-program.bytes_in // step_bytes))
+    held_bytes = whole_steps * step_bytes
+    waits_for_device = np.array([text == "device" for text in program.strings])
+    inputs = [
+        ops["name"].astype(np.int64),
+        ops["stream"].astype(np.int64),
+        comms,
+        handles,
+        first,
+        following,
+        is_call.astype(np.int64),
+        waits_for_device[ops["note"]].astype(np.int64),
+        pairs,
+        held_bytes,
+        has_host,
+        iterations,
+        buffered,
+    ]
+
+    # the most nodes that ops can have: a segment one, with its host three; a call four
+    nodes_of_op = 1 + 3 * is_call
+    nodes_of_op[names == _COMPUTE] = 1 + 2 * has_host
+    most_nodes = int(nodes_of_op.sum()) * iterations
+    num_calls = num_ops * iterations
+    state_sizes = (
+        3 * len(program.strings),
+        2 * num_comms,
+        3 * num_handles,
+        3 * num_pairs,
+        2 * num_calls,
+        largest_batch,
     )
-    step = max(1, buffered // _STEPS)
-    held = np.maximum(1, -(-program.bytes_in // step)) * step
-    given = [
-        *(ops[name].astype(np.int64) for name in ("name", "stream")),
-        comms, handles, first, following, talks.astype(np.int64), device.astype(np.int64), pairs,
-        held, int(program.knows_host), iterations, buffered,
-    ]  # fmt: skip
-    each = np.where(names == _COMPUTE, 3 if program.knows_host else 1, 1 + 3 * talks)
-    most = int(each.sum()) * iterations
-    room = 3 * most + 1024
+
+    # the loop says when the edges do not fit: it then runs again with twice the room
+    room = 3 * most_nodes + _LEAST_ROOM
     while True:
-        state = [
-            np.zeros(size, dtype=np.int64)
-            for size in (3 * len(strings), 2 * num_comms, 3 * num_handles, 3 * num_pairs,
-                         2 * length * iterations, largest)
-        ]  # fmt: skip
-        nodes = [np.zeros(most, dtype=np.int64) for _ in range(4)]
-        calls = [np.full(length * iterations, NOTHING, dtype=np.int64) for _ in range(4)]
-        edges, done = np.zeros(room, dtype=np.int64), np.zeros(iterations + 2, dtype=np.int64)
-        loops.run(_read, given, [*state, *nodes, *calls, edges, done], loops.SHORT)
+        state = [np.zeros(size, dtype=np.int64) for size in state_sizes]
+        node_columns = [np.zeros(most_nodes, dtype=np.int64) for _ in range(4)]
+        call_columns = [np.full(num_calls, NOTHING, dtype=np.int64) for _ in range(4)]
+        edges = np.zeros(room, dtype=np.int64)
+        done = np.zeros(iterations + 2, dtype=np.int64)
+        results = [*state, *node_columns, *call_columns, edges, done]
+        loops.run(_read, inputs, results, loops.SHORT)
         if done[-1] >= 0:
             break
         room *= 2
-    kind, op, at, size = (column[: done[iterations]] for column in nodes)
-    start = np.concatenate(([0], np.cumsum(size)))
-    called, ready, node, ready_of = calls
+
+    num_nodes = done[iterations]
+    kind, op, edges_begin, num_edges = (column[:num_nodes] for column in node_columns)
+    start = np.concatenate(([0], np.cumsum(num_edges)))
+    # the lists of edges lie anywhere in ``edges``: one straight behind the other
+    shift = np.repeat(edges_begin - start[:-1], num_edges)
+    calls, ready, node, ready_of = call_columns
+    nodes_of_iteration = np.diff(done[:-1])
     return Issue(
-        kind.astype(np.uint8),
-        op,
-        np.repeat(np.arange(iterations, dtype=np.int32), np.diff(done[:-1])),
-        start,
-        edges[np.repeat(at - start[:-1], size) + np.arange(start[-1])],
-        called[: done[-1]],
-        ready[: done[-1]],
-        node,
-        ready_of,
+        kind=kind.astype(np.uint8),
+        op=op,
+        iteration=np.repeat(np.arange(iterations, dtype=np.int32), nodes_of_iteration),
+        start=start,
+        before=edges[shift + np.arange(start[-1])],
+        calls=calls[: done[-1]],
+        ready=ready[: done[-1]],
+        node=node,
+        ready_of=ready_of,
     )
 
 
-def _numbered(values: np.ndarray) -> tuple[np.ndarray, int]:
-    """int64 [n]: the place of each value among those that are not negative, -1 for these; how many
-    there are.
+def _comms_of_ops(
+    program: Program, sizes: Mapping[str, int], is_call: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Number the communicators, each with a stream: (int64 [ops], -1 for no call; how many).
+
+    A group has one for its calls, and one for each peer of its messages outside batches.
     """
-    found = np.full(len(values), -1, dtype=np.int64)
-    mine = np.flatnonzero(values >= 0)
-    known, found[mine] = np.unique(values[mine], return_inverse=True)
-    return found, len(known)
+    ops = program.ops
+    group_sizes = np.array([max(1, sizes.get(text, 1)) for text in program.strings], dtype=np.int64)
+    # 1 further and 1 back are the same pair in a group of two, and share its stream
+    peers = 1 + ops["peer"] % group_sizes[ops["group"]]
+    is_unbatched_message = IS_PAIR[ops["name"]] & (ops["batch"] < 0)
+    comm_of_group = np.where(is_unbatched_message, peers, 0)
+    keys = _group_keys(program) | comm_of_group
+    return _numbered(np.where(is_call, keys, -1))
+
+
+def _pairs_of_buffered_sends(program: Program, buffered: int) -> tuple[np.ndarray, int]:
+    """Number the (group, peer) of sends that fit into buffers: (int64 [ops], -1: none; how many).
+
+    Args:
+        program: The program of a class.
+        buffered: Bytes of the buffers of a pair.
+    """
+    ops = program.ops
+    fits = (ops["name"] == _SEND) & (program.bytes_in <= buffered) & (buffered > 0)
+    # peers may be negative: 2^32 more keeps them apart from the group's bits
+    peers = ops["peer"].astype(np.int64) + (1 << 32)
+    keys = _group_keys(program) | peers
+    return _numbered(np.where(fits, keys, -1))
+
+
+def _group_keys(program: Program) -> np.ndarray:
+    """Put the group of each op above 40 free bits: int64 [ops]."""
+    groups = program.ops["group"].astype(np.int64)
+    return groups << 40
+
+
+def _numbered(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """Number the values that are not negative, in ascending order.
+
+    Returns:
+        int64 [n], the number of each value, -1 for negative values; and how many numbers there are.
+    """
+    numbers = np.full(len(values), -1, dtype=np.int64)
+    places = np.flatnonzero(values >= 0)
+    distinct, numbers[places] = np.unique(values[places], return_inverse=True)
+    return numbers, len(distinct)
 
 
 def _batches(batch: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """The first op of the batch of each op, and the next one (-1: none); how many are in the
-    largest one.  An op without a batch is one of its own.
+    """Link the ops of each batch; an op without a batch is one of its own.
+
+    Args:
+        batch: int [ops], the batch of each op; negative: none.
+
+    Returns:
+        int64 [ops], the first op of the batch of each op; int64 [ops], the next op of the batch
+        (-1: none); and how many ops the largest batch has.
     """
-    first, following = np.arange(len(batch)), np.full(len(batch), -1, dtype=np.int64)
-    mine = np.flatnonzero(batch >= 0)
-    mine = mine[np.argsort(batch[mine], kind="stable")]
-    begins = np.flatnonzero(np.diff(batch[mine], prepend=-1))
-    counts = np.diff(begins, append=len(mine))
-    first[mine] = np.repeat(mine[begins], counts)
-    same = np.flatnonzero(batch[mine[1:]] == batch[mine[:-1]])
-    following[mine[same]] = mine[same + 1]
+    first = np.arange(len(batch))
+    following = np.full(len(batch), -1, dtype=np.int64)
+
+    # ops in batches, one batch after the other
+    members = np.flatnonzero(batch >= 0)
+    members = members[np.argsort(batch[members], kind="stable")]
+    batch_of_member = batch[members]
+    begins = np.flatnonzero(np.diff(batch_of_member, prepend=-1))
+    counts = np.diff(begins, append=len(members))
+    first[members] = np.repeat(members[begins], counts)
+
+    has_next = np.flatnonzero(batch_of_member[1:] == batch_of_member[:-1])
+    following[members[has_next]] = members[has_next + 1]
     return first, following, int(counts.max(initial=1))
 
 
 def _read(  # type: ignore[no-untyped-def]
-    names, op_stream, op_comm, op_handle, first, following, talks, device, pair, held,
-    hosted, iterations, buffered,
-    streams, comms, handles, pairs, sends, ends,
-    kind, op, at, size, called, readies, node, ready_of, edges, done,
-):  # fmt: skip
-    """Reads the program: where the rank stands is what the next op of each queue must wait for.
+    names,
+    op_stream,
+    op_comm,
+    op_handle,
+    first,
+    following,
+    is_call,
+    is_device_wait,
+    pair,
+    held_bytes,
+    has_host,
+    iterations,
+    buffered,
+    streams,
+    comms,
+    handles,
+    pairs,
+    sends,
+    ends,
+    kind,
+    op,
+    at,
+    size,
+    called,
+    readies,
+    node,
+    ready_of,
+    edges,
+    done,
+):
+    """Read the program: where the rank stands is what the next op of each queue must wait for.
 
-    Lists of nodes lie in ``edges``.  Three entries each: ``streams`` (where the list of its last
-    ops is, its length, and one of the streams in their order), ``handles`` (where, length, whether
-    it is a barrier's), ``pairs`` (bytes on their way, the first and the last send in ``sends``);
-    two each: ``comms`` (its last node, one of them in their order), ``sends`` (bytes, the next).
-    ``done``: nodes before each iteration and in all, calls; -1: ``edges`` are too few.
+    Numba compiles this loop for large programs, so it fills flat arrays.  Lists of nodes lie in
+    ``edges``.
+
+    Args:
+        names: Per op: its code.
+        op_stream: Per op: its stream.
+        op_comm: Per op: its communicator; -1: none.
+        op_handle: Per op: its handle; -1: none.
+        first: Per op: the first op of its batch.
+        following: Per op: the next op of its batch; -1: none.
+        is_call: Per op: 1 for calls.
+        is_device_wait: Per op: 1 if a host_wait waits for the whole device.
+        pair: Per op: the pair of ranks of a send into buffers; -1: none.
+        held_bytes: Per op: bytes of buffers that a send needs.
+        has_host: 1 if the program says how long the host takes.
+        iterations: How many.
+        buffered: Bytes of the buffers of a pair.
+        streams: Three entries a stream: where the list of its last ops is, its length, and one of
+            the streams in the order of their first ops.
+        comms: Two entries each: its last node, and one of the communicators in their order.
+        handles: Three entries each: where its list is, its length, 1 if it is a barrier's.
+        pairs: Three entries each: bytes on their way, the first and the last send in ``sends``.
+        sends: Two entries a call: bytes, and the next send of the pair.
+        ends: Room for the nodes that end a batch.
+        kind: Result, per node: its kind.
+        op: Result, per node: its op.
+        at: Result, per node: where its predecessors begin in ``edges``.
+        size: Result, per node: how many predecessors it has.
+        called: Result, per call: the call.
+        readies: Result, per call: the node at which the rank is ready.
+        node: Result, per iteration and op: its node.
+        ready_of: Result, per iteration and op: the node at which the rank is ready.
+        edges: Result: lists of nodes.
+        done: Result: nodes before each iteration and in all; then the calls, or -1 if ``edges`` is
+            too short.
     """
-    length, num_comms = len(names), len(comms) // 2
-    n = top = calls = flying = used_streams = used_comms = 0
-    longest, host = 1, -1
+    num_ops = len(names)
+    num_comms = len(comms) // 2
+    n = 0  # the next node
+    top = 0  # the next free entry of ``edges``
+    calls = 0
+    flying = 0  # sends in buffers
+    used_streams = 0
+    used_comms = 0
+    longest = 1  # list of a stream or a handle
+    host = -1  # the node at which the host stands; -1: nothing holds it
     for i in range(num_comms):
         comms[2 * i] = NOTHING
     for iteration in range(iterations):
-        done[iteration], base = n, iteration * length
+        done[iteration] = n
+        base = iteration * num_ops
+        # handles belong to one iteration
         for i in range(len(handles) // 3):
-            handles[3 * i + 1] = handles[3 * i + 2] = 0
-        for i in range(length):
-            name, stream, handle = names[i], op_stream[i], op_handle[i]
-            least = (used_streams + 3) * (longest + 1) + num_comms + 3 * len(ends) + flying + 8
-            if top + least > len(edges):
+            handles[3 * i + 1] = 0
+            handles[3 * i + 2] = 0
+        for i in range(num_ops):
+            name = names[i]
+            stream = op_stream[i]
+            handle = op_handle[i]
+            # an op adds at most so many edges
+            lists = (used_streams + 3) * (longest + 1)
+            needed = lists + num_comms + 3 * len(ends) + flying + 8
+            if top + needed > len(edges):
                 done[iterations + 1] = -1
                 return
-            queue, count = streams[3 * stream], streams[3 * stream + 1]
-            blocks, wanted = False, False  # whether the host waits here; for the whole device
-            if name == _COMPUTE and hosted:  # between the two nodes in which the host issues it
-                for k in range(3):
-                    op[n + k], at[n + k] = i, top
-                    if k == 0 and host >= 0:
-                        edges[top] = host
-                        top += 1
-                    elif k == 1:
-                        for j in range(queue, queue + count):
-                            edges[top] = edges[j]
-                            top += 1
-                    if k > 0:
-                        edges[top] = n
-                        top += 1
-                    size[n + k] = top - at[n + k]
-                kind[n], kind[n + 1], kind[n + 2] = LEAD, COMPUTE, HOST
-                node[base + i] = edges[top] = n + 1
-                used_streams = _set(streams, stream, top, 1, used_streams)
-                host = n + 2
+            queue = streams[3 * stream]
+            count = streams[3 * stream + 1]
+            blocks_host = False
+            waits_for_device = False
+            if name == _COMPUTE and has_host:
+                # a segment between the two nodes in which the host issues it
+                lead = n
+                segment = n + 1
+                after = n + 2
+                for k in range(lead, after + 1):
+                    op[k] = i
+                kind[lead] = LEAD
+                at[lead] = top
+                if host >= 0:
+                    edges[top] = host
+                    top += 1
+                size[lead] = top - at[lead]
+                kind[segment] = COMPUTE
+                at[segment] = top
+                for j in range(queue, queue + count):
+                    edges[top] = edges[j]
+                    top += 1
+                edges[top] = lead
                 top += 1
+                size[segment] = top - at[segment]
+                kind[after] = HOST
+                at[after] = top
+                edges[top] = lead
+                top += 1
+                size[after] = 1
+                node[base + i] = segment
+                edges[top] = segment
+                used_streams = _set(streams, stream, top, 1, used_streams)
+                top += 1
+                host = after
                 n += 3
             elif name == _COMPUTE:
-                kind[n], op[n], at[n] = COMPUTE, i, top
+                # a segment that the host issued ahead
+                kind[n] = COMPUTE
+                op[n] = i
+                at[n] = top
                 top = _queue(queue, count, host, edges, top)
                 size[n] = top - at[n]
-                node[base + i] = edges[top] = n
+                node[base + i] = n
+                edges[top] = n
                 used_streams = _set(streams, stream, top, 1, used_streams)
                 top += 1
                 n += 1
-            elif talks[i] and first[i] == i:  # the rest of a batch is issued with its first
-                if hosted:
-                    kind[n], op[n], at[n], size[n] = HOST, i, top, 0
+            elif is_call[i] and first[i] == i:
+                # a call, or a batch: the rest of a batch is issued with its first call
+                if has_host:
+                    kind[n] = HOST
+                    op[n] = i
+                    at[n] = top
+                    size[n] = 0
                     if host >= 0:
                         edges[top] = host
                         top += 1
                         size[n] = 1
                     host = n
                     n += 1
-                comm, ready, begin = op_comm[i], n, top
+
+                # the rank is ready when its stream, its host and the group's stream are
+                comm = op_comm[i]
+                ready = n
+                begin = top
                 top = _queue(queue, count, host, edges, top)
                 if comms[2 * comm] != NOTHING:
                     top = _append(edges, begin, top, comms[2 * comm])
                 else:
                     comms[2 * used_comms + 1] = comm
                     used_comms += 1
-                kind[n], op[n], at[n], size[n] = JOIN, i, begin, top - begin
+                kind[n] = JOIN
+                op[n] = i
+                at[n] = begin
+                size[n] = top - begin
                 n += 1
-                member, together = i, 0
+
+                # the calls of the batch
+                member = i
+                num_members = 0
                 while member >= 0:
                     call = base + member
-                    called[calls], readies[calls] = call, ready
+                    called[calls] = call
+                    readies[calls] = ready
                     calls += 1
-                    node[call], ready_of[call] = -1 - call, ready
-                    if pair[member] >= 0:  # a send into NCCL's buffers, once they have room
-                        one = 3 * pair[member]
-                        kind[n], op[n], at[n] = SENT, member, top
+                    node[call] = -1 - call
+                    ready_of[call] = ready
+                    if pair[member] >= 0:
+                        # a send into NCCL's buffers, once they have room
+                        row = 3 * pair[member]
+                        kind[n] = SENT
+                        op[n] = member
+                        at[n] = top
                         edges[top] = ready
                         top += 1
-                        sends[2 * call], sends[2 * call + 1] = held[member], -1
-                        if pairs[one] > 0:
-                            sends[2 * pairs[one + 2] + 1] = call
+                        sends[2 * call] = held_bytes[member]
+                        sends[2 * call + 1] = -1
+                        if pairs[row] > 0:
+                            last_send = pairs[row + 2]
+                            sends[2 * last_send + 1] = call
                         else:
-                            pairs[one + 1] = call
-                        pairs[one + 2] = call
-                        pairs[one] += held[member]
+                            pairs[row + 1] = call
+                        pairs[row + 2] = call
+                        pairs[row] += held_bytes[member]
                         flying += 1
-                        while pairs[one] > buffered:
-                            oldest = pairs[one + 1]
+                        # the oldest sends must have been received first
+                        while pairs[row] > buffered:
+                            oldest = pairs[row + 1]
                             edges[top] = -1 - oldest
                             top += 1
-                            pairs[one] -= sends[2 * oldest]
-                            pairs[one + 1] = sends[2 * oldest + 1]
+                            pairs[row] -= sends[2 * oldest]
+                            pairs[row + 1] = sends[2 * oldest + 1]
                             flying -= 1
                         size[n] = top - at[n]
                         node[call] = n
                         n += 1
-                    ends[together] = node[call]
-                    together += 1
+                    ends[num_members] = node[call]
+                    num_members += 1
                     member = following[member]
+
+                # a batch ends when all its calls have ended
                 end = ends[0]
-                if together > 1:
-                    kind[n], op[n], at[n], size[n] = JOIN, i, top, together
-                    for j in range(together):
+                if num_members > 1:
+                    kind[n] = JOIN
+                    op[n] = i
+                    at[n] = top
+                    size[n] = num_members
+                    for j in range(num_members):
                         edges[top] = ends[j]
                         top += 1
                     end = n
                     n += 1
-                comms[2 * comm] = edges[top] = end
+                comms[2 * comm] = end
+                edges[top] = end
+
+                # who waits for the end: handles, else the stream
                 member = i
                 while member >= 0:
-                    if op_handle[member] >= 0:
-                        handles[3 * op_handle[member]] = top
-                        handles[3 * op_handle[member] + 1] = 1
+                    row = 3 * op_handle[member]
+                    if row >= 0:
+                        handles[row] = top
+                        handles[row + 1] = 1
                     else:
                         used_streams = _set(streams, stream, top, 1, used_streams)
                     member = following[member]
                 top += 1
-                blocks = name == _BARRIER and handle < 0
-                if name == _BARRIER and handle >= 0:
+                if name == _BARRIER and handle < 0:
+                    blocks_host = True
+                elif name == _BARRIER:
                     handles[3 * handle + 2] = 1
             elif name == _WAIT:
+                # the stream waits for what it had, for the host and for the handle's list
                 begin = top
                 top = _queue(queue, count, host, edges, top)
                 if handle >= 0:
-                    where, more = handles[3 * handle], handles[3 * handle + 1]
-                    same = more == top - begin
-                    for j in range(more):
-                        same = same and edges[where + j] == edges[begin + j]
-                    for j in range(more):
+                    where = handles[3 * handle]
+                    num_awaited = handles[3 * handle + 1]
+                    is_same_list = num_awaited == top - begin
+                    for j in range(num_awaited):
+                        is_same_list = is_same_list and edges[where + j] == edges[begin + j]
+                    for j in range(num_awaited):
                         top = _append(edges, begin, top, edges[where + j])
-                    if same:
+                    # nothing new: the stream keeps its list
+                    if is_same_list:
                         top = begin
-                    blocks = handles[3 * handle + 2] == 1  # WorkNCCL blocks the host there, too
+                    # WorkNCCL blocks the host in the wait for a barrier, too
+                    blocks_host = handles[3 * handle + 2] == 1
                 if top > begin:
                     used_streams = _set(streams, stream, begin, top - begin, used_streams)
                     longest = max(longest, top - begin)
             elif name == _RECORD and handle >= 0:
+                # the event is where the stream and the host stand
                 handles[3 * handle] = top
                 top = _queue(queue, count, host, edges, top)
                 handles[3 * handle + 1] = top - handles[3 * handle]
                 longest = max(longest, handles[3 * handle + 1])
             elif name == _HOST:
-                blocks, wanted = True, device[i] == 1
-            if blocks:
+                blocks_host = True
+                waits_for_device = is_device_wait[i] == 1
+            if blocks_host:
+                # the host waits for the op's stream
                 begin = top
-                queue, count = streams[3 * stream], streams[3 * stream + 1]
+                queue = streams[3 * stream]
+                count = streams[3 * stream + 1]
                 for j in range(queue, queue + count):
                     top = _append(edges, begin, top, edges[j])
-                if wanted:
+                # … or for all streams and communicators
+                if waits_for_device:
                     for k in range(used_streams):
-                        other = streams[3 * k + 2]
-                        queue, count = streams[3 * other], streams[3 * other + 1]
+                        used_stream = streams[3 * k + 2]
+                        queue = streams[3 * used_stream]
+                        count = streams[3 * used_stream + 1]
                         for j in range(queue, queue + count):
                             top = _append(edges, begin, top, edges[j])
                     for k in range(used_comms):
-                        top = _append(edges, begin, top, comms[2 * comms[2 * k + 1]])
+                        comm = comms[2 * k + 1]
+                        top = _append(edges, begin, top, comms[2 * comm])
                 if top > begin:
                     if host >= 0:
                         top = _append(edges, begin, top, host)
-                    kind[n], op[n], at[n], size[n] = JOIN, i, begin, top - begin
+                    kind[n] = JOIN
+                    op[n] = i
+                    at[n] = begin
+                    size[n] = top - begin
                     host = n
                     n += 1
-    done[iterations], done[iterations + 1] = n, calls
+    done[iterations] = n
+    done[iterations + 1] = calls
 
 
 def _queue(queue: int, count: int, host: int, edges: np.ndarray, top: int) -> int:
-    """Puts what the next op of a stream waits for at ``top``: its list, and the host."""
+    """Write what the next op of a stream waits for at ``top``: the stream's list, and the host.
+
+    Args:
+        queue: Where the stream's list is in ``edges``.
+        count: The length of the list.
+        host: The node at which the host stands; -1: nothing holds it.
+        edges: Lists of nodes.
+        top: The first free entry of ``edges``.
+
+    Returns:
+        The first free entry afterwards.
+    """
     begin = top
     for j in range(queue, queue + count):
         edges[top] = edges[j]
         top += 1
-    return _append(edges, begin, top, host) if host >= 0 else top
+    if host < 0:
+        return top
+    return _append(edges, begin, top, host)
 
 
 def _append(edges: np.ndarray, begin: int, top: int, value: int) -> int:
-    """Adds a node to the list from ``begin`` to ``top``, unless it is in it."""
+    """Add a node to the list from ``begin`` to ``top`` unless the list has it; give the new end."""
     for j in range(begin, top):
         if edges[j] == value:
             return top
@@ -349,11 +587,13 @@ def _append(edges: np.ndarray, begin: int, top: int, value: int) -> int:
 
 
 def _set(streams: np.ndarray, stream: int, where: int, count: int, used: int) -> int:
-    """Gives a stream a list; how many streams have had one."""
-    if streams[3 * stream + 1] == 0:
+    """Give a stream a list; return how many streams have had a list."""
+    row = 3 * stream
+    if streams[row + 1] == 0:
         streams[3 * used + 2] = stream
         used += 1
-    streams[3 * stream], streams[3 * stream + 1] = where, count
+    streams[row] = where
+    streams[row + 1] = count
     return used
 
 
@@ -361,16 +601,17 @@ def _set(streams: np.ndarray, stream: int, where: int, count: int, used: int) ->
 class IssueGraph:
     """Nodes and their predecessors: the nodes of class 0, of class 1, …, then the matched calls.
 
-    kind      : uint8 [n], COMPUTE, MEET, LEAD and HOST (the host issues an op) or
-                JOIN (which takes no time)
-    owner     : int32 [n], the class of a node; -1 for MEET
-    op        : int64 [n], matched call of a MEET node, else the op that the node is of
-    iteration : int32 [n]
-    start     : int64 [n + 1], slices of ``before``
-    before    : int64 [edges], the nodes that must end first
-    node_of   : per class and iteration: op -> its node (-1: none)
-    ready_of  : per class and iteration: op -> the node at which its rank is ready for it (-1: none)
-    sent      : int64 [sends, 2], nodes of sends into buffers, and their matched calls
+    Attributes:
+        kind: uint8 [n], COMPUTE, JOIN (takes no time), MEET, LEAD and HOST (the host issues an
+            op) or SENT (a send into buffers).
+        owner: int32 [n], the class of a node; -1 for MEET.
+        op: int64 [n], the matched call of a MEET node, else the op that the node is of.
+        iteration: int32 [n].
+        start: int64 [n + 1], slices of ``before``.
+        before: int64 [edges], the nodes that must end first.
+        node_of: Per class and iteration: op -> its node (-1: none).
+        ready_of: Per class and iteration: op -> the node at which its rank is ready (-1: none).
+        sent: int64 [sends, 2], nodes of sends into buffers, and their matched calls.
     """
 
     kind: np.ndarray
@@ -384,6 +625,7 @@ class IssueGraph:
     sent: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
 
     def __len__(self) -> int:
+        """Count the nodes."""
         return len(self.kind)
 
     @cached_property
@@ -394,22 +636,35 @@ class IssueGraph:
     @cached_property
     def order(self) -> np.ndarray:
         """int64 [m]: nodes such that predecessors come first; m < n if the job hangs."""
-        return loops.order(np.diff(self.start), *self.followers)
+        num_predecessors = np.diff(self.start)
+        return loops.order(num_predecessors, *self.followers)
 
     def check_ends(self) -> None:
-        """PrismError if some nodes wait for each other."""
-        if waiting := len(self) - len(self.order):
-            fix = "prism check names calls that do not match; prism hang draws who waits for whom"
-            raise PrismError(f"the job hangs: {waiting} steps wait for each other", fix=fix)
+        """Refuse a graph in which some nodes wait for each other.
+
+        Raises:
+            PrismError: The job hangs.
+        """
+        num_waiting = len(self) - len(self.order)
+        if num_waiting == 0:
+            return
+        fix = "prism check names calls that do not match; prism hang draws who waits for whom"
+        raise PrismError(f"the job hangs: {num_waiting} steps wait for each other", fix=fix)
 
 
 def build_issue_graph(graph: WorldGraph, iterations: int = 1, buffered: int = 0) -> IssueGraph:
-    """The dependencies of ``iterations`` iterations, one straight after the other; ``buffered``:
-    bytes on their way to a peer that NCCL's buffers hold, 0: sends wait for their receivers.
+    """Build the dependencies of several iterations, one straight after the other.
+
+    Args:
+        graph: The world graph.
+        iterations: How many iterations.
+        buffered: Bytes on their way to a peer that NCCL's buffers hold; 0: sends wait for their
+            receivers.
     """
     issues = []
     for program, rank in zip(graph.program_list, graph.classes.representatives, strict=True):
         sizes = {name: len(graph.groups[name].group(rank)) for name in program.groups()}
+        # classes that run the same program in groups of the same sizes share the nodes
         key = (*sizes.items(), iterations, buffered)
         if key not in program.derived:
             program.derived[key] = issue(program, sizes, iterations, buffered)
@@ -419,43 +674,80 @@ def build_issue_graph(graph: WorldGraph, iterations: int = 1, buffered: int = 0)
 
 def _assemble(graph: WorldGraph, issues: list[Issue], iterations: int) -> IssueGraph:
     """Number the nodes of all classes, then their meetings, iteration after iteration."""
-    meetings = len(graph.matched_calls)
-    counts = [len(one.kind) for one in issues]
+    num_matched_calls = len(graph.matched_calls)
+    num_meetings = iterations * num_matched_calls
+    counts = [len(class_issue.kind) for class_issue in issues]
     base = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-    local, n = int(base[-1]), int(base[-1]) + iterations * meetings
-    parts, ready, meets, nodes, readies = [], [], [], [], []
-    for one, own, of in zip(issues, base[:-1].tolist(), graph.matched_calls.of, strict=True):
-        numbers = np.concatenate([local + i * meetings + of for i in range(iterations)])
-        parts.append(_global(one.before, own, numbers))
-        meets.append(numbers[one.calls])
-        ready.append(own + one.ready)
-        nodes.append(tuple(_global(one.node, own, numbers).reshape(iterations, -1)))
-        readies.append(tuple(_global(one.ready_of, own, numbers).reshape(iterations, -1)))
-    meet = np.concatenate([*meets, np.empty(0, dtype=np.int64)])
-    arrivals = np.bincount(meet - local, minlength=n - local)
-    lengths = np.concatenate([*(np.diff(one.start) for one in issues), arrivals])
-    before = [*parts, np.concatenate([*ready, meet[:0]])[np.argsort(meet, kind="stable")]]
-    numbers = np.arange(meetings, dtype=np.int64)
-    sent = [
-        np.stack([own + (mine := np.flatnonzero(one.kind == SENT)), of[one.op[mine]]], axis=1)
-        for one, own, of in zip(issues, base[:-1].tolist(), graph.matched_calls.of, strict=True)
-    ]
+    first_meeting = int(base[-1])
+
+    # the parts of each class, in numbers of the whole graph
+    before, meetings, ready_nodes, sends = [], [], [], []
+    node_of, ready_of = [], []
+    matched_call_of_ops = graph.matched_calls.of
+    first_meetings = [first_meeting + i * num_matched_calls for i in range(iterations)]
+    bases = base[:-1].tolist()
+    for class_issue, class_base, matched in zip(issues, bases, matched_call_of_ops, strict=True):
+        meeting_of_call = np.concatenate([begin + matched for begin in first_meetings])
+        before.append(_global(class_issue.before, class_base, meeting_of_call))
+        meetings.append(meeting_of_call[class_issue.calls])
+        ready_nodes.append(class_base + class_issue.ready)
+        nodes = _global(class_issue.node, class_base, meeting_of_call)
+        node_of.append(tuple(nodes.reshape(iterations, -1)))
+        ready = _global(class_issue.ready_of, class_base, meeting_of_call)
+        ready_of.append(tuple(ready.reshape(iterations, -1)))
+        sent_nodes = np.flatnonzero(class_issue.kind == SENT)
+        sent_calls = matched[class_issue.op[sent_nodes]]
+        sends.append(np.stack([class_base + sent_nodes, sent_calls], axis=1))
+
+    # what the meetings wait for: the nodes at which their members are ready
+    nothing = np.empty(0, dtype=np.int64)
+    meeting = np.concatenate([*meetings, nothing])
+    arrivals = np.bincount(meeting - first_meeting, minlength=num_meetings)
+    ready_node = np.concatenate([*ready_nodes, nothing])
+    by_meeting = np.argsort(meeting, kind="stable")
+    before.append(ready_node[by_meeting])
+    num_predecessors = [np.diff(class_issue.start) for class_issue in issues]
+    num_predecessors.append(arrivals)
+    lengths = np.concatenate(num_predecessors)
+
+    # the columns: those of the classes, then those of the meetings
+    kinds = [class_issue.kind for class_issue in issues]
+    kinds.append(np.full(num_meetings, MEET, dtype=np.uint8))
+    owners = np.repeat(np.arange(len(issues), dtype=np.int32), counts)
+    no_owner = np.full(num_meetings, -1, dtype=np.int32)
+    ops = [class_issue.op for class_issue in issues]
+    ops.append(np.tile(np.arange(num_matched_calls, dtype=np.int64), iterations))
+    iterations_of_nodes = [class_issue.iteration for class_issue in issues]
+    iteration_numbers = np.arange(iterations, dtype=np.int32)
+    iterations_of_nodes.append(np.repeat(iteration_numbers, num_matched_calls))
     return IssueGraph(
-        np.concatenate([*(one.kind for one in issues), np.full(n - local, MEET, dtype=np.uint8)]),
-        np.concatenate([np.repeat(np.arange(len(issues), dtype=np.int32), counts),
-                        np.full(n - local, -1, dtype=np.int32)]),
-        np.concatenate([*(one.op for one in issues), np.tile(numbers, iterations)]),
-        np.concatenate([*(one.iteration for one in issues),
-                        np.repeat(np.arange(iterations, dtype=np.int32), meetings)]),
-        np.concatenate(([0], np.cumsum(lengths))),
-        np.concatenate(before),
-        tuple(nodes),
-        tuple(readies),
-        np.concatenate([*sent, np.empty((0, 2), dtype=np.int64)]),
-    )  # fmt: skip
+        kind=np.concatenate(kinds),
+        owner=np.concatenate([owners, no_owner]),
+        op=np.concatenate(ops),
+        iteration=np.concatenate(iterations_of_nodes),
+        start=np.concatenate(([0], np.cumsum(lengths))),
+        before=np.concatenate(before),
+        node_of=tuple(node_of),
+        ready_of=tuple(ready_of),
+        sent=np.concatenate([*sends, np.empty((0, 2), dtype=np.int64)]),
+    )
 
 
-def _global(local: np.ndarray, own: int, numbers: np.ndarray) -> np.ndarray:
-    """Nodes and meetings of one class as nodes of the whole; -1 for NOTHING."""
-    meets = numbers[np.where(local < 0, -1 - local, 0)] if numbers.size else local
-    return np.where(local == NOTHING, -1, np.where(local < 0, meets, local + own))
+def _global(local: np.ndarray, base: int, meeting_of_call: np.ndarray) -> np.ndarray:
+    """Number nodes and meetings of one class as nodes of the whole graph.
+
+    Args:
+        local: int64 [k], nodes of the class; ``-1 - call`` for a meeting; NOTHING for none.
+        base: The first node of the class.
+        meeting_of_call: int64 [iterations * ops], the node of the meeting of each call.
+
+    Returns:
+        int64 [k], -1 for NOTHING.
+    """
+    is_meeting = local < 0
+    meetings = local
+    if meeting_of_call.size:
+        calls = np.where(is_meeting, -1 - local, 0)
+        meetings = meeting_of_call[calls]
+    nodes = np.where(is_meeting, meetings, local + base)
+    return np.where(local == NOTHING, -1, nodes)
