@@ -1,6 +1,6 @@
 """Faults to plant: ``KIND@SELECTOR[:PARAM=VALUE,…]``, and plans of them.
 
-In : a line of text (``load_plan`` has lists of them and other people's words).
+In : a line of text, or a file with a list of faults (``load_plan``).
 Out: ``Fault``s, and ``FaultMatcher``, which is told of a rank's calls one by one and says which is
 hit.  Whatever plants faults, in programs or in running ranks, asks the same matcher, so that a plan
 hits the same call in both.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ import msgspec
 
 from megatron_prism.core import foreign
 from megatron_prism.core.call_selector import CallSelector, NthCall
-from megatron_prism.core.errors import UsageError, did_you_mean, refuse
+from megatron_prism.core.errors import UsageError, did_you_mean
 from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel, Op
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import World, format_ranks
@@ -62,64 +62,112 @@ KINDS: dict[str, tuple[tuple[str, ...], str]] = {
 MESSAGES = ("p2p_lost", "p2p_dup", "p2p_swap")
 VALUES = ("nan", "inf", "bitflip")  # of data: programs have none
 TENSORS = ("loss", "act", "grad")  # what of a rank they happen to; without, what a call gives
-WATCHDOG_MS = 600_000  # Megatron's --distributed-timeout-minutes; who is later than that is lost
+WATCHDOG_MS = 600_000  # Megatron's --distributed-timeout-minutes: a later call ends the job
 _WHOLE = ("n", "rows", "code", "at_bytes", "ms", "s", "after", "bit", "latency_us")
 _FACTORS = ("factor", "bw_factor")
+_FACTOR = re.compile(r"(?=.*[1-9])\d{1,9}(\.\d{1,9})?")  # above 0
+_OTHER_CALL = re.compile(r"[A-Za-z_-]+:[a-z_]+(:\d+)?")
+_ANY_RANKS = re.compile(r"any(?::([0-9]{1,9}))?")
+_GPUS_OF_NODE = 8  # where a selector does not say
+
+# calls that have a root, calls that reduce
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+# kinds that change one call and leave all others as they are
+CHANGES = ("shape", "dtype", "splits", "root", "reduce_op", "op", "p2p_swap")
+# kinds that happen to a rank, not to a call
+_WITHOUT_CALL = ("slow", "nic", "env")
 FIX = "write KIND@rank=R[,iter=I,mb=M,chunk=C,group=G,op=NAME,nth=N,site=REGEX][:PARAM=VALUE]"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, at the call of ``select``; ``params`` are those of the kind, as text."""
+    """One fault.
+
+    Attributes:
+        kind: One of KINDS.
+        select: The call that the fault happens to.
+        params: Parameters of the kind, as text.
+    """
 
     kind: str
     select: CallSelector
     params: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        how = _assignments(self.params)
-        return f"{self.kind}@{self.select}" + (f":{how}" if how else "")
+        """Write the fault as a person would write it."""
+        text = f"{self.kind}@{self.select}"
+        if self.params:
+            text += f":{_assignments(self.params)}"
+        return text
 
     def ranks(self, world: World, seed: int = 0) -> tuple[int, ...]:
-        """The ranks it happens to; ``any:2`` are two drawn by ``seed``."""
+        """List the ranks that the fault happens to.
+
+        Args:
+            world: The world.
+            seed: Draws the ranks of ``any:2``.
+
+        Raises:
+            UsageError: The selector fits no rank of the world.
+        """
         text = self.select.rank
+        # ranks that are drawn
         if text.startswith("any"):
-            drawn_by = re.fullmatch(r"any(:[0-9]{1,9})?", text)
-            count = int((drawn_by and drawn_by[1] or ":1")[1:])
-            if drawn_by is None or not 0 < count <= world.size:
+            words = _ANY_RANKS.fullmatch(text)
+            count = 0
+            if words is not None:
+                count = int(words[1] or 1)
+            if not 0 < count <= world.size:
                 raise UsageError(
                     f"{self}: {text} of {counted(world.size, 'rank')}", fix="rank=any:1"
                 )
-            drawn = random.Random(f"{seed}:{self}").sample(range(world.size), count)
-            return tuple(sorted(drawn))
+            generator = random.Random(f"{seed}:{self}")
+            return tuple(sorted(generator.sample(range(world.size), count)))
+        # ranks by their places in nodes
         if text.startswith(("node=", "rail=")):
-            return self._of_hosts(world, text)
+            return self._ranks_of_hosts(world, text)
+        # numbers and coordinates
         return world.select(text)
 
-    def _of_hosts(self, world: World, text: str) -> tuple[int, ...]:
-        """``node=2``: its 8 GPUs (``node=2/4``: 4); ``rail=3``: the fourth GPU of every node."""
-        which, _, numbers = text.partition("=")
-        number, _, per = numbers.partition("/")
-        size = int(per or 8)
-        found = range(int(number), world.size, max(1, size))
-        if which == "node":
-            found = range(int(number) * size, min(world.size, (int(number) + 1) * size))
-        if not found or which == "rail" and int(number) >= size:
-            raise UsageError(f"{self}: {text} of {counted(world.size, 'rank')}, {size} to a node",
-                             fix=f"{which}=0/{size}")  # fmt: skip
-        return tuple(found)
+    def _ranks_of_hosts(self, world: World, text: str) -> tuple[int, ...]:
+        """List the ranks of a node or of a rail.
+
+        Args:
+            world: The world.
+            text: ``node=2``: the 8 GPUs of the third node (``node=2/4``: 4 GPUs to a node);
+                ``rail=3``: the fourth GPU of every node.
+        """
+        host_kind, _, numbers = text.partition("=")
+        number_text, _, size_text = numbers.partition("/")
+        number = int(number_text)
+        node_size = int(size_text or _GPUS_OF_NODE)
+        if host_kind == "node":
+            first = number * node_size
+            ranks = range(first, min(world.size, first + node_size))
+            is_there = len(ranks) > 0
+        else:
+            ranks = range(number, world.size, max(1, node_size))
+            is_there = len(ranks) > 0 and number < node_size
+        if not is_there:
+            raise UsageError(
+                f"{self}: {text} of {counted(world.size, 'rank')}, {node_size} to a node",
+                fix=f"{host_kind}=0/{node_size}",
+            )
+        return tuple(ranks)
 
     def number(self, name: str, default: int = 0) -> int:
-        """A parameter that is a whole number."""
+        """Read a parameter that is a whole number."""
         return int(self.params.get(name, default))
 
     def factor(self, name: str, default: float = 1.0) -> float:
-        """A parameter that is a number above 0, perhaps with a fraction."""
+        """Read a parameter that is a number above 0, perhaps with a fraction."""
         return float(self.params.get(name, default))
 
     def of(self, ranks: Iterable[int]) -> Fault:
-        """The same for ``ranks`` of its ranks."""
-        return replace(self, select=replace(self.select, rank=format_ranks(ranks)))
+        """Give the same fault for ``ranks`` alone."""
+        select = replace(self.select, rank=format_ranks(ranks))
+        return replace(self, select=select)
 
     @property
     def late_ms(self) -> int | None:
@@ -132,152 +180,260 @@ class Fault:
 
     @property
     def only_time(self) -> bool:
-        """Whether the job goes on, later: nobody's watchdog loses patience."""
-        late = self.late_ms
-        return self.kind in ("slow", "nic") or late is not None and late < WATCHDOG_MS
+        """Whether the job goes on, later, before a watchdog ends it."""
+        if self.kind in ("slow", "nic"):
+            return True
+        late_ms = self.late_ms
+        return late_ms is not None and late_ms < WATCHDOG_MS
 
 
 def parse(text: str) -> Fault:
-    """One fault as a person writes it.  UsageError says what is wrong with it."""
-    head, *rest = re.split(r":(?=[A-Za-z_]\w*=)", text.strip(), maxsplit=1)
+    """Read one fault as a person writes it.
+
+    Raises:
+        UsageError: A word is not understood, something is missing or too much.
+    """
+    # parameters begin with a colon and a name
+    head, *parameter_texts = re.split(r":(?=[A-Za-z_]\w*=)", text.strip(), maxsplit=1)
     kind, _, where = head.partition("@")
     kind = kind.lower()
-    refuse(
-        (kind not in KINDS, f"{text!r}: there is no fault {kind}",
-         did_you_mean(kind, KINDS, f"one of {', '.join(KINDS)}")),
-        (not where, f"{text!r} does not say where", FIX),
-    )  # fmt: skip
-    select, takes = CallSelector.parse(where, repr(text)), KINDS[kind][0]
-    words = rest[0].split(",") if rest else []
-    params = dict(word.partition("=")[::2] for word in (words if kind != "env" else rest))
-    for key, value in params.items() if kind != "env" else ():
-        refuse(
-            (not value or key not in takes, f"{text!r}: {kind} has no parameter {key}={value}",
-             f"it takes: {', '.join(takes) or 'none'}"),
-            (key in _WHOLE and not re.fullmatch(r"-?\d{1,18}", value),
-             f"{text!r}: {key}={value} is no number", f"{key}=16"),
-            (key in _WHOLE and key != "rows" and value.startswith("-"),
-             f"{text!r}: {key} is below 0", f"{key}=16"),
-            (key in _FACTORS and not _FACTOR.fullmatch(value),
-             f"{text!r}: {key}={value} is no factor", f"{key}=0.5"),
-        )  # fmt: skip
+    if kind not in KINDS:
+        meant = did_you_mean(kind, KINDS, f"one of {', '.join(KINDS)}")
+        raise UsageError(f"{text!r}: there is no fault {kind}", fix=meant)
+    if not where:
+        raise UsageError(f"{text!r} does not say where", fix=FIX)
+    select = CallSelector.parse(where, repr(text))
+
+    # a value of an environment variable may have commas
+    words = parameter_texts
+    if kind != "env" and parameter_texts:
+        words = parameter_texts[0].split(",")
+    params = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        params[name] = value
+    if kind != "env":
+        for name, value in params.items():
+            _check_parameter(text, kind, name, value)
     fault = Fault(kind, select, params)
     _check(text, fault)
     return fault
 
 
-_FACTOR = re.compile(r"(?=.*[1-9])\d{1,9}(\.\d{1,9})?")  # above 0
-_OTHER_CALL = re.compile(r"[A-Za-z_-]+:[a-z_]+(:\d+)?")
+def _check_parameter(text: str, kind: str, name: str, value: str) -> None:
+    """Refuse a parameter that the kind does not take, or that is no such number."""
+    takes = KINDS[kind][0]
+    if not value or name not in takes:
+        fix = f"it takes: {', '.join(takes) or 'none'}"
+        raise UsageError(f"{text!r}: {kind} has no parameter {name}={value}", fix=fix)
+    if name in _WHOLE and not re.fullmatch(r"-?\d{1,18}", value):
+        raise UsageError(f"{text!r}: {name}={value} is no number", fix=f"{name}=16")
+    # rows may go the other way
+    if name in _WHOLE and name != "rows" and value.startswith("-"):
+        raise UsageError(f"{text!r}: {name} is below 0", fix=f"{name}=16")
+    if name in _FACTORS and not _FACTOR.fullmatch(value):
+        raise UsageError(f"{text!r}: {name}={value} is no factor", fix=f"{name}=0.5")
 
 
 def _check(text: str, fault: Fault) -> None:
-    """UsageError for what is missing, or too much."""
-    kind, select, params = fault.kind, fault.select, fault.params
-    to, tensor = params.get("to", ""), params.get("tensor", "grad")
-    known = {"dtype": DTYPES, "reduce_op": REDUCE, "op": NAMES}.get(kind)
-    single = replace(select, nth=None, op="", site="") != select
-    refuse(
-        (not select.rank, f"{text!r} names no rank", "rank=5, rank=pp=1,tp=0 or rank=any:1"),
-        (known is not None and to not in ("", *known), f"{text!r}: {kind} cannot be {to}",
-         f"to= one of {', '.join(filter(None, known or ()))}"),
-        (kind == "root" and not (to or "0").isdecimal(), f"{text!r}: to={to} is no number", "to=1"),
-        (kind == "swap" and not _OTHER_CALL.fullmatch(params.get("with", "")),
-         f"{text!r}: swap with what?", "with=ep:all_to_all:0"),
-        (kind == "oom" and not ("at_bytes" in params or select.phase),
-         f"{text!r}: how much memory is there, or when does it run out?",
-         ":at_bytes=85899345920, or phase=backward"),
-        (kind == "group" and not to, f"{text!r}: in which group then?", "to=tp"),
-        (kind == "env" and not params, f"{text!r}: which variable?",
-         "env@rank=3:NCCL_ALGO=Ring"),
-        (kind in ("slow", "nic", "env") and single,
-         f"{text!r}: {kind} happens to no single call, so nth=, op= and site= are too much",
-         f"{kind}@rank={select.rank}"),
-        (tensor not in TENSORS, f"{text!r}: there is no tensor {tensor}",
-         f"tensor= one of {', '.join(TENSORS)}"),
-        (tensor != "grad" and replace(select, op="", group="", site="") != select,
-         f"{text!r}: the model's output is no call, so op=, group= and site= are too much",
-         f"{kind}@rank={select.rank},mb=0:tensor=loss"),
-        (kind == "slow" and fault.factor("factor", 2) < 1, f"{text!r}: how much slower?",
-         "slow@rank=3:factor=1.5"),
-        (kind == "nic" and (not params or fault.factor("bw_factor") > 1),
-         f"{text!r}: how much slower?", "nic@rank=0-7:bw_factor=0.5,latency_us=50"),
-    )  # fmt: skip
+    """Refuse a fault in which something is missing, or too much."""
+    if not fault.select.rank:
+        raise UsageError(f"{text!r} names no rank", fix="rank=5, rank=pp=1,tp=0 or rank=any:1")
+    _check_new_value(text, fault)
+    _check_what_a_kind_needs(text, fault)
+    _check_selector(text, fault)
+    # how much slower
+    if fault.kind == "slow" and fault.factor("factor", 2) < 1:
+        raise UsageError(f"{text!r}: how much slower?", fix="slow@rank=3:factor=1.5")
+    if fault.kind == "nic" and (not fault.params or fault.factor("bw_factor") > 1):
+        fix = "nic@rank=0-7:bw_factor=0.5,latency_us=50"
+        raise UsageError(f"{text!r}: how much slower?", fix=fix)
+
+
+def _check_new_value(text: str, fault: Fault) -> None:
+    """Refuse ``to=`` with a value that the call cannot have."""
+    value = fault.params.get("to", "")
+    names: dict[str, Collection[str]] = {"dtype": DTYPES, "reduce_op": REDUCE, "op": NAMES}
+    if fault.kind in names and value not in ("", *names[fault.kind]):
+        choices = [name for name in names[fault.kind] if name]
+        raise UsageError(
+            f"{text!r}: {fault.kind} cannot be {value}", fix=f"to= one of {', '.join(choices)}"
+        )
+    if fault.kind == "root" and not (value or "0").isdecimal():
+        raise UsageError(f"{text!r}: to={value} is no number", fix="to=1")
+
+
+def _check_what_a_kind_needs(text: str, fault: Fault) -> None:
+    """Refuse a kind without the parameter that it cannot do without."""
+    kind, params = fault.kind, fault.params
+    if kind == "swap" and not _OTHER_CALL.fullmatch(params.get("with", "")):
+        raise UsageError(f"{text!r}: swap with what?", fix="with=ep:all_to_all:0")
+    if kind == "oom" and "at_bytes" not in params and not fault.select.phase:
+        raise UsageError(
+            f"{text!r}: how much memory is there, or when does it run out?",
+            fix=":at_bytes=85899345920, or phase=backward",
+        )
+    if kind == "group" and not params.get("to"):
+        raise UsageError(f"{text!r}: in which group then?", fix="to=tp")
+    if kind == "env" and not params:
+        raise UsageError(f"{text!r}: which variable?", fix="env@rank=3:NCCL_ALGO=Ring")
+
+
+def _check_selector(text: str, fault: Fault) -> None:
+    """Refuse words that choose a call where the fault happens to no call."""
+    kind, select = fault.kind, fault.select
+    names_single_call = replace(select, nth=None, op="", site="") != select
+    if kind in _WITHOUT_CALL and names_single_call:
+        raise UsageError(
+            f"{text!r}: {kind} happens to no single call, so nth=, op= and site= are too much",
+            fix=f"{kind}@rank={select.rank}",
+        )
+    tensor = fault.params.get("tensor", "grad")
+    if tensor not in TENSORS:
+        fix = f"tensor= one of {', '.join(TENSORS)}"
+        raise UsageError(f"{text!r}: there is no tensor {tensor}", fix=fix)
+    names_call = replace(select, op="", group="", site="") != select
+    if tensor != "grad" and names_call:
+        raise UsageError(
+            f"{text!r}: the model's output is no call, so op=, group= and site= are too much",
+            fix=f"{kind}@rank={select.rank},mb=0:tensor=loss",
+        )
 
 
 class FaultMatcher(NthCall):
     """Counts the calls that ``fault`` can happen to."""
 
     def __init__(self, fault: Fault) -> None:
+        """Begin before the first call."""
         super().__init__(fault.select)
         self.fault = fault
         self.after = fault.number("after", -1) or -1  # microbatches that the data loader gives
 
     def matches(self, call: CallLabel) -> bool:
-        """Whether ``call`` fits the selector and is of a kind that the fault happens to."""
-        op, kind = self.select.op, self.fault.kind
+        """Say whether ``call`` fits the selector and is of a kind that the fault happens to."""
         if call.microbatch < self.after or not self.select.fits(call):
             return False
-        gradients = call.op in ("reduce_scatter", "all_reduce") and (
-            "DATA_PARALLEL_GROUP" in call.group
-        )  # of a replica, reduced with those of the others
-        if kind in VALUES and self.fault.params.get("tensor") == "grad" and not gradients:
-            return False
-        pair = call.op in ("send", "recv")
-        if kind in MESSAGES and not pair or kind == "splits" and call.op != "all_to_all":
-            return False
-        if call.op not in {"root": _ROOTED, "reduce_op": _REDUCING}.get(kind, (call.op,)):
-            return False
-        if kind in VALUES and not op and call.op == "broadcast":
-            return False  # token numbers and masks of a batch have no NaN
-        if kind in ("op", "shape", "dtype") and not op and pair:
-            return False  # asked of collectives, unless a message is named
+        kind = self.fault.kind
+        is_message = call.op in ("send", "recv")
+        names_op = bool(self.select.op)
+        if kind in VALUES:
+            return self._has_values(call)
+        if kind in MESSAGES:
+            return is_message
+        if kind == "splits":
+            return call.op == "all_to_all"
+        if kind == "root":
+            return call.op in _ROOTED
+        if kind == "reduce_op":
+            return call.op in _REDUCING
         # the sizes of an all-to-all are its splits
-        return not (kind == "shape" and call.op in ("all_to_all", "barrier"))
+        if kind == "shape" and call.op in ("all_to_all", "barrier"):
+            return False
+        # these are asked of collectives, unless the selector names messages
+        if kind in ("op", "shape", "dtype") and is_message:
+            return names_op
+        return True
 
-
-_ROOTED = ("broadcast", "reduce", "gather", "scatter")
-_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
-# kinds that change one call and leave all others as they are
-CHANGES = ("shape", "dtype", "splits", "root", "reduce_op", "op", "p2p_swap")
+    def _has_values(self, call: CallLabel) -> bool:
+        """Say whether a call gives values that the fault can change."""
+        # gradients of a replica, reduced with those of the others
+        if self.fault.params.get("tensor") == "grad":
+            is_of_replicas = "DATA_PARALLEL_GROUP" in call.group
+            if call.op not in ("reduce_scatter", "all_reduce") or not is_of_replicas:
+                return False
+        # token numbers and masks of a batch have no NaN
+        return bool(self.select.op) or call.op != "broadcast"
 
 
 def changed_call(fault: Fault, call: Op, place: int, size: int) -> Op:
-    """``call`` as the fault has it made, by member ``place`` of a group of ``size``.
+    """Change a call as the fault has a rank make it.
+
+    Args:
+        fault: A fault of one of CHANGES.
+        call: The call as it should be.
+        place: The place of the rank in the group.
+        size: How many members the group has.
 
     Raises:
-        UsageError: the call has nothing that could change so.
+        UsageError: The call has nothing that could change so.
     """
-    kind, to = fault.kind, fault.params.get("to")
+    kind = fault.kind
+    new_value = fault.params.get("to")
     if kind == "shape":
-        whole = max(call.num_in, call.num_out)
-        new = fault.number("n", whole // 2 if whole > 1 else whole + 1)
-
-        def scaled(now: int) -> int:  # what grows in a gather shrinks with its part
-            return now if now < 0 else new * now // whole if whole else new
-
-        return replace(call, num_in=scaled(call.num_in), num_out=scaled(call.num_out))
+        return _with_elements(fault, call)
     if kind == "dtype":
-        return replace(call, dtype=to or ("bf16" if call.dtype == "fp32" else "fp32"))
+        default_dtype = "fp32"
+        if call.dtype == "fp32":
+            default_dtype = "bf16"
+        return replace(call, dtype=new_value or default_dtype)
     if kind == "root":
-        return replace(call, root=fault.number("to", (call.root + 1) % max(1, size)))
+        next_member = (call.root + 1) % max(1, size)
+        return replace(call, root=fault.number("to", next_member))
     if kind == "reduce_op":
-        return replace(call, reduce=to or ("sum" if call.reduce == "max" else "max"))
+        default_reduce = "max"
+        if call.reduce == "max":
+            default_reduce = "sum"
+        return replace(call, reduce=new_value or default_reduce)
     if kind == "op":
-        name = to or ("all_reduce" if call.name == "broadcast" else "broadcast")
-        root, reduce = 0 if name in _ROOTED else -1, "sum" if name in _REDUCING else ""
-        return replace(call, name=name, root=root, reduce=reduce)
+        return _with_op(fault, call)
     if kind == "p2p_swap":
         if 2 * call.peer % size == 0:
-            raise UsageError(f"{fault}: previous and next are one rank there",
-                             fix="a pipeline of three stages, or p2p_lost")  # fmt: skip
+            raise UsageError(
+                f"{fault}: previous and next are one rank there",
+                fix="a pipeline of three stages, or p2p_lost",
+            )
         return replace(call, peer=-call.peer)
+    return _with_splits(fault, call, place, size)
+
+
+def _with_elements(fault: Fault, call: Op) -> Op:
+    """Change how many elements a call has: ``n`` in its larger side, by default half of them."""
+    whole = max(call.num_in, call.num_out)
+    default = whole + 1
+    if whole > 1:
+        default = whole // 2
+    elements = fault.number("n", default)
+
+    # what grows in a gather shrinks with its part; a side below 0 is not known
+    sides = []
+    for side in (call.num_in, call.num_out):
+        if side < 0:
+            sides.append(side)
+        elif whole:
+            sides.append(elements * side // whole)
+        else:
+            sides.append(elements)
+    return replace(call, num_in=sides[0], num_out=sides[1])
+
+
+def _with_op(fault: Fault, call: Op) -> Op:
+    """Make a call another collective, with a root and a reduction where the collective has any."""
+    name = fault.params.get("to")
+    if not name and call.name == "broadcast":
+        name = "all_reduce"
+    elif not name:
+        name = "broadcast"
+    root, reduce = -1, ""
+    if name in _ROOTED:
+        root = 0
+    if name in _REDUCING:
+        reduce = "sum"
+    return replace(call, name=name, root=root, reduce=reduce)
+
+
+def _with_splits(fault: Fault, call: Op, place: int, size: int) -> Op:
+    """Send more rows to one member and fewer to another; the total stays as it is."""
     if call.splits is None or size < 2:
         raise UsageError(f"{fault}: that all-to-all says nothing of splits", fix="another nth")
-    sent, rows = list(call.splits[0]), fault.number("rows", 1)
-    others = [member for member in range(size) if member != place or size == 2]
-    giver, taker = sorted(others, key=lambda member: -sent[member])[:2]
-    sent[giver], sent[taker] = sent[giver] - rows, sent[taker] + rows  # the total stays as it is
-    return replace(call, splits=(tuple(sent), call.splits[1]))
+    sent, wanted = call.splits
+    rows = fault.number("rows", 1)
+    # the rank itself, too, where there is only one peer
+    members = [member for member in range(size) if member != place or size == 2]
+    giver, taker = sorted(members, key=lambda member: -sent[member])[:2]
+    changed_rows = list(sent)
+    changed_rows[giver] -= rows
+    changed_rows[taker] += rows
+    return replace(call, splits=(tuple(changed_rows), wanted))
 
 
 _Row = str | dict[str, str | int | float | dict[str, str | int | float]]
@@ -285,7 +441,11 @@ _Plan = Annotated[list[_Row], msgspec.Meta(min_length=1, max_length=10_000)]
 
 
 def load_plan(path: str | Path) -> tuple[Fault, ...]:
-    """A YAML list of faults: texts, or mappings with ``kind``, ``at`` and parameters."""
+    """Read a YAML list of faults: texts, or mappings with ``kind``, ``at`` and parameters.
+
+    Raises:
+        UsageError: The file is no such list, or one of the faults is not understood.
+    """
     import yaml
 
     with foreign.reading(path, "a plan of faults", "a YAML list: - drop@rank=3,group=tp,nth=1"):
@@ -294,22 +454,37 @@ def load_plan(path: str | Path) -> tuple[Fault, ...]:
         except yaml.YAMLError as error:
             raise ValueError(f"it is no YAML: {error}") from None
         rows = foreign.shaped(stored, _Plan)
-    return tuple(parse(row if isinstance(row, str) else _text(dict(row))) for row in rows)
+    faults = []
+    for row in rows:
+        text = row
+        if not isinstance(text, str):
+            text = _text(dict(text))
+        faults.append(parse(text))
+    return tuple(faults)
 
 
 def _text(row: dict[str, Any]) -> str:
-    """A row of a plan as a person would write it."""
-    kind, where = row.pop("kind", ""), row.pop("at", "")
-    where = where if not isinstance(where, dict) else _assignments(where)
-    return f"{kind}@{where}" + (f":{_assignments(row)}" if row else "")
+    """Write a row of a plan as a person would write it."""
+    kind = row.pop("kind", "")
+    where = row.pop("at", "")
+    if isinstance(where, dict):
+        where = _assignments(where)
+    text = f"{kind}@{where}"
+    if row:
+        text += f":{_assignments(row)}"
+    return text
 
 
 def _assignments(values: Mapping[str, object]) -> str:
+    """Write ``key=value``, with commas between them."""
     return ",".join(f"{key}={value}" for key, value in values.items())
 
 
 def truth_line(**fields: object) -> str:
-    """One injected fault as a line of JSON: ``fault`` as it was asked for, its ``kind``, ``where``
-    it happened (local, virtual, programs), and the call that was hit as it should have been.
+    """Write one injected fault as a line of JSON.
+
+    Args:
+        fields: ``fault`` as it was asked for, its ``kind``, ``where`` it happened (local, virtual,
+            programs), and the call that was hit as it should have been.
     """
     return json.dumps({"schema": "prism.fault-truth/1", **fields})
