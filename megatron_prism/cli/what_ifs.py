@@ -112,23 +112,23 @@ def priced(programs: Programs, words: Sequence[str], command: str, **how: Any) -
     as_captured = price(programs, what_if=what_if, **how)
     if wanted is None:
         return as_captured
-    other = price(_with_microbatches(programs, wanted), what_if=what_if, **how)
+    other = price(with_microbatches(programs, wanted), what_if=what_if, **how)
     check_plausible(other.timeline, as_captured.timeline)
     return other
 
 
-def _with_microbatches(programs: Programs, wanted: int) -> Programs:
+def with_microbatches(programs: Programs, wanted: int) -> Programs:
     """``emulate.schedule.with_microbatches``.  UnsupportedError without Megatron."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that Megatron would rather have
-            from megatron_prism.emulate.schedule import with_microbatches
+            from megatron_prism.emulate import schedule
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("megatron", "torch"):
             raise
         what = f"the order of microbatches is Megatron's, and there is no {error.name} here"
         raise UnsupportedError(what, fix="pip install megatron-core torch") from error
-    return with_microbatches(programs, wanted)
+    return schedule.with_microbatches(programs, wanted)
 
 
 def _pair(what: str, example: str) -> arguments.Reader:

@@ -1,0 +1,157 @@
+"""What some ranks get in place of what was captured: the words of ``prism uneven``.
+
+In : ``key=RANKS:VALUE`` words, and a file of lengths.  Out: one ``UnevenInput`` for each.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from megatron_prism.core import foreign
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.world import World, format_ranks
+
+_LENGTHS = re.compile(r"\d{1,9}(,\d{1,9})*")
+_COUNT = re.compile(r"\d{1,7}")
+_MOST_BYTES = 1 << 25  # of a file of lengths
+_FILE_FIX = 'a line for each dp rank: {"dp": 1, "lengths": [4096, 2048]}'
+
+
+class InputKind(enum.Enum):
+    """In which way the input of ranks differs."""
+
+    MICROBATCHES = "microbatches"  # their loop has another number of turns
+    LOADER = "loader"  # their data iterator ends before the iteration does
+    PROGRAMS = "programs"  # they run what another capture did
+    LENGTHS = "lengths"  # their samples have other lengths
+
+
+class _Row(msgspec.Struct):
+    """A line of a file of lengths."""
+
+    dp: foreign.Natural
+    lengths: tuple[Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)], ...]
+
+
+@dataclass(frozen=True)
+class UnevenInput:
+    """What some ranks get.
+
+    Attributes:
+        kind: In which way it differs.
+        ranks: The ranks, ascending.
+        count: Microbatches of the loop, or in the loader; -1 of other kinds.
+        path: The other capture of kind ``PROGRAMS``.
+        lengths: Tokens of a sample of each microbatch; one: of all microbatches.
+    """
+
+    kind: InputKind
+    ranks: tuple[int, ...]
+    count: int = -1
+    path: str = ""
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def value(self) -> str:
+        """The part of its word behind the ranks."""
+        if self.kind is InputKind.PROGRAMS:
+            return self.path
+        if self.kind is InputKind.LENGTHS:
+            return ",".join(map(str, self.lengths))
+        return str(self.count)
+
+    def __str__(self) -> str:
+        """Write it as a word of the command."""
+        return f"{self.kind.value}={format_ranks(self.ranks)}:{self.value}"
+
+
+def split_word(text: str) -> tuple[str, str]:
+    """Take ``RANKS:VALUE`` apart.
+
+    A step of ranks (``0-6:2``) is a colon, too, so the last colon is the one before the value.
+
+    Raises:
+        UsageError: There are no ranks or no value.
+    """
+    selector, _, value = text.rpartition(":")
+    if not selector or not value:
+        raise UsageError("it needs ranks and a value", fix="microbatches=dp=3:7")
+    return selector, value
+
+
+def split_programs(text: str) -> tuple[str, str]:
+    """Take ``RANKS:PATH`` apart at the first colon, since a path may have one.
+
+    Raises:
+        UsageError: There are no ranks or no path.
+    """
+    selector, _, path = text.partition(":")
+    if not selector or not path:
+        raise UsageError("it needs ranks and a capture", fix="programs=dp=3:OTHER")
+    return selector, path
+
+
+def read_input(kind: InputKind, selector: str, value: str, world: World) -> UnevenInput:
+    """Make the input that a word says.
+
+    Args:
+        kind: The word's key.
+        selector: The ranks, as ``World.select`` reads them.
+        value: What stands behind them.
+        world: The world of the ranks.
+
+    Raises:
+        UsageError: The value is none of that kind.
+        WorldError: There are no such ranks.
+    """
+    ranks = world.select(selector)
+    word = f"{kind.value}={selector}:{value}"
+    if kind is InputKind.PROGRAMS:
+        return UnevenInput(kind, ranks, path=value)
+    if kind is InputKind.LENGTHS:
+        if not _LENGTHS.fullmatch(value):
+            raise UsageError(f"{word}: {value!r} are no lengths", fix="lengths=dp=1:4096,2048")
+        lengths = tuple(map(int, value.split(",")))
+        return UnevenInput(kind, ranks, lengths=lengths)
+    if not _COUNT.fullmatch(value):
+        raise UsageError(f"{word}: {value!r} is no number", fix=f"{kind.value}={selector}:7")
+    return UnevenInput(kind, ranks, count=int(value))
+
+
+def read_lengths_file(path: str | os.PathLike[str], world: World) -> list[UnevenInput]:
+    """Read a file of lengths: JSON lines, each of one dp rank.
+
+    Args:
+        path: The file.
+        world: The world of the ranks.
+
+    Raises:
+        UsageError: A line is none, or names a dp rank that is named twice.
+    """
+    place = Path(path)
+    rows: list[_Row] = []
+    with foreign.reading(place, "a file of lengths", _FILE_FIX):
+        text = foreign.read_bytes(place, _MOST_BYTES)
+        for line in text.splitlines():
+            if line.strip():
+                rows.append(foreign.value_of_json(line, _Row))
+    inputs: list[UnevenInput] = []
+    dp_ranks: set[int] = set()
+    for row in rows:
+        if row.dp in dp_ranks:
+            raise UsageError(f"{place}: dp rank {row.dp} is given twice", fix=_FILE_FIX)
+        if not row.lengths:
+            raise UsageError(f"{place}: dp rank {row.dp} has no lengths", fix=_FILE_FIX)
+        dp_ranks.add(row.dp)
+        ranks = world.select(f"dp={row.dp}")
+        inputs.append(UnevenInput(InputKind.LENGTHS, ranks, lengths=row.lengths))
+    if not inputs:
+        raise UsageError(f"{place} has no lengths", fix=_FILE_FIX)
+    return inputs

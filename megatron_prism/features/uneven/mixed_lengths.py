@@ -1,0 +1,241 @@
+"""Programs of iterations whose microbatches have different lengths.
+
+In : captures of one job at several lengths.  Out: programs in which each microbatch does what the
+capture of its length does.  Only where all captures do the same ops in the same order can one
+microbatch be taken from one and the next from another; where they do not, that is refused.
+
+Messages between stages have no microbatch of their own: the n-th of a direction is that of the n-th
+microbatch, which the schedule without chunks keeps.  Without ``--variable-seq-lengths`` a stage
+receives tensors of ``--seq-length`` whatever is sent (core/pipeline_parallel/schedules.py:1946
+get_tensor_shapes @0.16.1); with it, the shape goes ahead (p2p_communication.py:165
+_communicate_shapes).  The counts of an all-to-all follow what other ranks send, since dispatchers
+exchange them first (core/transformer/moe/token_dispatcher.py), so they are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron_prism.core import job_settings
+from megatron_prism.core.errors import ProgramError, UnsupportedError
+from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR, Op
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.replay.microbatches import microbatch_count
+
+# settings that follow from the length
+_OF_LENGTH = (
+    "seq_length",
+    "max_position_embeddings",
+    "encoder_seq_length",
+    "decoder_seq_length",
+    "max_sequence_length",
+)
+# columns that are alike in captures of one job, whatever the length
+_ALIKE = ("name", "dtype", "reduce", "phase", "microbatch", "chunk", "peer", "root", "batch",
+          "handle")  # fmt: skip
+_ALIKE_TEXTS = ("group", "stream")
+_PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
+_FIX = "capture the job at one length for each of these ranks: programs=RANKS:DIR"
+
+
+class LengthCaptures:
+    """Captures of one job at several lengths.
+
+    Attributes:
+        captured: The capture whose ``--seq-length`` is that of the job.
+        by_length: Tokens of a sample -> the capture.
+        microbatches: Of an iteration.
+        lengths_vary: Whether stages send shapes ahead of tensors (``--variable-seq-lengths``).
+    """
+
+    def __init__(self, captured: Programs, others: Sequence[Programs]) -> None:
+        """Check that all are one job.
+
+        Args:
+            captured: The capture whose ``--seq-length`` is that of the job.
+            others: The same job at other lengths.
+
+        Raises:
+            ProgramError: Captures are of different jobs, or of one length.
+            UnsupportedError: Microbatches of the schedule cannot be told apart.
+        """
+        self.captured = captured
+        settings = _settings(captured)
+        self.by_length = {sequence_length(captured): captured}
+        for other in others:
+            length = sequence_length(other)
+            if length in self.by_length:
+                raise ProgramError(
+                    f"two captures are of {length} tokens", fix="leave one of them out"
+                )
+            _check_same_job(captured, other)
+            self.by_length[length] = other
+        self.microbatches = microbatch_count(captured)
+        self.lengths_vary = settings.get("variable_seq_lengths", "").lower() == "true"
+        world = captured.world
+        if world.pp > 1 and world.chunks > 1:
+            raise UnsupportedError(
+                "microbatches of a pipeline with chunks overtake each other, so its messages have "
+                "no known lengths",
+                fix="captures without --num-layers-per-virtual-pipeline-stage",
+            )
+        if settings.get("moe_token_dispatcher_type") == "flex":
+            raise UnsupportedError(
+                "what buffers of the flex dispatcher hold follows from lengths in a way that is "
+                "not carried over",
+                fix=_FIX,
+            )
+
+    def programs_of(self, lengths: Sequence[int]) -> Programs:
+        """Make the world in which microbatches have these lengths.
+
+        Args:
+            lengths: Tokens of a sample of each microbatch; one: of all of them.
+
+        Raises:
+            ProgramError: There is no capture of a length, their number is not that of the
+                microbatches, or the captures do different ops.
+        """
+        wanted = list(lengths)
+        if len(wanted) == 1:
+            wanted = wanted * self.microbatches
+        if len(wanted) != self.microbatches:
+            raise ProgramError(
+                f"{len(wanted)} lengths for {self.microbatches} microbatches",
+                fix="a length for each microbatch, or one for all",
+            )
+        for length in wanted:
+            if length not in self.by_length:
+                captured = ", ".join(map(str, sorted(self.by_length)))
+                raise ProgramError(
+                    f"no capture is of {length} tokens; there are {captured}",
+                    fix=f"prism capture … seq_length={length} -o DIR, then capture=DIR",
+                )
+        mixed: list[Program] = []
+        for number in range(len(self.captured.programs)):
+            programs = {length: self.by_length[length].programs[number] for length in {*wanted}}
+            base = self.captured.programs[number]
+            mixed.append(self._mixed(base, programs, wanted))
+        return dataclasses.replace(self.captured, programs=tuple(mixed))
+
+    def _mixed(self, base: Program, programs: Mapping[int, Program], wanted: list[int]) -> Program:
+        """Make one program of which each microbatch comes from the program of its length."""
+        for length, program in programs.items():
+            _check_aligned(base, program, length)
+        message_of_op = _numbers_of_messages(base)
+        if int(message_of_op.max(initial=-1)) >= self.microbatches:
+            raise UnsupportedError(
+                f"rank {base.rank} exchanges more messages with a stage than it has microbatches, "
+                "so their lengths are not known",
+                fix=_FIX,
+            )
+        microbatch_of_op = np.where(message_of_op >= 0, message_of_op, base.ops["microbatch"])
+        ops: list[Op] = []
+        for place, microbatch in enumerate(microbatch_of_op.tolist()):
+            own_op = base[place]
+            # outside of microbatches nothing may depend on lengths
+            if microbatch < 0:
+                for length, program in programs.items():
+                    _check_equal_call(own_op, program[place], length)
+                ops.append(own_op)
+                continue
+            op = programs[wanted[microbatch]][place]
+            # the buffer of a receive is as long as --seq-length says
+            if op.name == "recv" and message_of_op[place] >= 0 and not self.lengths_vary:
+                op = own_op
+            if op.name == "all_to_all":
+                op = dataclasses.replace(op, splits=None)
+            ops.append(op)
+        return Program.from_ops(base.rank, ops)
+
+
+def sequence_length(programs: Programs) -> int:
+    """Say how many tokens a sample of a capture has.
+
+    Raises:
+        ProgramError: The capture does not say it.
+    """
+    length = _settings(programs).get("seq_length", "")
+    if not length.isdecimal():
+        raise ProgramError(
+            f"{programs.path or 'a capture'} does not say how long its sequences are",
+            fix="programs that prism capture wrote, of a job with --seq-length",
+        )
+    return int(length)
+
+
+def _settings(programs: Programs) -> dict[str, str]:
+    """Return the settings of a capture by Megatron's names."""
+    return job_settings.plain(job_settings.line_of(programs.source))
+
+
+def _check_same_job(captured: Programs, other: Programs) -> None:
+    """Raise ProgramError if two captures differ in more than their lengths."""
+    fix = "capture the same job with another --seq-length and nothing else"
+    if other.world != captured.world:
+        message = f"{other.path} is of another world: {other.world}, not {captured.world}"
+        raise ProgramError(message, fix=fix)
+    settings, other_settings = _settings(captured), _settings(other)
+    for name in sorted({*settings, *other_settings} - {*_OF_LENGTH}):
+        value, other_value = settings.get(name), other_settings.get(name)
+        if value != other_value:
+            texts = [text or "its default" for text in (other_value, value)]
+            message = f"{other.path} has {name} {texts[0]}, not {texts[1]}"
+            raise ProgramError(message, fix=fix)
+    if not np.array_equal(captured.program_of, other.program_of):
+        raise ProgramError(f"{other.path} has other equivalent ranks", fix=fix)
+
+
+def _check_aligned(base: Program, program: Program, length: int) -> None:
+    """Raise ProgramError unless two programs do the same ops, of any sizes."""
+    if len(base) != len(program):
+        message = f"with {length} tokens rank {base.rank} does {len(program)} ops, not {len(base)}"
+        raise ProgramError(message, fix=_FIX)
+    is_unlike = np.zeros(len(base), dtype=bool)
+    for name in _ALIKE:
+        is_unlike |= base.ops[name] != program.ops[name]
+    for name in _ALIKE_TEXTS:
+        texts, other_texts = np.array(base.strings), np.array(program.strings)
+        is_unlike |= texts[base.ops[name]] != other_texts[program.ops[name]]
+    places = np.flatnonzero(is_unlike)
+    if places.size:
+        op = base[int(places[0])]
+        message = f"with {length} tokens rank {base.rank} does another op than {op.label} {op.name}"
+        raise ProgramError(message, fix=_FIX)
+
+
+def _check_equal_call(op: Op, other: Op, length: int) -> None:
+    """Raise ProgramError if a call outside of microbatches has another size."""
+    is_call = bool(IS_CALL[CODE[op.name]])
+    if is_call and (op.num_in, op.num_out) != (other.num_in, other.num_out):
+        raise ProgramError(
+            f"{op.name} in {op.group} @{op.site} belongs to no microbatch and is another one with "
+            f"{length} tokens",
+            fix=_FIX,
+        )
+
+
+def _numbers_of_messages(program: Program) -> np.ndarray:
+    """Number the messages of each direction: int64 [ops], -1 for other ops.
+
+    A shape that goes ahead is int64 and takes no number of its own.
+    """
+    ops = program.ops
+    numbers = np.full(len(program), -1, dtype=np.int64)
+    is_outside = ops["microbatch"] < 0
+    pipeline_codes = [code for code, text in enumerate(program.strings) if text == _PIPELINE]
+    is_message = IS_PAIR[ops["name"]] & is_outside & np.isin(ops["group"], pipeline_codes)
+    messages = np.flatnonzero(is_message)
+    next_number: dict[tuple[int, int, int], int] = {}
+    for place in messages.tolist():
+        row = ops[place]
+        # a shape that goes ahead
+        if program[place].dtype == "int64":
+            continue
+        direction = int(row["name"]), int(row["group"]), int(row["peer"])
+        numbers[place] = next_number.get(direction, 0)
+        next_number[direction] = int(numbers[place]) + 1
+    return numbers

@@ -1,0 +1,236 @@
+"""What comes of uneven inputs: every call matched, a mismatch, or ranks that wait for ever.
+
+In : where programs come from, and inputs.  Out: Outcome, with the smallest example: the fewest
+inputs, ranks and changed microbatches with which the job still stops in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.ops import IS_CALL
+from megatron_prism.core.program import Program
+from megatron_prism.core.world import World, ranks_text
+from megatron_prism.features.hang.diagnose import diagnose_stall
+from megatron_prism.features.hang.verdict import Diagnosis
+from megatron_prism.features.uneven.inputs import InputKind, UnevenInput
+from megatron_prism.features.uneven.mixed_lengths import sequence_length
+from megatron_prism.features.uneven.rank_programs import Sources, UnevenWorld, apply_inputs
+from megatron_prism.graph import stall, world_graph
+from megatron_prism.graph.matching import Finding
+
+_MOST_TRIALS = 200  # of the search for a smaller example
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What comes of inputs.
+
+    Attributes:
+        inputs: What the ranks get.
+        verdict: matched, mismatch, or waits.
+        findings: Of a mismatch, what does not fit.
+        diagnosis: Of ranks that wait, who waits for whom; None otherwise.
+        counts: A sentence for each input that changes how many calls its ranks issue.
+        advice: What to change in the job; "": nothing is known.
+        smallest: The smallest example; none if every call is matched.
+    """
+
+    inputs: tuple[UnevenInput, ...]
+    verdict: str
+    findings: tuple[Finding, ...] = ()
+    diagnosis: Diagnosis | None = None
+    counts: tuple[str, ...] = ()
+    advice: str = ""
+    smallest: tuple[UnevenInput, ...] = ()
+
+    @property
+    def stops(self) -> bool:
+        """Whether the job hangs or its calls do not fit."""
+        return self.verdict != "matched"
+
+
+def examine(sources: Sources, inputs: Sequence[UnevenInput]) -> Outcome:
+    """Find what comes of inputs, and the smallest example of it.
+
+    Args:
+        sources: Where programs come from.
+        inputs: What the ranks get.
+
+    Raises:
+        PrismError: The calls of the captured programs do not fit together, without any input.
+        UsageError: A rank has two inputs.
+        ProgramError: A program cannot be had.
+    """
+    world_graph.build(sources.captured).check_fits()
+    uneven_world = apply_inputs(sources, inputs)
+    outcome = dataclasses.replace(
+        judge(uneven_world),
+        inputs=tuple(inputs),
+        counts=tuple(_counts(sources, uneven_world, inputs)),
+    )
+    if not outcome.stops:
+        return outcome
+    smallest = _smallest(sources, outcome)
+    smallest_outcome = judge(apply_inputs(sources, smallest))
+    return dataclasses.replace(
+        smallest_outcome,
+        inputs=outcome.inputs,
+        counts=outcome.counts,
+        smallest=smallest,
+        advice=advice(sources, smallest_outcome, smallest),
+    )
+
+
+def judge(uneven_world: UnevenWorld) -> Outcome:
+    """Compare the calls of all ranks, then run them until no rank can go on."""
+    programs = uneven_world.programs
+    findings = world_graph.build(programs).check()
+    if findings:
+        return Outcome((), "mismatch", tuple(findings))
+    state = stall.run_until_stalled(programs, uneven_world.faults)
+    if state.finished:
+        return Outcome((), "matched")
+    return Outcome((), "waits", diagnosis=diagnose_stall(state))
+
+
+def _counts(
+    sources: Sources, uneven_world: UnevenWorld, inputs: Sequence[UnevenInput]
+) -> Iterator[str]:
+    """Say how many calls more or fewer ranks issue in each group because of their input."""
+    for uneven_input in inputs:
+        rank = uneven_input.ranks[0]
+        captured, changed = sources.captured.of(rank), uneven_world.programs.of(rank)
+        captured_counts, changed_counts = _calls_by_group(captured), _calls_by_group(changed)
+        differences: list[str] = []
+        for group in sorted({*captured_counts, *changed_counts}):
+            surplus = changed_counts.get(group, 0) - captured_counts.get(group, 0)
+            if surplus:
+                differences.append(f"{surplus:+} in {group}")
+        if differences:
+            yield f"{uneven_input}: rank {rank} issues {', '.join(differences)} calls"
+
+
+def _calls_by_group(program: Program) -> dict[str, int]:
+    """Count the calls of a program in every group."""
+    counts: dict[str, int] = {}
+    for group, places in program.groups().items():
+        counts[group] = int(IS_CALL[program.ops["name"][places]].sum())
+    return counts
+
+
+# -- the smallest example --------------------------------------------------------------------------
+def _smallest(sources: Sources, outcome: Outcome) -> tuple[UnevenInput, ...]:
+    """Take parts of the inputs away as long as the job stops in the same way."""
+    key = _key(outcome)
+    trials = 0
+
+    def still_stops(candidate: tuple[UnevenInput, ...]) -> bool:
+        """Say whether a smaller example ends as the whole does."""
+        nonlocal trials
+        trials += 1
+        try:
+            return _key(judge(apply_inputs(sources, candidate))) == key
+        except (PrismError, UsageError):  # such programs cannot be had
+            return False
+
+    inputs = outcome.inputs
+    reduced = True
+    while reduced and trials < _MOST_TRIALS:
+        reduced = False
+        for candidate in _smaller(sources, inputs):
+            if trials >= _MOST_TRIALS:
+                break
+            if still_stops(candidate):
+                inputs = candidate
+                reduced = True
+                break
+    return inputs
+
+
+def _key(outcome: Outcome) -> tuple[object, ...]:
+    """Say in which way a job stops: the first call that does not fit, or that ranks wait."""
+    if outcome.findings:
+        return outcome.verdict, outcome.findings[0].kind, outcome.findings[0].group
+    if outcome.diagnosis is not None:
+        return outcome.verdict, outcome.diagnosis.verdict
+    return (outcome.verdict,)
+
+
+def _smaller(
+    sources: Sources, inputs: tuple[UnevenInput, ...]
+) -> Iterator[tuple[UnevenInput, ...]]:
+    """Make the examples that are one step smaller, the smallest first."""
+    # without one of the inputs
+    if len(inputs) > 1:
+        for place in range(len(inputs)):
+            yield (*inputs[:place], *inputs[place + 1 :])
+
+    # with a smaller input in the place of one
+    for place, uneven_input in enumerate(inputs):
+        for smaller_input in _smaller_inputs(sources, uneven_input):
+            yield (*inputs[:place], smaller_input, *inputs[place + 1 :])
+
+
+def _smaller_inputs(sources: Sources, uneven_input: UnevenInput) -> Iterator[UnevenInput]:
+    """Make what is smaller than one input."""
+    # fewer replicas of the model; ranks of one replica get one batch and stay together
+    world = sources.captured.world
+    for ranks in _fewer_replicas(world, uneven_input.ranks):
+        yield dataclasses.replace(uneven_input, ranks=ranks)
+
+    # fewer microbatches that differ from the capture
+    if uneven_input.kind is InputKind.LENGTHS:
+        usual_length = sequence_length(sources.captured)
+        lengths = uneven_input.lengths
+        if len(lengths) == 1 and sources.lengths is not None:
+            lengths = lengths * sources.lengths.microbatches
+        for place, length in enumerate(lengths):
+            if length != usual_length:
+                restored = (*lengths[:place], usual_length, *lengths[place + 1 :])
+                if set(restored) != {usual_length}:
+                    yield dataclasses.replace(uneven_input, lengths=restored)
+
+
+def _fewer_replicas(world: World, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Make the ranks of the first half of the replicas, and of all but one."""
+    replicas = sorted({world.coordinates(rank).dp for rank in ranks})
+    if len(replicas) < 2:
+        return
+    for kept in (replicas[: len(replicas) // 2], replicas[:-1]):
+        yield tuple(rank for rank in ranks if world.coordinates(rank).dp in kept)
+
+
+# -- what to change --------------------------------------------------------------------------------
+def advice(sources: Sources, outcome: Outcome, inputs: Sequence[UnevenInput]) -> str:
+    """Say what to change in the job; "" if that is not known."""
+    kinds = {uneven_input.kind for uneven_input in inputs}
+    if kinds == {InputKind.LOADER}:
+        ranks = ranks_text(inputs[0].ranks)
+        return (
+            f"the iterator of {ranks} raises StopIteration at next(data_iterator): give all dp "
+            "ranks as many microbatches (drop_last, an endless sampler), or let all stop together"
+        )
+    if not outcome.findings:
+        return ""
+    finding = outcome.findings[0]
+    is_of_lengths = kinds == {InputKind.LENGTHS}
+    if is_of_lengths and finding.group == "PIPELINE_MODEL_PARALLEL_GROUP":
+        return (
+            "a stage receives tensors of --seq-length (core/pipeline_parallel/schedules.py "
+            "get_tensor_shapes): --variable-seq-lengths sends the shape ahead"
+        )
+    if is_of_lengths and "EXPERT" in finding.group and "all_to_all" not in finding.picture:
+        return (
+            "the allgather dispatcher takes equal counts of tokens on all ranks: "
+            "--moe-token-dispatcher-type alltoall"
+        )
+    if kinds == {InputKind.MICROBATCHES}:
+        return (
+            f"{finding.group} has ranks with other numbers of microbatches, and each microbatch "
+            "calls it: pad the last microbatches instead of leaving them out"
+        )
+    return ""

@@ -1,0 +1,285 @@
+"""Inputs that differ between ranks, on programs by hand."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from helpers.programs import DP, EP, PP, TP, healthy, stage_ops
+
+from megatron_prism.cli import main as cli
+from megatron_prism.core import job_settings
+from megatron_prism.core.errors import ProgramError, UnsupportedError, UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.program_text import dump
+from megatron_prism.core.world import World
+from megatron_prism.features.uneven.inputs import (
+    InputKind,
+    UnevenInput,
+    read_input,
+    read_lengths_file,
+)
+from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
+from megatron_prism.features.uneven.outcome import examine
+from megatron_prism.features.uneven.rank_programs import Sources, apply_inputs
+
+WORLD = World(8, tp=2, pp=2)
+HIDDEN = 4
+
+
+def of_microbatches(programs, count):
+    """The same world by hand: its generator knows no scheduler."""
+    world = programs.world
+    by_stage = []
+    for stage in world.stages:
+        by_stage.append(Program.from_ops(world.rank_at(pp=stage), stage_ops(stage, world, count)))
+    return dataclasses.replace(programs, programs=tuple(by_stage))
+
+
+def sources(world=WORLD, lengths=None, captured=None):
+    return Sources(captured or healthy(world), of_microbatches, lambda path: None, lengths)
+
+
+def some(word, world=WORLD):
+    key, _, text = word.partition("=")
+    selector, _, value = text.rpartition(":")
+    return read_input(InputKind(key), selector, value, world)
+
+
+# -- microbatches ----------------------------------------------------------------------------------
+def test_a_replica_with_fewer_microbatches_matches_without_experts():
+    outcome = examine(sources(), [some("microbatches=dp=1:1")])
+    assert outcome.verdict == "matched"
+    assert "-1 in TENSOR_MODEL_PARALLEL_GROUP" in outcome.counts[0]
+
+
+def test_experts_across_replicas_make_fewer_microbatches_a_mismatch():
+    world = World(16, tp=2, pp=2, ep=2)
+    outcome = examine(sources(world), [some("microbatches=dp=3:1", world)])
+    assert outcome.verdict == "mismatch"
+    assert {finding.group for finding in outcome.findings} == {EP}
+    assert "pad the last microbatches" in outcome.advice
+
+
+def test_one_stage_that_drops_a_microbatch_leaves_messages_without_a_side():
+    outcome = examine(sources(), [some("microbatches=0,1:1")])
+    kinds = {(finding.kind, finding.group) for finding in outcome.findings}
+    assert ("unmatched receive", PP) in kinds
+
+
+def test_the_smallest_example_has_one_replica_and_one_input():
+    world = World(32, tp=2, pp=2, ep=2)
+    inputs = [some("microbatches=dp=3;dp=5;dp=7:1", world), some("microbatches=0:2", world)]
+    outcome = examine(sources(world), inputs)
+    (smallest,) = outcome.smallest
+    assert {world.coordinates(rank).dp for rank in smallest.ranks} == {3}
+    assert outcome.inputs == tuple(inputs)
+
+
+# -- loaders ---------------------------------------------------------------------------------------
+def forward_ops(with_broadcast):
+    ops = []
+    for microbatch in range(3):
+        step = {"phase": "forward", "microbatch": microbatch}
+        if with_broadcast:
+            ops.append(Op("broadcast", TP, "int64", 8, 8, root=0, **step))
+        ops.append(Op("compute", ns=5, **step))
+        ops.append(Op("all_reduce", TP, "bf16", 8, 8, "sum", **step))
+    ops.append(Op("all_reduce", DP, "fp32", 8, 8, "sum"))
+    return ops
+
+
+def one_stage(with_broadcast):
+    world = World(4, tp=2)
+    program = Program.from_ops(0, forward_ops(with_broadcast))
+    return Programs(world, (program,), np.zeros(4, dtype=np.int32))
+
+
+def test_of_a_broadcast_batch_only_the_rank_that_reads_stops():
+    captured = one_stage(True)
+    (loader,) = [some("loader=dp=1:2", captured.world)]
+    uneven_world = apply_inputs(sources(captured=captured), [loader])
+    assert {rank: fault.host for rank, fault in uneven_world.faults.items()} == {2: 6}
+    outcome = examine(sources(captured=captured), [loader])
+    assert outcome.verdict == "waits"
+    assert [culprit.rank for culprit in outcome.diagnosis.culprits] == [2]
+    assert "StopIteration" in outcome.advice
+
+
+def test_without_a_broadcast_all_ranks_of_the_replica_stop():
+    captured = one_stage(False)
+    loader = some("loader=dp=1:1", captured.world)
+    uneven_world = apply_inputs(sources(captured=captured), [loader])
+    assert {rank: fault.host for rank, fault in uneven_world.faults.items()} == {2: 2, 3: 2}
+
+
+def test_a_loader_that_lasts_is_refused():
+    with pytest.raises(ProgramError, match="reads microbatch 9"):
+        examine(sources(), [some("loader=dp=1:9")])
+
+
+# -- lengths ---------------------------------------------------------------------------------------
+def pipeline(length, *, extra="", settings=None):
+    """Two stages, three microbatches, one forward message each; a shape ahead if lengths vary."""
+    settings = settings or {}
+    world = World(4, pp=2)
+    programs = []
+    for stage in world.stages:
+        ops = []
+        name, peer = ("send", 1) if stage == 0 else ("recv", -1)
+        side = "num_in" if stage == 0 else "num_out"
+        for microbatch in range(3):
+            step = {"phase": "forward", "microbatch": microbatch}
+            compute = Op("compute", ns=length, **step)
+            ahead = Op(name, PP, "int64", peer=peer, **{side: 3})
+            tensor = Op(name, PP, "bf16", peer=peer, **{side: length * HIDDEN})
+            message = [tensor]
+            if "variable_seq_lengths" in settings:
+                message = [ahead, tensor]
+            ops += [compute, *message] if stage == 0 else [*message, compute]
+        if extra:
+            ops.append(Op(extra, DP, "fp32", length, length, "sum"))
+        programs.append(Program.from_ops(world.rank_at(pp=stage), ops))
+    line = job_settings.as_text({"seq_length": str(length), **settings})
+    stages = world._along("pp", np.arange(4)).astype(np.int32)
+    return Programs(world, tuple(programs), stages, source={"settings": line}, path=f"s{length}")
+
+
+def test_receives_keep_the_length_of_the_flag_without_variable_lengths():
+    captured = pipeline(8)
+    lengths = LengthCaptures(captured, [pipeline(2)])
+    short = some("lengths=dp=1:2,8,2", captured.world)
+    outcome = examine(sources(captured=captured, lengths=lengths), [short])
+    assert [(finding.kind, finding.group) for finding in outcome.findings] == [("shape", PP)]
+    assert outcome.smallest[0].lengths == (8, 8, 2)
+    assert "--variable-seq-lengths" in outcome.advice
+    sent = outcome.findings[0].ranks[0]
+    assert captured.world.coordinates(sent).dp == 1
+
+
+def test_with_shapes_ahead_every_length_matches():
+    varies = {"variable_seq_lengths": "true"}
+    captured = pipeline(8, settings=varies)
+    lengths = LengthCaptures(captured, [pipeline(2, settings=varies)])
+    mixed = lengths.programs_of((2, 8, 2))
+    sizes = [op.num_in for op in mixed.programs[0] if op.name == "send" and op.dtype == "bf16"]
+    assert sizes == [2 * HIDDEN, 8 * HIDDEN, 2 * HIDDEN]
+    short = some("lengths=dp=1:2,8,2", captured.world)
+    world_of_lengths = sources(captured=captured, lengths=lengths)
+    assert examine(world_of_lengths, [short]).verdict == "matched"
+
+
+def test_segments_come_from_the_capture_of_their_length():
+    lengths = LengthCaptures(pipeline(8), [pipeline(2)])
+    mixed = lengths.programs_of((2, 8, 2))
+    for program in mixed.programs:
+        assert [op.ns for op in program if op.name == "compute"] == [2, 8, 2]
+
+
+@pytest.mark.parametrize(
+    ("others", "wanted", "says"),
+    [
+        ([], (4,), "no capture is of 4 tokens; there are 8"),
+        ([pipeline(2)], (2, 2), "2 lengths for 3 microbatches"),
+        ([pipeline(8)], (8,), "two captures are of 8 tokens"),
+        ([pipeline(2, settings={"bf16": ""})], (2,), "s2 has bf16 True, not its default"),
+        ([pipeline(2, extra="all_reduce")], (2,), "does 7 ops, not 6"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(others, wanted, says):
+    with pytest.raises(ProgramError, match=says):
+        LengthCaptures(pipeline(8), others).programs_of(wanted)
+
+
+def test_a_call_of_no_microbatch_that_depends_on_the_length_is_refused():
+    captures = LengthCaptures(pipeline(8, extra="all_reduce"), [pipeline(2, extra="all_reduce")])
+    with pytest.raises(ProgramError, match="belongs to no microbatch"):
+        captures.programs_of((2, 8, 8))
+
+
+def test_chunks_and_the_flex_dispatcher_are_refused():
+    captured = pipeline(8)
+    chunked = dataclasses.replace(captured, world=dataclasses.replace(captured.world, vpp=2))
+    with pytest.raises(UnsupportedError, match="chunks"):
+        LengthCaptures(chunked, [])
+    with pytest.raises(UnsupportedError, match="flex"):
+        LengthCaptures(pipeline(8, settings={"moe_token_dispatcher_type": "flex"}), [])
+
+
+def test_a_file_of_lengths_has_a_line_for_each_dp_rank(tmp_path):
+    file = tmp_path / "lengths.jsonl"
+    rows = [{"dp": 0, "lengths": [8, 8, 8]}, {"dp": 1, "lengths": [2, 8, 2]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    inputs = read_lengths_file(file, World(4, pp=2))
+    assert inputs == [
+        UnevenInput(InputKind.LENGTHS, (0, 2), lengths=(8, 8, 8)),
+        UnevenInput(InputKind.LENGTHS, (1, 3), lengths=(2, 8, 2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "3", "{}", '{"dp": 0, "lengths": []}', '{"dp": 0, "lengths": [0]}',
+     '{"dp": 0, "lengths": ["8"]}', '{"dp": 0, "lengths": [8]}\n{"dp": 0, "lengths": [8]}'],
+)  # fmt: skip
+def test_a_damaged_file_of_lengths_is_refused(tmp_path, text):
+    file = tmp_path / "lengths.jsonl"
+    file.write_text(text)
+    with pytest.raises(UsageError, match="lengths"):
+        read_lengths_file(file, World(4))
+
+
+# -- the command -----------------------------------------------------------------------------------
+def prism(*words, capsys):
+    status = cli.main(words)
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for length in (2, 8):
+        (tmp_path / f"s{length}").write_text(dump(pipeline(length)))
+    (tmp_path / "few").write_text(dump(of_microbatches(healthy(WORLD), 1)))
+    (tmp_path / "usual").write_text(dump(healthy(WORLD)))
+    return tmp_path
+
+
+def test_the_command_names_the_call_and_the_smallest_example(folder, capsys):
+    status, out, _ = prism("uneven", "s8", "lengths=dp=1:2", "capture=s2", capsys=capsys)
+    assert status == 1
+    assert "smallest example: lengths=1,3:8,8,2" in out
+    assert "shape in PIPELINE_MODEL_PARALLEL_GROUP, call #3" in out
+    assert "why: a stage receives tensors of --seq-length" in out
+
+
+def test_other_programs_of_a_rank_are_a_capture_of_its_own(folder, capsys):
+    status, out, _ = prism("uneven", "usual", "programs=5:few", "--json", capsys=capsys)
+    value = json.loads(out)
+    assert status == 1
+    assert value["verdict"] == "mismatch"
+    assert value["smallest"] == ["programs=5:few"]
+    assert {tuple(finding["ranks"]) for finding in value["findings"]} >= {(4, 5)}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["usual"], "no rank gets another input"),
+        (["usual", "capture=s2"], "no rank gets another input"),
+        (["usual", "microbatches=7"], "it needs ranks and a value"),
+        (["usual", "microbatches=dp=1:few"], "'few' is no number"),
+        (["usual", "loader=dp=9:1"], "dp"),
+        (["usual", "loader=dp=1:1", "capture=s2"], "capture= without lengths="),
+        (["usual", "loader=dp=1:1", "loader=dp=1:0"], "has two inputs"),
+        (["usual", "lengths=dp=1:2"], "does not say how long"),
+        (["s8", "lengths=dp=1:x"], "'x' are no lengths"),
+        (["usual", "programs=5:s8"], "s8 is of another world"),
+    ],
+)
+def test_bad_usage_is_status_2_with_a_fix(folder, words, says, capsys):
+    status, out, err = prism("uneven", *words, capsys=capsys)
+    assert status == 2
+    assert says in err
+    assert "fix: " in err
