@@ -32,9 +32,12 @@ _DEVIATIONS = 1.959964
 
 @dataclass(frozen=True)
 class UncertainTime:
-    """An iteration in ns, and how much shorter and longer each source may make it.
+    """An iteration, and how much shorter and longer each source of uncertainty may make it.
 
-    of : what the time of a source goes to, by number (``interval.Uncertainty``)
+    Attributes:
+        ns: The iteration in ns.
+        sources: Source -> (ns shorter, ns longer), the ends of its 95 % interval.
+        of: Source -> what its time goes to, by number, with ns (``interval.Uncertainty``).
     """
 
     ns: float
@@ -42,18 +45,23 @@ class UncertainTime:
     of: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     def scaled(self, by: float) -> UncertainTime:
-        """Of what is proportional to the iteration: money, time a token."""
-        ends = {what: (low * by, high * by) for what, (low, high) in self.sources.items()}
-        return UncertainTime(self.ns * by, ends, self.of)
+        """Give the same of what is proportional to the iteration: money, time a token."""
+        sources = {}
+        for name, (low, high) in self.sources.items():
+            sources[name] = (low * by, high * by)
+        return UncertainTime(self.ns * by, sources, self.of)
 
 
 @dataclass(frozen=True)
 class Standing:
     """A job among others, in the order of their iterations.
 
-    group     : from 1; no two jobs of one surely differ
-    slower_ns : than the fastest, with the ends of its interval
-    best      : chance to be the fastest of all
+    Attributes:
+        group: From 1; no two jobs of one group surely differ.
+        slower_ns: How much slower than the fastest job.
+        low_ns: The lower end of the 95 % interval of ``slower_ns``.
+        high_ns: The upper end.
+        best: The chance to be the fastest of all.
     """
 
     group: int
@@ -64,49 +72,87 @@ class Standing:
 
 
 def estimate(timeline: Timeline) -> UncertainTime:
-    """The iteration of a timeline with its sources."""
-    return of_sources(timeline.iteration_ns, (vars(one) for one in interval(timeline).sources))
+    """Give the iteration of a timeline with its sources of uncertainty."""
+    sources = [vars(source) for source in interval(timeline).sources]
+    return of_sources(timeline.iteration_ns, sources)
 
 
 def of_sources(ns: float, sources: Iterable[Mapping[str, Any]]) -> UncertainTime:
-    """Of the fields of ``interval.Uncertainty``, also as JSON has them."""
-    ends, of = {}, {}
-    for one in sources:
-        ends[one["what"]] = float(one["low_ns"]), float(one["high_ns"])
-        if one.get("of"):
-            of[one["what"]] = {int(part): took for part, took in one["of"].items()}
-    return UncertainTime(ns, ends, of)
+    """Collect sources of uncertainty.
+
+    Args:
+        ns: The iteration.
+        sources: The fields of ``interval.Uncertainty``, also as JSON has them.
+    """
+    ends, parts = {}, {}
+    for source in sources:
+        name = source["what"]
+        ends[name] = float(source["low_ns"]), float(source["high_ns"])
+        if source.get("of"):
+            # JSON has numbers as texts
+            parts[name] = {int(number): part_ns for number, part_ns in source["of"].items()}
+    return UncertainTime(ns, ends, parts)
 
 
 def drawn(estimates: Sequence[UncertainTime], draws: int = _DRAWS, own: float = OWN) -> np.ndarray:
-    """float64 [draws, jobs] ns: in each draw the unknowns are the same for all jobs, but for the
-    part ``own`` of each.
+    """Draw iterations; in each draw the unknowns are the same for all jobs.
 
-    That part is of what a source's time goes to: a segment's kernels are as far off in every job
-    that runs them, and so is a call of a size among as many ranks.
+    Of each source a job has a part ``own`` of its own.  That part is of what the source's time
+    goes to: a segment's kernels are as far off in every job that runs them, and so is a call of a
+    size among as many ranks.
+
+    Args:
+        estimates: The iterations of the jobs.
+        draws: How many draws.
+        own: The part of a source's deviation that jobs do not share, from 0 to 1.
+
+    Returns:
+        float64 [draws, jobs] ns.
     """
-    found, known = np.empty((draws, len(estimates))), dict[str, np.ndarray]()
-    for at, one in enumerate(estimates):
-        key = repr((float(one.ns), sorted(one.sources.items()), sorted(one.of.items())))
-        if key not in known:
-            known[key] = total = np.full(draws, float(one.ns))
-            for what, (low, high) in sorted(one.sources.items()):
-                parts = one.of.get(what, {key: 1})
-                size = math.hypot(*parts.values())
-                mine = sum(_normal(draws, what, part) * ns / size for part, ns in parts.items())
-                z = np.sqrt(1 - own**2) * _normal(draws, what) + own * mine
-                total += np.where(z > 0, z * high, z * low) / _DEVIATIONS
-        found[:, at] = known[key]
-    return found
+    times = np.empty((draws, len(estimates)))
+    drawn_before: dict[str, np.ndarray] = {}
+    for job, iteration in enumerate(estimates):
+        # jobs that are alike in everything get the same draws
+        sources = sorted(iteration.sources.items())
+        key = repr((float(iteration.ns), sources, sorted(iteration.of.items())))
+        if key not in drawn_before:
+            drawn_before[key] = _drawn_job(iteration, key, draws, own)
+        times[:, job] = drawn_before[key]
+    return times
 
 
-def _normal(draws: int, *of: object) -> np.ndarray:
-    """float64 [draws]: the same for the same thing, whatever else is drawn."""
-    return np.random.default_rng(zlib.crc32(repr(of).encode())).standard_normal(draws)
+def _drawn_job(iteration: UncertainTime, key: str, draws: int, own: float) -> np.ndarray:
+    """Draw the iteration of one job: float64 [draws] ns.
+
+    Args:
+        iteration: The iteration.
+        key: The job's text; names what a source goes to that does not say it.
+        draws: How many draws.
+        own: As in ``drawn``.
+    """
+    total = np.full(draws, float(iteration.ns))
+    for name, (low, high) in sorted(iteration.sources.items()):
+        parts: Mapping[Any, float] = iteration.of.get(name, {key: 1})
+        # parts of length 1 together, so that their sum has deviation 1
+        length = math.hypot(*parts.values())
+        own_deviations = np.zeros(draws)
+        for part, part_ns in parts.items():
+            own_deviations += _normal(draws, name, part) * part_ns / length
+        shared_deviations = np.sqrt(1 - own**2) * _normal(draws, name)
+        deviations = shared_deviations + own * own_deviations
+        ends = np.where(deviations > 0, deviations * high, deviations * low)
+        total += ends / _DEVIATIONS
+    return total
+
+
+def _normal(draws: int, *names: object) -> np.ndarray:
+    """Draw float64 [draws]: the same for the same names, whatever else is drawn."""
+    seed = zlib.crc32(repr(names).encode())
+    return np.random.default_rng(seed).standard_normal(draws)
 
 
 def standings(estimates: Sequence[UncertainTime]) -> list[Standing]:
-    """Each job's place, in the order given.
+    """Place each job among all, in the order given.
 
     A job belongs to a group unless it is slower than some job of it at both ends of the 95 %
     interval, so no two of a group surely differ.
@@ -114,28 +160,56 @@ def standings(estimates: Sequence[UncertainTime]) -> list[Standing]:
     if not estimates:
         return []
     times = drawn(estimates)
-    order = sorted(range(len(estimates)), key=lambda at: estimates[at].ns)
-    first, best = order[0], np.bincount(times.argmin(axis=1), minlength=len(estimates)) / _DRAWS
-    ties = [at for at in order if np.array_equal(times[:, at], times[:, first])]
-    best[ties] = best[ties].sum() / len(ties)
-    groups, members, group = {}, list[int](), 1
-    for at in order:
-        if any(np.mean(times[:, at] <= times[:, one]) < _ENDS[0] for one in members):
-            members, group = [], group + 1
-        members.append(at)
-        groups[at] = group
-    ends = np.quantile(times - times[:, [first]], _ENDS, axis=0)
-    return [
-        Standing(groups[at], one.ns - estimates[first].ns, float(ends[0, at]), float(ends[1, at]),
-                 float(best[at]))
-        for at, one in enumerate(estimates)
-    ]  # fmt: skip
+    order = sorted(range(len(estimates)), key=lambda job: estimates[job].ns)
+    fastest = order[0]
+
+    # the chance to be the fastest; jobs that are as fast in every draw share it
+    wins = np.bincount(times.argmin(axis=1), minlength=len(estimates))
+    chances = wins / _DRAWS
+    ties = [job for job in order if np.array_equal(times[:, job], times[:, fastest])]
+    chances[ties] = chances[ties].sum() / len(ties)
+
+    group_of_job: dict[int, int] = {}
+    members: list[int] = []
+    group = 1
+    for job in order:
+        is_slower = [_is_surely_slower(times[:, job], times[:, member]) for member in members]
+        # a job that is slower than one of the group begins the next
+        if any(is_slower):
+            members = []
+            group += 1
+        members.append(job)
+        group_of_job[job] = group
+
+    slower = times - times[:, [fastest]]
+    lows, highs = np.quantile(slower, _ENDS, axis=0)
+    places = []
+    for job, iteration in enumerate(estimates):
+        place = Standing(
+            group=group_of_job[job],
+            slower_ns=iteration.ns - estimates[fastest].ns,
+            low_ns=float(lows[job]),
+            high_ns=float(highs[job]),
+            best=float(chances[job]),
+        )
+        places.append(place)
+    return places
+
+
+def _is_surely_slower(times: np.ndarray, member_times: np.ndarray) -> bool:
+    """Say whether drawn times are above those of a member at both ends of the interval."""
+    return bool(np.mean(times <= member_times) < _ENDS[0])
 
 
 @dataclass(frozen=True)
 class TimeDifference:
-    """A second iteration less a first: expected, and the ends of its 95 % interval; and the chance
-    that the first is shorter.
+    """A second iteration less a first.
+
+    Attributes:
+        ns: What is expected.
+        low_ns: The lower end of the 95 % interval.
+        high_ns: The upper end.
+        first_faster: The chance that the first is shorter.
     """
 
     ns: float
@@ -145,11 +219,17 @@ class TimeDifference:
 
 
 def difference(first: UncertainTime, second: UncertainTime, own: float = OWN) -> TimeDifference:
-    """What of the second's iteration is not the first's; ``own``: the part of each source that they
-    do not share, 0 of jobs that run the same kernels and calls.
+    """Compare two iterations.
+
+    Args:
+        first: An iteration.
+        second: Another one.
+        own: The part of each source that they do not share; 0 of jobs that run the same kernels
+            and calls.
     """
     times = drawn([first, second], own=own)
-    more = times[:, 1] - times[:, 0]
-    low, high = np.quantile(more, _ENDS)
-    chance = np.mean(more > 0) + np.mean(more == 0) / 2
+    longer = times[:, 1] - times[:, 0]
+    low, high = np.quantile(longer, _ENDS)
+    # a tie counts half
+    chance = np.mean(longer > 0) + np.mean(longer == 0) / 2
     return TimeDifference(second.ns - first.ns, float(low), float(high), float(chance))

@@ -11,54 +11,93 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.replay.microbatches import microbatch_count, starts_of_forwards
 from megatron_prism.replay.timeline import Timeline
 
-_STRAYS = 0.2  # of what a captured microbatch takes
+_MOST_STRAY = 0.2  # part of what a captured microbatch takes
 
 
 def check_plausible(after: Timeline, before: Timeline | None = None) -> None:
-    """PrismError if ``after`` computes faster than its machine can, or its microbatches, other ones
-    than those of ``before``, take much longer or shorter than captured ones do.
+    """Refuse an answer that cannot be.
+
+    Args:
+        after: The answer.
+        before: The timeline of the captured microbatches, where the answer has others.
+
+    Raises:
+        PrismError: ``after`` computes faster than its machine can, or a microbatch that it has
+            more than ``before`` takes much longer or shorter than a captured one.
     """
     programs = after.graph.programs
-    wanted = microbatch_count(programs)
-    wrong = _above_peak(after)
-    if before is not None and not wrong:
-        more = wanted - microbatch_count(before.graph.programs)
-        each = (after.iteration_ns - before.iteration_ns) / more if more else 0
-        steady = _steady_ns(before)
-        if each and steady and abs(each / steady - 1) > _STRAYS:
-            wrong = f"{each / 1e6:,.2f} ms for each other one, {steady / 1e6:,.2f} as captured"
-    if wrong:
-        raise PrismError(
-            f"a fault of ours: {wanted} microbatches of {programs.world} would take {wrong}",
-            fix="capture the job with these sizes, and report these slices",
-        )
+    reason = _above_peak(after)
+    if before is not None and not reason:
+        reason = _stray_microbatches(after, before)
+    if not reason:
+        return
+    raise PrismError(
+        f"a fault of ours: {microbatch_count(programs)} microbatches of {programs.world} would "
+        f"take {reason}",
+        fix="capture the job with these sizes, and report these slices",
+    )
 
 
 def _above_peak(timeline: Timeline) -> str:
+    """Say by how much a timeline computes faster than its machine can; "" if it does not."""
     programs = timeline.graph.programs
-    model = programs.source.get("model_flops_per_iteration", "")
-    if not model.isdecimal() or not timeline.iteration_ns:
+    model_flops = programs.source.get("model_flops_per_iteration", "")
+    if not model_flops.isdecimal() or not timeline.iteration_ns:
         return ""
-    rate = int(model) / timeline.iteration_ns * 1e9 / programs.world.size
+    flops_per_s = int(model_flops) / timeline.iteration_ns * 1e9 / programs.world.size
+    # FP8 and FP4 count twice BF16's peak
+    peak = timeline.prices.peak
     settings = programs.source.get("arguments", "") + programs.source.get("settings", "")
-    most = timeline.prices.peak * (2 if "fp8" in settings or "fp4" in settings else 1)
-    if not most or rate <= most:
+    if "fp8" in settings or "fp4" in settings:
+        peak *= 2
+    if not peak or flops_per_s <= peak:
         return ""
-    return f"{rate / 1e12:,.0f} TFLOP/s a GPU, of which it has {most / 1e12:,.0f}"
+    return f"{flops_per_s / 1e12:,.0f} TFLOP/s a GPU, of which it has {peak / 1e12:,.0f}"
+
+
+def _stray_microbatches(after: Timeline, before: Timeline) -> str:
+    """Say what a microbatch takes that is not captured, where that strays; "" where it does not."""
+    num_after = microbatch_count(after.graph.programs)
+    num_before = microbatch_count(before.graph.programs)
+    num_further = num_after - num_before
+    if not num_further:
+        return ""
+    further_ns = (after.iteration_ns - before.iteration_ns) / num_further
+    steady_ns = _steady_ns(before)
+    # no time, or too few captured microbatches: nothing to compare
+    if not further_ns or not steady_ns:
+        return ""
+    if abs(further_ns / steady_ns - 1) <= _MOST_STRAY:
+        return ""
+    return f"{further_ns / 1e6:,.2f} ms for each other one, {steady_ns / 1e6:,.2f} as captured"
 
 
 def _steady_ns(timeline: Timeline) -> float:
-    """What a microbatch takes between starts of its forwards on the last stage, which warms up
-    shortest; 0 if there are too few.
+    """Measure what a microbatch takes between starts of its forwards on the last stage.
+
+    The last stage warms up shortest.
+
+    Returns:
+        ns; 0 if there are too few microbatches.
     """
-    world, found = timeline.graph.programs.world, 0.0
+    world = timeline.graph.programs.world
+    longest_ns = 0.0
     for index, program in enumerate(timeline.graph.program_list):
         if world.coordinates(program.rank).pp < world.pp - 1:
             continue
-        ops, apart = starts_of_forwards(program, world)
+        first_ops, distance = starts_of_forwards(program, world)
+        begin_ns = {}
         spans = timeline.spans(index)  # waits have none
-        begins = {n: int(spans["start"][np.searchsorted(spans["op"], op)]) for n, op in ops.items()}
-        gaps = [(begins[n + apart] - begins[n]) / apart for n in begins if n + apart in begins]
-        if gaps and (apart == 1 or len(begins) > 2 * apart):  # two rounds of chunks warm up
-            found = max(found, float(np.median(gaps[len(gaps) // 2 :])))
-    return found
+        for microbatch, op in first_ops.items():
+            span = np.searchsorted(spans["op"], op)
+            begin_ns[microbatch] = int(spans["start"][span])
+        gaps_ns = []
+        for microbatch, begin in begin_ns.items():
+            if microbatch + distance in begin_ns:
+                gaps_ns.append((begin_ns[microbatch + distance] - begin) / distance)
+        # the first two rounds of chunks warm up
+        is_warm = distance == 1 or len(begin_ns) > 2 * distance
+        if gaps_ns and is_warm:
+            steady_gaps_ns = gaps_ns[len(gaps_ns) // 2 :]
+            longest_ns = max(longest_ns, float(np.median(steady_gaps_ns)))
+    return longest_ns

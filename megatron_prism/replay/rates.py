@@ -27,10 +27,11 @@ class Value:
 class Rates:
     """What a timeline does in a second.
 
-    tokens_per_s  : of the whole job
-    flops_per_gpu : of recorded kernels
-    mfu           : part of 1 of the data sheet's peak, of the type in which the job computes
-    precision     : what a job without --bf16 and --fp16 has to be asked; "" of others
+    Attributes:
+        tokens_per_s: Tokens of the whole job.
+        flops_per_gpu: Of recorded kernels.
+        mfu: Part of 1 of the data sheet's peak, of the type in which the job computes.
+        precision: What a job without --bf16 and --fp16 has to be asked; "" of others.
     """
 
     tokens_per_s: Value
@@ -40,48 +41,51 @@ class Rates:
 
 
 def tokens_of(programs: Programs) -> int:
-    """Tokens of an iteration; 0 if the programs do not say."""
+    """Count the tokens of an iteration; 0 if the programs do not say."""
     return _count(programs, "tokens_per_iteration")
 
 
 def _count(programs: Programs, key: str) -> int:
+    """Read a whole number of the source; 0 if there is none."""
     text = programs.source.get(key, "")
-    return int(text) if text.isdecimal() else 0
+    if not text.isdecimal():
+        return 0
+    return int(text)
 
 
 def rates_of(timeline: Timeline) -> Rates:
-    """Tokens per second, flops per second and GPU, and MFU, as far as the programs say."""
+    """Compute tokens per second, flops per second and GPU, and MFU, as far as the programs say."""
     programs = timeline.graph.programs
-    seconds, gpus = timeline.iteration_ns / 1e9, programs.world.size
+    gpus = programs.world.size
     tokens = tokens_of(programs)
     model_flops = _count(programs, "model_flops_per_iteration")
     kernel_flops = _kernel_flops(timeline)
+
+    # the peak of the type in which the job computes
     precision = precision_of(programs)
     peak = timeline.prices.peak
+    of_type = ""
     if precision.peak != "bf16":
         peak = timeline.prices.peaks.get(precision.peak, 0.0)
-    of_type = "" if precision.peak == "bf16" else f" for {precision.peak}"
+        of_type = f" for {precision.peak}"
 
-    def rate(amount: float, basis: str, *missing: tuple[bool, str]) -> Value:
-        """A rate, or the first thing that is missing for it."""
-        for lacks, why in ((not seconds, "nothing takes time"), *missing):
-            if lacks:
-                return Value(None, why)
-        return Value(amount / seconds, basis)
-
+    seconds = timeline.iteration_ns / 1e9
     return Rates(
-        tokens_per_s=rate(
+        tokens_per_s=_rate(
             tokens,
+            seconds,
             "tokens of the slices / iteration time",
             (not tokens, "the slices do not say how many tokens an iteration has"),
         ),
-        flops_per_gpu=rate(
+        flops_per_gpu=_rate(
             kernel_flops / gpus,
+            seconds,
             "recorded kernels, recomputation included",
             (not kernel_flops, "the slices recorded no flops"),
         ),
-        mfu=rate(
+        mfu=_rate(
             model_flops / gpus / (peak or 1),
+            seconds,
             f"of {peak / 1e12:,.0f} TFLOP/s dense {precision.peak}; model flops as Megatron "
             "counts them",
             (not peak, f"the machine's file has no peak of the data sheet{of_type}"),
@@ -92,10 +96,31 @@ def rates_of(timeline: Timeline) -> Rates:
     )
 
 
+def _rate(amount: float, seconds: float, basis: str, *missing: tuple[bool, str]) -> Value:
+    """Divide by the time.
+
+    Args:
+        amount: What an iteration does.
+        seconds: What it takes.
+        basis: Where the rate is from.
+        missing: (whether something is missing for it, what).
+
+    Returns:
+        The rate, or the first thing that is missing for it.
+    """
+    if not seconds:
+        return Value(None, "nothing takes time")
+    for is_missing, reason in missing:
+        if is_missing:
+            return Value(None, reason)
+    return Value(amount / seconds, basis)
+
+
 def _kernel_flops(timeline: Timeline) -> int:
-    """Of all ranks' segments."""
+    """Count the flops of all ranks' segments."""
     graph = timeline.graph
     total = 0
-    for program, ranks in zip(graph.program_list, graph.classes.counts, strict=True):
-        total += int(np.maximum(program.ops["flops"], 0).sum()) * ranks
+    for program, num_ranks in zip(graph.program_list, graph.classes.counts, strict=True):
+        flops = np.maximum(program.ops["flops"], 0)
+        total += int(flops.sum()) * num_ranks
     return total
