@@ -109,16 +109,20 @@ class LengthCaptures:
             )
         for length in wanted:
             if length not in self.by_length:
-                captured = ", ".join(map(str, sorted(self.by_length)))
+                sorted_lengths = sorted(self.by_length)
+                captured = ", ".join(map(str, sorted_lengths))
                 raise ProgramError(
                     f"no capture is of {length} tokens; there are {captured}",
                     fix=f"prism capture … seq_length={length} -o DIR, then capture=DIR",
                 )
         mixed: list[Program] = []
-        for number in range(len(self.captured.programs)):
-            programs = {length: self.by_length[length].programs[number] for length in {*wanted}}
-            base = self.captured.programs[number]
-            mixed.append(self._mixed(base, programs, wanted))
+        for number, base in enumerate(self.captured.programs):
+            program_of_length: dict[int, Program] = {}
+            for length in wanted:
+                capture = self.by_length[length]
+                program_of_length[length] = capture.programs[number]
+            mixed_program = self._mixed(base, program_of_length, wanted)
+            mixed.append(mixed_program)
         return dataclasses.replace(self.captured, programs=tuple(mixed))
 
     def _mixed(self, base: Program, programs: Mapping[int, Program], wanted: list[int]) -> Program:
@@ -142,7 +146,8 @@ class LengthCaptures:
                     _check_equal_call(own_op, program[place], length)
                 ops.append(own_op)
                 continue
-            op = programs[wanted[microbatch]][place]
+            length = wanted[microbatch]
+            op = programs[length][place]
             # the buffer of a receive is as long as --seq-length says
             if op.name == "recv" and message_of_op[place] >= 0 and not self.lengths_vary:
                 op = own_op
@@ -199,7 +204,8 @@ def _check_aligned(base: Program, program: Program, length: int) -> None:
         is_unlike |= base.ops[name] != program.ops[name]
     for name in _ALIKE_TEXTS:
         texts, other_texts = np.array(base.strings), np.array(program.strings)
-        is_unlike |= texts[base.ops[name]] != other_texts[program.ops[name]]
+        codes, other_codes = base.ops[name], program.ops[name]
+        is_unlike |= texts[codes] != other_texts[other_codes]
     places = np.flatnonzero(is_unlike)
     if places.size:
         op = base[int(places[0])]
