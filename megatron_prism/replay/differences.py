@@ -132,11 +132,13 @@ def _drawn_job(iteration: UncertainTime, key: str, draws: int, own: float) -> np
     """
     total = np.full(draws, float(iteration.ns))
     for name, (low, high) in sorted(iteration.sources.items()):
-        parts: Mapping[Any, float] = iteration.of.get(name, {key: 1})
+        parts: Sequence[tuple[object, float]] = [(key, 1.0)]
+        if name in iteration.of:
+            parts = list(iteration.of[name].items())
         # parts of length 1 together, so that their sum has deviation 1
-        length = math.hypot(*parts.values())
+        length = math.hypot(*[part_ns for _, part_ns in parts])
         own_deviations = np.zeros(draws)
-        for part, part_ns in parts.items():
+        for part, part_ns in parts:
             own_deviations += _normal(draws, name, part) * part_ns / length
         shared_deviations = np.sqrt(1 - own**2) * _normal(draws, name)
         deviations = shared_deviations + own * own_deviations
