@@ -5,35 +5,42 @@ In : a program that recorded memory, and bytes of segments.  Out: ``Risk``, or N
 The same requests in each iteration leave the allocator's free blocks in another order each time: a
 request takes the smallest block that is large enough, so a hole that a large request needs may have
 been split by a smaller one.  When a block that another stream uses comes back depends on how far
-the host is ahead of the device, which nobody knows and which changes.  So the iteration is replayed
-several times behind the process's first requests, with a lead of the host that is drawn for each
-iteration, and the draws that run out are counted.
+the host is ahead of the device.  The lead follows from what launches take the host and the device
+(``host_lead``); how fast the host is nobody knows, and it changes.  So the iteration is replayed
+several times behind the process's first requests, each time on a host of a drawn speed that varies
+from iteration to iteration, and the draws that run out are counted.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 
 from megatron_prism.core.ops import BEGUN
 from megatron_prism.core.program import Program
 from megatron_prism.memory import allocator
+from megatron_prism.memory.host_lead import LaunchTimes, OpTimes, launch_times
 from megatron_prism.memory.peaks import changes, op_at, site_of
 
 ITERATIONS = 8  # that are replayed behind the recorded one
-DRAWS = 12
+DRAWS = 24
 MOST_ROWS = 1_000_000  # of all draws together: some 5 s on an idle host
 _FEWEST_DRAWS, _FEWEST_ITERATIONS = 3, 2  # of programs that are longer
+# of the logarithm of a host's speed, from one iteration to the next: the index of one host was 1.38
+# and 1.02 within five minutes (replay/interval.py)
+_DEVIATION_OF_ITERATIONS = 0.1
 
 Row = tuple[int, ...]  # storage, bytes, stream, launches so far
 
 
 @dataclass(frozen=True)
 class Risk:
-    """Draws of the host's lead in which memory runs out.
+    """Draws of the host's speed in which memory runs out.
 
     Attributes:
         failed: draws that run out.
@@ -43,6 +50,8 @@ class Risk:
         size: bytes of the request that fails most often, as the allocator asks the device.
         where: the step and the line that ask; "" where they are not known.
         unused: bytes of free blocks that are reserved then.
+        reserved: of each draw the most bytes of segments if none ran out, ascending.
+        follows_times: whether leads follow from the times of launches; else they were drawn.
     """
 
     failed: int
@@ -52,6 +61,17 @@ class Risk:
     size: int = 0
     where: str = ""
     unused: int = 0
+    reserved: tuple[int, ...] = ()
+    follows_times: bool = False
+
+    def reserved_at(self, share: float) -> int:
+        """Return the bytes of segments that this share of the draws does not exceed.
+
+        Args:
+            share: 0.5: of half of the draws.
+        """
+        place = math.ceil(share * len(self.reserved)) - 1
+        return self.reserved[min(max(place, 0), len(self.reserved) - 1)]
 
 
 @dataclass(frozen=True)
@@ -75,6 +95,7 @@ def risk(
     settings: allocator.Settings | None = None,
     most_rows: int = MOST_ROWS,
     seed: int = 0,
+    times: OpTimes | None = None,
 ) -> Risk:
     """Replay later iterations of ``program`` in ``limit`` bytes of segments.
 
@@ -84,24 +105,36 @@ def risk(
         settings: the allocator's options.
         most_rows: requests of all draws together.
         seed: of the draws.
+        times: of the program's ops; None: the host's lead is anything that CUDA allows.
     """
     requests = _requests(program)
     draws, repeats = _affordable(requests, most_rows)
     if not draws:
         return Risk(failed=0, draws=0, iterations=0)
 
-    # replay every draw
+    # replay every draw, and in the limit what would exceed it
     rows, starts = _repeated(requests, repeats)
-    random = np.random.default_rng(seed)
+    draw_leads = _leads_of_draws(program, times, requests, rows, starts, draws, seed)
+    reserved: list[int] = []
     failures: list[tuple[int, allocator.OutOfMemory]] = []  # (place among the starts, request)
-    for _ in range(draws):
-        leads = _drawn_leads(random, starts, len(rows))
+    for leads in draw_leads:
+        unlimited = allocator.replay_requests(rows, settings, ahead=leads)
+        reserved.append(unlimited.peak_reserved)
+        if unlimited.peak_reserved <= limit:
+            continue
         failure = allocator.replay_requests(rows, settings, limit, ahead=leads).full
         if failure is not None:
             place = int(np.searchsorted(starts, failure.event, side="right")) - 1
             failures.append((place, failure))
+    result = Risk(
+        failed=len(failures),
+        draws=draws,
+        iterations=repeats + 1,
+        reserved=tuple(sorted(reserved)),
+        follows_times=times is not None,
+    )
     if not failures:
-        return Risk(failed=0, draws=draws, iterations=repeats + 1)
+        return result
 
     # show the request that fails most often, where it fails first
     sizes = Counter(failure.size for _, failure in failures)
@@ -110,10 +143,8 @@ def risk(
     later = [failure for failure in alike if failure.event >= starts[0]]
     shown = min(later or alike, key=lambda failure: failure.event)
     first = min(place for place, _ in failures)
-    return Risk(
-        failed=len(failures),
-        draws=draws,
-        iterations=repeats + 1,
+    return replace(
+        result,
         first=max(requests.number + first, 1),
         size=(settings or allocator.Settings()).segment(size),
         where=_where(program, requests, rows, starts, shown.event),
@@ -211,6 +242,65 @@ def _alive(rows: list[Row]) -> dict[int, int]:
         if not alive[storage]:
             del alive[storage]
     return alive
+
+
+def _leads_of_draws(
+    program: Program,
+    times: OpTimes | None,
+    requests: _Requests,
+    rows: list[Row],
+    starts: list[int],
+    draws: int,
+    seed: int,
+) -> Iterator[list[int]]:
+    """Yield the host's lead at every row, for every draw."""
+    random = np.random.default_rng(seed)
+    launches = None if times is None else launch_times(program, times)
+    if times is None or launches is None:
+        for _ in range(draws):
+            yield _drawn_leads(random, starts, len(rows))
+        return
+    counts = _launches_behind_begin(requests, rows, starts)
+    law = NormalDist()
+    for draw in range(draws):
+        # equal parts of the law of hosts, each once
+        deviations = law.inv_cdf((draw + 0.5) / draws)
+        factor = times.host_factor * math.exp(deviations * times.host_deviation)
+        yield _leads_on_host(random, launches, factor, counts, starts)
+
+
+def _launches_behind_begin(
+    requests: _Requests, rows: list[Row], starts: list[int]
+) -> list[np.ndarray]:
+    """Count the launches from the begin of each iteration to each of its rows."""
+    first_launch = requests.iteration[0][3]
+    per_iteration = requests.iteration[-1][3] - first_launch
+    counts = []
+    ends = [*starts[1:], len(rows)]
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        begin = first_launch + number * per_iteration
+        launches = np.array([row[3] for row in rows[start:end]], dtype=np.int64)
+        counts.append(launches - begin)
+    return counts
+
+
+def _leads_on_host(
+    random: np.random.Generator,
+    launches: LaunchTimes,
+    factor: float,
+    counts: list[np.ndarray],
+    starts: list[int],
+) -> list[int]:
+    """Return the lead at every row, in launches, on a host whose speed varies.
+
+    In front of the recorded iteration the host builds things and compiles, and the device keeps up.
+    """
+    leads = [0] * starts[0]
+    for launches_of_rows in counts:
+        varied = factor * math.exp(random.normal(0.0, _DEVIATION_OF_ITERATIONS))
+        iteration_leads = launches.leads(varied)
+        leads += iteration_leads[launches_of_rows].tolist()
+    return leads
 
 
 def _drawn_leads(random: np.random.Generator, starts: list[int], events: int) -> list[int]:

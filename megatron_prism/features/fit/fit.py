@@ -19,7 +19,9 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.features.fit import remedies
+from megatron_prism.features.fit.op_times import op_times
 from megatron_prism.memory import allocator, blocks, peaks, steady
+from megatron_prism.memory.host_lead import OpTimes
 from megatron_prism.memory.host_need import HostNeed, host_need
 from megatron_prism.memory.job_peaks import Draws, MemoryReport, first_program, needed, peak_memory
 from megatron_prism.memory.nccl_buffers import DEFAULT
@@ -30,6 +32,7 @@ from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, Pri
 from megatron_prism.replay.timeline import durations_of
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_ROWS_OF_FIGURES = steady.MOST_ROWS // 4  # requests of all draws of a class with much to spare
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ class Fit:
     memory       : the figures of every class of ranks
     worst        : the class that needs most
     overruns     : class -> where it runs out, of those beyond the limit
-    risks        : class -> what later iterations make of the little that is left, of those within
-                   it where that was asked
+    risks        : class -> what later iterations reserve, of those within it that have little to
+                   spare, and of the worst
     changes      : that were tried, those that fit first, then by what they cost
     iteration_ns : without a change; None where the iteration cannot be priced
     headline     : what to say first of the iteration; None likewise
@@ -210,18 +213,24 @@ def fit(
         for name, need in needs.items()
         if need > most
     }
-    risks = _risks(memory, of, most, settings) if not overruns else {}
+    worst = max(needs, key=needs.__getitem__)
+    times = {}  # class -> what its ops take, where the job could be priced
+    if priced is not None:
+        times = {name: _times_of(priced, programs, memory, name) for name in needs}
+    risks: dict[str, steady.Risk] = {}
+    if not overruns:
+        risks = _risks(memory, of, most, settings, worst, times)
     changes: tuple[TriedChange, ...] = ()
     if overruns:
         changes = _tried(memory, of, needs, most, settings, priced, programs.world.size)
     elif any(risk.failed for risk in risks.values()):
-        changes = _without_holes(memory, of, risks, most, settings, programs.world.size)
+        num_ranks = programs.world.size
+        changes = _without_holes(memory, of, risks, most, settings, num_ranks, times)
     ns = None
     first = None
     if priced is not None:
         ns = priced.timeline.iteration_ns
         first = headline(priced.timeline)
-    worst = max(needs, key=needs.__getitem__)
     return Fit(most, source, memory, worst, overruns, risks, changes, ns, programs, first)
 
 
@@ -243,23 +252,38 @@ def _overrun(program: Program, segments: int, settings: allocator.Settings) -> O
     return Overrun(None) if place is None else Overrun(place.where, place.size, place.reserved)
 
 
+def _times_of(
+    priced: PricedGraph, programs: Programs, memory: MemoryReport, name: str
+) -> OpTimes | None:
+    """Return what the ops of a class take; None where the slices do not say."""
+    program = first_program(programs, memory.classes[name])
+    return op_times(priced, program.rank, program)
+
+
 def _risks(
     memory: MemoryReport,
     programs: Mapping[str, Program],
     limit: int,
     settings: allocator.Settings,
+    worst: str,
+    times: Mapping[str, OpTimes | None],
 ) -> dict[str, steady.Risk]:
-    """Replay later iterations of the classes that have little to spare."""
+    """Replay later iterations of the classes that have little to spare, and of the worst."""
     segments: dict[str, int] = {}  # class -> bytes that its allocator may reserve
+    close = set()  # classes that have little to spare
     for name, figures in memory.classes.items():
         spare = limit - needed(figures)
         if steady.reaches(programs[name], spare):
+            close.add(name)
+        if name == worst or name in close:
             segments[name] = figures["peak_reserved"] + spare
     rows_each = steady.MOST_ROWS // max(1, len(segments))
-    return {
-        name: steady.risk(programs[name], size, settings, rows_each)
-        for name, size in segments.items()
-    }
+    risks = {}
+    for name, size in segments.items():
+        # a class that nothing threatens is replayed for its figures alone
+        most_rows = rows_each if name in close else min(rows_each, _ROWS_OF_FIGURES)
+        risks[name] = steady.risk(programs[name], size, settings, most_rows, times=times.get(name))
+    return risks
 
 
 def _without_holes(
@@ -269,6 +293,7 @@ def _without_holes(
     limit: int,
     settings: allocator.Settings,
     num_ranks: int,
+    times: Mapping[str, OpTimes | None],
 ) -> tuple[TriedChange, ...]:
     """Expandable segments, where the same draws get through with them."""
     if settings.expandable:
@@ -279,7 +304,8 @@ def _without_holes(
         need = needed(figures)
         if name in risks and risks[name].failed:
             segments = figures["peak_reserved"] + limit - need
-            if steady.risk(programs[name], segments, expandable).failed:
+            with_pages = steady.risk(programs[name], segments, expandable, times=times.get(name))
+            if with_pages.failed:
                 return ()
             between = blocks.reserved(programs[name], expandable)
             held = blocks.expected_reserved(between, num_ranks)

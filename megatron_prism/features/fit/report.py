@@ -84,20 +84,44 @@ def _host(need: HostNeed | None) -> Iterator[str]:
 
 
 def later_iterations(risk: Risk) -> str:
-    """What later iterations do with a class that has little to spare; empty if they fit."""
+    """Say what later iterations do with a class that has little to spare; empty if they fit."""
     if not risk.draws:
         return "has little to spare, and too many requests to replay later iterations"
     if not risk.failed:
         return ""
+    iterations = counted(risk.iterations, "iteration")
     if risk.draws == 1:
         text = f"runs out in iteration {risk.first}"
     else:
-        text = f"runs out within {counted(risk.iterations, 'iteration')} in {risk.failed} of "
-        text += f"{risk.draws} draws of how far the host is ahead, first in iteration {risk.first}"
+        text = f"runs out within {iterations} in {_share_of_draws(risk)}"
+        text += f", first in iteration {risk.first}"
     text += f": a request of {format_bytes(risk.size)}"
     if risk.where:
         text += f" ({risk.where})"
     return f"{text} finds no block, {format_bytes(risk.unused)} are in free blocks that are smaller"
+
+
+def _share_of_draws(risk: Risk) -> str:
+    """Say how many draws run out: one in N where that is half of them or fewer."""
+    drawn = "of how far the host is ahead"
+    if risk.follows_times:
+        drawn = "of the host's speed"
+    if 2 * risk.failed > risk.draws:
+        return f"{risk.failed} of {risk.draws} draws {drawn}"
+    return f"one draw in {round(risk.draws / risk.failed)} {drawn} ({risk.failed} of {risk.draws})"
+
+
+def reserved_of_draws(risk: Risk | None) -> str:
+    """Say what segments take in half of the draws, and in a tenth; empty where all are alike."""
+    if risk is None or len(risk.reserved) < 2:
+        return ""
+    half, tenth = format_bytes(risk.reserved_at(0.5)), format_bytes(risk.reserved_at(0.9))
+    least, most = format_bytes(risk.reserved[0]), format_bytes(risk.reserved[-1])
+    if least == most:
+        return ""
+    text = f"reserved within {counted(risk.iterations, 'iteration')}: {half} in half of "
+    text += f"{risk.draws} draws, {tenth} or more in a tenth; {least} to {most} in all"
+    return text
 
 
 def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
@@ -109,8 +133,11 @@ def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
         place = f"before the recorded iteration, {place}"
     yield from folded(f"the peak of {name}: {place}".rstrip(), 2)
     yield from columns([["  of the device", ""], *part_rows(one)])
+    drawn = reserved_of_draws(found.risks.get(name))
     least, most = one.get("reserved_between") or (0, 0)
-    if format_bytes(least) != format_bytes(most):
+    if drawn:
+        yield from folded(f"  {drawn}", 4)
+    elif format_bytes(least) != format_bytes(most):
         between = f"{format_bytes(least)} if the device keeps up with the host, up to "
         yield from folded(f"  reserved: {between}{format_bytes(most)} else", 4)
     counted_by_torch = found.as_torch_counts(name)
