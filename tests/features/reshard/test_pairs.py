@@ -31,11 +31,17 @@ MOE = (
     "--moe-token-dispatcher-type alltoall"
 ).split()
 
+GQA = ("--group-query-attention", "--num-query-groups", 1)
+ETP2 = (*TP2, "--expert-tensor-parallel-size", 2, "--sequence-parallel")
+
 # name of a layout that saves -> ranks, flags
 SAVED = {
     "tp2": (2, (*TP2, *NAMES)),
     "dp2 by buckets": (2, ()),
     "ep2": (2, ("--expert-model-parallel-size", 2, *NAMES, *MOE)),
+    "pp2": (2, (*PP2, *NAMES)),
+    "one query group": (1, (*NAMES, *GQA)),
+    "multi-token prediction": (1, (*NAMES, *MTP)),
 }
 # layout that saved, ranks and flags that load, a part of the refusal ("": none)
 PAIRS = {
@@ -56,6 +62,16 @@ PAIRS = {
         (*NAMES, "--make-vocab-size-divisible-by", 384),
         "",
     ),
+    "pp2 to tp2": ("pp2", 2, (*TP2, *NAMES), ""),
+    "more tensor-parallel ranks than query groups": (
+        "one query group",
+        2,
+        (*TP2, *NAMES, *GQA),
+        "",
+    ),
+    "multi-token prediction to tp2": ("multi-token prediction", 2, (*TP2, *NAMES, *MTP), ""),
+    "ep2 to etp2": ("ep2", 2, (*ETP2, *NAMES, *MOE), "KeyError"),
+    "ep2 to dp2 of all experts": ("ep2", 2, (*NAMES, *MOE), "KeyError"),
     "dp2 to one by buckets": ("dp2 by buckets", 1, (), ""),
     "dp2 to tp2 by buckets": ("dp2 by buckets", 2, TP2, "(TP, PP) mismatch"),
     # with expert parallelism Megatron has an optimizer more, for experts
