@@ -43,15 +43,16 @@ def uneven(args: argparse.Namespace) -> Answer:
       microbatches=RANKS:N      their loop has N turns: captured steps in the order of Megatron's
                                 scheduler
       loader=RANKS:N            their data iterator raises StopIteration after N microbatches
-      lengths=RANKS:L,L,…       tokens of a sample, of each microbatch, or one for all
+      lengths=RANKS:L,L,…       tokens of a sample, of each microbatch (of several iterations one
+                                after the other), or one for all
       lengths=FILE              the same, a line for each dp rank: {"dp": 1, "lengths": [4096]}
       capture=DIR               the job at another --seq-length, for each length that occurs
       programs=RANKS:DIR        they do what was captured in DIR: another kind of batch, images, an
                                 evaluation
     """
     from megatron_prism.core.slices import open_programs
+    from megatron_prism.features.uneven.iterations import examine_iterations
     from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
-    from megatron_prism.features.uneven.outcome import examine
     from megatron_prism.features.uneven.rank_programs import Sources
 
     words = _words(args.settings)
@@ -64,11 +65,18 @@ def uneven(args: argparse.Namespace) -> Answer:
     elif captures:
         raise UsageError("capture= without lengths=", fix="lengths=dp=1:4096,2048")
     sources = Sources(captured, what_ifs.with_microbatches, open_programs, lengths)
-    outcome = examine(sources, inputs)
+    decisive = examine_iterations(sources, inputs)
+    outcome = decisive.outcome
     rows = _rows(outcome)
+    place = {"iteration": decisive.iteration, "iterations": decisive.iterations}
+    head = ""
+    if decisive.iterations > 1:
+        head = f"iteration {decisive.iteration} of {decisive.iterations}: "
+        if not outcome.stops:
+            head = f"{decisive.iterations} iterations, {decisive.distinct} of them different: "
     return Answer(
-        lambda: _as_json(outcome),
-        lambda: print(text_of(outcome)),
+        lambda: {**_as_json(outcome), **place},
+        lambda: print(head + text_of(outcome)),
         lambda: rows,
         status=int(outcome.stops),
     )

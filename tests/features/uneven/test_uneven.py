@@ -218,6 +218,37 @@ def test_a_file_of_lengths_has_a_line_for_each_dp_rank(tmp_path):
     ]
 
 
+def test_the_first_iteration_that_stops_is_named(folder, capsys):
+    rows = [{"dp": 0, "lengths": [8] * 12}, {"dp": 1, "lengths": [8] * 7 + [2] + [8] * 4}]
+    (folder / "drawn.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["uneven", "s8", "lengths=drawn.jsonl", "capture=s2"]
+    status, out, _ = prism(*words, capsys=capsys)
+    assert status == 1
+    assert out.startswith("iteration 3 of 4: the job stops")
+    assert "smallest example: lengths=1,3:8,2,8" in out
+    value = json.loads(prism(*words, "--json", capsys=capsys)[1])
+    assert (value["iteration"], value["iterations"]) == (3, 4)
+
+
+def test_iterations_with_equal_lengths_are_examined_once(folder, capsys):
+    rows = [{"dp": rank, "lengths": [8] * 300} for rank in (0, 1)]
+    (folder / "drawn.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    status, out, _ = prism("uneven", "s8", "lengths=drawn.jsonl", capsys=capsys)
+    assert status == 0
+    assert out.startswith("100 iterations, 1 of them different: every call is matched")
+
+
+@pytest.mark.parametrize(
+    ("second", "says"), [([8] * 7, "the last iteration lacks some"), ([8] * 9, "of 2 and of 3")]
+)
+def test_lengths_of_other_numbers_of_iterations_are_refused(folder, second, says, capsys):
+    rows = [{"dp": 0, "lengths": [8] * 6}, {"dp": 1, "lengths": second}]
+    (folder / "drawn.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    status, _, err = prism("uneven", "s8", "lengths=drawn.jsonl", capsys=capsys)
+    assert status == 2
+    assert says in err
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "3", "{}", '{"dp": 0, "lengths": []}', '{"dp": 0, "lengths": [0]}',
