@@ -11,17 +11,11 @@ from megatron_prism.cli import arguments, what_ifs
 from megatron_prism.cli.command import PROGRAMS, Command, HelpGroup, settings
 from megatron_prism.cli.output import Answer
 from megatron_prism.core.errors import UsageError
-from megatron_prism.features.uneven.inputs import (
-    InputKind,
-    UnevenInput,
-    read_input,
-    read_lengths_file,
-    split_programs,
-    split_word,
-)
+from megatron_prism.features.uneven.kinds import InputKind
 
 if TYPE_CHECKING:
     from megatron_prism.core.world import World
+    from megatron_prism.features.uneven.inputs import UnevenInput
     from megatron_prism.features.uneven.outcome import Outcome
 
 _CAPTURE = "capture"
@@ -93,6 +87,13 @@ def _words(given: Sequence[str]) -> dict[str, list[str]]:
 
 def _inputs(words: dict[str, list[str]], world: World) -> list[UnevenInput]:
     """Make the inputs that the words say."""
+    from megatron_prism.features.uneven.inputs import (
+        read_input,
+        read_lengths_file,
+        split_programs,
+        split_word,
+    )
+
     inputs: list[UnevenInput] = []
     for kind in InputKind:
         for text in words.get(kind.value, []):

@@ -5,7 +5,6 @@ In : ``key=RANKS:VALUE`` words, and a file of lengths.  Out: one ``UnevenInput``
 
 from __future__ import annotations
 
-import enum
 import os
 import re
 from dataclasses import dataclass
@@ -17,20 +16,12 @@ import msgspec
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import World, format_ranks
+from megatron_prism.features.uneven.kinds import InputKind
 
 _LENGTHS = re.compile(r"\d{1,9}(,\d{1,9})*")
 _COUNT = re.compile(r"\d{1,7}")
 _MOST_BYTES = 1 << 25  # of a file of lengths
 _FILE_FIX = 'a line for each dp rank: {"dp": 1, "lengths": [4096, 2048]}'
-
-
-class InputKind(enum.Enum):
-    """In which way the input of ranks differs."""
-
-    MICROBATCHES = "microbatches"  # their loop has another number of turns
-    LOADER = "loader"  # their data iterator ends before the iteration does
-    PROGRAMS = "programs"  # they run what another capture did
-    LENGTHS = "lengths"  # their samples have other lengths
 
 
 class _Row(msgspec.Struct):

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.features.uneven.inputs import InputKind, UnevenInput
+from megatron_prism.features.uneven.inputs import UnevenInput
+from megatron_prism.features.uneven.kinds import InputKind
 from megatron_prism.features.uneven.outcome import Outcome, examine
 from megatron_prism.features.uneven.rank_programs import Sources
 

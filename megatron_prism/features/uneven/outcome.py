@@ -16,7 +16,8 @@ from megatron_prism.core.program import Program
 from megatron_prism.core.world import World, ranks_text
 from megatron_prism.features.hang.diagnose import diagnose_stall
 from megatron_prism.features.hang.verdict import Diagnosis
-from megatron_prism.features.uneven.inputs import InputKind, UnevenInput
+from megatron_prism.features.uneven.inputs import UnevenInput
+from megatron_prism.features.uneven.kinds import InputKind
 from megatron_prism.features.uneven.mixed_lengths import sequence_length
 from megatron_prism.features.uneven.rank_programs import Sources, UnevenWorld, apply_inputs
 from megatron_prism.graph import stall, world_graph
