@@ -18,7 +18,7 @@ Each folder of features/ answers one question with what core has, and can be del
     fit/ compare/ replay/ predict/ sweep/ verify/      does it fit, what differs, how long, …
     hang/ faults/ debugger/ programs/ traces/          which rank hangs, make it hang, stop there
     uneven/                                        do calls match if inputs of ranks differ
-    guard/ snapshots/ calibrate/ pacing/ scripts/ agents/ patches/ reshard/
+    guard/ snapshots/ calibrate/ pacing/ scripts/ agents/ patches/ reshard/ streams/
 
 Only runtime, emulate and the features that run ranks import torch.  Beside the packages:
 ``_attach.py`` is how ``import torch`` finds us, ``pytest_plugin.py`` how pytest does.

@@ -79,6 +79,21 @@ class Command:
         return self.observes is None or not self.observes(words)
 
 
+@dataclass(frozen=True)
+class ProgramCheck:
+    """A question of ``prism check`` that a feature answers, behind a switch of its own.
+
+    Args:
+        name: of the switch, without dashes.
+        text: help of the switch.
+        function: answers, instead of the check of calls.
+    """
+
+    name: str
+    text: str
+    function: Callable[..., Answer]
+
+
 def file_option(flag: str, text: str) -> Argument:
     """Make an option that names a file."""
     return (flag,), {"metavar": "FILE", "type": Path, "help": text}

@@ -29,6 +29,7 @@ class Feature:
         launcher: has ``read_line``, which finds the job that a script would start.
         files: has ``FILE_ANSWERS``: files about which this feature answers for other commands.
         comparers: has ``COMPARERS`` and ``JOB_READERS``: values that ``compare`` takes, too.
+        checks: has ``CHECKS``, what ``prism check`` proves, too (``cli.command.ProgramCheck``).
         pytest_plugin: is a plug-in of pytest.
         uses: name of the one other feature whose modules this feature imports.
         api: public name of the package -> ``module:attribute`` in the feature's folder.
@@ -40,6 +41,7 @@ class Feature:
     launcher: str = ""
     files: str = ""
     comparers: str = ""
+    checks: str = ""
     pytest_plugin: str = ""
     uses: str = ""
     api: Mapping[str, str] = field(default_factory=dict)

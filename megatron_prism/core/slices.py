@@ -49,6 +49,7 @@ _AGAIN = (
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 _OF_RANK = re.compile(r"(\d{1,9})=(\S+)")
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
+_BESIDE = re.compile(r"streams-\d{6,}\.npz")  # what features keep of a rank beside its slice
 _DUMP = re.compile(r"\d(\.json)?$")  # files of one rank each, as Flight Recorders name them
 
 
@@ -175,7 +176,8 @@ def _ours(path: Path) -> bool:
     """Slices, the world, calls and spreads that go with them, what a killed writer left behind."""
     name = path.name
     beside = (WORLD, "calibration.json", "variability.json", "import.json")
-    return bool(_NAME.fullmatch(name)) or name in beside or name[0] == "."
+    of_rank = _NAME.fullmatch(name) or _BESIDE.fullmatch(name)
+    return of_rank is not None or name in beside or name[0] == "."
 
 
 def _instead(folder: Path) -> str:

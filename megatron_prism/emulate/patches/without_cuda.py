@@ -20,7 +20,7 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
-from megatron_prism.runtime.devices import cuda_graphs, kernels, local_layers
+from megatron_prism.runtime.devices import cuda, cuda_graphs, kernels, local_layers
 
 PATCHES = Patches(tiers=NO_CUDA)
 MOST_WARM_UP = 2  # iterations of a capture without graphs, before those with
@@ -259,12 +259,15 @@ class _HostCopy:
         return True
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> _HostCopy:
+        cuda.copied(self, source, blocks=False)
         return self
 
     @classmethod
     def __torch_function__(
         cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: object = None
     ) -> Any:
+        if func is torch.Tensor.copy_:
+            cuda.copied(args[0], args[1], blocks=False)
         return args[0]  # a tensor of the device, which is filled from here
 
 

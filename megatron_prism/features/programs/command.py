@@ -18,12 +18,13 @@ from megatron_prism.cli.command import (
     RECIPE_OR_JOB,
     Command,
     HelpGroup,
+    ProgramCheck,
     option,
     switch,
 )
 from megatron_prism.cli.job_slices import keep_line
 from megatron_prism.cli.output import Answer, console, print_table
-from megatron_prism.core import job_settings
+from megatron_prism.core import feature, job_settings
 from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.units import counted, format_bytes
 
@@ -246,11 +247,27 @@ def _print_ops(programs: Programs, rank: int, ops: dict[int, Op]) -> None:
         print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")
 
 
+def _feature_checks() -> list[ProgramCheck]:
+    """Collect what features prove of programs."""
+    checks: list[ProgramCheck] = []
+    for module in feature.modules("checks"):
+        checks += module.CHECKS
+    return checks
+
+
 def check(args: argparse.Namespace) -> Answer:
     """Do all ranks' calls fit together?  Explains every mismatch; exit status 1 if there is one.
 
     prism check DIR
     """
+    for feature_check in _feature_checks():
+        if getattr(args, feature_check.name):
+            return feature_check.function(args)
+    return _check_calls(args)
+
+
+def _check_calls(args: argparse.Namespace) -> Answer:
+    """Answer whether all ranks' calls fit together."""
     from megatron_prism.core.slices import open_programs
     from megatron_prism.features.hang import diagnose
     from megatron_prism.graph import world_graph
@@ -304,5 +321,11 @@ COMMANDS = {
         shows_progress=True,
         formerly=("classes", "world"),
     ),
-    "check": Command(check, (PROGRAMS,), group=HelpGroup.DEBUG, programs=0, shows_progress=True),
+    "check": Command(
+        check,
+        (PROGRAMS, *(switch(f"--{row.name}", row.text) for row in _feature_checks())),
+        group=HelpGroup.DEBUG,
+        programs=0,
+        shows_progress=True,
+    ),
 }

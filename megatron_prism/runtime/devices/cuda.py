@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ _H200 = types.SimpleNamespace(
 
 watcher: Any = None  # a slicer.Recorder while a slice is captured: hears of what follows
 capturing: list[Any] = []  # CUDA graphs that are being captured
+# hears of copies between device and host that are no operators on tier meta: target, source (of
+# these one is a tensor of the device), and whether the host waits
+copy_listener: Callable[[object, object, bool], None] | None = None
 
 
 class Stream:
@@ -190,6 +194,12 @@ def refuse_while_capturing(what: str) -> None:
         raise UnsupportedError(f"the host waits ({what}) while a CUDA graph is captured", fix=fix)
 
 
+def copied(target: object, source: object, blocks: bool) -> None:
+    """Tell the listener that the current stream copies ``source`` to ``target``."""
+    if copy_listener is not None:
+        copy_listener(target, source, blocks)
+
+
 def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
     if _memory.history is not None:
         _memory.used(tensor, stream.cuda_stream)
@@ -248,8 +258,8 @@ def replace_functions(changes: ProcessChanges, num_devices: int = 8) -> None:
 
 def _reset() -> None:
     """As after the import of this module: nobody watches, and the default stream is the first."""
-    global watcher
-    watcher = None
+    global watcher, copy_listener
+    watcher = copy_listener = None
     capturing.clear()
     set_memory_source(None)
     Stream._count = 0

@@ -200,7 +200,11 @@ class Remap(TorchFunctionMode):
     def _cpu(
         self, func: Callable[..., object], args: Sequence[torch.Tensor], kwargs: dict[str, object]
     ) -> object:
-        return _on_host(args[0], self.host) if args[0].is_meta else func(*args, **kwargs)
+        if not args[0].is_meta:
+            return func(*args, **kwargs)
+        copy = _on_host(args[0], self.host)
+        cuda.copied(copy, args[0], blocks=True)
+        return copy
 
     def _cuda(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         blocks = not kwargs.get("non_blocking", len(args) > 2 and args[2])
@@ -237,7 +241,11 @@ class Remap(TorchFunctionMode):
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
             rest = [a for a in args[2:] if isinstance(a, torch.dtype)]
             dtype = kwargs.get("dtype") or (rest[0] if rest else args[0].dtype)
-            return _on_host(args[0], self.host).to(dtype)
+            copy = _on_host(args[0], self.host).to(dtype)
+            flags = [word for word in args[2:] if isinstance(word, bool)]
+            blocks = not kwargs.get("non_blocking", flags[:1] == [True])
+            cuda.copied(copy, args[0], blocks)
+            return copy
         return _TO(*args, **kwargs)
 
     def _device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -282,6 +290,8 @@ class Remap(TorchFunctionMode):
     def _copy_(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``host.copy_(meta)`` has no data to bring: the host tensor keeps what it holds."""
         if args[1].is_meta and not args[0].is_meta:
+            blocks = not kwargs.get("non_blocking", args[2:] == (True,))
+            cuda.copied(args[0], args[1], blocks)
             return args[0]
         if args[0].is_meta and not args[1].is_meta and not kwargs.get("non_blocking", args[2:]):
             cuda.host_waits("copy")

@@ -31,6 +31,8 @@ _NAMED = {
     "transformer_engine": "transformer_engine/",
 }
 
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
+
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 
 
@@ -41,6 +43,7 @@ class CallSites:
         # file -> (its short name, "" of a library's; whether it is Megatron's or TE's)
         self._files: dict[str, tuple[str, bool]] = {}
         self._texts: dict[tuple[str, int], str] = {}
+        self._libraries: dict[str, bool] = {}  # file -> whether it is a library's
 
     def _file(self, name: str) -> tuple[str, bool]:
         described = self._files[name] = self._describe(name)
@@ -71,6 +74,23 @@ class CallSites:
                 other = (short, frame.f_lineno)
             frame = frame.f_back
         return self._text(*other) if other else ""
+
+    def innermost(self, frame: FrameType | None) -> str:
+        """The innermost frame of Megatron, TE or the job's own code, from ``frame`` outwards."""
+        while frame is not None:
+            name = frame.f_code.co_filename
+            short, is_megatron = self._files.get(name) or self._file(name)
+            if short and (is_megatron or not self._is_library(name)):
+                return self._text(short, frame.f_lineno)
+            frame = frame.f_back
+        return ""
+
+    def _is_library(self, name: str) -> bool:
+        is_library = self._libraries.get(name)
+        if is_library is None:
+            is_library = code_files.is_installed(name) or name.startswith(_STANDARD_LIBRARY)
+            self._libraries[name] = is_library
+        return is_library
 
     def place(self, file: str, line: int) -> str:
         """The same of one line; "" if it is not Megatron's or TE's."""
