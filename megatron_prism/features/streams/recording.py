@@ -66,18 +66,24 @@ def add_to(run: Run, session: Session) -> None:
 
 
 class _FollowedWork(ForwardedWork):
-    """The handle of a call; waiting for it orders the current stream behind the call."""
+    """The handle of calls; waiting for it orders the current stream behind them.
 
-    def __init__(self, recorder: StreamRecorder, event: int, work: dist.Work) -> None:
+    Args:
+        recorder: is told of waits.
+        events: ends of the calls.
+        work: the handle of others below.
+    """
+
+    def __init__(self, recorder: StreamRecorder, events: Sequence[int], work: dist.Work) -> None:
         super().__init__(work)
-        self._recorder, self._event = recorder, event
+        self._recorder, self._events = recorder, events
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._recorder.wait_for_event(self._event)
+        self._recorder.wait_for_events(self._events)
         return super().wait(timeout)
 
     def synchronize(self) -> None:
-        self._recorder.wait_for_event(self._event)
+        self._recorder.wait_for_events(self._events)
         super().synchronize()
 
     block_current_stream = synchronize
@@ -113,6 +119,8 @@ class StreamRecorder(LabelledCalls):
         self._host_numbers: dict[int, int] = {}
         self._kept_on_host: list[object] = []
         self._graph_launches = 0
+        self._coalesced: dict[int, list[int]] = {}  # stream of an open block -> ends of its calls
+        self._follows_blocks = False
 
     # -- the train step ---------------------------------------------------------------------------
     def iteration_started(self, number: int, wanted: int, model: object, optimizer: object) -> None:
@@ -459,7 +467,7 @@ class StreamRecorder(LabelledCalls):
             work = self.through(group, op, answer, args, kwargs)
         finally:
             self._depth -= 1
-        return None if work is None else _FollowedWork(self, event, work)
+        return None if work is None else _FollowedWork(self, (event,), work)
 
     def _call(
         self,
@@ -470,10 +478,9 @@ class StreamRecorder(LabelledCalls):
         outputs: Sequence[torch.Tensor],
     ) -> int:
         """Add a call; returns the event of its end."""
-        key = f"nccl {group.desc}"
-        stream = self._streams.get(key)
-        if stream is None:
-            stream = self._new_stream(key, key)
+        if not self._follows_blocks:
+            self._follow_blocks(type(group))
+        stream = self._communicator(group)
         begin, end = self._new_event(), self._new_event()
         self._add(Kind.RECORD, self._stream(), begin, 0, 0, 0)
         self._add(Kind.WAIT, stream, begin, 0, 0, 0)
@@ -487,12 +494,37 @@ class StreamRecorder(LabelledCalls):
             number = self._number(tensor)
             if number is not None:
                 self._add(Kind.HOLD, stream, number, end, 0, 0)
+        if stream in self._coalesced:
+            self._coalesced[stream].append(end)
         return end
 
-    def wait_for_event(self, event: int) -> None:
-        """The current stream waits for the end of a call."""
-        if self._active:
-            self._add(Kind.WAIT, self._stream(), event, 0, 0, 0)
+    def _communicator(self, group: PrismGroup) -> int:
+        """The stream of a group's communicator."""
+        key = f"nccl {group.desc}"
+        stream = self._streams.get(key)
+        return self._new_stream(key, key) if stream is None else stream
+
+    def _follow_blocks(self, group_class: type[PrismGroup]) -> None:
+        """Have waits for a block of coalesced calls count as waits for each of its calls."""
+        start, end = group_class._start_coalescing, group_class._end_coalescing
+        self._follows_blocks = True
+
+        def start_coalescing(group: PrismGroup, device: torch.device) -> None:
+            self._coalesced[self._communicator(group)] = []
+            start(group, device)
+
+        def end_coalescing(group: PrismGroup, device: torch.device) -> dist.Work:
+            events = self._coalesced.pop(self._communicator(group), [])
+            return _FollowedWork(self, events, end(group, device))
+
+        self.changes.set(group_class, "_start_coalescing", start_coalescing)
+        self.changes.set(group_class, "_end_coalescing", end_coalescing)
+
+    def wait_for_events(self, events: Sequence[int]) -> None:
+        """The current stream waits for the ends of calls."""
+        for event in events:
+            if self._active:
+                self._add(Kind.WAIT, self._stream(), event, 0, 0, 0)
 
 
 def _is_written(spec: torch.Argument) -> bool:
