@@ -153,6 +153,7 @@ class Prism:
     out: str | None = None  # artefact folder
     te_version: str | None = None  # the Transformer Engine that must be installed; None: any
     all_microbatches: bool = False  # of a capture: none follows from others
+    flags: str = ""  # further flags of each rank, such as --prism-streams
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,8 @@ class Hardware:
     network: str = ""
 
 
+# settings that change nothing of what an iteration does
+_OF_A_RUN = ("ranks", "out", "all_microbatches", "flags")
 _SECTIONS: dict[str, type[Prism | Hardware]] = {"prism": Prism, "hardware": Hardware}
 _NETWORK = re.compile(r"(?:rails|fat-tree(?::\d{1,3}(?:\.\d{1,3})?)?)?")
 
@@ -272,7 +275,7 @@ class Recipe:
         for section in _SECTIONS:
             for one in dataclasses.fields(part := getattr(self, section)):
                 value = getattr(part, one.name)
-                if value != one.default and one.name not in ("ranks", "out", "all_microbatches"):
+                if value != one.default and one.name not in _OF_A_RUN:
                     found[f"{section}.{one.name}"] = text(value)
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -216,6 +217,7 @@ def job_of(recipe: Recipe) -> Job:
     if prism.te_version is not None:
         ours += ["--prism-te-version", prism.te_version]
     ours += ["--prism-all-microbatches"] if prism.all_microbatches else []
+    ours += shlex.split(prism.flags)
     source = source_of(recipe)
     return Job(("-m", SCRIPT, *recipe.words()), tuple(ours), recipe.world, source["tier"], source)
 

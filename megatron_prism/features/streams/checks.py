@@ -33,7 +33,8 @@ def check(args: argparse.Namespace) -> Answer:
     if not paths:
         raise ProgramError(
             f"{folder} has no record of what streams do with memory",
-            fix="capture it with --prism-streams: prism capture -o DIR --prism-streams -- SCRIPT",
+            fix="prism capture -o NEW --prism-streams -- SCRIPT, or of a recipe with "
+            "prism.flags=--prism-streams",
         )
     verdicts = [check_trace(trace.load(path)) for path in paths]
     rows = []

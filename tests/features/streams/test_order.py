@@ -1,10 +1,13 @@
 """Planted faults of streams in hand-written traces, and an oracle by reachability in a graph."""
 
+import json
 import random
 
 import numpy as np
 import pytest
+from helpers.needs import MEGATRON
 
+from megatron_prism.cli.main import main
 from megatron_prism.core.errors import ProgramError
 from megatron_prism.features.streams import trace as traces
 from megatron_prism.features.streams.order import FaultKind, check_trace
@@ -241,3 +244,20 @@ def test_a_cut_file_is_refused(tmp_path, cut):
     with pytest.raises(ProgramError) as raised:
         traces.load(path)
     assert raised.value.fix
+
+
+@MEGATRON
+@pytest.mark.slow
+def test_a_recipe_is_captured_with_its_streams_and_proved(tmp_path, capsys):
+    words = ["guard-gpt_16gpu_tp2pp2vp2_h200", "-o", str(tmp_path / "slices")]
+    assert main(["capture", *words, "prism.flags=--prism-streams"]) == 0
+    capsys.readouterr()
+    assert main(["check", str(tmp_path / "slices"), "--streams", "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 8]
+    assert all(rank["proved"] and rank["accesses"] > 1000 for rank in ranks)
+
+
+def test_slices_without_a_record_are_refused(tmp_path, capsys):
+    assert main(["check", str(tmp_path), "--streams"]) == 2
+    assert "prism.flags=--prism-streams" in capsys.readouterr().err
