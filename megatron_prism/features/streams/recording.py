@@ -113,6 +113,7 @@ class StreamRecorder(LabelledCalls):
         self._num_events = 0
         self._alive: set[int] = set()
         self._fresh: set[int] = set()  # storages that nothing has written yet
+        self._recent: dict[int, int] = {}  # of these, asked for since the last kernel -> bytes
         self._new_outputs: list[tuple[int, int, int, str]] = []  # low, high, bytes, what
         self._writes_outputs = False
         self._kernel_name = ""
@@ -265,6 +266,8 @@ class StreamRecorder(LabelledCalls):
             return
         launches = not name.startswith(_ALLOCATES)
         self._kernel_name, self._writes_outputs = name, launches
+        if launches:
+            self._recent.clear()
         stream = self._stream()
         place = self._place(name, self._site())
         written: set[int] = set()
@@ -322,6 +325,7 @@ class StreamRecorder(LabelledCalls):
         if num_bytes < 0:
             self._alive.discard(number)
             self._fresh.discard(number)
+            self._recent.pop(number, None)
             self._add(Kind.FREE, 0, number, 0, 0, 0)
             return
         if number in self._alive:  # it grows
@@ -332,7 +336,7 @@ class StreamRecorder(LabelledCalls):
         matching = [output for output in self._new_outputs if output[2] == num_bytes]
         if not matching:  # workspaces, what an operator takes while it runs
             self._add(Kind.ALLOCATE, stream, number, 0, num_bytes, self._place("memory", site))
-            self._fresh.add(number)
+            self._begin(number, num_bytes)
             return
         output = matching[0]
         self._new_outputs.remove(output)
@@ -342,7 +346,12 @@ class StreamRecorder(LabelledCalls):
             place = self._place(self._kernel_name, site)
             self._add(Kind.WRITE, stream, number, low, high, place)
         else:
-            self._fresh.add(number)
+            self._begin(number, num_bytes)
+
+    def _begin(self, number: int, num_bytes: int) -> None:
+        """A storage is there, and nothing has written it yet."""
+        self._fresh.add(number)
+        self._recent[number] = num_bytes
 
     def _following_fused(self, original: Callable[..., None]) -> Callable[..., None]:
         def add(name: str, flops: int, traffic: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -353,15 +362,24 @@ class StreamRecorder(LabelledCalls):
         return add
 
     def _fused(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """A kernel of a stand-in writes what is new, or its last tensor."""
+        """A kernel of a stand-in writes what was asked for since the kernel before it, also where
+        the stand-in does not list its result; other new memory is written if it stands last.
+        """
         stream = self._stream()
         place = self._place(name, self._site())
+        for storage, num_bytes in self._recent.items():
+            if storage in self._fresh:
+                self._fresh.discard(storage)
+                self._add(Kind.WRITE, stream, storage, 0, num_bytes, place)
         last = tensors[-1] if tensors else None
         for tensor in tensors:
             number = self._number(tensor)
-            in_place = name == "adam" or (name in _IN_PLACE and tensor is last)
-            kind = Kind.WRITE if number in self._fresh or in_place else Kind.READ
+            if number in self._recent:
+                continue
+            is_written = tensor is last and (number in self._fresh or name in _IN_PLACE)
+            kind = Kind.WRITE if is_written or name == "adam" else Kind.READ
             self._touch(kind, tensor, stream, place)
+        self._recent.clear()
 
     # -- streams and events -----------------------------------------------------------------------
     def _follow_streams(self, changes: ProcessChanges) -> None:
