@@ -138,11 +138,16 @@ def cut_history(history: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     begins = np.flatnonzero(history[:, 0] == BEGUN)
     end = len(history)
     # the step behind the recorded one may have begun when its recording ended
-    if begins.size and begins[-1] == end - 1:
-        end -= 1
+    last = end - 1
+    if begins.size and begins[-1] == last:
+        end = last
         begins = begins[:-1]
-    begin = int(begins[-1]) if begins.size else end
-    return history[:begin], history[begin:end], len(begins)
+    begin = end
+    if begins.size:
+        begin = int(begins[-1])
+    before = history[:begin]
+    iteration = history[begin:end]
+    return before, iteration, len(begins)
 
 
 def _divided(op_ns: np.ndarray, op_of_launch: np.ndarray) -> list[float]:
