@@ -41,8 +41,8 @@ def autoload() -> None:
 def attach() -> None:
     """Attach the emulation to this process, if its command line or ``PRISM_ARGS`` asks for it.
 
-    ``import torch`` does the same where the package is installed.  A script that prefers to show the
-    attachment calls this before it imports torch or Megatron (``patches/`` has the two lines).
+    ``import torch`` does the same where the package is installed.  A script that prefers to show
+    the attachment calls this before it imports torch or Megatron (``patches/`` has the two lines).
     """
     autoload()
 
