@@ -1,4 +1,4 @@
-"""The table of published jobs is that of stored rows; ranges of unknown kernels hold their errors."""
+"""The table of published jobs is that of stored rows; kernels that never ran have its errors."""
 
 import json
 import re
