@@ -38,13 +38,7 @@ def autoload() -> None:
         exit_status.expect_emulation()
 
 
-def attach() -> None:
-    """Attach the emulation to this process, if its command line or ``PRISM_ARGS`` asks for it.
-
-    ``import torch`` does the same where the package is installed.  A script that prefers to show
-    the attachment calls this before it imports torch or Megatron (``patches/`` has the two lines).
-    """
-    autoload()
+attach = autoload  # the name for scripts that attach by hand (patches/)
 
 
 def _install() -> None:
