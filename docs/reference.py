@@ -46,27 +46,41 @@ def flags() -> str:
     return HEAD + text + "\n" + _table(rows)
 
 
+# Classes that users make; the others are results of functions
+MADE_BY_USERS = {"WhatIf", "World"}
+
+
 def python() -> str:
-    """Every public name, its signature and docstring."""
+    """Every public name with its docstring; the signature of what a user calls."""
     parts = [HEAD + "# Python\n\n```python\nimport megatron_prism as prism\n```\n"]
     for name in prism.__all__:
         thing = getattr(prism, name)
         if not callable(thing):
             continue
         signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing)))
-        kind = "class " if inspect.isclass(thing) else ""
+        kind = ""
+        if inspect.isclass(thing):
+            kind = "class "
+            if name not in MADE_BY_USERS:
+                signature = ""
         text = inspect.getdoc(thing) or ""
         parts.append(f"## {name}\n\n```python\n{kind}{name}{signature}\n```\n")
         parts.append(f"```text\n{text}\n```\n")
         if inspect.isclass(thing) and not issubclass(thing, Exception):
             rows = [
-                (f".{key}", (inspect.getdoc(value) or "").partition("\n")[0])
+                (f".{key}", _first_paragraph(value))
                 for key, value in vars(thing).items()
                 if not key.startswith("_") and (callable(value) or isinstance(value, property))
             ]
             if rows := [row for row in rows if row[1]]:
                 parts.append(_table(rows, "member"))
     return "\n".join(parts)
+
+
+def _first_paragraph(member: object) -> str:
+    """The first paragraph of a member's docstring as one line."""
+    paragraph = (inspect.getdoc(member) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split())
 
 
 def _rows(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:

@@ -1,30 +1,38 @@
 """Run any rank of a large Megatron-LM job on one machine, and see what the job does.
 
-Eight packages are core; each imports only those above it here (``tests/test_layers.py`` says
-which):
+Eight packages are core.  Each imports only packages above it in this list (``tests/test_layers.py``
+has the exact table):
 
     core/      world, groups, collectives, programs and their text form, slices, recipes, errors
     graph/     equivalent ranks, matching calls, the world graph, stalled jobs
     replay/    costs/ (what an op takes), the timeline, what-ifs, the network, answer times
     memory/    peaks, the allocator, NCCL's buffers, drawn routing, reports of a job's peaks
-    runtime/   torch without Megatron: process group, virtual ranks' answers and their values,
+    runtime/   torch without Megatron: process group, answers and values of virtual ranks,
                recorder/, devices/ (tiers), te_kernels/ (Transformer Engine)
     emulate/   Megatron: options, launch, patches/, monitor, captures, recipe jobs
     report/    timelines and memory as text, page and trace; the shell of pages; no analysis
     cli/       the command ``prism``: parse, dispatch, print
 
-Each folder of features/ answers one question with what core has, and can be deleted:
+A feature is a folder of features/ with its command or flags, its analysis and its report.  It uses
+what core has, and core works without it:
 
-    fit/ compare/ replay/ predict/ sweep/ verify/      does it fit, what differs, how long, …
-    hang/ faults/ debugger/ programs/ traces/          which rank hangs, make it hang, stop there
-    uneven/                                        do calls match if inputs of ranks differ
-    guard/ snapshots/ calibrate/ pacing/ scripts/ agents/ patches/ reshard/ streams/
+    programs/               capture, show and check programs
+    fit/ guard/ snapshots/  memory: whether a job fits, a baseline in CI, real processes
+    replay/ predict/        time: one iteration, its distribution
+    compare/ sweep/         two jobs, many layouts
+    hang/ faults/ uneven/   which rank hangs, planted faults, inputs that differ between ranks
+    verify/ streams/        does a layout compute the same, is the order of streams right
+    reshard/ traces/        a checkpoint in another layout, traces of a real job
+    debugger/ pacing/       stop in a rank, let it run as slowly as in the large job
+    scripts/ patches/       launch scripts run dry, what an emulated job changes in Megatron
+    calibrate/ agents/      measure this host, serve the questions to agents
 
 Only runtime, emulate and the features that run ranks import torch.  Beside the packages:
 ``_attach.py`` is how ``import torch`` finds us, ``pytest_plugin.py`` how pytest does.
 
-The functions below are the API, one for each answer; commands and benchmarks call them too.  This
-module stays light: it is imported by everything, also by jobs that did not ask for emulation.
+The functions below and those that features add (``FEATURE`` in their folders) are the API, one for
+each answer; commands and benchmarks call them too.  This module stays light: everything imports it,
+also jobs that did not ask for emulation.
 """
 
 from __future__ import annotations
@@ -37,9 +45,6 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _HOMES = {  # public name of core -> module:attribute; features add theirs
-    "Comparison": "features.compare.compare:Comparison",
-    "Diagnosis": "features.hang.verdict:Diagnosis",
-    "Fit": "features.fit.fit:Fit",
     "MemoryReport": "memory.job_peaks:MemoryReport",
     "PricedGraph": "replay.priced_graph:PricedGraph",
     "PrismError": "core.errors:PrismError",
@@ -50,19 +55,12 @@ _HOMES = {  # public name of core -> module:attribute; features add theirs
     "World": "core.world:World",
     "attach": "_attach:attach",
     "capture": "emulate.recipe_job:capture",
-    "compare": "features.compare.compare:compare",
-    "diagnose_faults": "features.hang.diagnose:diagnose_faults",
     "emulate": "emulate.recipe_job:emulate",
-    "fit": "features.fit.fit:fit",
-    "hang": "features.hang.diagnose:diagnose",
-    "import_traces": "features.traces.programs:import_traces",
     "load": "core.slices:open_programs",
     "load_recipe": "core.recipe:load",
     "peak_memory": "memory.job_peaks:peak_memory",
-    "predict": "features.predict.predict:predict",
     "price": "replay.priced_graph:price",
     "replay": "replay.priced_graph:replay",
-    "sweep": "features.sweep.sweep:sweep",
     "with_microbatches": "emulate.schedule:with_microbatches",
 }
 

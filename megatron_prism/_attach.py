@@ -38,7 +38,13 @@ def autoload() -> None:
         exit_status.expect_emulation()
 
 
-attach = autoload  # the name for scripts that attach by hand (patches/)
+def attach() -> None:
+    """Attach the emulation to this process, if its command line or ``PRISM_ARGS`` asks for it.
+
+    ``import torch`` does the same where the package is installed.  A script that prefers to show
+    the attachment calls this before it imports torch or Megatron (``patches/`` has the two lines).
+    """
+    autoload()
 
 
 def _install() -> None:

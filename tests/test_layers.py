@@ -167,8 +167,8 @@ def test_imports_follow_the_table():
 # that features take; about 60 would be an interface.  Of them two are the headline of fit, compare,
 # six what reshard takes of ranks that plan their reading, one the scheduler that uneven asks, and
 # four what ops take the host and how hosts differ, for fit; three a check of its own, its file and
-# that the host waits, for streams; two what slices keep of a process's life
-MOST_NAMES_OF_CORE = 426
+# that the host waits, for streams
+MOST_NAMES_OF_CORE = 424
 
 
 def names_of_core():
@@ -323,3 +323,27 @@ def test_nothing_in_the_package_looks_for_a_packages_name_in_a_path():
             if isinstance(node.value, str) and guess.search(node.value):
                 guesses.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert guesses == []
+
+
+def folders_of(package):
+    """Names of the packages directly below ``package``."""
+    return {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def test_the_map_of_the_package_names_the_folders_that_are_there():
+    """Of packages below a package of core the map may name some."""
+    lists = re.findall(r"^    .*$", megatron_prism.__doc__, flags=re.M)
+    named = set(re.findall(r"\b(\w+)/", "".join(lists)))
+    there = folders_of(ROOT) | folders_of(ROOT / "features")
+    below_packages = {path.name for path in ROOT.glob("*/*/")}
+    assert there - named == {"features"}
+    assert named - there - below_packages == set()
+
+
+def test_the_page_of_the_code_names_the_folders_that_are_there():
+    page = (ROOT.parent / "docs/how-it-works.md").read_text(encoding="utf-8")
+    drawing = page.partition("## The code")[2]
+    drawn = re.findall(r'\w+\["(\w+):', drawing)
+    table = "".join(line for line in drawing.splitlines() if line.startswith("| `"))
+    assert sorted(drawn) == sorted(folders_of(ROOT))
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(folders_of(ROOT / "features"))

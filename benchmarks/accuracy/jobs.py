@@ -94,6 +94,33 @@ HOT2 = {  # of two H100: six at their power limit, two that wait for Python
     " --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 1408 --seq-length 2048"
     " --global-batch-size 16",
 }
+UNSEEN2 = {  # of two GPUs, by name only: chosen before anything of the kind was run
+    # experts as of DeepSeek's small models: a shared one, many small ones, a dense first layer
+    "unseen_moe_shared": f"{TE} {OVERLAP} --num-layers 6 --hidden-size 2048"
+    " --num-attention-heads 16 --num-query-groups 4 --ffn-hidden-size 8192 --num-experts 32"
+    " --moe-router-topk 6 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816"
+    " --moe-layer-freq ([0]*1+[1]*5) --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+    " --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-permute-fusion"
+    " --expert-model-parallel-size 2 --seq-length 4096 --max-position-embeddings 4096"
+    " --global-batch-size 16 --vocab-size 102400",
+    # experts and tensor parallelism, whose tokens are split and gathered
+    "unseen_moe_tp2": f"{TE} {TWO} {SP} --num-layers 8 --hidden-size 2560 --num-attention-heads 20"
+    " --num-query-groups 4 --ffn-hidden-size 6912 --num-experts 8 --moe-router-topk 2"
+    " --moe-ffn-hidden-size 3456 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+    " --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+    " --expert-tensor-parallel-size 2 --seq-length 4096 --max-position-embeddings 4096"
+    " --global-batch-size 16 --vocab-size 64000",
+    "unseen_pp2": f"{TE} {PP2} --num-layers 20 --hidden-size 2560 --num-attention-heads 20"
+    " --num-query-groups 20 --ffn-hidden-size 6912 --qk-layernorm --seq-length 4096"
+    " --max-position-embeddings 4096 --global-batch-size 16 --vocab-size 151936",
+    "unseen_dp2": f"{TE} {OVERLAP} --num-layers 14 --hidden-size 2304 --num-attention-heads 18"
+    " --num-query-groups 6 --ffn-hidden-size 6144 --seq-length 4096 --max-position-embeddings 4096"
+    " --micro-batch-size 2 --global-batch-size 16 --vocab-size 50304",
+    "unseen_tp2sp_full": f"{TE} {TWO} {SP} --num-layers 16 --hidden-size 3584"
+    " --num-attention-heads 28 --num-query-groups 4 --ffn-hidden-size 14336"
+    " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    " --seq-length 8192 --max-position-embeddings 8192 --global-batch-size 8 --vocab-size 152064",
+}
 MORE = {  # context parallelism and FP8: by name only, none of the nine jobs
     "te_cp2tp2": f"{TE} --context-parallel-size 2 {TWO} {SP}",
     "te_cp2tp2_fp8": f"{TE} --context-parallel-size 2 {TWO} {SP} --fp8-format hybrid",
@@ -104,6 +131,7 @@ MORE = {  # context parallelism and FP8: by name only, none of the nine jobs
        for kind in ("p2p", "a2a", "all_gather")},
     "te_tp2sp_dropout": f"{TE} {WIDE} {TWO} {SP} --attention-dropout 0.1 --hidden-dropout 0.1",
     **HOT2,
+    **UNSEEN2,
     "te_moe_ep2_wide": f"{TE} {MOE.replace('parallel-size 4', 'parallel-size 2')} {WIDE_MOE}",
 }  # fmt: skip
 JOBS2 = {  # what two GPUs can say about the same effects

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,106 +40,153 @@ from megatron_prism.core.ops import (
 from megatron_prism.core.world import World
 
 _PLACE = {name: place for place, name in enumerate(OP.names or ())}
-# the row of an op that says nothing: codes of "", of the main stream, and -1
-_BLANK = [-1 if name in UNKNOWN else 0 for name in _PLACE]
-_BLANK[_PLACE["stream"]] = 1
+
+
+def _blank_row() -> list[int]:
+    """Return the row of an op that says nothing: codes of "", of the main stream, and -1."""
+    row = [-1 if name in UNKNOWN else 0 for name in _PLACE]
+    row[_PLACE["stream"]] = 1
+    return row
+
+
+_BLANK = _blank_row()
 
 Splits = tuple[tuple[int, ...], tuple[int, ...]]  # to and from every member
-
-
-# fields of OP, of ALLOCATION, and the stream of each of these
-Rows = tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]]
+Row = tuple[int, ...]  # fields of OP, or of ALLOCATION
+Rows = tuple[list[Row], list[Row], list[int]]  # ops, allocations, the streams of these
 
 
 class Builder:
-    """Collects a program op by op.  Cheap enough to run inside a training step (~2 us an op)."""
+    """Collects a program op by op.  Cheap enough to run inside a training step (~2 us an op).
+
+    Attributes:
+        history: As in Program.
+        routes: As in Program.
+        earlier: As in Program, by description.
+    """
 
     def __init__(self, like: Builder | None = None) -> None:
-        """Empty; with the texts and splits of ``like``, whose rows then fit."""
-        self._strings: dict[str, int] = {"": 0, "main": 1} if like is None else {**like._strings}
-        self._splits: dict[Splits, int] = {} if like is None else {**like._splits}
-        self._rows: list[tuple[int, ...]] = []
-        self._allocations: list[tuple[int, ...]] = []
+        """Begin without ops.
+
+        Args:
+            like: Has texts and splits with which to begin: its rows then fit.
+        """
+        self._strings: dict[str, int] = {"": 0, "main": 1}
+        self._splits: dict[Splits, int] = {}
+        if like is not None:
+            self._strings = {**like._strings}
+            self._splits = {**like._splits}
+        self._rows: list[Row] = []
+        self._allocations: list[Row] = []
         self._streams: list[int] = []  # of each allocation
         self.history = self.routes = np.empty((0, 4), np.int64)
-        self.earlier: Mapping[str, int] = {}  # as in Program, by description
+        self.earlier: Mapping[str, int] = {}
 
     def __len__(self) -> int:
+        """Return how many ops there are."""
         return len(self._rows)
 
     def _text(self, text: str) -> int:
+        """Return the number of a text."""
         return self._strings.setdefault(text, len(self._strings))
 
     def add(self, name: str, group: str = "", **values: Any) -> int:
-        """Append one op, ``values`` being fields of Op (unchecked); returns its index."""
+        """Append one op.
+
+        Args:
+            name: Of the op.
+            group: Description of its group.
+            values: Further fields of Op, unchecked.
+
+        Returns:
+            The index of the op.
+        """
         row = [*_BLANK]
         row[_PLACE["name"]] = CODE[name]
-        for field_, value in (("group", group), *values.items()):
-            if field_ in TEXTS:
+        row[_PLACE["group"]] = self._text(group)
+        for column, value in values.items():
+            if column in TEXTS:
                 value = self._text(value)
-            elif field_ in CODED:
-                value = CODED[field_].index(value)
-            elif field_ == "splits":
+            elif column in CODED:
+                value = CODED[column].index(value)
+            elif column == "splits":
                 value = -1 if value is None else self._splits.setdefault(value, len(self._splits))
-            row[_PLACE[field_]] = value
+            row[_PLACE[column]] = value
         self._rows.append(tuple(row))
         return len(self._rows) - 1
 
     def settle(self, index: int) -> None:
-        """Op ``index`` was not asynchronous after all: it has no handle."""
-        row, place = self._rows[index], _PLACE["handle"]
-        self._rows[index] = (*row[:place], -1, *row[place + 1 :])
+        """Take the handle of an op away, which was not asynchronous after all."""
+        row = list(self._rows[index])
+        row[_PLACE["handle"]] = -1
+        self._rows[index] = tuple(row)
 
     def memory(self, storage: int, num_bytes: int, note: str = "", stream: int = 0) -> None:
-        """Storage ``storage`` came to be (bytes > 0) or went (bytes < 0) before the next op, on
-        stream ``stream`` (0: the main one); it is what ``note`` says.
+        """Note that a storage came to be, or went, before the next op.
+
+        Args:
+            storage: Its number.
+            num_bytes: Above 0 where it came to be, below 0 where it went.
+            note: What it is.
+            stream: On which stream; 0: the main one.
         """
         self._allocations.append((len(self._rows), storage, num_bytes, self._text(note)))
         self._streams.append(stream)
 
     def own(self, owners: Mapping[int, str]) -> None:
-        """Storages that came to be are whose ``owners`` says (``kind:module``), at their site."""
+        """Note the owners of storages that came to be, at their sites.
+
+        Args:
+            owners: Storage -> ``kind:module``.  A storage whose note names an owner keeps it.
+        """
         texts = list(self._strings)
-        for at, (before, storage, num_bytes, note) in enumerate(self._allocations):
+        for position, (before, storage, num_bytes, note) in enumerate(self._allocations):
             owner = owners.get(storage)
-            if owner is not None and num_bytes > 0 and ":" not in texts[note].partition("@")[0]:
-                site = texts[note].rpartition("@")[2] if "@" in texts[note] else ""
-                named = self._text(f"{owner} @{site}" if site else owner)
-                self._allocations[at] = (before, storage, num_bytes, named)
+            what, _, _ = texts[note].partition("@")
+            if owner is None or num_bytes <= 0 or ":" in what:
+                continue
+            _, separator, site = texts[note].rpartition("@")
+            if separator and site:
+                owner = f"{owner} @{site}"
+            self._allocations[position] = (before, storage, num_bytes, self._text(owner))
 
     def position(self) -> tuple[int, int]:
-        """How many ops and changes of memory there are."""
+        """Return how many ops and changes of memory there are."""
         return len(self._rows), len(self._allocations)
 
-    def rows(self, first: int, behind: int) -> list[tuple[int, ...]]:
-        """The ops from ``first`` to before ``behind``."""
+    def rows(self, first: int, behind: int) -> list[Row]:
+        """Return the ops from ``first`` to before ``behind``."""
         return self._rows[first:behind]
 
     def since(self, rows: int, memory: int) -> Rows:
-        """Ops, changes of memory and their streams from a position on, as ``extend`` takes them."""
+        """Return ops, changes of memory and their streams from a position on, for ``extend``."""
         return self._rows[rows:], self._allocations[memory:], self._streams[memory:]
 
-    def extend(
-        self, rows: list[tuple[int, ...]], memory: list[tuple[int, ...]], streams: list[int]
-    ) -> None:
+    def extend(self, rows: list[Row], memory: list[Row], streams: list[int]) -> None:
         """Append what ``since`` gave, changed or not."""
         self._rows += rows
         self._allocations += memory
         self._streams += streams
 
     def build(self, rank: int, memory: bool = True) -> Program:
-        """The program of ``rank``; without ``memory`` it says nothing of that."""
+        """Return the program of ``rank``; without ``memory`` it says nothing of that."""
         if not memory:
-            self._allocations, self._streams = [], []
+            self._allocations = []
+            self._streams = []
             self.history = self.history[:0]
-        earlier = [(self._strings[d], n) for d, n in self.earlier.items() if d in self._strings]
+        earlier: list[tuple[int, int]] = []
+        for desc, count in self.earlier.items():
+            if desc in self._strings:
+                earlier.append((self._strings[desc], count))
+        # all on the main stream: nothing is said of streams
+        streams = self._streams if any(self._streams) else []
         return Program(
             rank,
             np.array(self._rows, dtype=OP),
             tuple(self._strings),
             tuple(self._splits),
             np.array(self._allocations, dtype=ALLOCATION),
-            streams=np.array(self._streams if any(self._streams) else [], dtype=np.int16),
+            streams=np.array(streams, dtype=np.int16),
             history=self.history,
             routes=self.routes,
             earlier=np.array(earlier, np.int64).reshape(-1, 2),
@@ -148,34 +195,38 @@ class Builder:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The ops of one rank, ``rank``, which stands for every rank that runs the same.
+    """The ops of one rank, which stands for every rank that runs the same.
 
-    ops         : OP [n], in order of issue
-    strings     : what the text columns of ``ops`` index; strings[0] is ""
-    splits      : (send rows, receive rows) of all-to-alls, by group rank
-    allocations : ALLOCATION [m], ascending in ``before``
-    samples     : int64 [iterations, compute ops] ns: each iteration that was only timed, if any;
-                  what a program *is* does not depend on them, and the text form leaves them out
-    hosts       : int64 [iterations] ns that the host took for each of some iterations, calls and
-                  waits left out, if known
-    streams     : int16 [allocations]: the stream that each was made on, 0 the main one; none if all
-                  were made there; the text form leaves them out, too
-    history     : int64 [events, 4] of all requests since the process began (``live_bytes.py``), or
-                  none; the text form leaves it out
-    routed      : int64 [allocations, 2]: the call of a dispatcher (-1: none) on whose tokens each
-                  depends, and how many bytes it grew by in a probe; none if nobody probed
-    routes      : int64 [1 + calls, 4]: (copies of tokens that a rank sends, experts, experts of a
-                  token, source ranks); of every call (layer, turn, copies that this rank's experts
-                  get, more of them in the probe); the text form leaves both out
-    earlier     : int64 [groups, 2]: (its description in ``strings``, collectives issued in it since
-                  the process began, before this iteration); of "" the iterations before it; none
-                  if not known, as in the text form
-    earlier_peak : int64 [n, 3]: (note in ``strings``, bytes of a storage, how many such storages)
-                  of all that was alive when an earlier part of the process (an iteration without
-                  CUDA graphs, their capture) had more than this iteration ever has; none if no
-                  part had, or nobody looked, as in the text form
-    earlier_peak_op : OP [1]: the op during which that was, ``site`` being the line whose
-                  allocation reached it; none without an ``earlier_peak``
+    What a program *is* does not depend on samples, hosts and the like, and the text form leaves
+    them out: all but rank, ops, strings, splits and allocations.
+
+    Attributes:
+        rank: The rank.
+        ops: OP [n], in order of issue.
+        strings: What the text columns of ``ops`` index; strings[0] is "".
+        splits: (send rows, receive rows) of all-to-alls, by group rank.
+        allocations: ALLOCATION [m], ascending in ``before``.
+        samples: int64 [iterations, compute ops] ns: each iteration that was only timed, if any.
+        hosts: int64 [iterations] ns that the host took for each of some iterations, calls and waits
+            left out, if known.
+        streams: int16 [allocations]: the stream that each was made on, 0 the main one; none if all
+            were made there.
+        history: int64 [events, 4] of all requests since the process began (``live_bytes.py``), or
+            none.
+        routed: int64 [allocations, 2]: the call of a dispatcher (-1: none) on whose tokens each
+            depends, and how many bytes it grew by in a probe; none if nobody probed.
+        routes: int64 [1 + calls, 4]: (copies of tokens that a rank sends, experts, experts of a
+            token, source ranks); of every call (layer, turn, copies that this rank's experts get,
+            more of them in the probe).
+        earlier: int64 [groups, 2]: (its description in ``strings``, collectives issued in it since
+            the process began, before this iteration); of "" the iterations before it; none if not
+            known.
+        earlier_peak: int64 [n, 3]: (note in ``strings``, bytes of a storage, how many such
+            storages) of all that was alive when an earlier part of the process (an iteration
+            without CUDA graphs, their capture) had more than this iteration ever has; none if no
+            part had, or nobody looked.
+        earlier_peak_op: OP [1]: the op during which that was, ``site`` being the line whose
+            allocation reached it; none without an ``earlier_peak``.
     """
 
     rank: int
@@ -195,20 +246,22 @@ class Program:
 
     @staticmethod
     def from_ops(rank: int, ops: Iterable[Op]) -> Program:
-        """A program out of readable ops."""
+        """Make a program out of readable ops."""
         builder = Builder()
         for op in ops:
             builder.add(**vars(op))
         return builder.build(rank)
 
     def __len__(self) -> int:
+        """Return how many ops there are."""
         return len(self.ops)
 
     def __getitem__(self, index: int) -> Op:
+        """Return an op in readable form."""
         return self.readable(self.ops[index])
 
     def readable(self, row: np.void) -> Op:
-        """The op that a row of type OP says, with the texts of this program."""
+        """Return the op that a row of type OP says, with the texts of this program."""
         values: dict[str, Any] = {}
         for name in OP.names or ():
             value = int(row[name])
@@ -223,43 +276,49 @@ class Program:
         return Op(**values)
 
     def __iter__(self) -> Iterator[Op]:
+        """Yield the ops in readable form."""
         return (self[index] for index in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        """The same ops and allocations, whatever the order of the string tables."""
-        if not isinstance(other, Program) or len(self) != len(other):
-            return NotImplemented if not isinstance(other, Program) else False
-        return self.rank == other.rank and self.columns(self.strings, self.splits) == other.columns(
-            self.strings, self.splits
-        )
+        """Compare ops and allocations, whatever the order of the string tables."""
+        if not isinstance(other, Program):
+            return NotImplemented
+        if len(self) != len(other) or self.rank != other.rank:
+            return False
+        own_columns = self.columns(self.strings, self.splits)
+        return own_columns == other.columns(self.strings, self.splits)
 
     __hash__ = None  # type: ignore[assignment] # programs are compared, never looked up
 
     def columns(self, strings: Sequence[str], splits: Sequence[Splits]) -> bytes:
-        """Ops and allocations as bytes, texts numbered by ``strings`` (others follow in order)."""
-        ops, memory = self.ops.copy(), self.allocations.copy()
-        known = {text: i for i, text in enumerate(strings)}
-        numbers = np.array([known.setdefault(t, len(known)) for t in self.strings], dtype=np.int64)
+        """Return ops and allocations as bytes, with texts and splits numbered in a given order.
+
+        Args:
+            strings: Numbers of texts; others follow in order.
+            splits: Numbers of splits; others follow in order.
+        """
+        text_numbers = _renumbered(self.strings, strings)
+        ops = self.ops.copy()
         for name in TEXTS:
-            ops[name] = numbers[self.ops[name]]
-        memory["note"] = numbers[self.allocations["note"]]
-        order = {value: i for i, value in enumerate(splits)}
-        numbers = np.array([order.setdefault(s, len(order)) for s in self.splits] + [-1])
-        ops["splits"] = numbers[self.ops["splits"]]
+            ops[name] = text_numbers[self.ops[name]]
+        memory = self.allocations.copy()
+        memory["note"] = text_numbers[self.allocations["note"]]
+
+        # an op without splits has -1, which is the last of these
+        split_numbers = np.append(_renumbered(self.splits, splits), -1)
+        ops["splits"] = split_numbers[self.ops["splits"]]
         return ops.tobytes() + memory.tobytes()
 
     # -- views that analyses share ----------------------------------------------------------------
     @cached_property
     def bytes_in(self) -> np.ndarray:
         """Bytes of every op's input, int64 [n]; 0 where there is none."""
-        found: np.ndarray = np.maximum(self.ops["num_in"], 0) * ITEM_SIZE[self.ops["dtype"]]
-        return found
+        return _num_bytes(self.ops["num_in"], self.ops["dtype"])
 
     @cached_property
     def bytes_out(self) -> np.ndarray:
         """Bytes of every op's output, int64 [n]; 0 where there is none."""
-        found: np.ndarray = np.maximum(self.ops["num_out"], 0) * ITEM_SIZE[self.ops["dtype"]]
-        return found
+        return _num_bytes(self.ops["num_out"], self.ops["dtype"])
 
     @cached_property
     def num_bytes(self) -> np.ndarray:
@@ -269,9 +328,9 @@ class Program:
     @cached_property
     def partners(self) -> frozenset[tuple[str, int]]:
         """(group description, offset) of its sends and receives."""
-        pairs = self.ops[IS_PAIR[self.ops["name"]]]
-        kinds = set(zip(pairs["group"].tolist(), pairs["peer"].tolist(), strict=True))
-        return frozenset((self.strings[group], peer) for group, peer in kinds)
+        messages = self.ops[IS_PAIR[self.ops["name"]]]
+        codes = set(zip(messages["group"].tolist(), messages["peer"].tolist(), strict=True))
+        return frozenset((self.strings[group], peer) for group, peer in codes)
 
     @cached_property
     def sequence(self) -> np.ndarray:
@@ -279,19 +338,27 @@ class Program:
 
         Collectives count per group; sends, and apart from them receives, per group and peer.
         """
-        found = np.full(len(self), -1, dtype=np.int64)
         names = self.ops["name"]
-        pair = IS_PAIR[names]
-        key = self.ops["group"].astype(np.int64) * 3
-        key = np.where(pair, key + 1 + (names == CODE["recv"]), key)
-        key = key * (1 << 33) + np.where(pair, self.ops["peer"].astype(np.int64) + (1 << 31), 0)
-        talk = np.flatnonzero(pair | IS_COLLECTIVE[names])
-        order = talk[np.argsort(key[talk], kind="stable")]
+        is_message = IS_PAIR[names]
+
+        # a number for each FIFO: three of a group, of messages one for each peer
+        fifo = self.ops["group"].astype(np.int64) * 3
+        fifo_of_message = fifo + 1 + (names == CODE["recv"])
+        peer = self.ops["peer"].astype(np.int64) + (1 << 31)
+        fifo = np.where(is_message, fifo_of_message, fifo) * (1 << 33)
+        fifo += np.where(is_message, peer, 0)
+
+        # calls sorted by FIFO, in the order of issue
+        calls = np.flatnonzero(is_message | IS_COLLECTIVE[names])
+        order = calls[np.argsort(fifo[calls], kind="stable")]
+        sequence = np.full(len(self), -1, dtype=np.int64)
         if order.size:
-            new = np.concatenate(([True], key[order][1:] != key[order][:-1]))
-            starts = np.flatnonzero(new)
-            found[order] = np.arange(order.size) - starts[np.cumsum(new) - 1]
-        return found
+            fifo_in_order = fifo[order]
+            is_first = np.append(True, fifo_in_order[1:] != fifo_in_order[:-1])
+            starts = np.flatnonzero(is_first)
+            start_of_call = starts[np.cumsum(is_first) - 1]
+            sequence[order] = np.arange(order.size) - start_of_call
+        return sequence
 
     @cached_property
     def derived(self) -> dict[object, Any]:
@@ -305,40 +372,57 @@ class Program:
 
     @cached_property
     def _groups(self) -> dict[str, np.ndarray]:
-        talk = IS_CALL[self.ops["name"]]
-        return {
-            self.strings[code]: np.flatnonzero(talk & (self.ops["group"] == code))
-            for code in np.unique(self.ops["group"][talk])
-        }
+        is_call = IS_CALL[self.ops["name"]]
+        calls_of_group: dict[str, np.ndarray] = {}
+        for code in np.unique(self.ops["group"][is_call]):
+            is_of_group = is_call & (self.ops["group"] == code)
+            calls_of_group[self.strings[code]] = np.flatnonzero(is_of_group)
+        return calls_of_group
 
     def groups(self) -> Mapping[str, np.ndarray]:
-        """Group description -> indices of its collectives and p2p ops, ascending."""
+        """Return indices of collectives and messages, ascending, by description of the group."""
         return self._groups
 
     def collectives(self, group: str) -> np.ndarray:
-        """Indices of the collectives of one group, ascending; none if it makes no calls there."""
-        found = self._groups.get(group, np.empty(0, dtype=np.int64))
-        return np.asarray(found[IS_COLLECTIVE[self.ops["name"][found]]])
+        """Return indices of the collectives of one group, ascending; none without calls there."""
+        calls = self._groups.get(group, np.empty(0, dtype=np.int64))
+        return np.asarray(calls[IS_COLLECTIVE[self.ops["name"][calls]]])
 
     def calls_before(self) -> dict[str, int]:
-        """Group's description -> its collectives before this iteration; "" -> iterations before."""
-        return {self.strings[i]: n for i, n in self.earlier.tolist()}
+        """Return collectives before this iteration, by description; of "" the iterations."""
+        return {self.strings[text]: count for text, count in self.earlier.tolist()}
 
     def live_bytes(self) -> np.ndarray:
-        """Live bytes after every allocation event, int64 [m]."""
+        """Return live bytes after every allocation event, int64 [m]."""
         return np.cumsum(self.allocations["bytes"])
 
     def peak_bytes(self) -> int:
-        """The most that was alive at once, in this iteration or before it; 0 if that was not
-        recorded.
+        """Return the most that was alive at once, in this iteration or before it.
+
+        It is 0 if that was not recorded.
         """
-        before = int((self.earlier_peak[:, 1] * self.earlier_peak[:, 2]).sum())
-        return max(int(self.live_bytes().max(initial=0)), before)
+        sizes = self.earlier_peak[:, 1]
+        counts = self.earlier_peak[:, 2]
+        earlier_bytes = int((sizes * counts).sum())
+        return max(int(self.live_bytes().max(initial=0)), earlier_bytes)
 
     def counts(self) -> Mapping[str, int]:
-        """How many ops of each name there are."""
+        """Return how many ops of each name there are."""
         codes, counts = np.unique(self.ops["name"], return_counts=True)
         return {NAMES[code]: int(count) for code, count in zip(codes, counts, strict=True)}
+
+
+def _num_bytes(elements: np.ndarray, dtypes: np.ndarray) -> np.ndarray:
+    """Return bytes of tensors, int64 [n]; 0 where there is none (below 0 elements)."""
+    num_bytes: np.ndarray = np.maximum(elements, 0) * ITEM_SIZE[dtypes]
+    return num_bytes
+
+
+def _renumbered(values: Sequence[Hashable], order: Iterable[Hashable]) -> np.ndarray:
+    """Return the place of each of ``values`` in ``order``; others follow: int64 [n]."""
+    places = {value: place for place, value in enumerate(order)}
+    numbers = [places.setdefault(value, len(places)) for value in values]
+    return np.array(numbers, dtype=np.int64)
 
 
 FORMAT = 4  # of the file; raised when its content changes meaning
@@ -370,14 +454,15 @@ Groups = Mapping[str, tuple[tuple[int, ...], ...]]  # description -> groups of g
 class Programs:
     """The programs of a world.
 
-    world      : sizes of the job; Megatron's groups follow from them
-    programs   : one per kind of rank
-    program_of : int32 [world.size], index into ``programs`` for every rank
-    partial    : ranks may have no program (-1); what needs no other rank, as memory, can be asked
-    groups     : description -> tuple of groups (global ranks in group order), for groups that do
-                 not follow from the sizes; they replace Megatron's of the same name
-    source     : where it all comes from: versions, tier, arguments; plain text
-    path       : what they were read from, for messages; "" if nothing was
+    Attributes:
+        world: Sizes of the job; Megatron's groups follow from them.
+        programs: One per kind of rank.
+        program_of: int32 [world.size], index into ``programs`` for every rank.
+        groups: Description -> groups (global ranks in group order), for groups that do not follow
+            from the sizes; they replace Megatron's of the same name.
+        source: Where it all comes from: versions, tier, arguments; plain text.
+        path: What they were read from, for messages; "" if nothing was.
+        partial: Ranks may have no program (-1); what needs no other rank, as memory, can be asked.
     """
 
     world: World
@@ -389,29 +474,34 @@ class Programs:
     partial: bool = False
 
     def __repr__(self) -> str:
+        """Say sizes alone."""
         ops = sum(map(len, self.programs))
         return f"<{len(self.programs)} programs of {self.world}: {ops:,} ops>"
 
     def __post_init__(self) -> None:
-        of = np.ascontiguousarray(self.program_of, dtype=np.int32)
-        object.__setattr__(self, "program_of", of)
-        if of.shape != (self.world.size,):
-            what = f"{self.world.size} ranks need a program each, but {of.size} are assigned"
-            raise ProgramError(what, fix="say which ranks run each program")
-        missing = np.flatnonzero((of < -self.partial) | (of >= len(self.programs)))
-        if missing.size:
-            what = f"rank {missing[0]} and {missing.size - 1} others have no program"
+        """Check that every rank has a program."""
+        program_of = np.ascontiguousarray(self.program_of, dtype=np.int32)
+        object.__setattr__(self, "program_of", program_of)
+        if program_of.shape != (self.world.size,):
+            text = f"{self.world.size} ranks need a program each, but {program_of.size} are"
+            raise ProgramError(f"{text} assigned", fix="say which ranks run each program")
+        lowest = -1 if self.partial else 0
+        is_missing = (program_of < lowest) | (program_of >= len(self.programs))
+        missing_ranks = np.flatnonzero(is_missing)
+        if missing_ranks.size:
+            text = f"rank {missing_ranks[0]} and {missing_ranks.size - 1} others have no program"
             fix = "capture the missing slices, or name those ranks in a program"
-            raise ProgramError(what, fix=fix)
+            raise ProgramError(text, fix=fix)
 
     @staticmethod
     def one_per_rank(programs: Sequence[Program], world: World | None = None) -> Programs:
-        """A world in which every rank has a program of its own, as in a real run's dumps."""
+        """Make a world in which every rank has a program of its own, as in a real run's dumps."""
         ordered = tuple(sorted(programs, key=lambda program: program.rank))
-        own = np.arange(len(ordered), dtype=np.int32)
-        return Programs(world or World(len(ordered)), ordered, own)
+        program_of = np.arange(len(ordered), dtype=np.int32)
+        return Programs(world or World(len(ordered)), ordered, program_of)
 
     def __eq__(self, other: object) -> bool:
+        """Compare all but the path."""
         if not isinstance(other, Programs):
             return NotImplemented
         return (
@@ -425,7 +515,11 @@ class Programs:
     __hash__ = None  # type: ignore[assignment]
 
     def of(self, rank: int) -> Program:
-        """The program that ``rank`` runs.  ProgramError if it has none (``absent``)."""
+        """Return the program that ``rank`` runs.
+
+        Raises:
+            ProgramError: It has none (``absent``).
+        """
         index = int(self.program_of[self.world.check_rank(rank)])
         if index < 0:
             fix = f"capture it into the same folder: --prism-ranks {rank}"
@@ -433,7 +527,7 @@ class Programs:
         return self.programs[index]
 
     def ranks_of(self, index: int) -> np.ndarray:
-        """The ranks that run program ``index``, ascending, int64 [n]."""
+        """Return the ranks that run program ``index``, ascending, int64 [n]."""
         return np.flatnonzero(self.program_of == index)
 
     @property
@@ -458,110 +552,199 @@ class _Head(msgspec.Struct):
     programs: list[_ProgramHead]
 
 
+_SMALL_BYTES = 1 << 24  # packing costs little below: loading must stay under half a second
+
+
 def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """Write ``programs`` to one file, whole or not at all; UsageError if the place is taken."""
+    """Write programs to one file, whole or not at all.
+
+    Args:
+        programs: Of a world.
+        path: Of the file.
+        force: Replace a file that is there.
+
+    Raises:
+        UsageError: The place is taken.
+    """
     path = Path(path)
     arrays: dict[str, np.ndarray] = {"program_of": programs.program_of}
-    for i, program in enumerate(programs.programs):
-        columns = {name: getattr(program, name) for name in _COLUMNS}
-        arrays |= {f"{k}{i}": v for k, v in columns.items() if v.size or k in _ALWAYS}
-    heads = [_ProgramHead(one.rank, one.strings, one.splits) for one in programs.programs]
+    heads: list[_ProgramHead] = []
+    for number, program in enumerate(programs.programs):
+        heads.append(_ProgramHead(program.rank, program.strings, program.splits))
+        for name in _COLUMNS:
+            column = getattr(program, name)
+            if column.size or name in _ALWAYS:
+                arrays[f"{name}{number}"] = column
     groups, source = dict(programs.groups), dict(programs.source)
-    head = msgspec.json.encode(_Head(FORMAT, programs.world, groups, source, heads))
-    arrays["head"] = np.frombuffer(head, dtype=np.uint8)
-    # packing costs little where there is little: loading must stay under half a second
-    small = sum(array.nbytes for array in arrays.values()) < 1 << 24
+    head = _Head(FORMAT, programs.world, groups, source, heads)
+    arrays["head"] = np.frombuffer(msgspec.json.encode(head), dtype=np.uint8)
+
+    total_bytes = sum(array.nbytes for array in arrays.values())
+    write = np.savez_compressed if total_bytes < _SMALL_BYTES else np.savez
     with whole_file(path, force=force) as file:
-        write = np.savez_compressed if small else np.savez
         write(file, **arrays)  # type: ignore[arg-type] # no array is called allow_pickle
     return path
 
 
 def load(path: str | os.PathLike[str]) -> Programs:
-    """Read what ``save`` wrote.  ProgramError for foreign, truncated or newer files."""
+    """Read what ``save`` wrote.
+
+    Raises:
+        ProgramError: The file is foreign, truncated or of a newer release.
+    """
     path = Path(path)
     if path.is_dir():
         raise ProgramError(f"{path} is a folder", fix=f"name a file in it, *{SUFFIX}")
-    what = foreign.reading(
+    reading = foreign.reading(
         path, "a file of programs", FIX, absent="prism capture writes them", error=ProgramError
     )
-    with what:
+    with reading:
         head, arrays = foreign.read_arrays(path, dict[str, Any], _MEMBERS)
         version = head.get("format")
         if version != FORMAT:
-            which = f"format {version}" if isinstance(version, int) else "no format version"
+            text = f"format {version}" if isinstance(version, int) else "no format version"
             fix = "write it again with this release, or read it with the one that wrote it"
-            raise ProgramError(f"{path} has {which}; this release reads {FORMAT}", fix=fix)
+            raise ProgramError(f"{path} has {text}; this release reads {FORMAT}", fix=fix)
         return _assemble(foreign.shaped(head, _Head), arrays)
 
 
 def _assemble(head: _Head, arrays: dict[str, np.ndarray]) -> Programs:
-    """ValueError and KeyError for what is damaged."""
+    """Make programs of what a file has; ValueError and KeyError for what is damaged."""
     _check_array("program_of", arrays["program_of"], np.int32, (-1,))
-    programs = tuple(_checked(i, one, arrays) for i, one in enumerate(head.programs))
-    if any(one.rank >= head.world.size for one in programs):
+    programs: list[Program] = []
+    for number, program_head in enumerate(head.programs):
+        programs.append(_checked_program(number, program_head, arrays))
+    if any(program.rank >= head.world.size for program in programs):
         raise ValueError(f"a program is of a rank outside a world of {head.world.size}")
-    return Programs(head.world, programs, arrays["program_of"], head.groups, head.source)
+    program_of = arrays["program_of"]
+    return Programs(head.world, tuple(programs), program_of, head.groups, head.source)
 
 
 def _check_array(what: str, array: np.ndarray, dtype: np.typing.DTypeLike, shape: Shape) -> None:
-    """ValueError unless ``array`` has this type and shape."""
-    fits = len(shape) == array.ndim and all(
-        side in (-1, size) for side, size in zip(shape, array.shape, strict=True)
-    )
+    """Raise ValueError unless an array has this type and shape."""
+    fits = len(shape) == array.ndim
+    if fits:
+        fits = all(side in (-1, size) for side, size in zip(shape, array.shape, strict=True))
     if array.dtype != dtype or not fits:
         raise ValueError(f"{what} are {array.dtype} {array.shape}")
 
 
-def _checked(i: int, head: _ProgramHead, arrays: dict[str, np.ndarray]) -> Program:
-    """Program ``i`` of a file.  ValueError and KeyError for what is damaged."""
-    columns = {name: arrays[f"{name}{i}"] for name in _COLUMNS
-               if name in _ALWAYS or f"{name}{i}" in arrays}  # fmt: skip
-    for name, array in columns.items():
-        _check_array(f"{name} of program {i}", array, *_COLUMNS[name])
+def _checked_program(number: int, head: _ProgramHead, arrays: dict[str, np.ndarray]) -> Program:
+    """Make a program of what a file has; ValueError and KeyError for what is damaged."""
+    columns: dict[str, np.ndarray] = {}
+    for name in _COLUMNS:
+        key = f"{name}{number}"
+        if name in _ALWAYS or key in arrays:
+            columns[name] = arrays[key]
+    for name, column in columns.items():
+        dtype, shape = _COLUMNS[name]
+        _check_array(f"{name} of program {number}", column, dtype, shape)
     program = Program(head.rank, strings=head.strings, splits=head.splits, **columns)
+
+    # columns with a place for each segment, or for each event
     segments = int((program.ops["name"] == CODE["compute"]).sum())
     events = len(program.allocations)
-    for name, rows in (("samples", segments), ("streams", events), ("routed", events)):
-        if name in columns and columns[name].shape[name == "samples"] != rows:
-            raise ValueError(f"{name} of program {i} are {columns[name].shape}, not of {rows}")
+    lengths = {
+        "samples": (program.samples.shape[1], segments),
+        "streams": (len(program.streams), events),
+        "routed": (len(program.routed), events),
+    }
+    for name, (length, expected) in lengths.items():
+        if name in columns and length != expected:
+            found_shape = columns[name].shape
+            raise ValueError(f"{name} of program {number} are {found_shape}, not of {expected}")
     if program.hosts.size and not program.samples.size:
-        raise ValueError(f"program {i} has times of the host, and none of its segments")
-    if wrong := _wrong(program):
-        raise ValueError(f"program {i} has {wrong}")
+        raise ValueError(f"program {number} has times of the host, and none of its segments")
+    error = _impossible_value(program)
+    if error:
+        raise ValueError(f"program {number} has {error}")
     return program
 
 
-def _wrong(program: Program) -> str:
-    """The first value that a program cannot have, in words; the text form has the same bounds."""
-    texts, most = (0, len(program.strings) - 1), limits("bytes")[1]
-    bounds = dict.fromkeys(TEXTS, texts) | {"splits": (-1, len(program.splits) - 1)}
-    bounds |= {name: (0, len(known) - 1) for name, known in CODED.items()}
-    memory, routed, routes = program.allocations, program.routed, program.routes
-    columns = [
-        *((name, program.ops[name], bounds.get(name) or limits(name)) for name in OP.names or ()),
-        ("note", memory["note"], texts),
-        ("bytes", memory["bytes"], (-most, most)),
-        ("before", memory["before"], (0, len(program))),
-        ("samples", program.samples, limits("ns")),
-        ("hosts", program.hosts, (0, limits("host")[1])),
-        ("routed", routed[:, 0], (-1, max(-1, len(routes) - 2))),
-        ("grown", routed[:, 1], (-most, most)),
-        ("routes", routes, (0, most)),
-        ("more", routes[1:, 3] if routed.size else routes[:0], (1, most)),
-        ("routing", routes[:1] if routed.size else routes[:0], (1, most)),
-        ("earlier_peak", program.earlier_peak[:, 0], texts),
-        ("earlier_peak", program.earlier_peak[:, 1:], (0, most)),
-    ]
-    for name in OP.names or ():
-        bound = bounds.get(name) or limits(name)
-        columns.append((f"{name} of earlier_peak", program.earlier_peak_op[name], bound))
-    for name, values, (low, high) in columns:
-        if values.size and not (low <= values.min() and values.max() <= high):
-            value = values.min() if values.min() < low else values.max()
-            return f"{name} {value} outside {low} to {high}"
+_Bounds = tuple[int, int]  # lowest and highest value
+
+
+@dataclass(frozen=True)
+class _BoundedColumn:
+    """Values of a program and their bounds."""
+
+    name: str
+    values: np.ndarray
+    bounds: _Bounds
+
+    def violation(self) -> str:
+        """Say which value is out of bounds; empty if none is."""
+        low, high = self.bounds
+        if not self.values.size:
+            return ""
+        least, greatest = self.values.min(), self.values.max()
+        if low <= least and greatest <= high:
+            return ""
+        value = least if least < low else greatest
+        return f"{self.name} {value} outside {low} to {high}"
+
+
+def _impossible_value(program: Program) -> str:
+    """Say the first value that a program cannot have; the text form has the same bounds."""
+    for column in (*_columns_of_ops(program), *_other_columns(program)):
+        violation = column.violation()
+        if violation:
+            return violation
     if len(program.earlier_peak_op) != min(1, len(program.earlier_peak)):
         return "an earlier peak without its op, or with several"
-    if (np.diff(memory["before"]) < 0).any():
+    if (np.diff(program.allocations["before"]) < 0).any():
         return "allocations that are not in the order of its ops"
     return ""
+
+
+def _bounds_of_fields(program: Program) -> dict[str, _Bounds]:
+    """Return the bounds of each field of an op."""
+    bounds: dict[str, _Bounds] = {}
+    for name in OP.names or ():
+        if name in TEXTS:
+            bounds[name] = (0, len(program.strings) - 1)
+        elif name in CODED:
+            bounds[name] = (0, len(CODED[name]) - 1)
+        elif name == "splits":
+            bounds[name] = (-1, len(program.splits) - 1)
+        else:
+            bounds[name] = limits(name)
+    return bounds
+
+
+def _columns_of_ops(program: Program) -> list[_BoundedColumn]:
+    columns: list[_BoundedColumn] = []
+    for name, bounds in _bounds_of_fields(program).items():
+        columns.append(_BoundedColumn(name, program.ops[name], bounds))
+    return columns
+
+
+def _other_columns(program: Program) -> list[_BoundedColumn]:
+    """Return what is bounded beside the ops."""
+    texts = (0, len(program.strings) - 1)
+    _, most_bytes = limits("bytes")
+    _, most_host_ns = limits("host")
+    memory = program.allocations
+    routes = program.routes
+
+    # of a program that was not probed, routes say nothing of more copies
+    probed_routes = routes if program.routed.size else routes[:0]
+    last_call = max(-1, len(routes) - 2)
+    columns = [
+        _BoundedColumn("note", memory["note"], texts),
+        _BoundedColumn("bytes", memory["bytes"], (-most_bytes, most_bytes)),
+        _BoundedColumn("before", memory["before"], (0, len(program))),
+        _BoundedColumn("samples", program.samples, limits("ns")),
+        _BoundedColumn("hosts", program.hosts, (0, most_host_ns)),
+        _BoundedColumn("routed", program.routed[:, 0], (-1, last_call)),
+        _BoundedColumn("grown", program.routed[:, 1], (-most_bytes, most_bytes)),
+        _BoundedColumn("routes", routes, (0, most_bytes)),
+        _BoundedColumn("more", probed_routes[1:, 3], (1, most_bytes)),
+        _BoundedColumn("routing", probed_routes[:1], (1, most_bytes)),
+        _BoundedColumn("earlier_peak", program.earlier_peak[:, 0], texts),
+        _BoundedColumn("earlier_peak", program.earlier_peak[:, 1:], (0, most_bytes)),
+    ]
+    for name, bounds in _bounds_of_fields(program).items():
+        values = program.earlier_peak_op[name]
+        columns.append(_BoundedColumn(f"{name} of earlier_peak", values, bounds))
+    return columns

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.core import job_settings, shard
+from megatron_prism.core import feature, job_settings, shard
 from megatron_prism.core.errors import MissingSlicesError, ProgramError, UsageError
 from megatron_prism.core.files import check_writable, claimed
 from megatron_prism.core.gpu_state import GPU_CLOCK
@@ -35,13 +35,10 @@ _MOST_TEXT = 1 << 26  # bytes, a million lines
 HOST_INDEX = "host_index"
 # of a source: "RANK=BYTES …", the most that large copies on the rank's host take
 HOST_MEMORY = "host_memory"
-# of a source: "RANK=PART:BYTES,… …", the most that is allocated in each part of the rank's process
-MEMORY_PARTS = "memory_parts"
 _OF_RANKS = (
     HOST_INDEX,
     GPU_CLOCK,
     HOST_MEMORY,
-    MEMORY_PARTS,
 )  # each slice has its own rank's, which no two have alike
 WHAT_IF = "what-if"  # of a source: what is not as it ran; of a slice, no part of what the job is
 _SHOWN = 64  # ranks of a message
@@ -52,7 +49,6 @@ _AGAIN = (
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 _OF_RANK = re.compile(r"(\d{1,9})=(\S+)")
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
-_BESIDE = re.compile(r"streams-\d{6,}\.npz")  # what features keep of a rank beside its slice
 _DUMP = re.compile(r"\d(\.json)?$")  # files of one rank each, as Flight Recorders name them
 
 
@@ -119,8 +115,10 @@ class SliceStore:
             what = f"{self.folder} holds things that are no slices: {names}"
             raise UsageError(what, fix="name an empty or a new folder with -o DIR")
         if force:
-            for path in (*self.folder.glob("slice-*.prism"), self.folder / WORLD):
-                path.unlink(missing_ok=True)
+            (self.folder / WORLD).unlink(missing_ok=True)
+            for path in list(self.folder.iterdir()):
+                if _is_of_rank(path.name):
+                    path.unlink(missing_ok=True)
         for rank in self.ranks():
             try:
                 self.check(load(self.path(rank)), self.path(rank))
@@ -179,8 +177,15 @@ def _ours(path: Path) -> bool:
     """Slices, the world, calls and spreads that go with them, what a killed writer left behind."""
     name = path.name
     beside = (WORLD, "calibration.json", "variability.json", "import.json")
-    of_rank = _NAME.fullmatch(name) or _BESIDE.fullmatch(name)
-    return of_rank is not None or name in beside or name[0] == "."
+    return _is_of_rank(name) or name in beside or name[0] == "."
+
+
+def _is_of_rank(name: str) -> bool:
+    """Whether a file is a slice, or what a feature keeps of a rank beside its slice."""
+    if _NAME.fullmatch(name):
+        return True
+    patterns = [row.rank_files for row in feature.installed().values() if row.rank_files]
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def _instead(folder: Path) -> str:

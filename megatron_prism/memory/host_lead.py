@@ -99,7 +99,7 @@ def launch_times(program: Program, times: OpTimes) -> LaunchTimes | None:
     Returns:
         None where the process's requests are not known, or differ from the iteration's.
     """
-    iteration = _recorded_iteration(program.history)
+    _, iteration, _ = cut_history(program.history)
     events = program.allocations[program.allocations["before"] > 0]
     is_move = (iteration[:, 0] >= 0) & (iteration[:, 1] != 0)
     # what is asked for in front of the first op is none of the recorded allocations
@@ -125,17 +125,29 @@ def launch_times(program: Program, times: OpTimes) -> LaunchTimes | None:
     )
 
 
-def _recorded_iteration(history: np.ndarray) -> np.ndarray:
-    """Return the rows of the last whole iteration; none where no iteration begins."""
+def cut_history(history: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Cut what a process asked for where its last whole iteration begins.
+
+    Args:
+        history: rows of ``Program.history``.
+
+    Returns:
+        The rows in front of that iteration, its own rows, and its number in the process, from 1.
+        Where no iteration begins: all rows, none, and 0.
+    """
     begins = np.flatnonzero(history[:, 0] == BEGUN)
     end = len(history)
     # the step behind the recorded one may have begun when its recording ended
-    if begins.size and begins[-1] == end - 1:
-        end -= 1
+    last = end - 1
+    if begins.size and begins[-1] == last:
+        end = last
         begins = begins[:-1]
-    if not begins.size:
-        return history[:0]
-    return history[begins[-1] : end]
+    begin = end
+    if begins.size:
+        begin = int(begins[-1])
+    before = history[:begin]
+    iteration = history[begin:end]
+    return before, iteration, len(begins)
 
 
 def _divided(op_ns: np.ndarray, op_of_launch: np.ndarray) -> list[float]:

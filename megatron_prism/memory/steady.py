@@ -21,10 +21,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megatron_prism.core.ops import BEGUN
 from megatron_prism.core.program import Program
 from megatron_prism.memory import allocator
-from megatron_prism.memory.host_lead import LaunchTimes, OpTimes, launch_times
+from megatron_prism.memory.host_lead import LaunchTimes, OpTimes, cut_history, launch_times
 from megatron_prism.memory.peaks import changes, op_at, site_of
 
 ITERATIONS = 8  # that are replayed behind the recorded one
@@ -105,7 +104,8 @@ def risk(
         settings: the allocator's options.
         most_rows: requests of all draws together.
         seed: of the draws.
-        times: of the program's ops; None: the host's lead is anything that CUDA allows.
+        times: of the program's ops; None: the host's lead is anything that CUDA allows, as it is
+            where the process's requests are not known.
     """
     requests = _requests(program)
     draws, repeats = _affordable(requests, most_rows)
@@ -114,7 +114,11 @@ def risk(
 
     # replay every draw, and in the limit what would exceed it
     rows, starts = _repeated(requests, repeats)
-    draw_leads = _leads_of_draws(program, times, requests, rows, starts, draws, seed)
+    launches = None if times is None else launch_times(program, times)
+    if times is None or launches is None:
+        draw_leads = _drawn_leads(starts, len(rows), draws, seed)
+    else:
+        draw_leads = _leads_of_hosts(times, launches, requests, rows, starts, draws, seed)
     reserved: list[int] = []
     failures: list[tuple[int, allocator.OutOfMemory]] = []  # (place among the starts, request)
     for leads in draw_leads:
@@ -131,7 +135,7 @@ def risk(
         draws=draws,
         iterations=repeats + 1,
         reserved=tuple(sorted(reserved)),
-        follows_times=times is not None,
+        follows_times=launches is not None,
     )
     if not failures:
         return result
@@ -180,18 +184,17 @@ def reaches(program: Program, spare: int) -> bool:
 
 def _requests(program: Program) -> _Requests:
     """All that the process asked for, or where nobody knows that, the iteration's own requests."""
-    history = program.history
-    rows = [tuple(row) for row in history.tolist()]
-    begins = np.flatnonzero(history[:, 0] == BEGUN).tolist()
-    # the step behind the recorded one may have begun when its recording ended
-    if begins and begins[-1] == len(rows) - 1:
-        begins.pop()
-        rows.pop()
-    if begins:
-        return _Requests(rows[: begins[-1]], rows[begins[-1] :], len(begins))
+    before, iteration, number = cut_history(program.history)
+    if number:
+        return _Requests(_rows(before), _rows(iteration), number)
     recorded: list[Row] = [(*row, 0) for row in changes(program)]
     stood = int(np.count_nonzero(program.allocations["before"] == 0))
     return _Requests(recorded[:stood], recorded[stood:], 2)
+
+
+def _rows(history: np.ndarray) -> list[Row]:
+    """Return the rows of an array as tuples."""
+    return [tuple(row) for row in history.tolist()]
 
 
 def _repeated(requests: _Requests, repeats: int) -> tuple[list[Row], list[int]]:
@@ -244,22 +247,17 @@ def _alive(rows: list[Row]) -> dict[int, int]:
     return alive
 
 
-def _leads_of_draws(
-    program: Program,
-    times: OpTimes | None,
+def _leads_of_hosts(
+    times: OpTimes,
+    launches: LaunchTimes,
     requests: _Requests,
     rows: list[Row],
     starts: list[int],
     draws: int,
     seed: int,
 ) -> Iterator[list[int]]:
-    """Yield the host's lead at every row, for every draw."""
+    """Yield the lead at every row, for every draw of a host."""
     random = np.random.default_rng(seed)
-    launches = None if times is None else launch_times(program, times)
-    if times is None or launches is None:
-        for _ in range(draws):
-            yield _drawn_leads(random, starts, len(rows))
-        return
     counts = _launches_behind_begin(requests, rows, starts)
     law = NormalDist()
     for draw in range(draws):
@@ -303,14 +301,17 @@ def _leads_on_host(
     return leads
 
 
-def _drawn_leads(random: np.random.Generator, starts: list[int], events: int) -> list[int]:
-    """Launches by which the host is ahead at every event: 1 to all that CUDA lets be outstanding,
-    each power of two as likely, and the same within an iteration.
+def _drawn_leads(starts: list[int], num_rows: int, draws: int, seed: int) -> Iterator[list[int]]:
+    """Yield the launches by which the host is ahead at every row, for every draw.
+
+    They are 1 to all that CUDA lets be outstanding, each power of two as likely, and the same
+    within an iteration.
     """
-    lengths = np.diff([0, *starts, events])
-    powers = random.uniform(0, np.log2(allocator.AHEAD), lengths.size)
-    leads: list[int] = np.repeat(np.exp2(powers).astype(int), lengths).tolist()
-    return leads
+    random = np.random.default_rng(seed)
+    lengths = np.diff([0, *starts, num_rows])
+    for _ in range(draws):
+        powers = random.uniform(0, np.log2(allocator.AHEAD), lengths.size)
+        yield np.repeat(np.exp2(powers).astype(int), lengths).tolist()
 
 
 def _where(

@@ -27,7 +27,7 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.world_graph import CallKind, WorldGraph, build
 from megatron_prism.replay.costs import Prices, price_ops, relabelled
 from megatron_prism.replay.costs.collectives import Calibration
-from megatron_prism.replay.costs.host import host_scaled, indices_of
+from megatron_prism.replay.costs.host import host_scaled, indices_of, on_other_host
 from megatron_prism.replay.costs.host_index import read_host_index
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.provenance import Provenance
@@ -249,7 +249,7 @@ def other_host(host: str | os.PathLike[str] | float, text: str = "") -> Edit:
     """
 
     def prices(graph: WorldGraph, prices: Prices, machine: Machine) -> Prices:
-        """Scale the host's times of every class."""
+        """Give every class the times of the other host."""
         if not any(program.knows_host for program in graph.programs.programs):
             raise UsageError(
                 "the slices do not say how long their host takes, so it cannot be another one",
@@ -262,8 +262,11 @@ def other_host(host: str | os.PathLike[str] | float, text: str = "") -> Edit:
         host_source: list[np.ndarray] = []
         for index, number in enumerate(graph.classes.programs):
             factor = factor_of_program[number]
-            lead.append(_scaled(prices.lead[index], factor))
-            host_ns.append(_scaled(prices.host[index], factor))
+            new_lead_ns, new_rest_ns = on_other_host(
+                prices.lead[index], prices.host[index], prices.compute[index], float(factor)
+            )
+            lead.append(new_lead_ns)
+            host_ns.append(new_rest_ns)
             source = prices.host_source[index]
             every_op = np.ones(len(source), dtype=bool)
             assumption = host_scaled(f"{float(factor):.3g}")

@@ -5,8 +5,8 @@ In : Timeline, or two of them.  Out: plain text, columns aligned; HTML.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,242 +37,378 @@ from megatron_prism.report.metrics import (
 from megatron_prism.report.page import Data, render_page
 
 _SCRIPT = Path(__file__).with_name("replay.js")
-_CLASSES = 24  # classes at all
-_PARTS = 14  # rows of the critical path
+_MAX_CLASSES = 24  # columns of classes
+_MAX_PARTS = 14  # rows of the critical path
 _SHOWN = 5e-4  # of an iteration: less is 0.0 %
 _VARIES = 0.03  # of a host's time: from here on a single number misleads
-_LINKS = 2  # of a kind
+_MAX_LINKS = 2  # of a kind
 # of where the programs are from, what only scripts compare
-_DETAILS = (*job_settings.KEYS, "tokens_per_iteration", "model_flops_per_iteration",
-            "host_index", GPU_CLOCK)  # fmt: skip
+_DETAILS = (
+    *job_settings.KEYS,
+    "tokens_per_iteration",
+    "model_flops_per_iteration",
+    "host_index",
+    GPU_CLOCK,
+)
 _ABOUT = ("recipe", "megatron_core", "torch", "tier", "device")  # below the title of a page
 _SHORT = 100  # characters of a provenance that fits in a line
+_LABEL = 12  # characters of a row's name
+_CONTINUED = 15  # blanks before what continues a row
+_INDENTED = 25  # blanks before what continues a row without a name
 
 
 def render_text(timeline: Timeline, verbose: bool = False) -> str:
-    """The summary, ending in a newline; ``verbose``: also what the data are based on."""
-    found = timeline_metrics(timeline)
-    parts = [_head(found, verbose), _accounts(found), _critical_path(found), _calls(found)]
-    parts.append(_sources(found, verbose))
+    """Write the summary, ending in a newline; ``verbose``: also what the data are based on."""
+    metrics = timeline_metrics(timeline)
+    parts = (
+        _head(metrics, verbose),
+        _accounts(metrics),
+        _critical_path(metrics),
+        _calls(metrics),
+        _sources(metrics, verbose),
+    )
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def format_flops(flops: float) -> str:
-    """``412.3 TFLOP/s``."""
-    return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:,.3g} GFLOP/s"
+    """Write a rate as ``412.3 TFLOP/s``."""
+    if flops >= 1e11:
+        return f"{flops / 1e12:,.1f} TFLOP/s"
+    return f"{flops / 1e9:,.3g} GFLOP/s"
 
 
-def _head(found: Metrics, verbose: bool) -> str:
-    first = found.headline
-    lines = folded(f"{found.sizes}, {first.assumes}")
-    lines += folded(found.world)
-    source = {**found.source}
-    what_if = source.pop("what-if", None)
-    keys = [key for key in source if verbose or key not in _DETAILS]
-    said = "; ".join(f"{key} {source[key]}" for key in keys)
-    rows = [("slices", said or "do not say where they are from")]
-    if what_if is not None:
-        rows.append(("what if", what_if))
-    rows.append(("iteration", f"{first.text}  ({_basis(found)})"))
-    if found.high_ns > found.low_ns:
-        between = f"{format_ns(found.low_ns)} and {format_ns(found.high_ns)}"
-        what = "; what is not measured:" if found.uncertainties else ""
-        rows.append(("between", f"{between}, nine times in ten{what}"))
-        for one in found.uncertainties:
-            rows += [("", line) for line in _uncertainty(one)]
-    if found.iteration_ns:
-        rows.append(("computing", f"{format_share(found.computing)} of all ranks' time"))
-        rows.append(("exposed", f"{format_share(found.exposed)} communication that nothing hides"))
-        rows.append(("bubble", f"{format_share(found.bubble)} waiting for other ranks, or idle"))
-        rows += [("links" if not i else "", text) for i, text in enumerate(_links(found))]
-        if found.host is not None and found.host >= _SHOWN:
-            late = f"{format_share(found.host)} of the critical path"
-            rows.append(("host", f"{late}: the host launches kernels late"))
-        if found.hosts and found.hosts[-1][1] > (1 + _SHOWN) * found.hosts[0][1]:
-            each = ", ".join(f"{index}: {format_ns(ns)}" for index, ns in found.hosts)
-            rows.append(("", f"by the host's index {each}"))
-        if found.host_unknown:
-            size = sum(one.count for one in found.classes)
-            ranks = f"slices of {found.host_unknown:,} of {size:,} ranks"
-            rows.append(("", f"{ranks} hold their host's delays in the segments: capture them "
-                         "again with this release"))  # fmt: skip
-        if found.host and (spread := found.host_spread or 0) >= _VARIES:
-            varies = f"a host varies by {format_share(spread, 0)} from iteration to iteration"
-            rows.append(("", f"{varies}, and the slowest rank's counts: prism predict"))
-    rows += [("clock" if not i else "", text) for i, text in enumerate(_clocks(source))]
-    rows.append(("tokens/s", _value(found.tokens_per_s, lambda v: f"{v:,.0f}")))
-    rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
-    rows.append(("MFU", _value(found.mfu, format_share)))
-    if found.precision:
-        rows.append(("precision", found.precision))
-    for name, text in rows:
-        lines += folded(f"  {name:<12} {text}", 15 + 10 * (not name))
+# -- the head: the iteration in a few rows --------------------------------------------------------
+@dataclass(frozen=True)
+class _Row:
+    """A row of the head; one without a name continues the row above it."""
+
+    name: str
+    text: str
+
+
+def _named(name: str, texts: Iterable[str]) -> list[_Row]:
+    """Return rows of which the first has the name."""
+    rows: list[_Row] = []
+    for text in texts:
+        rows.append(_Row("" if rows else name, text))
+    return rows
+
+
+def _head(metrics: Metrics, verbose: bool) -> str:
+    lines = folded(f"{metrics.sizes}, {metrics.headline.assumes}")
+    lines += folded(metrics.world)
+    rows = _source_rows(metrics, verbose)
+    rows += _iteration_rows(metrics)
+    if metrics.iteration_ns:
+        rows += _share_rows(metrics)
+        rows += _host_rows(metrics)
+    rows += _named("clock", _clocks(metrics.source))
+    rows.append(_Row("tokens/s", _value(metrics.tokens_per_s, "{:,.0f}".format)))
+    rows.append(_Row("per GPU", _value(metrics.flops_per_gpu, format_flops)))
+    rows.append(_Row("MFU", _value(metrics.mfu, format_share)))
+    if metrics.precision:
+        rows.append(_Row("precision", metrics.precision))
+    for row in rows:
+        indent = _CONTINUED if row.name else _INDENTED
+        lines += folded(f"  {row.name:<{_LABEL}} {row.text}", indent)
     return "\n".join(lines)
+
+
+def _source_rows(metrics: Metrics, verbose: bool) -> list[_Row]:
+    """Say where the programs are from, and what was changed."""
+    source = dict(metrics.source)
+    what_if = source.pop("what-if", None)
+    texts: list[str] = []
+    for key, text in source.items():
+        if verbose or key not in _DETAILS:
+            texts.append(f"{key} {text}")
+    rows = [_Row("slices", "; ".join(texts) or "do not say where they are from")]
+    if what_if is not None:
+        rows.append(_Row("what if", what_if))
+    return rows
+
+
+def _iteration_rows(metrics: Metrics) -> list[_Row]:
+    """Say how long the iteration is, and between which bounds it lies."""
+    rows = [_Row("iteration", f"{metrics.headline.text}  ({_basis(metrics)})")]
+    if metrics.high_ns > metrics.low_ns:
+        text = f"{format_ns(metrics.low_ns)} and {format_ns(metrics.high_ns)}, nine times in ten"
+        if metrics.uncertainties:
+            text += "; what is not measured:"
+        rows.append(_Row("between", text))
+        for uncertainty in metrics.uncertainties:
+            rows += _named("", _uncertainty(uncertainty))
+    return rows
+
+
+def _share_rows(metrics: Metrics) -> list[_Row]:
+    """Say where the time of all ranks goes, and which links are busy."""
+    computing = f"{format_share(metrics.computing)} of all ranks' time"
+    exposed = f"{format_share(metrics.exposed)} communication that nothing hides"
+    bubble = f"{format_share(metrics.bubble)} waiting for other ranks, or idle"
+    rows = [_Row("computing", computing), _Row("exposed", exposed), _Row("bubble", bubble)]
+    return rows + _named("links", _links(metrics))
+
+
+def _host_rows(metrics: Metrics) -> list[_Row]:
+    """Say how much hosts delay the iteration, and how well that is known."""
+    rows: list[_Row] = []
+    if metrics.host is not None and metrics.host >= _SHOWN:
+        text = f"{format_share(metrics.host)} of the critical path: the host launches kernels late"
+        rows.append(_Row("host", text))
+
+    # the first answer is of the fastest host
+    if metrics.hosts:
+        _, fastest_ns = metrics.hosts[0]
+        _, slowest_ns = metrics.hosts[-1]
+        if slowest_ns > (1 + _SHOWN) * fastest_ns:
+            answers = ", ".join(f"{index}: {format_ns(ns)}" for index, ns in metrics.hosts)
+            rows.append(_Row("", f"by the host's index {answers}"))
+    if metrics.host_unknown:
+        rank_count = sum(figures.count for figures in metrics.classes)
+        text = f"slices of {metrics.host_unknown:,} of {rank_count:,} ranks hold their host's "
+        text += "delays in the segments: capture them again with this release"
+        rows.append(_Row("", text))
+    spread = metrics.host_spread or 0
+    if metrics.host and spread >= _VARIES:
+        text = f"a host varies by {format_share(spread, 0)} from iteration to iteration, and the "
+        rows.append(_Row("", text + "slowest rank's counts: prism predict"))
+    return rows
 
 
 _LIMITED = 0.5  # of the time: from here on a GPU is at its limit
 
 
 def _clocks(source: Mapping[str, str]) -> list[str]:
-    """The GPUs that captured, by their clock: of the lowest and of the highest rank's."""
-    states = sorted(states_of(source).items(), key=lambda one: one[1].mhz)
-    found = []
-    for rank, one in dict(states[:1] + states[-1:]).items() if states else ():
-        at = "at" if one.limited >= _LIMITED else "below"
-        text = f"{one.mhz:,} of {one.most_mhz:,} MHz, {one.watts} of {one.limit_watts} W"
-        found.append(f"{text}, {one.celsius} C: rank {rank:,} was captured {at} its GPU's limit")
-    return found
+    """Say at which clocks GPUs captured: those of the lowest and of the highest."""
+    by_clock = sorted(states_of(source).items(), key=lambda item: item[1].mhz)
+    if not by_clock:
+        return []
+    extremes = dict([by_clock[0], by_clock[-1]])
+    texts: list[str] = []
+    for rank, state in extremes.items():
+        relation = "at" if state.limited >= _LIMITED else "below"
+        clock = f"{state.mhz:,} of {state.most_mhz:,} MHz"
+        power = f"{state.watts} of {state.limit_watts} W, {state.celsius} C"
+        limit = f"rank {rank:,} was captured {relation} its GPU's limit"
+        texts.append(f"{clock}, {power}: {limit}")
+    return texts
 
 
-def _links(found: Metrics) -> list[str]:
-    """The busiest links of every kind."""
-    lines = []
-    for network in (True, False):
-        mine = [one for one in found.links if one.network == network][:_LINKS]
-        for one in mine:
-            name = next(c.name for c in found.classes if c.index == one.owner)
-            where = "NIC" if network else "NVLinks"
-            way = "into" if one.into else "out of"
-            shared = f", {format_share(one.shared)} shared by several calls" if one.shared else ""
-            lines.append(f"{where} {way} {name} busy {format_share(one.busy)} of the time{shared}")
+def _links(metrics: Metrics) -> list[str]:
+    """Say which links are the busiest: first of the network, then inside nodes."""
+    name_of_class = {figures.index: figures.name for figures in metrics.classes}
+    texts: list[str] = []
+    for is_network in (True, False):
+        busiest = [link for link in metrics.links if link.network == is_network][:_MAX_LINKS]
+        for link in busiest:
+            kind = "NIC" if is_network else "NVLinks"
+            direction = "into" if link.into else "out of"
+            text = f"{kind} {direction} {name_of_class[link.owner]} busy "
+            text += f"{format_share(link.busy)} of the time"
+            if link.shared:
+                text += f", {format_share(link.shared)} shared by several calls"
+            texts.append(text)
+    return texts
+
+
+def _uncertainty(uncertainty: Uncertainty) -> list[str]:
+    """Say what it may do to the iteration, why, and what to type."""
+    less = f"−{format_ns(uncertainty.low_ns)}" if uncertainty.low_ns else "0"
+    more = format_ns(uncertainty.high_ns) if uncertainty.high_ns else "0"
+    lines = [f"{uncertainty.what:<9} {less} to +{more}: {uncertainty.why}"]
+    if uncertainty.fix:
+        lines.append(f"{'':<9} {uncertainty.fix}")
     return lines
 
 
-def _uncertainty(one: Uncertainty) -> list[str]:
-    """What it may do to the iteration, why, and what to type."""
-    less, more = (format_ns(ns) if ns else "0" for ns in (one.low_ns, one.high_ns))
-    lines = [f"{one.what:<9} −{less} to +{more}: {one.why}".replace("−0 ", "0 ")]
-    return lines + ([f"{'':<9} {one.fix}"] if one.fix else [])
-
-
-def shares_of_kinds(found: Metrics) -> str:
-    """``80 % measured, 20 % modelled`` of the critical path."""
-    kinds: dict[str, float] = {}
-    for source in found.sources:
-        kind = source.text.partition(":")[0] + " on a CPU" * source.text.endswith("(cpu)")
-        kinds[kind] = kinds.get(kind, 0) + source.path_ns
-    total = sum(kinds.values())
-    shares = [f"{format_share(ns / total, 0)} {kind}" for kind, ns in kinds.items() if ns]
+def shares_of_kinds(metrics: Metrics) -> str:
+    """Say what the critical path rests on: ``80 % measured, 20 % modelled``."""
+    ns_of_kind: dict[str, float] = {}
+    for source in metrics.sources:
+        kind, _, _ = source.text.partition(":")
+        if source.text.endswith("(cpu)"):
+            kind += " on a CPU"
+        ns_of_kind[kind] = ns_of_kind.get(kind, 0) + source.path_ns
+    total_ns = sum(ns_of_kind.values())
+    shares: list[str] = []
+    for kind, ns in ns_of_kind.items():
+        if ns:
+            shares.append(f"{format_share(ns / total_ns, 0)} {kind}")
     return ", ".join(shares) or "nothing takes time"
 
 
-def _basis(found: Metrics) -> str:
-    if not any(source.path_ns for source in found.sources):
-        return shares_of_kinds(found)
-    modelled = any(MODELLED in source.text for source in found.sources)
-    late = "as calls of Python and kernels let expect" if modelled else "as in the slices"
-    late = "host never late" if found.host is None else f"hosts as late {late}"
-    links = "links shared" if found.links else "no contention"
-    return f"{shares_of_kinds(found)}; {links}, {late}"
+def _basis(metrics: Metrics) -> str:
+    """Say what the iteration's time rests on."""
+    shares = shares_of_kinds(metrics)
+    if not any(source.path_ns for source in metrics.sources):
+        return shares
+    hosts = "hosts as late as in the slices"
+    if any(MODELLED in source.text for source in metrics.sources):
+        hosts = "hosts as late as calls of Python and kernels let expect"
+    if metrics.host is None:
+        hosts = "host never late"
+    links = "links shared" if metrics.links else "no contention"
+    return f"{shares}; {links}, {hosts}"
 
 
-def _value(value: Value, write: object) -> str:
+def _value(value: Value, write: Callable[[float], str]) -> str:
+    """Write a figure with its basis, or why it is not known."""
     if value.value is None:
         return f"unknown: {value.basis}"
-    return f"{write(value.value)}  ({value.basis})"  # type: ignore[operator]
+    return f"{write(value.value)}  ({value.basis})"
 
 
-def _accounts(found: Metrics) -> str:
-    """Where each class's iteration went: one column per class, whose parts add up to the total."""
-    if not found.iteration_ns:
+# -- tables ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Unit:
+    """The unit in which a column of times is written, and its length in ns."""
+
+    name: str
+    ns: int
+
+    def write(self, ns: int) -> str:
+        """Write a time without the unit."""
+        if not ns:
+            return "0"
+        return f"{ns / self.ns:,.2f}" if self.ns > 1 else f"{ns:,}"
+
+
+def _unit(ns: int) -> _Unit:
+    """Choose the unit for a column of times whose largest is ``ns``."""
+    if ns >= 10**10:
+        return _Unit("s", 10**9)
+    if ns >= 10**6:
+        return _Unit("ms", 10**6)
+    if ns >= 10**3:
+        return _Unit("us", 10**3)
+    return _Unit("ns", 1)
+
+
+def _accounts(metrics: Metrics) -> str:
+    """Say where each class's iteration went: a column per class, whose parts sum to the total."""
+    if not metrics.iteration_ns:
         return ""
-    shown = found.classes[:_CLASSES]
-    unit, scale = _unit(found.iteration_ns)
+    shown = metrics.classes[:_MAX_CLASSES]
+    unit = _unit(metrics.iteration_ns)
 
-    def scaled(ns: int) -> str:
-        return "0" if not ns else f"{ns / scale:,.2f}" if scale > 1 else f"{ns:,}"
+    def times(name: str, values: Iterable[int]) -> list[str]:
+        return [name, *map(unit.write, values)]
 
-    rows: list[list[str]] = []
-
-    def row(what: str, cells: Iterable[int | None], write: Callable[[int], str] = scaled) -> None:
-        rows.append([what, *("unknown" if one is None else write(one) for one in cells)])
-
-    row("ranks", (one.count for one in shown), "{:,}".format)
-    row("compute", (one.compute for one in shown))
-    for what in ("exposed", "waiting"):
-        for group in found.mean(what):
-            values = [getattr(one, what).get(group, 0) for one in shown]
-            if any(values):
-                row(f"{what} {short_name(group)}", values)
-    for name, field in (("idle", "idle"), ("= total", "total"), ("compute on critical path",
-                        "critical"), ("least slack", "slack")):  # fmt: skip
-        row(name, (getattr(one, field) for one in shown))
-    row("peak live memory", (one.peak_bytes for one in shown), format_bytes)
-    rows.insert(0, ["", *(one.name for one in shown)])
-    lines = [f"where each rank's iteration went, {unit}", *columns(rows)]
-    if len(shown) < len(found.classes):
-        lines += ["", f"… and {len(found.classes) - len(shown)} classes more: --json has all"]
+    rows = [
+        ["", *(figures.name for figures in shown)],
+        ["ranks", *(f"{figures.count:,}" for figures in shown)],
+        times("compute", [figures.compute for figures in shown]),
+    ]
+    # groups in which some class that is shown waits, or communicates
+    for group in metrics.mean("exposed"):
+        values = [figures.exposed.get(group, 0) for figures in shown]
+        if any(values):
+            rows.append(times(f"exposed {short_name(group)}", values))
+    for group in metrics.mean("waiting"):
+        values = [figures.waiting.get(group, 0) for figures in shown]
+        if any(values):
+            rows.append(times(f"waiting {short_name(group)}", values))
+    rows.append(times("idle", [figures.idle for figures in shown]))
+    rows.append(times("= total", [figures.total for figures in shown]))
+    rows.append(times("compute on critical path", [figures.critical for figures in shown]))
+    rows.append(times("least slack", [figures.slack for figures in shown]))
+    peaks = [figures.peak_bytes for figures in shown]
+    rows.append(["peak live memory", *map(_bytes, peaks)])
+    lines = [f"where each rank's iteration went, {unit.name}", *columns(rows)]
+    hidden_count = len(metrics.classes) - len(shown)
+    if hidden_count:
+        lines += ["", f"… and {hidden_count} classes more: --json has all"]
     return "\n".join(lines)
 
 
-def merged_path(found: Metrics) -> list[PathPart]:
-    """The critical path with the steps of all provenances together, the largest first; the next
-    table tells those apart.
+def _bytes(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else format_bytes(num_bytes)
+
+
+def merged_path(metrics: Metrics) -> list[PathPart]:
+    """Return the critical path with the steps of all provenances together, the largest first.
+
+    The table of sources tells provenances apart.
     """
-    sums: dict[tuple[str, str, str], PathPart] = {}
-    for part in found.path:
-        key = part.phase, part.what, part.group
-        first = sums.get(key, replace(part, ns=0, count=0))
-        sums[key] = replace(first, ns=first.ns + part.ns, count=first.count + part.count)
-    return sorted(sums.values(), key=lambda part: -part.ns)
+    merged: dict[tuple[str, str, str], PathPart] = {}
+    for part in metrics.path:
+        key = (part.phase, part.what, part.group)
+        before = merged.get(key)
+        if before is None:
+            merged[key] = part
+        else:
+            ns, count = before.ns + part.ns, before.count + part.count
+            merged[key] = replace(before, ns=ns, count=count)
+    return sorted(merged.values(), key=lambda part: -part.ns)
 
 
-def _critical_path(found: Metrics) -> str:
-    if not found.path:
+def _critical_path(metrics: Metrics) -> str:
+    if not metrics.path:
         return ""
-    parts, total = merged_path(found), sum(part.ns for part in found.path)
+    parts = merged_path(metrics)
+    total_ns = sum(part.ns for part in metrics.path)
     rows = [["the critical path", "share", "steps", ""]]
-    for one in parts[:_PARTS]:
-        name = f"{one.phase} {one.what} {short_name(one.group)}".rstrip()
-        rows.append([name, format_share(one.ns / total), f"{one.count:,}", format_ns(one.ns)])
-    if rest := sum(one.ns for one in parts[_PARTS:]):
-        rows.append(["other", format_share(rest / total), "", format_ns(rest)])
+    for part in parts[:_MAX_PARTS]:
+        name = f"{part.phase} {part.what} {short_name(part.group)}".rstrip()
+        share = format_share(part.ns / total_ns)
+        rows.append([name, share, f"{part.count:,}", format_ns(part.ns)])
+    other_ns = sum(part.ns for part in parts[_MAX_PARTS:])
+    if other_ns:
+        rows.append(["other", format_share(other_ns / total_ns), "", format_ns(other_ns)])
     return "\n".join(columns(rows))
 
 
-def _calls(found: Metrics) -> str:
-    if not found.calls:
+def _calls(metrics: Metrics) -> str:
+    if not metrics.calls:
         return ""
-    head = ["calls of a rank that does them", "ranks", "calls", "bytes", "moves", "waits"]
-    rows = [[f"{call.name} {short_name(call.group)}", f"{call.ranks:,}",
-             f"{call.calls:,.1f}".removesuffix(".0"), format_bytes(round(call.bytes)),
-             format_ns(round(call.moving)), format_ns(round(call.waiting))]
-            for call in found.calls]  # fmt: skip
-    return "\n".join(columns([head, *rows]))
+    rows = [["calls of a rank that does them", "ranks", "calls", "bytes", "moves", "waits"]]
+    for call in metrics.calls:
+        row = [
+            f"{call.name} {short_name(call.group)}",
+            f"{call.ranks:,}",
+            f"{call.calls:,.1f}".removesuffix(".0"),
+            format_bytes(round(call.bytes)),
+            format_ns(round(call.moving)),
+            format_ns(round(call.waiting)),
+        ]
+        rows.append(row)
+    return "\n".join(columns(rows))
 
 
-def _sources(found: Metrics, verbose: bool) -> str:
-    """Shares first; what the data themselves are based on (in brackets) once, below."""
-    if not found.sources:
+def _sources(metrics: Metrics, verbose: bool) -> str:
+    """Say what times rest on: shares first, and what the data are based on once, below."""
+    if not metrics.sources:
         return ""
-    total = sum(source.path_ns for source in found.sources) or 1
+    total_ns = sum(source.path_ns for source in metrics.sources) or 1
     lines = ["where the times are from (share of the critical path)"]
-    details: dict[str, None] = {}
-    for source in found.sources:
-        what, _, detail = source.text.partition(" (")
-        if len(source.text) < _SHORT:
-            what, detail = source.text, ""
-        lines += folded(f"  {format_share(source.path_ns / total):>7}  {what}", 11)
-        details.setdefault(detail.removesuffix(")"))
-    said = [line for detail in details if detail for line in folded(f"  {detail}", 4)]
-    return "\n".join([*lines, *(said if verbose or not said else ["  -v says what these are"])])
+    details: list[str] = []
+    for source in metrics.sources:
+        text, detail = source.text, ""
+        # a long one has its details in brackets
+        if len(source.text) >= _SHORT:
+            text, _, detail = source.text.partition(" (")
+            detail = detail.removesuffix(")")
+        lines += folded(f"  {format_share(source.path_ns / total_ns):>7}  {text}", 11)
+        if detail and detail not in details:
+            details.append(detail)
+    if details and not verbose:
+        lines.append("  -v says what these are")
+    elif verbose:
+        for detail in details:
+            lines += folded(f"  {detail}", 4)
+    return "\n".join(lines)
 
 
-def _unit(ns: int) -> tuple[str, int]:
-    """The unit in which a column of times is written."""
-    for unit, scale in (("s", 10**10), ("ms", 10**6), ("us", 10**3)):
-        if ns >= scale:
-            return unit, scale if unit != "s" else 10**9
-    return "ns", 1
-
-
-# first: index of the first span that it stands for
-MERGED = np.dtype([("first", "i4"), ("count", "i4"),
-                   *((name, "i8") for name in ("ready", "start", "end"))])  # fmt: skip
+# -- spans of a page ------------------------------------------------------------------------------
+# first: index of the first span that it stands for; times in ns
+MERGED = np.dtype(
+    [("first", "i4"), ("count", "i4"), ("ready", "i8"), ("start", "i8"), ("end", "i8")]
+)
 
 
 def step_codes(timeline: Timeline, index: int, spans: np.ndarray) -> np.ndarray:
-    """A number for every span that is equal for spans of one phase, microbatch and chunk."""
+    """Return a number for every span, equal for spans of one phase, microbatch and chunk."""
     rows = timeline.graph.program_list[index].ops[spans["op"]]
     codes = rows["phase"].astype(np.int64)
     for name in ("microbatch", "chunk"):
@@ -282,71 +418,95 @@ def step_codes(timeline: Timeline, index: int, spans: np.ndarray) -> np.ndarray:
 
 
 def merge(spans: np.ndarray, codes: np.ndarray, epsilon: int) -> np.ndarray:
-    """MERGED [n], by time; spans shorter than ``epsilon`` ns that share lane, step and slice of
-    that width become one.  With 0 nothing is merged.
+    """Merge short spans that share lane, step and slice of time.
+
+    Args:
+        spans: Of one class.
+        codes: Of their steps.
+        epsilon: ns below which a span is short, and length of a slice; 0: nothing is merged.
+
+    Returns:
+        MERGED [n], by time.
     """
-    found = np.empty(len(spans), dtype=MERGED)
-    found["first"], found["count"] = np.arange(len(spans)), 1
+    single = np.empty(len(spans), dtype=MERGED)
+    single["first"] = np.arange(len(spans))
+    single["count"] = 1
     for name in ("ready", "start", "end"):
-        found[name] = spans[name]
+        single[name] = spans[name]
     if not epsilon or not len(spans):
-        return found
-    tiny = spans["end"] - spans["ready"] < epsilon
-    small = np.flatnonzero(tiny)
-    slot = spans["ready"][small] // epsilon
-    order = small[np.lexsort((spans["ready"][small], slot, codes[small], spans["lane"][small]))]
+        return single
+
+    # short ones, sorted by what they share and by time
+    is_short = spans["end"] - spans["ready"] < epsilon
+    short = np.flatnonzero(is_short)
+    ready = spans["ready"][short]
+    lane = spans["lane"][short]
+    order = short[np.lexsort((ready, ready // epsilon, codes[short], lane))]
     keys = np.stack([spans["lane"][order], codes[order], spans["ready"][order] // epsilon])
-    first = np.append(True, (np.diff(keys, axis=1) != 0).any(axis=0))[: len(order)]
-    begin = np.flatnonzero(first)
-    one = found[order[begin]]
+    differs = (np.diff(keys, axis=1) != 0).any(axis=0)
+    begin = np.flatnonzero(np.append(True, differs)[: len(order)])
+
+    # the first of each group stands for it
+    merged = single[order[begin]]
     if len(begin):
-        one["count"] = np.diff(np.append(begin, len(order)))
-        one["start"] = np.minimum.reduceat(spans["start"][order], begin)
-        one["end"] = np.maximum.reduceat(spans["end"][order], begin)
-    together = np.concatenate([found[~tiny], one])
+        merged["count"] = np.diff(np.append(begin, len(order)))
+        merged["start"] = np.minimum.reduceat(spans["start"][order], begin)
+        merged["end"] = np.maximum.reduceat(spans["end"][order], begin)
+    together = np.concatenate([single[~is_short], merged])
     return together[np.argsort(together["ready"], kind="stable")]
 
 
-def path_rows(timeline: Timeline) -> np.ndarray:
-    """int64 [n, 3]: (class, start, end) of the critical path; a call is shown where it was reached.
+@dataclass
+class _PathRow:
+    """A stretch of the critical path in one class; times in ns."""
+
+    owner: int
+    start: int
+    end: int
+
+
+def path_rows(timeline: Timeline) -> list[_PathRow]:
+    """Return the critical path by classes; a call is shown where it was reached.
 
     Steps that follow each other in one class are one row.
     """
-    meet = timeline.graph.matched_calls
-    rows: list[list[int]] = []
+    matched_calls = timeline.graph.matched_calls
+    rows: list[_PathRow] = []
     for owner, number, start, end, _ in timeline.critical_path():
+        # a call is of all its members
         if owner < 0:
-            members = [index for index, _ in meet.members(number)]
-            owner = rows[-1][0] if rows and rows[-1][0] in members else members[0]
-        if rows and rows[-1][0] == owner and rows[-1][2] == start:
-            rows[-1][2] = end
+            members = [index for index, _ in matched_calls.members(number)]
+            owner = members[0]
+            if rows and rows[-1].owner in members:
+                owner = rows[-1].owner
+        if rows and rows[-1].owner == owner and rows[-1].end == start:
+            rows[-1].end = end
         elif end > start:
-            rows.append([owner, start, end])
-    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+            rows.append(_PathRow(owner, start, end))
+    return rows
 
 
+# -- page -----------------------------------------------------------------------------------------
 ROWS = 64  # classes that are drawn
 TABLE = 256  # classes in tables
 SPANS = 90_000  # spans of a page, about 2 MB
 
 
 def page_data(timeline: Timeline) -> Data:
-    """The whole page as one value."""
-    found, programs = timeline_metrics(timeline), timeline.graph.programs
+    """Return the whole page as one value."""
+    metrics = timeline_metrics(timeline)
+    programs = timeline.graph.programs
     memory = timeline_memory(programs)
-    drawn = _drawn(found)
+    drawn = _drawn_classes(metrics)
+    spans_of_class = {index: timeline.spans(index) for index in drawn}
+    merged = _merged_spans(timeline, spans_of_class)
     names = _Names(timeline)
-    spans = {index: timeline.spans(index) for index in drawn}
-    codes = {index: step_codes(timeline, index, spans[index]) for index in drawn}
-    epsilon, merged = 0, {i: merge(spans[i], codes[i], 0) for i in drawn}
-    while sum(map(len, merged.values())) > SPANS and epsilon <= timeline.iteration_ns // 64:
-        epsilon = 2 * epsilon or max(1, timeline.iteration_ns // 8192)
-        merged = {i: merge(spans[i], codes[i], epsilon) for i in drawn}
-    rows = [{"name": found.classes[index].name,
-             "lanes": names.lanes(index, spans[index], merged[index])}
-            for index in drawn]  # fmt: skip
+    rows: list[Data] = []
+    for index in drawn:
+        lanes = names.lanes(index, spans_of_class[index], merged.spans[index])
+        rows.append({"name": metrics.classes[index].name, "lanes": lanes})
     return {
-        "figures": {**_figures(found), "memory_bytes": largest(memory)},
+        "figures": {**_figures(metrics), "memory_bytes": largest(memory)},
         "title": job_settings.title(programs.source, programs.world),
         "lanes": list(timeline.lanes),
         "rows": rows,
@@ -354,39 +514,82 @@ def page_data(timeline: Timeline) -> Data:
         "steps": list(names.steps),
         "sources": list(timeline.prices.sources),
         "path": _path(timeline, drawn),
-        "merged": epsilon,
-        "missing": len(found.classes) - len(drawn),
-        "parts": list(mean_parts(map(vars, found.classes)).items()),
+        "merged": merged.epsilon,
+        "missing": len(metrics.classes) - len(drawn),
+        "parts": list(mean_parts(map(vars, metrics.classes)).items()),
         "memory": memory,
     }
 
 
-def _drawn(found: Metrics) -> list[int]:
-    """The classes that are drawn: those most on the critical path, in their order."""
-    ranked = sorted(found.classes, key=lambda one: (-one.critical, one.index))
-    return sorted(one.index for one in ranked[:ROWS])
+@dataclass(frozen=True)
+class _MergedSpans:
+    """Spans that are few enough for a page.
+
+    Attributes:
+        spans: Class -> MERGED.
+        epsilon: ns below which spans were merged; 0: none were.
+    """
+
+    spans: Mapping[int, np.ndarray]
+    epsilon: int
 
 
-def _figures(found: Metrics) -> Data:
-    value = asdict(found)
-    value["exposed_by_group"] = found.mean("exposed")
-    value["waiting_by_group"] = found.mean("waiting")
-    value["path"] = list(map(asdict, merged_path(found)))
-    value["basis"] = shares_of_kinds(found)
-    value["all_classes"] = len(found.classes)
+def _merged_spans(timeline: Timeline, spans_of_class: Mapping[int, np.ndarray]) -> _MergedSpans:
+    """Merge spans, shorter ones first, until all fit on a page."""
+    codes: dict[int, np.ndarray] = {}
+    for index, spans in spans_of_class.items():
+        codes[index] = step_codes(timeline, index, spans)
+    epsilon = 0
+    while True:
+        merged: dict[int, np.ndarray] = {}
+        for index, spans in spans_of_class.items():
+            merged[index] = merge(spans, codes[index], epsilon)
+        fits = sum(map(len, merged.values())) <= SPANS
+        # longer spans are to be seen, however many there are
+        if fits or epsilon > timeline.iteration_ns // 64:
+            return _MergedSpans(merged, epsilon)
+        if epsilon:
+            epsilon *= 2
+        else:
+            epsilon = max(1, timeline.iteration_ns // 8192)
+
+
+def _drawn_classes(metrics: Metrics) -> list[int]:
+    """Return the classes that are drawn: those most on the critical path, in their order."""
+    ranked = sorted(metrics.classes, key=lambda figures: (-figures.critical, figures.index))
+    return sorted(figures.index for figures in ranked[:ROWS])
+
+
+def _figures(metrics: Metrics) -> Data:
+    """Return all figures, with those of the most classes that a table has."""
+    value = asdict(metrics)
+    value["exposed_by_group"] = metrics.mean("exposed")
+    value["waiting_by_group"] = metrics.mean("waiting")
+    value["path"] = list(map(asdict, merged_path(metrics)))
+    value["basis"] = shares_of_kinds(metrics)
+    value["all_classes"] = len(metrics.classes)
     value["classes"] = value["classes"][:TABLE]
     return value
 
 
-def _path(timeline: Timeline, drawn: list[int]) -> list[list[int]]:
-    place = {index: row for row, index in enumerate(drawn)}
+def _path(timeline: Timeline, drawn: Sequence[int]) -> list[list[int]]:
+    """Return columns of the critical path: place of the drawn class (-1: none), start, length."""
+    place_of_class = {index: place for place, index in enumerate(drawn)}
     rows = path_rows(timeline)
-    owners = [place.get(owner, -1) for owner in rows[:, 0].tolist()]
-    return [owners, rows[:, 1].tolist(), (rows[:, 2] - rows[:, 1]).tolist()]
+    places = [place_of_class.get(row.owner, -1) for row in rows]
+    starts = [row.start for row in rows]
+    lengths = [row.end - row.start for row in rows]
+    return [places, starts, lengths]
 
 
 class _Names:
-    """Interns what spans are called, over all classes."""
+    """Interns what spans are called, over all classes.
+
+    Attributes:
+        timeline: Of the spans.
+        kinds: What an op is -> its number.
+        steps: (label, words) of a step -> its number.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -394,53 +597,79 @@ class _Names:
         self.steps: dict[tuple[str, str], int] = {}
 
     def lanes(self, index: int, spans: np.ndarray, merged: np.ndarray) -> list[Data]:
-        """The columns of every lane of class ``index``."""
-        names = np.array(list(self._names(index, spans[merged["first"]])), dtype=np.int64)
-        kinds, steps = names.reshape(-1, 2).T
-        lanes = spans["lane"][merged["first"]]
-        found = []
+        """Return the columns of every lane of a class."""
+        first_spans = spans[merged["first"]]
+        kinds, steps = self._numbers(index, first_spans)
+        lanes = first_spans["lane"]
+        values: list[Data] = []
         for lane in np.unique(lanes).tolist():
-            mine = np.flatnonzero(lanes == lane)
-            one = merged[mine]
-            count = one["count"].tolist() if (one["count"] > 1).any() else []
-            columns = {"kind": kinds[mine], "step": steps[mine],
-                       "ready": np.diff(one["ready"], prepend=0),
-                       "wait": one["start"] - one["ready"],
-                       "run": one["end"] - one["start"]}  # fmt: skip
-            lists = {name: column.tolist() for name, column in columns.items()}
-            found.append({"lane": lane, "count": count, **lists})
-        return found
+            is_on_lane = lanes == lane
+            on_lane = merged[is_on_lane]
+            counts: list[int] = []
+            if (on_lane["count"] > 1).any():
+                counts = on_lane["count"].tolist()
+            value: Data = {
+                "lane": lane,
+                "count": counts,
+                "kind": kinds[is_on_lane].tolist(),
+                "step": steps[is_on_lane].tolist(),
+                "ready": np.diff(on_lane["ready"], prepend=0).tolist(),
+                "wait": (on_lane["start"] - on_lane["ready"]).tolist(),
+                "run": (on_lane["end"] - on_lane["start"]).tolist(),
+            }
+            values.append(value)
+        return values
 
-    def _names(self, index: int, spans: np.ndarray) -> Iterator[tuple[int, int]]:
-        """(kind, step) of every span."""
+    def _numbers(self, index: int, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of each span's kind and step."""
         program = self.timeline.graph.program_list[index]
-        rows, size = program.ops[spans["op"]], program.num_bytes[spans["op"]]
-        source = sources_of(self.timeline, index, spans["op"])
-        names = ("phase", "microbatch", "chunk", "name", "group", "site", "note")
-        columns = (spans["op"], size, source, *(rows[name] for name in names))
-        owners, known = _notes(program), dict[tuple[object, ...], int]()
-        for op, num_bytes, code, phase, microbatch, chunk, *fields in zip(
-            *(column.tolist() for column in columns), strict=True
-        ):
-            notes = owners.get(op, ())
-            key = (num_bytes, code, phase, notes, *fields)
-            if key not in known:
-                one = program[op]
-                where = words.modules([module_of(program.strings[note]) for note in notes])
-                kind = words.op(one, num_bytes), one.phase, where, one.site, code
-                known[key] = self.kinds.setdefault(kind, len(self.kinds))
-            step = PHASE_NAMES[phase], microbatch, chunk
-            both = label(*step), words.step(*step)
-            yield known[key], self.steps.setdefault(both, len(self.steps))
+        ops = spans["op"]
+        rows = program.ops[ops]
+        looks = rows[_LOOKS].tolist()
+        step_keys = rows[_STEP].tolist()
+        sizes = program.num_bytes[ops].tolist()
+        sources = sources_of(self.timeline, index, ops).tolist()
+        notes_of_op = _notes(program)
+        kind_of_look: dict[tuple[object, ...], int] = {}
+        kinds: list[int] = []
+        for op, look, size, source in zip(ops.tolist(), looks, sizes, sources, strict=True):
+            # ops that look alike are one kind
+            notes = notes_of_op.get(op, ())
+            key = (size, source, notes, *look)
+            if key not in kind_of_look:
+                kind_of_look[key] = self._kind(program, op, size, source, notes)
+            kinds.append(kind_of_look[key])
+        steps: list[int] = []
+        for phase, microbatch, chunk in step_keys:
+            steps.append(self._step(PHASE_NAMES[phase], microbatch, chunk))
+        return np.array(kinds, dtype=np.int64), np.array(steps, dtype=np.int64)
+
+    def _kind(
+        self, program: Program, index: int, size: int, source: int, notes: Iterable[int]
+    ) -> int:
+        """Return the number of what an op is."""
+        op = program[index]
+        modules = words.modules([module_of(program.strings[note]) for note in notes])
+        kind = (words.op(op, size), op.phase, modules, op.site, source)
+        return self.kinds.setdefault(kind, len(self.kinds))
+
+    def _step(self, phase: str, microbatch: int, chunk: int) -> int:
+        """Return the number of a step."""
+        step = (label(phase, microbatch, chunk), words.step(phase, microbatch, chunk))
+        return self.steps.setdefault(step, len(self.steps))
+
+
+_LOOKS = ["phase", "name", "group", "site", "note"]  # fields of an op that a page shows
+_STEP = ["phase", "microbatch", "chunk"]
 
 
 def _notes(program: Program) -> dict[int, tuple[int, ...]]:
-    """Op -> notes of what it allocates, as numbers, each once."""
+    """Return notes of what each op allocates, as numbers, each once."""
     events = program.allocations[program.allocations["bytes"] > 0]
-    found: dict[int, dict[int, None]] = {}
+    notes_of_op: dict[int, dict[int, None]] = {}
     for op, note in zip(events["before"].tolist(), events["note"].tolist(), strict=True):
-        found.setdefault(op, {})[note] = None
-    return {op: tuple(notes) for op, notes in found.items()}
+        notes_of_op.setdefault(op, {})[note] = None
+    return {op: tuple(notes) for op, notes in notes_of_op.items()}
 
 
 def render_html(
@@ -450,31 +679,37 @@ def render_html(
     tables: Sequence[object] = (),
     notes: Sequence[str] = (),
 ) -> str:
-    """The page.
+    """Write the page.
 
     Args:
-        timeline: what it is of.
-        name: of it, where there is another.
-        other: what it is compared with, and its name.
+        timeline: What it is of.
+        name: Of it, where there is another.
+        other: What it is compared with, and its name.
         tables: (title, head, rows) of what the two differ in, beside that.
-        notes: on the comparison.
+        notes: On the comparison.
     """
-    data, said = page_data(timeline), render_text(timeline)
-    title, lanes = data["title"], data["lanes"]
+    data = page_data(timeline)
+    text = render_text(timeline)
+    title = data["title"]
+    lanes = list(data["lanes"])
     data |= {"name": name, "other": None, "tables": tables, "notes": notes}
     if other is not None:
-        data["other"] = {**page_data(other[1]), "name": other[0]}
-        data["other"].pop("memory")
-        title, lanes = f"{title}, against {other[0]}", [*lanes, *data["other"]["lanes"]]
-        if data["other"]["title"] != data["title"]:
-            title += f": {data['other']['title']}"
-        said += f"\n{other[0]}\n\n{render_text(other[1])}"
+        other_name, other_timeline = other
+        other_data = {**page_data(other_timeline), "name": other_name}
+        del other_data["memory"]
+        data["other"] = other_data
+        lanes += other_data["lanes"]
+        title += f", against {other_name}"
+        if other_data["title"] != data["title"]:
+            title += f": {other_data['title']}"
+        text += f"\n{other_name}\n\n{render_text(other_timeline)}"
     data["groups"] = [lane for lane in dict.fromkeys(lanes) if lane != "main"]
     source = timeline.graph.programs.source
-    shown = [str(timeline.graph), *(f"{key} {source[key]}" for key in _ABOUT if key in source)]
-    scripts = ("memory.js", "diagram.js")
+    about = [f"{key} {source[key]}" for key in _ABOUT if key in source]
+    subtitle = " · ".join([str(timeline.graph), *about])
     command = "prism compare" if tables else "prism replay"
-    return render_page(command, title, " · ".join(shown), _SCRIPT, data, said, scripts)
+    scripts = ("memory.js", "diagram.js")
+    return render_page(command, title, subtitle, _SCRIPT, data, text, scripts)
 
 
 @renders(Timeline)

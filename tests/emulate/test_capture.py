@@ -11,6 +11,7 @@ from megatron_prism.core.program import Builder, Program
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate import capture as stock_capture
+from megatron_prism.emulate import host_benchmark
 from megatron_prism.emulate.capture import StockCapture, check_free, first_recorded
 
 TIER = SimpleNamespace(name="cpu")
@@ -74,6 +75,8 @@ def simulated(tmp_path, monkeypatch):
     monkeypatch.setattr(stock_capture, "busy_ns", lambda trace, hosts: trace)
     monkeypatch.setattr(stock_capture, "launches", lambda trace, hosts: f"of {trace}")
     monkeypatch.setattr(stock_capture, "of_running_job", dict)
+    # the real one measures this host for a while beside each clocked iteration
+    monkeypatch.setattr(host_benchmark, "measure", lambda seconds: SimpleNamespace(index=1.0))
 
     def run(tier, wanted, evaluated=(), gathered=False):
         options = SimpleNamespace(
@@ -175,9 +178,7 @@ def test_what_is_kept_was_written_down_once(simulated, tier, wanted, interval, g
             assert 0 < len(capture._clocks) <= len(timed)
 
 
-@pytest.mark.parametrize(
-    "wanted", [*range(3, 20), *(pytest.param(most, marks=pytest.mark.ci) for most in (26, 40, 75))]
-)
+@pytest.mark.parametrize("wanted", [*range(3, 20), 26, 40, 75])
 def test_what_is_timed_does_not_follow_a_clocked_iteration(simulated, wanted):
     """At its power limit a GPU that rested behind every call of one is quicker in the next."""
     ones = [{number} for number in range(2, min(wanted, 30))]

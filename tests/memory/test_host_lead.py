@@ -5,7 +5,7 @@ import pytest
 
 from megatron_prism.core.ops import BEGUN, WAITED
 from megatron_prism.core.program import Builder
-from megatron_prism.memory.host_lead import LaunchTimes, OpTimes, launch_times
+from megatron_prism.memory.host_lead import LaunchTimes, OpTimes, cut_history, launch_times
 
 
 def times(number, host, device, waits=()):
@@ -64,6 +64,19 @@ def test_times_of_ops_are_divided_among_their_launches():
     assert found.host_ns == [6.0, 5.0, 23.0]
     assert found.device_ns == [12.0, 10.0, 46.0]
     assert found.waits == {3}
+
+
+def test_the_last_whole_iteration_of_a_process():
+    first, second = [(BEGUN, 0, 0, 0), (1, 5, 0, 1)], [(BEGUN, 0, 0, 2), (2, 6, 0, 3)]
+    start, next_step = [(0, 9, 0, 0)], [(BEGUN, 0, 0, 4)]
+    whole = np.array(start + first + second + next_step)
+    before, iteration, number = cut_history(whole)
+    assert before.tolist() == whole[:3].tolist()
+    assert iteration.tolist() == whole[3:5].tolist()
+    assert number == 2
+    # nothing begins but the step behind the recording
+    before, iteration, number = cut_history(np.array(start + next_step))
+    assert (len(before), len(iteration), number) == (1, 0, 0)
 
 
 def test_without_the_requests_of_the_process_nothing_is_divided():

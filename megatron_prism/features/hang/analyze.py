@@ -90,7 +90,7 @@ def _judge(judgement: Judgement) -> Diagnosis:
         return _result(judgement, "mismatch", _started_otherwise(judgement))
 
     # logs say it
-    judgement.evidence += state.said
+    judgement.evidence += state.evidence
     disagreement = fingerprints.disagreement(state.observed.differ)
     if disagreement is not None:
         return _by_torch(judgement, disagreement)

@@ -26,12 +26,16 @@ _WEEK_S = 7 * _DAY_S  # logs further apart are of no two attempts
 class Record(Generic[T]):
     """What one line says.
 
-    file, line : where it stands
-    fired_s    : when a watchdog fired, in seconds of the year; -1: not known, or none did
-    issued_s   : when the call was issued that timed out; -1 likewise
-    call       : (group, number) of a call that timed out; "" where the group is not known
-    start      : how often the job had started in that file before the line
-    attempt    : what the path of the file says: attempt_1 of torchrun
+    Attributes:
+        rank: Of which it is.
+        file: Number of the file.
+        line: Number of the line.
+        value: What the line says.
+        fired_s: When a watchdog fired, in seconds of the year; -1: not known, or none did.
+        issued_s: When the call was issued that timed out; -1 likewise.
+        call: (group, number) of a call that timed out; the group is "" where it is not known.
+        start: How often the job had started in that file before the line.
+        attempt: What the path of the file says: attempt_1 of torchrun.
     """
 
     rank: int
@@ -48,9 +52,8 @@ class Record(Generic[T]):
 def last_attempt(records: Sequence[Record[T]]) -> list[Record[T]]:
     """Keep what the last attempt printed."""
     latest = max((record.attempt for record in records), default=0)
-    kept = [record for record in records if record.attempt == latest]
-    kept = _of_last_start(kept)
-    return _of_last_times(_of_last_calls(kept))
+    of_latest = [record for record in records if record.attempt == latest]
+    return _of_last_times(_of_last_calls(_of_last_start(of_latest)))
 
 
 def _of_last_start(records: Sequence[Record[T]]) -> list[Record[T]]:
@@ -63,67 +66,100 @@ def _of_last_start(records: Sequence[Record[T]]) -> list[Record[T]]:
 
 def _of_last_calls(records: Sequence[Record[T]]) -> list[Record[T]]:
     """Drop what ranks printed before they waited in another call of the same group."""
-    last = _last_calls(records)
-    early: set[tuple[str, int]] = set()
+    last_numbers = _last_numbers(records)
+    early_calls: set[tuple[str, int]] = set()
     for record in records:
-        if record.call is None or not record.call[0]:
+        if record.call is None:
             continue
-        if record.call[1] != last[record.rank, record.call[0]]:
-            early.add(record.call)
+        group, number = record.call
+        if group and number != last_numbers[record.rank, group]:
+            early_calls.add(record.call)
     # also of ranks that spoke in that attempt alone
-    return _without(records, {id(record) for record in records if record.call in early})
+    dropped = {id(record) for record in records if record.call in early_calls}
+    return _without(records, dropped)
 
 
-def _last_calls(records: Iterable[Record[T]]) -> Mapping[tuple[int, str], int]:
-    """(rank, group) -> the number of the call in which its watchdog fired last."""
-    found: dict[tuple[int, str], tuple[float, int]] = {}
+def _last_numbers(records: Iterable[Record[T]]) -> Mapping[tuple[int, str], int]:
+    """Return the call in which each rank's watchdog fired last: (rank, group) -> its number."""
+    last_records: dict[tuple[int, str], Record[T]] = {}
+    numbers: dict[tuple[int, str], int] = {}
     for record in records:
-        if record.call is not None and record.call[0]:
-            key = record.rank, record.call[0]
-            # files are in no order: times decide where both are known
-            if key not in found or record.fired_s < 0 or record.fired_s >= found[key][0]:
-                found[key] = record.fired_s, record.call[1]
-    return {key: number for key, (_, number) in found.items()}
+        if record.call is None:
+            continue
+        group, number = record.call
+        key = (record.rank, group)
+        last = last_records.get(key)
+        # files are in no order: times decide where both are known
+        is_later = last is None or record.fired_s < 0 or record.fired_s >= last.fired_s
+        if group and is_later:
+            last_records[key] = record
+            numbers[key] = number
+    return numbers
 
 
 def _of_last_times(records: Sequence[Record[T]]) -> list[Record[T]]:
     """Drop what was printed before the last calls were issued."""
-    timed = [record for record in records if record.fired_s >= 0 and record.issued_s >= 0]
+    timed: list[Record[T]] = []
+    for record in records:
+        if record.fired_s >= 0 and record.issued_s >= 0:
+            timed.append(record)
     timed.sort(key=lambda record: record.issued_s)
     calls = {record.call for record in timed}
-    boundary = -1
-    for place in range(1, len(timed)):
-        fired = max(record.fired_s for record in timed[:place])
-        gap = timed[place].issued_s - fired
-        before = {record.call for record in timed[:place]}
-        after = {record.call for record in timed[place:]}
-        # the same call on both sides: a clock is wrong, or it does no harm
-        if _APART_S < gap < _WEEK_S and before.isdisjoint(after):
-            boundary = place
-    if boundary < 0 or len(calls) < 2:
+    early_count = _count_before_last_break(timed)
+    if early_count == 0 or len(calls) < 2:
         return list(records)
-    gone = {(record.rank, record.call) for record in timed[:boundary]}
-    return _without(records, {id(r) for r in records if (r.rank, r.call) in gone})
+    early_calls = {(record.rank, record.call) for record in timed[:early_count]}
+    dropped: set[int] = set()
+    for record in records:
+        if (record.rank, record.call) in early_calls:
+            dropped.add(id(record))
+    return _without(records, dropped)
 
 
-def _without(records: Sequence[Record[T]], gone: set[int]) -> list[Record[T]]:
-    """Drop records, and what stands in their files before them, or in files without any other
-    call.
+def _count_before_last_break(timed: Sequence[Record[T]]) -> int:
+    """Return how many records stand before the last break between two attempts; 0 without one.
+
+    Args:
+        timed: Records with both times, by the time of issue.
     """
-    if not gone:
+    early_count = 0
+    for place in range(1, len(timed)):
+        last_fired_s = max(record.fired_s for record in timed[:place])
+        gap_s = timed[place].issued_s - last_fired_s
+        calls_before = {record.call for record in timed[:place]}
+        calls_after = {record.call for record in timed[place:]}
+        # the same call on both sides: a clock is wrong, or it does no harm
+        if _APART_S < gap_s < _WEEK_S and calls_before.isdisjoint(calls_after):
+            early_count = place
+    return early_count
+
+
+def _without(records: Sequence[Record[T]], dropped: set[int]) -> list[Record[T]]:
+    """Drop records, and what stands in their files before them.
+
+    Of a file without any other call nothing remains.
+
+    Args:
+        records: Of several files.
+        dropped: Identities of records.
+    """
+    if not dropped:
         return list(records)
-    last_gone: dict[int, int] = {}
-    first_kept: dict[int, int] = {}
+    last_dropped_line: dict[int, int] = {}
+    first_kept_line: dict[int, int] = {}
     for record in records:
-        if id(record) in gone:
-            last_gone[record.file] = max(last_gone.get(record.file, 0), record.line)
+        file = record.file
+        if id(record) in dropped:
+            last_dropped_line[file] = max(last_dropped_line.get(file, 0), record.line)
         elif record.call is not None:
-            first_kept[record.file] = min(first_kept.get(record.file, 1 << 60), record.line)
-    kept = []
+            first_kept_line[file] = min(first_kept_line.get(file, 1 << 60), record.line)
+
+    remaining: list[Record[T]] = []
     for record in records:
-        end = last_gone.get(record.file, -1)
-        only_gone = record.file in last_gone and record.file not in first_kept
-        before = record.line <= end < first_kept.get(record.file, -1)
-        if not (id(record) in gone or only_gone or before):
-            kept.append(record)
-    return kept
+        file = record.file
+        last_dropped = last_dropped_line.get(file, -1)
+        has_only_dropped = file in last_dropped_line and file not in first_kept_line
+        is_before = record.line <= last_dropped < first_kept_line.get(file, -1)
+        if id(record) not in dropped and not has_only_dropped and not is_before:
+            remaining.append(record)
+    return remaining

@@ -19,8 +19,11 @@ from megatron_prism.core import foreign
 class Ras:
     """What NCCL's RAS says.
 
-    counts: (communicator, its rank or the number of ranks) -> operations that were launched;
-    behind, lost: what is late or does not answer, in words; pids: the processes of both
+    Attributes:
+        counts: (communicator, its rank or the number of ranks) -> operations that were launched.
+        behind: Who is late, in words.
+        lost: Who does not answer, in words.
+        pids: The processes of both.
     """
 
     counts: Mapping[tuple[str, int], int]
@@ -48,7 +51,11 @@ class _Status(msgspec.Struct):
 
 
 def parse_ras(text: str) -> Ras:
-    """What ``ncclras -v``, or ``ncclras -f json``, printed.  ValueError for anything else."""
+    """Read what ``ncclras -v``, or ``ncclras -f json``, printed.
+
+    Raises:
+        ValueError: It is anything else.
+    """
     begin = text.find("{\n")
     if begin >= 0 and "communicators" in text[begin:]:
         return _of_json(foreign.value_of_json(text[begin:].strip(), _Status))
@@ -59,48 +66,72 @@ def parse_ras(text: str) -> Ras:
 
 def _of_json(status: _Status) -> Ras:
     counts: dict[tuple[str, int], int] = {}
-    behind, lost, pids = list[str](), list[str](), list[int]()
-    for comm in status.communicators:
-        here = {p.rank: sum(p.collective_counts.values()) for p in comm.ranks}
-        counts |= {(comm.hash, rank): count for rank, count in here.items()}
-        last = max(here.values(), default=0)
-        late = [p for p in comm.ranks if here[p.rank] < last]
-        for p in late if 2 * len(late) < len(here) else ():
-            behind.append(f"rank {p.rank} of communicator {comm.hash} launched {here[p.rank]} "
-                          f"operations, others {last} (process {p.pid} on {p.host})")  # fmt: skip
-            pids.append(p.pid)
-        for p in comm.missing_ranks:
-            word = "is dead" if p.status.get("considered_dead") else "does not answer"
-            lost.append(f"rank {p.rank} of communicator {comm.hash} {word} "
-                        f"(process {p.pid} on {p.host})")  # fmt: skip
-            pids.append(p.pid)
+    behind: list[str] = []
+    lost: list[str] = []
+    pids: list[int] = []
+    for communicator in status.communicators:
+        name = f"of communicator {communicator.hash}"
+        launched: dict[int, int] = {}
+        for process in communicator.ranks:
+            launched[process.rank] = sum(process.collective_counts.values())
+        for rank, count in launched.items():
+            counts[communicator.hash, rank] = count
+        most = max(launched.values(), default=0)
+        late = [process for process in communicator.ranks if launched[process.rank] < most]
+        # where half of them and more are late, the others are ahead
+        if 2 * len(late) >= len(launched):
+            late = []
+        for process in late:
+            text = f"rank {process.rank} {name} launched {launched[process.rank]} operations, "
+            behind.append(f"{text}others {most} (process {process.pid} on {process.host})")
+            pids.append(process.pid)
+        for process in communicator.missing_ranks:
+            is_dead = process.status.get("considered_dead")
+            state = "is dead" if is_dead else "does not answer"
+            text = f"rank {process.rank} {name} {state} "
+            lost.append(f"{text}(process {process.pid} on {process.host})")
+            pids.append(process.pid)
     return Ras(counts, tuple(behind), tuple(lost), tuple(pids))
 
 
-_COMM = re.compile(r"#\d+-\d+ \((\w+)\) ([A-Z, ]+)$")
-_LAUNCHED = re.compile(r"(\d+) ranks? ha\w+ launched up to operation (\d+)|"
-                       r"Rank (\d+) has launched up to operation (\d+)")  # fmt: skip
+_COMMUNICATOR = re.compile(r"#\d+-\d+ \((\w+)\) ([A-Z, ]+)$")
+_RANKS_LAUNCHED = re.compile(r"(\d+) ranks? ha\w+ launched up to operation (\d+)")
+_RANK_LAUNCHED = re.compile(r"Rank (\d+) has launched up to operation (\d+)")
 _MANAGED = re.compile(r"Rank (\d+) -- GPU .* managed by process (\d+) on node (\S+)")
 _GONE = re.compile(r"Process (\d+) on node (\S+) managing")
 
 
 def _of_text(text: str) -> Ras:
+    # a rank that launched nothing yet equals one of which nothing is said
     counts: Counter[tuple[str, int]] = Counter()
-    behind, lost, pids, comm = list[str](), list[str](), list[int](), ""
+    behind: list[str] = []
+    lost: list[str] = []
+    pids: list[int] = []
+    communicator = ""
     for line in map(str.strip, text.splitlines()):
-        if (head := _COMM.match(line)) is not None:
-            comm = head[1]
-        elif line in ("DEAD", "INCOMPLETE"):
-            comm = ""
-        elif (found := _LAUNCHED.match(line)) is not None:
-            one = found[3] is not None
-            counts[comm, int(found[3] if one else found[1])] = int(found[4] if one else found[2])
-        elif (found := _MANAGED.match(line)) is not None:
-            behind.append(f"rank {found[1]} of communicator {comm} launched fewer operations "
-                          f"(process {found[2]} on {found[3]})")  # fmt: skip
-            pids.append(int(found[2]))
-        elif (found := _GONE.match(line)) is not None:
-            said = f"process {found[1]} on {found[2]} does not answer"
-            lost += [said] * (said not in lost)
-            pids.append(int(found[1]))
+        # which communicator the lines below are of
+        head = _COMMUNICATOR.match(line)
+        if head is not None:
+            communicator = head[1]
+            continue
+        if line in ("DEAD", "INCOMPLETE"):
+            communicator = ""
+            continue
+        # how many operations one rank, or several, launched
+        launched = _RANKS_LAUNCHED.match(line) or _RANK_LAUNCHED.match(line)
+        if launched is not None:
+            counts[communicator, int(launched[1])] = int(launched[2])
+            continue
+        late = _MANAGED.match(line)
+        if late is not None:
+            sentence = f"rank {late[1]} of communicator {communicator} launched fewer operations "
+            behind.append(f"{sentence}(process {late[2]} on {late[3]})")
+            pids.append(int(late[2]))
+            continue
+        gone = _GONE.match(line)
+        if gone is not None:
+            sentence = f"process {gone[1]} on {gone[2]} does not answer"
+            if sentence not in lost:
+                lost.append(sentence)
+            pids.append(int(gone[1]))
     return Ras(counts, tuple(behind), tuple(lost), tuple(dict.fromkeys(pids)))

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -19,37 +19,69 @@ from typing import NamedTuple
 from megatron_prism.core.world import ranks_text
 from megatron_prism.features.hang.dumps import DumpSet, Entry, Group, Launch
 
-_MEGATRON = "PIPELINE_MODEL_PARALLEL_GROUP"
-_WORDS = re.compile(r"(?:^|mesh[_-])pp$|pipeline", re.IGNORECASE)
+_PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"  # as Megatron describes it
+_PIPELINE_WORDS = re.compile(r"(?:^|mesh[_-])pp$|pipeline", re.IGNORECASE)
 
 
-def stages(groups: Mapping[str, Group], messages: Collection[str]) -> dict[int, int]:
-    """rank -> its place; empty if there is no pipeline."""
-    known = list(groups.values())
-    lines = [g for g in known if g.desc == _MEGATRON] or [g for g in known if _WORDS.search(g.desc)]
-    if not lines and not any("_PARALLEL_GROUP" in g.desc for g in known):
-        lines = [g for g in known if g.name in messages]
+def stages(groups: Mapping[str, Group], message_groups: Collection[str]) -> dict[int, int]:
+    """Return the place of each rank in its pipeline: rank -> number; empty without a pipeline.
+
+    Args:
+        groups: Name -> group.
+        message_groups: Names of groups in which messages are sent.
+    """
     places: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    for group in lines:
+    for group in _pipelines(list(groups.values()), message_groups):
+        desc, _, _ = group.desc.partition(" (group ")
         for place, rank in enumerate(group.ranks):
-            places[rank].append((group.desc.partition(" (group ")[0], place))
-    keys = {rank: tuple(sorted(found)) for rank, found in places.items()}
-    numbers = {key: i for i, key in enumerate(sorted(set(keys.values())))}
-    return {rank: numbers[key] for rank, key in keys.items()}
+            places[rank].append((desc, place))
+
+    # ranks with the same places are siblings
+    key_of_rank = {rank: tuple(sorted(rank_places)) for rank, rank_places in places.items()}
+    keys = sorted(set(key_of_rank.values()))
+    number_of_key = {key: number for number, key in enumerate(keys)}
+    return {rank: number_of_key[key] for rank, key in key_of_rank.items()}
 
 
-_MOST = 64  # outstanding calls made up from counters where a dump has no entries
+def _pipelines(groups: Collection[Group], message_groups: Collection[str]) -> list[Group]:
+    """Return the groups that are pipelines."""
+    pipelines = [group for group in groups if group.desc == _PIPELINE]
+    if pipelines:
+        return pipelines
+    # other frameworks have other words for it
+    pipelines = [group for group in groups if _PIPELINE_WORDS.search(group.desc)]
+    if pipelines:
+        return pipelines
+    # Megatron names its groups; without a pipeline among them there is none
+    if any("_PARALLEL_GROUP" in group.desc for group in groups):
+        return []
+    return [group for group in groups if group.name in message_groups]
 
 
+_MAX_UNNAMED = 64  # outstanding calls made up from counters where a dump has no entries
 _ALL_CALLS = 1 << 61  # the counter of a rank that is taken to have come to all calls of a group
 
 
+_AFTER_RECORDS = 1 << 62  # the record of a call that is not recorded
+
+
 def _unnamed(group: Group, seq: int) -> Entry:
-    """A call of which only its number is known."""
-    nothing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    last = 1 << 62  # after everything that is recorded
+    """Make a call of which only its number is known."""
     return Entry(
-        last, group.name, group.desc, "call", seq, seq, -1, nothing, (), "", False, "", -1, -1
+        record=_AFTER_RECORDS,
+        group=group.name,
+        desc=group.desc,
+        op="call",
+        seq=seq,
+        calls=seq,
+        to=-1,
+        numbers=((), ()),
+        dtypes=(),
+        state="",
+        done=False,
+        site="",
+        timeout_ms=-1,
+        created_ns=-1,
     )
 
 
@@ -120,31 +152,42 @@ _OTHER_OP = {"send": "recv", "recv": "send"}
 
 
 def call_text(entry: Entry) -> str:
-    """``all_reduce #3 of GROUP at file:line``."""
-    way = "to" if entry.op == "send" else "from"
-    what = f"{entry.op} {way} group rank {entry.to}" if entry.pair else entry.op
-    where = f" at {entry.site}" if entry.site else ""
-    return f"{what} #{entry.seq} of {entry.desc}{where}"
+    """Say a call: ``all_reduce #3 of GROUP at file:line``."""
+    call = entry.op
+    if entry.pair:
+        direction = "to" if entry.op == "send" else "from"
+        call = f"{entry.op} {direction} group rank {entry.to}"
+    text = f"{call} #{entry.seq} of {entry.desc}"
+    return f"{text} at {entry.site}" if entry.site else text
 
 
 class JobState:
     """Where every rank stands.
 
-    groups      : name -> Group with two or more members
-    outstanding : rank -> its outstanding calls in the order of issue
-    enqueued    : (group, rank) -> how many collectives it has issued
-    completed   : (group, rank) -> how many of them it saw complete
-    missing     : ranks that are in some group but left no dump
-    role        : rank -> its place in its pipeline
-    has_logs    : whether what some ranks called is known from their logs
-    observed    : the dumps, with what logs say beside them
+    Attributes:
+        observed: The dumps, with what logs say beside them.
+        dumps: Rank -> dump.
+        unreadable: Rank -> why its dump cannot be read.
+        events: Rank -> what logs say happened to it.
+        evidence: What logs say, in words.
+        groups: Name -> Group with two or more members.
+        notes: What is not known of groups.
+        pairs: Names of groups in which messages are sent: their counters count these, too.
+        outstanding: Rank -> its outstanding calls in the order of issue.
+        enqueued: (group, rank) -> how many collectives it has issued.
+        completed: (group, rank) -> how many of them it saw complete.
+        missing: Ranks that are in some group but left no dump.
+        role: Rank -> its place in its pipeline.
+        siblings: Place in a pipeline -> the ranks with a dump there.
+        has_logs: Whether what some ranks called is known from their logs.
     """
 
-    def __init__(self, found: DumpSet) -> None:
-        self.dumps, self.unreadable, self.events = found.dumps, found.unreadable, found.events
-        self.said = found.evidence
-        self.observed = found  # what logs say beside the dumps is read there
-        self.groups: dict[str, Group] = {}
+    def __init__(self, observed: DumpSet) -> None:
+        self.observed = observed
+        self.dumps = observed.dumps
+        self.unreadable = observed.unreadable
+        self.events = observed.events
+        self.evidence = observed.evidence
         self.notes: list[str] = []
         self.enqueued: dict[tuple[str, int], int] = {}
         self.completed: dict[tuple[str, int], int] = {}
@@ -157,15 +200,15 @@ class JobState:
         self._outstanding_messages: dict[int, dict[_Route, _Messages]] = {}
         self._all_messages: dict[int, dict[_Route, _Messages]] = {}
         self._numbered: dict[int, dict[str, dict[int, list[Entry]]]] = {}
-        self._collect_groups(found.listed)
-        self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.to >= 0}
-        self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
-        for dump in self.dumps.values():  # of such counters one is a message's
-            self.pairs |= {n for n, s in dump.status.items() if s.completed > s.enqueued >= 0}
+
+        self.groups = self._collect_groups(observed.listed)
+        self.pairs = self._message_groups()
         for rank, dump in self.dumps.items():
             self._count(rank)
             self.outstanding[rank] = self._pending(rank, dump.entries)
-        members = {r for g in self.groups.values() for r in g.ranks}
+        members: set[int] = set()
+        for group in self.groups.values():
+            members.update(group.ranks)
         self.missing = sorted(members - set(self.dumps))
         self.role = stages(self.groups, self.pairs)
         self.has_logs = any(dump.version == "log" for dump in self.dumps.values())
@@ -173,22 +216,50 @@ class JobState:
         for rank in self.dumps:
             self.siblings[self.role.get(rank, 0)].append(rank)
 
-    def _collect_groups(self, listed: Mapping[str, Counter[Group]]) -> None:
-        lazy: dict[str, Counter[Group]] = defaultdict(Counter)
-        for rank, dump in self.dumps.items():  # lazily made communicators are not in pg_config
+    def _collect_groups(self, listed: Mapping[str, Counter[Group]]) -> dict[str, Group]:
+        """Return the groups of more than one rank, and note what is not known of them.
+
+        Args:
+            listed: Name -> what dumps say of the group, with how many of them say it.
+        """
+        # communicators that are made at their first call are not in pg_config
+        unlisted: dict[str, Counter[Group]] = defaultdict(Counter)
+        for rank, dump in self.dumps.items():
             for entry in dump.entries:
                 if entry.group not in listed:
-                    lazy[entry.group][Group(entry.group, entry.desc, (rank,))] += 1
-        for name, versions in {**listed, **lazy}.items():
-            if len(versions) > 1 and all(len(g.ranks) == 1 for g in versions):
-                ranks = sorted(g.ranks[0] for g in versions)
-                self.groups[name] = Group(name, next(iter(versions)).desc, tuple(ranks))
+                    caller_alone = Group(entry.group, entry.desc, (rank,))
+                    unlisted[entry.group][caller_alone] += 1
+
+        groups: dict[str, Group] = {}
+        for name, versions in {**listed, **unlisted}.items():
+            group, _ = versions.most_common(1)[0]
+            if len(versions) > 1 and all(len(version.ranks) == 1 for version in versions):
+                # each rank knows of itself alone
+                first = next(iter(versions))
+                ranks = sorted(version.ranks[0] for version in versions)
+                group = Group(name, first.desc, tuple(ranks))
                 self.notes.append(f"the members of group {name} are known from its calls only")
-            else:
-                self.groups[name] = versions.most_common(1)[0][0]
-                if len(versions) > 1:
-                    self.notes.append(f"dumps disagree about who is in group {name}")
-        self.groups = {n: g for n, g in self.groups.items() if len(g.ranks) > 1 or g.partial}
+            elif len(versions) > 1:
+                self.notes.append(f"dumps disagree about who is in group {name}")
+            if len(group.ranks) > 1 or group.partial:
+                groups[name] = group
+        return groups
+
+    def _message_groups(self) -> set[str]:
+        """Return the names of groups in which messages are sent."""
+        names: set[str] = set()
+        for name, group in self.groups.items():
+            if group.desc.startswith("PIPELINE"):
+                names.add(name)
+        for dump in self.dumps.values():
+            for entry in dump.entries:
+                if entry.to >= 0:
+                    names.add(entry.group)
+            # more calls ended than were issued: one of the counters is of messages
+            for name, status in dump.status.items():
+                if status.completed > status.enqueued >= 0:
+                    names.add(name)
+        return names
 
     def _count(self, rank: int) -> None:
         dump = self.dumps[rank]
@@ -201,18 +272,17 @@ class JobState:
             for name in self._uncounted_of_cut(rank):
                 self.enqueued[name, rank] = _ALL_CALLS
             return
-        uncounted = self.pairs | {e.group for e in dump.entries} - dump.status.keys()
-        completed = {name: self.completed.get((name, rank), -1) for name in dump.status}
+        calling_groups = {entry.group for entry in dump.entries}
+        uncounted = self.pairs | (calling_groups - dump.status.keys())
         for entry in dump.entries:
-            name = entry.group
-            if name in uncounted:
-                key = (name, rank)
+            key = (entry.group, rank)
+            if entry.group in uncounted:
                 self.enqueued[key] = max(self.enqueued.get(key, -1), entry.calls)
                 if entry.done and entry.to < 0:
                     self.completed[key] = max(self.completed.get(key, -1), entry.seq)
             # gloo counts calls that failed, too
-            elif not entry.done and entry.seq <= completed[name]:
-                self.completed[name, rank] = completed[name] = entry.seq - 1
+            elif not entry.done and entry.seq <= self.completed.get(key, -1):
+                self.completed[key] = entry.seq - 1
 
     def _uncounted_of_cut(self, rank: int) -> list[str]:
         """Return the groups of a rank with a cut dump in which no counter tells its collectives."""
@@ -223,70 +293,86 @@ class JobState:
         return [name for name in names if name in self.pairs or name not in dump.status]
 
     def _pending(self, rank: int, entries: Iterable[Entry]) -> list[Entry]:
-        found = [
-            e
-            for e in entries
-            if not e.done
-            and e.op != "coalesced"
-            and e.group in self.groups
-            and (e.to >= 0 or e.seq > self.completed.get((e.group, rank), -1))
-        ]
-        has = {e.group for e in found}
+        """Return the outstanding calls of a rank: recorded ones, then such as counters tell."""
+        pending = [entry for entry in entries if self._is_outstanding(rank, entry)]
+        recorded_groups = {entry.group for entry in pending}
         for name in self.groups_of[rank]:
-            last, done = (t.get((name, rank), -1) for t in (self.enqueued, self.completed))
-            if name in has or name in self.pairs or last == _ALL_CALLS:
+            issued = self.enqueued.get((name, rank), -1)
+            ended = self.completed.get((name, rank), -1)
+            if name in recorded_groups or name in self.pairs or issued == _ALL_CALLS:
                 continue
-            waits = range(max(done, last - _MOST, 0) + 1, last + 1)
-            found += [_unnamed(self.groups[name], seq) for seq in waits]
-        return found
+            before_first = max(ended, issued - _MAX_UNNAMED, 0)
+            for seq in range(before_first + 1, issued + 1):
+                pending.append(_unnamed(self.groups[name], seq))
+        return pending
+
+    def _is_outstanding(self, rank: int, entry: Entry) -> bool:
+        """Tell whether a recorded call of a rank has not ended."""
+        if entry.done or entry.op == "coalesced" or entry.group not in self.groups:
+            return False
+        is_message = entry.to >= 0
+        return is_message or entry.seq > self.completed.get((entry.group, rank), -1)
 
     @cached_property
     def groups_of(self) -> dict[int, list[str]]:
-        """rank -> its groups."""
-        found: dict[int, list[str]] = defaultdict(list)
+        """Names of each rank's groups."""
+        names: dict[int, list[str]] = defaultdict(list)
         for name, group in self.groups.items():
             for rank in group.ranks:
-                found[rank].append(name)
-        return found
+                names[rank].append(name)
+        return names
 
     @cached_property
     def counts(self) -> dict[int, dict[str, int]]:
-        """rank -> description -> collectives that it has issued."""
-        found: dict[int, dict[str, int]] = {rank: {} for rank in self.dumps}
+        """Collectives that each rank has issued: rank -> description of the group -> how many."""
+        counts: dict[int, dict[str, int]] = {rank: {} for rank in self.dumps}
         for (name, rank), count in self.enqueued.items():
             is_assumed = name in self.dumps[rank].assumed or count == _ALL_CALLS
             if name in self.groups and not is_assumed:
-                found[rank][self.groups[name].desc] = count
-        return found
+                counts[rank][self.groups[name].desc] = count
+        return counts
 
     def siblings_of(self, rank: int) -> list[int]:
-        """Ranks with a dump at its place of the pipeline, itself among them."""
+        """Return the ranks with a dump at the rank's place of the pipeline, itself among them."""
         return self.siblings[self.role.get(rank, 0)]
 
     def unlike_replicas(self, rank: int, desc: str) -> bool:
-        """Whether several siblings of ``rank`` made another number of calls or messages in their
-        groups of ``desc`` than most that stand in the same call: replicas with more microbatches,
-        of which numbers say nothing.
+        """Tell whether siblings that stand in the same call made unlike numbers of other calls.
+
+        They are replicas with more microbatches, of which numbers say nothing.
+
+        Args:
+            rank: A rank, which does not count.
+            desc: Description of the groups whose calls and messages are counted.
+
+        Returns:
+            Whether several siblings differ from most that stand in the same call.
         """
-        counts: dict[object, Counter[object]] = defaultdict(Counter)
-        for other in self.siblings_of(rank):
-            head = self.head(other)
-            if head is not None and other != rank and head.desc != desc and not head.pair:
-                made = self.counts[other].get(desc), self.messages_counted(other, desc)
-                counts[head.desc, head.seq][made] += 1
-        return sum(n.total() - max(n.values()) for n in counts.values()) > 1
+        counts_of_call: dict[object, Counter[object]] = defaultdict(Counter)
+        for sibling in self.siblings_of(rank):
+            head = self.head(sibling)
+            if sibling == rank or head is None or head.desc == desc or head.pair:
+                continue
+            calls = self.counts[sibling].get(desc)
+            messages = self.messages_counted(sibling, desc)
+            counts_of_call[head.desc, head.seq][calls, messages] += 1
+        differing = 0
+        for counts in counts_of_call.values():
+            differing += counts.total() - max(counts.values())
+        return differing > 1
 
     # -- questions --------------------------------------------------------------------------------
     def head(self, rank: int) -> Entry | None:
-        """The oldest outstanding call of ``rank``."""
+        """Return the oldest outstanding call of ``rank``."""
         calls = self.outstanding.get(rank)
         return calls[0] if calls else None
 
     def issued(self, rank: int) -> list[Entry]:
-        """Its calls and messages that are recorded, without the records that close batches: these
-        have the number of a collective that came before them.
+        """Return recorded calls and messages, without the records that close batches.
+
+        Such a record has the number of a collective that came before it.
         """
-        return [e for e in self.dumps[rank].entries if e.op != "coalesced"]
+        return [entry for entry in self.dumps[rank].entries if entry.op != "coalesced"]
 
     def numbered(self, rank: int) -> Mapping[str, Mapping[int, list[Entry]]]:
         """Return the recorded collectives of ``rank``: description -> number -> calls.
@@ -308,27 +394,36 @@ class JobState:
         return self.numbered(rank).get(desc, {}).get(seq, [])
 
     def all_counts(self, rank: int) -> dict[str, int]:
-        """Description -> calls or messages issued, also in groups of one."""
+        """Return calls or messages issued, also in groups of one: description -> how many."""
         dump = self.dumps[rank]
-        return {dump.groups[name].desc: status.enqueued for name, status in dump.status.items()
-                if name in dump.groups and name not in dump.assumed}  # fmt: skip
+        counts: dict[str, int] = {}
+        for name, status in dump.status.items():
+            if name in dump.groups and name not in dump.assumed:
+                counts[dump.groups[name].desc] = status.enqueued
+        return counts
 
     def messages_counted(self, rank: int, desc: str) -> tuple[int, int]:
-        """(issued, ended) messages of its group of that description, by its counter; -1: not
-        known.
+        """Return how many messages a rank issued and saw end, by its counter; -1: not known.
+
+        Args:
+            rank: A rank.
+            desc: Description of its group.
         """
-        dump, pairs = self.dumps[rank], self.pairs & self.groups.keys() - self.dumps[rank].assumed
-        rows = [(s.enqueued, s.completed) for name, s in dump.status.items()
-                if name in pairs and self.groups[name].desc == desc]  # fmt: skip
-        return max(rows, default=(-1, -1))
+        dump = self.dumps[rank]
+        counts: list[tuple[int, int]] = []
+        for name, status in dump.status.items():
+            counts_messages = name in self.pairs and name not in dump.assumed
+            if counts_messages and name in self.groups and self.groups[name].desc == desc:
+                counts.append((status.enqueued, status.completed))
+        return max(counts, default=(-1, -1))
 
     @cached_property
     def opened(self) -> dict[int, frozenset[CallKey]]:
-        """rank -> its outstanding calls, comparable between siblings."""
+        """Outstanding calls of each rank, comparable between siblings."""
         return {rank: frozenset(map(key_of, calls)) for rank, calls in self.outstanding.items()}
 
     def other(self, rank: int, entry: Entry) -> int:
-        """The global rank at the other side of a send or receive; -1 if it is not known."""
+        """Return the global rank at the other side of a message; -1 if it is not known."""
         ranks = self.groups[entry.group].ranks
         return ranks[entry.to] if entry.to < len(ranks) else -1
 
@@ -337,7 +432,8 @@ class JobState:
         places = self._places.get(name)
         if places is None:
             members = self.groups[name].ranks
-            places = self._places[name] = {member: place for place, member in enumerate(members)}
+            places = {member: place for place, member in enumerate(members)}
+            self._places[name] = places
         return places.get(rank, -1)
 
     def step(self, rank: int, entry: Entry) -> int:
@@ -436,8 +532,8 @@ class JobState:
     def _all_of_route(self, rank: int, route: _Route) -> _Messages:
         """Return the messages of ``rank`` on a route since the job began, where all are known."""
         if rank not in self._all_messages:
-            known = (entry for entry in self.dumps[rank].messages if entry.group in self.groups)
-            self._all_messages[rank] = self._by_route(rank, known)
+            messages = [entry for entry in self.dumps[rank].messages if entry.group in self.groups]
+            self._all_messages[rank] = self._by_route(rank, messages)
         return self._all_messages[rank].get(route, _NO_MESSAGES)
 
     def mate(self, rank: int, entry: Entry) -> Entry | None:
@@ -453,8 +549,9 @@ class JobState:
         return counterparts[position] if position < len(counterparts) else None
 
     def messages(self, rank: int) -> tuple[Entry, ...]:
-        """Its recorded messages: of outstanding calls only, where all are left, all of them."""
-        return self.dumps[rank].messages or tuple(e for e in self.dumps[rank].entries if e.pair)
+        """Return recorded messages: all of them where all are left, else what entries there are."""
+        dump = self.dumps[rank]
+        return dump.messages or tuple(entry for entry in dump.entries if entry.pair)
 
     def never_posted(self, rank: int, entry: Entry) -> bool | None:
         """Tell whether the other side made fewer messages of this kind than ``rank`` up to this.
@@ -475,16 +572,16 @@ class JobState:
         return len(counterparts) <= own_messages.position_of_record[entry.record]
 
     def is_over(self, rank: int, entry: Entry) -> bool:
-        """Whether ``rank`` saw the collective ``entry`` end."""
+        """Tell whether ``rank`` saw the collective ``entry`` end."""
         return self.completed.get((entry.group, rank), -1) >= entry.seq
 
     def arrived(self, rank: int, entry: Entry) -> bool:
-        """Whether ``rank`` has issued its part of the collective ``entry``."""
+        """Tell whether ``rank`` has issued its part of the collective ``entry``."""
         return self.enqueued.get((entry.group, rank), -1) >= entry.seq
 
     @cached_property
     def lates(self) -> Mapping[tuple[str, int], Entry]:
-        """(group, rank that has not come) -> the first call at which others wait for it."""
+        """The first call at which others wait for a rank: (group, late rank) -> call."""
         calls_of_group: dict[str, dict[int, Entry]] = defaultdict(dict)
         for outstanding in self.outstanding.values():
             for entry in outstanding:
@@ -507,29 +604,41 @@ class JobState:
         return first_calls
 
     def skipped(self, rank: int, entry: Entry) -> bool:
-        """Whether ``rank``, which lacks ``entry``, made calls that most siblings made after it."""
+        """Tell whether ``rank`` lacks a call and made calls that most siblings made after it."""
         votes = self.went_on_without(rank, key_of(entry))
         return votes[True] > votes[False]
 
     def went_on_without(self, rank: int, wanted: CallKey) -> Counter[bool]:
-        """Whether ``rank`` made one of the calls that a sibling made after ``wanted``: votes."""
-        mine, votes = set(map(key_of, self.issued(rank))), Counter[bool]()
-        for other in self.siblings_of(rank):
-            keys = list(map(key_of, self.issued(other)))
-            if other != rank and wanted in keys:
-                votes[not mine.isdisjoint(keys[keys.index(wanted) :])] += 1
+        """Count siblings by whether ``rank`` made one of the calls that they made from one on.
+
+        Args:
+            rank: A rank that lacks the call.
+            wanted: The call; siblings that lack it do not count.
+        """
+        own_keys = set(map(key_of, self.issued(rank)))
+        votes = Counter[bool]()
+        for sibling in self.siblings_of(rank):
+            keys = list(map(key_of, self.issued(sibling)))
+            if sibling == rank or wanted not in keys:
+                continue
+            later_keys = keys[keys.index(wanted) :]
+            votes[not own_keys.isdisjoint(later_keys)] += 1
         return votes
 
     @cached_property
     def heads(self) -> Mapping[int, Launch]:
-        """rank -> the launch of its oldest outstanding call."""
+        """The launch of each waiting rank's oldest outstanding call."""
         return {rank: calls[0].launch for rank, calls in self.outstanding.items() if calls}
 
     def waits(self, rank: int) -> tuple[str, Sequence[int]]:
-        """(why, for whom) the oldest outstanding call of ``rank`` waits."""
+        """Return why, and for which ranks, the oldest outstanding call of ``rank`` waits."""
         head = self.head(rank)
-        found = self.blockers(rank, head) if head is not None else {}
-        return next(((why, ranks) for why, ranks in found.items() if ranks), ("", []))
+        if head is None:
+            return "", []
+        for reason, ranks in self.blockers(rank, head).items():
+            if ranks:
+                return reason, ranks
+        return "", []
 
     def blockers(
         self, rank: int, entry: Entry, first: Mapping[int, Launch] | None = None
@@ -610,14 +719,18 @@ class JobState:
 
     @cached_property
     def hidden(self) -> set[int]:
-        """Ranks that wait, by their counters, in a message of which no entry is left: the ring was
-        too short, or there are counters only.  To whom it goes nobody knows.
+        """Ranks that wait, by their counters, in a message of which no entry is left.
+
+        The ring was too short, or there are counters only.  To whom it goes nobody knows.
         """
-        shown = {(e.group, r) for r, calls in self.outstanding.items() for e in calls}
+        shown: set[tuple[str, int]] = set()
+        for rank, calls in self.outstanding.items():
+            shown.update((entry.group, rank) for entry in calls)
         hidden_ranks: set[int] = set()
         for rank, dump in self.dumps.items():
             for name, status in dump.status.items():
-                if name not in self.pairs or name not in self.groups or (name, rank) in shown:
+                is_message_group = name in self.pairs and name in self.groups
+                if not is_message_group or (name, rank) in shown:
                     continue
                 if status.enqueued > status.completed:
                     hidden_ranks.add(rank)
@@ -628,46 +741,75 @@ class JobState:
         return hidden_ranks
 
     def mute(self) -> list[int]:
-        """Ranks whose dumps have neither calls nor counters, where others have counters: started
-        again, or their recorders were off.  It proves nothing against them.
+        """Return ranks whose dumps have neither calls nor counters, where others have counters.
+
+        They were started again, or their recorders were off: it proves nothing against them.
         """
         if not any(dump.status for dump in self.dumps.values()):
             return []
-        return [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]
+        mute_ranks: list[int] = []
+        for rank, dump in self.dumps.items():
+            if not dump.entries and not dump.status:
+                mute_ranks.append(rank)
+        return mute_ranks
 
     @cached_property
     def history(self) -> bool:
         """Whether dumps hold calls that ended, too."""
-        return any(e.done for dump in self.dumps.values() for e in dump.entries)
+        return self._any_entry(lambda entry: entry.done)
+
+    def _any_entry(self, condition: Callable[[Entry], object]) -> bool:
+        """Tell whether a condition holds for some recorded call of some rank."""
+        for dump in self.dumps.values():
+            if any(map(condition, dump.entries)):
+                return True
+        return False
 
     def lacks(self) -> tuple[str, ...]:
-        """What the dumps do not hold, and which variable to set next time."""
-        found, dumps = list(dict.fromkeys(self.notes)), self.dumps.values()
-        if self.missing:
-            found.append(f"dumps of {ranks_text(self.missing)}")
-        found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
-        cut_ranks = [rank for rank, dump in self.dumps.items() if dump.is_cut]
-        if cut_ranks:
-            found.append(f"the ends of the dumps of {ranks_text(cut_ranks)}, which are cut off: "
-                         "counters, and calls that ended, are read")  # fmt: skip
-        if not any(d.entries or d.status for d in dumps) and not self.observed.differ:
-            found.append("calls and counters: next time TORCH_FR_BUFFER_SIZE=2000")
-        if mute := self.mute():
-            found.append(f"counters of {ranks_text(mute)}: their recorders were off or new")
-        short_rings = self.hidden.difference(cut_ranks)
-        if short_rings and not all(d.version == "log" for d in dumps):
-            found.append(f"outstanding messages of {ranks_text(short_rings)}: next "
-                         "time a larger TORCH_FR_BUFFER_SIZE")  # fmt: skip
-        found += sorted({note for dump in dumps for note in dump.notes})
-        if dumps and all(dump.version == "log" for dump in dumps):
+        """Say what the dumps do not hold, and which variable to set next time."""
+        texts = [*dict.fromkeys(self.notes), *self._lacking_of_ranks()]
+        notes_of_dumps: set[str] = set()
+        for dump in self.dumps.values():
+            notes_of_dumps.update(dump.notes)
+        texts += sorted(notes_of_dumps)
+        if self.dumps and all(dump.version == "log" for dump in self.dumps.values()):
             # nothing more is in a log, whatever the recorders are told
-            return (*found, "dumps: next time TORCH_FR_BUFFER_SIZE=2000 and "
-                    "TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
+            settings = "TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1"
+            texts.append(f"dumps: next time {settings}")
+            return tuple(texts)
         if not self.history:
             # Megatron takes what the environment says; the flags for it came with 0.17
-            found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0")
-        if not any(e.site for d in dumps for e in d.entries):
-            found.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1")
-        if not any(e.state == "started" for d in dumps for e in d.entries):
-            found.append("what had started on the device; next time TORCH_NCCL_ENABLE_TIMING=1")
-        return tuple(found)
+            texts.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0")
+        if not self._any_entry(lambda entry: entry.site):
+            texts.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1")
+        if not self._any_entry(lambda entry: entry.state == "started"):
+            texts.append("what had started on the device; next time TORCH_NCCL_ENABLE_TIMING=1")
+        return tuple(texts)
+
+    def _lacking_of_ranks(self) -> list[str]:
+        """Say which ranks left no dump, or one that lacks something."""
+        dumps = self.dumps.values()
+        texts: list[str] = []
+        if self.missing:
+            texts.append(f"dumps of {ranks_text(self.missing)}")
+        for rank, reason in list(self.unreadable.items())[:_MAX_UNREADABLE]:
+            texts.append(f"rank {rank}: {reason}")
+        cut_ranks = [rank for rank, dump in self.dumps.items() if dump.is_cut]
+        if cut_ranks:
+            text = f"the ends of the dumps of {ranks_text(cut_ranks)}, which are cut off: "
+            texts.append(text + "counters, and calls that ended, are read")
+        has_calls = any(dump.entries or dump.status for dump in dumps)
+        if not has_calls and not self.observed.differ:
+            texts.append("calls and counters: next time TORCH_FR_BUFFER_SIZE=2000")
+        mute_ranks = self.mute()
+        if mute_ranks:
+            text = f"counters of {ranks_text(mute_ranks)}: their recorders were off or new"
+            texts.append(text)
+        short_rings = self.hidden.difference(cut_ranks)
+        if short_rings and not all(dump.version == "log" for dump in dumps):
+            text = f"outstanding messages of {ranks_text(short_rings)}: next time "
+            texts.append(text + "a larger TORCH_FR_BUFFER_SIZE")
+        return texts
+
+
+_MAX_UNREADABLE = 4  # unreadable dumps of which the reason is said

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments, what_ifs
@@ -27,61 +28,90 @@ from megatron_prism.core.columns import folded
 from megatron_prism.core.units import format_change, format_ns
 
 if TYPE_CHECKING:
+    from megatron_prism.features.predict.distributions import Quantile
     from megatron_prism.features.predict.predict import Prediction
 
 
 def ms(ns: float | None) -> str:
-    """``1,234.5 ms``."""
-    return "unknown" if ns is None or ns != ns else f"{ns / 1e6:,.1f} ms"
+    """Write a time as ``1,234.5 ms``."""
+    if ns is None or math.isnan(ns):
+        return "unknown"
+    return f"{ns / 1e6:,.1f} ms"
 
 
 def _change(ns: float) -> str:
-    shown = ms(ns)
-    return shown.removeprefix("-") if shown == "-0.0 ms" else f"{'+' if ns > 0 else ''}{shown}"
+    """Write a change of a time with its sign."""
+    text = ms(ns)
+    if text == "-0.0 ms":
+        return "0.0 ms"
+    return f"+{text}" if ns > 0 else text
 
 
-Rows = list[tuple[str, ...]]
+Row = tuple[str, ...]
+_INDENT = 11  # of the words behind ``durations: ``
 
 
 def show(result: Prediction, verbose: bool) -> None:
-    """The prediction; ``verbose``: also what every time rests on."""
+    """Print the prediction; ``verbose``: also what every time rests on."""
+    _show_head(result)
+    rows = [_quantile_row(quantile, result.steady) for quantile in result.quantiles]
+    print_table(("iteration", "", "over that", "95 % interval of the draws"), rows)
+    for quantile in result.quantiles:
+        if quantile.level == 0.95 and quantile.ns is not None:
+            console().print("\nwhat moves p95")
+            print_table(("if", "p95", "change"), _what_if_rows(result, quantile.ns))
+            break
+    print()
+    print(*folded(f"spreads: {result.source}"), sep="\n")
+    print(*folded(f"calls: {result.calls}"), sep="\n")
+    durations = list(result.durations)
+    if not verbose:
+        durations = list(dict.fromkeys(text.partition(" (")[0] for text in durations))
+    for number, text in enumerate(durations):
+        label = " " * _INDENT if number else "durations: "
+        print(*folded(f"{label}{text}", _INDENT), sep="\n")
+    console().print("not in it: contention, drift of a rank between two calls")
+
+
+def _show_head(result: Prediction) -> None:
+    """Print the time without variation, and what was drawn."""
     out = console()
     out.print(result.graph)
     out.print(f"  without variation  {format_ns(round(result.steady))}  (as prism replay has it)")
     if result.steady_high > result.steady_low:
-        low, high = (format_ns(round(ns)) for ns in (result.steady_low, result.steady_high))
-        between = f"{low} to {high}"
-        print(f"                     {between}, nine times in ten")
+        low = format_ns(round(result.steady_low))
+        high = format_ns(round(result.steady_high))
+        print(f"                     {low} to {high}, nine times in ten")
     out.print(
         f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
     )
     out.print(f"                     of {result.replicas:,} copies of the model counts")
-    rows: Rows = [
-        (f"p{100 * one.level:g}", ms(one.ns), "", f"needs {one.needed:,} samples")
-        if one.ns is None else
-        (f"p{100 * one.level:g}", ms(one.ns), format_change(one.ns / result.steady - 1),
-         f"{ms(one.low)} to {ms(one.high)}")
-        for one in result.quantiles
-    ]  # fmt: skip
-    print_table(("iteration", "", "over that", "95 % interval of the draws"), rows)
-    p95 = next((one.ns for one in result.quantiles if one.level == 0.95), None)
-    if p95 is not None:
-        out.print("\nwhat moves p95")
-        halved = sorted(result.halved.items(), key=lambda item: item[1])
-        spreads = {part: getattr(result.variability, part) for part, _ in halved}
-        moves = [(f"{part} spread {spreads[part]:.2g} halved", ns - result.halved_from)
-                 for part, ns in halved if spreads[part]]  # fmt: skip
-        moves += [(f"one GPU of {result.classes[index]} takes {result.slow_by:g} x as long",
-                   ns - result.slow_from) for index, ns in result.slow.items()]  # fmt: skip
-        rows = [(what, ms(p95 + change), _change(change)) for what, change in moves]
-        print_table(("if", "p95", "change"), rows)
-    print()
-    for text in (f"spreads: {result.source}", f"calls: {result.calls}"):
-        print(*folded(text), sep="\n")
-    short = dict.fromkeys(text.partition(" (")[0] for text in result.durations)
-    for number, text in enumerate(result.durations if verbose else short):
-        print(*folded(f"{' ' * 11 if number else 'durations: '}{text}", 11), sep="\n")
-    out.print("not in it: contention, drift of a rank between two calls")
+
+
+def _quantile_row(quantile: Quantile, steady_ns: float) -> Row:
+    """Return the row of a quantile."""
+    name = f"p{100 * quantile.level:g}"
+    if quantile.ns is None:
+        return name, ms(None), "", f"needs {quantile.needed:,} samples"
+    over_steady = format_change(quantile.ns / steady_ns - 1)
+    return name, ms(quantile.ns), over_steady, f"{ms(quantile.low)} to {ms(quantile.high)}"
+
+
+def _what_if_rows(result: Prediction, p95_ns: float) -> list[Row]:
+    """Return a row for each change that was tried."""
+    rows: list[Row] = []
+    for part, ns in sorted(result.halved.items(), key=lambda item: item[1]):
+        spread = getattr(result.variability, part)
+        if spread:
+            change = ns - result.halved_from
+            rows.append(
+                (f"{part} spread {spread:.2g} halved", ms(p95_ns + change), _change(change))
+            )
+    for index, ns in result.slow.items():
+        text = f"one GPU of {result.classes[index]} takes {result.slow_by:g} x as long"
+        change = ns - result.slow_from
+        rows.append((text, ms(p95_ns + change), _change(change)))
+    return rows
 
 
 def predict(args: argparse.Namespace) -> Answer:
@@ -100,11 +130,16 @@ def predict(args: argparse.Namespace) -> Answer:
     """
     from megatron_prism.features.predict.predict import predict
 
-    how = {"machine": args.machine, "calibration": args.calibration}
     programs = what_ifs.open_job(args.programs)
-    priced = what_ifs.priced(programs, args.settings, "predict", **how)
+    priced = what_ifs.priced(
+        programs,
+        args.settings,
+        "predict",
+        machine=args.machine,
+        calibration=args.calibration,
+    )
     with steps() as progress:
-        found = predict(
+        result = predict(
             priced,
             variability=args.variability,
             samples=args.samples,
@@ -114,11 +149,22 @@ def predict(args: argparse.Namespace) -> Answer:
         )
 
     def page() -> None:
-        show(found, args.verbose)
+        show(result, args.verbose)
         print(what_ifs.machine_note(programs, args.machine), end="")
 
-    rows = [dataclasses.asdict(one) for one in found.quantiles]
-    return Answer(found.to_json, page, lambda: rows, html=found.to_html)
+    rows = [dataclasses.asdict(quantile) for quantile in result.quantiles]
+    return Answer(result.to_json, page, lambda: rows, html=result.to_html)
+
+
+_SAMPLES = option(
+    "samples",
+    arguments.count(1, 5_000_000, "--samples 100K; more take hours"),
+    "N",
+    "iterations to draw",
+)
+_SEED = option("seed", arguments.count(0, 1 << 62, "--seed 2"), "N", "of the draws", default=0)
+_SLOW = option("slow", arguments.number("--slow 1.2"), "1.2", "of the one slow GPU", default=1.2)
+_SPREADS = option("variability", arguments.name, "NAME", "fitted, public, or a file")
 
 
 COMMANDS = {
@@ -129,17 +175,10 @@ COMMANDS = {
             WHAT_IFS,
             MACHINE,
             CALIBRATION,
-            option("variability", arguments.name, "NAME", "fitted, public, or a file"),
-            option(
-                "samples",
-                arguments.count(1, 5_000_000, "--samples 100K; more take hours"),
-                "N",
-                "iterations to draw",
-            ),
-            option("seed", arguments.count(0, 1 << 62, "--seed 2"), "N", "of the draws", default=0),
-            option(
-                "slow", arguments.number("--slow 1.2"), "1.2", "of the one slow GPU", default=1.2
-            ),
+            _SPREADS,
+            _SAMPLES,
+            _SEED,
+            _SLOW,
             file_option("--html", "page to write, with all what-ifs"),
             VERBOSE,
         ),

@@ -23,6 +23,7 @@ from megatron_prism.features.predict.distributions import Quantile, quantile
 from megatron_prism.features.predict.sampler import Sampler
 from megatron_prism.features.predict.variability import (
     PARTS,
+    CallSpread,
     Variability,
     call_spread,
     fitted,
@@ -41,14 +42,15 @@ from megatron_prism.replay.priced_graph import (
 
 QUANTILES = (0.05, 0.5, 0.95, 0.99)
 FEWEST = 100
-_DRAWS = 1 << 19  # replicas that a prediction draws, if nobody says how many iterations
-_FEW_DRAWS = 1 << 16  # of a what-if of all replicas
-_SLOWEST = 1000  # times: beyond it, a GPU is not slow but stuck
-_MOST, _LEAST = 5_000, 1_000  # iterations
-_LEAST_WHATIF = 400
-_NODES = 5e10  # visits of nodes that a prediction may cost, about a minute
-_SHOWN = 199  # quantiles of ``times``
-_CLASSES = 64  # in which one rank is made slow: those that compute longest
+_MAX_DRAWS = 1 << 19  # replicas that a prediction draws, if nobody says how many iterations
+_DRAWS_OF_WHAT_IF = 1 << 16  # of a what-if of all replicas
+_MAX_SLOW = 1000  # times: beyond it, a GPU is not slow but stuck
+_MAX_SAMPLES = 5_000  # iterations, if nobody says how many
+_MIN_SAMPLES = 1_000
+_MIN_SAMPLES_OF_WHAT_IF = 400
+_MAX_NODES = 5e10  # visits of nodes that a prediction may cost, about a minute
+_TIMES = 199  # quantiles of ``times``
+_MAX_CLASSES = 64  # in which one rank is made slow: those that compute longest
 VariabilityLike = str | Variability | None
 Progress = Callable[[str, float], object]  # what is done, and which part of it, 0 to 1
 
@@ -57,20 +59,30 @@ Progress = Callable[[str, float], object]  # what is done, and which part of it,
 class Prediction:
     """The distribution of the iteration time.
 
-    steady    : ns without any variation, as ``replay`` has it, and where that may lie on the job's
-                machine (``replay.interval``): all quantiles move with it
-    replicas  : independent copies of the model
-    samples   : iterations of the whole world that were drawn
-    quantiles : of an iteration
-    times     : every 1/200 of the distribution from 0.5 % to 99.5 %, ns
-    halved    : part of the variability -> p95 if its spread were half, ns
-    halved_from : p95 of as few draws as ``halved`` rests on, to compare with
-    slow      : class -> p95 if one of its ranks took ``slow_by`` times as long, ns; of the 64
-                classes that compute longest; slow_from: p95 without, of the same draws
-    source    : of the spreads; calls: how calls vary; durations: provenance of what varies
-    world     : the job and its sizes; graph: how many classes and ops it has; classes: names of
-                those in ``slow``; none is part of the JSON
-    draws     : float64 [samples], ns ascending; not part of the JSON
+    Attributes:
+        steady: ns without any variation, as ``replay`` has it.
+        steady_low: Where that may begin on the job's machine (``replay.interval``): all quantiles
+            move with it.
+        steady_high: Where that may end.
+        replicas: Independent copies of the model.
+        samples: Iterations of the whole world that were drawn.
+        seed: Of the draws.
+        quantiles: Of an iteration.
+        times: Every 1/200 of the distribution from 0.5 % to 99.5 %, ns.
+        halved: Part of the variability -> p95 if its spread were half, ns.
+        halved_from: p95 of as few draws as ``halved`` rests on, to compare with.
+        slow: Class -> p95 if one of its ranks took ``slow_by`` times as long, ns; of the 64 classes
+            that compute longest.
+        slow_from: p95 without, of the same draws.
+        slow_by: How many times as long.
+        source: Of the spreads.
+        calls: How calls vary.
+        durations: Provenance of what varies.
+        world: The job and its sizes; not part of the JSON, as all that follow.
+        graph: How many classes and ops it has.
+        classes: Names of the classes in ``slow``.
+        variability: The spreads.
+        draws: float64 [samples], ns ascending.
     """
 
     steady: int
@@ -96,23 +108,25 @@ class Prediction:
     draws: np.ndarray = field(kw_only=True, repr=False, compare=False)
 
     def to_json(self) -> dict[str, object]:
-        """What ``prism predict --json`` prints: times in ns; a quantile that the samples do not
-        reach is null.
+        """Return what ``prism predict --json`` prints.
+
+        Times are in ns; a quantile that the samples do not reach is null.
         """
-        hidden = {"draws": None, "variability": None}
-        found = dataclasses.asdict(dataclasses.replace(self, **hidden))  # type: ignore[arg-type]
-        for key in (*hidden, "world", "graph", "classes"):
-            found.pop(key)
-        return {"schema": "prism.prediction/1", **found}
+        large = {"draws": None, "variability": None}  # never copied
+        small = dataclasses.replace(self, **large)  # type: ignore[arg-type]
+        value = dataclasses.asdict(small)
+        for key in (*large, "world", "graph", "classes"):
+            del value[key]
+        return {"schema": "prism.prediction/1", **value}
 
     def to_html(self) -> str:
-        """One self-contained page with the distribution."""
+        """Write one self-contained page with the distribution."""
         page: str = renderer_of(self).page(self)
         return page
 
 
 def _variability(asked: VariabilityLike, programs: Programs) -> Variability:
-    """What was asked for; None: what the slices say, if their iterations were timed."""
+    """Return spreads; without a wish what the slices say, if their iterations were timed."""
     if isinstance(asked, Variability):
         return asked
     if asked == "fitted" or (asked is None and is_timed(programs)):
@@ -153,84 +167,165 @@ def predict(
         UsageError: levels outside (0, 1), fewer than 100 samples.
         PrismError: the calls do not fit together, or nothing takes time.
     """
-    if any(not 0 < level < 1 for level in levels) or not 0 < slow_by <= _SLOWEST:
-        raise UsageError(f"slow is a factor up to {_SLOWEST:,}, quantiles < 1", fix="--slow 1.2")
+    if any(not 0 < level < 1 for level in levels) or not 0 < slow_by <= _MAX_SLOW:
+        raise UsageError(f"slow is a factor up to {_MAX_SLOW:,}, quantiles < 1", fix="--slow 1.2")
     priced = programs
     if not isinstance(priced, PricedGraph):
         priced = price(priced, machine=machine, calibration=calibration, what_if=what_if)
-    if not priced.prices.used():
-        path = priced.programs.path or "DIR"
-        what = f"nothing in {path} takes time, so there is nothing to predict"
-        raise PrismError(what, fix=f"prism show {path}")
-    if not (priced.what_if.slow or priced.what_if.faster):  # factors of the user's own
-        check_plausible(priced.timeline)
+    _check(priced)
     spread = _variability(variability, priced.programs)
-    calls, file = None, "" if priced.calibration is None else priced.calibration.path
-    if file:
-        calls = call_spread(priced.graph, priced.prices, priced.machine, file)
-    said = calls.source if calls is not None else "all vary as the spreads say"
-    if file and calls is None:
-        said += f" ({file} has no samples of this job's calls)"
-    sampler = Sampler(priced.timeline, seed, calls)
-    affordable = int(min(_DRAWS, _NODES / max(1, len(sampler.paths.lasts))))  # replicas
-    count = samples or min(_MOST, max(_LEAST, affordable // sampler.replicas))
-    if count < FEWEST:
-        raise UsageError(f"{count} samples say little", fix="--samples 2000")
-    few, chosen = min(count, max(_LEAST_WHATIF, _FEW_DRAWS // sampler.replicas)), _busiest(sampler)
-    tried = min(count, max(_LEAST_WHATIF, affordable // 8 // len(chosen)))
-    parts = [part for part in PARTS if part != "host" or sampler.hosted and spread.host]
-    work = count * sampler.replicas + (len(parts) * sampler.replicas * few) + len(chosen) * tried
+    calls = _calls(priced)
+    sampler = Sampler(priced.timeline, seed, calls.spread)
+    plan = _plan(sampler, spread, samples)
     done = 0
 
-    def more(draws: int) -> None:
+    def count_draws(draws: int) -> None:
         nonlocal done
         done += draws
         if progress is not None:
-            progress("drawing iterations", done / work)
+            progress("drawing iterations", done / plan.draws(sampler.replicas))
 
-    each = sampler.draw(spread, count, progress=more)
-    times = np.sort(each.max(axis=1))
-    halved = {
-        part: p95(sampler.draw(spread.scaled(part, 0.5), few, progress=more).max(axis=1))
-        for part in parts
-    }
-    slow, others = dict[int, float](), each[:tried, 1:].max(axis=1, initial=0)
-    for index in chosen:  # in the first replica, which is drawn again
-        one = sampler.draw(spread, tried, slow={index: slow_by}, replicas=range(1), progress=more)
-        slow[index] = p95(np.maximum(one[:, 0], others))
+    # float64 [iterations, replicas]
+    times_of_replica = sampler.draw(spread, plan.samples, progress=count_draws)
+    times = np.sort(times_of_replica.max(axis=1))
+    halved: dict[str, float] = {}
+    for part in plan.halved_parts:
+        half = spread.scaled(part, 0.5)
+        drawn = sampler.draw(half, plan.samples_of_halved, progress=count_draws)
+        halved[part] = p95(drawn.max(axis=1))
+
+    # a slow rank is one of the first replica, which is drawn again
+    slow: dict[int, float] = {}
+    other_replicas = times_of_replica[: plan.samples_of_slow, 1:].max(axis=1, initial=0)
+    for index in plan.slow_classes:
+        drawn = sampler.draw(
+            spread,
+            plan.samples_of_slow,
+            slow={index: slow_by},
+            replicas=range(1),
+            progress=count_draws,
+        )
+        slow[index] = p95(np.maximum(drawn[:, 0], other_replicas))
     between = interval(priced.timeline)
     return Prediction(
         steady=priced.timeline.iteration_ns,
         steady_low=between.low_ns,
         steady_high=between.high_ns,
         replicas=sampler.replicas,
-        samples=count,
+        samples=plan.samples,
         seed=sampler.seed,
         quantiles=tuple(quantile(times, level) for level in levels),
-        times=tuple(np.quantile(times, np.linspace(0.005, 0.995, _SHOWN)).tolist()),
+        times=tuple(np.quantile(times, np.linspace(0.005, 0.995, _TIMES)).tolist()),
         halved=halved,
-        halved_from=p95(each[:few].max(axis=1)),
+        halved_from=p95(times_of_replica[: plan.samples_of_halved].max(axis=1)),
         slow=slow,
-        slow_from=p95(each[:tried].max(axis=1)),
+        slow_from=p95(times_of_replica[: plan.samples_of_slow].max(axis=1)),
         slow_by=slow_by,
         source=f"{spread.name}: {spread.source}",
-        calls=said,
+        calls=calls.source,
         durations=priced.prices.used(),
         world=job_settings.title(priced.programs.source, priced.graph.programs.world),
         graph=str(priced.graph),
-        classes={index: priced.graph.class_name(index) for index in chosen},
+        classes={index: priced.graph.class_name(index) for index in plan.slow_classes},
         variability=spread,
         draws=times,
     )
 
 
+def _check(priced: PricedGraph) -> None:
+    """Raise PrismError for a world of which nothing can be predicted."""
+    if not priced.prices.used():
+        path = priced.programs.path or "DIR"
+        text = f"nothing in {path} takes time, so there is nothing to predict"
+        raise PrismError(text, fix=f"prism show {path}")
+    # factors of the user's own may be implausible
+    if not priced.what_if.slow and not priced.what_if.faster:
+        check_plausible(priced.timeline)
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """How calls vary.
+
+    Attributes:
+        spread: Of calls that the calibration has samples of, if there are any.
+        source: In words.
+    """
+
+    spread: CallSpread | None
+    source: str
+
+
+def _calls(priced: PricedGraph) -> _Calls:
+    """Find out how calls vary."""
+    as_spreads = "all vary as the spreads say"
+    file = "" if priced.calibration is None else priced.calibration.path
+    if not file:
+        return _Calls(None, as_spreads)
+    spread = call_spread(priced.graph, priced.prices, priced.machine, file)
+    if spread is None:
+        return _Calls(None, f"{as_spreads} ({file} has no samples of this job's calls)")
+    return _Calls(spread, spread.source)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a prediction draws.
+
+    Attributes:
+        samples: Iterations of the whole world.
+        samples_of_halved: Iterations of the whole world with one spread halved.
+        samples_of_slow: Iterations of one replica with a slow rank.
+        halved_parts: Which spreads are halved.
+        slow_classes: Which classes have the slow rank.
+    """
+
+    samples: int
+    samples_of_halved: int
+    samples_of_slow: int
+    halved_parts: tuple[str, ...]
+    slow_classes: tuple[int, ...]
+
+    def draws(self, replicas: int) -> int:
+        """Return how many iterations of a replica are drawn in all."""
+        halved = len(self.halved_parts) * replicas * self.samples_of_halved
+        slow = len(self.slow_classes) * self.samples_of_slow
+        return self.samples * replicas + halved + slow
+
+
+def _plan(sampler: Sampler, spread: Variability, asked_samples: int | None) -> _Plan:
+    """Plan what is drawn: as much as a minute allows, unless a number is asked for."""
+    visits_of_draw = max(1, len(sampler.paths.lasts))
+    affordable_draws = int(min(_MAX_DRAWS, _MAX_NODES / visits_of_draw))
+    samples = asked_samples
+    if not samples:
+        samples = min(_MAX_SAMPLES, max(_MIN_SAMPLES, affordable_draws // sampler.replicas))
+    if samples < FEWEST:
+        raise UsageError(f"{samples} samples say little", fix="--samples 2000")
+    halved_samples = max(_MIN_SAMPLES_OF_WHAT_IF, _DRAWS_OF_WHAT_IF // sampler.replicas)
+    slow_classes = _busiest(sampler)
+    slow_samples = max(_MIN_SAMPLES_OF_WHAT_IF, affordable_draws // 8 // len(slow_classes))
+    parts = list(PARTS)
+    if not sampler.hosted or not spread.host:
+        parts.remove("host")
+    return _Plan(
+        samples,
+        min(samples, halved_samples),
+        min(samples, slow_samples),
+        tuple(parts),
+        tuple(slow_classes),
+    )
+
+
 def _busiest(sampler: Sampler) -> list[int]:
-    """The 64 classes that compute longest, ascending."""
-    rows, classes = sampler.paths.row, len(sampler.members)
-    total = np.bincount(rows, sampler.paths.lasts, minlength=classes)[:classes]
-    return sorted(np.argsort(-total, kind="stable")[:_CLASSES].tolist())
+    """Return the 64 classes that compute longest, ascending."""
+    class_count = len(sampler.members)
+    ns_of_row = np.bincount(sampler.paths.row, sampler.paths.lasts, minlength=class_count)
+    longest_first = np.argsort(-ns_of_row[:class_count], kind="stable")
+    return sorted(longest_first[:_MAX_CLASSES].tolist())
 
 
 def p95(times: np.ndarray) -> float:
-    """The 95 % quantile, as ``quantile`` picks it."""
-    return float(np.sort(times)[min(len(times) - 1, int(0.95 * len(times)))])
+    """Return the 95 % quantile, as ``quantile`` picks it."""
+    place = min(len(times) - 1, int(0.95 * len(times)))
+    return float(np.sort(times)[place])

@@ -17,7 +17,7 @@ _SCRIPT = Path(__file__).with_name("predict.js")
 
 
 def render_distribution(prediction: Prediction) -> str:
-    """The page."""
+    """Write the page."""
     classes = {str(index): name for index, name in prediction.classes.items()}
     data = {**prediction.to_json(), "classes": classes}
     text = _lines("without variation", prediction.steady, prediction.quantiles)
@@ -26,9 +26,11 @@ def render_distribution(prediction: Prediction) -> str:
 
 
 def _lines(name: str, steady: float, quantiles: Sequence[Quantile]) -> str:
-    """For browsers without scripts."""
+    """Write the quantiles for browsers without scripts."""
     rows = [f"{name}  {steady / 1e6:,.1f} ms"]
-    rows += [f"p{100 * q.level:g}  {q.ns / 1e6:,.1f} ms" for q in quantiles if q.ns is not None]
+    for quantile in quantiles:
+        if quantile.ns is not None:
+            rows.append(f"p{100 * quantile.level:g}  {quantile.ns / 1e6:,.1f} ms")
     return "\n".join(rows) + "\n"
 
 

@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -36,39 +35,77 @@ from megatron_prism.replay import timeline
 from megatron_prism.replay.timeline import Timeline
 
 
-def replicas(graph: WorldGraph) -> tuple[int, int, tuple[int, ...]]:
-    """(independent replicas, ranks of a stage that make up one, members of each class in one)."""
+@dataclass(frozen=True)
+class Replicas:
+    """How a world is made of independent copies of its model.
+
+    Attributes:
+        count: Copies.
+        ranks_of_stage: Ranks of one pipeline stage of one copy.
+        members: Ranks of each class in one copy.
+    """
+
+    count: int
+    ranks_of_stage: int
+    members: tuple[int, ...]
+
+
+def replicas(graph: WorldGraph) -> Replicas:
+    """Find the independent copies of the model in a world."""
     world = graph.programs.world
     etp = world.tp if world.etp is None else world.etp
-    together = math.lcm(world.tp * world.cp, etp * world.ep)
-    count = max(1, world.size // (world.pp * together))
+    ranks_of_stage = math.lcm(world.tp * world.cp, etp * world.ep)
+    count = max(1, world.size // (world.pp * ranks_of_stage))
+    # copies that are not alike: the whole world waits for all of itself
     if any(ranks % count for ranks in graph.classes.counts):
-        count = 1  # not alike: the whole world waits for all of itself
-    return count, together, tuple(ranks // count for ranks in graph.classes.counts)
+        count = 1
+    members = tuple(ranks // count for ranks in graph.classes.counts)
+    return Replicas(count, ranks_of_stage, members)
 
 
 LANES = 512  # a power of two
-ROWS = 256  # times LANES draws of each kind.  A node's are LANES in a row, from where a hash says:
-# nodes that share some of them do so in different iterations
+# ROWS times LANES draws of each kind.  A node's are LANES in a row, from where a hash says: nodes
+# that share some of them do so in different iterations
+ROWS = 256
 THREADS = 2
 
 
 @dataclass(frozen=True)
+class OwnFactors:
+    """Factors that nodes have beside those of their rank or network.
+
+    Attributes:
+        share: float64 [nodes], how much of its own factor's deviation a node takes; 0: none.
+        table: float32 [kinds * ROWS, LANES], deviations from 1.
+        kind: int64 [nodes], whose draws a node takes.
+        crossing: bool [nodes], meetings between replicas: one draw of an iteration for all of them.
+    """
+
+    share: np.ndarray
+    table: np.ndarray
+    kind: np.ndarray
+    crossing: np.ndarray
+
+
+@dataclass(frozen=True)
 class Paths:
-    """Nodes in an order in which predecessors come first, and how much later than in the replay
-    each of them ends.
+    """Nodes in an order in which predecessors come first, and how much later each of them ends.
 
-    That is kept as float32, so nothing is rounded where nothing varies.
+    Later than in the replay, that is, and kept as float32: nothing is rounded where nothing varies.
 
-    lasts  : float64 [n] ns
-    row    : int64 [n], which factor a node takes: its class; the number of classes for meetings;
-             that, one and its class for the host's time
-    node   : int64 [n], the node of the IssueGraph
-    slot   : int64 [n], where its end is kept; start, before: slots of its predecessors
-    spare  : float32 [edges] ns, by how much the predecessor may be late without delaying the node
-    ends   : uint8 [n], 2: the last iteration may end with it, 1: the one before may, 0: neither
-    margin : float32 [n] ns, of ``ends``: by how much it may be late without being the end
-    steady : ns of the last iteration where nothing varies
+    Attributes:
+        lasts: float64 [n] ns.
+        row: int64 [n], which factor a node takes: its class; the number of classes for meetings;
+            that, one and its class for the host's time.
+        node: int64 [n], the node of the IssueGraph.
+        slot: int64 [n], where its end is kept.
+        start: int64 [n + 1], the first of each node's edges.
+        before: int64 [edges], slots of predecessors.
+        spare: float32 [edges] ns, by how much the predecessor may be late without delaying the
+            node.
+        ends: uint8 [n], 2: the last iteration may end with it, 1: the one before may, 0: neither.
+        margin: float32 [n] ns, of ``ends``: by how much it may be late without being the end.
+        steady: ns of the last iteration where nothing varies.
     """
 
     lasts: np.ndarray
@@ -82,174 +119,287 @@ class Paths:
     margin: np.ndarray
     steady: int
 
-    def longest(
-        self,
-        factors: np.ndarray,
-        share: np.ndarray,
-        table: np.ndarray,
-        kind: np.ndarray,
-        crossing: np.ndarray,
-        seeds: tuple[int, int],
-    ) -> np.ndarray:
-        """ns, float64 [replicas, iterations].
+    def longest(self, factors: np.ndarray, own: OwnFactors, seed: int) -> np.ndarray:
+        """Return how long each replica takes in each iteration.
 
-        factors  : float64 [rows, replicas, iterations], by ``row``
-        share    : float64 [n]: how much of its own factor's deviation a node takes; 0: none
-        table    : float32 [kinds * ROWS, LANES], deviations from 1 of own factors
-        kind     : int64 [n], whose draws a node takes
-        crossing : bool [n], meetings between replicas: one draw of an iteration for all of them
-        seeds    : of what each replica draws, and of what all share
+        Args:
+            factors: float64 [rows, replicas, iterations], by ``row``.
+            own: Factors of single nodes.
+            seed: Of what each replica draws.
+
+        Returns:
+            float64 [replicas, iterations] ns.
         """
-        rows, replicas, count = factors.shape
-        width, long = _lanes(count)
-        blocks = -(-replicas * long // LANES)
+        rows, replica_count, iterations = factors.shape
+        width, lanes_of_replica = _lanes(iterations)
+
+        # blocks of LANES draws: all of the first replica, then of the second
+        lane_count = replica_count * lanes_of_replica
+        blocks = -(-lane_count // LANES)
         padded = np.zeros((rows, blocks * LANES), np.float32)
-        own = padded[:, : replicas * long].reshape(rows, replicas, long)
-        own[:, :, :count] = factors - 1
+        deviations = padded[:, :lane_count].reshape(rows, replica_count, lanes_of_replica)
+        deviations[:, :, :iterations] = factors - 1
         lanes = np.ascontiguousarray(padded.reshape(rows, blocks, LANES).swapaxes(0, 1))
-        found = np.zeros((blocks, LANES), np.float32)
-        given = (
-            *(self.lasts.astype(np.float32), self.row, self.slot, self.ends, self.margin),
-            *(self.start, self.before, self.spare, share.astype(np.float32), table.ravel(), kind),
-            crossing,
-        )
-        slots, run = int(self.slot.max(initial=0)) + 1, loops.compiled_function(_latest)
+        late = np.zeros((blocks, LANES), np.float32)
 
-        def part(first: int, last: int) -> None:
-            if first < last:
-                where = (seeds[0] + first, seeds[1], first, max(1, long // LANES), width)
-                run(*given, lanes[first:last], *where, slots, found[first:last])
+        slot_count = int(self.slot.max(initial=0)) + 1
+        blocks_of_replica = max(1, lanes_of_replica // LANES)
+        lasts = self.lasts.astype(np.float32)
+        share = own.share.astype(np.float32)
+        table = own.table.ravel()
+        run = loops.compiled_function(_latest)
 
-        edges = [blocks * i // THREADS for i in range(THREADS + 1)]
+        def fill(first: int, last: int) -> None:
+            """Fill some blocks of ``late``."""
+            if first >= last:
+                return
+            run(
+                lasts,
+                self.row,
+                self.slot,
+                self.ends,
+                self.margin,
+                self.start,
+                self.before,
+                self.spare,
+                share,
+                table,
+                own.kind,
+                own.crossing,
+                lanes[first:last],
+                seed + first,
+                first,
+                blocks_of_replica,
+                width,
+                slot_count,
+                late[first:last],
+            )
+
+        bounds = [blocks * part // THREADS for part in range(THREADS + 1)]
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(part, edges[:-1], edges[1:]))
-        late = found.ravel()[: replicas * long].reshape(replicas, long)[:, :count]
-        return self.steady + late.astype(float)
+            list(pool.map(fill, bounds[:-1], bounds[1:]))
+        late_of_replica = late.ravel()[:lane_count].reshape(replica_count, lanes_of_replica)
+        return self.steady + late_of_replica[:, :iterations].astype(float)
 
 
-def _lanes(count: int) -> tuple[int, int]:
-    """(lanes of one replica in a block, lanes of a replica in all)."""
-    width = min(LANES, 1 << (count - 1).bit_length())
-    return width, -(-count // width) * width
+def _lanes(iterations: int) -> tuple[int, int]:
+    """Return how many lanes one replica has in a block, and how many it has in all."""
+    width = min(LANES, 1 << (iterations - 1).bit_length())
+    return width, -(-iterations // width) * width
 
 
-def _latest(  # type: ignore[no-untyped-def]
-    lasts, row, slot, ends, margin, start, before, spare, share, draws, kind, crossing, factors,
-    seed, shared, place, period, width, slots, found,
-):  # fmt: skip
-    late, latest = np.zeros((slots, LANES), np.float32), np.zeros(LANES, np.float32)
-    earlier, none = np.zeros(LANES, np.float32), np.float32(-np.inf)
-    of_kind, same = ROWS * LANES, np.zeros(LANES, np.float32)
-    for block in range(len(found)):
-        top = found[block]
-        top[:] = none
-        earlier[:] = none
+def _latest(  # type: ignore[no-untyped-def] # compiled by numba
+    lasts,
+    row,
+    slot,
+    ends,
+    margin,
+    start,
+    before,
+    spare,
+    share,
+    draws,
+    kind,
+    crossing,
+    factors,
+    seed,
+    first_block,
+    blocks_of_replica,
+    width,
+    slot_count,
+    latest_ends,
+):
+    """Fill ``latest_ends`` [blocks, LANES]: how much later the last iteration ends.
+
+    The arrays of ``Paths`` and ``OwnFactors`` come first.  Then ``factors`` [blocks, rows, LANES]:
+    deviations from 1; of what the first of these blocks draws, and its number among all blocks;
+    how many blocks a replica has, and how many lanes of a block.
+    """
+    never = np.float32(-np.inf)
+    late = np.zeros((slot_count, LANES), np.float32)
+    latest = np.zeros(LANES, np.float32)
+    earlier_end = np.zeros(LANES, np.float32)
+    repeated = np.zeros(LANES, np.float32)
+    draws_of_kind = ROWS * LANES
+    for block in range(len(latest_ends)):
+        last_end = latest_ends[block]
+        last_end[:] = never
+        earlier_end[:] = never
         for node in range(len(lasts)):
-            last, own, to = lasts[node], factors[block, row[node]], late[slot[node]]
-            first, after = start[node], start[node + 1]
-            if after == first + 1:
-                begin = late[before[first]]
+            last = lasts[node]
+            factor = factors[block, row[node]]
+            end = late[slot[node]]
+
+            # when the last of its predecessors ends; one is read in place
+            first_edge = start[node]
+            behind_edges = start[node + 1]
+            if behind_edges == first_edge + 1:
+                begin = late[before[first_edge]]
             else:
                 begin = latest
-                latest[:] = none if after > first else np.float32(0.0)
-                for edge in range(first, after):
-                    other, gap = late[before[edge]], spare[edge]
+                latest[:] = never if behind_edges > first_edge else np.float32(0.0)
+                for edge in range(first_edge, behind_edges):
+                    predecessor = late[before[edge]]
+                    gap = spare[edge]
                     for lane in range(LANES):
-                        x, y = latest[lane], other[lane] - gap
-                        latest[lane] = x if x > y else y
+                        late_by = predecessor[lane] - gap
+                        latest[lane] = latest[lane] if latest[lane] > late_by else late_by
+
+            # its own duration
             part = share[node]
             if part != 0.0:
-                which = (place + block) % period + shared if crossing[node] else seed + block
-                mixed = node * 40503 + which * 30011
+                # replicas meet in one draw of an iteration; each has its own of all other nodes
+                if crossing[node]:
+                    number = (first_block + block) % blocks_of_replica
+                else:
+                    number = seed + block
+                mixed = node * 40503 + number * 30011
                 mixed = (mixed ^ (mixed >> 7)) * 7919
-                pick = kind[node] * of_kind + (mixed ^ (mixed >> 11)) % (of_kind - LANES)
-                drawn = draws[pick : pick + LANES]
-                if crossing[node] and width < LANES:  # the same for all replicas in the block
-                    for replica in range(0, LANES, width):
-                        same[replica : replica + width] = drawn[:width]
-                    drawn = same
+                offset = (mixed ^ (mixed >> 11)) % (draws_of_kind - LANES)
+                position = kind[node] * draws_of_kind + offset
+                drawn = draws[position : position + LANES]
+                # the same for all replicas in the block
+                if crossing[node] and width < LANES:
+                    for lane in range(0, LANES, width):
+                        repeated[lane : lane + width] = drawn[:width]
+                    drawn = repeated
                 for lane in range(LANES):
-                    mine = part * drawn[lane]
-                    to[lane] = begin[lane] + last * (own[lane] + mine + own[lane] * mine)
+                    own = part * drawn[lane]
+                    end[lane] = begin[lane] + last * (factor[lane] + own + factor[lane] * own)
             else:
                 for lane in range(LANES):
-                    to[lane] = begin[lane] + last * own[lane]
+                    end[lane] = begin[lane] + last * factor[lane]
+
+            # whether an iteration ends with it
             if ends[node]:
-                last_of, gap = top if ends[node] == 2 else earlier, margin[node]
+                end_of_iteration = last_end if ends[node] == 2 else earlier_end
+                gap = margin[node]
                 for lane in range(LANES):
-                    x, y = last_of[lane], to[lane] - gap
-                    last_of[lane] = x if x > y else y
+                    x = end_of_iteration[lane]
+                    y = end[lane] - gap
+                    end_of_iteration[lane] = x if x > y else y
         for lane in range(LANES):
-            if earlier[lane] != none:
-                top[lane] -= earlier[lane]
+            if earlier_end[lane] != never:
+                last_end[lane] -= earlier_end[lane]
 
 
 def build(dag: IssueGraph, durations: np.ndarray, classes: int) -> Paths:
-    """Compact form of ``dag``, whose nodes take ``durations`` (ns) in the replay: without points in
-    time that wait for one node only.
+    """Return a compact form of a graph, without points in time that wait for one node only.
+
+    Args:
+        dag: The graph.
+        durations: int64 [nodes] ns that nodes take in the replay.
+        classes: How many classes there are.
     """
     begin, end = timeline.evaluate(dag, durations)
-    counts, nodes = np.diff(dag.start), np.arange(len(dag))
-    point = (dag.kind == JOIN) & (counts == 1)
-    stands_for = nodes.copy()
-    stands_for[point] = dag.before[dag.start[:-1][point]]
-    while (further := stands_for[stands_for] != stands_for).any():
-        stands_for[further] = stands_for[stands_for[further]]
-    place = np.empty(len(dag), dtype=np.int64)
-    place[dag.order] = nodes
-    order = nodes[~point][np.lexsort((place[~point], begin[~point]))]
-    counts = counts[order]
-    start = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-    edges = np.repeat(dag.start[order] - start[:-1], counts) + np.arange(start[-1])
-    before, reader = stands_for[dag.before[edges]], np.repeat(order, counts)
+    edge_counts = np.diff(dag.start)
+    nodes = np.arange(len(dag))
+    is_point = (dag.kind == JOIN) & (edge_counts == 1)
+    stands_for = _stands_for(dag, is_point)
+
+    # by time; nodes of one time in the order of the graph
+    position = np.empty(len(dag), dtype=np.int64)
+    position[dag.order] = nodes
+    order = nodes[~is_point][np.lexsort((position[~is_point], begin[~is_point]))]
+
+    # edges, in that order
+    edge_counts = edge_counts[order]
+    start = np.concatenate(([0], np.cumsum(edge_counts))).astype(np.int64)
+    edges = np.repeat(dag.start[order] - start[:-1], edge_counts) + np.arange(start[-1])
+    before = stands_for[dag.before[edges]]
+    reader = np.repeat(order, edge_counts)
     slot = np.array(_slots(order.tolist(), start.tolist(), before.tolist()))
-    # which nodes nothing of their own iteration waits for, of the last two
-    back = int(dag.iteration.max(initial=0)) - dag.iteration
-    within = before[dag.iteration[before] == dag.iteration[reader]]
-    ends = np.where(np.isin(order, within) | (back[order] > 1), 0, 2 - back[order])
-    until = [int(end[order[ends == which]].max(initial=0)) for which in (0, 1, 2)]
+
+    # of the last two iterations, the nodes that nothing of their own iteration waits for
+    iterations_back = int(dag.iteration.max(initial=0)) - dag.iteration
+    awaited_within = before[dag.iteration[before] == dag.iteration[reader]]
+    is_no_end = np.isin(order, awaited_within) | (iterations_back[order] > 1)
+    ends = np.where(is_no_end, 0, 2 - iterations_back[order])
+    last_end = [int(end[order[ends == which]].max(initial=0)) for which in (0, 1, 2)]
+
     owner = dag.owner[order].astype(np.int64)
+    row_of_owner = owner + (classes + 1) * (dag.kind[order] >= LEAD)
     return Paths(
         lasts=durations[order].astype(np.float64),
-        row=np.where(owner < 0, classes, owner + (classes + 1) * (dag.kind[order] >= LEAD)),
+        row=np.where(owner < 0, classes, row_of_owner),
         node=order,
         slot=slot[order],
         start=start,
         before=slot[before],
         spare=(begin[reader] - end[before]).astype(np.float32),
         ends=ends.astype(np.uint8),
-        margin=(np.array(until)[ends] - end[order]).astype(np.float32),
-        steady=until[2] - until[1],
+        margin=(np.array(last_end)[ends] - end[order]).astype(np.float32),
+        steady=last_end[2] - last_end[1],
     )
 
 
+def _stands_for(dag: IssueGraph, is_point: np.ndarray) -> np.ndarray:
+    """Return the node that each node stands for: itself, or the one that a point waits for."""
+    stands_for = np.arange(len(dag))
+    stands_for[is_point] = dag.before[dag.start[:-1][is_point]]
+    # points that wait for points
+    while True:
+        further = stands_for[stands_for] != stands_for
+        if not further.any():
+            return stands_for
+        stands_for[further] = stands_for[stands_for[further]]
+
+
 def _slots(order: list[int], start: list[int], before: list[int]) -> list[int]:
-    """Of every node where its end is kept, until the last node that reads it."""
-    last = dict(zip(before, np.repeat(np.arange(len(order)), np.diff(start)).tolist(), strict=True))
-    free, slot, most = list[int](), [0] * (1 + max(order, default=0)), 0
-    for i, node in enumerate(order):
+    """Return where each node's end is kept, until the last node that reads it."""
+    reader_of_edge = np.repeat(np.arange(len(order)), np.diff(start)).tolist()
+    last_reader = dict(zip(before, reader_of_edge, strict=True))
+    free: list[int] = []
+    slot = [0] * (1 + max(order, default=0))
+    slot_count = 0
+    for place, node in enumerate(order):
         if not free:
-            free, most = [most], most + 1
+            free.append(slot_count)
+            slot_count += 1
         slot[node] = free.pop()
-        free += [slot[p] for p in {*before[start[i] : start[i + 1]]} if last[p] == i]
-        if node not in last:
+        predecessors = {*before[start[place] : start[place + 1]]}
+        free += [slot[read] for read in predecessors if last_reader[read] == place]
+        if node not in last_reader:
             free.append(slot[node])
     return slot
 
 
 _AT_ONCE = 1 << 16  # draws whose factors are kept at a time
-# streams beside the replicas'
-_NETWORK, _TABLE, _HOSTS = ((1 << 40) + i for i in range(1, 4))
+# numbers of random streams beside the replicas'
+_NETWORK = (1 << 40) + 1
+_TABLE = (1 << 40) + 2
+_HOSTS = (1 << 40) + 3
+_SEED_OF_REPLICA = 1_000_003  # times the number of a replica
 _Curve = tuple[np.ndarray, np.ndarray]  # standard normal scores, values
+# kinds of own factors; those of sampled calls follow
+_CALL = 0
+_SEGMENT = 1
+_FIRST_SAMPLED = 2
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Draws of own factors, kept for the next call: a million of each shape.
+
+    Attributes:
+        shapes: The distributions.
+        deviations: float32 [shapes * ROWS, LANES], from 1.
+    """
+
+    shapes: tuple[Distribution, ...] | None
+    deviations: np.ndarray
 
 
 class Sampler:
     """Draws iterations.  The same seed gives the same draws.
 
-    timeline : of one or more iterations; of two, an iteration follows another one
-    replicas : independent copies of the model
-    members  : ranks of each class in one of them
-    calls    : distributions of calls that were sampled; the others have the Variability's
+    Attributes:
+        timeline: Of one or more iterations; of two, an iteration follows another one.
+        graph: Its world.
+        seed: Of the draws.
+        calls: Distributions of calls that were sampled; the others have the Variability's.
+        replicas: Independent copies of the model.
+        members: Ranks of each class in one of them.
     """
 
     def __init__(
@@ -258,24 +408,37 @@ class Sampler:
         seed: int = 0,
         calls: CallSpread | None = None,
     ) -> None:
-        self.timeline, self.graph, self.seed = timeline, timeline.graph, seed
+        self.timeline = timeline
+        self.graph = timeline.graph
+        self.seed = seed
         self.calls = calls
-        self.replicas, self._together, self.members = replicas(self.graph)
-        self._table: tuple[Any, np.ndarray] = (None, np.zeros((ROWS, LANES), np.float32))
+        copies = replicas(self.graph)
+        self.replicas = copies.count
+        self.members = copies.members
+        self._ranks_of_stage = copies.ranks_of_stage
+        self._table = _Table(None, np.zeros((ROWS, LANES), np.float32))
         self.paths = build(timeline.dag, timeline.durations, len(self.members))
-        meets = self.paths.row == len(self.members)
-        calls_of = timeline.dag.op[self.paths.node[meets]]
-        self.kind = np.where(meets, 0, 1)  # place of a node's distribution in ``shapes``
+
+        # each node's distribution: place in ``shapes``
+        is_meeting = self.paths.row == len(self.members)
+        call_of_meeting = timeline.dag.op[self.paths.node[is_meeting]]
+        self.kind = np.where(is_meeting, _CALL, _SEGMENT)
         if calls is not None:
-            self.kind[meets] = np.where(calls.kind >= 0, calls.kind + 2, 0)[calls_of]
+            kind_of_call = np.where(calls.kind >= 0, calls.kind + _FIRST_SAMPLED, _CALL)
+            self.kind[is_meeting] = kind_of_call[call_of_meeting]
         # meetings of groups that have members in several replicas
-        self.crossing = np.zeros(len(meets), dtype=bool)
-        self.crossing[meets] = self.graph.calls_where(self._crosses)[calls_of]
+        self.crossing = np.zeros(len(is_meeting), dtype=bool)
+        self.crossing[is_meeting] = self.graph.calls_where(self._crosses)[call_of_meeting]
 
     @property
     def hosted(self) -> bool:
         """Whether the host's time is apart for any class."""
-        return bool((self.paths.row > len(self.members)).any())
+        return bool(self._is_host.any())
+
+    @property
+    def _is_host(self) -> np.ndarray:
+        """Whether each node is the time of a host."""
+        return self.paths.row > len(self.members)
 
     def draw(
         self,
@@ -286,81 +449,100 @@ class Sampler:
         replicas: range | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> np.ndarray:
-        """ns, float64 [count, replicas]: how long each replica takes in each iteration; every
-        iteration is one of another cluster.
+        """Draw how long each replica takes in each iteration.
 
-        slow     : class -> how many times as long one of its ranks in each replica computes
-        replicas : which of them; default all, and there may be more than the world has
+        Args:
+            spread: How much durations vary.
+            count: Iterations, each of another cluster.
+            slow: Class -> how many times as long one of its ranks in each replica computes.
+            replicas: Which of them; default all, and there may be more than the world has.
+            progress: Is told how many draws are done.
+
+        Returns:
+            float64 [count, replicas] ns.
         """
-        rank, host = spread.curve("gpu", "step"), spread.curve("host")
-        which = range(self.replicas) if replicas is None else replicas
+        rank_curve = spread.curve("gpu", "step")
+        host_curve = spread.curve("host")
+        drawn_replicas = range(self.replicas) if replicas is None else replicas
         rng = np.random.default_rng([self.seed, _NETWORK])
         network = np.interp(rng.standard_normal(count), *spread.curve("network"))
-        table, shares = self._tables(spread)
-        found, classes = np.empty((count, len(which))), len(self.members)
-        together = max(1, _AT_ONCE // max(1, count))
-        for first in range(0, len(which), together):
-            part = which[first : first + together]
-            factors = np.empty((2 * classes + 1, len(part), count))
+        own = self._own_factors(spread)
+        class_count = len(self.members)
+        times = np.empty((count, len(drawn_replicas)))
+        replicas_at_once = max(1, _AT_ONCE // max(1, count))
+        for first in range(0, len(drawn_replicas), replicas_at_once):
+            part = drawn_replicas[first : first + replicas_at_once]
+            factors = np.empty((2 * class_count + 1, len(part), count))
             for place, replica in enumerate(part):
-                factors[:classes, place] = self._computing(rank, count, replica, slow or {})
-                factors[classes + 1 :, place] = self._issuing(host, count, replica)
-                factors[classes, place] = network
-            seeds = part[0] * 1_000_003, 0
-            times = self.paths.longest(factors, shares, table, self.kind, self.crossing, seeds)
-            found[:, first : first + len(part)] = times.T
+                computing = self._computing(rank_curve, count, replica, slow or {})
+                factors[:class_count, place] = computing
+                factors[class_count, place] = network
+                factors[class_count + 1 :, place] = self._issuing(host_curve, count, replica)
+            times_of_part = self.paths.longest(factors, own, part[0] * _SEED_OF_REPLICA)
+            times[:, first : first + len(part)] = times_of_part.T
             if progress is not None:
                 progress(len(part) * count)
-        return found
+        return times
 
     def _computing(
         self, curve: _Curve, count: int, replica: int, slow: Mapping[int, float]
     ) -> np.ndarray:
-        """float64 [classes, count]: the slowest member's factor."""
-        found = np.zeros((len(self.members), count))
+        """Draw the factor of each class's slowest member: float64 [classes, count]."""
+        factors = np.zeros((len(self.members), count))
         for index, members in enumerate(self.members):
             rng = np.random.default_rng([self.seed, replica, index])
+            others = members
             if index in slow:
-                found[index] = slow[index] * np.interp(largest(rng, 1, (count,)), *curve)
-                members -= 1
-            if members:
-                rest = np.interp(largest(rng, members, (count,)), *curve)
-                np.maximum(found[index], rest, out=found[index])
-        return found
+                factors[index] = slow[index] * np.interp(largest(rng, 1, (count,)), *curve)
+                others -= 1
+            if others:
+                slowest = np.interp(largest(rng, others, (count,)), *curve)
+                np.maximum(factors[index], slowest, out=factors[index])
+        return factors
 
     def _issuing(self, curve: _Curve, count: int, replica: int) -> np.ndarray:
-        """float64 [classes, count]: the factor of the slowest member's host."""
-        found = np.ones((len(self.members), count))
-        for index, members in enumerate(self.members if self.hosted and np.ptp(curve[1]) else ()):
+        """Draw the factor of the host of each class's slowest member: float64 [classes, count]."""
+        factors = np.ones((len(self.members), count))
+        # no host is apart, or none varies
+        if not self.hosted or not np.ptp(curve[1]):
+            return factors
+        for index, members in enumerate(self.members):
             rng = np.random.default_rng([self.seed, _HOSTS, replica, index])
-            found[index] = np.interp(largest(rng, members, (count,)), *curve)
-        return found
+            factors[index] = np.interp(largest(rng, members, (count,)), *curve)
+        return factors
 
-    def _tables(self, spread: Variability) -> tuple[np.ndarray, np.ndarray]:
-        """(deviations of own factors from 1, how much of them counts)."""
+    def _own_factors(self, spread: Variability) -> OwnFactors:
+        """Draw factors of single nodes."""
         shapes = self.shapes(spread)
-        vary = np.array([float(np.ptp(one.at(np.array([-8.0, 8.0])))) > 0 for one in shapes])
-        if self._table[0] != shapes:  # a million draws each: kept for the next call
+        ends = np.array([-8.0, 8.0])  # scores beyond which nothing is drawn
+        varies = np.array([float(np.ptp(shape.at(ends))) > 0 for shape in shapes])
+        if self._table.shapes != shapes:
             rng = np.random.default_rng([self.seed, _TABLE])
-            parts = [
-                one.at(rng.standard_normal((ROWS, LANES))) if any_ else np.ones((ROWS, LANES))
-                for one, any_ in zip(shapes, vary.tolist(), strict=True)
-            ]
-            self._table = shapes, (np.concatenate(parts) - 1).astype(np.float32)
-        own = np.where(self.kind > 1, spread.calls_by, 1.0) * vary[self.kind]
-        hosts = self.paths.row > len(self.members)  # they vary as a whole
-        return self._table[1], own * ((self.paths.lasts > 0) & ~hosts)
+            factors: list[np.ndarray] = []
+            for shape, shape_varies in zip(shapes, varies.tolist(), strict=True):
+                if shape_varies:
+                    factors.append(shape.at(rng.standard_normal((ROWS, LANES))))
+                else:
+                    factors.append(np.ones((ROWS, LANES)))
+            deviations = (np.concatenate(factors) - 1).astype(np.float32)
+            self._table = _Table(shapes, deviations)
+        weight = np.where(self.kind >= _FIRST_SAMPLED, spread.calls_by, 1.0) * varies[self.kind]
+        # hosts vary as a whole
+        share = weight * ((self.paths.lasts > 0) & ~self._is_host)
+        return OwnFactors(share, self._table.deviations, self.kind, self.crossing)
 
     def shapes(self, spread: Variability) -> tuple[Distribution, ...]:
-        """Distributions of own factors: of calls, of segments, of each kind of sampled calls."""
+        """Return distributions of own factors: calls, segments, each kind of sampled calls."""
         sampled = () if self.calls is None else self.calls.shapes
         return (spread.of("call"), spread.of("segment"), *sampled)
 
     def _crosses(self, kind: CallKind) -> bool:
-        """Whether a group has members in several replicas."""
+        """Tell whether a group has members in several replicas."""
         if kind.is_pair or self.replicas == 1:
             return False
         world = self.graph.programs.world
-        tp, cp, dp = (np.asarray(world._along(axis, kind.ranks)) for axis in ("tp", "cp", "dp"))
-        places = (tp + world.tp * (cp + world.cp * dp)) // self._together
-        return bool(np.ptp(places) > 0)
+        tp = np.asarray(world._along("tp", kind.ranks))
+        cp = np.asarray(world._along("cp", kind.ranks))
+        dp = np.asarray(world._along("dp", kind.ranks))
+        replica_of_rank = (tp + world.tp * (cp + world.cp * dp)) // self._ranks_of_stage
+        return bool(np.ptp(replica_of_rank) > 0)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,13 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import format_percent
-from megatron_prism.features.predict.distributions import FEWEST, Distribution, fit, probabilities
+from megatron_prism.features.predict.distributions import (
+    FEWEST,
+    KINDS,
+    Distribution,
+    fit,
+    probabilities,
+)
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay.costs import Prices, machine
 from megatron_prism.replay.costs.collectives import stored
@@ -38,9 +44,10 @@ Cell = tuple[str, int, int]  # collective, ranks, of them per node
 class CallSpread:
     """Which distribution the factor of each call has.
 
-    kind   : int64 [matched calls], index into ``shapes``; -1: nothing was sampled
-    shapes : distributions of the factor, median 1
-    source : in words
+    Attributes:
+        kind: int64 [matched calls], index into ``shapes``; -1: nothing was sampled.
+        shapes: Distributions of the factor, median 1.
+        source: In words.
     """
 
     kind: np.ndarray
@@ -48,86 +55,130 @@ class CallSpread:
     source: str
 
 
+@dataclass(frozen=True)
+class _MeasuredCall:
+    """A call whose price was measured.
+
+    Attributes:
+        call: Number of the matched call.
+        cell: As ``costs.prices`` looked it up.
+        num_bytes: Of its message.
+    """
+
+    call: int
+    cell: Cell
+    num_bytes: int
+
+
 def call_spread(
     graph: WorldGraph, prices: Prices, machine: Machine, path: str | os.PathLike[str]
 ) -> CallSpread | None:
-    """The spreads that the calibration ``path`` knows; None if it kept no samples, or of no call
-    of this world.
+    """Return the spreads that a calibration knows of the calls of a world.
 
-    UsageError for samples that are none, PrismError for cells of fewer than five, or with times
-    that are not above 0.
+    Args:
+        graph: The world.
+        prices: Of its calls.
+        machine: On which they were priced.
+        path: The calibration.
+
+    Returns:
+        None if the calibration kept no samples, or of no call of this world.
+
+    Raises:
+        UsageError: The file has samples that are none.
+        PrismError: A cell has fewer than five samples, or times that are not above 0.
     """
-    cells = defaultdict[Cell, dict[int, Sequence[float]]](dict)  # by message bytes, in ns
-    for row in stored(path).collectives:  # the file has been read as a calibration before
+    # cell -> bytes of a message -> samples in ns; the file has been read as a calibration before
+    samples_of_cell: dict[Cell, dict[int, Sequence[float]]] = defaultdict(dict)
+    for row in stored(path).collectives:
         if row.samples is not None:
-            cells[row.op, row.ranks, row.of_node][row.bytes] = row.samples
-    used: dict[tuple[Cell, int], int] = {}
+            samples_of_cell[row.op, row.ranks, row.of_node][row.bytes] = row.samples
+    if not samples_of_cell:
+        return None
+
+    shape_of_size: dict[tuple[Cell, int], int] = {}
     shapes: list[Distribution] = []
     kind = np.full(len(graph.matched_calls), -1, dtype=np.int64)
-    for place, cell, size in _calls(graph, prices, machine) if cells else ():
-        known = cells.get(cell)
-        if not known:
+    for measured in _measured_calls(graph, prices, machine):
+        samples = samples_of_cell.get(measured.cell)
+        if not samples:
             continue
-        nearest = min(known, key=lambda num_bytes: abs(math.log(num_bytes / max(1, size))))
-        key = cell, nearest
-        if key not in used:
-            used[key] = len(shapes)
-            what = f"{cell[0]} of {nearest:,} bytes among {cell[1]}"
-            shapes.append(_of_median_1(fit(known[nearest], what, _ENOUGH_SAMPLES)))
-        kind[place] = used[key]
+        size = _nearest(samples, measured.num_bytes)
+        key = (measured.cell, size)
+        if key not in shape_of_size:
+            shape_of_size[key] = len(shapes)
+            name, ranks, _ = measured.cell
+            text = f"{name} of {size:,} bytes among {ranks}"
+            shapes.append(_of_median_1(fit(samples[size], text, _ENOUGH_SAMPLES)))
+        kind[measured.call] = shape_of_size[key]
     if not shapes:
         return None
-    return CallSpread(kind, tuple(shapes), _said(kind, shapes, prices))
+    return CallSpread(kind, tuple(shapes), _source_of_calls(kind, shapes, prices))
 
 
-def _of_median_1(one: Distribution) -> Distribution:
-    """The same distribution over its own median."""
-    middle = float(one.at(np.zeros(1))[0])
-    numbers = one.numbers
-    if one.kind == "lognormal":
-        numbers = (0.0, numbers[1])
-    elif one.kind == "gamma":
-        numbers = (numbers[0], numbers[1] / middle)
-    else:
-        numbers = tuple(number / middle for number in numbers)
-    return dataclasses.replace(one, numbers=numbers)
+def _nearest(sizes: Iterable[int], num_bytes: int) -> int:
+    """Return the size whose ratio to a size is nearest to 1."""
+    return min(sizes, key=lambda size: abs(math.log(size / max(1, num_bytes))))
 
 
-def _calls(graph: WorldGraph, prices: Prices, machine: Machine) -> list[tuple[int, Cell, int]]:
-    """(matched call, cell, message bytes) of every call whose price was measured, the cell as
-    ``costs.prices`` looked it up.
-    """
-    measured = np.array([source.startswith(_MEASURED) for source in prices.sources])
-    chosen = np.flatnonzero(measured[prices.collective_source] & (prices.collective_ns > 0))
-    calls, entries = graph.call_kinds, graph.matched_calls.start[chosen]
-    cells = []
-    for kind in calls.kinds:
-        shape, name = shape_of(kind, machine), "send" if kind.is_pair else kind.name
-        cells.append(("exchange" if kind.exchange else name, shape.size, shape.per_node))
-    each = zip(chosen.tolist(), calls.of[entries].tolist(), calls.num_bytes[entries].tolist(),
-               strict=True)  # fmt: skip
-    return [(call, cells[kind], size) for call, kind, size in each]
+def _of_median_1(shape: Distribution) -> Distribution:
+    """Return the same distribution over its own median."""
+    if shape.kind == "lognormal":
+        return dataclasses.replace(shape, numbers=(0.0, shape.numbers[1]))
+    median = float(shape.at(np.zeros(1))[0])
+    if shape.kind == "gamma":
+        numbers = (shape.numbers[0], shape.numbers[1] / median)
+        return dataclasses.replace(shape, numbers=numbers)
+    return dataclasses.replace(shape, numbers=tuple(number / median for number in shape.numbers))
 
 
-def _said(kind: np.ndarray, shapes: Sequence[Distribution], prices: Prices) -> str:
-    """What draws of calls rest on."""
-    total = max(1, int(prices.collective_ns.sum()))
-    share = int(prices.collective_ns[kind >= 0].sum()) / total
-    few, many = min(one.samples for one in shapes), max(one.samples for one in shapes)
-    each = f"{few}" if few == many else f"{few} to {many}"
-    kinds = ", ".join(
-        f"{count} {name}"
-        for name in ("normal", "gamma", "lognormal", "empirical")
-        if (count := sum(one.kind == name for one in shapes))
-    )
-    widest = max(shapes, key=lambda one: one.spread)
-    said = (
+def _measured_calls(graph: WorldGraph, prices: Prices, machine: Machine) -> list[_MeasuredCall]:
+    """Return the calls whose price was measured."""
+    is_measured = np.array([source.startswith(_MEASURED) for source in prices.sources])
+    takes_time = prices.collective_ns > 0
+    chosen = np.flatnonzero(is_measured[prices.collective_source] & takes_time)
+    call_kinds = graph.call_kinds
+    cells: list[Cell] = []
+    for kind in call_kinds.kinds:
+        shape = shape_of(kind, machine)
+        name = "send" if kind.is_pair else kind.name
+        if kind.exchange:
+            name = "exchange"
+        cells.append((name, shape.size, shape.per_node))
+
+    # a call has the kind and the size of its first member's
+    first_entries = graph.matched_calls.start[chosen]
+    kinds = call_kinds.of[first_entries].tolist()
+    sizes = call_kinds.num_bytes[first_entries].tolist()
+    measured: list[_MeasuredCall] = []
+    for call, kind_number, size in zip(chosen.tolist(), kinds, sizes, strict=True):
+        measured.append(_MeasuredCall(call, cells[kind_number], size))
+    return measured
+
+
+def _source_of_calls(kind: np.ndarray, shapes: Sequence[Distribution], prices: Prices) -> str:
+    """Say what draws of calls rest on."""
+    total_ns = max(1, int(prices.collective_ns.sum()))
+    share = int(prices.collective_ns[kind >= 0].sum()) / total_ns
+    counts = [shape.samples for shape in shapes]
+    fewest, most = min(counts), max(counts)
+    samples = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    kinds: list[str] = []
+    for name in KINDS:
+        count = sum(shape.kind == name for shape in shapes)
+        if count:
+            kinds.append(f"{count} {name}")
+    largest_distance = max(shape.distance for shape in shapes)
+    largest_spread = max(shape.spread for shape in shapes)
+    text = (
         f"samples of the calibration for {100 * share:.0f} % of the calls' time: {len(shapes)} "
-        f"cells of {each} samples ({kinds}; KS at most {max(o.distance for o in shapes):.2f}; "
-        f"spreads up to {format_percent(widest.spread)})"
+        f"cells of {samples} samples ({', '.join(kinds)}; KS at most {largest_distance:.2f}; "
+        f"spreads up to {format_percent(largest_spread)})"
     )
-    wide = sum("widened" in one.note for one in shapes)
-    return f"{said}; {wide} that no candidate fits, widened" if wide else said
+    widened = sum("widened" in shape.note for shape in shapes)
+    if widened:
+        text += f"; {widened} that no candidate fits, widened"
+    return text
 
 
 FOLDER = Path(__file__).with_name("variability")
@@ -139,20 +190,27 @@ _Slow = tuple[  # chance, factor
 _STEPS = 4001  # of the table of a product's quantiles
 
 
+_MAX_SCORE = 3.5  # of samples that stand for a distribution: beyond it lies a draw of 4,000
+_STAND_INS = 1000  # such samples
+
+
 @dataclass(frozen=True)
 class Variability:
     """Spreads.
 
-    gpu     : between GPUs (spatial): a rank computes slower or faster for the whole run
-    step    : of a rank from iteration to iteration (temporal)
-    call    : of a call; one draw for all that take part (shared)
-    network : of all calls of an iteration together, a regime (shared)
-    segment : of single compute segments
-    host    : of a rank's host from iteration to iteration, where slices know its time
-    slow_gpu, slow_network : (chance, factor) of a GPU (for the whole run) or the network (for an
-              iteration) to be that much slower on top
-    shapes  : part -> its distribution, where samples say more than a spread
-    calls_by : how much of the deviation of calls counts that were sampled one by one
+    Attributes:
+        name: Of the spreads.
+        gpu: Between GPUs (spatial): a rank computes slower or faster for the whole run.
+        step: Of a rank from iteration to iteration (temporal).
+        call: Of a call; one draw for all that take part (shared).
+        network: Of all calls of an iteration together, a regime (shared).
+        source: Where they are from.
+        segment: Of single compute segments.
+        host: Of a rank's host from iteration to iteration, where slices know its time.
+        slow_gpu: (chance, factor) of a GPU, for the whole run, to be that much slower on top.
+        slow_network: The same of the network, for an iteration.
+        shapes: Part -> its distribution, where samples say more than a spread.
+        calls_by: How much of the deviation of calls counts that were sampled one by one.
     """
 
     name: str
@@ -169,75 +227,96 @@ class Variability:
     calls_by: float = 1.0
 
     def of(self, part: str) -> Distribution:
-        """The distribution of the factor of one of PARTS."""
-        given = self.shapes.get(part)
-        return given or Distribution("lognormal", (0.0, getattr(self, part)))
+        """Return the distribution of the factor of one of PARTS."""
+        shape = self.shapes.get(part)
+        if shape is not None:
+            return shape
+        return Distribution("lognormal", (0.0, getattr(self, part)))
 
     def scaled(self, part: str, factor: float) -> Variability:
-        """The same, with ``factor`` times the spread of one of PARTS about its median."""
-        one = self.of(part)
-        if one.kind == "lognormal":
-            numbers = (one.numbers[0], factor * one.numbers[1])
-            shape = dataclasses.replace(one, numbers=numbers)
+        """Return the same, with ``factor`` times the spread of one of PARTS about its median."""
+        shape = self.of(part)
+        if shape.kind == "lognormal":
+            numbers: tuple[float, ...] = (shape.numbers[0], factor * shape.numbers[1])
+            scaled_shape = dataclasses.replace(shape, numbers=numbers)
         else:
-            middle, values = one.at(np.zeros(1)), one.at(np.linspace(-3.5, 3.5, 2001))
-            weights = probabilities(np.linspace(-3.5, 3.5, 2001))
-            even = np.interp((np.arange(1000) + 0.5) / 1000, weights, values)
-            numbers = tuple((middle + factor * (even - middle)).tolist())
-            shape = Distribution("empirical", numbers)
-        shapes = {**self.shapes, part: shape}
-        more = {part: factor * getattr(self, part)}
+            median = shape.at(np.zeros(1))
+            scores = np.linspace(-_MAX_SCORE, _MAX_SCORE, 2001)
+            chances = (np.arange(_STAND_INS) + 0.5) / _STAND_INS
+            values = np.interp(chances, probabilities(scores), shape.at(scores))
+            numbers = tuple((median + factor * (values - median)).tolist())
+            scaled_shape = Distribution("empirical", numbers)
+        changes = {part: factor * getattr(self, part)}
         if part == "call":
-            more["calls_by"] = factor * self.calls_by
-        return dataclasses.replace(self, shapes=shapes, **more)
+            changes["calls_by"] = factor * self.calls_by
+        return dataclasses.replace(self, shapes={**self.shapes, part: scaled_shape}, **changes)
 
     def curve(self, *parts: str) -> tuple[np.ndarray, np.ndarray]:
-        """(standard normal scores, values) of the product of these parts' factors; ``slow_gpu``
-        goes with ``gpu``, ``slow_network`` with ``network``.
+        """Return the distribution of the product of these parts' factors.
+
+        ``slow_gpu`` goes with ``gpu``, ``slow_network`` with ``network``.
+
+        Returns:
+            Standard normal scores, and the values there.
         """
-        chances = [getattr(self, f"slow_{part}") for part in parts if part in ("gpu", "network")]
-        scores = np.linspace(-8, 8, _STEPS)
-        if all(self.of(part).kind == "lognormal" for part in parts) and not any(
-            chance for chance, _ in chances
-        ):
-            numbers = np.array([self.of(part).numbers for part in parts])
-            return scores, np.exp(numbers[:, 0].sum() + math.hypot(*numbers[:, 1]) * scores)
-        values = self.of(parts[0]).at(scores)
-        for part in parts[1:]:
-            values = _product(scores, values, self.of(part).at(scores))
-        for chance, factor in chances:
+        shapes = [self.of(part) for part in parts]
+        slowdowns = [getattr(self, f"slow_{part}") for part in parts if part in _MAY_BE_SLOW]
+        has_slowdown = any(chance for chance, _ in slowdowns)
+        scores = np.linspace(-_LARGEST_SCORE, _LARGEST_SCORE, _STEPS)
+
+        # the product of lognormal factors is one
+        if all(shape.kind == "lognormal" for shape in shapes) and not has_slowdown:
+            numbers = np.array([shape.numbers for shape in shapes])
+            spread = math.hypot(*numbers[:, 1])
+            return scores, np.exp(numbers[:, 0].sum() + spread * scores)
+        values = shapes[0].at(scores)
+        for shape in shapes[1:]:
+            values = _product(scores, values, shape.at(scores))
+        for chance, factor in slowdowns:
             values = _mixed(scores, values, chance, factor)
         return scores, values
 
 
-def _product(scores: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Values at ``scores`` of the product of two independent factors, given theirs."""
+_MAY_BE_SLOW = ("gpu", "network")
+_LARGEST_SCORE = 8
+
+
+def _product(scores: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return values at ``scores`` of the product of two independent factors, given theirs."""
     weights = np.diff(probabilities(scores), prepend=0.0)
-    used = np.flatnonzero(weights > 1e-18)
-    grid = np.geomspace(one[0] * other[0], one[-1] * other[-1], _STEPS)
+    likely = np.flatnonzero(weights > 1e-18)
+    grid = np.geomspace(left[0] * right[0], left[-1] * right[-1], _STEPS)
+
+    # sum over slices of the right factor, each of which stands for its middle
     chance = np.zeros(_STEPS)
-    width = max(1, len(used) // 400)
-    for i in used[::width].tolist():
-        weight, value = weights[i : i + width].sum(), other[min(i + width // 2, used[-1])]
-        chance += weight * probabilities(np.interp(grid / value, one, scores))
-    found: np.ndarray = np.interp(probabilities(scores), chance / chance[-1], grid)
-    return found
+    width = max(1, len(likely) // 400)
+    for first in likely[::width].tolist():
+        weight = weights[first : first + width].sum()
+        value = right[min(first + width // 2, likely[-1])]
+        chance += weight * probabilities(np.interp(grid / value, left, scores))
+    values: np.ndarray = np.interp(probabilities(scores), chance / chance[-1], grid)
+    return values
 
 
 def _mixed(scores: np.ndarray, values: np.ndarray, chance: float, factor: float) -> np.ndarray:
-    """Values at ``scores`` if with ``chance`` they are ``factor`` times as large."""
+    """Return values at ``scores`` if with ``chance`` they are ``factor`` times as large."""
     if not chance:
         return values
-    low, high = min(values[0], factor * values[0]), max(values[-1], factor * values[-1])
+    low = min(values[0], factor * values[0])
+    high = max(values[-1], factor * values[-1])
     grid = np.geomspace(low, high, 4 * _STEPS)
     below = (1 - chance) * probabilities(np.interp(grid, values, scores))
     below += chance * probabilities(np.interp(grid / factor, values, scores))
-    found: np.ndarray = np.interp(probabilities(scores), below, grid)
-    return found
+    mixed: np.ndarray = np.interp(probabilities(scores), below, grid)
+    return mixed
 
 
 def read_variability(name: str | os.PathLike[str]) -> Variability:
-    """The spreads of that name or in that file.  UsageError says what is wrong with them."""
+    """Read the spreads of that name or in that file.
+
+    Raises:
+        UsageError: Says what is wrong with them.
+    """
     return machine.read(name, FOLDER, "a file of spreads", Variability)
 
 
@@ -248,145 +327,203 @@ _RANKS = 5  # of the same ops: fewer say nothing of the spread between GPUs
 
 
 def is_timed(programs: Programs) -> bool:
-    """Whether the slices have the times of enough iterations to fit anything to."""
-    return sum(len(one.samples) for one in programs.programs if len(one.samples) > 1) >= FEWEST
+    """Tell whether the slices have the times of enough iterations to fit anything to."""
+    return _iterations(_timed(programs)) >= FEWEST
+
+
+def _timed(programs: Programs) -> list[Program]:
+    """Return the programs of ranks with two timed iterations and more."""
+    return [program for program in programs.programs if len(program.samples) > 1]
+
+
+def _iterations(timed: Iterable[Program]) -> int:
+    return sum(len(program.samples) for program in timed)
 
 
 def fitted(programs: Programs, other: Variability) -> Variability:
-    """``other``, with what the slices' samples say instead.
+    """Return spreads as the slices' samples say, and others where the samples say nothing.
 
-    PrismError if no slice has two timed iterations, or if there are samples that cannot be.
+    Args:
+        programs: With samples.
+        other: The other spreads.
+
+    Raises:
+        PrismError: No slice has two timed iterations, or there are samples that cannot be.
     """
-    timed = [one for one in programs.programs if len(one.samples) > 1]
-    if not timed:
-        what = "the slices hold no repeated times (iterations on a GPU or the cpu tier are timed)"
-        fix = "--variability public, or capture more iterations: --train-iters 14"
-        raise PrismError(what, fix=fix)
-    for one in timed:
-        if (one.samples < 0).any() or not one.samples.sum(axis=1).all():
-            what = f"rank {one.rank} has an iteration of no time, or a negative one"
-            raise PrismError(what, fix="capture that rank again")
+    timed = _timed(programs)
+    _check_timed(timed)
     shapes: dict[str, Distribution] = {}
-    found = [_of_device(one) for one in timed]
-    own = [one for one in found if one.share >= _WAITS]
-    enough = sum(len(one.samples) for one in own) >= FEWEST
-    if enough or len(own) == len(found):  # that there are too few iterations is said below
-        factors = np.concatenate([_steps(one) for one in own])
-        shapes["step"] = _centred(fit(factors, "an iteration's factor", _ENOUGH_ITERATIONS))
-        parts = [_segments(one) for one in own]
-        shapes["segment"] = _centred(fit(np.concatenate(parts), "a segment's factor"))
-    gpu, how = _between(programs, own, other)
-    hosts = [_widened(one.hosts / one.hosts.mean(), len(one.hosts))
-             for one in timed if len(one.hosts) > 1 and one.hosts.all()]  # fmt: skip
-    if sum(map(len, hosts)) >= FEWEST:
-        shapes["host"] = _centred(fit(np.concatenate(hosts), "a host's factor", _ENOUGH_ITERATIONS))
-    from_other = "calls and network" if "step" in shapes else "device, calls and network"
-    said = (
-        f"fitted to {sum(len(one.samples) for one in timed)} timed iterations of {len(timed)} "
-        f"ranks ({'; '.join(f'{part}: {shape}' for part, shape in shapes.items())}; gpu: {how}); "
-        f"{from_other}: {other.name}"
+    devices = [_device(program) for program in timed]
+    own = [device for device in devices if device.share >= _WAITS]
+    has_enough = _iterations(device.program for device in own) >= FEWEST
+    # where no device waits for its host, fitting says itself that there are too few iterations
+    if has_enough or len(own) == len(devices):
+        steps = np.concatenate([_step_factors(device) for device in own])
+        segments = np.concatenate([_segment_factors(device) for device in own])
+        shapes["step"] = _centred(fit(steps, "an iteration's factor", _ENOUGH_ITERATIONS))
+        shapes["segment"] = _centred(fit(segments, "a segment's factor"))
+    gpu = _between_gpus(programs, own, other)
+    hosts = _host_factors(timed)
+    if len(hosts) >= FEWEST:
+        shapes["host"] = _centred(fit(hosts, "a host's factor", _ENOUGH_ITERATIONS))
+
+    left_to_other = "calls and network" if "step" in shapes else "device, calls and network"
+    parts = "; ".join(f"{part}: {shape}" for part, shape in shapes.items())
+    source = (
+        f"fitted to {_iterations(timed)} timed iterations of {len(timed)} ranks ({parts}; "
+        f"gpu: {gpu.source}); {left_to_other}: {other.name}"
     )
-    left = 1 - float(np.mean([one.share for one in found]))
-    if left > 0.005:
-        said += f"; without {100 * left:.0f} % of the time, in which the device waits for the host"
+    waiting_share = 1 - float(np.mean([device.share for device in devices]))
+    if waiting_share > 0.005:
+        percent = f"{100 * waiting_share:.0f} %"
+        source += f"; without {percent} of the time, in which the device waits for the host"
     spreads: dict[str, Any] = {part: shape.spread for part, shape in shapes.items()}
     return dataclasses.replace(
         other,
         name="slices",
-        source=f"{said} ({other.source})",
-        gpu=gpu,
+        source=f"{source} ({other.source})",
+        gpu=gpu.spread,
         slow_gpu=(0.0, 1.0),
         shapes={**other.shapes, **shapes},
         **spreads,
     )
 
 
+def _check_timed(timed: Sequence[Program]) -> None:
+    """Raise PrismError if nothing is timed, or if there are times that cannot be."""
+    if not timed:
+        text = "the slices hold no repeated times (iterations on a GPU or the cpu tier are timed)"
+        fix = "--variability public, or capture more iterations: --train-iters 14"
+        raise PrismError(text, fix=fix)
+    for program in timed:
+        has_negative = (program.samples < 0).any()
+        if has_negative or not program.samples.sum(axis=1).all():
+            text = f"rank {program.rank} has an iteration of no time, or a negative one"
+            raise PrismError(text, fix="capture that rank again")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Device:
     """What a rank's samples say of its device.
 
-    samples : int64 [iterations, segments], single waits replaced by what the rest lets expect
-    kept    : bool [segments], in which the device usually does not wait for the host
-    waited  : bool [iterations, segments], in which it did all the same
-    share   : of the time, in which it does not
+    Attributes:
+        program: Of the rank.
+        samples: int64 [iterations, segments] ns, single waits replaced by what the rest lets
+            expect.
+        is_own: bool [segments], in which the device usually does not wait for the host.
+        waited: bool [iterations, segments], in which it did all the same.
+        share: Of the time, in which it does not.
     """
 
     program: Program
     samples: np.ndarray
-    kept: np.ndarray
+    is_own: np.ndarray
     waited: np.ndarray
     share: float
 
 
-def _of_device(program: Program) -> _Device:
-    """Which samples are the device's own."""
-    compute = program.ops["name"] == CODE["compute"]
-    ns, host = program.ops["ns"][compute], program.ops["host"][compute]
+def _device(program: Program) -> _Device:
+    """Tell which samples are the device's own."""
+    is_segment = program.ops["name"] == CODE["compute"]
+    ns = program.ops["ns"][is_segment]
+    host = program.ops["host"][is_segment]
     typical = np.median(program.samples, axis=0)
-    kept = (host < 0) | (ns + 1 >= (1 - _WAITS) * typical)  # both are rounded
-    kept &= typical > 0
-    if not kept.any():
-        return _Device(program, program.samples, kept, program.samples < 0, 0.0)
-    usual = typical * np.median(
-        program.samples[:, kept] / typical[kept], axis=1, keepdims=True
-    )  # [iterations, segments]
-    waited = (program.samples > (1 + _WAITS) * usual) & (host >= 0)
-    samples = np.where(waited, usual.round(), program.samples).astype(np.int64)
-    share = program.samples[kept & ~waited].sum() / max(1, program.samples.sum())
-    return _Device(program, samples, kept, waited, float(share))
+
+    # of a segment without the host's time nothing tells otherwise; both times are rounded
+    is_own = (host < 0) | (ns + 1 >= (1 - _WAITS) * typical)
+    is_own &= typical > 0
+    if not is_own.any():
+        nowhere = np.zeros(program.samples.shape, bool)
+        return _Device(program, program.samples, is_own, nowhere, 0.0)
+
+    # an iteration's own pace, by segments in which nothing waits: [iterations, segments]
+    pace = np.median(program.samples[:, is_own] / typical[is_own], axis=1, keepdims=True)
+    expected = typical * pace
+    waited = (program.samples > (1 + _WAITS) * expected) & (host >= 0)
+    samples = np.where(waited, expected.round(), program.samples).astype(np.int64)
+    own_ns = program.samples[is_own & ~waited].sum()
+    share = own_ns / max(1, program.samples.sum())
+    return _Device(program, samples, is_own, waited, float(share))
 
 
-def _steps(one: _Device) -> np.ndarray:
-    """Factors of whole iterations about 1."""
-    totals = one.samples[:, one.kept].sum(axis=1).astype(float)
+def _step_factors(device: _Device) -> np.ndarray:
+    """Return factors of whole iterations about 1."""
+    totals = device.samples[:, device.is_own].sum(axis=1).astype(float)
     return _widened(totals / totals.mean(), len(totals))
 
 
-def _segments(one: _Device) -> np.ndarray:
-    """Factors of the long segments about 1, iterations' own factors taken out; those that did not
-    wait.
+def _segment_factors(device: _Device) -> np.ndarray:
+    """Return factors of the long segments about 1, of those that did not wait.
+
+    Iterations' own factors are taken out.
     """
-    samples, waited = one.samples[:, one.kept], one.waited[:, one.kept]
+    samples = device.samples[:, device.is_own]
+    waited = device.waited[:, device.is_own]
     means = samples.mean(axis=0)
     longest = np.argsort(-means, kind="stable")
     enough = int(np.searchsorted(np.cumsum(means[longest]), _SHARE * means.sum())) + 1
     chosen = longest[:enough]
-    totals = samples.sum(axis=1, keepdims=True) / samples.sum(axis=1).mean()
-    ratios = samples[:, chosen] / means[chosen] / totals
-    found: np.ndarray = _widened(ratios, len(samples))[~waited[:, chosen]]
-    return found
+    pace = samples.sum(axis=1, keepdims=True) / samples.sum(axis=1).mean()
+    ratios = samples[:, chosen] / means[chosen] / pace
+    factors: np.ndarray = _widened(ratios, len(samples))[~waited[:, chosen]]
+    return factors
+
+
+def _host_factors(timed: Iterable[Program]) -> np.ndarray:
+    """Return factors of hosts about 1, of each rank whose host was timed."""
+    factors = [np.empty(0)]
+    for program in timed:
+        if len(program.hosts) > 1 and program.hosts.all():
+            factors.append(_widened(program.hosts / program.hosts.mean(), len(program.hosts)))
+    return np.concatenate(factors)
 
 
 def _widened(ratios: np.ndarray, iterations: int) -> np.ndarray:
-    return np.maximum(1 + (ratios - 1) * math.sqrt(iterations / (iterations - 1)), 1e-3)
+    """Widen ratios to a mean of few values, which lies among them, about 1."""
+    correction = math.sqrt(iterations / (iterations - 1))
+    return np.maximum(1 + (ratios - 1) * correction, 1e-3)
 
 
-def _centred(one: Distribution) -> Distribution:
-    """The same about a mean of 1; a few hundred quantiles stand for many samples."""
-    if one.kind != "empirical":
-        return one
-    values = np.asarray(one.numbers)
-    if len(values) > 1001:
-        values = np.quantile(values, (np.arange(1001) + 0.5) / 1001)
-    return dataclasses.replace(one, numbers=tuple((values / values.mean()).tolist()))
+_MAX_SAMPLES = 1001  # that stand for a distribution
 
 
-def _between(programs: Programs, own: list[_Device], other: Variability) -> tuple[float, str]:
-    """(spread between GPUs, where it is from), of segments that none of the ranks waits in."""
-    timed = [one for one in programs.programs if len(one.samples) > 1]
-    if len(programs.programs) == programs.world.size == len(timed):
-        return 0.0, "every rank has times of its own"
-    alike: dict[bytes, list[_Device]] = {}
-    for one in own:
-        ops = one.program.ops
-        alike.setdefault(ops["name"].tobytes() + ops["num_in"].tobytes(), []).append(one)
+def _centred(shape: Distribution) -> Distribution:
+    """Return the same about a mean of 1; a few hundred quantiles stand for many samples."""
+    if shape.kind != "empirical":
+        return shape
+    values = np.asarray(shape.numbers)
+    if len(values) > _MAX_SAMPLES:
+        values = np.quantile(values, (np.arange(_MAX_SAMPLES) + 0.5) / _MAX_SAMPLES)
+    return dataclasses.replace(shape, numbers=tuple((values / values.mean()).tolist()))
+
+
+@dataclass(frozen=True)
+class _GpuSpread:
+    """Spread between GPUs, and where it is from."""
+
+    spread: float
+    source: str
+
+
+def _between_gpus(programs: Programs, own: Sequence[_Device], other: Variability) -> _GpuSpread:
+    """Find the spread between GPUs, by segments that none of the ranks waits in."""
+    ranks = programs.world.size
+    if len(programs.programs) == ranks == len(_timed(programs)):
+        return _GpuSpread(0.0, "every rank has times of its own")
+    devices_of_ops: dict[bytes, list[_Device]] = {}
+    for device in own:
+        ops = device.program.ops
+        key = ops["name"].tobytes() + ops["num_in"].tobytes()
+        devices_of_ops.setdefault(key, []).append(device)
     ratios: list[float] = []
-    for group in alike.values():
-        kept = np.logical_and.reduce([one.kept for one in group])
-        means = np.array([one.samples[:, kept].sum(axis=1).mean() for one in group])
-        if len(group) >= _RANKS and means.all():
+    for devices in devices_of_ops.values():
+        is_own_of_all = np.logical_and.reduce([device.is_own for device in devices])
+        means = np.array(
+            [device.samples[:, is_own_of_all].sum(axis=1).mean() for device in devices]
+        )
+        if len(devices) >= _RANKS and means.all():
             ratios += (means / means.mean()).tolist()
     if not ratios:
-        return other.gpu, f"{other.name}, as fewer than {_RANKS} ranks run the same"
-    found = fit(ratios, "a GPU's factor")
-    return found.spread, str(found)
+        return _GpuSpread(other.gpu, f"{other.name}, as fewer than {_RANKS} ranks run the same")
+    shape = fit(ratios, "a GPU's factor")
+    return _GpuSpread(shape.spread, str(shape))

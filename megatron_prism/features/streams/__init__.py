@@ -2,4 +2,4 @@
 
 from megatron_prism.core.feature import Feature
 
-FEATURE = Feature(flags="flags", checks="checks")
+FEATURE = Feature(flags="flags", checks="checks", rank_files=r"streams-\d{6,}\.npz")

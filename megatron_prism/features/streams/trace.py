@@ -18,9 +18,9 @@ import numpy as np
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import ProgramError
 from megatron_prism.core.files import whole_file
+from megatron_prism.features.streams import FEATURE
 
 FORMAT = 1  # version of the file
-_NAME = re.compile(r"streams-(\d{6,})\.npz")
 _MEMBERS = re.compile(r"rows")
 MAIN = 0  # place of the default stream among the streams of a trace
 
@@ -161,4 +161,5 @@ def _check_rows(rows: np.ndarray, head: _Head) -> None:
 
 def traces_of(folder: Path) -> Sequence[Path]:
     """List the files of a folder, by rank."""
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    name = re.compile(FEATURE.rank_files)
+    return sorted(path for path in folder.iterdir() if name.fullmatch(path.name))

@@ -87,12 +87,7 @@ def _words(given: Sequence[str]) -> dict[str, list[str]]:
 
 def _inputs(words: dict[str, list[str]], world: World) -> list[UnevenInput]:
     """Make the inputs that the words say."""
-    from megatron_prism.features.uneven.inputs import (
-        read_input,
-        read_lengths_file,
-        split_programs,
-        split_word,
-    )
+    from megatron_prism.features.uneven.inputs import read_input, read_lengths_file
 
     inputs: list[UnevenInput] = []
     for kind in InputKind:
@@ -101,11 +96,7 @@ def _inputs(words: dict[str, list[str]], world: World) -> list[UnevenInput]:
             if kind is InputKind.LENGTHS and os.path.isfile(text):
                 inputs += read_lengths_file(text, world)
                 continue
-            split = split_word
-            if kind is InputKind.PROGRAMS:
-                split = split_programs
-            selector, value = split(text)
-            inputs.append(read_input(kind, selector, value, world))
+            inputs.append(read_input(kind, text, world))
     return inputs
 
 

@@ -63,45 +63,19 @@ class UnevenInput:
         return f"{self.kind.value}={format_ranks(self.ranks)}:{self.value}"
 
 
-def split_word(text: str) -> tuple[str, str]:
-    """Take ``RANKS:VALUE`` apart.
-
-    A step of ranks (``0-6:2``) is a colon, too, so the last colon is the one before the value.
-
-    Raises:
-        UsageError: There are no ranks or no value.
-    """
-    selector, _, value = text.rpartition(":")
-    if not selector or not value:
-        raise UsageError("it needs ranks and a value", fix="microbatches=dp=3:7")
-    return selector, value
-
-
-def split_programs(text: str) -> tuple[str, str]:
-    """Take ``RANKS:PATH`` apart at the first colon, since a path may have one.
-
-    Raises:
-        UsageError: There are no ranks or no path.
-    """
-    selector, _, path = text.partition(":")
-    if not selector or not path:
-        raise UsageError("it needs ranks and a capture", fix="programs=dp=3:OTHER")
-    return selector, path
-
-
-def read_input(kind: InputKind, selector: str, value: str, world: World) -> UnevenInput:
+def read_input(kind: InputKind, text: str, world: World) -> UnevenInput:
     """Make the input that a word says.
 
     Args:
         kind: The word's key.
-        selector: The ranks, as ``World.select`` reads them.
-        value: What stands behind them.
+        text: ``RANKS:VALUE``, with ranks as ``World.select`` reads them.
         world: The world of the ranks.
 
     Raises:
-        UsageError: The value is none of that kind.
+        UsageError: There are no ranks, or the value is none of that kind.
         WorldError: There are no such ranks.
     """
+    selector, value = _split(kind, text)
     ranks = world.select(selector)
     word = f"{kind.value}={selector}:{value}"
     if kind is InputKind.PROGRAMS:
@@ -114,6 +88,21 @@ def read_input(kind: InputKind, selector: str, value: str, world: World) -> Unev
     if not _COUNT.fullmatch(value):
         raise UsageError(f"{word}: {value!r} is no number", fix=f"{kind.value}={selector}:7")
     return UnevenInput(kind, ranks, count=int(value))
+
+
+def _split(kind: InputKind, text: str) -> tuple[str, str]:
+    """Take ``RANKS:VALUE`` apart; UsageError if there are no ranks or no value."""
+    if kind is InputKind.PROGRAMS:
+        # a path may have a colon
+        selector, _, value = text.partition(":")
+        example = "programs=dp=3:OTHER"
+    else:
+        # a step of ranks (0-6:2) is a colon, too
+        selector, _, value = text.rpartition(":")
+        example = f"{kind.value}=dp=3:7"
+    if not selector or not value:
+        raise UsageError(f"{kind.value}={text} needs ranks and a value", fix=example)
+    return selector, value
 
 
 def read_lengths_file(path: str | os.PathLike[str], world: World) -> list[UnevenInput]:

@@ -15,6 +15,7 @@ from megatron_prism.features.uneven.inputs import UnevenInput
 from megatron_prism.features.uneven.kinds import InputKind
 from megatron_prism.features.uneven.outcome import Outcome, examine
 from megatron_prism.features.uneven.rank_programs import Sources
+from megatron_prism.graph import world_graph
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ def examine_iterations(sources: Sources, inputs: Sequence[UnevenInput]) -> Itera
 
     Raises:
         UsageError: Lengths are of different numbers of iterations.
-        PrismError: As ``examine``.
+        PrismError: The calls of the captured programs do not fit together, without any input; or as
+            ``examine``.
     """
+    world_graph.build(sources.captured).check_fits()
     per_iteration = split_iterations(sources, inputs)
     outcomes: dict[tuple[UnevenInput, ...], Outcome] = {}
     for number, iteration_inputs in enumerate(per_iteration, 1):

@@ -60,7 +60,7 @@ class LengthCaptures:
 
         Raises:
             ProgramError: Captures are of different jobs, or of one length.
-            UnsupportedError: Microbatches of the schedule cannot be told apart.
+            UnsupportedError: The schedule does not say which microbatch a step is of.
         """
         self.captured = captured
         settings = _settings(captured)

@@ -58,15 +58,13 @@ def examine(sources: Sources, inputs: Sequence[UnevenInput]) -> Outcome:
     """Find what comes of inputs, and the smallest example of it.
 
     Args:
-        sources: Where programs come from.
+        sources: Where programs come from; calls of the captured ones fit together.
         inputs: What the ranks get.
 
     Raises:
-        PrismError: The calls of the captured programs do not fit together, without any input.
         UsageError: A rank has two inputs.
         ProgramError: A program cannot be had.
     """
-    world_graph.build(sources.captured).check_fits()
     uneven_world = apply_inputs(sources, inputs)
     outcome = dataclasses.replace(
         judge(uneven_world),

@@ -81,6 +81,14 @@ def test_the_lead_follows_from_what_launches_take(host_ns, splits):
     assert risk.reserved == tuple(sorted(risk.reserved))
 
 
+def test_without_the_requests_of_the_process_leads_are_drawn_and_the_answer_says_so():
+    made = program(with_history=False)
+    ops = np.ones(len(made))
+    risk = steady.risk(made, LIMIT, times=OpTimes(ops, ops))
+    assert not risk.follows_times
+    assert risk == steady.risk(made, LIMIT)
+
+
 def test_shares_of_draws():
     risk = steady.Risk(0, 4, 9, reserved=(10, 20, 30, 40))
     assert [risk.reserved_at(share) for share in (0.0, 0.25, 0.5, 0.9, 1.0)] == [10, 10, 20, 40, 40]

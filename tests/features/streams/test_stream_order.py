@@ -9,9 +9,11 @@ from helpers.needs import MEGATRON
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import ProgramError
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.world import World
 from megatron_prism.features.streams import trace as traces
 from megatron_prism.features.streams.order import FaultKind, check_trace
-from megatron_prism.features.streams.trace import ROW, Kind, RowPlace, StreamTrace
+from megatron_prism.features.streams.trace import ROW, Kind, RowPlace, StreamTrace, path_of
 
 MAIN, SIDE, NCCL = 0, 1, 2
 BIG = 4 << 20  # bytes
@@ -256,6 +258,15 @@ def test_a_recipe_is_captured_with_its_streams_and_proved(tmp_path, capsys):
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 8]
     assert all(rank["proved"] and rank["accesses"] > 1000 for rank in ranks)
+
+
+def test_a_forced_capture_drops_the_record_of_the_old_slices(tmp_path):
+    """Else the old record would be proved in place of the new slices."""
+    path_of(tmp_path, 0).write_bytes(b"of an old slice")
+    SliceStore(tmp_path, World(2), {}).prepare(force=False)
+    assert path_of(tmp_path, 0).exists()
+    SliceStore(tmp_path, World(2), {}).prepare(force=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_slices_without_a_record_are_refused(tmp_path, capsys):

@@ -43,8 +43,7 @@ def sources(world=WORLD, lengths=None, captured=None):
 
 def some(word, world=WORLD):
     key, _, text = word.partition("=")
-    selector, _, value = text.rpartition(":")
-    return read_input(InputKind(key), selector, value, world)
+    return read_input(InputKind(key), text, world)
 
 
 # -- microbatches ----------------------------------------------------------------------------------
@@ -299,7 +298,7 @@ def test_other_programs_of_a_rank_are_a_capture_of_its_own(folder, capsys):
     [
         (["usual"], "no rank gets another input"),
         (["usual", "capture=s2"], "no rank gets another input"),
-        (["usual", "microbatches=7"], "it needs ranks and a value"),
+        (["usual", "microbatches=7"], "microbatches=7 needs ranks and a value"),
         (["usual", "microbatches=dp=1:few"], "'few' is no number"),
         (["usual", "loader=dp=9:1"], "dp"),
         (["usual", "loader=dp=1:1", "capture=s2"], "capture= without lengths="),
