@@ -30,6 +30,8 @@ class Feature:
         files: has ``FILE_ANSWERS``: files about which this feature answers for other commands.
         comparers: has ``COMPARERS`` and ``JOB_READERS``: values that ``compare`` takes, too.
         checks: has ``CHECKS``, what ``prism check`` proves, too (``cli.command.ProgramCheck``).
+        fit_sections: has ``FIT_SECTIONS``, what ``prism fit`` says, too (``FitSection`` of the
+            feature ``fit``, which a feature with sections uses).
         rank_files: regular expression of the names of files that a capture writes for one rank,
             beside the slice of the rank.
         pytest_plugin: is a plug-in of pytest.
@@ -44,6 +46,7 @@ class Feature:
     files: str = ""
     comparers: str = ""
     checks: str = ""
+    fit_sections: str = ""
     rank_files: str = ""
     pytest_plugin: str = ""
     uses: str = ""

@@ -35,10 +35,13 @@ _MOST_TEXT = 1 << 26  # bytes, a million lines
 HOST_INDEX = "host_index"
 # of a source: "RANK=BYTES …", the most that large copies on the rank's host take
 HOST_MEMORY = "host_memory"
+# of a source: "RANK=PART:BYTES,… …", the most that is allocated in each part of the rank's process
+MEMORY_PARTS = "memory_parts"
 _OF_RANKS = (
     HOST_INDEX,
     GPU_CLOCK,
     HOST_MEMORY,
+    MEMORY_PARTS,
 )  # each slice has its own rank's, which no two have alike
 WHAT_IF = "what-if"  # of a source: what is not as it ran; of a slice, no part of what the job is
 _SHOWN = 64  # ranks of a message

@@ -35,7 +35,13 @@ from megatron_prism.core.megatron_source import versions
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.slices import HOST_INDEX, HOST_MEMORY, Origin, SliceStore
+from megatron_prism.core.slices import (
+    HOST_INDEX,
+    HOST_MEMORY,
+    MEMORY_PARTS,
+    Origin,
+    SliceStore,
+)
 from megatron_prism.core.units import format_bytes
 from megatron_prism.core.world import World
 from megatron_prism.emulate import (
@@ -47,7 +53,7 @@ from megatron_prism.emulate import (
     recipe_job,
     workers,
 )
-from megatron_prism.memory import peaks, routing
+from megatron_prism.memory import part_peaks, peaks, routing
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
@@ -200,6 +206,9 @@ class _Reported(TrainingListener):
         # a stock job on tier meta: this step would only end the one before it
         is_last = wanted > 2 and number >= min(wanted, ENDS_SHAPES)
         if leaves_early and is_last and self.capture.kept() and not probes:
+            wants_more = [follow(number) for follow in self.run.on_captured]
+            if any(wants_more):
+                return
             self.run.monitor.finish_steps(number - 1)
             sys.stdout.flush()
             self._leave()
@@ -576,6 +585,9 @@ class StockCapture(TrainingListener):
             self.store.source |= {GPU_CLOCK: f"{self.rank}={state}"} if state else {}
         if copies := self._host_bytes():
             self.store.source[HOST_MEMORY] = f"{self.rank}={copies}"
+        if self.tier.live is not None and self.tier.live.parts:
+            peaks_of_parts = part_peaks.as_text(self.tier.live.parts)
+            self.store.source[MEMORY_PARTS] = f"{self.rank}={peaks_of_parts}"
         steps = len(self._monitor.iterations)
         if not any(recording.builder is not None for recording in self.kept()):
             what = f"--prism-capture: nothing was recorded, the job ended after {steps} train steps"

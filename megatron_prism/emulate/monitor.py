@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 _BEYOND = ("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm")
 _SCHEDULE = ("num_microbatches", "seq_length", "micro_batch_size")
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
-PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint",
-         "graph capture")  # fmt: skip
+PARTS = ("start", "model", "optimizer", "load", "first iteration", "steady iteration",
+         "optimizer step", "evaluation", "checkpoint", "graph capture", "end")  # fmt: skip
 
 
 @dataclass
@@ -104,6 +104,7 @@ class TrainingMonitor:
         self.few: Callable[[int, Any], int] | None = None  # see ``new_schedule``
         self.repeats: Repeats | None = None  # who writes steps that repeat themselves
         self.not_repeated: Callable[[], object] = lambda: None  # told that they did not
+        self._building = contextlib.ExitStack()  # the part in which the model is built
 
     def listen(self, *listeners: TrainingListener) -> None:
         """Tell ``listeners`` from here on, in this order, instead of those before."""
@@ -204,6 +205,17 @@ class TrainingMonitor:
             for part in self._parts:
                 followers.enter_context(part(name))
             yield
+
+    @contextlib.contextmanager
+    def model_part(self) -> Iterator[None]:
+        """What runs inside is the part ``model``, until ``model_built``."""
+        with contextlib.ExitStack() as self._building:
+            self._building.enter_context(self.part("model"))
+            yield
+
+    def model_built(self) -> None:
+        """The model is there: what comes now is another part."""
+        self._building.close()
 
     def tokens_per_iteration(self) -> int:
         """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""

@@ -60,6 +60,8 @@ class Run:
     on_arguments : told the job's arguments, as text, once Megatron has parsed them and before
                anything is trained; what is of another job refuses it there
     on_world : called with the virtual world when it has started
+    on_captured : told by a worker whose slice is complete which train step begins; the job ends
+               there unless one of them wants what the job does at its end (True)
     places   : what this run will write when the job has trained; ``claims`` holds them
     """
 
@@ -76,6 +78,7 @@ class Run:
     memory: MemoryWatch | None = None
     on_arguments: list[Callable[[str], None]] = field(default_factory=list)
     on_world: list[Callable[[Any], None]] = field(default_factory=list)
+    on_captured: list[Callable[[int], bool]] = field(default_factory=list)
     places: list[Path] = field(default_factory=list)
     claims: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 

@@ -8,6 +8,7 @@ remedies.py      what recomputation frees at the peak, and the peak that decides
 loader_masks.py  the data loader's mask, which a flag leaves out
 oom.py           which request of the slices an out-of-memory error is about
 oom_answer.py    the same, printed
+section.py       what other features say, too
 report.py        a Fit as text and page
 command.py       prism fit
 """

@@ -20,6 +20,7 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.features.fit import remedies
 from megatron_prism.features.fit.op_times import op_times
+from megatron_prism.features.fit.section import FitSection, sections_of
 from megatron_prism.memory import allocator, blocks, peaks, steady
 from megatron_prism.memory.host_lead import OpTimes
 from megatron_prism.memory.host_need import HostNeed, host_need
@@ -76,6 +77,7 @@ class Fit:
     changes      : that were tried, those that fit first, then by what they cost
     iteration_ns : without a change; None where the iteration cannot be priced
     headline     : what to say first of the iteration; None likewise
+    sections     : what other features say of the job
     """
 
     limit: int
@@ -88,11 +90,25 @@ class Fit:
     iteration_ns: int | None
     programs: Programs = dataclasses.field(repr=False)
     headline: Headline | None = None
+    sections: tuple[FitSection, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Whether every class does, in later iterations, too."""
+        """Whether every class does, in later iterations and beside the train steps, too."""
+        return self.steps_fit and not self.overruns_beside
+
+    @property
+    def steps_fit(self) -> bool:
+        """Whether the train steps of every class do, those of later iterations, too."""
         return not self.overruns and not self.at_risk
+
+    @property
+    def overruns_beside(self) -> dict[str, str]:
+        """Class -> where it runs out of memory beside its train steps, as sections say."""
+        places: dict[str, str] = {}
+        for section in self.sections:
+            places.update(section.overruns())
+        return places
 
     @property
     def at_risk(self) -> tuple[str, ...]:
@@ -124,7 +140,7 @@ class Fit:
                 **row,
                 "needs": needed(figures),
                 "limit": self.limit,
-                "fits": name not in self.overruns and name not in self.at_risk,
+                "fits": name not in {*self.overruns, *self.at_risk, *self.overruns_beside},
             }
             for row, (name, figures) in zip(
                 self.memory.to_rows(), self.memory.classes.items(), strict=True
@@ -148,6 +164,7 @@ class Fit:
             "overruns": {name: vars(one) for name, one in self.overruns.items()},
             "risks": {name: vars(risk) for name, risk in self.risks.items()},
             "changes": [vars(one) for one in self.changes],
+            **{section.name: section.to_json() for section in self.sections},
             "provenance": self.memory.provenance,
         }
 
@@ -231,7 +248,8 @@ def fit(
     if priced is not None:
         ns = priced.timeline.iteration_ns
         first = headline(priced.timeline)
-    return Fit(most, source, memory, worst, overruns, risks, changes, ns, programs, first)
+    sections = sections_of(programs, memory, most)
+    return Fit(most, source, memory, worst, overruns, risks, changes, ns, programs, first, sections)
 
 
 def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:

@@ -33,17 +33,22 @@ def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
         _host(found.host),
         _peak(found, shown or found.worst, top),
     ]
-    parts += [changes_of(found), source_lines(found.memory)]
+    for section in found.sections:
+        parts.append(section.lines(shown or found.worst))
+    parts.append(changes_of(found))
+    parts.append(source_lines(found.memory))
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines) + "\n"
 
 
 def _verdict(found: Fit) -> Iterator[str]:
     limit = format_bytes(found.limit)
     source = f" ({found.limit_source})" if found.limit_source else ""
+    runs_out = bool(found.overruns) or bool(found.overruns_beside)
     verdict = "does not fit"
     if found.fits:
         verdict = "fits"
-    elif not found.overruns:  # the first iterations do
+    # the first iterations fit
+    elif not runs_out:
         verdict = "at risk"
     yield from folded(f"{verdict}: the limit is {limit}{source}")
     left = f"{format_bytes(abs(found.over))} {'too much' if found.over > 0 else 'to spare'}"
@@ -62,6 +67,8 @@ def _verdict(found: Fit) -> Iterator[str]:
         text = later_iterations(risk)
         if text:
             yield from folded(f"  {name} {text}", 4)
+    for name, text in found.overruns_beside.items():
+        yield from folded(f"  {name} {text}", 4)
     first = found.headline
     if first is not None and first.iteration_ns:
         text = f"an iteration {first.assumes}"
@@ -163,7 +170,7 @@ def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
 
 def changes_of(found: Fit) -> Iterator[str]:
     """What frees memory of a job that does not fit, tried on its slices."""
-    if found.fits:
+    if found.steps_fit:
         return
     enough = any(one.fits for one in found.changes)
     yield "what frees memory, tried on the slices" if found.changes else (
@@ -193,15 +200,19 @@ def outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
 def render_fit(found: Fit) -> str:
     """The page of a job."""
     data = page_data(found.programs, found.memory, found.limit)
-    data["verdict"] = "It does not fit" if found.overruns else "It may run out of memory later"
+    data["verdict"] = "It may run out of memory later"
     if found.fits:
         data["verdict"] = "It fits"
+    elif found.overruns or found.overruns_beside:
+        data["verdict"] = "It does not fit"
     data["about"] = [f"{name} runs out {place.where}." for name, place in found.overruns.items()
                      if place.where]  # fmt: skip
     for name, risk in found.risks.items():
         text = later_iterations(risk)
         if text:
             data["about"].append(f"{name} {text}.")
+    for name, text in found.overruns_beside.items():
+        data["about"].append(f"{name} {text}.")
     data["changes"] = [(one.words, outcome(one, found.limit, found.iteration_ns))
                        for one in found.changes]  # fmt: skip
     rows = [[level, text] for level, text in found.memory.provenance.items()]

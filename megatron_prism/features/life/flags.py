@@ -1,0 +1,62 @@
+"""The flag of a capture that also runs the job's end: ``--prism-life``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.emulate.job_flags import (
+    AttachOrder,
+    FeatureOptions,
+    JobFlags,
+    ParsedFlags,
+    switch,
+)
+
+if TYPE_CHECKING:
+    from megatron_prism.emulate.session import Run, Session
+
+
+@dataclass(frozen=True)
+class LifeOptions(FeatureOptions):
+    """That the captured job evaluates and saves at its end."""
+
+
+def read(parsed: ParsedFlags) -> LifeOptions | None:
+    """Read the flag.  UsageError on a tier that does not count bytes of the device."""
+    if not parsed.args.prism_life:
+        return None
+    if parsed.args.prism_tier not in ("meta", "auto", None):
+        raise UsageError(
+            f"--prism-life weighs shapes, and the tier is {parsed.args.prism_tier}",
+            fix="--prism-tier meta",
+        )
+    return LifeOptions()
+
+
+def attach(run: Run, session: Session, options: LifeOptions) -> None:
+    """Have the job go on to its end once its slice is complete.  UsageError without a capture."""
+    from megatron_prism.features.life import ending
+
+    if run.options.capture is None:
+        raise UsageError(
+            "--prism-life keeps peaks in a slice, and nothing is captured",
+            fix="prism capture -o DIR --prism-life -- SCRIPT",
+        )
+    ending.add_to(run)
+
+
+JOB_FLAGS = (
+    JobFlags(
+        flags={
+            "--prism-life": switch(
+                "of a capture on tier meta: evaluate and save behind the captured iteration, for "
+                "the memory of these parts in prism fit"
+            ),
+        },
+        read=read,
+        attach=attach,
+        place=AttachOrder.OUTPUT,
+    ),
+)

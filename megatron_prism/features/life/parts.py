@@ -1,0 +1,93 @@
+"""The parts of a process's life, and the one that decides how much memory it needs.
+
+In : slices that keep peaks of parts, and the figures of their train steps.  Out: ``LifeParts`` of
+every class of ranks.  All bytes are allocated bytes; what the allocator reserves beyond these
+follows from requests, which slices keep of iterations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_prism.core.program import Programs
+from megatron_prism.memory import part_peaks
+from megatron_prism.memory.job_peaks import (
+    ClassMemoryFigures,
+    MemoryReport,
+    first_program,
+    needed,
+)
+
+STEADY = "steady iteration"
+# parts in the order in which they run
+ORDER = (
+    "start",
+    "model",
+    "optimizer",
+    "load",
+    "first iteration",
+    STEADY,
+    "evaluation",
+    "checkpoint",
+    "end",
+)
+# parts of a capture alone that goes on to the end of its job
+AT_END = ("evaluation", "checkpoint", "end")
+
+
+@dataclass(frozen=True)
+class LifeParts:
+    """The parts of one class of ranks.
+
+    Args:
+        peaks: part -> the most that is allocated in it, bytes, in the order of ``ORDER``.
+        beside_tensors: bytes of the device that no tensor of the job has: context, libraries, NCCL.
+    """
+
+    peaks: Mapping[str, int]
+    beside_tensors: int
+
+    @property
+    def decides(self) -> str:
+        """Return the part that needs most; the steady iteration where another needs as much."""
+        largest = max(self.peaks.values())
+        if self.peaks.get(STEADY) == largest:
+            return STEADY
+        return next(name for name, num_bytes in self.peaks.items() if num_bytes == largest)
+
+    @property
+    def not_run(self) -> tuple[str, ...]:
+        """Return the parts of which nothing is known."""
+        return tuple(name for name in ORDER if name not in self.peaks)
+
+    @property
+    def least_needed(self) -> int:
+        """Return what the part that decides needs of the device at least, bytes."""
+        return self.peaks[self.decides] + self.beside_tensors
+
+
+def lives(programs: Programs, memory: MemoryReport) -> dict[str, LifeParts]:
+    """Return the life of every class of ranks whose slices say it.
+
+    Args:
+        programs: of the job.
+        memory: figures of its classes.
+    """
+    of_ranks = part_peaks.of_source(programs.source)
+    found = {}
+    for name, figures in memory.classes.items():
+        captured = of_ranks.get(first_program(programs, figures).rank)
+        if captured:
+            found[name] = _life(captured, figures)
+    return found
+
+
+def _life(captured: Mapping[str, int], figures: ClassMemoryFigures) -> LifeParts:
+    """Put the parts that a slice keeps beside the figures of its train steps."""
+    known = dict(captured)
+    # the slice itself has all of its microbatches, where few ran when it was captured
+    known[STEADY] = figures["peak_allocated"]
+    peaks = {name: known[name] for name in ORDER if name in known}
+    beside_tensors = max(needed(figures) - figures["peak_reserved"], 0)
+    return LifeParts(peaks, beside_tensors)

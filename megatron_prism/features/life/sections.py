@@ -1,0 +1,115 @@
+"""The parts of a process's life in the answer of ``prism fit``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_prism.core.columns import columns, folded
+from megatron_prism.core.program import Programs
+from megatron_prism.core.units import format_bytes
+from megatron_prism.features.life.parts import AT_END, STEADY, LifeParts, lives
+from megatron_prism.memory.job_peaks import MemoryReport
+
+# what people call the parts
+_WORDS = {
+    "model": "building the model",
+    "optimizer": "building the optimizer",
+    "load": "loading",
+    "first iteration": "the first step",
+    STEADY: "a steady step",
+    "checkpoint": "saving",
+}
+
+
+def words_of(part: str) -> str:
+    """Return what people call a part."""
+    return _WORDS.get(part, part)
+
+
+class LifeSection:
+    """The parts of every class, beside a limit.
+
+    Args:
+        lives_of_classes: class of ranks -> its life.
+        limit: bytes of device memory that a process may take.
+    """
+
+    name = "life"
+
+    def __init__(self, lives_of_classes: Mapping[str, LifeParts], limit: int) -> None:
+        self._lives = lives_of_classes
+        self._limit = limit
+
+    def to_json(self) -> dict[str, object]:
+        """Make the parts of every class; bytes, null for a part that did not run."""
+        classes: dict[str, object] = {}
+        for name, life in self._lives.items():
+            parts: dict[str, int | None] = dict(life.peaks)
+            parts.update(dict.fromkeys(life.not_run))
+            classes[name] = {"parts": parts, "decides": life.decides}
+        return classes
+
+    def lines(self, class_name: str) -> Iterator[str]:
+        """Make a table of the parts of a class, the part that decides, and what is not known."""
+        life = self._lives.get(class_name)
+        if life is None:
+            return
+        yield f"the parts of the process's life: allocated at most, of {class_name}"
+        steady_bytes = life.peaks[STEADY]
+        rows = []
+        for part, num_bytes in life.peaks.items():
+            beside = ""
+            if part != STEADY:
+                beside = _difference(num_bytes - steady_bytes)
+            rows.append([f"  {words_of(part)}", format_bytes(num_bytes), beside])
+        yield from columns(rows)
+        yield from folded(f"  {_decision(life)}", 4)
+        yield from folded(f"  {_unknown(life)}", 4)
+
+    def overruns(self) -> dict[str, str]:
+        """Return the classes of which a part beside the steps exceeds the limit in any case."""
+        places = {}
+        for name, life in self._lives.items():
+            if life.decides != STEADY and life.least_needed > self._limit:
+                size = format_bytes(life.least_needed)
+                text = f"runs out in {words_of(life.decides)}, which needs {size} at least"
+                places[name] = text
+        return places
+
+
+def _difference(num_bytes: int) -> str:
+    """Write how much more or less than a steady step a part allocates."""
+    if num_bytes == 0:
+        return "as a steady step"
+    sign = "+" if num_bytes > 0 else "-"
+    return f"{sign}{format_bytes(abs(num_bytes))}"
+
+
+def _decision(life: LifeParts) -> str:
+    """Say which part decides."""
+    peak = format_bytes(life.peaks[life.decides])
+    if life.decides == STEADY:
+        return f"{words_of(STEADY)} decides: {peak}"
+    return f"{words_of(life.decides)} decides: {peak} beside {format_bytes(life.peaks[STEADY])}"
+
+
+def _unknown(life: LifeParts) -> str:
+    """Say which parts were not run, and what of those that were is not known."""
+    text = "not known: what segments take in parts other than the steps"
+    missing = [words_of(part) for part in life.not_run if part != "end"]
+    if missing:
+        text += f"; {', '.join(missing)}: did not run"
+    if set(life.not_run) & set(AT_END):
+        text += "; --prism-life captures the end of the job, too"
+    return text
+
+
+def life_section(programs: Programs, memory: MemoryReport, limit: int) -> LifeSection | None:
+    """Make the section of a job; None where its slices keep no parts."""
+    found = lives(programs, memory)
+    if not found:
+        return None
+    return LifeSection(found, limit)
+
+
+FIT_SECTIONS = (life_section,)

@@ -1,0 +1,77 @@
+"""A captured job that goes on to its end: its parts against closed forms of a plain GPT's bytes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers.needs import TRAINING
+from helpers.pretrain import SCRIPT
+
+pytestmark = [TRAINING, pytest.mark.megatron, pytest.mark.slow]
+
+LAYERS, HIDDEN, POSITIONS, VOCABULARY = 2, 64, 32, 1024  # padded to a multiple of 128
+# a layer: two norms, and attention and MLP with biases; the last norm; tied embeddings
+PARAMETERS = LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN) + 2 * HIDDEN
+PARAMETERS += (VOCABULARY + POSITIONS) * HIDDEN
+WEIGHTS, GRADIENTS, STATES = 2, 4, 12  # bytes of a parameter: bf16, fp32, main ones and two moments
+WORKSPACES = 2 * (32 << 20)  # of cuBLAS, for the main thread and for autograd's
+JOB = f"""
+--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {POSITIONS}
+--max-position-embeddings {POSITIONS} --micro-batch-size 1 --global-batch-size 4 --train-iters 100
+--lr 1e-3 --lr-decay-iters 100 --mock-data --vocab-size 1000 --transformer-impl local --bf16
+--use-distributed-optimizer --no-gradient-accumulation-fusion --eval-iters 9 --eval-interval 50
+--log-interval 1 --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion
+--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+--attention-backend unfused --num-workers 0
+""".split()
+
+
+def prism(*words, folder):
+    """Run a command of prism; its output as text."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-W", "ignore", "-m", "megatron_prism", *map(str, words)]
+    done = subprocess.run(line, env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def parts_of(folder, *flags, ours=()):
+    """Part -> bytes of the job with these flags."""
+    slices = folder / "slices"
+    capture = ["capture", "-o", slices, "--prism-tier", "meta"]
+    capture += ["--prism-world-size", 1, *ours]
+    prism(*capture, "--", SCRIPT, *JOB, *flags, folder=folder)
+    answer = json.loads(prism("fit", slices, "--limit", "80GB", "--json", folder=folder))
+    return answer["life"]["all"]["parts"]
+
+
+def test_parts_of_a_whole_life(tmp_path):
+    save = ["--save", tmp_path / "checkpoints", "--save-interval", 40]
+    parts = parts_of(tmp_path, *save, ours=["--prism-life"])
+    assert not (tmp_path / "checkpoints").exists()
+    few = 0.02  # norms' statistics, step counters, the loss
+    kept = WEIGHTS + GRADIENTS + STATES
+
+    def bytes_each(part, workspaces=0):
+        return (parts[part] - workspaces) / PARAMETERS
+
+    # weights are there twice when the buffer of all of them is made
+    assert bytes_each("model") == pytest.approx(2 * WEIGHTS + GRADIENTS, rel=few)
+    assert bytes_each("optimizer") >= WEIGHTS + GRADIENTS + 4
+    assert bytes_each("optimizer") < kept
+    assert bytes_each("end", WORKSPACES) == pytest.approx(kept, rel=few)
+    # a checkpoint is what stands, nothing more
+    assert bytes_each("checkpoint", WORKSPACES) == pytest.approx(kept, rel=few)
+    assert parts["end"] < parts["evaluation"] < parts["steady iteration"]
+    assert parts["first iteration"] <= parts["steady iteration"]
+    assert parts["load"] is None
+
+
+def test_without_the_flag_a_capture_ends_with_its_iteration(tmp_path):
+    save = ["--save", tmp_path / "checkpoints", "--save-interval", 40]
+    parts = parts_of(tmp_path, *save)
+    assert parts["model"]
+    assert parts["optimizer"]
+    assert parts["evaluation"] is parts["checkpoint"] is parts["end"] is None
