@@ -66,7 +66,7 @@ WATCHDOG_MS = 600_000  # Megatron's --distributed-timeout-minutes: a later call 
 _WHOLE = ("n", "rows", "code", "at_bytes", "ms", "s", "after", "bit", "latency_us")
 _FACTORS = ("factor", "bw_factor")
 _FACTOR = re.compile(r"(?=.*[1-9])\d{1,9}(\.\d{1,9})?")  # above 0
-_OTHER_CALL = re.compile(r"[A-Za-z_-]+:[a-z_]+(:\d+)?")
+_OTHER_CALL = re.compile(r"[A-Za-z_-]+:[a-z_]+(:[1-9]\d*)?")  # calls count from 1
 _ANY_RANKS = re.compile(r"any(?::([0-9]{1,9}))?")
 _GPUS_OF_NODE = 8  # where a selector does not say
 
@@ -267,7 +267,7 @@ def _check_what_a_kind_needs(text: str, fault: Fault) -> None:
     """Refuse a kind without the parameter that it cannot do without."""
     kind, params = fault.kind, fault.params
     if kind == "swap" and not _OTHER_CALL.fullmatch(params.get("with", "")):
-        raise UsageError(f"{text!r}: swap with what?", fix="with=ep:all_to_all:0")
+        raise UsageError(f"{text!r}: swap with what?", fix="with=ep:all_to_all:1")
     if kind == "oom" and "at_bytes" not in params and not fault.select.phase:
         raise UsageError(
             f"{text!r}: how much memory is there, or when does it run out?",

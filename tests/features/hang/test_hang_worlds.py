@@ -175,6 +175,16 @@ def test_hosts_and_rails_are_ranks(where, ranks):
     assert found.culprits == set(ranks)
 
 
+def test_the_other_call_of_a_swap_counts_from_1():
+    with pytest.raises(UsageError, match="swap with what") as refused:
+        fault_plan.parse("swap@rank=0,op=all_to_all,nth=3")
+    fault = fault_plan.parse(f"swap@rank=0,op=all_to_all,nth=3:{refused.value.fix}")
+    planted = fault_planting.plant(hang_worlds.world("moe"), [fault])
+    assert planted.culprits == {0}
+    with pytest.raises(UsageError, match="swap with what"):
+        fault_plan.parse("swap@rank=0,op=all_to_all,nth=3:with=ep:all_to_all:0")
+
+
 def test_faults_that_only_cost_time_are_replayed(tmp_path, capsys):
     """A segment of 4 ms before each of two calls; ranks 0 to 7 and 8 to 15 are two nodes."""
     text = "prism-program 1\nworld size=16\ngroup A " + ",".join(map(str, range(16)))
