@@ -15,7 +15,8 @@ iteration does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,30 +36,69 @@ from megatron_prism.report.trace_events import (
     trace_file,
 )
 
-_NOTE = 300  # characters of a note or a list of ranks
+_MAX_CHARACTERS = 300  # of a note or a list of ranks
 _PLACES = 1000  # more threads than one lane ever needs
 
 
 def render_timeline(timeline: Timeline) -> str:
-    """The last iteration as a Chrome trace."""
-    tracks = tracks_of([(timeline, index, "") for index in range(len(timeline.graph.classes))])
+    """Write the last iteration as a Chrome trace."""
+    rows = [TrackOf(timeline, index) for index in range(len(timeline.graph.classes))]
+    tracks = tracks_of(rows)
+    provenance = [text for text in timeline.prices.sources if not text.startswith("none")]
+    source = timeline.graph.programs.source
+    slices = {f"slices_{key}": short(value) for key, value in source.items()}
     about = {
         "made_by": "prism replay",
         "world": str(timeline.graph),
         "iteration_ns": timeline.iteration_ns,
         "iteration_begins_ns": max((track.early for track in tracks), default=0),
-        "provenance": [text for text in timeline.prices.sources if not text.startswith("none")],
-        **{f"slices_{key}": short(value) for key, value in timeline.graph.programs.source.items()},
+        "provenance": provenance,
+        **slices,
     }
     return trace_file(about, (*events_of(tracks), *_arrows(timeline, tracks)))
+
+
+@dataclass(frozen=True)
+class TrackOf:
+    """What a track is of.
+
+    Attributes:
+        timeline: The timeline.
+        index: The class.
+        title: Of the track; "" is that of the class.
+    """
+
+    timeline: Timeline
+    index: int
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Where the span of an op is drawn; times in ns."""
+
+    index: int
+    thread: int
+    start: int
+    ready: int
+    end: int
+
+    @property
+    def middle(self) -> int:
+        """Surely inside the span, not on an edge."""
+        return (self.start + self.end) // 2
 
 
 class Track:
     """One class as one process; times are ``early`` ns later than the timeline's."""
 
-    def __init__(self, timeline: Timeline, index: int, title: str) -> None:
-        self.timeline, self.index, self.title = timeline, index, title
-        self.process, self.early = index, 0
+    def __init__(self, track_of: TrackOf) -> None:
+        timeline, index = track_of.timeline, track_of.index
+        self.timeline = timeline
+        self.index = index
+        self.title = track_of.title
+        self.process = index
+        self.early = 0
         self.program: Program = timeline.graph.program_list[index]
         self.spans = timeline.spans(index).copy()
         self.hosts = timeline.host_spans(index)
@@ -69,49 +109,59 @@ class Track:
             self.threads[self.host_thread] = "host"
 
     def begins(self) -> int:
-        """With the iteration; 0 at the latest."""
-        return int(min(self.spans["ready"].min(initial=0), self.hosts[:, 1].min(initial=0)))
+        """Return when it begins: with the iteration, at 0, at the latest."""
+        first_ready = self.spans["ready"].min(initial=0)
+        first_issue = self.hosts[:, 1].min(initial=0)
+        return int(min(first_ready, first_issue))
 
     def move(self, early: int, process: int) -> None:
-        self.early, self.process = early, process
+        """Put all spans later, by ``early`` ns, and number the process."""
+        self.early = early
+        self.process = process
         self.hosts[:, 1:] += early
         for column in ("ready", "start", "end"):
             self.spans[column] += early
 
     def _spread(self) -> np.ndarray:
-        """A thread for every span: its lane and the first place that is free."""
+        """Return a thread for every span: its lane and the first place that is free."""
         order = np.lexsort((-self.spans["end"], self.spans["ready"]))
-        found = np.zeros(len(self.spans), dtype=np.int64)
-        free: dict[int, list[int]] = {}
-        lanes, readies, ends = (self.spans[n].tolist() for n in ("lane", "ready", "end"))
-        for i in order.tolist():
-            busy = free.setdefault(lanes[i], [])
-            place = next((p for p, until in enumerate(busy) if until <= readies[i]), len(busy))
-            if place == len(busy):
-                busy.append(0)
-            busy[place] = ends[i]
-            found[i] = lanes[i] * _PLACES + place
-            name = self.timeline.lanes[lanes[i]]
-            self.threads[int(found[i])] = f"{name} ({place + 1})" if place else name
-        return found
+        threads = np.zeros(len(self.spans), dtype=np.int64)
+        lanes = self.spans["lane"].tolist()
+        readies = self.spans["ready"].tolist()
+        ends = self.spans["end"].tolist()
+        ends_of_lane: dict[int, list[int]] = {}  # lane -> when each of its places is free
+        for number in order.tolist():
+            lane = lanes[number]
+            place_ends = ends_of_lane.setdefault(lane, [])
+            place = _first_free(place_ends, readies[number])
+            if place == len(place_ends):
+                place_ends.append(0)
+            place_ends[place] = ends[number]
+            thread = lane * _PLACES + place
+            threads[number] = thread
+            name = self.timeline.lanes[lane]
+            self.threads[thread] = f"{name} ({place + 1})" if place else name
+        return threads
 
     def names(self) -> Iterator[Event]:
-        """Process and thread names, sorted as classes and lanes are."""
+        """Yield process and thread names, sorted as classes and lanes are."""
         graph = self.timeline.graph
-        ranks = _cut(format_ranks(graph.classes.ranks(self.index).tolist()))
-        count = counted(graph.classes.counts[self.index], "rank")
-        title = self.title or f"{graph.class_name(self.index)}: {count} ({ranks})"
+        title = self.title
+        if not title:
+            ranks = _cut(format_ranks(graph.classes.ranks(self.index).tolist()))
+            count = counted(graph.classes.counts[self.index], "rank")
+            title = f"{graph.class_name(self.index)}: {count} ({ranks})"
         yield metadata("process_name", self.process, 0, name=title)
         yield metadata("process_sort_index", self.process, 0, sort_index=self.process)
         for thread, name in sorted(self.threads.items()):
             yield from thread_name(self.process, thread, name, thread)
 
     def events(self) -> Iterator[Event]:
-        """The spans, each before what lies inside it."""
+        """Yield the spans, each before what lies inside it."""
         sources = sources_of(self.timeline, self.index, self.spans["op"]).tolist()
         rows = zip(self.spans.tolist(), self.thread_of.tolist(), sources, strict=True)
         for (op, _, ready, start, end), thread, source in rows:
-            yield span(self.process, thread, ready, end, *self._said(op, source))
+            yield self._span(op, thread, ready, end, source)
             if start > ready:
                 yield span(self.process, thread, ready, start, "waiting", "waiting")
         for op, start, end in self.hosts.tolist():
@@ -120,36 +170,53 @@ class Track:
             name = f"issues {NAMES[row['name']]} {step}".removesuffix(" -")
             yield span(self.process, self.host_thread, start, end, name, "host", {"op": op})
 
-    def _said(self, at: int, source: int) -> tuple[str, str, Mapping[str, object]]:
-        """Name, category and arguments of a span."""
-        op, program = self.program[at], self.program
-        args = {
-            "step": label(op.phase, op.microbatch, op.chunk),
+    def _span(self, index: int, thread: int, ready: int, end: int, source: int) -> Event:
+        """Return the span of an op, with what there is to say of it."""
+        op, program = self.program[index], self.program
+        step = label(op.phase, op.microbatch, op.chunk)
+        num_bytes = int(max(program.bytes_in[index], program.bytes_out[index]))
+        provenance, _, _ = self.timeline.prices.sources[source].partition(" (")
+        fields = {
+            "step": step,
             "group": op.group,
             "peer": op.peer or None,
-            "bytes": int(max(program.bytes_in[at], program.bytes_out[at])) or None,
+            "bytes": num_bytes or None,
             "dtype": op.dtype,
             "shape": op.shape,
             "site": op.site,
             "flops": max(op.flops, 0) or None,
             "kernels": max(op.kernels, 0) or None,
             "note": _cut(op.note),
-            "duration is": self.timeline.prices.sources[source].partition(" (")[0],
+            "duration is": provenance,
         }
-        kept = {key: value for key, value in args.items() if value not in (None, "")}
-        name = f"{op.name} {args['step']}" if op.phase else op.name
-        return name, op.phase or "outside", {**kept, "op": at}
+        about: dict[str, object] = {}
+        for key, value in fields.items():
+            if value not in (None, ""):
+                about[key] = value
+        about["op"] = index
+        name = f"{op.name} {step}" if op.phase else op.name
+        return span(self.process, thread, ready, end, name, op.phase or "outside", about)
 
-    def places(self) -> dict[int, tuple[int, int, int, int]]:
-        """(thread, start, ready, end) of the span of every op."""
-        columns = (self.spans[n].tolist() for n in ("op", "start", "ready", "end"))
-        rows = zip(*columns, self.thread_of.tolist(), strict=True)
-        return {op: (thread, start, ready, end) for op, start, ready, end, thread in rows}
+    def drawn(self) -> dict[int, _Drawn]:
+        """Return where the span of every op is drawn."""
+        drawn_of_op: dict[int, _Drawn] = {}
+        rows = zip(self.spans.tolist(), self.thread_of.tolist(), strict=True)
+        for (op, _, ready, start, end), thread in rows:
+            drawn_of_op[op] = _Drawn(self.index, thread, start, ready, end)
+        return drawn_of_op
 
 
-def tracks_of(wanted: Sequence[tuple[Timeline, int, str]]) -> list[Track]:
-    """A track of each (timeline, class, title), none of which begins before 0."""
-    tracks = [Track(*one) for one in wanted]
+def _first_free(ends: Sequence[int], ready: int) -> int:
+    """Return the first place that is free from ``ready`` on; a new one if none is."""
+    for place, end in enumerate(ends):
+        if end <= ready:
+            return place
+    return len(ends)
+
+
+def tracks_of(rows: Iterable[TrackOf]) -> list[Track]:
+    """Return tracks, none of which begins before 0."""
+    tracks = [Track(row) for row in rows]
     early = max((-track.begins() for track in tracks), default=0)
     for process, track in enumerate(tracks):
         track.move(early, process)
@@ -165,24 +232,32 @@ def events_of(tracks: Sequence[Track]) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[Event]:
-    """Pairs of s and f events between classes; spans without duration get none."""
-    meet = timeline.graph.matched_calls
-    places, numbers = [track.places() for track in tracks], itertools.count(1)
-    for first in np.flatnonzero(np.diff(meet.start) > 1).tolist():
-        spans = [(c, *places[c][op]) for c, op in meet.members(first) if op in places[c]]
-        there = [one for one in spans if one[-1] > one[2]]
-        if len(there) < 2:
+    """Yield pairs of s and f events between classes; spans without duration get none."""
+    matched_calls = timeline.graph.matched_calls
+    drawn_of_class = [track.drawn() for track in tracks]
+    numbers = itertools.count(1)
+    for call in np.flatnonzero(np.diff(matched_calls.start) > 1).tolist():
+        members: list[_Drawn] = []
+        for index, op in matched_calls.members(call):
+            drawn = drawn_of_class[index].get(op)
+            if drawn is not None and drawn.end > drawn.start:
+                members.append(drawn)
+        if len(members) < 2:
             continue
-        row = tracks[there[0][0]].program.ops[meet.ops[meet.start[first]]]
-        pair = NAMES[row["name"]] in ("send", "recv")
-        last = there[0] if pair else max(there, key=lambda one: one[3])
-        name = "message" if pair else "came last"
-        for other in there:
-            if other[0] != last[0]:  # surely inside the spans, not on their edges
-                both = (last, other)
-                ends = [(c, thread, (start + end) // 2) for c, thread, start, _, end in both]
-                yield from arrow(next(numbers), name, "flow", ends[0], ends[1])
+        first_op = matched_calls.ops[matched_calls.start[call]]
+        name = NAMES[tracks[members[0].index].program.ops[first_op]["name"]]
+
+        # a message goes to its receive, a call waits for the member that came last
+        if name in ("send", "recv"):
+            title, origin = "message", members[0]
+        else:
+            title, origin = "came last", max(members, key=lambda member: member.ready)
+        for member in members:
+            if member.index != origin.index:
+                start = (origin.index, origin.thread, origin.middle)
+                end = (member.index, member.thread, member.middle)
+                yield from arrow(next(numbers), title, "flow", start, end)
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _NOTE else text[:_NOTE] + " …"
+    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + " …"

@@ -16,9 +16,16 @@ from megatron_prism.memory.job_peaks import (
     needed,
 )
 
-KINDS = {"param": "weights", "grad": "gradients", "optim": "optimizer", "act": "activations",
-         "comm": "communication", "tmp": "temporaries", "graph": "CUDA graphs",
-         "other": "other"}  # fmt: skip
+KINDS = {
+    "param": "weights",
+    "grad": "gradients",
+    "optim": "optimizer",
+    "act": "activations",
+    "comm": "communication",
+    "tmp": "temporaries",
+    "graph": "CUDA graphs",
+    "other": "other",
+}
 PARTS = {
     **KINDS,
     "pools": "CUDA graphs' pools beside tensors",
@@ -29,13 +36,13 @@ PARTS = {
 
 
 def module_of(name: str) -> str:
-    """A module without the chunk that it is in."""
+    """Return a module without the chunk that it is in."""
     return re.sub(r"^chunk\d+(\.|(?=\[))", "", name) or "model"
 
 
-def render_memory(found: MemoryReport) -> str:
-    """A line for every class, and where the figures are from."""
-    lines = [found.job["world"], *class_table(found), "", *source_lines(found)]
+def render_memory(memory: MemoryReport) -> str:
+    """Write a line for every class, and where the figures are from."""
+    lines = [memory.job["world"], *class_table(memory), "", *source_lines(memory)]
     return "\n".join(lines) + "\n"
 
 
@@ -47,56 +54,73 @@ def class_table(
     """Make a line for every class.
 
     Args:
-        memory: the peaks.
-        overruns: the classes that do not fit; None: nobody asks.
-        at_risk: the classes that may run out in a later iteration.
+        memory: The peaks.
+        overruns: The classes that do not fit; None: nobody asks.
+        at_risk: The classes that may run out in a later iteration.
     """
     head = ["class", "ranks", "device", "allocated", "reserved", "NCCL"]
-    rows = [head if overruns is None else [*head, "fits"]]
-    for name, one in memory.classes.items():
-        sizes = (one.get("peak_device"), one["peak_allocated"], one["peak_reserved"],
-                 one.get("nccl"))  # fmt: skip
-        cells = ["unknown" if size is None else format_bytes(size) for size in sizes]
+    if overruns is not None:
+        head.append("fits")
+    rows = [head]
+    for name, figures in memory.classes.items():
+        row = [
+            name,
+            f"{figures['count']:,}",
+            _bytes(figures.get("peak_device")),
+            _bytes(figures["peak_allocated"]),
+            _bytes(figures["peak_reserved"]),
+            _bytes(figures.get("nccl")),
+        ]
         if overruns is not None:
             answer = "yes"
             if name in overruns:
                 answer = "no"
             elif name in at_risk:
                 answer = "at risk"
-            cells.append(answer)
-        rows.append([name, f"{one['count']:,}", *cells])
+            row.append(answer)
+        rows.append(row)
     yield from columns(rows)
-    alike: dict[str, list[str]] = {}
-    for name, one in memory.classes.items():
-        least, most = one.get("nccl_between") or (0, 0)
+    classes_of_note: dict[str, list[str]] = {}
+    for name, figures in memory.classes.items():
+        least, most = figures.get("nccl_between") or (0, 0)
         if least < most:
             between = f"NCCL {format_bytes(least)} to {format_bytes(most)}, estimated"
-            alike.setdefault(f"{between}: more ranks or hosts than measured", []).append(name)
-        if drawn := one.get("drawn"):
+            note = f"{between}: more ranks or hosts than measured"
+            classes_of_note.setdefault(note, []).append(name)
+        drawn = figures.get("drawn")
+        if drawn:
             yield from _drawn(name, drawn)
-    for text, names in alike.items():
-        yield from folded(f"{', '.join(names)}: {text}", 2)
+    for note, names in classes_of_note.items():
+        yield from folded(f"{', '.join(names)}: {note}", 2)
+
+
+def _bytes(size: int | None) -> str:
+    return "unknown" if size is None else format_bytes(size)
 
 
 def _drawn(name: str, drawn: DrawnFigures) -> Iterator[str]:
-    """About the peaks of drawn iterations."""
-    capacity = "" if drawn["capacity"] is None else f", capacity {drawn['capacity']:g}"
-    levels = (f"{word} {format_bytes(size)}" for word, size in (
-        ("p50", drawn["p50"]), ("p95", drawn["p95"]), ("at most", drawn["most"])))  # fmt: skip
-    yield from folded(f"{name}: routing {drawn['law']}{capacity}, {drawn['draws']:,} iterations: "
-                      f"allocated {', '.join(levels)}", 2)  # fmt: skip
+    """Say what the peaks of drawn iterations are."""
+    law = drawn["law"]
+    if drawn["capacity"] is not None:
+        law += f", capacity {drawn['capacity']:g}"
+    median, high = format_bytes(drawn["p50"]), format_bytes(drawn["p95"])
+    levels = f"p50 {median}, p95 {high}, at most {format_bytes(drawn['most'])}"
+    text = f"{name}: routing {law}, {drawn['draws']:,} iterations: allocated {levels}"
+    yield from folded(text, 2)
     if drawn["over"] is not None and drawn["group"] is not None:
         ranks, groups = 100 * drawn["over"], 100 * drawn["group"]
-        yield from folded(f"  over the limit in an iteration: {ranks:.1f} % of the ranks, "
-                          f"{groups:.1f} % of the groups that share the experts", 4)  # fmt: skip
+        text = f"  over the limit in an iteration: {ranks:.1f} % of the ranks, {groups:.1f} % of "
+        yield from folded(text + "the groups that share the experts", 4)
 
 
-def part_rows(one: ClassMemoryFigures) -> list[list[str]]:
-    """What adds up to the device's bytes, or to what is reserved where those are unknown."""
-    parts = {**one["by_category"], **beside_tensors(one)}
-    rows = [[f"  {PARTS[what]}", format_bytes(size)] for what, size in parts.items() if size]
-    level = "reserved" if one.get("peak_device") is None else "device"
-    return [*rows, [f"  = {level}", format_bytes(needed(one))]]
+def part_rows(figures: ClassMemoryFigures) -> list[list[str]]:
+    """Return what adds up to the device's bytes, or to what is reserved without them."""
+    rows: list[list[str]] = []
+    for part, size in {**figures["by_category"], **beside_tensors(figures)}.items():
+        if size:
+            rows.append([f"  {PARTS[part]}", format_bytes(size)])
+    level = "reserved" if figures.get("peak_device") is None else "device"
+    return [*rows, [f"  = {level}", format_bytes(needed(figures))]]
 
 
 def source_lines(memory: MemoryReport) -> Iterator[str]:

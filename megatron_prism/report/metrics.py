@@ -6,14 +6,15 @@ counts 256 times.  Figures that need what the programs do not say are ``Value(No
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from megatron_prism.core.job_settings import short
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
+from megatron_prism.core.program import Program
 from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.costs.host import host_spread
 from megatron_prism.replay.headline import Headline, headline
@@ -27,7 +28,16 @@ HOST_PART = "host: "  # what begins so is a host that issues work
 
 @dataclass(frozen=True)
 class PathPart:
-    """What the critical path is made of: ns of all steps of one kind, and how many."""
+    """What the critical path is made of.
+
+    Attributes:
+        phase: Of the steps.
+        what: Name of their op; of hosts with HOST_PART before it.
+        group: Description of their group.
+        source: Provenance of their durations.
+        ns: Of all such steps.
+        count: How many they are.
+    """
 
     phase: str
     what: str
@@ -41,11 +51,15 @@ class PathPart:
 class CallTotals:
     """One kind of call of one group, per rank (the mean over the ranks that make it).
 
-    ranks   : that make it
-    calls   : per rank and iteration
-    bytes   : per rank and iteration, messages as nccl-tests counts them
-    moving  : ns from when everybody had come to the end
-    waiting : ns from when the rank was ready to when everybody had come
+    Attributes:
+        group: Description of the group.
+        name: Of the call.
+        ranks: That make it.
+        calls: Per rank and iteration.
+        bytes: Per rank and iteration, messages as nccl-tests counts them.
+        moving: ns from when everybody had come to the end.
+        waiting: ns from when the rank was ready to when everybody had come.
+        source: Provenance of the durations.
     """
 
     group: str
@@ -59,84 +73,129 @@ class CallTotals:
 
 
 def critical_by_class(timeline: Timeline) -> dict[int, int]:
-    """Class -> ns of its computing, and of its host's issuing, on the critical path."""
-    found: dict[int, int] = defaultdict(int)
+    """Return ns of each class's computing, and of its host's issuing, on the critical path."""
+    ns_of_class: dict[int, int] = defaultdict(int)
     for owner, _, start, end, _ in timeline.critical_path():
-        found[owner] += end - start
-    return found
+        ns_of_class[owner] += end - start
+    return ns_of_class
 
 
 def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
-    """The critical path by (phase, op, group, provenance), largest first; sums to the iteration."""
-    graph, prices, meet = timeline.graph, timeline.prices, timeline.graph.matched_calls
-    columns = [
-        [program.ops[name].tolist() for name in ("phase", "name", "group")]
-        for program in graph.program_list
-    ]
-    total: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for owner, number, start, end, host in timeline.critical_path():
+    """Return the critical path by (phase, op, group, provenance), largest first.
+
+    The parts sum to the iteration.
+    """
+    graph, prices = timeline.graph, timeline.prices
+    matched_calls = graph.matched_calls
+    ops_of_class = [_OpColumns.of(program) for program in graph.program_list]
+    ns_of_part: dict[tuple[str, str, str, str], int] = defaultdict(int)
+    count_of_part: Counter[tuple[str, str, str, str]] = Counter()
+    for owner, number, start, end, is_host in timeline.critical_path():
         if owner >= 0:
-            who, at = owner, number
-            source = (prices.host_source if host else prices.compute_source)[owner][number]
+            index, op = owner, number
+            sources = prices.host_source if is_host else prices.compute_source
+            source = sources[owner][number]
         else:
-            first = meet.start[number]
-            who, at = int(meet.classes[first]), int(meet.ops[first])
+            # a call is told as its first member makes it
+            first = matched_calls.start[number]
+            index, op = int(matched_calls.classes[first]), int(matched_calls.ops[first])
             source = prices.collective_source[number]
-        phases, names, groups = columns[who]
-        key = (
-            PHASE_NAMES[phases[at]] or "outside",
-            HOST_PART + NAMES[names[at]] if host else NAMES[names[at]],
-            graph.program_list[who].strings[groups[at]],
-            prices.sources[source],
-        )
-        total[key][0] += end - start
-        total[key][1] += 1
-    parts = [PathPart(*key, ns, count) for key, (ns, count) in total.items() if ns]
+        columns = ops_of_class[index]
+        what = NAMES[columns.names[op]]
+        if is_host:
+            what = HOST_PART + what
+        phase = PHASE_NAMES[columns.phases[op]] or "outside"
+        group = graph.program_list[index].strings[columns.groups[op]]
+        key = (phase, what, group, prices.sources[source])
+        ns_of_part[key] += end - start
+        count_of_part[key] += 1
+    parts = [PathPart(*key, ns, count_of_part[key]) for key, ns in ns_of_part.items() if ns]
     return tuple(sorted(parts, key=lambda part: -part.ns))
 
 
+@dataclass(frozen=True)
+class _OpColumns:
+    """Codes of a program's ops, as lists: they are asked for one by one."""
+
+    phases: list[int]
+    names: list[int]
+    groups: list[int]
+
+    @staticmethod
+    def of(program: Program) -> _OpColumns:
+        ops = program.ops
+        return _OpColumns(ops["phase"].tolist(), ops["name"].tolist(), ops["group"].tolist())
+
+
+@dataclass
+class _CallSums:
+    """Sums over the ranks that make one kind of call of one group."""
+
+    ranks: int = 0
+    calls: float = 0
+    bytes: float = 0
+    moving_ns: float = 0
+    waiting_ns: float = 0
+    sources: set[str] = field(default_factory=set)
+
+    def totals(self, group: str, name: str) -> CallTotals:
+        """Return the mean over the ranks."""
+        return CallTotals(
+            group,
+            name,
+            self.ranks,
+            self.calls / self.ranks,
+            self.bytes / self.ranks,
+            self.moving_ns / self.ranks,
+            self.waiting_ns / self.ranks,
+            "; ".join(sorted(self.sources)),
+        )
+
+
 def calls_of(timeline: Timeline) -> tuple[tuple[CallTotals, ...], dict[str, float]]:
-    """(calls by group and name, mean ns of communication per rank by source)."""
+    """Return calls by group and name, and mean ns of communication per rank by source."""
     graph, prices = timeline.graph, timeline.prices
-    size = graph.programs.world.size
-    sums: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(5))
-    sources: dict[tuple[str, str], set[str]] = defaultdict(set)
-    busy: dict[str, float] = defaultdict(float)
+    world_size = graph.programs.world.size
+    sums: dict[tuple[str, str], _CallSums] = defaultdict(_CallSums)
+    busy_ns: dict[str, float] = defaultdict(float)
     for index, program in enumerate(graph.program_list):
-        count, spans = graph.classes.counts[index], timeline.spans(index)
+        rank_count = graph.classes.counts[index]
+        spans = timeline.spans(index)
         spans = spans[program.ops["name"][spans["op"]] != CODE["compute"]]
         rows = program.ops[spans["op"]]
         source = prices.collective_source[graph.matched_calls.of[index][spans["op"]]]
-        for name, group in sorted(
-            set(zip(rows["name"].tolist(), rows["group"].tolist(), strict=True))
-        ):
-            mine = (rows["name"] == name) & (rows["group"] == group)
-            chosen, key = spans[mine], (program.strings[group], NAMES[name])
-            moving = chosen["end"] - chosen["start"]
-            waited = chosen["start"] - chosen["ready"]
-            sums[key] += count * np.array(
-                [1, len(chosen), program.num_bytes[chosen["op"]].sum(), moving.sum(), waited.sum()]
-            )
-            for code in np.unique(source[mine]).tolist():
-                sources[key].add(prices.sources[code])
-                busy[prices.sources[code]] += (
-                    float(moving[source[mine] == code].sum()) * count / size
-                )
-    calls = []
-    for (group, name), sum_ in sums.items():
-        count_, num_bytes, moving_, waiting = (sum_[1:] / sum_[0]).tolist()
-        said = "; ".join(sorted(sources[group, name]))
-        calls.append(
-            CallTotals(group, name, int(sum_[0]), count_, num_bytes, moving_, waiting, said)
-        )
-    return tuple(sorted(calls, key=lambda call: -(call.moving + call.waiting) * call.ranks)), busy
+        kinds = set(zip(rows["name"].tolist(), rows["group"].tolist(), strict=True))
+        for name, group in sorted(kinds):
+            is_of_kind = (rows["name"] == name) & (rows["group"] == group)
+            calls = spans[is_of_kind]
+            moving = calls["end"] - calls["start"]
+            waiting = calls["start"] - calls["ready"]
+            kind_sums = sums[program.strings[group], NAMES[name]]
+            kind_sums.ranks += rank_count
+            kind_sums.calls += float(rank_count * len(calls))
+            kind_sums.bytes += float(rank_count * program.num_bytes[calls["op"]].sum())
+            kind_sums.moving_ns += float(rank_count * moving.sum())
+            kind_sums.waiting_ns += float(rank_count * waiting.sum())
+            source_of_call = source[is_of_kind]
+            for code in np.unique(source_of_call).tolist():
+                text = prices.sources[code]
+                kind_sums.sources.add(text)
+                ns = float(moving[source_of_call == code].sum())
+                busy_ns[text] += ns * rank_count / world_size
+    totals = [kind_sums.totals(group, name) for (group, name), kind_sums in sums.items()]
+    totals.sort(key=lambda call: -(call.moving + call.waiting) * call.ranks)
+    return tuple(totals), busy_ns
 
 
 def sources_of(timeline: Timeline, index: int, ops: np.ndarray) -> np.ndarray:
-    """Provenance of every one of ``ops`` of a class, index into prices.sources."""
-    prices, meeting = timeline.prices, timeline.graph.matched_calls.of[index][ops]
-    called = prices.collective_source[meeting] if len(prices.collective_source) else 0
-    return np.where(meeting >= 0, called, prices.compute_source[index][ops])
+    """Return the provenance of each of ``ops`` of a class, index into prices.sources."""
+    prices = timeline.prices
+    matched_call = timeline.graph.matched_calls.of[index][ops]
+    of_segments = prices.compute_source[index][ops]
+    # a world without calls
+    if not len(prices.collective_source):
+        return np.where(matched_call >= 0, 0, of_segments)
+    return np.where(matched_call >= 0, prices.collective_source[matched_call], of_segments)
 
 
 _RANKS = 60  # characters of a list of ranks
@@ -146,9 +205,19 @@ _RANKS = 60  # characters of a list of ranks
 class ClassMetrics:
     """One class; times in ns.  compute, exposed, waiting and idle add up to ``total``.
 
-    critical   : how much of the critical path its computing is, and its host's issuing
-    slack      : by how much all of its computing could be late without delaying the end
-    peak_bytes : of live memory; None if the slice recorded no allocations
+    Attributes:
+        index: Of the class.
+        name: Of the class.
+        ranks: In words.
+        count: How many ranks.
+        total: The iteration.
+        compute: Computing.
+        exposed: Communication that nothing hides, by group.
+        waiting: For other ranks, by group.
+        idle: Neither.
+        critical: How much of the critical path its computing is, and its host's issuing.
+        slack: By how much all of its computing could be late without delaying the end.
+        peak_bytes: Of live memory; None if the slice recorded no allocations.
     """
 
     index: int
@@ -178,17 +247,34 @@ class Source:
 class Metrics:
     """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1.
 
-    headline        : what to say first: one number, or a range over hosts
-    low_ns, high_ns : where the iteration of the real job is expected (``replay.interval``)
-    links           : that calls share, the busiest first; none if nobody shares any
-    uncertainties   : what the two are made of, the largest first
-    host            : part of 1 of the critical path in which a host issues work; None if the
-    slices do not say how long that takes
-    hosts           : (index of a host, ns of the iteration there), where no host was named
-    host_unknown    : ranks whose slices do not say how long the host takes, where others do
-    host_spread     : relative standard deviation of what a rank's host takes for an iteration, the
-    largest of the slices'; None if none has two iterations
-    precision       : what a job without --bf16 and --fp16 has to be asked; "" of others
+    Attributes:
+        sizes: Of the job.
+        world: How many classes and ops there are.
+        source: Where the programs are from.
+        iteration_ns: As replayed.
+        headline: What to say first: one number, or a range over hosts.
+        low_ns: Where the iteration of the real job is expected to begin (``replay.interval``).
+        high_ns: Where it is expected to end.
+        uncertainties: What the two are made of, the largest first.
+        links: That calls share, the busiest first; none if nobody shares any.
+        iterations: In a row, of which this is the last.
+        computing: Part of all ranks' time.
+        exposed: Part of all ranks' time in communication that nothing hides.
+        bubble: Part of all ranks' time in waiting and idling.
+        host: Part of 1 of the critical path in which a host issues work; None if the slices do not
+            say how long that takes.
+        hosts: (index of a host, ns of the iteration there), where no host was named.
+        host_unknown: Ranks whose slices do not say how long the host takes, where others do.
+        host_spread: Relative standard deviation of what a rank's host takes for an iteration, the
+            largest of the slices'; None if none has two iterations.
+        tokens_per_s: Of the job.
+        flops_per_gpu: Of the model, in a second.
+        mfu: Of the GPU's peak.
+        precision: What a job without --bf16 and --fp16 has to be asked; "" of others.
+        classes: Of ranks.
+        path: The critical path.
+        calls: By group and name.
+        sources: Provenances of times.
     """
 
     sizes: str
@@ -218,95 +304,141 @@ class Metrics:
     sources: tuple[Source, ...]
 
     def mean(self, field: str) -> dict[str, float]:
-        """``exposed`` or ``waiting`` by group, the mean over all ranks in ns, largest first."""
-        total: dict[str, float] = defaultdict(float)
-        ranks = sum(one.count for one in self.classes) or 1
-        for one in self.classes:
-            for group, ns in getattr(one, field).items():
-                total[group] += ns * one.count / ranks
-        return dict(sorted(total.items(), key=lambda item: -item[1]))
+        """Return mean ns of all ranks by group, largest first; ``field``: exposed or waiting."""
+        mean_ns: dict[str, float] = defaultdict(float)
+        rank_count = sum(figures.count for figures in self.classes) or 1
+        for figures in self.classes:
+            for group, ns in getattr(figures, field).items():
+                mean_ns[group] += ns * figures.count / rank_count
+        return dict(sorted(mean_ns.items(), key=lambda item: -item[1]))
 
 
 def to_json(timeline: Timeline) -> dict[str, object]:
-    """``timeline_metrics`` as plain values, without what only other timelines are told by."""
-    found = asdict(timeline_metrics(timeline))
-    for one in found["uncertainties"]:
-        del one["of"]
-    return found
+    """Return ``timeline_metrics`` as plain values, without what tells other timelines alone."""
+    value = asdict(timeline_metrics(timeline))
+    for uncertainty in value["uncertainties"]:
+        del uncertainty["of"]
+    return value
 
 
 def timeline_metrics(timeline: Timeline) -> Metrics:
-    """The numbers of ``timeline``."""
-    graph, iteration = timeline.graph, timeline.iteration_ns
-    size = graph.programs.world.size
+    """Return the numbers of a timeline."""
+    graph = timeline.graph
+    iteration_ns = timeline.iteration_ns
     path = path_parts(timeline)
-    classes = tuple(_classes(timeline))
-    calls, busy = calls_of(timeline)
-    prices = timeline.prices
-    columns = [(prices.compute, prices.compute_source)]
-    columns += [(ns, prices.host_source) for ns in (prices.lead, prices.host)]
-    for every, sources in columns:
-        for ns, source, count in zip(every, sources, graph.classes.counts, strict=False):
-            for code, text in enumerate(prices.sources):
-                busy[text] += float(ns[source == code].sum()) * count / size
-    on_path: dict[str, int] = defaultdict(int)
+    path_ns: dict[str, int] = defaultdict(int)
+    host_ns = 0
     for part in path:
-        on_path[part.source] += part.ns
-    whole = (iteration or 1) * size
+        path_ns[part.source] += part.ns
+        if part.what.startswith(HOST_PART):
+            host_ns += part.ns
+    calls, busy_ns = calls_of(timeline)
+    _add_computing(timeline, busy_ns)
+    sources: list[Source] = []
+    for text in timeline.prices.sources:
+        if busy_ns[text] or path_ns[text]:
+            sources.append(Source(text, path_ns[text], busy_ns[text]))
+
+    classes = _classes(timeline)
+    all_ranks_ns = (iteration_ns or 1) * graph.programs.world.size
+    shares = _shares(classes, all_ranks_ns)
     between = interval(timeline)
-    knows = np.array([program.knows_host for program in graph.programs.programs])
-    late = sum(part.ns for part in path if part.what.startswith(HOST_PART))
+    links: tuple[BusyLink, ...] = ()
+    if timeline.links is not None:
+        links = tuple(busy_links(timeline, timeline.links))
+
+    # of which ranks the slices say how long the host takes
+    knows_host = np.array([program.knows_host for program in graph.programs.programs])
+    host: float | None = None
+    ranks_without_host = 0
+    if knows_host.any():
+        host = host_ns / (iteration_ns or 1)
+        ranks_without_host = int((~knows_host[graph.programs.program_of]).sum())
     return Metrics(
         sizes=str(graph.programs.world),
         world=str(graph),
         source={key: short(text) for key, text in graph.programs.source.items()},
-        iteration_ns=iteration,
+        iteration_ns=iteration_ns,
         headline=headline(timeline),
         low_ns=between.low_ns,
         high_ns=between.high_ns,
         uncertainties=between.sources,
-        links=() if timeline.links is None else tuple(busy_links(timeline, timeline.links)),
+        links=links,
         iterations=timeline.iterations,
-        computing=sum(c.compute * c.count for c in classes) / whole,
-        exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
-        bubble=sum((sum(c.waiting.values()) + c.idle) * c.count for c in classes) / whole,
-        host=late / (iteration or 1) if knows.any() else None,
+        computing=shares.computing,
+        exposed=shares.exposed,
+        bubble=shares.bubble,
+        host=host,
         hosts=answers_by_host(timeline),
-        host_unknown=int((~knows[graph.programs.program_of]).sum()) if knows.any() else 0,
+        host_unknown=ranks_without_host,
         host_spread=host_spread(graph.programs.programs),
         **vars(rates_of(timeline)),
-        classes=classes,
+        classes=tuple(classes),
         path=path,
         calls=calls,
-        sources=tuple(
-            Source(text, on_path[text], busy[text])
-            for text in timeline.prices.sources
-            if busy[text] or on_path[text]
-        ),
+        sources=tuple(sources),
     )
 
 
+def _add_computing(timeline: Timeline, busy_ns: dict[str, float]) -> None:
+    """Add mean ns of computing and of hosts per rank, by source."""
+    prices = timeline.prices
+    counts = timeline.graph.classes.counts
+    world_size = timeline.graph.programs.world.size
+    columns = (
+        (prices.compute, prices.compute_source),
+        (prices.lead, prices.host_source),
+        (prices.host, prices.host_source),
+    )
+    for ns_of_class, sources_of_class in columns:
+        # worlds without times of hosts have none of these
+        for ns, sources, count in zip(ns_of_class, sources_of_class, counts, strict=False):
+            for code, text in enumerate(prices.sources):
+                busy_ns[text] += float(ns[sources == code].sum()) * count / world_size
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Parts of all ranks' time."""
+
+    computing: float
+    exposed: float
+    bubble: float
+
+
+def _shares(classes: Iterable[ClassMetrics], all_ranks_ns: int) -> _Shares:
+    computing_ns = exposed_ns = bubble_ns = 0
+    for figures in classes:
+        computing_ns += figures.compute * figures.count
+        exposed_ns += sum(figures.exposed.values()) * figures.count
+        bubble_ns += (sum(figures.waiting.values()) + figures.idle) * figures.count
+    return _Shares(computing_ns / all_ranks_ns, exposed_ns / all_ranks_ns, bubble_ns / all_ranks_ns)
+
+
 def _classes(timeline: Timeline) -> list[ClassMetrics]:
-    graph, slack = timeline.graph, timeline.slack()
+    graph = timeline.graph
+    slack = timeline.slack()
     critical = critical_by_class(timeline)
-    found = []
+    classes: list[ClassMetrics] = []
     for index, program in enumerate(graph.program_list):
         account = timeline.account(index)
         ranks = format_ranks(graph.classes.ranks(index).tolist())
-        found.append(
-            ClassMetrics(
-                index=index,
-                name=graph.class_name(index),
-                ranks=ranks if len(ranks) <= _RANKS else ranks[: _RANKS - 2] + " …",
-                count=graph.classes.counts[index],
-                total=account.total,
-                compute=account.compute,
-                exposed=dict(account.exposed),
-                waiting=dict(account.waiting),
-                idle=account.idle,
-                critical=critical[index],
-                slack=slack[index],
-                peak_bytes=program.peak_bytes() if program.allocations.size else None,
-            )
+        if len(ranks) > _RANKS:
+            ranks = ranks[: _RANKS - 2] + " …"
+        peak_bytes = program.peak_bytes() if program.allocations.size else None
+        figures = ClassMetrics(
+            index=index,
+            name=graph.class_name(index),
+            ranks=ranks,
+            count=graph.classes.counts[index],
+            total=account.total,
+            compute=account.compute,
+            exposed=dict(account.exposed),
+            waiting=dict(account.waiting),
+            idle=account.idle,
+            critical=critical[index],
+            slack=slack[index],
+            peak_bytes=peak_bytes,
         )
-    return found
+        classes.append(figures)
+    return classes

@@ -12,7 +12,7 @@ from megatron_prism.core.columns import columns
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.features.traces.compare import Difference, Times, TraceComparison
 from megatron_prism.features.traces.variance import Component, GroupTime, Outlier, Variation
-from megatron_prism.report.chrome_trace import events_of, tracks_of
+from megatron_prism.report.chrome_trace import TrackOf, events_of, tracks_of
 from megatron_prism.report.replay import render_html
 from megatron_prism.report.trace_events import trace_file
 
@@ -219,7 +219,7 @@ def render_pairs(comparison: TraceComparison) -> str:
     for rank in times.ranks:
         for what, timeline in (("predicted", times.predicted), ("real", times.real)):
             class_number = int(timeline.graph.classes.of[rank.rank])
-            rows.append((timeline, class_number, f"rank {rank.rank}, {what}"))
+            rows.append(TrackOf(timeline, class_number, f"rank {rank.rank}, {what}"))
     tracks = tracks_of(rows)
     about = {
         "made_by": "prism compare",
