@@ -374,28 +374,33 @@ def _tried(
 
 
 def _slower(priced: PricedGraph, how: remedies.Recomputation) -> int:
-    """ns that an iteration takes longer if backwards run the part's forward again first."""
-    found, table = priced.timeline, table_of(priced.machine)
-    prices = found.prices
-    columns = [[ns.copy() for ns in each] for each in (prices.compute, prices.host)]
-    for index, program in enumerate(found.graph.program_list):
-        spans, took = found.spans(index), np.zeros(len(program))
-        took[spans["op"]] = spans["end"] - spans["start"]
+    """Return ns that an iteration takes longer if backwards run the part's forward again first."""
+    timeline, table = priced.timeline, table_of(priced.machine)
+    prices = timeline.prices
+    compute = [ns.copy() for ns in prices.compute]
+    host = [ns.copy() for ns in prices.host]
+    for index, program in enumerate(timeline.graph.program_list):
+        spans = timeline.spans(index)
+        took_ns = np.zeros(len(program))
+        took_ns[spans["op"]] = spans["end"] - spans["start"]
         segments = np.flatnonzero(program.ops["name"] == CODE["compute"])
-        known = set[int]()  # layers of one segment share it
-        for at, again in remedies.reruns(program, how):
-            to = segments[min(int(np.searchsorted(segments, at)), len(segments) - 1)]
-            for op, whole in again:
-                if op in known:
+        repeated_ops: set[int] = set()  # layers of one segment share it
+        for forward in remedies.reruns(program, how):
+            # the segment in which the backward begins takes the time
+            following = int(np.searchsorted(segments, forward.before))
+            segment = segments[min(following, len(segments) - 1)]
+            for op, is_whole in zip(forward.ops, forward.is_whole, strict=True):
+                if op in repeated_ops:
                     continue
-                known.add(op)
-                note = program.strings[program.ops["note"][op]]
-                part = 1.0 if whole else _part(note, how.kernels, priced.machine, table)
-                columns[0][index][to] += round(took[op] * part)
-                columns[1][index][to] += round(int(prices.host[index][op]) * part)
-    compute, host = map(tuple, columns)
-    changed = dataclasses.replace(prices, compute=compute, host=host)
-    return found.iteration_with(durations_of(found.dag, changed)) - found.iteration_ns
+                repeated_ops.add(op)
+                part = 1.0
+                if not is_whole:
+                    note = program.strings[program.ops["note"][op]]
+                    part = _part(note, how.kernels, priced.machine, table)
+                compute[index][segment] += round(took_ns[op] * part)
+                host[index][segment] += round(int(prices.host[index][op]) * part)
+    changed = dataclasses.replace(prices, compute=tuple(compute), host=tuple(host))
+    return timeline.iteration_with(durations_of(timeline.dag, changed)) - timeline.iteration_ns
 
 
 def _part(note: str, kernels: str, machine: Machine, table: OpTable | None) -> float:

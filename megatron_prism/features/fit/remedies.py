@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import re
 import shlex
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,21 +29,40 @@ from megatron_prism.core.program import Program
 from megatron_prism.features.fit.loader_masks import NO_MASK, without_mask
 from megatron_prism.memory import allocator, blocks, peaks
 
-Row = tuple[int, int, int, int, int]  # before, storage, bytes, note, stream
+
+class _MemoryRow(NamedTuple):
+    """A change of memory: a row of ALLOCATION and its stream.  Rows are made by the million.
+
+    Attributes:
+        before: The op before which it happens.
+        storage: Number of the storage.
+        num_bytes: Above 0 where the storage comes, below 0 where it goes.
+        note: What it is, a number in the program's strings.
+        stream: On which stream.
+    """
+
+    before: int
+    storage: int
+    num_bytes: int
+    note: int
+    stream: int
 
 
 @dataclass(frozen=True)
 class Recomputation:
     """A part of the model that Megatron can run again.
 
-    module      : of --recompute-modules; "" for whole layers
-    part        : of a module's name: the part that runs again
-    inside      : of the names of its modules, one at least is there
-    stretch     : it begins with one of these and ends where another module's allocations begin
-    discards    : how many results go, too (output-discarding): made anew, each is there twice until
-                  the part's backward ends (tensor_parallel/random.py:716 @0.16.1); 0: a checkpoint
-    kernels     : in notes of segments that the part shares with others, those that are its own
     Source: core/transformer/transformer_config.py:411 @0.16.1
+
+    Attributes:
+        module: Of --recompute-modules; "" for whole layers.
+        part: Of a module's name: the part that runs again.
+        inside: Of the names of its modules, one at least is there.
+        discards: How many results go, too (output-discarding): made anew, each is there twice until
+            the part's backward ends (tensor_parallel/random.py:716 @0.16.1); 0: a checkpoint.
+        kernels: In notes of segments that the part shares with others, those that are its own.
+        stretch: Whether it begins with one of ``inside`` and ends where another module's
+            allocations begin.
     """
 
     module: str
@@ -54,29 +73,38 @@ class Recomputation:
     stretch: bool = False
 
 
-_MATMUL, _ACTIVATION = r"(?:gemm|mm|addmm)\([^;]*", r"\w*(?:glu|gelu|silu|relu|mul)\w*\([^;]*"
+_MATMUL = r"(?:gemm|mm|addmm)\([^;]*"
+_ACTIVATION = r"\w*(?:glu|gelu|silu|relu|mul)\w*\([^;]*"
 _GATED = rf"{_MATMUL}(?:; {_ACTIVATION})+; {_MATMUL}"  # products around activations
 _SCORES = r"(?:\w*attention\w*|b?addbmm|bmm|\w*softmax\w*)\([^;]*"
+_OF_EXPERTS = rf"(?!{_MATMUL}|\w*attention|\w*norm|rope)[^;]+"
 _LAYER = re.compile(r".*\blayers\.\d+\b")
-_NORM, _MLP = re.compile(r".*\.(input|pre_mlp)_layernorm\b"), re.compile(r".*\.mlp\b")
+_NORM = re.compile(r".*\.(input|pre_mlp)_layernorm\b")
+_MLP = re.compile(r".*\.mlp\b")
 _UP_PROJ = r"\.linear_(?:q|kv)_up_proj\b|\.linear_q_proj\b"
 _EXPERTS = re.compile(r"\.mlp\.(experts|router|token_dispatcher)\b")
-_KNOWN = (
+_SHARED_EXPERTS = re.compile(r".*\.mlp\.shared_experts\b")
+_RECOMPUTATIONS = (
     Recomputation("core_attn", re.compile(r".*\.core_attention\b"), kernels=_SCORES),
     Recomputation("mlp", _MLP, re.compile(r"\.mlp\.linear_fc"), kernels=_GATED),
-    Recomputation("moe", _MLP, _EXPERTS, kernels=rf"(?!{_MATMUL}|\w*attention|\w*norm|rope)[^;]+"),
-    Recomputation("shared_experts", re.compile(r".*\.mlp\.shared_experts\b"), kernels=_GATED),
+    Recomputation("moe", _MLP, _EXPERTS, kernels=_OF_EXPERTS),
+    Recomputation("shared_experts", _SHARED_EXPERTS, kernels=_GATED),
     Recomputation("layernorm", _NORM, discards=1, kernels=r"\w*norm\w*\([^;]*"),
     # with the rotary embedding and what joins both halves (multi_latent_attention.py:714 @0.16.1)
-    Recomputation("mla_up_proj", re.compile(rf".*\.self_attention(?=$|{_UP_PROJ})"),
-                  re.compile(_UP_PROJ), discards=3,
-                  kernels=rf"\w*norm\w*\([^;]*; {_MATMUL}", stretch=True),
+    Recomputation(
+        "mla_up_proj",
+        re.compile(rf".*\.self_attention(?=$|{_UP_PROJ})"),
+        re.compile(_UP_PROJ),
+        discards=3,
+        kernels=rf"\w*norm\w*\([^;]*; {_MATMUL}",
+        stretch=True,
+    ),
     Recomputation("", _LAYER, kernels=".+"),
-)  # fmt: skip
+)
 
 
 _FORWARD = PHASE_NAMES.index("forward")
-_BACKWARD = PHASE_NAMES.index("backward"), PHASE_NAMES.index("weight")
+_BACKWARD = (PHASE_NAMES.index("backward"), PHASE_NAMES.index("weight"))
 _LEAST = 100  # times what a remedy frees is the peak: fragmentation moves segments by a percent
 
 
@@ -84,11 +112,12 @@ _LEAST = 100  # times what a remedy frees is the peak: fragmentation moves segme
 class Remedy:
     """A change of the job and the peak that decides then.
 
-    words    : to type: Megatron's options, or keys of a recipe
-    freed    : bytes of tensors that the peak is lower
-    reserved : bytes of segments that an iteration holds less
-    peak     : the next one
-    how      : what runs again; None: nothing does
+    Attributes:
+        words: To type: Megatron's options, or keys of a recipe.
+        freed: Bytes of tensors that the peak is lower.
+        reserved: Bytes of segments that an iteration holds less.
+        peak: The next one.
+        how: What runs again; None: nothing does.
     """
 
     words: str
@@ -110,28 +139,28 @@ def remedies(
     again, or both.
 
     Args:
-        program: that recorded memory.
-        job: its source: whether it is a recipe's, and what it recomputes already.
-        settings: the allocator's options.
-        num_ranks: of the job.
+        program: That recorded memory.
+        job: Its source: whether it is a recipe's, and what it recomputes already.
+        settings: The allocator's options.
+        num_ranks: Of the job.
     """
     before = peaks.known_peak(program)
-    tried = _recomputed_parts(program, job, settings, before)
+    candidates = _recomputed_parts(program, job, settings, before)
     bare = without_mask(program, job)
     if bare is not None:
         # earlier iterations had the mask, too, and the cache keeps what they asked for
         with_mask = blocks.expected_reserved(blocks.reserved(program, settings), num_ranks)
         without = blocks.expected_reserved(blocks.reserved(bare, settings), num_ranks)
         masked = _remedy(NO_MASK, before, bare, with_mask - without, None)
-        tried.append(masked)
+        candidates.append(masked)
         for remedy in _recomputed_parts(bare, job, settings, before):
-            words, reserved = f"{NO_MASK} {remedy.words}", masked.reserved + remedy.reserved
-            tried.append(dataclasses.replace(remedy, words=words, reserved=reserved))
-    worthwhile = [
-        remedy
-        for remedy in tried
-        if remedy.freed * _LEAST >= before.num_bytes and remedy.reserved > 0
-    ]
+            words = f"{NO_MASK} {remedy.words}"
+            reserved = masked.reserved + remedy.reserved
+            candidates.append(dataclasses.replace(remedy, words=words, reserved=reserved))
+    worthwhile: list[Remedy] = []
+    for remedy in candidates:
+        if remedy.freed * _LEAST >= before.num_bytes and remedy.reserved > 0:
+            worthwhile.append(remedy)
     return tuple(sorted(worthwhile, key=lambda remedy: -remedy.freed))
 
 
@@ -148,62 +177,82 @@ def _recomputed_parts(
     settings: allocator.Settings | None,
     before: peaks.Peak,
 ) -> list[Remedy]:
-    """What each part of the model frees that Megatron can run again."""
-    segments = _segments(program, settings)
-    tried = []
-    for words, changed, how in _recomputations(program, job):
-        less = segments - _segments(changed, settings)
-        tried.append(_remedy(words, before, changed, less, how))
-    return tried
+    """Return what each part of the model frees that Megatron can run again."""
+    segment_bytes = _segment_bytes(program, settings)
+    found: list[Remedy] = []
+    for change in _changes(program, job):
+        fewer_bytes = segment_bytes - _segment_bytes(change.program, settings)
+        found.append(_remedy(change.words, before, change.program, fewer_bytes, change.how))
+    return found
 
 
-def _recomputations(
-    program: Program, job: Mapping[str, str]
-) -> Iterator[tuple[str, Program, Recomputation]]:
-    """(words to type, the program with them, what runs again) of what Megatron can run again."""
+@dataclass(frozen=True)
+class _Change:
+    """What a part of the model brings that runs again.
+
+    Attributes:
+        words: To type.
+        program: With it.
+        how: What runs again.
+    """
+
+    words: str
+    program: Program
+    how: Recomputation
+
+
+def _changes(program: Program, job: Mapping[str, str]) -> Iterator[_Change]:
+    """Yield what Megatron can run again and does not."""
     values = job_settings.plain(job_settings.line_of(job))
     granularity = values.get("recompute_granularity", "")
     # whole layers run again already
     if granularity == "full":
         return
-    modules = re.findall(r"\w+", values.get("recompute_modules", "core_attn"))
-    modules = modules if granularity == "selective" else []
+    modules: list[str] = []
+    if granularity == "selective":
+        modules = re.findall(r"\w+", values.get("recompute_modules", "core_attn"))
     refused = list(modules)
     # with biases the backward of a recomputed MLP starts itself without end (docs/limitations)
     biases = values.get("add_bias_linear") not in ("false", "False")
     if biases and "disable_bias_linear" not in values:
         refused.append("mlp")
-    for how in _KNOWN:
+    is_recipe = "settings" in job
+    for how in _RECOMPUTATIONS:
         if how.module in refused:
             continue
         changed = _recomputed(program, how)
         if changed is not None:
-            words = _words([*modules, how.module] if how.module else [], "settings" in job)
-            yield words, changed, how
+            with_module = [*modules, how.module] if how.module else []
+            yield _Change(_words(with_module, is_recipe), changed, how)
 
 
-def _words(modules: Sequence[str], recipe: bool) -> str:
-    """What recomputes ``modules``, or whole layers."""
-    given = {"granularity": "selective" if modules else "full"}
-    if not modules:
-        given |= {"method": "uniform", "num-layers": "1"}
-    named = {"modules": " ".join(modules)} if modules else {}
-    if recipe:
-        pairs = {key.replace("-", "_"): text for key, text in {**given, **named}.items()}
-        return " ".join(shlex.quote(f"recompute_{key}={text}") for key, text in pairs.items())
-    return " ".join(f"--recompute-{key} {text}" for key, text in {**given, **named}.items())
+def _words(modules: Sequence[str], is_recipe: bool) -> str:
+    """Say what to type to recompute ``modules``, or whole layers without one."""
+    options = {"granularity": "full", "method": "uniform", "num-layers": "1"}
+    if modules:
+        options = {"granularity": "selective", "modules": " ".join(modules)}
+    if not is_recipe:
+        return " ".join(f"--recompute-{key} {text}" for key, text in options.items())
+    pairs: list[str] = []
+    for key, text in options.items():
+        pairs.append(shlex.quote(f"recompute_{key.replace('-', '_')}={text}"))
+    return " ".join(pairs)
 
 
-def _segments(program: Program, settings: allocator.Settings | None) -> int:
-    """Bytes of segments that its iteration needs at most."""
+def _segment_bytes(program: Program, settings: allocator.Settings | None) -> int:
+    """Return the bytes of segments that an iteration needs at most."""
     return allocator.replay_requests(peaks.changes(program), settings).peak_reserved
 
 
+# -- storages -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Lives:
     """Of every storage that comes once and goes at most once: the events at which it does.
 
-    kept : storages that a forward leaves for the backward of its microbatch
+    Attributes:
+        born: Storage -> event at which it comes.
+        gone: Storage -> event at which it goes.
+        kept: Storages that a forward leaves for the backward of its microbatch.
     """
 
     born: dict[int, int]
@@ -215,194 +264,384 @@ class _Lives:
         events = program.allocations
         born: dict[int, int] = {}
         gone: dict[int, int] = {}
-        resized = set()
-        ops, before = program.ops, events["before"].tolist()
-        moves = zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True)
-        for at, (storage, size) in enumerate(moves):
+        resized: set[int] = set()
+        changes = zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True)
+        for event, (storage, size) in enumerate(changes):
             lives = born if size > 0 else gone
             if storage in lives:
                 resized.add(storage)
-            lives[storage] = at
-        op = np.minimum(events["before"], len(program) - 1).tolist()
-        turns = list(zip(ops["microbatch"].tolist(), ops["chunk"].tolist(), strict=True))
-        phases = ops["phase"].tolist()
-
-        def in_backward(event: int, turn: tuple[int, int]) -> bool:
-            """Also on the way out of it, before the op behind it."""
-            return any(phases[at] in _BACKWARD and turns[at] == turn
-                       for at in (op[event], max(before[event] - 1, 0)))  # fmt: skip
-
-        kept = frozenset(
-            one for one, at in born.items()
-            if one not in resized and one in gone and before[at] and phases[op[at]] == _FORWARD
-            and in_backward(gone[one], turns[op[at]])
-        )  # fmt: skip
-        return _Lives(born, gone, kept)
+            lives[storage] = event
+        turns = _Turns(program)
+        kept: set[int] = set()
+        for storage, event in born.items():
+            if storage in resized or storage not in gone or not turns.is_in_forward(event):
+                continue
+            if turns.is_in_backward(gone[storage], turns.of_event(event)):
+                kept.add(storage)
+        return _Lives(born, gone, frozenset(kept))
 
 
-def _regions(program: Program, how: Recomputation) -> list[tuple[int, int, int, int]]:
-    """(first and last event of the part, of its layer) of every forward in every microbatch."""
-    events, ops = program.allocations, program.ops
-    op = np.minimum(events["before"], len(program) - 1)
-    mine = (ops["phase"][op] == _FORWARD) & (events["before"] > 0) & (events["bytes"] > 0)
-    parts: dict[Hashable, list[int]] = {}
-    layers: dict[Hashable, list[int]] = {}
-    layer_of: dict[Hashable, Hashable] = {}
+class _Turns:
+    """Which phase and which microbatch's turn each event is in."""
 
-    @cache
-    def names(note: int) -> tuple[str, str, bool]:
-        module = peaks.module_of(program.strings[note])
-        layer, part = _LAYER.match(module), how.part.match(module)
-        inside = how.inside.search(module) is not None
-        return layer[0] if layer else "", part[0] if part else "", inside
+    def __init__(self, program: Program) -> None:
+        ops, before = program.ops, program.allocations["before"]
+        self._before = before.tolist()
+        self._op_of_event = np.minimum(before, len(program) - 1).tolist()
+        self._phase_of_op = ops["phase"].tolist()
+        microbatches, chunks = ops["microbatch"].tolist(), ops["chunk"].tolist()
+        self._turn_of_op = list(zip(microbatches, chunks, strict=True))
 
-    begun, ended = set[Hashable](), set[Hashable]()
-    for at in np.flatnonzero(mine).tolist():
-        layer, part, inside = names(int(events["note"][at]))
-        turn = int(ops["microbatch"][op[at]]), int(ops["chunk"][op[at]])
-        place, key = (layer, turn), (part, turn)
-        layers.setdefault(place, [at, at])[1] = at
-        if how.stretch and (not part or place in ended):
-            if place in begun:
-                ended.add(place)
-        elif part and (inside or key in parts or not how.stretch):
-            parts.setdefault(key, [at, at])[1] = at
-            if inside:
-                layer_of[key] = place
-                begun.add(place)
-    return [(*parts[key], *layers[layer]) for key, layer in layer_of.items()]  # type: ignore[misc]
+    def of_event(self, event: int) -> tuple[int, int]:
+        """Return microbatch and chunk of an event."""
+        turn: tuple[int, int] = self._turn_of_op[self._op_of_event[event]]
+        return turn
+
+    def is_in_forward(self, event: int) -> bool:
+        """Tell whether an event is in a forward; what is before all ops is not."""
+        op = self._op_of_event[event]
+        return self._before[event] > 0 and self._phase_of_op[op] == _FORWARD
+
+    def is_in_backward(self, event: int, turn: tuple[int, int]) -> bool:
+        """Tell whether an event is in a backward of a turn, or behind its last op."""
+        op = self._op_of_event[event]
+        previous_op = max(self._before[event] - 1, 0)
+        return self._is_backward(op, turn) or self._is_backward(previous_op, turn)
+
+    def _is_backward(self, op: int, turn: tuple[int, int]) -> bool:
+        return self._phase_of_op[op] in _BACKWARD and self._turn_of_op[op] == turn
 
 
-def _begin(program: Program, ends: np.ndarray, event: int) -> int:
-    """The first event of the step that ``event`` is in."""
+# -- regions: where parts run ---------------------------------------------------------------------
+@dataclass
+class _Stretch:
+    """Events from the first to the last."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A forward of a part in a microbatch: the events of the part, and of its layer."""
+
+    part: _Stretch
+    layer: _Stretch
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a note says of the model.
+
+    Attributes:
+        layer: Name of the layer; "" outside.
+        part: Name of the part that runs again; "" outside.
+        is_inside: Whether it is one of the modules that must be there.
+    """
+
+    layer: str
+    part: str
+    is_inside: bool
+
+
+def _place(note: str, how: Recomputation) -> _Place:
+    module = peaks.module_of(note)
+    layer = _LAYER.match(module)
+    part = how.part.match(module)
+    is_inside = how.inside.search(module) is not None
+    return _Place("" if layer is None else layer[0], "" if part is None else part[0], is_inside)
+
+
+_Key = tuple[str, tuple[int, int]]  # a name, and the turn of a microbatch
+
+
+def _regions(program: Program, how: Recomputation) -> list[_Region]:
+    """Return each forward of the part in every microbatch."""
+    events = program.allocations
+    op_of_event = np.minimum(events["before"], len(program) - 1)
+    is_forward = program.ops["phase"][op_of_event] == _FORWARD
+    comes_in_forward = is_forward & (events["before"] > 0) & (events["bytes"] > 0)
+    turns = _Turns(program)
+    parts: dict[_Key, _Stretch] = {}
+    layers: dict[_Key, _Stretch] = {}
+    layer_of_part: dict[_Key, _Key] = {}
+    begun: set[_Key] = set()  # layers in which a stretch began
+    ended: set[_Key] = set()  # and ended
+    place_of_note: dict[int, _Place] = {}
+    for event in np.flatnonzero(comes_in_forward).tolist():
+        note = int(events["note"][event])
+        if note not in place_of_note:
+            place_of_note[note] = _place(program.strings[note], how)
+        place = place_of_note[note]
+        turn = turns.of_event(event)
+        layer = (place.layer, turn)
+        part = (place.part, turn)
+        layers.setdefault(layer, _Stretch(event, event)).last = event
+
+        # a stretch ends with the first event outside it
+        if how.stretch and (not place.part or layer in ended):
+            if layer in begun:
+                ended.add(layer)
+            continue
+        # and begins with one of its modules; another part has all of its events
+        is_of_part = place.is_inside or part in parts or not how.stretch
+        if not place.part or not is_of_part:
+            continue
+        parts.setdefault(part, _Stretch(event, event)).last = event
+        if place.is_inside:
+            layer_of_part[part] = layer
+            begun.add(layer)
+    return [_Region(parts[part], layers[layer]) for part, layer in layer_of_part.items()]
+
+
+def _first_event_of_step(program: Program, ends: np.ndarray, event: int) -> int:
+    """Return the first event of the step that ``event`` is in.
+
+    Args:
+        program: The program.
+        ends: Of each op the last op of its step.
+        event: An event.
+    """
     before = program.allocations["before"]
     op = min(int(before[event]), len(program) - 1)
-    return int(np.searchsorted(before, np.searchsorted(ends, ends[op])))
+    first_op = np.searchsorted(ends, ends[op])
+    return int(np.searchsorted(before, first_op))
 
 
+# -- reruns: forwards that a backward runs again --------------------------------------------------
 @dataclass(frozen=True)
 class _Rerun:
     """One forward of a part that its backward runs again.
 
-    first, last : events of the forward;  begin, end: of its layer
-    mine        : storage -> the row with which it came
-    kept, frees : storages that it no longer keeps, and the events that free them, ascending
-    start       : the event before which it runs again
+    Attributes:
+        first: First event of the forward.
+        last: Its last event.
+        layer: Events of its layer.
+        came: Storage -> the row with which it came.
+        no_longer_kept: Storages that the forward no longer keeps.
+        frees: The events that free them, ascending.
+        start: The event before which it runs again.
     """
 
     first: int
     last: int
-    begin: int
-    end: int
-    mine: Mapping[int, Row]
-    kept: Sequence[int]
+    layer: _Stretch
+    came: Mapping[int, _MemoryRow]
+    no_longer_kept: Sequence[int]
     frees: Sequence[int]
     start: int
 
 
-def _rows(program: Program) -> list[Row]:
+def _rows(program: Program) -> list[_MemoryRow]:
     events = program.allocations
     streams = program.streams.tolist() or [0] * len(events)
-    columns = (events[key].tolist() for key in ALLOCATION.names or ())
-    return list(zip(*columns, streams, strict=True))
+    columns = [events[name].tolist() for name in ALLOCATION.names or ()]
+    return list(map(_MemoryRow._make, zip(*columns, streams, strict=True)))
 
 
-def _output(program: Program, mine: Mapping[int, Row]) -> int:
-    """The storage that a part gives: its last, of a kernel of Transformer Engine the largest, which
-    comes before what it keeps for its backward.
+def _output(program: Program, came: Mapping[int, _MemoryRow]) -> int:
+    """Return the storage that a part gives.
+
+    It is the last; of a kernel of Transformer Engine the largest, which comes before what the
+    kernel keeps for its backward.
     """
-    files = {one: program.strings[row[3]].rpartition(":")[0] for one, row in mine.items()}
-    last = [*mine][-1]
-    if "/cpp_extensions/" not in files[last]:
-        return last
-    call = itertools.takewhile(lambda one: files[one] == files[last], reversed([*mine]))
-    return max(call, key=lambda one: mine[one][2])
+    storages = list(came)
+    last_file = _file_of(program, came[storages[-1]])
+    if "/cpp_extensions/" not in last_file:
+        return storages[-1]
+    largest = storages[-1]
+    for storage in reversed(storages):
+        if _file_of(program, came[storage]) != last_file:
+            break
+        if came[storage].num_bytes > came[largest].num_bytes:
+            largest = storage
+    return largest
+
+
+def _file_of(program: Program, row: _MemoryRow) -> str:
+    """Return what stands before the line number of a note."""
+    return program.strings[row.note].rpartition(":")[0]
 
 
 def _reruns(
-    program: Program, how: Recomputation, rows: Sequence[Row], lives: _Lives
+    program: Program, how: Recomputation, rows: Sequence[_MemoryRow], lives: _Lives
 ) -> Iterator[_Rerun]:
+    """Yield each forward of a part that keeps something."""
     ends = peaks.ends_of_steps(program)
-    releases = sorted(lives.gone[one] for one in lives.kept)
-    for first, last, begin, end in _regions(program, how):
-        mine = {row[1]: row for row in rows[first : last + 1] if row[2] > 0}
-        while (
-            last + 1 < len(rows)
-            and rows[last + 1][2] < 0
-            and rows[last + 1][1] in mine.keys() - lives.kept
-        ):
-            last += 1  # what goes with its last result
-        output = None if how.discards else _output(program, mine)
-        kept = [one for one in mine if one in lives.kept and one != output]
+    releases = sorted(lives.gone[storage] for storage in lives.kept)
+    for region in _regions(program, how):
+        first, last = region.part.first, region.part.last
+        came = {row.storage: row for row in rows[first : last + 1] if row.num_bytes > 0}
+        # what goes with its last result
+        temporary = came.keys() - lives.kept
+        while last + 1 < len(rows):
+            following = rows[last + 1]
+            if following.num_bytes >= 0 or following.storage not in temporary:
+                break
+            last += 1
+
+        output = None if how.discards else _output(program, came)
+        kept = [storage for storage in came if storage in lives.kept and storage != output]
         if not kept:
             continue
-        frees = sorted(lives.gone[one] for one in kept)
+        frees = sorted(lives.gone[storage] for storage in kept)
         # its backward begins behind what the part after it lets go, in its own step at the earliest
-        behind = bisect.bisect_left(releases, frees[0])
-        start = max(releases[behind - 1] + 1 if behind else 0, _begin(program, ends, frees[0]))
-        yield _Rerun(first, last, begin, end, mine, kept, frees, start)
+        start = _first_event_of_step(program, ends, frees[0])
+        earlier_releases = bisect.bisect_left(releases, frees[0])
+        if earlier_releases:
+            start = max(start, releases[earlier_releases - 1] + 1)
+        yield _Rerun(first, last, region.layer, came, kept, frees, start)
 
 
-def reruns(program: Program, how: Recomputation) -> Iterator[tuple[int, list[tuple[int, bool]]]]:
-    """(the op before which a backward runs the part again; its forward's ops, each with whether all
-    of its kernels are the part's), for every forward of the part.
+@dataclass(frozen=True)
+class RepeatedForward:
+    """A forward that runs again.
+
+    Attributes:
+        before: The op before which a backward runs it.
+        ops: Its ops.
+        is_whole: Of each, whether all of its kernels are the part's.
     """
-    rows, last = _rows(program), len(program) - 1
-    for one in _reruns(program, how, rows, _Lives.of(program)):
-        begin, end = rows[one.first][0], min(rows[one.last][0], last)
-        made = list(one.mine.values())[-1][2]
-        if end < last and program.bytes_out[end + 1] == made:
-            end += 1  # the call that fills what came last
-        again = [(op, begin < op < end or bool(IS_CALL[program.ops["name"][op]]))
-                 for op in range(begin, end + 1)]  # fmt: skip
-        yield rows[one.start][0], again
+
+    before: int
+    ops: range
+    is_whole: list[bool]
 
 
+def reruns(program: Program, how: Recomputation) -> Iterator[RepeatedForward]:
+    """Yield every forward of a part that its backward would run again."""
+    rows = _rows(program)
+    last_op = len(program) - 1
+    for rerun in _reruns(program, how, rows, _Lives.of(program)):
+        begin = rows[rerun.first].before
+        end = min(rows[rerun.last].before, last_op)
+        # the call that fills what came last
+        last_came = list(rerun.came.values())[-1]
+        if end < last_op and program.bytes_out[end + 1] == last_came.num_bytes:
+            end += 1
+        ops = range(begin, end + 1)
+        is_call = IS_CALL[program.ops["name"][begin : end + 1]].tolist()
+        is_whole: list[bool] = []
+        for op, op_is_call in zip(ops, is_call, strict=True):
+            is_whole.append(begin < op < end or op_is_call)
+        yield RepeatedForward(rows[rerun.start].before, ops, is_whole)
+
+
+# -- the program with a part that runs again ------------------------------------------------------
 def _recomputed(program: Program, how: Recomputation) -> Program | None:
-    """The program with what ``how`` frees and makes anew; None where it keeps nothing."""
-    lives, rows = _Lives.of(program), _rows(program)
-    added: dict[int, list[Row]] = {}  # event -> rows before it
-    renamed: dict[int, int] = {}  # event -> the storage that goes instead
-    number = max(lives.born, default=-1) + 1
-    dropped: set[int] = set()  # events that come later
-    for one in _reruns(program, how, rows, lives):
-        first, last, mine, frees, start = one.first, one.last, one.mine, one.frees, one.start
-        copies = {storage: number + at for at, storage in enumerate(mine)}
-        number += len(copies)
-        forward = [row for row in rows[first : last + 1] if row[1] in copies]
-        gone = {row[1] for row in forward if row[2] < 0}
-        again = added.setdefault(start, [])
-        again += [(rows[start][0], copies[row[1]], *row[2:]) for row in forward]
-        left = [row for key, row in mine.items() if key not in gone and key not in one.kept]
-        added.setdefault(last + 1, [])[:0] = [
-            (rows[last][0], key, -mine[key][2], 0, 0) for key in one.kept
-        ]
-        added.setdefault(frees[-1] + 1, [])[:0] = [
-            (rows[frees[-1]][0], copies[row[1]], -row[2], 0, 0) for row in left
-        ]
-        for storage in list(mine)[-how.discards :] if how.discards else ():
-            again.append((rows[start][0], number, *mine[storage][2:]))
-            gone_at = rows[frees[-1]][0], number, -mine[storage][2], 0, 0
-            added[frees[-1] + 1].append(gone_at)
-            number += 1
-        renamed |= {lives.gone[key]: copies[key] for key in one.kept}
-        for row in rows[one.begin : first]:  # what it may be given, of the same layer
-            free = lives.gone.get(row[1], -1) if row[2] > 0 else -1
-            if row[1] not in lives.kept and first < free <= one.end and free not in dropped:
-                dropped.add(free)
-                added[frees[-1] + 1].append((rows[frees[-1]][0], row[1], -row[2], 0, 0))
-    if not renamed:
+    """Return the program with what ``how`` frees and makes anew; None where it keeps nothing."""
+    lives = _Lives.of(program)
+    rewriter = _Rewriter(_rows(program), lives)
+    for rerun in _reruns(program, how, rewriter.rows, lives):
+        rewriter.add(rerun, how.discards)
+    if not rewriter.renamed:
         return None
-    changed: list[Row] = []
-    for at, row in enumerate(rows):
-        changed += added.get(at, ())
-        if at not in dropped:
-            changed.append((row[0], renamed.get(at, row[1]), *row[2:]))
-    changed += added.get(len(rows), ())
+    changed = rewriter.changed_rows()
     return dataclasses.replace(
         program,
         allocations=np.array([row[:4] for row in changed], dtype=ALLOCATION),
-        streams=np.array([row[4] for row in changed], dtype=np.int16),
+        streams=np.array([row.stream for row in changed], dtype=np.int16),
         history=program.history[:0],
         routed=program.routed[:0],
     )
+
+
+class _Rewriter:
+    """Rewrites changes of memory as they are where forwards run again.
+
+    Attributes:
+        rows: As they were.
+        renamed: Event -> the storage that goes instead.
+    """
+
+    def __init__(self, rows: list[_MemoryRow], lives: _Lives) -> None:
+        self.rows = rows
+        self.renamed: dict[int, int] = {}
+        self._lives = lives
+        self._added: dict[int, list[_MemoryRow]] = defaultdict(list)  # event -> rows before it
+        self._dropped: set[int] = set()  # events that come later
+        self._next_storage = max(lives.born, default=-1) + 1
+
+    def add(self, rerun: _Rerun, discards: int) -> None:
+        """Let a forward run again before its backward.
+
+        Args:
+            rerun: The forward.
+            discards: How many of its results are made anew, too.
+        """
+        rows, came = self.rows, rerun.came
+        copy_of = {storage: self._new_storage() for storage in came}
+        forward = [row for row in rows[rerun.first : rerun.last + 1] if row.storage in copy_of]
+        gone_in_forward = {row.storage for row in forward if row.num_bytes < 0}
+        last_free = rerun.frees[-1]
+        begin_of_backward = rows[rerun.start].before
+        end_of_backward = rows[last_free].before
+
+        # the forward again, with new storages
+        for row in forward:
+            copy = row._replace(before=begin_of_backward, storage=copy_of[row.storage])
+            self._added[rerun.start].append(copy)
+
+        # what the first forward no longer keeps goes when it ends
+        freed: list[_MemoryRow] = []
+        for storage in rerun.no_longer_kept:
+            freed.append(_free(came[storage], rows[rerun.last].before))
+        self._added[rerun.last + 1][:0] = freed
+
+        # results of the second forward that nothing frees go with the last that it keeps
+        results: list[_MemoryRow] = []
+        for storage, row in came.items():
+            if storage not in gone_in_forward and storage not in rerun.no_longer_kept:
+                results.append(_free(row, end_of_backward, copy_of[storage]))
+        self._added[last_free + 1][:0] = results
+
+        # a discarded result is there once more
+        discarded = list(came)[-discards:] if discards else []
+        for storage in discarded:
+            twin = self._new_storage()
+            row = came[storage]._replace(before=begin_of_backward, storage=twin)
+            self._added[rerun.start].append(row)
+            self._added[last_free + 1].append(_free(row, end_of_backward))
+
+        for storage in rerun.no_longer_kept:
+            self.renamed[self._lives.gone[storage]] = copy_of[storage]
+        self._keep_inputs(rerun)
+
+    def _keep_inputs(self, rerun: _Rerun) -> None:
+        """Keep what a part may be given, of the same layer, until its backward ends."""
+        last_free = rerun.frees[-1]
+        for row in self.rows[rerun.layer.first : rerun.first]:
+            if row.num_bytes <= 0 or row.storage in self._lives.kept:
+                continue
+            free = self._lives.gone.get(row.storage, -1)
+            if rerun.first < free <= rerun.layer.last and free not in self._dropped:
+                self._dropped.add(free)
+                self._added[last_free + 1].append(_free(row, self.rows[last_free].before))
+
+    def _new_storage(self) -> int:
+        storage = self._next_storage
+        self._next_storage += 1
+        return storage
+
+    def changed_rows(self) -> list[_MemoryRow]:
+        """Return the rows as they are where all of this runs again."""
+        changed: list[_MemoryRow] = []
+        for event, row in enumerate(self.rows):
+            changed += self._added.get(event, ())
+            if event not in self._dropped:
+                storage = self.renamed.get(event, row.storage)
+                changed.append(row._replace(storage=storage))
+        changed += self._added.get(len(self.rows), ())
+        return changed
+
+
+def _free(row: _MemoryRow, before: int, storage: int | None = None) -> _MemoryRow:
+    """Return the change with which a storage goes that came with ``row``.
+
+    Args:
+        row: With which it came.
+        before: The op before which it goes.
+        storage: Another one that is as large.
+    """
+    freed = row.storage if storage is None else storage
+    return _MemoryRow(before, freed, -row.num_bytes, note=0, stream=0)

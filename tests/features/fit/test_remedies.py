@@ -165,7 +165,7 @@ def test_latent_attention_makes_anew_all_between_its_projections_and_its_scores(
     one.free("loss", "out", "shape", "scores", "rope", "kv", "q", "split", "down")
     one.op("backward")
     program = one.build.build(0)
-    how = next(known for known in remedies._KNOWN if known.module == "mla_up_proj")
+    how = next(part for part in remedies._RECOMPUTATIONS if part.module == "mla_up_proj")
     changed = remedies._recomputed(program, how)
     before, after = peaks.known_peak(program), peaks.known_peak(changed)
     assert before.num_bytes - after.num_bytes == (10 + 20 + 40) * MIB
