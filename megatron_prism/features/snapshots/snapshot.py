@@ -100,20 +100,31 @@ class _File(msgspec.Struct):
 
 @dataclass(frozen=True)
 class AllocationSite:
-    """Where a block was asked for: Megatron's line, the phase that its frames name ("" if none),
-    and whose it is (``param``, ``grad``, ``optim``, ``buffer`` of the two first, or "").
+    """Where a block was asked for.
+
+    Attributes:
+        site: Megatron's line.
+        phase: That its frames name ("" if none).
+        kind: Whose it is (``param``, ``grad``, ``optim``, ``buffer`` of the two first, or "").
+        known: Whether there were any frames.
     """
 
     site: str = ""
     phase: str = ""
     kind: str = ""
-    known: bool = False  # whether there were any frames
+    known: bool = False
 
 
 @dataclass(frozen=True)
 class FailedRequest:
-    """A request that the device refused: bytes, where, in which iteration and phase, and what the
-    device had left.
+    """A request that the device refused.
+
+    Attributes:
+        size: Bytes.
+        site: Where it was made.
+        iteration: In which.
+        label: Of the phase.
+        device_free: Bytes that the device had left.
     """
 
     size: int
@@ -127,19 +138,22 @@ class FailedRequest:
 class Snapshot:
     """What a process had asked its allocator for.
 
-    program    : phases as marks, blocks as allocations, whole bytes
-    iterations : that of every op of ``program``; 0: before the first
-    requests   : (block, bytes, stream) in order, bytes negative where it is free for others again
-    reserved   : bytes of segments at the end;  peak_reserved : the most, None without a history
-    modelled   : the most by the allocator's rules from ``requests``
-    segments   : sizes of the segments at the end that the rules do not give, and of those that
-                 only they give
-    free       : bytes of free blocks at the end, and of the largest
-    whole      : whether the history begins with the first block that is alive
-    failed     : where memory ran out
-    unknown    : the option of the allocator that ``modelled`` knows nothing of, in words
-    rank       : that its name says
-    iteration  : in which it was taken, where its name says it or the history is whole
+    Attributes:
+        program: Phases as marks, blocks as allocations, whole bytes.
+        iterations: That of every op of ``program``; 0: before the first.
+        requests: (block, bytes, stream) in order, bytes negative where it is free for others again.
+        reserved: Bytes of segments at the end.
+        peak_reserved: The most, None without a history.
+        modelled: The most by the allocator's rules from ``requests``.
+        segments: Sizes of the segments at the end that the rules do not give, and of those that
+            only they give.
+        free: Bytes of free blocks at the end, and of the largest.
+        settings: Of the allocator.
+        whole: Whether the history begins with the first block that is alive.
+        failed: Where memory ran out.
+        unknown: The option of the allocator that ``modelled`` knows nothing of, in words.
+        rank: That its name says.
+        iteration: In which it was taken, where its name says it or the history is whole.
     """
 
     program: Program
@@ -158,33 +172,43 @@ class Snapshot:
     iteration: int | None = None
 
     def fits_expandable(self) -> bool | None:
-        """Whether what failed fits with expandable segments; None if nothing failed."""
+        """Tell whether what failed fits with expandable segments; None if nothing failed."""
         if self.failed is None:
             return None
         limit = self.reserved + self.failed.device_free
-        asked = (*self.requests, (-9, self.failed.size, 0))
-        return replay_requests(asked, Settings(expandable=True), limit).full is None
+        failed_request = (_FAILED_BLOCK, self.failed.size, 0)
+        requests = (*self.requests, failed_request)
+        return replay_requests(requests, Settings(expandable=True), limit).full is None
+
+
+_FAILED_BLOCK = -9  # number of the block that the device refused
 
 
 def read(path: str | PathLike[str], device: int | None = None) -> Snapshot:
     """Read a snapshot.
 
     Args:
-        path: the file.
-        device: whose blocks; the device with most of them by default.
+        path: The file.
+        device: Whose blocks; the device with most of them by default.
 
     Raises:
-        UsageError: it is no snapshot, is damaged, or asks for code.
+        UsageError: It is no snapshot, is damaged, or asks for code.
     """
     with foreign.reading(path, "a memory snapshot", _FIX) as file:
         data = foreign.read_unpacked(file, _MOST, 1000)
         with foreign.bounded_memory(16 * len(data) + (1 << 30)):
             value = foreign.unpickled(data, lambda value: None)
-        taken = _snapshot_of(foreign.shaped(value, _File), device)
+        snapshot = _snapshot_of(foreign.shaped(value, _File), device)
     folder, name = Path(path).absolute().parts[-2:]
-    rank, named = _RANK.search(name), _ITERATION.search(name) or _ITERATION.search(folder)
-    iteration = int(named[1]) if named else taken.iterations[-1] if taken.whole else 0
-    return replace(taken, rank=int(rank[1]) if rank else None, iteration=iteration or None)
+    rank = _RANK.search(name)
+    iteration = _ITERATION.search(name) or _ITERATION.search(folder)
+    number = 0
+    if iteration is not None:
+        number = int(iteration[1])
+    elif snapshot.whole:
+        number = snapshot.iterations[-1]
+    rank_number = None if rank is None else int(rank[1])
+    return replace(snapshot, rank=rank_number, iteration=number or None)
 
 
 def _snapshot_of(file: _File, device: int | None) -> Snapshot:
@@ -210,8 +234,8 @@ def _snapshot_of(file: _File, device: int | None) -> Snapshot:
     has_expandable = any(segment.is_expandable for segment in segments)
     if has_expandable and not settings.expandable:
         settings = replace(settings, expandable=True)
-    taken = _History(settings, events, segments).run(segments)
-    return replace(taken, unknown=unknown_option)
+    snapshot = _History(settings, events, segments).run()
+    return replace(snapshot, unknown=unknown_option)
 
 
 def _fullest_device(file: _File) -> int:
@@ -240,37 +264,88 @@ class _Life:
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 
+@dataclass(frozen=True)
+class _Pool:
+    """Addresses of a segment of a private pool, which a captured graph has.
+
+    Attributes:
+        first: The first address.
+        behind: The first address behind it.
+        number: Of the pool.
+    """
+
+    first: int
+    behind: int
+    number: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _RefusedRequest:
+    """A request that the device refused, and when."""
+
+    event: _Event
+    place: AllocationSite
+    iteration: int
+
+
 class _History:
-    """Reads events in order and writes the program."""
+    """Reads events in order and writes the program.
+
+    Attributes:
+        events: Of the device.
+        segments: Of the device, at the end.
+        machine: The allocator by its rules.
+        builder: Of the program.
+        requests: As of the snapshot.
+        iterations: As of the snapshot.
+        alive: Address -> block in use.
+        gradients: The line that makes buffers of gradients; "" if none does.
+        phase: In which the process is.
+        iteration: In which the process is.
+        steps: How many forwards and backwards began in the iteration.
+    """
 
     def __init__(
         self, settings: Settings, events: Sequence[_Event], segments: Sequence[_Segment]
     ) -> None:
-        self.events, self.machine, self.builder = events, CachingAllocator(settings), Builder()
+        self.events = events
+        self.segments = segments
+        self.machine = CachingAllocator(settings)
+        self.builder = Builder()
         self.requests: list[tuple[int, int, int]] = []
         self.iterations: list[int] = []
-        self.alive: dict[int, _Life] = {}  # by address
-        self.places: dict[int, AllocationSite] = {}  # by identity of a list of frames
-        # blocks of a private pool (a captured graph's) are as those of a stream of their own
-        self.pools = sorted((one.address, one.address + one.total_size, tuple(one.segment_pool_id))
-                            for one in segments if any(one.segment_pool_id))  # fmt: skip
-        self.streams: dict[object, int] = {(0, None): 0}  # (a stream, its pool) -> its number
-        self.phase, self.iteration = "", 0
-        self.steps = {"forward": 0, "backward": 0}  # begun in this iteration
-        lines = {place.site for event in events if event.action == "alloc"
-                 and (place := self.place(event.frames)).kind == "buffer"}  # fmt: skip
-        # the last: parameters' buffers come before
-        self.gradients = max(lines, default="", key=lambda one: int(one.rpartition(":")[2] or 0))
+        self.alive: dict[int, _Life] = {}
+        self._place_of_frames: dict[int, AllocationSite] = {}  # by identity of a list of frames
+        self._pools = _private_pools(segments)
+        self._streams: dict[object, int] = {(0, None): 0}  # (a stream, its pool) -> its number
+        self.phase = ""
+        self.iteration = 0
+        self.steps = {"forward": 0, "backward": 0}
+        self.gradients = self._line_of_gradients()
 
-    def run(self, segments: Sequence[_Segment]) -> Snapshot:
-        stood = list(self._stood(segments))
-        for block in stood:
+    def _line_of_gradients(self) -> str:
+        """Return the last line that makes buffers: those of parameters come before."""
+        lines: set[str] = set()
+        for event in self.events:
+            if event.action == "alloc":
+                place = self.place(event.frames)
+                if place.kind == "buffer":
+                    lines.add(place.site)
+        return max(lines, default="", key=_line_number)
+
+    def run(self) -> Snapshot:
+        """Read all events."""
+        earlier_blocks = list(self._blocks_before())
+        for block in earlier_blocks:
             self._comes(block.address, block.size, 0, self.place(block.frames))
-        if stood:
+        if earlier_blocks:
             self._mark()
-        at_end = sum(segment.total_size for segment in segments)
-        sizes = [at_end - sum(_GROWS.get(e.action, 0) * e.size for e in self.events)]
-        oom: tuple[_Event, AllocationSite, int] | None = None
+        reserved_at_end = sum(segment.total_size for segment in self.segments)
+        reserved = reserved_at_end
+        for event in self.events:
+            reserved -= _GROWS.get(event.action, 0) * event.size
+        peak_reserved = reserved
+        refused: _RefusedRequest | None = None
         for event in self.events:
             if event.action == "alloc":
                 place = self.place(event.frames)
@@ -279,73 +354,89 @@ class _History:
             elif event.action in ("free_requested", "free_completed"):
                 self._goes(event)
             elif event.action in _GROWS:
-                sizes.append(sizes[-1] + _GROWS[event.action] * event.size)
-                if event.action == "segment_alloc":
-                    self.machine.placed = event.addr  # of equal blocks the lowest is taken
-                if _GROWS[event.action] < 0 and self.machine.release():
-                    self.requests.append((EMPTIED, 0, 0))
+                reserved += _GROWS[event.action] * event.size
+                peak_reserved = max(peak_reserved, reserved)
+                self._segment_changes(event)
             elif event.action == "oom":
-                oom = event, self.place(event.frames), self.iteration
+                refused = _RefusedRequest(event, self.place(event.frames), self.iteration)
         self._mark()
         program = self.builder.build(0)
-        free = [block.size for segment in segments for block in segment.blocks
-                if block.state == "inactive"]  # fmt: skip
-        failed = None
-        if oom is not None:
-            event, place, iteration = oom
-            label = program[len(program) - 1].label
-            failed = FailedRequest(event.size, place.site, iteration, label, event.device_free)
+        segments: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        if self.events and not earlier_blocks:
+            segments = self._unlike_segments()
+        free_sizes = self._free_sizes()
         return Snapshot(
             program=program,
             iterations=tuple(self.iterations),
             requests=tuple(self.requests),
-            reserved=at_end,
-            peak_reserved=max(sizes) if self.events else None,
+            reserved=reserved_at_end,
+            peak_reserved=peak_reserved if self.events else None,
             modelled=self.machine.peak_reserved,
-            segments=((), ()) if stood or not self.events else self._unlike(segments),
-            free=(sum(free), max(free, default=0)),
+            segments=segments,
+            free=(sum(free_sizes), max(free_sizes, default=0)),
             settings=self.machine.settings,
-            whole=not stood,
-            failed=failed,
+            whole=not earlier_blocks,
+            failed=None if refused is None else _failed(refused, program),
         )
 
-    def _unlike(self, segments: Sequence[_Segment]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if self.machine.settings.expandable:  # a segment for each run of pages: not compared
-            return (), ()
-        real = Counter(one.total_size for one in segments)
-        rules = Counter(self.machine.segment_sizes())
-        return tuple((real - rules).elements()), tuple((rules - real).elements())
+    def _segment_changes(self, event: _Event) -> None:
+        """Let the allocator know that it got a segment, or gave one back."""
+        if event.action == "segment_alloc":
+            self.machine.placed = event.addr  # of equal blocks the lowest is taken
+        if _GROWS[event.action] < 0 and self.machine.release():
+            self.requests.append((EMPTIED, 0, 0))
 
-    def _stood(self, segments: Sequence[_Segment]) -> Iterator[_Block]:
-        """Blocks that were alive when the history began: what is freed or alive and was never
-        asked for in it.
+    def _free_sizes(self) -> list[int]:
+        """Return sizes of the free blocks at the end."""
+        sizes: list[int] = []
+        for segment in self.segments:
+            for block in segment.blocks:
+                if block.state == "inactive":
+                    sizes.append(block.size)
+        return sizes
+
+    def _unlike_segments(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return sizes of segments that only the process has, and that only the rules give."""
+        # a segment for each run of pages: not compared
+        if self.machine.settings.expandable:
+            return (), ()
+        real = Counter(segment.total_size for segment in self.segments)
+        modelled = Counter(self.machine.segment_sizes())
+        only_real, only_modelled = real - modelled, modelled - real
+        return tuple(only_real.elements()), tuple(only_modelled.elements())
+
+    def _blocks_before(self) -> Iterator[_Block]:
+        """Yield blocks that were alive when the history began.
+
+        What is freed or alive was there if it was never asked for.
         """
-        asked: set[int] = set()
+        known_addresses: set[int] = set()
         for event in self.events:
             if event.action == "alloc":
-                asked.add(event.addr)
-            elif event.action == "free_requested" and event.addr not in asked:
-                asked.add(event.addr)
+                known_addresses.add(event.addr)
+            elif event.action == "free_requested" and event.addr not in known_addresses:
+                known_addresses.add(event.addr)
                 yield _Block(event.size, "", event.addr)
-        for segment in segments:
+        for segment in self.segments:
             address = segment.address
             for block in segment.blocks:
-                if block.state.startswith("active") and address not in asked:
+                if block.state.startswith("active") and address not in known_addresses:
                     size = block.requested_size or block.size
-                    frames = block.frames or next((one.frames for one in block.history), ())
-                    yield _Block(size, "", address, frames=frames)
+                    yield _Block(size, "", address, frames=_frames_of(block))
                 address += block.size
 
     def place(self, frames: Any) -> AllocationSite:
-        """Where ``frames`` are; lists of frames are shared, and are read once."""
-        found = self.places.get(id(frames))
-        if found is None:
-            found = self.places[id(frames)] = _place(frames)
-        return found
+        """Return where ``frames`` are; lists of frames are shared, and are read once."""
+        place = self._place_of_frames.get(id(frames))
+        if place is None:
+            place = _place(frames)
+            self._place_of_frames[id(frames)] = place
+        return place
 
     def _enters(self, place: AllocationSite) -> None:
-        """Another step begins where the phase is another one: autograd's thread has no frames."""
+        """Begin another step where the phase is another one."""
         phase = place.phase
+        # autograd's thread has no frames
         if not place.known:
             phase = "backward" if self.phase == "forward" else self.phase
         if phase == self.phase:
@@ -360,31 +451,42 @@ class _History:
         self._mark()
 
     def _mark(self) -> None:
-        """A step has one at each end, since what is dropped on the way out counts as its own."""
-        count = self.steps.get(self.phase, 0) - 1
-        self.builder.add("mark", phase=self.phase, microbatch=count)
+        """Mark an end of a step: each has two, as what is dropped on the way out is its own."""
+        microbatch = self.steps.get(self.phase, 0) - 1
+        self.builder.add("mark", phase=self.phase, microbatch=microbatch)
         self.iterations.append(self.iteration)
 
     def _comes(self, address: int, size: int, stream: int, place: AllocationSite) -> None:
-        number, kind = len(self.requests), place.kind
-        if kind == "buffer":
-            kind = "grad" if place.site == self.gradients else "param"
-        at = bisect.bisect(self.pools, (address, 1 << 62)) - 1
-        private = at >= 0 and address < self.pools[at][1]
-        pool = self.pools[at][2] if private else None
-        stream = self.streams.setdefault((stream, pool), len(self.streams))
-        self.machine.malloc(number, size, stream)
+        """Add a block."""
+        number = len(self.requests)
+        stream_number = self._stream(address, stream)
+        self.machine.malloc(number, size, stream_number)
         life = _Life(number, size, self.machine.live[number][-1].size)
         self.alive[address] = life
-        self.requests.append((number, size, stream))
+        self.requests.append((number, size, stream_number))
+        kind = place.kind
+        if kind == "buffer":
+            kind = "grad" if place.site == self.gradients else "param"
         owner = f"{kind}:" if kind else ""
         # kept blocks of it are gradients where there is no buffer of them, else workspaces
-        own = self.phase == "backward" and not self.gradients
-        site = place.site or _AUTOGRAD * own
-        self.builder.memory(number, life.size, f"{owner} @{site}", stream)
+        site = place.site
+        if not site and self.phase == "backward" and not self.gradients:
+            site = _AUTOGRAD
+        self.builder.memory(number, life.size, f"{owner} @{site}", stream_number)
+
+    def _stream(self, address: int, stream: int) -> int:
+        """Return the number of a stream; blocks of a private pool are on one of their own."""
+        place = bisect.bisect_right(self._pools, address, key=lambda pool: pool.first) - 1
+        pool: tuple[int, ...] | None = None
+        if place >= 0 and address < self._pools[place].behind:
+            pool = self._pools[place].number
+        return self._streams.setdefault((stream, pool), len(self._streams))
 
     def _goes(self, event: _Event) -> None:
-        """A block counts until its program lets go; it is free when other streams are past it."""
+        """Remove a block.
+
+        It counts until its program lets go; it is free when other streams are past it.
+        """
         life = self.alive.get(event.addr)
         if life is None:
             return
@@ -397,36 +499,80 @@ class _History:
             del self.alive[event.addr]
 
 
+def _private_pools(segments: Iterable[_Segment]) -> list[_Pool]:
+    """Return segments of private pools, by address."""
+    pools: list[_Pool] = []
+    for segment in segments:
+        if any(segment.segment_pool_id):
+            behind = segment.address + segment.total_size
+            pools.append(_Pool(segment.address, behind, tuple(segment.segment_pool_id)))
+    return sorted(pools, key=lambda pool: (pool.first, pool.behind, pool.number))
+
+
+def _line_number(site: str) -> int:
+    return int(site.rpartition(":")[2] or 0)
+
+
+def _frames_of(block: _Block) -> Any:
+    """Return the frames of a block, which torch 2.0 has in its history."""
+    if block.frames or not block.history:
+        return block.frames or ()
+    return block.history[0].frames
+
+
+def _failed(refused: _RefusedRequest, program: Program) -> FailedRequest:
+    label = program[len(program) - 1].label
+    event = refused.event
+    return FailedRequest(
+        event.size, refused.place.site, refused.iteration, label, event.device_free
+    )
+
+
 # the phase of what functions call, the first that is there: Megatron's, then those of torch, which
 # every framework calls; what autograd calls on its own thread runs in the backward
-_PHASES = tuple(
-    (re.compile(pattern), phase)
-    for pattern, phase in (
-        ("evaluate", ""),
-        ("(?!.*forward).*backward.*|.*autograd::Engine.*|unpack_hook", "backward"),
-        ("forward_step|_wrapped_call_impl", "forward"),
-        ("finalize_model_grads", "sync"),
-    )
+_PHASES = (
+    (re.compile("evaluate"), ""),
+    (re.compile("(?!.*forward).*backward.*|.*autograd::Engine.*|unpack_hook"), "backward"),
+    (re.compile("forward_step|_wrapped_call_impl"), "forward"),
+    (re.compile("finalize_model_grads"), "sync"),
 )
 
 
-def _place(frames: Any) -> AllocationSite:
-    rows = [(str(f["filename"]), str(f["name"]), int(f["line"])) for f in frames]
-    names = {name for _, name, _ in rows}
-    site = _site((file, line) for file, _, line in rows if _PYTHON.fullmatch(file))
-    optimizer = any("optimizer" in file for file, _, _ in rows)
-    step = "optimizer" if optimizer and "step" in names else ""
-    phase = next(
-        (phase for function, phase in _PHASES if any(map(function.fullmatch, names))), step
-    )
+@dataclass(frozen=True)
+class _Frame:
+    """A frame of a stack."""
+
+    file: str
+    function: str
+    line: int
+
+
+def _place(values: Any) -> AllocationSite:
+    """Return where a list of frames is, innermost first."""
+    frames: list[_Frame] = []
+    for value in values:
+        frames.append(_Frame(str(value["filename"]), str(value["name"]), int(value["line"])))
+    functions = {frame.function for frame in frames}
+    python = [(frame.file, frame.line) for frame in frames if _PYTHON.fullmatch(frame.file)]
+    site = _site(python)
+    is_optimizer = any("optimizer" in frame.file for frame in frames)
+    phase = _phase(functions, is_optimizer)
     kind = ""
-    if site.startswith(_BUFFER) and rows[0][1] == "__init__":
+    if site.startswith(_BUFFER) and frames[0].function == "__init__":
         kind = "buffer"
-    elif not phase and optimizer:
+    elif not phase and is_optimizer:
         kind = "optim"
-    elif not phase and names & _BUILDERS and "get_cublas_workspace" not in names:
+    elif not phase and functions & _BUILDERS and "get_cublas_workspace" not in functions:
         kind = "param"
-    return AllocationSite(site, phase, kind, bool(rows))
+    return AllocationSite(site, phase, kind, bool(frames))
+
+
+def _phase(functions: set[str], is_optimizer: bool) -> str:
+    """Return the phase that functions of a stack name."""
+    for pattern, phase in _PHASES:
+        if any(map(pattern.fullmatch, functions)):
+            return phase
+    return "optimizer" if is_optimizer and "step" in functions else ""
 
 
 def _site(python: Iterable[tuple[str, int]]) -> str:
@@ -451,9 +597,10 @@ def _site(python: Iterable[tuple[str, int]]) -> str:
 class SnapshotGrowth(Rendered):
     """What one process holds more at the end of the last of its snapshots than of the first.
 
-    grown      : by kind and line, largest first; negative where it has become less
-    steps      : for each of them, bytes more from every snapshot to the next
-    iterations : in which the snapshots were taken; () where one is not known
+    Attributes:
+        grown: By kind and line, largest first; negative where it has become less.
+        steps: For each of them, bytes more from every snapshot to the next.
+        iterations: In which the snapshots were taken; () where one is not known.
     """
 
     grown: tuple[HeldMemory, ...]
@@ -462,8 +609,8 @@ class SnapshotGrowth(Rendered):
 
     @property
     def num_bytes(self) -> int:
-        """Of all together."""
-        return sum(one.num_bytes for one in self.grown)
+        """Bytes of all lines together."""
+        return sum(holding.num_bytes for holding in self.grown)
 
     @property
     def leaking(self) -> int:
@@ -481,42 +628,73 @@ class SnapshotGrowth(Rendered):
         return self.leaking
 
     def rate(self, steps: tuple[int, ...]) -> float | None:
-        """Bytes an iteration of a line that grows each time, where the iterations are known."""
-        passed = self.iterations[-1] - self.iterations[0] if self.iterations else 0
-        return sum(steps) / passed if passed and min(steps) > 0 else None
+        """Return bytes an iteration of a line that grows each time; None if not known."""
+        passed = 0
+        if self.iterations:
+            passed = self.iterations[-1] - self.iterations[0]
+        if not passed or min(steps) <= 0:
+            return None
+        return sum(steps) / passed
 
     def to_rows(self) -> list[dict[str, object]]:
-        """A row for every line."""
-        return [{**asdict(one), "steps": list(steps), "per_iteration": self.rate(steps)}
-                for one, steps in zip(self.grown, self.steps, strict=True)]  # fmt: skip
+        """Return a row for every line."""
+        rows: list[dict[str, object]] = []
+        for holding, steps in zip(self.grown, self.steps, strict=True):
+            rate = self.rate(steps)
+            rows.append({**asdict(holding), "steps": list(steps), "per_iteration": rate})
+        return rows
 
     def to_json(self) -> dict[str, object]:
-        """What ``prism compare EARLIER … LATER --json`` prints; bytes."""
-        return {"schema": "prism.memory_growth/2", "grown": self.num_bytes, "leaking": self.leaking,
-                "iterations": list(self.iterations), "by": self.to_rows()}  # fmt: skip
+        """Return what ``prism compare EARLIER … LATER --json`` prints; bytes."""
+        return {
+            "schema": "prism.memory_growth/2",
+            "grown": self.num_bytes,
+            "leaking": self.leaking,
+            "iterations": list(self.iterations),
+            "by": self.to_rows(),
+        }
 
 
-def grown(*taken: Snapshot) -> SnapshotGrowth:
-    """What is alive at the end of the last snapshot and was not at the end of the first.
+def grown(*snapshots: Snapshot) -> SnapshotGrowth:
+    """Find what is alive at the end of the last snapshot and was not at the end of the first.
 
     They are one process's, in the order of their iterations, where all of them are known.
     """
-    numbers = [one.iteration for one in taken if one.iteration is not None]
-    if len(numbers) == len(taken):
-        taken = tuple(sorted(taken, key=lambda one: one.iteration or 0))
-    ends = [holdings_at(one.program, len(one.program.allocations) - 1) for one in taken]
-    steps = [{one.key: one.num_bytes for one in difference(a, b)} for a, b in pairwise(ends)]
+    iterations: list[int] = []
+    for snapshot in snapshots:
+        if snapshot.iteration is not None:
+            iterations.append(snapshot.iteration)
+    ordered = list(snapshots)
+    if len(iterations) == len(snapshots):
+        ordered.sort(key=lambda snapshot: snapshot.iteration or 0)
+    else:
+        iterations = []
+    ends = [_alive_at_end(snapshot) for snapshot in ordered]
+    steps: list[dict[tuple[str, ...], int]] = []
+    for earlier, later in pairwise(ends):
+        more = difference(earlier, later)
+        steps.append({holding.key: holding.num_bytes for holding in more})
     more = difference(ends[0], ends[-1])
-    by_line = tuple(tuple(step.get(one.key, 0) for step in steps) for one in more)
-    known = tuple(sorted(numbers)) if len(numbers) == len(taken) else ()
-    return SnapshotGrowth(more, by_line, known)
+    steps_of_line: list[tuple[int, ...]] = []
+    for holding in more:
+        steps_of_line.append(tuple(step.get(holding.key, 0) for step in steps))
+    return SnapshotGrowth(more, tuple(steps_of_line), tuple(sorted(iterations)))
+
+
+def _alive_at_end(snapshot: Snapshot) -> tuple[HeldMemory, ...]:
+    program = snapshot.program
+    return holdings_at(program, len(program.allocations) - 1)
 
 
 # -- beside the slices of the same job -------------------------------------------------------------
 @dataclass(frozen=True)
 class Request:
-    """One allocation: bytes, where it was asked for, and the step (``0F``; ``O``: all that is
-    between the last backward and the next forward).
+    """One allocation.
+
+    Attributes:
+        num_bytes: Of it.
+        site: Where it was asked for.
+        step: In which (``0F``; ``O``: all that is between the last backward and the next forward).
     """
 
     num_bytes: int
@@ -528,11 +706,15 @@ class Request:
 class SnapshotComparison(Rendered):
     """A real process beside the slices of its job, in the iteration of the real peak.
 
-    rank           : whose slices they are
-    real, emulated : their peaks
-    common         : bytes of blocks alive at the real peak that are alive at the other, too
-    asked, aligned : bytes of large requests of the iteration, and of those in the other's order
-    only_real, only_emulated : requests of the first step that differs, that the other lacks there
+    Attributes:
+        rank: Whose slices they are.
+        real: The peak of the process.
+        emulated: The peak of the slices.
+        common: Bytes of blocks alive at the real peak that are alive at the other, too.
+        asked: Bytes of large requests of the iteration.
+        aligned: Bytes of those that come in the other's order.
+        only_real: Requests of the first step that differs, that the slices lack there.
+        only_emulated: Requests of that step that the process lacks.
     """
 
     rank: int
@@ -555,57 +737,73 @@ class SnapshotComparison(Rendered):
         return self.real.num_bytes - self.common
 
     def to_rows(self) -> list[dict[str, object]]:
-        """A row for every category; bytes."""
+        """Return a row for every category; bytes."""
         real, emulated = self.real.by_kind, self.emulated.by_kind
         return [{"kind": kind, "real": real[kind], "emulated": emulated[kind]} for kind in real]
 
     def to_json(self) -> dict[str, object]:
-        """What ``prism compare SNAPSHOT SLICES --json`` prints; bytes."""
-        of_kind = {row["kind"]: [row["real"], row["emulated"]] for row in self.to_rows()}
-        only = {"only_real": self.only_real, "only_emulated": self.only_emulated}
-        return {"schema": "prism.memory_alignment/1", "rank": self.rank,
-                "real": self.real.num_bytes, "emulated": self.emulated.num_bytes,
-                "common": self.common, "asked": self.asked, "aligned": self.aligned,
-                "by_category": of_kind,
-                **{name: [asdict(one) for one in each] for name, each in only.items()}}  # fmt: skip
+        """Return what ``prism compare SNAPSHOT SLICES --json`` prints; bytes."""
+        by_category = {row["kind"]: [row["real"], row["emulated"]] for row in self.to_rows()}
+        return {
+            "schema": "prism.memory_alignment/1",
+            "rank": self.rank,
+            "real": self.real.num_bytes,
+            "emulated": self.emulated.num_bytes,
+            "common": self.common,
+            "asked": self.asked,
+            "aligned": self.aligned,
+            "by_category": by_category,
+            "only_real": [asdict(request) for request in self.only_real],
+            "only_emulated": [asdict(request) for request in self.only_emulated],
+        }
 
 
 @dataclass(frozen=True)
 class RankedSnapshots(Rendered):
-    """What is to be said of several processes, by the rank or the name of each."""
+    """What is to be said of several processes.
 
-    answers: Mapping[str, Any]  # SnapshotComparison or SnapshotGrowth
+    Attributes:
+        answers: Rank or name -> SnapshotComparison or SnapshotGrowth.
+    """
+
+    answers: Mapping[str, Any]
 
     @property
     def same(self) -> bool:
         """Whether it is so of each."""
-        return all(one.same for one in self.answers.values())
+        return all(answer.same for answer in self.answers.values())
 
     def to_rows(self) -> list[dict[str, object]]:
-        """The rows of each."""
-        return [{"of": name, **row} for name, one in self.answers.items() for row in one.to_rows()]
+        """Return the rows of each."""
+        rows: list[dict[str, object]] = []
+        for name, answer in self.answers.items():
+            for row in answer.to_rows():
+                rows.append({"of": name, **row})
+        return rows
 
     def to_json(self) -> dict[str, object]:
-        """What ``prism compare FOLDER …`` prints."""
-        each = {name: one.to_json() for name, one in self.answers.items()}
-        return {"schema": "prism.memory_ranks/1", "ranks": each}
+        """Return what ``prism compare FOLDER …`` prints."""
+        ranks = {name: answer.to_json() for name, answer in self.answers.items()}
+        return {"schema": "prism.memory_ranks/1", "ranks": ranks}
 
 
 def compare(snapshot: Snapshot, programs: Programs) -> SnapshotComparison:
-    """Hold the iteration of ``snapshot``'s peak against the slices of its rank; where its name says
-    none, against those that have most of its blocks.
+    """Hold the iteration of a snapshot's peak against the slices of its rank.
+
+    Where its name says no rank, it is held against the slices that have most of its blocks.
 
     Raises:
-        PrismError: the snapshot has no history, the slices have no such rank, or the program
+        PrismError: The snapshot has no history, the slices have no such rank, or the program
             recorded no allocations.
     """
-    if snapshot.rank is None:
-        every = [_beside(snapshot, one) for one in programs.programs]
-        return max(every, key=lambda one: one.common)
-    return _beside(snapshot, programs.of(snapshot.rank))
+    if snapshot.rank is not None:
+        return _beside(snapshot, programs.of(snapshot.rank))
+    comparisons = [_beside(snapshot, program) for program in programs.programs]
+    return max(comparisons, key=lambda comparison: comparison.common)
 
 
 def _beside(snapshot: Snapshot, program: Program) -> SnapshotComparison:
+    """Hold the iteration of a snapshot's peak against a slice."""
     known_peak(program)  # or it says what is missing
     real = known_peak(snapshot.program)
     emulated = known_peak(as_blocks(program, snapshot.settings))  # as those of the snapshot are
@@ -613,45 +811,94 @@ def _beside(snapshot: Snapshot, program: Program) -> SnapshotComparison:
     iteration = snapshot.iterations[real.index]
     # the peak is before CUDA graphs ran, and the slices have an iteration with graphs
     if emulated.earlier:
-        iteration = snapshot.iterations[-1] - (snapshot.failed is not None)
-    ours = [one == iteration for one in snapshot.iterations]
-    there, here = _requests(snapshot.program, ours, sizes), _requests(program)
-    aligned, first = 0, None
-    for step, wanted in there.items():
-        given = here.get(step, [])
-        pair = [[_rounded(one.num_bytes) for one in each] for each in (wanted, given)]
-        matches = SequenceMatcher(None, pair[0], pair[1], autojunk=False).get_matching_blocks()
-        aligned += sum(one.num_bytes for at, _, n in matches for one in wanted[at : at + n])
-        if first is None and pair[0] != pair[1]:
-            taken = {at + i for at, _, n in matches for i in range(n)}
-            other = {at + i for _, at, n in matches for i in range(n)}
-            first = [tuple(one for i, one in enumerate(each) if i not in known)
-                     for each, known in ((wanted, taken), (given, other))]  # fmt: skip
-    common = _common(_alive(snapshot.program, sizes), _alive(program))
-    asked = sum(one.num_bytes for step in there.values() for one in step)
-    only_real, only_emulated = first or ((), ())
-    return SnapshotComparison(program.rank, real, emulated, common, asked, aligned, only_real,
-                              only_emulated)  # fmt: skip
+        iteration = snapshot.iterations[-1]
+        # the last is not whole where memory ran out
+        if snapshot.failed is not None:
+            iteration -= 1
+    is_compared = [number == iteration for number in snapshot.iterations]
+    order = _compare_order(_requests(snapshot.program, is_compared, sizes), _requests(program))
+    common = _common_bytes(_alive(snapshot.program, sizes), _alive(program))
+    return SnapshotComparison(
+        rank=program.rank,
+        real=real,
+        emulated=emulated,
+        common=common,
+        asked=order.asked,
+        aligned=order.aligned,
+        only_real=order.only_real,
+        only_emulated=order.only_emulated,
+    )
+
+
+@dataclass
+class _Order:
+    """How far requests of two programs come in the same order; as in SnapshotComparison."""
+
+    asked: int = 0
+    aligned: int = 0
+    only_real: tuple[Request, ...] = ()
+    only_emulated: tuple[Request, ...] = ()
+
+
+def _compare_order(
+    real_steps: Mapping[str, list[Request]], emulated_steps: Mapping[str, list[Request]]
+) -> _Order:
+    """Compare the order of requests step by step."""
+    order = _Order()
+    has_difference = False
+    for step, real in real_steps.items():
+        emulated = emulated_steps.get(step, [])
+        real_sizes = [_rounded(request.num_bytes) for request in real]
+        emulated_sizes = [_rounded(request.num_bytes) for request in emulated]
+        matcher = SequenceMatcher(None, real_sizes, emulated_sizes, autojunk=False)
+        matched_real: set[int] = set()
+        matched_emulated: set[int] = set()
+        for match in matcher.get_matching_blocks():
+            matched_real.update(range(match.a, match.a + match.size))
+            matched_emulated.update(range(match.b, match.b + match.size))
+        order.asked += sum(request.num_bytes for request in real)
+        order.aligned += sum(real[place].num_bytes for place in matched_real)
+        if not has_difference and real_sizes != emulated_sizes:
+            has_difference = True
+            order.only_real = _without(real, matched_real)
+            order.only_emulated = _without(emulated, matched_emulated)
+    return order
+
+
+def _without(requests: Sequence[Request], matched: set[int]) -> tuple[Request, ...]:
+    """Return the requests that have no match."""
+    return tuple(request for place, request in enumerate(requests) if place not in matched)
 
 
 def _requests(
-    program: Program, counted: Sequence[bool] = (), sizes: Mapping[int, int] | None = None
+    program: Program,
+    is_compared: Sequence[bool] = (),
+    sizes: Mapping[int, int] | None = None,
 ) -> dict[str, list[Request]]:
-    """Large requests of the ops that count, by step; ``sizes``: what was asked for, by block."""
-    found: dict[str, list[Request]] = {}
+    """Return large requests by step.
+
+    Args:
+        program: The program.
+        is_compared: Of each op, whether its requests count; without it all but those before the
+            first op.
+        sizes: Block -> what was asked for; else it is what the program says.
+    """
+    requests_of_step: dict[str, list[Request]] = {}
     for before, storage, size, note in program.allocations.tolist():
-        at = min(before, len(program) - 1)
+        op_number = min(before, len(program) - 1)
+        counts = is_compared[op_number] if is_compared else before > 0
         asked = (sizes or {}).get(storage, size)
-        if size > 0 and asked >= _LARGE and (counted[at] if counted else before > 0):
-            op = program[at]
-            step = op.label if op.phase in STEPS else "O"
-            site = program.strings[note].rpartition("@")[2]
-            found.setdefault(step, []).append(Request(asked, site, step))
-    return found
+        if size <= 0 or asked < _LARGE or not counts:
+            continue
+        op = program[op_number]
+        step = op.label if op.phase in STEPS else "O"
+        site = program.strings[note].rpartition("@")[2]
+        requests_of_step.setdefault(step, []).append(Request(asked, site, step))
+    return requests_of_step
 
 
 def _alive(program: Program, sizes: Mapping[int, int] | None = None) -> dict[int, list[int]]:
-    """The blocks that are alive at the peak: bytes of each by what was asked for, rounded up."""
+    """Return blocks that are alive at the peak: what was asked for, rounded up -> bytes of each."""
     # a peak before the iteration is known by sizes alone
     if known_peak(program).earlier:
         earlier: dict[int, list[int]] = {}
@@ -670,8 +917,8 @@ def _alive(program: Program, sizes: Mapping[int, int] | None = None) -> dict[int
     return blocks
 
 
-def _common(real: Mapping[int, list[int]], emulated: Mapping[int, list[int]]) -> int:
-    """Bytes of the real blocks for which there is one of the same request among the others."""
+def _common_bytes(real: Mapping[int, list[int]], emulated: Mapping[int, list[int]]) -> int:
+    """Return bytes of the real blocks for which the others have one of the same request."""
     total = 0
     for asked, blocks in real.items():
         count = min(len(blocks), len(emulated.get(asked, ())))
