@@ -194,8 +194,9 @@ def sources_of(timeline: Timeline, index: int, ops: np.ndarray) -> np.ndarray:
     of_segments = prices.compute_source[index][ops]
     # a world without calls
     if not len(prices.collective_source):
-        return np.where(matched_call >= 0, 0, of_segments)
-    return np.where(matched_call >= 0, prices.collective_source[matched_call], of_segments)
+        return np.asarray(np.where(matched_call >= 0, 0, of_segments))
+    of_calls = prices.collective_source[matched_call]
+    return np.asarray(np.where(matched_call >= 0, of_calls, of_segments))
 
 
 _RANKS = 60  # characters of a list of ranks

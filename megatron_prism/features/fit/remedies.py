@@ -286,16 +286,15 @@ class _Turns:
 
     def __init__(self, program: Program) -> None:
         ops, before = program.ops, program.allocations["before"]
-        self._before = before.tolist()
-        self._op_of_event = np.minimum(before, len(program) - 1).tolist()
-        self._phase_of_op = ops["phase"].tolist()
+        self._before: list[int] = before.tolist()
+        self._op_of_event: list[int] = np.minimum(before, len(program) - 1).tolist()
+        self._phase_of_op: list[int] = ops["phase"].tolist()
         microbatches, chunks = ops["microbatch"].tolist(), ops["chunk"].tolist()
-        self._turn_of_op = list(zip(microbatches, chunks, strict=True))
+        self._turn_of_op: list[tuple[int, int]] = list(zip(microbatches, chunks, strict=True))
 
     def of_event(self, event: int) -> tuple[int, int]:
         """Return microbatch and chunk of an event."""
-        turn: tuple[int, int] = self._turn_of_op[self._op_of_event[event]]
-        return turn
+        return self._turn_of_op[self._op_of_event[event]]
 
     def is_in_forward(self, event: int) -> bool:
         """Tell whether an event is in a forward; what is before all ops is not."""

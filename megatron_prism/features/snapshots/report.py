@@ -20,7 +20,7 @@ from megatron_prism.memory.peaks import known_peak
 from megatron_prism.report import words
 from megatron_prism.report.memory import PeakLevels, class_data, render_memory_page
 from megatron_prism.report.memory_tables import KINDS
-from megatron_prism.report.page import render_page
+from megatron_prism.report.page import Data, render_page
 
 _SCRIPT = Path(__file__).with_name("snapshot.js")
 SnapshotAnswer = SnapshotGrowth | SnapshotComparison | RankedSnapshots
@@ -166,7 +166,7 @@ def render_snapshot(name: str, snapshot: Snapshot) -> str:
     step = words.step(peak.op.phase, peak.op.microbatch, peak.op.chunk)
     when = f"iteration {snapshot.iterations[peak.index]}, {step}"
     figures = class_data(name, snapshot.program, levels, when, snapshot.iterations)
-    data = {"limit": None, "verdict": "", "about": [], "changes": [], "classes": [figures]}
+    data: Data = {"limit": None, "verdict": "", "about": [], "changes": [], "classes": [figures]}
     if snapshot.failed is not None:
         data["limit"] = snapshot.reserved + snapshot.failed.device_free
         data["verdict"] = "Out of memory"
