@@ -20,7 +20,7 @@ from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.features.snapshots.snapshot import FailedRequest, Snapshot
+    from megatron_prism.features.snapshots.snapshot import FailedRequest, Snapshot, SnapshotGrowth
     from megatron_prism.memory.peaks import HeldMemory, Peak
 
 
@@ -93,7 +93,7 @@ def compared(paths: Sequence[str], beside: Callable[[Snapshot], Any]) -> Any:
         raise UsageError("snapshots come first", fix="prism compare SNAPSHOT SLICES")
     answers: dict[str, Any] = {}
     if last:
-        answers = _growth_of_processes([*earlier, last])
+        answers |= _growth_of_processes([*earlier, last])
     else:
         for named in itertools.chain.from_iterable(earlier):
             answers[named.file] = beside(named.snapshot)
@@ -104,7 +104,9 @@ def compared(paths: Sequence[str], beside: Callable[[Snapshot], Any]) -> Any:
     return next(iter(answers.values()))
 
 
-def _growth_of_processes(folders: Sequence[Sequence[_NamedSnapshot]]) -> dict[str, Any]:
+def _growth_of_processes(
+    folders: Sequence[Sequence[_NamedSnapshot]],
+) -> dict[str, SnapshotGrowth]:
     """Return what each process holds more; without folders there is one process."""
     from megatron_prism.features.snapshots.snapshot import grown
 
@@ -116,7 +118,7 @@ def _growth_of_processes(folders: Sequence[Sequence[_NamedSnapshot]]) -> dict[st
             rank = named.snapshot.rank
             process = named.file if rank is None else f"rank {rank}"
         series_of_process.setdefault(process, []).append(named.snapshot)
-    answers: dict[str, Any] = {}
+    answers: dict[str, SnapshotGrowth] = {}
     for process, series in series_of_process.items():
         if len(series) > 1:
             answers[process] = grown(*series)

@@ -513,7 +513,7 @@ def _line_number(site: str) -> int:
     return int(site.rpartition(":")[2] or 0)
 
 
-def _frames_of(block: _Block) -> Any:
+def _frames_of(block: _Block) -> object:
     """Return the frames of a block, which torch 2.0 has in its history."""
     if block.frames or not block.history:
         return block.frames or ()
