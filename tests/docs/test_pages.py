@@ -36,6 +36,7 @@ def runner(tmp_path_factory):
     return doc_blocks.Runner(tmp_path_factory.mktemp("captured"))
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="shown of megatron-core 0.16.1")
 @pytest.mark.parametrize("page", PAGES)

@@ -1,6 +1,7 @@
 """Recipes whose programs are healthy by Megatron itself."""
 
 import dataclasses
+from importlib import metadata
 
 from megatron_prism.core import recipe as recipes
 
@@ -107,9 +108,40 @@ def recipe_of(line, base):
     return name, dataclasses.replace(found, name=name)
 
 
+def names_with_new_settings(lines):
+    """Names of the lines that set something which no line before sets.
+
+    Of sizes that split the job the axis counts, not how many ranks it has; sizes of the model, the
+    world and the batch do not count.
+    """
+    seen, names = set(), []
+    for line in lines:
+        name, _, text = line.partition(": ")
+        settings = set()
+        for word in text.split():
+            key = word.partition("=")[0]
+            if key in ("tp", "cp", "ep", "pp", "vpp"):
+                settings.add(key)
+            elif key not in ("world", "m", "layers", "micro_batch_size"):
+                settings.add(word)
+        if settings - seen:
+            names.append(name)
+        seen |= settings
+    return names
+
+
 LINES = [line for line in (DENSE + EXPERTS).splitlines() if line]
 LOADED = recipes.load("tiny-gpt_1cpu", BASE)
-RECIPES = dict(recipe_of(line, LOADED) for line in LINES)
+EVERY = dict(recipe_of(line, LOADED) for line in LINES)
+# Compositions are those of the first tested release; of a later one each setting is captured once,
+# and the two largest compositions.
+try:
+    FIRST_RELEASE = metadata.version("megatron-core").startswith("0.16.")
+except metadata.PackageNotFoundError:  # nothing is captured without it
+    FIRST_RELEASE = True
+LARGEST = ["large", "ep8_tp2pp2"]
+CAPTURED = list(EVERY) if FIRST_RELEASE else [*names_with_new_settings(LINES), *LARGEST]
+RECIPES = {name: EVERY[name] for name in CAPTURED}
 
 
 PLAIN = [

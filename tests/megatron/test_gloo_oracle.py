@@ -17,7 +17,7 @@ from megatron_prism.core.collectives import BY_NAME as TALK
 from megatron_prism.core.groups import of_family
 
 pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.ci]
 
 HERE = Path(__file__).parent
 from helpers import forks  # noqa: E402

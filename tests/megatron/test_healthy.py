@@ -1,12 +1,13 @@
 """A healthy job checks clean: every kind of configuration that Megatron trains, captured on shapes
 and joined, has no mismatch; and its programs do the work that arithmetic says."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import forks
-from helpers.healthy_jobs import PLAIN, RECIPES
+from helpers.healthy_jobs import EVERY, LINES, PLAIN, RECIPES, names_with_new_settings
 from helpers.one_answer import assert_one_answer
 
 from megatron_prism.core import slices
@@ -46,7 +47,15 @@ def world_of(worlds, name):
 
 
 def test_there_are_enough_configurations():
-    assert len(RECIPES) >= 40
+    assert len(EVERY) >= 40
+    with_new_settings = names_with_new_settings(LINES)
+    assert "tp2" in with_new_settings
+    assert "pp4" not in with_new_settings  # pp2 sets pp before it
+    settings = {word for line in LINES for word in line.partition(": ")[2].split()}
+    kept = [line for line in LINES if line.partition(":")[0] in with_new_settings]
+    kept_settings = {word for line in kept for word in line.partition(": ")[2].split()}
+    sizes = re.compile(r"(world|m|layers|micro_batch_size|tp|cp|ep|pp|vpp)=")
+    assert {word for word in settings - kept_settings if not sizes.match(word)} == set()
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from helpers import forks
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError
@@ -128,17 +129,37 @@ def test_latent_attention_and_further_tokens_have_the_parameters_of_their_sizes(
     assert result.ranks[0]["parameters"] == 2 * layer + further + words * hidden + hidden
 
 
-def test_a_layout_and_a_hybrid_pattern_have_the_layers_that_they_say():
+@pytest.fixture(scope="module")
+def parameters_of_stages():
+    """Parameters of each stage of a job with a layout and of one with a hybrid pattern."""
     layout = "pipeline_model_parallel_layout='Et*2|t*3|t*2|tL'"
-    job = recipe_job.emulate(small("num_layers=8", "vpp=null", layout), None)
-    found = [s["parameters"] for s in job.ranks]
-    layer = found[1] - found[2]
-    assert found[1] == 3 * layer
-    assert found[0] == found[3] - 256 + layer  # of the last stage a norm less, and a layer more
     pattern = "hybrid_override_pattern=M*-M"
-    more = ("num_layers=4", "vpp=null", "position_embedding_type=none")
-    job = recipe_job.emulate(small(*more, pattern), None)
-    mamba, attention, mlp, _ = (s["parameters"] for s in job.ranks)
+    recipe_of_job = {
+        "layout": small("num_layers=8", "vpp=null", layout),
+        "pattern": small("num_layers=4", "vpp=null", "position_embedding_type=none", pattern),
+    }
+    ranks, names = [], []
+    for name, recipe in recipe_of_job.items():
+        for rank in recipe_job.ranks_of(recipe):
+            ranks.append((recipe, rank, None))
+            names.append(name)
+    parameters = {name: [] for name in recipe_of_job}
+    answers = forks.capture(ranks)
+    for index, name in enumerate(names):
+        assert "summary" in answers[index], answers[index]
+        parameters[name].append(answers[index]["summary"]["parameters"])
+    return parameters
+
+
+def test_a_layout_has_the_layers_that_it_says(parameters_of_stages):
+    first, three_layers, two_layers, last = parameters_of_stages["layout"]
+    layer = three_layers - two_layers
+    assert three_layers == 3 * layer
+    assert first == last - 256 + layer  # of the last stage a norm less, and a layer more
+
+
+def test_a_hybrid_pattern_has_the_layers_that_it_says(parameters_of_stages):
+    mamba, attention, mlp, _ = parameters_of_stages["pattern"]
     h, f, tp, vocab = 256, 512, 8, 1024
     assert attention == (3 * h * h + h * h) // tp + h
     assert mlp == 3 * h * f // tp + h
@@ -158,6 +179,7 @@ def test_a_loss_that_is_not_finite_fails(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.one_release
 def test_sigterm_unwinds(tmp_path):
     command = [sys.executable, "-m", "megatron_prism", "emulate", "tiny-gpt_1cpu"]
     process = subprocess.Popen(
@@ -196,6 +218,7 @@ def test_a_word_for_a_list_of_megatron_is_a_list_of_one(tmp_path):
     assert made
 
 
+@pytest.mark.one_release
 def test_a_killed_job_leaves_no_folder_and_no_worker(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "megatron_prism", "emulate", "tiny-gpt_1cpu"]

@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import forks
 
 from megatron_prism.cli import main as cli
+from megatron_prism.core import recipe as recipes
+from megatron_prism.emulate import recipe_job
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.ci]
@@ -79,13 +82,19 @@ def capture(*words, folder):
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory):
+    """A folder with the slices of each recipe, all captured by forks of one process."""
     folder = tmp_path_factory.mktemp("captured")
+    ranks = []
     for name, words in RECIPES.items():
         dispatcher = "moe_token_dispatcher_type=alltoall"
-        capture(name, "tiny-gpt_1cpu", *TINY, dispatcher, *words.split(), folder=folder)
+        recipe = recipes.load("tiny-gpt_1cpu", [*TINY, dispatcher, *words.split()])
+        ranks += [(recipe, rank, folder / name) for rank in recipe_job.ranks_of(recipe)]
+    for answer in forks.capture(ranks).values():
+        assert "error" not in answer, answer["error"]
     return folder
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("planted", ["none", *OF_SCRIPT])
 def test_ranks_of_a_script_are_captured_each_for_itself(planted, tmp_path, capsys):
     ranks = "--prism-world-size 4 --prism-tier meta --prism-ranks 0-3".split()
