@@ -38,6 +38,11 @@ class FeatureOptions:
         return False
 
     @property
+    def loads_own_layout(self) -> bool:
+        """Whether a checkpoint that is not here is loaded as one of the job's own layout."""
+        return False
+
+    @property
     def needs_sizes(self) -> str:
         """The flag that needs the parallel sizes before the script runs; "": none does."""
         return ""

@@ -214,10 +214,18 @@ def patched(run: Run, session: Session) -> PatchContext:
         iterations=run.options.iterations,
         recording=run.recording,
         records=run.options.capture is not None,
+        loads_own_layout=_loads_own_layout(run),
         profiles=run.options.out and run.options.out.with_name(run.options.out.name + ".profile"),
     )
     patch.apply(patches_for(run.tier.name), context)
     return context
+
+
+def _loads_own_layout(run: Run) -> bool:
+    """Whether a checkpoint that is not here is loaded as one of the job's own layout."""
+    # what 0.16 has beside shards is in a file of its own
+    is_known = not run.version.startswith("0.16")
+    return is_known and run.tier.name == "meta" and run.options.loads_own_layout
 
 
 # Parts of core that a run has where one of these options asks for them.  ``add_to(run, session)``

@@ -350,6 +350,11 @@ class Options:
         return any(asked.options.looks_at_every_call for asked in self.asked_features)
 
     @property
+    def loads_own_layout(self) -> bool:
+        """Whether a checkpoint that is not here is loaded as one of the job's own layout."""
+        return any(asked.options.loads_own_layout for asked in self.asked_features)
+
+    @property
     def one_by_one(self) -> bool:
         """Whether ``ranks`` are to be captured in processes of their own, none in this one."""
         return self.stages or len(self.ranks) > self.num_processes

@@ -193,6 +193,8 @@ class PatchContext:
     recording  : keeps values that steer the program, or gives them back
     profiles   : where traces of a profiler go, or None
     records    : whether what the job does is written down as slices
+    loads_own_layout : on tier meta, whether a checkpoint that is not here is loaded as one of the
+                 job's own layout
     """
 
     start: Callable[[], VirtualWorld]
@@ -205,6 +207,7 @@ class PatchContext:
     recording: ValueRecorder | ValueReplayer | None = None
     profiles: Path | None = None
     records: bool = False
+    loads_own_layout: bool = False
     _applying: Patch | None = None
 
     @property

@@ -76,19 +76,26 @@ class StandIns:
     without_checkpoint: bool = False
 
 
-def put(args: argparse.Namespace, obstacles: Obstacles | None = None) -> StandIns:
+def put(
+    args: argparse.Namespace,
+    obstacles: Obstacles | None = None,
+    *,
+    loads_own_layout: bool = False,
+) -> StandIns:
     """Change ``args`` to do without the files that are not here, and without writing any.
 
     Args:
         args: of Megatron, before it has validated them.
         obstacles: gets what stops the job; without it the first of that is raised.
+        loads_own_layout: whether a checkpoint of the job's own layout is loaded for one that is not
+            here.
 
     Raises:
         UsageError: ``--prism-strict`` and something is missing, all of which it names; a missing
             checkpoint has sizes of the job; or nobody says how large the vocabulary is.
     """
     collected = Obstacles()
-    stand_ins = _put(args, collected)
+    stand_ins = _put(args, collected, loads_own_layout)
     if obstacles is None:
         collected.raise_all()
     else:
@@ -97,7 +104,7 @@ def put(args: argparse.Namespace, obstacles: Obstacles | None = None) -> StandIn
     return stand_ins
 
 
-def _put(args: argparse.Namespace, obstacles: Obstacles) -> StandIns:
+def _put(args: argparse.Namespace, obstacles: Obstacles, loads_own_layout: bool) -> StandIns:
     """Change ``args`` as ``put`` does; ``obstacles`` gets what stops the job."""
     # the default of pretrain_gpt.py, which it sets later
     if not args.tokenizer_type and getattr(args, "merge_file", None):
@@ -143,6 +150,9 @@ def _put(args: argparse.Namespace, obstacles: Obstacles) -> StandIns:
 
     # checkpoints: none is read, and none is written, in the background neither
     checkpoints = [name for name, _ in missing if name in _CHECKPOINTS]
+    if loads_own_layout and "load" in checkpoints and args.ckpt_format == "torch_dist":
+        checkpoints.remove("load")
+        replaced.append("a checkpoint of the job's own layout for --load")
     without_checkpoint = bool(checkpoints) and not _leaves_optimizer(args, checkpoints)
     _drop(args, checkpoints)
     replaced += [f"new parameters for {_option(name)}" for name in checkpoints]

@@ -25,9 +25,9 @@ def put(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "config.json").write_text('{"vocab_size": 5000}')
 
-    def put(**given):
+    def put(*, loads_own_layout=False, **given):
         args = argparse.Namespace(**{**NONE, "mock_data": False, **given})
-        return args, stand_ins.put(args).text
+        return args, stand_ins.put(args, loads_own_layout=loads_own_layout).text
 
     return put
 
@@ -82,6 +82,18 @@ def test_an_interval_that_megatron_divides_by_is_its_former_default(put):
     args, said = put(eval_interval=None)
     assert (args.eval_interval, "--eval-interval 1000" in said) == (1000, True)
     assert put(eval_interval=7)[0].eval_interval == 7
+
+
+@pytest.mark.parametrize(("ckpt_format", "kept"), [("torch_dist", "no/where"), ("torch", None)])
+def test_a_checkpoint_of_the_jobs_own_layout_stands_in_where_it_is_asked_for(
+    put, ckpt_format, kept
+):
+    given = {"load": "no/where", "ckpt_format": ckpt_format}
+    args, said = put(loads_own_layout=True, **given)
+    assert args.load == kept
+    assert ("a checkpoint of the job's own layout" in said) == (kept is not None)
+    assert ("new parameters for --load" in said) == (kept is None)
+    assert put(**given)[0].load is None
 
 
 def test_a_checkpoint_that_is_not_here_is_none(put):

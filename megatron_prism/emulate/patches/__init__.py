@@ -6,6 +6,7 @@ pipeline.py      what is received from other ranks: scale, shape, tokens; labels
 moe.py           dispatchers, routing, multi-token prediction
 checkpoints.py   which checkpoints are written and read, and what a rank alone reads
 planned_reads.py  loading on shapes: what Megatron would read, without reading it
+own_layout.py    a checkpoint of the job's own layout, in place of one that is not here
 outputs.py       curves, traces and other files of the real job
 without_cuda.py  kernels, CUDA graphs, offloading and number formats where there is no GPU
 stand_in_data.py  mock data where Megatron has none

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patch import ENABLES, PROTECTS, Original, PatchContext, Patches
-from megatron_prism.emulate.patches import planned_reads
+from megatron_prism.emulate.patches import own_layout, planned_reads
 from megatron_prism.emulate.patches.startup import megatron_args
 
 PATCHES = Patches(purpose=PROTECTS)
@@ -197,6 +197,19 @@ def _load_shapes(
     folder = job.load
     if folder is not None and module.checkpoint_exists(folder) and _is_planned(module, folder):
         _plan_load(context, optimizer, load)
+        context.say(
+            f"--load {folder}: read as the checkpoint's metadata say, without values; the job "
+            "begins with iteration 1"
+        )
+        return
+    # not here, and one of the job's own layout is enough
+    if folder is not None and context.loads_own_layout and job.ckpt_format == "torch_dist":
+        with own_layout.OwnLayout(module, job).installed():
+            _plan_load(context, optimizer, load)
+        context.say(
+            f"--load {folder}: not here, a checkpoint of the job's own layout is read, without "
+            "values; the job begins with iteration 1"
+        )
         return
 
     # other formats, and no checkpoint at all
@@ -262,10 +275,6 @@ def _plan_load(context: PatchContext, optimizer: object, load: Callable[[], obje
     for name, value in before.items():
         setattr(job, name, value)
     batches.update_num_microbatches(job.consumed_train_samples, consistency_check=False)
-    context.say(
-        f"--load {job.load}: read as the checkpoint's metadata say, without values; the job "
-        "begins with iteration 1"
-    )
 
 
 def _unread(module: ModuleType, job: Any, has_states: bool) -> str:

@@ -281,7 +281,7 @@ def _without_files(
         more = context.records and context.meta and graphs
         _shorten(args, steps + more)
     if args.yaml_cfg is None and emulated:
-        replaced = stand_ins.put(args, look.obstacles)
+        replaced = stand_ins.put(args, look.obstacles, loads_own_layout=context.loads_own_layout)
         look.check_data(args)
         if look.options_without_value:
             text = f"no value: {', '.join(dict.fromkeys(look.options_without_value))}"

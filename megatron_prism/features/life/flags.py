@@ -1,4 +1,4 @@
-"""The flag of a capture that also runs the job's end: ``--prism-life``."""
+"""The flag of a capture that also loads, evaluates and saves: ``--prism-life``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LifeOptions(FeatureOptions):
-    """That the captured job evaluates and saves at its end."""
+    """That the captured job loads its checkpoint, and evaluates and saves at its end."""
+
+    @property
+    def loads_own_layout(self) -> bool:
+        """See ``FeatureOptions``: what loading takes follows from the layout."""
+        return True
 
 
 def read(parsed: ParsedFlags) -> LifeOptions | None:
@@ -51,8 +56,8 @@ JOB_FLAGS = (
     JobFlags(
         flags={
             "--prism-life": switch(
-                "of a capture on tier meta: evaluate and save behind the captured iteration, for "
-                "the memory of these parts in prism fit"
+                "of a capture on tier meta: load a checkpoint of the job's layout where --load is "
+                "not here, evaluate and save, for the memory of these parts in prism fit"
             ),
         },
         read=read,

@@ -49,7 +49,8 @@ def parts_of(folder, *flags, ours=()):
 
 def test_parts_of_a_whole_life(tmp_path):
     save = ["--save", tmp_path / "checkpoints", "--save-interval", 40]
-    parts = parts_of(tmp_path, *save, ours=["--prism-life"])
+    load = ["--load", tmp_path / "absent"]
+    parts = parts_of(tmp_path, *save, *load, ours=["--prism-life"])
     assert not (tmp_path / "checkpoints").exists()
     few = 0.02  # norms' statistics, step counters, the loss
     kept = WEIGHTS + GRADIENTS + STATES
@@ -66,12 +67,17 @@ def test_parts_of_a_whole_life(tmp_path):
     assert bytes_each("checkpoint", WORKSPACES) == pytest.approx(kept, rel=few)
     assert parts["end"] < parts["evaluation"] < parts["steady iteration"]
     assert parts["first iteration"] <= parts["steady iteration"]
-    assert parts["load"] is None
+    # both moments are there twice: those that are read, and those that the optimizer keeps
+    assert bytes_each("load") == pytest.approx(kept + 2 * 4, rel=few)
+    # so the first step has all that later ones have
+    assert bytes_each("first iteration", WORKSPACES) >= kept
 
 
 def test_without_the_flag_a_capture_ends_with_its_iteration(tmp_path):
+    load = ["--load", tmp_path / "absent"]
     save = ["--save", tmp_path / "checkpoints", "--save-interval", 40]
-    parts = parts_of(tmp_path, *save)
+    parts = parts_of(tmp_path, *save, *load)
     assert parts["model"]
     assert parts["optimizer"]
     assert parts["evaluation"] is parts["checkpoint"] is parts["end"] is None
+    assert parts["load"] is None
