@@ -130,26 +130,48 @@ def settings(text: str) -> Argument:
 
 
 OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
-FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
+FORCE = ("--force",), {"action": "store_true", "help": "overwrite an existing artefact"}
 JSON = ("--json",), {"action": "store_true", "help": "print the result as JSON"}
-CSV = ("--csv",), {"metavar": "FILE", "type": Path, "help": "its table to write, one row a line"}
+CSV = ("--csv",), {"metavar": "FILE", "type": Path, "help": "write the table as CSV"}
 PROGRAMS = ("programs",), {"metavar": "PATH", "help": "folder of slices, file of programs, or text"}
 RECIPE = ("recipe",), {"metavar": "RECIPE", "help": "a YAML file, or a shipped recipe"}
 RECIPE_OR_JOB = RECIPE[0], {**RECIPE[1], "nargs": "?"}
 MACHINE = option("machine", arguments.name, "NAME", "a shipped machine, or a JSON file like it")
 CALIBRATION = option("calibration", arguments.name, "FILE", "what prism calibrate wrote")
-LIMIT = option("limit", arguments.limit, "80GB", "of a GPU's memory; default: the machine's")
-HEADROOM = option("headroom", arguments.size, "4GiB", "of the limit that stays free")
+LIMIT = option("limit", arguments.limit, "80GB", "memory of a GPU; default: the machine's")
+HEADROOM = option("headroom", arguments.size, "4GiB", "part of the limit that stays free")
 DEVICE = option(
-    "device", arguments.name, "NAME", "of context, libraries and NCCL, or none", default="h200"
+    "device",
+    arguments.name,
+    "NAME",
+    "calibration of context, libraries and NCCL, or none",
+    default="h200",
 )
 ALLOC = option("alloc", arguments.name, "OPTIONS", "the job's PYTORCH_CUDA_ALLOC_CONF")
 DRAWS = (
-    option("draws", arguments.count(1, 100_000, "--draws 500"), "N", "iterations of an MoE job"),
-    option("routing", arguments.name, "LAW", "uniform, zipf:A, or a folder of --prism-record"),
-    option("capacity", arguments.number("--capacity 1.25"), "1.25", "of experts, then dropped"),
+    option(
+        "draws",
+        arguments.count(1, 100_000, "--draws 500"),
+        "N",
+        "number of iterations of an MoE job to draw",
+    ),
+    option(
+        "routing",
+        arguments.name,
+        "LAW",
+        "routing of the draws: uniform, zipf:A, or a folder of --prism-record",
+    ),
+    option(
+        "capacity",
+        arguments.number("--capacity 1.25"),
+        "1.25",
+        "capacity factor of experts; tokens beyond it are dropped",
+    ),
 )
-VERBOSE = (("-v", "--verbose"), {"action": "store_true", "help": "also what the result rests on"})
+VERBOSE = (
+    ("-v", "--verbose"),
+    {"action": "store_true", "help": "also print what the result is based on"},
+)
 WHAT_IFS = settings("what if: slow=517:1.2, dp=64, microbatches=32")
 OVERRIDES = settings("change a flag of the recipe: tp=4, seq_length=4096")
 

@@ -197,7 +197,7 @@ _CORE_FLAGS: dict[str, dict[str, Any]] = {
     ),
     "--prism-gpus-per-node": value(
         "ranks on each host of the target job (default: --nproc-per-node of torchrun on "
-        "several nodes; else what the machine of a replay has)",
+        "several nodes; else that of the replay's machine)",
         "N",
     ),
     "--prism-ranks": value(
@@ -233,7 +233,7 @@ _CORE_FLAGS: dict[str, dict[str, Any]] = {
         "stops the job (prism capture --check)"
     ),
     "--prism-steps": value(
-        "end the job behind N train steps, without what it does at its end; also a loop of its own",
+        "end the job after N train steps, without its evaluation and checkpoint",
         "N",
     ),
     "--prism-memory-snapshot": value(
@@ -249,7 +249,8 @@ _CORE_FLAGS: dict[str, dict[str, Any]] = {
     ),
     "--prism-force": switch("replace an existing --prism-out folder"),
     "--prism-recipe": value(
-        "the same options as a file: its 'prism:' section; flags given here win", "YAML"
+        "the same options from the 'prism:' section of a file; flags given here take precedence",
+        "YAML",
     ),
     "--prism-verbose": switch(
         "list what stands in for missing libraries; keep Megatron's warnings of them and "
@@ -260,14 +261,14 @@ _CORE_FLAGS: dict[str, dict[str, Any]] = {
         "data, a NullTokenizer of its vocabulary, new parameters)"
     ),
     "--prism-job-flags": value(
-        "flags more of the job itself, behind those of its line or script", "FLAGS"
+        "further flags of the job itself, added after those of its line or script", "FLAGS"
     ),
     "--prism-ignore-unknown": switch(
         "run without the flags that this Megatron does not know, such as a fork's"
     ),
     "--prism-iteration": value(
         "with --load: run iteration N (to M) of the job from its last checkpoint before N, "
-        "with the samples, learning rate and batch size of then",
+        "with the samples, learning rate and batch size of that iteration",
         "N[..M]",
     ),
 }

@@ -21,10 +21,10 @@ def calibrate(args: argparse.Namespace) -> Answer:
     prism calibrate --from-nccl-tests all_reduce_perf.txt all_gather_perf.json -o dgx.json
 
     --host measures this host alone, without a GPU: how fast it issues work, for host= of prism
-    replay and predict.  The first line does so too; on GPUs also how long NCCL keeps the host for a
-    call, and how much calls and computing slow each other down.  The last line takes what
-    nccl-tests measured, on any number of hosts; --node-gpus 72 says how many GPUs NVLink joins
-    where that is more than a host has.
+    replay and predict.  The first line measures this, too; on GPUs also the host's time for a call
+    of NCCL, and how much calls and computing slow each other down.  The last line takes output of
+    nccl-tests, on any number of hosts; --node-gpus 72 is the number of GPUs that NVLink joins, if
+    that is more than a host has.
     """
     if args.out is None and not args.host:
         raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
@@ -84,17 +84,29 @@ COMMANDS = {
         calibrate,
         (
             (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
-            switch("--host", "this host alone, without a GPU"),
-            (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
-            option("processes", arguments.count(0, 9999, "--processes 4"), "N", "one a GPU"),
+            switch("--host", "measure this host alone, without a GPU"),
+            (
+                ("--from-nccl-tests",),
+                {"nargs": "+", "metavar": "FILE", "help": "output of nccl-tests"},
+            ),
             option(
-                "seconds", arguments.count(1, 3600, "--seconds 10"), "N", "of --host", default=10
+                "processes",
+                arguments.count(0, 9999, "--processes 4"),
+                "N",
+                "processes, one per GPU",
+            ),
+            option(
+                "seconds",
+                arguments.count(1, 3600, "--seconds 10"),
+                "N",
+                "duration of --host",
+                default=10,
             ),
             option(
                 "node-gpus",
                 arguments.count(1, 9999, "--node-gpus 72"),
                 "N",
-                "that NVLink joins, with --from-nccl-tests",
+                "GPUs that NVLink joins, with --from-nccl-tests",
             ),
         ),
         group=HelpGroup.MAINTAIN,

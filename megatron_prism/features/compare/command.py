@@ -33,11 +33,11 @@ def compare(args: argparse.Namespace) -> Answer:
     prism compare EARLIER … LATER           snapshots of one process: what grows each time, by line
     prism compare RANKS/ A                  a folder with a snapshot of each rank, of both kinds
     prism compare job/ alone/ --norm 1e-3   recordings (--prism-payload): what calls delivered, by
-                                            norm; without --norm by every bit
+                                            norm; without --norm bit by bit
 
-    What is unknown of a machine (its host, kernels, calls) is the same for both, so the interval of
-    the difference is narrower than those of the times.  Of traces: how many calls are paired, and
-    from 95 % on the parts of every traced rank's iteration, predicted and real.  --exit-code ends
+    A machine's unknowns (host, kernels, calls) are the same for both sides, so the interval of the
+    difference is narrower than those of the times.  For traces: the share of paired calls and, from
+    95 % on, the parts of every traced rank's iteration, predicted and real.  --exit-code ends
     with status 1 if anything differs.
     """
     paths, words = list[str](), list[list[str]]()
@@ -92,13 +92,22 @@ COMMANDS = {
     "compare": Command(
         compare,
         (
-            (("paths",), {"metavar": "PATH|key=value", "nargs": "+", "help": "A, then B"}),
+            (
+                ("paths",),
+                {"metavar": "PATH|key=value", "nargs": "+", "help": "the two sides, A then B"},
+            ),
             MACHINE,
             CALIBRATION,
-            option("norm", arguments.number("--norm 1e-3"), "1e-3", "of recordings", default=0.0),
-            switch("--exit-code", "status 1 if anything differs"),
+            option(
+                "norm",
+                arguments.number("--norm 1e-3"),
+                "1e-3",
+                "tolerance between norms of recordings",
+                default=0.0,
+            ),
+            switch("--exit-code", "exit status 1 if anything differs"),
             file_option("--html", "page to write, for any browser"),
-            file_option("--trace", "trace with both, for ui.perfetto.dev"),
+            file_option("--trace", "write a trace of both sides, for ui.perfetto.dev"),
         ),
         group=HelpGroup.ASK,
         programs=1,

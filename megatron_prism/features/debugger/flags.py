@@ -87,7 +87,7 @@ JOB_FLAGS = (
     JobFlags(
         flags={
             "--prism-payload": value(
-                "of which calls --prism-record also keeps what they deliver: all, or calls as "
+                "calls of which --prism-record also keeps the results: all, or calls as "
                 "--prism-break names them, with ; between them",
                 "CALLS",
             ),

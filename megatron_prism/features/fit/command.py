@@ -161,12 +161,24 @@ COMMANDS = {
             CALIBRATION,
             ALLOC,
             DEVICE,
-            option("class", arguments.name, "CLASS", "whose peak to show", dest="of_class"),
             option(
-                "top", arguments.count(0, 10**9, "--top 12"), "N", "origins of the peak", default=8
+                "class",
+                arguments.name,
+                "CLASS",
+                "class of ranks whose peak is shown",
+                dest="of_class",
+            ),
+            option(
+                "top",
+                arguments.count(0, 10**9, "--top 12"),
+                "N",
+                "number of origins of the peak to show",
+                default=8,
             ),
             *DRAWS,
-            option("oom", str, "TEXT", "of an out-of-memory error: which request it was"),
+            option(
+                "oom", str, "TEXT", "text of an out-of-memory error, whose request is looked for"
+            ),
             file_option("--html", "page to write, for any browser"),
             (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "snapshot to write"}),
         ),

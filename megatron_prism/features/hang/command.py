@@ -51,37 +51,37 @@ _AGAIN_S = 5.0  # between two looks at a running job
 
 
 def hang(args: argparse.Namespace) -> Answer | int:
-    """Who made the job hang?  Culprits, not victims, with what speaks for it.
+    """Which rank made the job hang?  Culprits and victims, with the evidence.
 
-    prism hang DIR              from what lies there: Flight Recorder dumps, one per rank (also gz,
+    prism hang DIR              reads what is in DIR: Flight Recorder dumps, one per rank (also gz,
                                 or what curl saved of torch's HTTP handler), and logs
     prism hang --dumps DIR --logs FILE…
-                                the same, named apart; logs of one or many ranks, also without dumps
+                                the same by name; logs of one or many ranks, also without dumps
     prism hang --dumps DIR --then DIR2
-                                also: from dumps of the same job some seconds later; who moved is
-                                alive, and if nobody did, the job hangs
+                                also: dumps of the same job some seconds later; a rank that moved is
+                                alive, and if none did, the job hangs
     prism hang --dumps DIR --programs P (or --recipe R)
-                                also: where in its program every rank stood, and whether the
-                                programs stop there too; P is what prism capture wrote
+                                also: the op of its program at which every rank stood, and whether
+                                the programs stop there, too; P is a folder of prism capture
     prism hang DIR torchrun --nproc-per-node 8 pretrain_gpt.py <the job's own arguments>
                                 the same; the programs are captured now
     prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu num_layers=4]
-                                also: runs the culprits' real code to the place where they stood,
-                                and on
+                                also: runs the culprits' real code to the op where they stood, and
+                                beyond
     prism hang --dumps DIR --confirm [--programs P] -- pretrain_gpt.py <the job's own arguments>
-                                the same of a script
+                                the same, of a script
     prism hang --live           on a node of the running job: asks torch's recorders and NCCL's RAS
                                 twice, 5 s apart, and takes the suspects' stacks with py-spy
     prism hang --live --watch 60s [--json --prometheus FILE]
                                 every 60 s, until nothing moved in between or the job ends
     prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
     prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=3 [--plan FILE --seed 0]
-                                plants faults, runs all ranks until nobody can go on, and judges
-                                the dumps that they would leave; -o DIR keeps these, --truth what
-                                was planted.  Faults that only cost time are replayed
+                                plants faults, runs all ranks until each is blocked or done, and
+                                judges the dumps that they would leave; -o DIR keeps these, --truth
+                                the faults.  Faults that only cost time are replayed
 
-    Exit status: 0 nobody waits, 1 a culprit is named, 3 nobody is, or only a rank whose dump is
-    missing: several explanations remain, or the job was perhaps running.  Dumps are read without
+    Exit status: 0 no rank waits; 1 a culprit is named; 3 several explanations remain, only a rank
+    whose dump is missing is named, or the job may have been running.  Dumps are read without
     executing anything in them.
     """
     _take_folder_of_dumps(args)
@@ -477,29 +477,32 @@ COMMANDS = {
         (
             (("programs",), {**PROGRAMS[1], "nargs": "?"}),
             settings("fault=KIND@…, or changes of --recipe"),
-            option("plan", arguments.name, "FILE", "of faults", action="append", default=[]),
+            option("plan", arguments.name, "FILE", "list of faults", action="append", default=[]),
             option(
                 "seed",
                 arguments.count(0, 10**18, "--seed 0"),
                 "N",
-                "of ranks that are drawn",
+                "seed of ranks that are drawn",
                 default=None,
             ),
-            file_option("--truth", "what was planted, to write"),
+            file_option("--truth", "write the planted faults"),
             (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
-            (("--logs",), {"metavar": "FILE", "nargs": "+", "help": "what the job printed"}),
+            (("--logs",), {"metavar": "FILE", "nargs": "+", "help": "logs of the job"}),
             (("--then",), {"metavar": "DIR2", "help": "dumps of the same job some seconds later"}),
-            switch("--live", "of the job that runs on this host"),
-            (("--watch",), {"metavar": "60s", "help": "look again so often"}),
-            file_option("--ras", "what ncclras printed, instead of asking"),
-            file_option("--prometheus", "of its collector"),
-            (("--programs",), {"dest": "of", "metavar": "PATH", "help": "of the dumps' job"}),
-            (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
+            switch("--live", "judge the job that runs on this host"),
+            (("--watch",), {"metavar": "60s", "help": "interval between two looks"}),
+            file_option("--ras", "output of ncclras, in place of asking NCCL's RAS"),
+            file_option("--prometheus", "write metrics, for a textfile collector of Prometheus"),
+            (
+                ("--programs",),
+                {"dest": "of", "metavar": "PATH", "help": "programs of the dumps' job"},
+            ),
+            (("--recipe",), {"metavar": "NAME", "help": "recipe of the dumps' job, captured now"}),
             switch("--confirm", "run the suspects' real code"),
             (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
-            file_option("--markdown", "it, for an issue"),
+            file_option("--markdown", "write the verdict for an issue"),
             file_option("--html", "the verdict as a page"),
-            file_option("--trace", "for ui.perfetto.dev"),
+            file_option("--trace", "write a trace, for ui.perfetto.dev"),
         ),
         group=HelpGroup.DEBUG,
         job=True,

@@ -121,12 +121,11 @@ def predict(args: argparse.Namespace) -> Answer:
     prism predict DIR --machine h200 --calibration h200x4.json --variability mine.json --seed 1
     prism predict DIR dp=64 host=1.4        what-ifs, as prism replay has them
 
-    --variability is how much times vary: fitted, as in the timed iterations of DIR (the default if
-    it has five of them); public, as in published measurements (the default else); or a file like
-    variability/public.json.  --samples says how many iterations of the whole world are drawn,
-    --slow how many times as long the one slow GPU computes (0.5: half as long).  Calls that
-    --calibration has samples of vary as those do.  DIR may be the name of a shipped recipe, which
-    is captured now.
+    --variability sets how much times vary: fitted to the timed iterations of DIR (the default if it
+    has five of them), public (published measurements; otherwise the default), or a file like
+    variability/public.json.  --samples is the number of drawn iterations of the whole world, --slow
+    the factor by which the one slow GPU computes longer (0.5: half as long).  Calls with samples in
+    --calibration vary as these do.  DIR may be the name of a shipped recipe, which is captured now.
     """
     from megatron_prism.features.predict.predict import predict
 
@@ -162,9 +161,11 @@ _SAMPLES = option(
     "N",
     "iterations to draw",
 )
-_SEED = option("seed", arguments.count(0, 1 << 62, "--seed 2"), "N", "of the draws", default=0)
-_SLOW = option("slow", arguments.number("--slow 1.2"), "1.2", "of the one slow GPU", default=1.2)
-_SPREADS = option("variability", arguments.name, "NAME", "fitted, public, or a file")
+_SEED = option("seed", arguments.count(0, 1 << 62, "--seed 2"), "N", "seed of the draws", default=0)
+_SLOW = option(
+    "slow", arguments.number("--slow 1.2"), "1.2", "factor of the one slow GPU", default=1.2
+)
+_SPREADS = option("variability", arguments.name, "NAME", "spreads: fitted, public, or a file")
 
 
 COMMANDS = {

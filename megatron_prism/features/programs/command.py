@@ -312,8 +312,15 @@ COMMANDS = {
         (
             PROGRAMS,
             option("rank", arguments.name, "RANKS", "a rank, or a selector: pp=1,tp=0"),
-            option("around", arguments.name, "2F0", "near this step: microbatch, letter, chunk"),
-            option("group", arguments.name, "GROUP", "calls in it: tp, pp, dp, or its whole name"),
+            option(
+                "around", arguments.name, "2F0", "ops near this step: microbatch, letter, chunk"
+            ),
+            option(
+                "group",
+                arguments.name,
+                "GROUP",
+                "calls of this group: tp, pp, dp, or its whole name",
+            ),
             switch("--text", "print the whole text form"),
         ),
         group=HelpGroup.DEBUG,

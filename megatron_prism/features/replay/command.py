@@ -27,24 +27,24 @@ def replay(args: argparse.Namespace) -> Answer:
     prism replay DIR --machine h200 --calibration h200x4.json
     prism replay DIR --html page.html --trace trace.json     a page; a trace for ui.perfetto.dev
 
-    --machine is the name of a shipped one or a JSON file like it.  --calibration is what prism
-    calibrate wrote; its measured calls come before the machine's model, and computing and calls
-    that run at once slow each other as it measured.  prism compare holds two against each other.
+    --machine is the name of a shipped machine, or a JSON file like it.  --calibration is a file of
+    prism calibrate: its measured calls replace modelled ones, and its factors say how computing and
+    calls that run at once slow each other.  prism compare compares two replays.
 
-    What if (any of them together; those with … more than once):
-      dp=64                     64 replicas of the model, each with the microbatches it has now
+    What-ifs (any of them together; those with … may be repeated):
+      dp=64                     64 replicas of the model, each with unchanged microbatches
       slow=517:1.2 …            ranks compute 1.2 times as long; slow=pp=3,tp=0:3/2; 517:0.5 in half
       faster=all_reduce:2 …     calls twice as fast; faster=GROUP:2, faster=all_reduce@GROUP:1/2
-      moved=b200                programs measured on --machine, run on another; --calibration is
-                                then that one's
-      host=1.4                  on hosts of this index; host=HOST.json: on that one (prism calibrate
-                                --host); host=TRACES: on that of a run whose torch.profiler
-                                traces these are; host=0.6x: hosts take 0.6 times as long
-      nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job had not; also NCCL_PROTO,
+      moved=b200                programs measured on --machine, run on b200; --calibration is then
+                                of b200
+      host=1.4                  on hosts of this index; host=HOST.json: on a measured one (prism
+                                calibrate --host); host=TRACES: on the host of a run's
+                                torch.profiler traces; host=0.6x: hosts take 0.6 times as long
+      nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job lacked; also NCCL_PROTO,
                                 NCCL_NVLS_ENABLE, NCCL_MAX_NCHANNELS, …
       network=rails             calls of a rank share its NIC and its NVLinks; network=fat-tree:4:
-                                and those above leaf switches, a fourth as many (4 to 1
-                                oversubscribed); network=none: not even if the recipe says so
+                                also the links above leaf switches, a fourth as many (4 to 1
+                                oversubscribed); network=none: no sharing, whatever the recipe says
       microbatches=32           captured steps in the order of Megatron's scheduler
     """
     how = {"machine": args.machine, "calibration": args.calibration, "iterations": args.iterations}
@@ -73,7 +73,7 @@ COMMANDS = {
                 "iterations",
                 arguments.count(1, 100, "--iterations 2 is settled"),
                 "N",
-                "in a row, of which the last is shown",
+                "number of iterations in a row, of which the last is shown",
                 default=2,
             ),
             file_option("--html", "page to write, for any browser"),

@@ -17,13 +17,13 @@ def reshard(args: argparse.Namespace) -> Answer:
     prism reshard CHECKPOINT -- torchrun --nnodes 16 --nproc-per-node 8 pretrain_gpt.py …
     prism reshard CHECKPOINT --read-rate 20GB torchrun …
 
-    CHECKPOINT is a folder that has .metadata (format torch_dist), or a job's --save folder.  Its
-    metadata alone are read.  Megatron's own loading runs on shapes: which tensors map, which are
+    CHECKPOINT is a folder that has .metadata (format torch_dist), or a job's --save folder.  Only
+    its metadata are read.  Megatron's own loading runs on shapes: which tensors map, which are
     missing or of another shape or type, what each rank reads from how many files, and whether the
-    optimizer's states go on.  --read-rate is what the file system gives all ranks in a second.
+    optimizer's states continue.  --read-rate is the file system's bandwidth for all ranks together.
 
-    Up to 8 ranks are all planned, of larger jobs one of each stage and expert-parallel rank;
-    --ranks plans others.  Exit status 1: Megatron refuses it.
+    Of up to 8 ranks all are planned, of more one of each stage and expert-parallel rank; --ranks
+    plans others.  Exit status 1: Megatron refuses the checkpoint.
     """
     from megatron_prism.features.reshard.ranks import reshard as plan_reading
 
@@ -52,8 +52,8 @@ COMMANDS = {
         reshard,
         (
             (("checkpoint",), {"metavar": "CHECKPOINT", "type": Path, "help": "a folder"}),
-            option("ranks", arguments.name, "RANKS", "that are planned: all of 0-7, pp=3"),
-            option("read-rate", arguments.size, "20GB", "of the file system, a second"),
+            option("ranks", arguments.name, "RANKS", "ranks to plan: 0-7, pp=3"),
+            option("read-rate", arguments.size, "20GB", "bandwidth of the file system, per second"),
         ),
         group=HelpGroup.ASK,
         job=True,

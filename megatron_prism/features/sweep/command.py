@@ -36,15 +36,16 @@ def sweep(args: argparse.Namespace) -> Answer:
 
     An axis is tp, pp, vpp, cp, ep, etp, dp, world_size, micro_batch_size, global_batch_size,
     recompute, Megatron's name of one of them, or any other of its flags (fp8=none,hybrid).  auto
-    tries all that divide.  Points fall by Megatron's own checks, by a lower bound of their memory,
-    and by the memory of their stages; each is listed with its reason.
+    tries all sizes that divide.  Points are dropped by Megatron's own checks, by a lower bound of
+    their memory, and by the memory of their stages; each is listed with its reason.
 
-    --machine is as prism replay takes it; default: the recipe's.  --limit is the device's memory;
+    --machine is that of prism replay; default: the recipe's.  --limit is the device's memory;
     default: the machine's.  --objective is time, tokens_per_gpu, p95 or cost (with --price, of a
     GPU for an hour).  --workers are local processes; --address a Ray cluster instead (auto,
-    ray://HOST:10001), or local: Ray here.  Of a space too large for that, Optuna picks --trials.
+    ray://HOST:10001), or local: start Ray here.  In a space too large for a grid, Optuna chooses
+    --trials points.
 
-    The same command goes on after an interruption; another sweep into DIR uses its slices.  Exit
+    The same command continues after an interruption; another sweep into DIR uses its slices.  Exit
     status 1: no point can run.
     """
     from megatron_prism.features.sweep.sweep import sweep as run
@@ -123,10 +124,25 @@ COMMANDS = {
             MACHINE,
             LIMIT,
             option("objective", arguments.name, "NAME", "time, tokens_per_gpu, p95 or cost"),
-            option("price", arguments.number("--price 2.5"), "2.5", "of a GPU for an hour"),
-            option("workers", arguments.count(1, 1 << 10, "--workers 2"), "N", "processes here"),
-            option("address", arguments.name, "ADDRESS", "of a Ray cluster; local: Ray here"),
-            option("trials", arguments.count(1, 100_000, "--trials 200"), "N", "Optuna picks"),
+            option("price", arguments.number("--price 2.5"), "2.5", "price of a GPU for an hour"),
+            option(
+                "workers",
+                arguments.count(1, 1 << 10, "--workers 2"),
+                "N",
+                "number of local processes",
+            ),
+            option(
+                "address",
+                arguments.name,
+                "ADDRESS",
+                "address of a Ray cluster; local: start Ray here",
+            ),
+            option(
+                "trials",
+                arguments.count(1, 100_000, "--trials 200"),
+                "N",
+                "number of points that Optuna chooses",
+            ),
             file_option("--html", "page: time against memory"),
         ),
         group=HelpGroup.ASK,

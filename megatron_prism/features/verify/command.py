@@ -26,7 +26,7 @@ _WIDTH = 13
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Train a small copy of a job, every rank real on the CPU, beside one rank alone: same or not?
+    """Does a layout compute what one rank alone computes?  Trains a small copy on the CPU.
 
     prism verify -- pretrain_gpt.py <the job's own arguments>
     prism verify torchrun --nnodes 128 --nproc-per-node 8 pretrain_gpt.py <the same>
@@ -150,12 +150,18 @@ COMMANDS = {
     "verify": Command(
         verify,
         (
-            (("--against",), {"metavar": "FLAGS", "help": "flags more, or another command line"}),
-            (("--keep",), {"metavar": "DIR", "type": Path, "help": "what ranks kept and printed"}),
+            (
+                ("--against",),
+                {"metavar": "FLAGS", "help": "further flags, or another command line"},
+            ),
+            (
+                ("--keep",),
+                {"metavar": "DIR", "type": Path, "help": "folder for records and output of ranks"},
+            ),
             file_option("--html", "the verdict as a page"),
             switch("--precise", "compute in float64"),
-            switch("--no-bisect", "do not look for the flag"),
-            switch("--resume", "another layout goes on from a checkpoint, too"),
+            switch("--no-bisect", "do not look for the flag that makes the difference"),
+            switch("--resume", "also resume from a checkpoint in another layout"),
         ),
         group=HelpGroup.ASK,
         job=True,
