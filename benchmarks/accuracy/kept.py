@@ -70,7 +70,7 @@ class Found:
         return self.low <= self.real <= self.high
 
 
-def _read(file: Path) -> Any:
+def read(file: Path) -> Any:
     return json.loads(gzip.decompress(file.read_bytes()))
 
 
@@ -102,7 +102,7 @@ def evaluated(
 
 def captured(where: str = "") -> Iterator[Found]:
     """Captured ranks; ``where``: of one sitting only."""
-    stored = _read(CAPTURED)
+    stored = read(CAPTURED)
     for job in (one for one in stored["jobs"] if where in ("", one["where"])):
         calibration = stored["calibrations"][job["calibration"]] if job["calibration"] else None
         yield evaluated(job["name"], job["where"], job["program"], "h100",
@@ -112,7 +112,7 @@ def captured(where: str = "") -> Iterator[Found]:
 def functional_tests(hosts: str = "faster", named: bool = False) -> Iterator[Found]:
     """``hosts``: "faster", "slower" or "earlier"; ``named``: their index is known, which follows
     from the tests that ran on both kinds."""
-    rows = sorted(_read(WITHOUT_GPU)["tests"].items())
+    rows = sorted(read(WITHOUT_GPU)["tests"].items())
     times = [row["seconds"] for _, row in rows]
     both = [of["slower"] / of["faster"] for of in times if {"slower", "faster"} <= set(of)]
     index = FASTER * (median(both) if hosts == "slower" else 1)
@@ -132,7 +132,7 @@ def bare(slices: Path) -> str:
 
 def store(work: Path, rows: Path) -> None:
     """Keep the slices of tests that OUT.csv has times of; equal values are equal files."""
-    found = _read(WITHOUT_GPU)
+    found = read(WITHOUT_GPU)
     for row in csv.DictReader(rows.open(newline="")):
         if row["seconds"] and row["test"] in found["tests"]:
             slices = work / f"{row['test'].replace('/', '_')}.slices"

@@ -9,6 +9,8 @@ from megatron_prism.runtime.recorder.python_calls import (
     CALL_NS,
     KERNEL_NS,
     LOOP_NS,
+    PRODUCT_NS,
+    UNSEEN_NS,
     PythonCalls,
     host_ns,
 )
@@ -59,5 +61,13 @@ def test_another_profiler_stays():
 
 def test_kernels_of_one_call_and_of_the_optimizer_take_less():
     whole = 100 * CALL_NS + 3 * KERNEL_NS + LOOP_NS
-    assert host_ns(100, 4, 1, "forward") == (whole, whole // 4)
-    assert host_ns(100, 4, 1, "optimizer")[0] == 100 * CALL_NS + 4 * LOOP_NS
+    assert host_ns(100, 4, "forward", looped=1) == (whole, whole // 4)
+    assert host_ns(100, 4, "optimizer", looped=1)[0] == 100 * CALL_NS + 4 * LOOP_NS
+
+
+def test_products_of_one_call_take_less_and_those_of_varying_shapes_more():
+    whole = 10 * CALL_NS + 2 * KERNEL_NS + 3 * PRODUCT_NS
+    assert host_ns(10, 5, "backward", products=3)[0] == whole
+    varying = host_ns(10, 5, "backward", products=3, unseen=4)[0]
+    assert varying == whole + 4 * UNSEEN_NS
+    assert PRODUCT_NS < KERNEL_NS < UNSEEN_NS

@@ -34,6 +34,17 @@ def fused(name: str, flops: int, *tensors: torch.Tensor | None) -> None:
         meter.add(name, int(flops), traffic, there)
 
 
+def launched_with(launches: int, unseen: int) -> None:
+    """Say of the kernel that was just counted how its operator launches it.
+
+    Args:
+        launches: that C++ makes behind the first one, in the same call.
+        unseen: of all of them, how many products have a shape that varies.
+    """
+    if meter is not None:
+        meter.launched_with(launches, unseen)
+
+
 class _Kernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, forward: Callable[..., Any], *inputs: Any) -> Any:

@@ -230,11 +230,13 @@ class ExpertLoads:
     A call is (which dispatcher, its how-manieth turn); one that a backward makes again has the turn
     of the first.
 
+    vary  : whether an expert gets other numbers of tokens each time
     more  : (layer, turn) -> copies beyond the even share, of each expert from each source rank
     shape : (copies that a rank sends, experts, experts of a token, source ranks) of the last call
     """
 
     def __init__(self) -> None:
+        self.vary = False
         self.more: Callable[[int, int], int] | None = None
         self.shape = (0, 0, 0, 0)
         self.start()
@@ -277,6 +279,34 @@ class ExpertLoads:
 
 
 loads = ExpertLoads()
+
+
+def counts_vary(config: Any) -> bool:
+    """Say whether an expert of a job gets other numbers of tokens each time, over a wide range.
+
+    A router that an auxiliary loss alone keeps from favouring experts sends them from none to
+    several times their share.  Loads of random routing are even but for noise, those of a router
+    that nothing keeps from it are all tokens or none, and a capacity makes all loads equal.
+
+    Args:
+        config: TransformerConfig of Megatron.
+    """
+    if getattr(config, "moe_router_force_load_balancing", False):
+        return False
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        return False
+    if getattr(config, "moe_pad_expert_input_to_capacity", False):
+        return False
+    kinds = getattr(config, "moe_router_load_balancing_type", "none")
+    weights = getattr(config, "moe_aux_loss_coeff", 0.0)
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    if not isinstance(weights, (list, tuple)):
+        weights = [weights] * len(kinds)
+    for kind, weight in zip(kinds, weights, strict=False):
+        if kind.endswith("aux_loss") and weight:
+            return True
+    return False
 
 
 def balanced_splits(

@@ -2,8 +2,9 @@
 
 On tier meta the job's own Python runs, Megatron's and Transformer Engine's, so its calls are
 counted (``sys.monitoring``; ``sys.setprofile``, which doubles their time, before Python 3.12),
-without those that only stand in for a GPU.  What a call and a kernel take on a host of index 0.7 is
-of 36 of NVIDIA's own tests on one kind of host (docs/measurements.md).
+without those that only stand in for a GPU.  What each takes on a host of index 0.7 is fitted to
+NVIDIA's own tests on one kind of host and to jobs of one GPU (``python -m
+benchmarks.accuracy.host_constants``; docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from types import CodeType, FrameType
 from megatron_prism.core import code_files
 from megatron_prism.core.ops import STEPS
 
-# of a function of Python; of a kernel of a forward or backward, with its operator and autograd's
-# node; of one that C++ or the optimizer launches in a loop, or that fills what is allocated
-CALL_NS, KERNEL_NS, LOOP_NS = 1_400, 47_000, 2_300
+CALL_NS = 1_550  # of a function of Python
+KERNEL_NS = 42_500  # of a kernel of a forward or backward, with its operator and autograd's node
+LOOP_NS = 2_000  # of one that C++ or the optimizer launches in a loop, or that fills an allocation
+PRODUCT_NS = 8_300  # of a matrix product that C++ launches in a loop
+# Of a product whose shape varies, more: cuBLASLt chooses a kernel anew for a shape that is not
+# among the last 8,192 (cuBLAS documentation, heuristics cache).  In a traced iteration 82 % of the
+# products of experts were such, and the choice took 0.1 to 0.35 ms on a host of index 0.9 to 1.7
+UNSEEN_NS = 65_000
 
 _COUNTED, _PASSED, _ASIDE = range(3)  # counts; only what it calls counts; neither
 _ASIDE_IN = ("runtime/te_kernels/", "runtime/process_group.py", "runtime/recorder/")
@@ -139,12 +145,26 @@ class PythonCalls:
             self._aside -= 1
 
 
-def host_ns(calls: int, kernels: int, looped: int, phase: str) -> tuple[int, int]:
-    """(ns of the host for a segment, of it until its first kernel may begin).
+def host_ns(
+    calls: int, kernels: int, phase: str, *, looped: int = 0, products: int = 0, unseen: int = 0
+) -> tuple[int, int]:
+    """Estimate what a host of index 0.7 takes for a segment.
 
-    calls  : of Python's functions
-    looped : of the kernels, those that C++ launches behind others within one operator
+    Args:
+        calls: of Python's functions.
+        kernels: that are launched.
+        phase: of the segment.
+        looped: of the kernels, those that C++ launches behind others within one operator.
+        products: of the kernels, the matrix products that C++ launches so.
+        unseen: matrix products whose shape varies, each expert's own.
+
+    Returns:
+        ns of the host, and ns of it until its first kernel may begin.
     """
-    looped = looped if phase in STEPS else kernels
-    whole = calls * CALL_NS + (kernels - looped) * KERNEL_NS + looped * LOOP_NS
-    return whole, whole // max(kernels, 1)
+    # the optimizer launches its kernels in loops
+    if phase not in STEPS:
+        looped = kernels - products
+    by_python = kernels - products - looped
+    whole_ns = calls * CALL_NS + by_python * KERNEL_NS
+    whole_ns += looped * LOOP_NS + products * PRODUCT_NS + unseen * UNSEEN_NS
+    return whole_ns, whole_ns // max(kernels, 1)

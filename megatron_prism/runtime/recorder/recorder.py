@@ -243,7 +243,14 @@ class Recorder(CallListener, TrainingListener):
                 host = lead = -1
                 if self.meter.python.counts:
                     phase = self._labels.get("phase", "")
-                    host, lead = host_ns(done.python, done.kernels, done.looped, phase)
+                    host, lead = host_ns(
+                        done.python,
+                        done.kernels,
+                        phase,
+                        looped=done.looped,
+                        products=done.products,
+                        unseen=done.unseen,
+                    )
                 self._add(
                     "compute",
                     flops=done.flops,

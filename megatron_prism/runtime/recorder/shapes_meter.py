@@ -61,14 +61,18 @@ _LONGEST = 240  # distinct kernels of a segment that are written out
 class Work:
     """Work of one segment: counts, and each distinct kernel with how often it ran.
 
-    looped : kernels that C++ launches behind others, within one operator
-    python : calls of the job's functions
+    looped   : kernels that C++ launches behind others, within one operator
+    products : matrix products that C++ launches behind others, within one operator
+    unseen   : of all products, those whose shape varies
+    python   : calls of the job's functions
     """
 
     flops: int = 0
     traffic: int = 0
     kernels: int = 0
     looped: int = 0
+    products: int = 0
+    unseen: int = 0
     python: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 
@@ -172,6 +176,15 @@ class Meter:
         if flops and dtype == "float32" and name in _PRODUCTS and _allows_tf32():
             dtype = "tf32"
         work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
+
+    def launched_with(self, launches: int, unseen: int) -> None:
+        """The kernel that was just added is ``launches`` more, which are products; of all of them
+        ``unseen`` have a shape that varies.
+        """
+        work = self._work
+        work.kernels += launches
+        work.products += launches
+        work.unseen += unseen
 
 
 def _lie_alike(source: torch.Tensor, copy: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from math import prod
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.devices.kernels import fused, launched_with
+from megatron_prism.runtime.devices.moe_dispatch import loads
 from megatron_prism.runtime.te_kernels.quantization import create, kind_of, parts, sizes
 from megatron_prism.runtime.te_kernels.table import (
     TABLE,
@@ -23,47 +25,88 @@ from megatron_prism.runtime.te_kernels.table import (
     wide,
 )
 
+# a kernel of CUTLASS for all experts on Hopper (common/gemm/cublaslt_gemm.cu,
+# nvte_multi_tensor_gemm @v2.10); else cuBLASLt has a product for each
+_ONE_KERNEL = "NVTE_USE_CUTLASS_GROUPED_GEMM"
+
 
 def _shape(a: Values, transposed: bool, b: Values, b_transposed: bool) -> list[int]:
-    """getGemmOutputShape (gemm.cpp:41 @v2.18): C++ counts columns first, so the product is B A."""
-    a, b = sizes(a), sizes(b)
-    return [*([b[-1]] if b_transposed else b[:-1]), prod(a[:-1]) if transposed else a[-1]]
+    """Return the output's shape (getGemmOutputShape, gemm.cpp:41 @v2.18).
+
+    C++ counts columns first, so the product is B A.
+    """
+    a_shape = sizes(a)
+    b_shape = sizes(b)
+    columns = a_shape[-1]
+    if transposed:
+        columns = prod(a_shape[:-1])
+    if b_transposed:
+        return [b_shape[-1], columns]
+    return [*b_shape[:-1], columns]
 
 
 def _flops(a: Values, transposed: bool, shape: Sequence[int]) -> int:
-    of_a = sizes(a)
-    return 2 * prod(shape) * (of_a[-1] if transposed else prod(of_a[:-1]))
+    """Count a multiplication and an addition for each term of each element of the output."""
+    a_shape = sizes(a)
+    terms = prod(a_shape[:-1])
+    if transposed:
+        terms = a_shape[-1]
+    return 2 * prod(shape) * terms
 
 
 def _read(tensor: Values) -> Tensor | None:
-    """What the kernel reads; FP8 is kept as bytes."""
+    """Return what the kernel reads; FP8 is kept as bytes."""
     data = parts(tensor)[0]
-    is_fp8 = data is not None and data.dtype == torch.uint8
-    return data.view(torch.float8_e4m3fn) if is_fp8 else data  # type: ignore[union-attr]
+    if data is not None and data.dtype == torch.uint8:
+        return data.view(torch.float8_e4m3fn)
+    return data
 
 
 def _product(
     a: Tensor, transa: bool, b: Tensor, transb: bool, out: Tensor, accumulate: bool
 ) -> Tensor:
-    """In the operands' type, or in that of ``out`` if it is wider."""
-    left, right = (t.reshape(-1, t.shape[-1]) for t in (b, a))
-    kind = torch.promote_types(torch.promote_types(left.dtype, right.dtype), out.dtype)
-    left, right = left.to(kind), right.to(kind)
-    made = (left.t() if transb else left) @ (right.t() if transa else right)
-    return made.view(out.shape) + out if accumulate else made
+    """Multiply in the operands' type, or in that of ``out`` if it is wider."""
+    left = b.reshape(-1, b.shape[-1])
+    right = a.reshape(-1, a.shape[-1])
+    operand_type = torch.promote_types(left.dtype, right.dtype)
+    wide_type = torch.promote_types(operand_type, out.dtype)
+    left = left.to(wide_type)
+    right = right.to(wide_type)
+    if transb:
+        left = left.t()
+    if transa:
+        right = right.t()
+    product = (left @ right).view(out.shape)
+    if accumulate:
+        product = product + out
+    return product
 
 
 def _epilogue(
     product: Tensor, bias: Tensor | None, gelu: bool, gelu_in: Tensor | None, kept: Tensor | None
 ) -> Tensor:
-    """``gelu_in`` backward, ``kept`` forward."""
-    product = product if bias is None else product + bias
+    """Add the bias and apply gelu.
+
+    Args:
+        product: of the operands.
+        bias: of the forward.
+        gelu: whether there is one.
+        gelu_in: its input, in backward.
+        kept: where its input is kept, in forward.
+    """
+    if bias is not None:
+        product = product + bias
+    # backward
     if gelu and gelu_in is not None:
-        return torch.ops.aten.gelu_backward(
-            product.view(gelu_in.shape), gelu_in, approximate="tanh")  # fmt: skip
+        grad = product.view(gelu_in.shape)
+        return torch.ops.aten.gelu_backward(grad, gelu_in, approximate="tanh")
+    # forward
     if kept is not None:
-        product = fill(kept, lambda: product)
-    return functional.gelu(product, approximate="tanh") if gelu else product
+        kept_product = product
+        product = fill(kept, lambda: kept_product)
+    if gelu:
+        return functional.gelu(product, approximate="tanh")
+    return product
 
 
 @kernel()
@@ -73,28 +116,55 @@ def generic_gemm(
     workspace: object = None, size: int = 0, accumulate: bool = False, *rest: object,
     **more: object,
 ) -> tuple[Values, ...]:  # fmt: skip
-    """gemm.cpp:144 @v2.18"""
+    """Multiply two matrices (gemm.cpp:144 @v2.18)."""
     if more.get("comm_overlap") is not None:
         refuse("generic_gemm with userbuffers")
     shape = _shape(A, transa, B, transb)
-    kind = dtype_of(dtype) if dtype is not None else A.dtype
+    # operands in FP8 may have no type of torch's
+    if dtype is not None:
+        out_type = dtype_of(dtype)
+    else:
+        out_type = A.dtype
     if out is None:
-        out = create(quantizer, shape, kind)
-    in_fp8 = kind_of(quantizer) == "delayed" and not isinstance(A, Tensor)
-    cast = new(shape, kind) if quantizer is not None and not in_fp8 else None
-    dbias = new(sizes(B)[-1], kind) if grad and bias is not None else None
-    kept = gelu_in if grad else new(shape, kind) if gelu else None
-    name = "gemm_wgrad" if transb else "gemm"
-    fused(name, _flops(A, transa, shape), *(_read(t) for t in (B, A, out)))
-    if cast is not None:
-        fused("fp8_quantize", 0, cast, *parts(out))
+        out = create(quantizer, shape, out_type)
+
+    # an output in FP8 of wider operands is cast by a kernel of its own
+    casts_inside = kind_of(quantizer) == "delayed" and not isinstance(A, Tensor)
+    uncast = None
+    if quantizer is not None and not casts_inside:
+        uncast = new(shape, out_type)
+    # backward gives the bias's gradient, forward keeps gelu's input
+    bias_grad = None
+    if grad and bias is not None:
+        bias_grad = new(sizes(B)[-1], out_type)
+    kept = None
+    if grad:
+        kept = gelu_in
+    elif gelu:
+        kept = new(shape, out_type)
+
+    name = "gemm"
+    if transb:
+        name = "gemm_wgrad"
+    operands = [_read(B), _read(A), _read(out)]
+    fused(name, _flops(A, transa, shape), *operands)
+    if uncast is not None:
+        fused("fp8_quantize", 0, uncast, *parts(out))
     elif quantizer is None:
-        fill(out, lambda: _epilogue(_product(A, transa, B, transb, out, accumulate),
-                                    None if grad else bias, gelu, gelu_in if grad else None,
-                                    None if grad else kept))  # fmt: skip
-    if dbias is not None and quantizer is None:
-        fill(dbias, lambda: wide(B).sum(0))
-    return out, dbias, None if grad else kept, more.get("extra_output")
+
+        def value() -> Tensor:
+            product = _product(A, transa, B, transb, out, accumulate)
+            if grad:
+                return _epilogue(product, None, gelu, gelu_in, None)
+            return _epilogue(product, bias, gelu, None, kept)
+
+        fill(out, value)
+    if bias_grad is not None and quantizer is None:
+        fill(bias_grad, lambda: wide(B).sum(0))
+    new_gelu_in = kept
+    if grad:
+        new_gelu_in = None
+    return out, bias_grad, new_gelu_in, more.get("extra_output")
 
 
 @kernel()
@@ -104,21 +174,63 @@ def te_general_grouped_gemm(
     single: bool = False, gelu_in: object = None, grad: bool = False, workspace: object = None,
     size: int = 0, accumulate: bool = False, *rest: object,
 ) -> Values:  # fmt: skip
-    """gemm.cpp:468 @v2.18"""
+    """Multiply the matrices of each expert (gemm.cpp:468 @v2.18)."""
     shapes = [_shape(a, transa, b, transb) for a, b in zip(A, B, strict=True)]
     if out is None:
         out = [new(shape, dtype_of(dtype)) for shape in shapes]
-    flops = sum(_flops(a, transa, shape) for a, shape in zip(A, shapes, strict=True))
-    fused("grouped_gemm", flops, *(_read(t) for t in (*A, *B, *out)))
+    flops_of_experts = [_flops(a, transa, shape) for a, shape in zip(A, shapes, strict=True)]
+    operands = [_read(tensor) for tensor in (*A, *B, *out)]
+    fused("grouped_gemm", sum(flops_of_experts), *operands)
+    _launch_of_each_expert(flops_of_experts, operands[0])
     if not out[0].is_meta:
-        places = out[0].split([shape[0] for shape in shapes]) if single else out
-        for a, b, to, of in zip(A, B, places, bias, strict=True):
-            one = of if of.numel() else None
-            product = _product(a, transa, b, transb, to, accumulate)
-            to.copy_(product if grad or one is None else product + one)
-            if grad and one is not None:
-                one.copy_(wide(b).sum(0))
+        _multiply_experts(A, transa, B, transb, out, shapes, bias, single, grad, accumulate)
     return bias
+
+
+def _launch_of_each_expert(flops_of_experts: Sequence[int], first: Tensor | None) -> None:
+    """Count the launches of a grouped product behind the first one.
+
+    An expert without tokens has none.
+    """
+    if os.environ.get(_ONE_KERNEL, "0") not in ("", "0"):
+        return
+    launches = sum(1 for flops in flops_of_experts if flops)
+    # in FP8 each expert's tokens are padded, so few shapes differ
+    is_padded = first is not None and first.dtype == torch.float8_e4m3fn
+    shapes_vary = loads.vary and not is_padded
+    launched_with(max(launches - 1, 0), launches if shapes_vary else 0)
+
+
+def _multiply_experts(
+    A: Sequence[Values], transa: bool, B: Sequence[Values], transb: bool, out: Values,
+    shapes: Sequence[Sequence[int]], bias: Values, single: bool, grad: bool, accumulate: bool,
+) -> None:  # fmt: skip
+    """Fill the outputs of all experts, and the gradients of their biases.
+
+    Args:
+        A: of each expert.
+        transa: whether A is transposed.
+        B: of each expert.
+        transb: whether B is transposed.
+        out: of each expert, or ``single``: one with the rows of all.
+        shapes: of each expert's output.
+        bias: of each expert, without elements where there is none.
+        single: whether ``out`` is one tensor.
+        grad: whether this is a backward.
+        accumulate: whether the product is added to what ``out`` holds.
+    """
+    outputs = out
+    if single:
+        rows = [shape[0] for shape in shapes]
+        outputs = out[0].split(rows)
+    for a, b, output, expert_bias in zip(A, B, outputs, bias, strict=True):
+        product = _product(a, transa, b, transb, output, accumulate)
+        has_bias = bool(expert_bias.numel())
+        if has_bias and not grad:
+            product = product + expert_bias
+        output.copy_(product)
+        if has_bias and grad:
+            expert_bias.copy_(wide(b).sum(0))
 
 
 TABLE["get_num_cublas_streams"] = lambda: 4  # common/util/multi_stream.cpp:50 @v2.9
