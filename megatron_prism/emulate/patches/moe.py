@@ -146,7 +146,7 @@ def _balanced_splits(
         return tokens_per_expert
     if cuda.watcher is not None:  # the copy to the host that this stands in for
         cuda.watcher.host_waited("token counts")
-    moe_dispatch.loads.vary = moe_dispatch.counts_vary(self.config)
+    moe_dispatch.follow(self.config)
     splits = moe_dispatch.balanced_splits(
         self,
         total=int(self.num_out_tokens)
@@ -184,7 +184,7 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
         self.local_map.sum(dim=0).long()  # the counts that the host would read
         if cuda.watcher is not None:
             cuda.watcher.host_waited("token counts")
-        moe_dispatch.loads.vary = moe_dispatch.counts_vary(self.config)
+        moe_dispatch.follow(self.config)
         splits = moe_dispatch.balanced_splits(
             self,
             total=self.routing_map.shape[0] * self.config.moe_router_topk,
@@ -242,7 +242,7 @@ def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
     def metadata(original: Original, self: Any, *args: object, **kwargs: object) -> object:
         ways = self.num_experts // self.config.num_moe_experts
         moe_dispatch.set_copies(self.config.moe_router_topk * ways)
-        moe_dispatch.loads.vary = moe_dispatch.counts_vary(self.config)
+        moe_dispatch.follow(self.config)
         moe_dispatch.counts["made_up"] = True
         return original(self, *args, **kwargs)
 

@@ -281,7 +281,12 @@ class ExpertLoads:
 loads = ExpertLoads()
 
 
-def counts_vary(config: Any) -> bool:
+def follow(config: object) -> None:
+    """Let the loads of what follows be those of a job (its TransformerConfig)."""
+    loads.vary = counts_vary(config)
+
+
+def counts_vary(config: object) -> bool:
     """Say whether an expert of a job gets other numbers of tokens each time, over a wide range.
 
     A router that an auxiliary loss alone keeps from favouring experts sends them from none to
