@@ -193,6 +193,21 @@ class Builder:
         )
 
 
+@dataclass(frozen=True)
+class RepeatedEvents:
+    """Changes of memory of one step that were written down again, not run again.
+
+    Attributes:
+        span: The first and behind the last of them, among the allocations of the iteration.
+        source: The same of the step that ran; the two make as many storages, in one order.
+        turns: Layer of a dispatcher -> its calls between the step that ran and this one.
+    """
+
+    span: tuple[int, int]
+    source: tuple[int, int]
+    turns: Mapping[int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The ops of one rank, which stands for every rank that runs the same.

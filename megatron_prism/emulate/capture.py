@@ -33,7 +33,7 @@ from megatron_prism.core.gpu_state import GPU_CLOCK
 from megatron_prism.core.groups import subgroups
 from megatron_prism.core.megatron_source import versions
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.core.program import Program
+from megatron_prism.core.program import Program, RepeatedEvents
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import (
     HOST_INDEX,
@@ -327,6 +327,7 @@ class StockCapture(TrainingListener):
         self._before_graphs: Program | None = None  # of that iteration, and of their capture
         self._probes = False  # the iteration that is recorded has other loads of experts
         self._probe: Program | None = None
+        self._repeated: list[RepeatedEvents] = []  # of the probe
         self._first_alone = False  # the job made one train step
 
     def _check_others(self, force: bool) -> None:
@@ -434,12 +435,12 @@ class StockCapture(TrainingListener):
             return False
         from megatron_prism.runtime.devices.moe_dispatch import loads
 
-        self._probes, live = True, self.tier.live
-        self._monitor.repeats = None
+        self._probes = True
+        # steps with these loads are like none before
+        if self._monitor.repeats is not None:
+            self._monitor.repeats.forget()
         self.changes.set(loads, "more", routing.more_tokens(routes))
-        live.end_history()
-        before = live.high, {**live.parts}
-        self.changes.on_undo(lambda: vars(live).update(zip(("high", "parts"), before, strict=True)))
+        self.tier.live.begin_probe(self.changes)
         return True
 
     def probes_now(self) -> bool:
@@ -500,6 +501,8 @@ class StockCapture(TrainingListener):
                 self._keep_peak(recording)
             elif self._probes:
                 self._probe = recording.program()
+                if self._monitor.repeats is not None:
+                    self._repeated = self._monitor.repeats.repeated
             elif self._beside:
                 self._others.append(recording)
                 self._flops = self._flops or self._now
@@ -596,7 +599,7 @@ class StockCapture(TrainingListener):
         self._first_alone = steps < LEAST_STEPS
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         if self._probe is not None:
-            self.program = routing.learned(self.program, self._probe)
+            self.program = routing.learned(self.program, self._probe, self._repeated)
         if self.wanted:
             try:
                 self.program, source = few_microbatches.of_all(

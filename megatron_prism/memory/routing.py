@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ import numpy as np
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CODED, STEPS
-from megatron_prism.core.program import Program
+from megatron_prism.core.program import Program, RepeatedEvents
 
 STEP = 16  # copies by which each call's loads differ in a probe: FP8 pads to no less
 _CALL = re.compile(r"route (\d{1,6})#(\d{1,9})")
@@ -41,41 +41,123 @@ def more_tokens(routes: np.ndarray) -> Callable[[int, int], int]:
     return lambda layer, turn: STEP * (1 + numbers.get((layer, turn), len(numbers)))
 
 
-def learned(program: Program, probe: Program) -> Program:
-    """``program`` with what ``probe``, the same with other loads, says of its allocations.
+def learned(program: Program, probe: Program, repeated: Sequence[RepeatedEvents] = ()) -> Program:
+    """Return ``program`` with what ``probe`` says of its allocations.
 
-    Unchanged where the two do not make the same storages in the same order.
+    It is unchanged where the two do not make the same storages in the same order.
+
+    Args:
+        program: Of an iteration with even loads.
+        probe: The same with other loads.
+        repeated: Steps of the probe that were written down again, in order: the calls in one have
+            the loads of the calls in the step that ran.
     """
     keys, more = program.routes[1:, :2], probe.routes[1:, 2] - program.routes[1:, 2]
-    if not np.array_equal(keys, probe.routes[1:, :2]) or not more.size or (more <= 0).any():
+    same_calls = np.array_equal(keys, probe.routes[1:, :2])
+    if not same_calls or not more.size or (more <= 0).any():
         return program
     made, others = _made(program), _made(probe)
-    count = min(made.size, others.size)
-    texts = _notes(program, made[:count]), _notes(probe, others[:count])
-    alike = next((n for n, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), count)
+    alike = _count_alike(program, made, probe, others)
+
+    # what follows the steps may differ: not every iteration has it
     steps = np.isin(program.ops["phase"], [CODED["phase"].index(name) for name in STEPS])
-    at = np.minimum(program.allocations["before"][made], len(program) - 1)
-    if steps[at[alike:]].any():  # what follows the steps may differ: not every iteration has it
+    ops = np.minimum(program.allocations["before"][made], len(program) - 1)
+    if steps[ops[alike:]].any():
         return program
-    made, others = made[:alike], others[:alike]
-    events = program.allocations
-    change = probe.allocations["bytes"][others] - events["bytes"][made]
-    routed = np.zeros((len(events), 2), dtype=np.int64)
+
+    # the call and the growth of every storage, in the order in which they are made
+    sizes = program.allocations["bytes"][made[:alike]]
+    growths = probe.allocations["bytes"][others[:alike]] - sizes
+    calls = _Calls(program.routes[1:], more)
+    sources = _sources(others[:alike], repeated)
+    routed = np.zeros((len(program.allocations), 2), dtype=np.int64)
     routed[:, 0] = -1
-    ratios = more / np.maximum(program.routes[1:, 2], 1)
-    order, call = np.argsort(ratios, kind="stable"), -1
-    for event, grown in zip(made[change != 0], change[change != 0], strict=True):
-        size = int(events["bytes"][event])
-        at = int(np.searchsorted(ratios[order], grown / size))
-        near = min(order[max(at - 1, 0) : at + 1], key=lambda n: abs(ratios[n] - grown / size))
-        if abs(ratios[near] * size - grown) <= max(0.002 * grown, 64):
-            call = int(near)
-        if call >= 0:  # of what has a constant part, too: the call before it
-            routed[event] = call, grown
+    call = -1
+    for number in np.flatnonzero(growths).tolist():
+        size, growth = int(sizes[number]), int(growths[number])
+        if number in sources:
+            # as in the step that ran, some turns later
+            source, turns = sources[number]
+            call = calls.behind(int(routed[made[source], 0]), turns)
+        else:
+            # what has a constant part, too, depends on the call before it
+            call = calls.with_growth(size, growth, otherwise=call)
+        if call >= 0:
+            routed[made[number]] = call, growth
     _give_back(program, routed)
     routes = program.routes.copy()
     routes[1:, 3] = more
     return replace(program, routed=routed, routes=routes)
+
+
+class _Calls:
+    """The calls of dispatchers of an iteration, and by how much each grew in a probe."""
+
+    def __init__(self, routes: np.ndarray, more: np.ndarray) -> None:
+        """Sort the calls that ran by their growth; those written down again grew as another one.
+
+        Args:
+            routes: Rows of ``Program.routes`` of the calls.
+            more: What each of them has more in the probe.
+        """
+        self._keys = [(int(layer), int(turn)) for layer, turn in routes[:, :2]]
+        self._numbers = {key: number for number, key in enumerate(self._keys)}
+        ratios = more / np.maximum(routes[:, 2], 1)
+        _, ran = np.unique(more, return_index=True)
+        ran = np.sort(ran)
+        self._order = ran[np.argsort(ratios[ran], kind="stable")]
+        self._ratios = ratios[self._order]
+
+    def with_growth(self, size: int, growth: int, otherwise: int) -> int:
+        """Find the call whose loads grew as a storage did; ``otherwise`` if none did."""
+        place = int(np.searchsorted(self._ratios, growth / size))
+        first = max(place - 1, 0)
+        distances = np.abs(self._ratios[first : place + 1] - growth / size)
+        nearest = first + int(np.argmin(distances))
+        difference = abs(self._ratios[nearest] * size - growth)
+        if difference <= max(0.002 * growth, 64):
+            return int(self._order[nearest])
+        return otherwise
+
+    def behind(self, call: int, turns: Mapping[int, int]) -> int:
+        """Find the call of the same layer so many turns later; itself where nobody has counted."""
+        if call < 0:
+            return call
+        layer, turn = self._keys[call]
+        return self._numbers.get((layer, turn + turns.get(layer, 0)), call)
+
+
+def _count_alike(program: Program, made: np.ndarray, probe: Program, others: np.ndarray) -> int:
+    """Count the storages, from the first on, that are made alike in a program and its probe."""
+    count = min(made.size, others.size)
+    notes, notes_of_probe = _notes(program, made[:count]), _notes(probe, others[:count])
+    for number, pair in enumerate(zip(notes, notes_of_probe, strict=True)):
+        note, note_of_probe = pair
+        if note != note_of_probe:
+            return number
+    return count
+
+
+def _sources(
+    events: np.ndarray, repeated: Sequence[RepeatedEvents]
+) -> dict[int, tuple[int, Mapping[int, int]]]:
+    """Find the twins of events in steps that were written down again.
+
+    Args:
+        events: Of the probe, ascending.
+        repeated: Such steps.
+
+    Returns:
+        Number of an event -> (number of its twin in the step that ran, turns between them).
+    """
+    sources: dict[int, tuple[int, Mapping[int, int]]] = {}
+    for step in repeated:
+        first, behind = np.searchsorted(events, step.span).tolist()
+        first_source, behind_source = np.searchsorted(events, step.source).tolist()
+        numbers = zip(range(first, behind), range(first_source, behind_source), strict=False)
+        for number, source in numbers:
+            sources[number] = source, step.turns
+    return sources
 
 
 def _made(program: Program) -> np.ndarray:

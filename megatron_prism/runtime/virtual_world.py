@@ -109,6 +109,11 @@ class TrafficCounter:
         """Its counts so far, for ``since``."""
         return self.since(TrafficCounter())
 
+    def repeat(self, calls: TrafficCounter) -> None:
+        """Count ``calls``, which were counted before, once more."""
+        self._calls.update(calls._calls)
+        self._bytes.update(calls._bytes)
+
     def since(self, earlier: TrafficCounter) -> TrafficCounter:
         """What was counted after ``earlier`` was copied from this tally."""
         delta = TrafficCounter()

@@ -11,7 +11,7 @@ from helpers.pretrain import JOB, SCRIPT
 from megatron_prism.cli.main import main
 from megatron_prism.core import program
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program import Builder, Programs
+from megatron_prism.core.program import Builder, Programs, RepeatedEvents
 from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World
 from megatron_prism.memory import job_peaks, routing
@@ -59,6 +59,43 @@ def test_a_probe_tells_which_call_a_storage_depends_on(known):
 @pytest.mark.parametrize("rows", [(64, 64), (0, 200), (200, 0), (17, 93), (256, 256)])
 def test_a_peak_of_other_loads_is_what_a_run_with_them_has(known, rows):
     assert routing._Timeline(known).peak(np.array(rows)) == by_hand(rows)
+
+
+def microbatches(loads):
+    """Forwards of a layer with so many copies of tokens each, and where the events of each are."""
+    made, spans = Builder(), []
+    made.memory(0, 1000, "param:all")
+    made.add("compute", phase="forward", microbatch=-1)
+    for number, rows in enumerate(loads):
+        first = made.position()[1]
+        made.memory(10 + number, 10 * rows, "layers.0")
+        made.memory(20 + number, 500, "layers.0 @norm")
+        made.add("compute", phase="forward", microbatch=number)
+        made.memory(20 + number, -500)
+        spans.append((first, made.position()[1]))
+    routes = [(0, turn, rows, 0) for turn, rows in enumerate(loads)]
+    made.routes = np.array([(SENT, EXPERTS, TOPK, WAYS), *routes])
+    return made.build(0), spans
+
+
+def test_a_microbatch_that_a_probe_repeats_depends_on_its_own_call():
+    plain, _ = microbatches([64] * 4)
+    more = routing.more_tokens(plain.routes)
+    grown = [64 + 2 * WAYS * more(0, turn) for turn in range(4)]
+    all_run, _ = microbatches(grown)
+    known = routing.learned(plain, all_run)
+
+    # the third is written down as the second was
+    some_run, spans = microbatches([grown[0], grown[1], grown[1], grown[3]])
+    repeated = [RepeatedEvents(spans[2], spans[1], {0: 1})]
+    found = routing.learned(plain, some_run, repeated)
+    assert found.routed[:, 0].tolist() == known.routed[:, 0].tolist()
+    assert set(known.routed[:, 0].tolist()) == {-1, 0, 1, 2, 3}
+    rows = np.array([0, 100, 300, 20])
+    assert routing._Timeline(found).peak(rows) == routing._Timeline(known).peak(rows)
+
+    # without being told it takes the third for the second
+    assert routing.learned(plain, some_run).routed[:, 0].tolist() != known.routed[:, 0].tolist()
 
 
 def test_other_iterations_are_no_probe():

@@ -198,13 +198,12 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
                 result = original(*args, **kwargs)
             else:
                 given = names.bind(*args, **kwargs).arguments
-                result = monitor.repeats.forward(
-                    (labels.get("chunk"), labels["microbatch"]),
-                    partial(original, *args, **kwargs),
-                    given["input_tensor"],
-                    given["forward_data_store"],
-                    module.get_attr_wrapped_model(given["model"], "set_input_tensor"),
-                )
+                key = (labels.get("chunk"), labels["microbatch"])
+                run = partial(original, *args, **kwargs)
+                model = given["model"]
+                give = module.get_attr_wrapped_model(model, "set_input_tensor")
+                inputs, stored = given["input_tensor"], given["forward_data_store"]
+                result = monitor.repeats.forward(key, run, inputs, stored, model, give)
         monitor.remember_output(result[0], labels)
         return result
 

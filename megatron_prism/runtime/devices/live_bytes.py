@@ -62,6 +62,12 @@ class History:
         self.spans: list[tuple[str, int, int]] = []  # part of the job, its rows from and to
         self._beside: dict[int, int] = {}  # storage -> its stream, of those not on the default one
 
+    def another(self) -> History:
+        """Return an empty history of the same streams, which keeps all rows."""
+        made = History(self._stream)
+        made._beside = dict(self._beside)
+        return made
+
     def moved(self, storage: int, num_bytes: int) -> None:
         """A storage came to be, grew or (negative) went."""
         stream = self._stream() if num_bytes > 0 else 0
@@ -219,6 +225,8 @@ class LiveBytes(TorchDispatchMode):
         self.count = 0
         self._silent: dict[int, int] | None = None  # running number -> bytes, inside ``inside``
         self._changed: dict[int, int] = {}  # the same, of those of outside that change there
+        # (running number, bytes) of what goes, inside ``without_telling``
+        self._untold: list[tuple[int, int]] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -241,6 +249,21 @@ class LiveBytes(TorchDispatchMode):
         """Keep what the history knows by now, and add no more: a long job would fill memory."""
         if self.history is not None:
             self.earlier, self.history = (self.history, self.high.bytes), None
+
+    def begin_probe(self, changes: ProcessChanges) -> None:
+        """Keep peaks and history as they are until ``changes`` are undone: what runs from here on
+        is no iteration of the job.
+        """
+        history, high, parts = self.history, self.high, {**self.parts}
+        self.end_history()
+        # steps that repeat themselves are told apart by what they ask for
+        if history is not None:
+            self.history = history.another()
+
+        def end_probe() -> None:
+            self.history, self.high, self.parts = None, high, parts
+
+        changes.on_undo(end_probe)
 
     def iteration_started(self, number: int, wanted: int, model: object, optimizer: object) -> None:
         """Train step ``number`` begins."""
@@ -335,12 +358,40 @@ class LiveBytes(TorchDispatchMode):
         storage = torch.empty(outline.bytes, dtype=torch.uint8, device="meta").untyped_storage()
         made = torch.empty(0, dtype=outline.dtype, device="meta")
         made.set_(storage, outline.offset, outline.shape, outline.stride)
+        self.adopt_storage(storage, outline.bytes, number, outline.note)
+        return made
+
+    def adopt_storage(
+        self, storage: torch.UntypedStorage, num_bytes: int, number: int, note: str
+    ) -> None:
+        """Follow a storage that counts already, as ``number``."""
         gone = _Gone(storage, self._free)
         gone.key = storage._cdata
-        self._alive[gone.key] = (outline.bytes, number, gone)
-        if outline.note:
-            self._notes[number] = outline.note
-        return made
+        self._alive[gone.key] = (num_bytes, number, gone)
+        if note:
+            self._notes[number] = note
+
+    def counted(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The running number and bytes of its storage; None if nobody counts it."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if found is None else (found[1], found[0])
+
+    def note_of(self, number: int) -> str:
+        """Whose a storage is, "" if that is not known."""
+        return self._notes.get(number, "")
+
+    def without_telling(self, change: Callable[[], object]) -> list[tuple[int, int]]:
+        """Do ``change``; the storages that go in it count until ``repeat`` says that they go.
+
+        Returns:
+            Their numbers and bytes, in the order in which they went.
+        """
+        self._untold = []
+        try:
+            change()
+        finally:
+            went, self._untold = self._untold, None
+        return went
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Its storage has gone already, as ``repeat`` was told."""
@@ -350,8 +401,11 @@ class LiveBytes(TorchDispatchMode):
     # -- counting ---------------------------------------------------------------------------------
     def _free(self, gone: _Gone) -> None:
         size, number, _ = self._alive.pop(gone.key)
-        self.now -= size
         self._notes.pop(number, None)
+        if self._untold is not None:
+            self._untold.append((number, size))
+            return
+        self.now -= size
         if self._silent is not None and self._silent.pop(number, None) is not None:
             return
         if self.history is not None:

@@ -268,9 +268,29 @@ class ExpertLoads:
     def repeat(self, first: Counter[tuple[int, bool]], behind: Counter[tuple[int, bool]]) -> None:
         """The calls between two moments happen again."""
         for key in behind:
+            layer, _ = key
             for turn in range(first[key], behind[key]):
-                self.calls[key[0], self._turns[key]] = self.calls[key[0], turn]
+                now = self._turns[key]
+                self.calls[layer, now] = self.calls[layer, turn]
                 self._turns[key] += 1
+
+    def turns_since(
+        self, first: Counter[tuple[int, bool]], behind: Counter[tuple[int, bool]]
+    ) -> dict[int, int]:
+        """Return of each layer that forwards called between two moments its turns since the first
+        of them.
+        """
+        turns: dict[int, int] = {}
+        for key, count in behind.items():
+            layer, again = key
+            before = first[key]
+            # backwards make the calls of their forwards again
+            if again:
+                continue
+            if count > before:
+                now = self._turns[key]
+                turns[layer] = now - before
+        return turns
 
     def table(self) -> np.ndarray:
         """``Program.routes`` of what has run since ``start``."""

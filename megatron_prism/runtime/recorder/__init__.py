@@ -3,6 +3,7 @@
 recorder.py      collects the ops: calls, streams, events, host waits, also where virtual peers take
                  their time
 repeats.py       microbatches and stages that are written down again instead of run
+held_tensors.py  tensors that a model keeps from one microbatch until the next
 python_calls.py  what a host takes for a segment, by its calls of Python
 shapes_meter.py  flops and bytes of what runs between calls
 owners.py        whose memory comes and goes

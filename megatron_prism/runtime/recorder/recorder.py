@@ -156,11 +156,14 @@ class Recorder(CallListener, TrainingListener):
 
     def _memory(self, storage: int, num_bytes: int, note: str) -> None:
         """Write down that a storage came to be, or went; of the current stream."""
-        stream = self._stream()
-        number = 0 if stream == "main" else int(stream[1:])
         # the ops of a capture are its graph's, its memory is the iteration's: most of it outlives
         # the capture, and the peak can be in it
-        self._of_iteration.memory(storage, num_bytes, note, number)
+        self._of_iteration.memory(storage, num_bytes, note, self.stream_number())
+
+    def stream_number(self) -> int:
+        """The current stream: 0 for the default one, 1, 2 … for the others, by first use."""
+        stream = self._stream()
+        return 0 if stream == "main" else int(stream[1:])
 
     def owned_by(self, models: Models, optimizer: object) -> None:
         """Whose memory it is; from here on also of what an iteration leaves to the next."""

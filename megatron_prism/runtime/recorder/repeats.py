@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from megatron_prism.core.ops import CODE, OP, WAITED
+from megatron_prism.core.program import RepeatedEvents
 from megatron_prism.runtime.devices import cuda_graphs
 from megatron_prism.runtime.devices.live_bytes import Outline
 from megatron_prism.runtime.devices.moe_dispatch import loads
+from megatron_prism.runtime.recorder.held_tensors import (
+    Held,
+    StandIn,
+    StepMoment,
+    Watch,
+    find,
+    look_alike,
+)
+from megatron_prism.runtime.virtual_world import TrafficCounter, current
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Builder, Program
@@ -40,7 +50,11 @@ _COLUMNS = list(OP.names or ())
 _NAME, _MICROBATCH = _COLUMNS.index("name"), _COLUMNS.index("microbatch")
 _HANDLE, _BATCH = _COLUMNS.index("handle"), _COLUMNS.index("batch")
 _WAIT = CODE["wait"]
+# attributes of a tensor that was made for a model to hold: what is known of it, what it keeps alive
+_KEPT, _KEEPS = "_prism_kept", "_prism_keeps"
 Key = tuple[int | None, int]  # chunk, microbatch
+Places = frozenset[tuple[int, Hashable]]  # of a model that hold one storage
+Turns = dict[int, int]  # layer of a dispatcher -> how many of its calls lie between two steps
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,64 @@ class _Mark:
     launches: int
     storages: int
     replays: int  # of CUDA graphs, whose results are not the step's own
+    calls: TrafficCounter  # to others
     turns: Counter[tuple[int, bool]]  # of dispatchers of tokens
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """A storage that the model held and that a step replaces by one of its own.
+
+    Attributes:
+        held: The new one.
+        offset: Its number behind the first storage that the step makes.
+        end: When the step lets the old one go, counted without rows of such ends.
+        note: Whose the new one is.
+        has_graph: Whether the graph behind the new one keeps the inputs of its step alive.
+    """
+
+    held: Held
+    offset: int
+    end: StepMoment
+    note: str
+    has_graph: bool
+
+
+@dataclass(frozen=True)
+class _Released:
+    """A storage of the forward that its model holds, and that the graph lets go in the backward.
+
+    Attributes:
+        replaced: By which it is held.
+        end: When the graph lets it go.
+    """
+
+    replaced: _Replaced
+    end: StepMoment
+
+
+@dataclass(frozen=True)
+class _Free:
+    """A storage that goes in a step that is written down again."""
+
+    number: int
+    num_bytes: int
+    end: StepMoment
+
+
+@dataclass
+class _Kept:
+    """What is known of a tensor that was made for a model to hold.
+
+    Attributes:
+        number: Of its storage.
+        key: The step that it belongs to.
+        in_graph: Whether a graph holds it, too, so that it does not count; None: not known.
+    """
+
+    number: int
+    key: Key
+    in_graph: bool | None
 
 
 @dataclass(frozen=True)
@@ -66,6 +137,9 @@ class _Step:
     result  : what it returned, with an ``Outline`` for each tensor
     reports : what it stored for the job's log, likewise
     left    : what was in the lists that it was given, when it had ended, likewise
+    replaced : what it puts in the place of what the model held; their ends are not in ``part`` and
+               ``history``
+    released : what its graph lets go that the model may still hold, likewise
     """
 
     begin: _Mark
@@ -76,6 +150,8 @@ class _Step:
     result: StepValue
     reports: StepValue
     left: StepValue
+    replaced: tuple[_Replaced, ...] = ()
+    released: tuple[_Released, ...] = ()
 
     @property
     def born(self) -> tuple[int, int]:
@@ -87,11 +163,16 @@ class _Step:
         first = self.begin.recorded[0]
         opened: set[int] = set()
         waited: set[int] = set()
-        for at, row in enumerate(self.part[0], first):
-            if row[_HANDLE] >= 0:
-                (waited if row[_NAME] == _WAIT else opened).add(row[_HANDLE])
-                if row[_HANDLE] < first or row[_HANDLE] > at:
-                    return False
+        for place, row in enumerate(self.part[0], first):
+            handle = row[_HANDLE]
+            if handle < 0:
+                continue
+            if row[_NAME] == _WAIT:
+                waited.add(handle)
+            else:
+                opened.add(handle)
+            if handle < first or handle > place:
+                return False
         return opened == waited
 
 
@@ -117,22 +198,31 @@ class Repeats:
         self.sections = Sections(recorder)
         self._forwards: dict[int | None, _Step] = {}
         self._backwards: dict[int | None, _Step] = {}
+        self._models: dict[int | None, torch.nn.Module] = {}  # chunk -> its model
+        # whether a graph holds what a model holds: chunk and places -> that; not there: not known
+        self._in_graph: dict[tuple[int | None, Places], bool] = {}
         self._recorded = False  # those
+        self.repeated: list[RepeatedEvents] = []  # since steps were last forgotten
         self.reset(0)
 
     def reset(self, microbatches: int) -> None:
         """A schedule of so many microbatches begins."""
         self._last = microbatches - 1
+        self._first_storage = self._live.count
         self.sections.reset()
         if not self._recorded:
             self._forwards.clear()
             self._backwards.clear()
+            self._in_graph.clear()
         self._recorded = self._recorder.active
-        self._written: dict[Key, int] = {}  # forward -> number of the first storage it would make
+        # forward -> (number of the first storage it would make, its layers' turns behind the run)
+        self._written: dict[Key, tuple[int, Turns]] = {}
+        self._gone_back: set[Key] = set()  # whose backward has been
 
     def forget(self) -> None:
         """No step that follows is like one before it."""
         self._recorded = False
+        self.repeated = []
 
     @_section
     def forward(
@@ -141,61 +231,97 @@ class Repeats:
         run: Callable[[], StepValue],
         inputs: StepValue,
         stored: list[StepValue],
+        model: torch.nn.Module,
         give: Callable[[list[StepValue]], object],
     ) -> StepValue:
-        """The result of ``run()``, the forward of ``key``.
+        """Return the result of ``run()``, the forward of ``key``.
 
-        inputs : what it is given;  stored: where it leaves what the job reports
-        give   : hands ``inputs`` to the model, as the forward does
+        Args:
+            key: Chunk and microbatch.
+            run: Makes the forward.
+            inputs: What it is given.
+            stored: Where it leaves what the job reports.
+            model: The chunk.
+            give: Hands ``inputs`` to the model, as the forward does.
         """
         chunk, number = key
+        self._models[chunk] = model
         pattern = self._forwards.get(chunk)
+
+        # as the second microbatch, unless it is the first or the last
         if pattern is not None and 0 < number < self._last:
             give(inputs if isinstance(inputs, list) else [inputs])
             own = self._live.reserve(pattern.born[1] - pattern.born[0])
-            self._written[key] = own
+            turns = loads.turns_since(pattern.begin.turns, pattern.end.turns)
+            self._written[key] = own, turns
             moved = _Moved(pattern.given, self._numbers(inputs), {pattern.born: own})
-            self._write(pattern, number, moved)
+            tensors = _tensors(inputs)
+            frees = [*self._replace(key, pattern, own, tensors, is_forward=True)]
+            self._write(pattern, number, moved, turns, frees)
             stored += self._alike(pattern.reports, moved)
             return self._alike(pattern.result, moved, _tensors(inputs))
+
+        # the others run
+        if number != 1 or number >= self._last:
+            return run()
         before, given = len(stored), self._numbers(inputs)
-        begin = self._mark()
+        begin, watch = self._mark(), self._watch(model)
         result = run()
-        if number == 1 and number < self._last:
-            step = self._lone_step(begin, given, (result, stored[before:], ()))
-            if step is not None:
-                self._forwards[chunk] = step
+        left = (result, stored[before:], ())
+        step = self._lone_step(begin, given, left, watch.finish(), model)
+        if step is not None:
+            self._forwards[chunk] = step
         return result
 
     @_section
     def backward(
         self, key: Key, run: Callable[[], StepValue], inputs: StepValue, others: StepValue
     ) -> StepValue:
-        """The result of ``run()``, the backward of ``key``; ``others``: outputs and gradients."""
+        """Return the result of ``run()``, the backward of ``key``.
+
+        Args:
+            key: Chunk and microbatch.
+            run: Makes the backward.
+            inputs: Of the forward.
+            others: Outputs of the forward and their gradients.
+        """
         chunk, number = key
         if key in self._written:
-            pattern, forward = self._backwards.get(chunk), self._forwards[chunk]
-            if pattern is None:
-                raise NotRepeatedError
-            spans = {
-                forward.born: self._written.pop(key),
-                pattern.born: self._live.reserve(pattern.born[1] - pattern.born[0]),
-            }
-            moved = _Moved(pattern.given, self._numbers(inputs, others), spans)
-            self._write(pattern, number, moved)
-            self._leave(others, pattern.left, moved)
-            result = self._alike(pattern.result, moved)
-            for tensor, grad in zip(_tensors(inputs), _tensors(result), strict=True):
-                with _disable_current_modes():
-                    tensor.grad = grad
-            return result
-        given, begin = self._numbers(inputs, others), self._mark()
-        result = run()
-        if number == 1 and chunk in self._forwards:
+            result = self._write_backward(key, inputs, others)
+        elif number == 1 and chunk in self._forwards:
+            forward, model = self._forwards[chunk], self._models[chunk]
+            given = self._numbers(inputs, others)
+            begin, watch = self._mark(), self._watch(model)
+            result = run()
             left = (result, (), others)
-            step = self._lone_step(begin, given, left, self._forwards[chunk])
+            step = self._lone_step(begin, given, left, watch.finish(), model, forward, chunk)
             if step is not None:
                 self._backwards[chunk] = step
+        else:
+            result = run()
+        self._gone_back.add(key)
+        return result
+
+    def _write_backward(self, key: Key, inputs: StepValue, others: StepValue) -> StepValue:
+        """The result of the backward of a forward that was written down again."""
+        chunk, number = key
+        pattern, forward = self._backwards.get(chunk), self._forwards[chunk]
+        if pattern is None:
+            raise NotRepeatedError
+        of_forward, turns = self._written.pop(key)
+        own = self._live.reserve(pattern.born[1] - pattern.born[0])
+        spans = {forward.born: of_forward, pattern.born: own}
+        moved = _Moved(pattern.given, self._numbers(inputs, others), spans)
+        frees = [
+            *self._release(key, forward, pattern, of_forward),
+            *self._replace(key, pattern, own, (), is_forward=False),
+        ]
+        self._write(pattern, number, moved, turns, frees)
+        self._leave(others, pattern.left, moved)
+        result = self._alike(pattern.result, moved)
+        for tensor, grad in zip(_tensors(inputs), _tensors(result), strict=True):
+            with _disable_current_modes():
+                tensor.grad = grad
         return result
 
     # -- what a step did --------------------------------------------------------------------------
@@ -211,46 +337,297 @@ class Repeats:
         assert live.history is not None
         history = live.history
         counts = len(history), history.launches, live.count, cuda_graphs.replays
-        return _Mark(recorded, *counts, loads.turns())
+        world = current()
+        calls = TrafficCounter() if world is None else world.tally.copy()
+        return _Mark(recorded, *counts, calls, loads.turns())
+
+    def _here(self) -> StepMoment:
+        """This moment, in the middle of a step."""
+        history, recorder = self._live.history, self._recording
+        assert history is not None
+        ops = memory = stream = 0
+        if recorder is not None:
+            ops, memory, *_ = recorder.position()
+            stream = recorder.stream_number()
+        return StepMoment(len(history), history.launches, ops, memory, stream)
+
+    def _watch(self, model: torch.nn.Module) -> Watch:
+        """See where what runs next replaces what this schedule's steps left in ``model``."""
+        return Watch(find(model, self._live, self._first_storage), self._here)
 
     def _lone_step(
-        self, begin: _Mark, given: tuple[int, ...], left: tuple[StepValue, ...], *partners: _Step
+        self,
+        begin: _Mark,
+        given: tuple[int, ...],
+        left: tuple[StepValue, ...],
+        gone: Sequence[StandIn] | None,
+        model: torch.nn.Module,
+        forward: _Step | None = None,
+        chunk: int | None = None,
     ) -> _Step | None:
-        """What was done since ``begin``, if it touches only what it made, was given, or its forward
-        made.
+        """Return what was done since ``begin``, if it touches only what it made, was given, its
+        forward made, or the model held.
+
+        Args:
+            begin: The mark before it.
+            given: Numbers of the storages that it was given.
+            left: What it left: its result, its reports, the lists that it was given.
+            gone: Of what the model held, what has gone meanwhile; None if that is not clear.
+            model: The chunk.
+            forward: Of a backward its forward.
+            chunk: Of a backward its chunk.
         """
         end, recorder = self._mark(), self._recording
-        if end.replays > begin.replays:
+        if end.replays > begin.replays or gone is None:
             return None
-        part: Part = ([], [], [], []) if recorder is None else recorder.since(begin.recorded)
+        part: Part = ([], [], [], [])
+        if recorder is not None:
+            part = recorder.since(begin.recorded)
         assert self._live.history is not None
         history = self._live.history.rows(begin.history)
-        step = _Step(begin, end, part, history, given, *each_tensor(left, self._live.outline))
+        outlines = each_tensor(left, self._live.outline)
+
+        # ends of what the model held are told apart, as each microbatch has others
+        gone = [stand_in for stand_in in gone if not self._holds_given(stand_in, given)]
+        replaced = self._replaced(begin, gone, model)
+        if replaced is None:
+            return None
+        # a forward without a graph is run again in its backward, which replaces them once more
+        if any(_lacks_graph(storage.held) for storage in replaced):
+            return None
+        held = {storage.held.number for storage in replaced}
+        if held & {*given, *_outlined(outlines)}:
+            return None
+        own_ends = {}
+        if forward is not None:
+            for storage in forward.replaced:
+                if self._in_graph.get((chunk, storage.held.places)):
+                    own_ends[storage.held.number] = storage
+        ended = {stand_in.held.number for stand_in in gone} | own_ends.keys()
+        ends = _Ends(begin, history, part, ended)
+        released = [_Released(storage, ends.of[number])
+                    for number, storage in own_ends.items() if number in ends.of]  # fmt: skip
+        replaced = [replace(storage, end=ends.without(storage.end)) for storage in replaced]
+
+        result, reports, lists = outlines
+        step = _Step(
+            begin,
+            end,
+            ends.part,
+            ends.history,
+            given,
+            result,
+            reports,
+            lists,
+            replaced=tuple(replaced),
+            released=tuple(released),
+        )
         if not step.is_closed() or (history[:1, 0] == WAITED).any():
             return None
-        touched = history[:, 0]
-        mine = np.isin(touched, given) | (touched < 0)
-        for first, behind in (step.born, *(one.born for one in partners)):
-            mine |= (touched >= first) & (touched < behind)
-        return step if mine.all() else None
+        touched = step.history[:, 0]
+        own = np.isin(touched, given) | (touched < 0)
+        for partner in (step, forward):
+            if partner is not None:
+                first, behind = partner.born
+                own |= (touched >= first) & (touched < behind)
+        return step if own.all() else None
+
+    def _holds_given(self, stand_in: StandIn, given: Sequence[int]) -> bool:
+        """Whether a model holds a step's input where the stand-in was: each step hands it over."""
+        tensor = stand_in.held.holders[0].tensor
+        counted = self._live.counted(tensor) if isinstance(tensor, torch.Tensor) else None
+        return counted is not None and counted[0] in given
+
+    def _replaced(
+        self, begin: _Mark, gone: Sequence[StandIn], model: torch.nn.Module
+    ) -> list[_Replaced] | None:
+        """Return what has taken the place of what the model held; None if nothing has, or a
+        storage of another size.
+        """
+        successors = {held.places: held for held in find(model, self._live, begin.storages)}
+        replaced: list[_Replaced] = []
+        for stand_in in gone:
+            held = successors.get(stand_in.held.places)
+            if held is None or held.num_bytes != stand_in.held.num_bytes:
+                return None
+            assert stand_in.end is not None, "it has gone"
+            offset, note = held.number - begin.storages, self._live.note_of(held.number)
+            tensors = [holder.tensor for holder in held.holders]
+            has_graph = any(getattr(tensor, "grad_fn", None) is not None for tensor in tensors)
+            replaced.append(_Replaced(held, offset, stand_in.end, note, has_graph))
+        return replaced
 
     def _numbers(self, *values: StepValue) -> tuple[int, ...]:
         return tuple(self._live.number_of(tensor) for tensor in _tensors(*values))
 
+    # -- what a model holds -----------------------------------------------------------------------
+    def _replace(
+        self, key: Key, step: _Step, own: int, inputs: Sequence[torch.Tensor], *, is_forward: bool
+    ) -> Iterator[_Free]:
+        """Put tensors of a step that is written down in the place of what its model holds.
+
+        Args:
+            key: Chunk and microbatch.
+            step: The one that ran.
+            own: The first number of the storages that this one would make.
+            inputs: Of this one.
+            is_forward: Whether it is a forward, whose graph may hold them, too.
+
+        Yields:
+            What goes.
+
+        Raises:
+            NotRepeatedError: It is not known whether something goes.
+        """
+        chunk, microbatch = key
+        before_is_done = (chunk, microbatch - 1) in self._gone_back
+        for replaced in step.replaced:
+            held = replaced.held
+            tensor = held.holders[0].tensor
+            if type(tensor) is not torch.Tensor:
+                raise NotRepeatedError
+            kept: _Kept | None = vars(tensor).get(_KEPT)
+            number = self._live.number_of(tensor) if kept is None else kept.number
+            del tensor
+            in_graph = self._in_graph.get((chunk, held.places)) if is_forward else False
+            made = _Kept(own + replaced.offset, key, in_graph)
+            went = self._live.without_telling(partial(self._hold, replaced, made, inputs))
+            self._check_gone(chunk, number, kept, went)
+            for storage, num_bytes in went:
+                yield _Free(storage, num_bytes, replaced.end)
+
+            # of a step that ran: its graph holds it, or nothing else did
+            if kept is None and is_forward and not before_is_done:
+                is_held = all(storage != number for storage, _ in went)
+                made.in_graph = self._in_graph[chunk, held.places] = is_held
+                self._count(replaced, made)
+
+    def _check_gone(
+        self, chunk: int | None, number: int, kept: _Kept | None, went: Sequence[tuple[int, int]]
+    ) -> None:
+        """Raise NotRepeatedError where what a model held cannot be followed.
+
+        Args:
+            chunk: Of the model.
+            number: Of the storage that it held.
+            kept: What is known of a tensor of ours; None for one of a step that ran.
+            went: Storages that went with it.
+        """
+        # nobody knows whether a graph still holds it
+        if kept is not None and kept.in_graph is None and kept.key not in self._gone_back:
+            raise NotRepeatedError
+        # what else a graph held is an input or its gradient: others have no tensors of ours
+        for patterns in (self._forwards, self._backwards):
+            pattern = patterns.get(chunk)
+            if pattern is None:
+                continue
+            first, behind = pattern.born
+            if any(first <= storage < behind and storage != number for storage, _ in went):
+                raise NotRepeatedError
+
+    def _hold(self, replaced: _Replaced, made: _Kept, inputs: Sequence[torch.Tensor]) -> None:
+        """Make ``made``, and have the model hold it."""
+        held = replaced.held
+        with _disable_current_modes():
+            storage = torch.empty(held.num_bytes, dtype=torch.uint8, device="meta")
+            for holder in held.holders:
+                before = holder.tensor
+                assert isinstance(before, torch.Tensor)
+                tensor = look_alike(before, storage.untyped_storage())
+                vars(tensor)[_KEPT] = made
+                vars(tensor)[_KEEPS] = inputs if replaced.has_graph else ()
+                holder.put(tensor)
+                del before
+        if not made.in_graph:
+            self._count(replaced, made)
+
+    def _count(self, replaced: _Replaced, made: _Kept) -> None:
+        """Count ``made`` as long as the model holds it, unless its graph does."""
+        held = replaced.held
+        tensor = held.holders[0].tensor
+        assert isinstance(tensor, torch.Tensor)
+        counts = self._live.counted(tensor) is not None
+        if made.in_graph and counts:
+            self._live.forget(tensor)
+        elif not made.in_graph and not counts:
+            storage = tensor.untyped_storage()
+            self._live.adopt_storage(storage, held.num_bytes, made.number, replaced.note)
+
+    def _release(self, key: Key, forward: _Step, backward: _Step, first: int) -> Iterator[_Free]:
+        """Let the graph of a microbatch go, which its model may still hold something of.
+
+        Args:
+            key: Chunk and microbatch.
+            forward: The forward that ran.
+            backward: Its backward.
+            first: The first number of the storages that this microbatch's forward would make.
+
+        Yields:
+            What goes.
+
+        Raises:
+            NotRepeatedError: A storage goes whose place in the step is not known.
+        """
+        chunk, _ = key
+        known = {released.replaced.held.places for released in backward.released}
+        for replaced in forward.replaced:
+            places = replaced.held.places
+            if self._in_graph.get((chunk, places)) and places not in known:
+                raise NotRepeatedError
+        for released in backward.released:
+            replaced = released.replaced
+            number = first + replaced.offset
+            tensor = replaced.held.holders[0].tensor
+            kept: _Kept | None = getattr(tensor, _KEPT, None)
+            # the model holds it until the next microbatch
+            if kept is not None and kept.number == number:
+                kept.in_graph = False
+                self._count(replaced, kept)
+            else:
+                yield _Free(number, replaced.held.num_bytes, released.end)
+
     # -- the same again ---------------------------------------------------------------------------
-    def _write(self, step: _Step, microbatch: int, moved: _Moved) -> None:
+    def _write(
+        self,
+        step: _Step,
+        microbatch: int,
+        moved: _Moved,
+        turns: Turns,
+        frees: Sequence[_Free],
+    ) -> None:
+        """Write a step down again.
+
+        Args:
+            step: The one that ran.
+            microbatch: Whose this one is.
+            moved: Numbers of its storages.
+            turns: Calls of dispatchers between the two.
+            frees: What goes besides, of what the model held.
+        """
         assert self._live.history is not None
         begin, end, history = step.begin, step.end, step.history.copy()
         history[:, 0] = moved(history[:, 0])
-        history[:, 3] += self._live.history.launches - begin.launches
+        launches = self._live.history.launches - begin.launches
+        history[:, 3] += launches
+        in_order = sorted(frees, key=lambda free: free.end.history)
+        if in_order:
+            places = [free.end.history for free in in_order]
+            rows_of_frees = [
+                (free.number, -free.num_bytes, 0, free.end.launches + launches) for free in in_order
+            ]
+            history = np.insert(history, places, rows_of_frees, axis=0)
         self._live.repeat(history, end.launches - begin.launches)
         loads.repeat(begin.turns, end.turns)
+        world = current()
+        if world is not None:
+            world.tally.repeat(end.calls.since(begin.calls))
         recorder = self._recording
         if recorder is None:
             return
         rows, memory, streams, trace = step.part
-        shift = recorder.position()[0] - begin.recorded[0]
-        batches = recorder.position()[3] - begin.recorded[3]
+        ops_before, changes_before, _, batches_before = recorder.position()
+        shift = ops_before - begin.recorded[0]
+        batches = batches_before - begin.recorded[3]
         rows = [
             (
                 *row[:_MICROBATCH],
@@ -267,18 +644,30 @@ class Repeats:
             (row[0] + shift, storage, *row[2:])
             for row, storage in zip(memory, storages, strict=True)
         ]
+        streams = [*streams]
+        for free in reversed(in_order):
+            place = free.end.memory
+            memory.insert(place, (free.end.ops + shift, free.number, -free.num_bytes, 0))
+            streams.insert(place, free.end.stream)
+        behind = changes_before + len(memory)
+        sources = begin.recorded[1], end.recorded[1]
+        self.repeated.append(RepeatedEvents((changes_before, behind), sources, turns))
         part = (rows, memory, streams, trace)
         recorder.repeat(part, end.recorded[3] - begin.recorded[3])
 
     def _leave(self, lists: StepValue, outlines: StepValue, moved: _Moved) -> None:
         """Put into the lists that a step is given what it left there, where that is another."""
         for values, left in zip(lists, outlines, strict=True):
-            for at, outline in enumerate(left if isinstance(values, list) else ()):
-                if isinstance(outline, Outline):
-                    number = int(moved(np.array([outline.storage]))[0])
-                    if number != self._live.number_of(values[at]):
-                        self._live.forget(values[at])
-                        values[at] = self._alike(outline, moved, [values[at]])
+            if not isinstance(values, list):
+                continue
+            for place, outline in enumerate(left):
+                if not isinstance(outline, Outline):
+                    continue
+                number = moved.number(outline.storage)
+                before = values[place]
+                if number != self._live.number_of(before):
+                    self._live.forget(before)
+                    values[place] = self._alike(outline, moved, [before])
 
     def _alike(
         self, outline: StepValue, moved: _Moved, made_from: Sequence[torch.Tensor] = ()
@@ -291,13 +680,86 @@ class Repeats:
     def _made(
         self, outline: Outline, moved: _Moved, made_from: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        number = int(moved(np.array([outline.storage]))[0])
+        number = moved.number(outline.storage)
         with _disable_current_modes():
             if made_from and outline.requires_grad:
                 made = _Made.apply(partial(self._live.adopt, outline, number), *made_from)
             else:
                 made = self._live.adopt(outline, number).requires_grad_(outline.requires_grad)
         return made
+
+
+class _Ends:
+    """A step without the ends of some storages.
+
+    Attributes:
+        history: Rows of its history.
+        part: What the recorder wrote.
+        of: Number of such a storage -> when it went.
+    """
+
+    def __init__(self, begin: _Mark, history: np.ndarray, part: Part, ended: Set[int]) -> None:
+        """Take the ends out.
+
+        Args:
+            begin: The mark before the step.
+            history: All rows of the step's history.
+            part: All that the recorder wrote in it.
+            ended: Numbers of the storages.
+        """
+        rows, memory, streams, trace = part
+        self._begin = begin
+        is_end = np.isin(history[:, 0], list(ended)) & (history[:, 1] < 0)
+        self._in_history = np.flatnonzero(is_end)
+        self.history = history[~is_end]
+        in_memory: list[int] = []
+        for place, (_, storage, num_bytes, _) in enumerate(memory):
+            if storage in ended and num_bytes < 0:
+                in_memory.append(place)
+        self._in_memory = np.array(in_memory, dtype=np.int64)
+        kept = [place for place in range(len(memory)) if place not in {*in_memory}]
+        self.part: Part = (
+            rows,
+            [memory[place] for place in kept],
+            [streams[place] for place in kept],
+            trace,
+        )
+        self.of: dict[int, StepMoment] = {}
+        places_in_memory = {memory[place][1]: place for place in in_memory}
+        for place in self._in_history.tolist():
+            number, _, _, launches = history[place].tolist()
+            ops = stream = change = 0
+            if number in places_in_memory:
+                change = places_in_memory[number]
+                ops, stream = memory[change][0], streams[change]
+            end = StepMoment(
+                begin.history + place, launches, ops, begin.recorded[1] + change, stream
+            )
+            self.of[number] = self.without(end)
+
+    def without(self, place: StepMoment) -> StepMoment:
+        """Return a place in the step as it is counted from its beginning, without the ends."""
+        history = place.history - self._begin.history
+        memory = place.memory - self._begin.recorded[1]
+        history -= int(np.searchsorted(self._in_history, history))
+        memory -= int(np.searchsorted(self._in_memory, memory))
+        return replace(place, history=history, memory=memory)
+
+
+def _lacks_graph(held: Held) -> bool:
+    """Whether what a model holds could have a graph behind it, and has none."""
+    for holder in held.holders:
+        tensor = holder.tensor
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            return tensor.grad_fn is None
+    return False
+
+
+def _outlined(value: StepValue) -> list[int]:
+    """Numbers of the storages of outlines."""
+    numbers: list[int] = []
+    each_tensor(value, lambda outline: numbers.append(outline.storage), Outline)
+    return numbers
 
 
 class _Made(torch.autograd.Function):
@@ -328,13 +790,19 @@ class _Moved:
         self._spans = spans
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        found = numbers.copy()
+        moved = numbers.copy()
         for number, other in self._given.items():
-            found[numbers == number] = other
-        for (first, behind), start in self._spans.items():
-            mine = (numbers >= first) & (numbers < behind)
-            found[mine] = numbers[mine] - first + start
-        return found
+            moved[numbers == number] = other
+        for span, start in self._spans.items():
+            first, behind = span
+            is_inside = (numbers >= first) & (numbers < behind)
+            moved[is_inside] = numbers[is_inside] - first + start
+        return moved
+
+    def number(self, number: int) -> int:
+        """The same of one storage."""
+        moved = self(np.array([number]))
+        return int(moved[0])
 
 
 def _tensors(*values: StepValue) -> list[torch.Tensor]:

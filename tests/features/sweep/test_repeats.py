@@ -29,6 +29,13 @@ INTERLEAVED = ["world_size=8", "tp=2", "sequence_parallel=true",
                "vpp=2", "global_batch_size=8", "overlap_grad_reduce=true",
                "overlap_param_gather=true",
                "transformer_impl=transformer_engine"]  # fmt: skip
+# dispatchers of tokens hold tensors from one microbatch to the next
+EXPERTS = ["world_size=8", "tp=1", "ep=2", "num_experts=4", "moe_router_topk=2",
+           "moe_ffn_hidden_size=64", "moe_token_dispatcher_type=alltoall", "vpp=2",
+           "add_bias_linear=false", "global_batch_size=16",
+           "transformer_impl=transformer_engine"]  # fmt: skip
+RECOMPUTED = [*EXPERTS, "recompute_granularity=full", "recompute_method=uniform",
+              "recompute_num_layers=1"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,18 @@ def test_what_is_written_again_is_what_running_it_records(server, tmp_path, sett
     (ran,) = captured(server, tmp_path, settings, 2, repeat=False).values()
     assert not written[2].allocations.size
     assert written[2] == dataclasses.replace(ran, allocations=ran.allocations[:0])
+
+
+@pytest.mark.parametrize("settings", [EXPERTS, RECOMPUTED], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_dispatchers_hold_goes_in_the_middle_of_the_next_microbatch(
+    server, tmp_path, settings, stage
+):
+    """On the last stage, too, where backwards come between."""
+    written = captured(server, tmp_path, settings, stage)[stage]
+    (ran,) = captured(server, tmp_path, settings, stage, repeat=False).values()
+    assert written == ran
+    assert np.array_equal(written.history, ran.history[:-1])
 
 
 @pytest.mark.parametrize("settings", [PLAIN, INTERLEAVED])
