@@ -7,7 +7,7 @@ In : two jobs as programs, priced graphs or reports of memory, or what a feature
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -56,10 +56,12 @@ class Part:
 class TrainingSpeed:
     """How fast both train, which decides between jobs of other batches or numbers of GPUs.
 
-    what         : ``tokens/s``, of the whole job; ``tokens/s a GPU``
-    of_a_gpu     : whether it is the latter
-    a, b         : of A and of B
-    first_faster : the chance that A trains more of them
+    Attributes:
+        what: ``tokens/s``, of the whole job; ``tokens/s a GPU``.
+        of_a_gpu: Whether it is the latter.
+        a: Of A.
+        b: Of B.
+        first_faster: The chance that A trains more of them.
     """
 
     what: str
@@ -73,20 +75,23 @@ class TrainingSpeed:
 class Comparison:
     """Two jobs.
 
-    names      : of A and of B
-    settings   : sizes, versions and flags in which they differ
-    iterations : ns of each; None where one of them has no times (``untimed`` says why)
-    difference : B's iteration less A's, with its interval
-    times      : ns by what a mean rank does
-    memory     : peaks of each; None where one of them recorded none
-    kinds      : bytes of the device by category, of the class that needs most
-    changes    : B's peaks against A's, by class
-    first      : of the ranks that both have: the ops in which they differ first; None if they are
-                 of other sizes
-    scale      : what else changes then
-    rates      : tokens and flops per second of each, as ``prism replay`` says them
-    speeds      : tokens per second of both; none where one does not say how many it has
-    headlines   : what to say first of the iteration of each; none where one of them has no times
+    Attributes:
+        names: Of A and of B.
+        settings: Sizes, versions and flags in which they differ.
+        iterations: ns of each; None where one of them has no times.
+        untimed: Why one of them has no times.
+        difference: B's iteration less A's, with its interval.
+        times: ns by what a mean rank does.
+        memory: Peaks of each; None where one of them recorded none.
+        kinds: Bytes of the device by category, of the class that needs most.
+        changes: B's peaks against A's, by class.
+        first: Of the ranks that both have: the ops in which they differ first; None if they are of
+            other sizes.
+        timelines: Of each.
+        scale: What else changes then.
+        rates: Tokens and flops per second of each, as ``prism replay`` says them.
+        speeds: Tokens per second of both; none where one does not say how many it has.
+        headlines: What to say first of the iteration of each; none where one of them has no times.
     """
 
     names: tuple[str, str]
@@ -125,50 +130,63 @@ class Comparison:
     def same(self) -> bool:
         """Whether nothing differs."""
         parts = (*self.times, *self.kinds)
-        return not (self.settings or self.first or any(one.a != one.b for one in parts))
+        has_unequal_part = any(part.a != part.b for part in parts)
+        return not self.settings and not self.first and not has_unequal_part
 
     def to_rows(self) -> list[dict[str, object]]:
-        """A row for every part of time (ns) and memory (bytes)."""
-        whole = [Part("iteration", *self.iterations)] if self.iterations else []
-        return [
-            {"of": of, "what": one.what, "a": one.a, "b": one.b, "difference": one.b - one.a}
-            for of, parts in (("time", [*whole, *self.times]), ("memory", self.kinds))
-            for one in parts
-        ]
+        """Return a row for every part of time (ns) and memory (bytes)."""
+        times = list(self.times)
+        if self.iterations:
+            times.insert(0, Part("iteration", *self.iterations))
+        rows = [_row("time", part) for part in times]
+        return rows + [_row("memory", part) for part in self.kinds]
 
     def to_json(self) -> dict[str, object]:
-        """What ``prism compare --json`` prints."""
-        headlines = []
-        for first in self.headlines:
-            headlines.append(asdict(first))
+        """Return what ``prism compare --json`` prints."""
+        first: list[dict[str, object]] | None = None
+        if self.first is not None:
+            first = [rank_difference.to_json() for rank_difference in self.first]
+        rates: list[dict[str, object]] | None = None
+        if self.rates is not None:
+            rates = [asdict(job_rates) for job_rates in self.rates]
+        sources = [list(timeline.prices.used()) for timeline in self.timelines or ()]
         return {
             "schema": "prism.comparison/2",
             "names": list(self.names),
-            "settings": [vars(one) for one in self.settings],
+            "settings": [vars(setting) for setting in self.settings],
             "iterations": None if self.iterations is None else list(self.iterations),
             "untimed": self.untimed,
             "difference": None if self.difference is None else vars(self.difference),
-            "rates": None if self.rates is None else [asdict(rates) for rates in self.rates],
+            "rates": rates,
             "speeds": [asdict(speed) for speed in self.speeds],
-            "headlines": headlines,
+            "headlines": [asdict(job_headline) for job_headline in self.headlines],
             "parts": self.to_rows(),
-            "changes": [asdict(one) for one in self.changes],
-            "first": None if self.first is None else [one.to_json() for one in self.first],
-            "scale": [asdict(one) for one in self.scale],
-            "sources": [list(one.prices.used()) for one in self.timelines or ()],
+            "changes": [asdict(change) for change in self.changes],
+            "first": first,
+            "scale": [asdict(change) for change in self.scale],
+            "sources": sources,
         }
 
     def to_text(self) -> str:
-        """The page that ``prism compare`` prints."""
+        """Write the page that ``prism compare`` prints."""
         text: str = renderer_of(self).text(self)
         return text
 
     def to_html(self) -> str:
-        """Both timelines as one page.  UsageError where one has no times."""
+        """Write both timelines as one page.
+
+        Raises:
+            UsageError: One of the jobs has no times.
+        """
         if self.timelines is None:
             raise UsageError(f"a page draws times: {self.untimed}", fix="leave --html out")
         page: str = renderer_of(self).page(self)
         return page
+
+
+def _row(of: str, part: Part) -> dict[str, object]:
+    """Return the row of a part of time or memory."""
+    return {"of": of, "what": part.what, "a": part.a, "b": part.b, "difference": part.b - part.a}
 
 
 def compare(
@@ -182,18 +200,18 @@ def compare(
     """Say what differs between two jobs.
 
     Args:
-        a: programs, what ``price`` made of them (with what-ifs), a report of memory; of a real job:
+        a: Programs, what ``price`` made of them (with what-ifs), a report of memory; of a real job:
             a memory snapshot or the paths of its traces.
-        b: the other one; of traces and snapshots the programs of the same job, or a later snapshot.
-        names: of both, for people.
-        machine: as of ``price``, for programs.
-        calibration: as of ``price``, for programs.
+        b: The other one; of traces and snapshots the programs of the same job, or a later snapshot.
+        names: Of both, for people.
+        machine: As of ``price``, for programs.
+        calibration: As of ``price``, for programs.
 
     Returns:
         A Comparison; of traces and snapshots an answer with the same ways out (``to_text``, …).
 
     Raises:
-        UsageError: something that cannot be compared with the other.
+        UsageError: Something that cannot be compared with the other.
     """
     priced = pricer(machine, calibration)
     for module in feature.modules("comparers"):
@@ -208,6 +226,7 @@ def compare(
 def _jobs(
     jobs: tuple[Job, Job], names: tuple[str, str], priced: Callable[[object], PricedGraph | None]
 ) -> Comparison:
+    """Compare two jobs of any kind."""
     # times, where both have some
     graphs: list[PricedGraph] = []
     untimed = ""
@@ -221,11 +240,13 @@ def _jobs(
     as_asked = [job.graph.programs if isinstance(job, PricedGraph) else job for job in jobs]
     memory = _memory(as_asked)
     compared = as_asked if untimed else [graph.graph.programs for graph in graphs]
-    first = _first(compared)
+    kinds: list[Part] = []
     changes: list[Change] = []
     if memory is not None:
-        found = compare_peaks(*memory, any_job=True)
-        changes = [change for change in found if change.what not in ("same", "leaks")]
+        kinds = _kinds(*memory)
+        for change in compare_peaks(*memory, any_job=True):
+            if change.what not in ("same", "leaks"):
+                changes.append(change)
     comparison = Comparison(
         names=names,
         settings=tuple(_settings(compared)),
@@ -234,9 +255,9 @@ def _jobs(
         difference=None,
         times=(),
         memory=memory,
-        kinds=tuple(_kinds(*memory)) if memory else (),
+        kinds=tuple(kinds),
         changes=tuple(changes),
-        first=first,
+        first=_first_differences(compared),
     )
     if untimed:
         return comparison
@@ -244,71 +265,86 @@ def _jobs(
 
 
 def _with_times(comparison: Comparison, a: PricedGraph, b: PricedGraph) -> Comparison:
-    """The comparison with what the replays of both say."""
-    timelines = a.timeline, b.timeline
+    """Return the comparison with what the replays of both say."""
+    timelines = (a.timeline, b.timeline)
     # the same kernels and calls on the same machine have the same errors
-    alike = comparison.first == () and a.machine == b.machine
-    own = 0.0 if alike else differences.OWN
+    has_same_errors = comparison.first == () and a.machine == b.machine
+    own_error = 0.0 if has_same_errors else differences.OWN
     estimates = [differences.estimate(timeline) for timeline in timelines]
-    parts = []
-    for timeline in timelines:
-        accounts = []
-        for index, count in enumerate(timeline.graph.classes.counts):
-            accounts.append({**vars(timeline.account(index)), "count": count})
-        parts.append(mean_parts(accounts))
-    rates = rates_of(timelines[0]), rates_of(timelines[1])
-    first_a = headline(timelines[0])
-    first_b = headline(timelines[1])
+    rates = (rates_of(a.timeline), rates_of(b.timeline))
+    speeds = _speeds(timelines, rates, estimates, own_error)
     return dataclasses.replace(
         comparison,
-        iterations=(timelines[0].iteration_ns, timelines[1].iteration_ns),
-        difference=differences.difference(estimates[0], estimates[1], own),
-        times=tuple(_parts(parts[0], parts[1])),
+        iterations=(a.timeline.iteration_ns, b.timeline.iteration_ns),
+        difference=differences.difference(estimates[0], estimates[1], own_error),
+        times=tuple(_parts(_mean_parts(a.timeline), _mean_parts(b.timeline))),
         timelines=timelines,
         rates=rates,
-        speeds=tuple(_speeds(timelines, rates, estimates, own)),
+        speeds=tuple(speeds),
         scale=scale_changes(a, b) if comparison.first is None else (),
-        headlines=(first_a, first_b),
+        headlines=(headline(a.timeline), headline(b.timeline)),
     )
+
+
+def _mean_parts(timeline: Timeline) -> dict[str, float]:
+    """Return ns by what a mean rank does."""
+    accounts: list[dict[str, Any]] = []
+    for index, count in enumerate(timeline.graph.classes.counts):
+        accounts.append({**vars(timeline.account(index)), "count": count})
+    return mean_parts(accounts)
 
 
 def _speeds(
     timelines: tuple[Timeline, Timeline],
     rates: tuple[Rates, Rates],
     estimates: Sequence[UncertainTime],
-    own: float,
-) -> Iterator[TrainingSpeed]:
-    """Tokens per second of both, of the job and of a GPU; none where one does not say its tokens.
+    own_error: float,
+) -> list[TrainingSpeed]:
+    """Return tokens per second of both, of the job and of a GPU.
 
-    own : as of ``differences.difference``
+    Args:
+        timelines: Of both.
+        rates: Of both.
+        estimates: Of their iterations.
+        own_error: As of ``differences.difference``.
+
+    Returns:
+        None where one of them does not say its tokens.
     """
-    tokens = [tokens_of(timeline.graph.programs) for timeline in timelines]
-    if not all(tokens) or any(rate.tokens_per_s.value is None for rate in rates):
-        return
-    per_second = [float(rate.tokens_per_s.value or 0) for rate in rates]
-    sizes = [timeline.graph.programs.world.size for timeline in timelines]
-    for what, gpus in (("tokens/s", [1, 1]), ("tokens/s a GPU", sizes)):
-        of_a_gpu = gpus is sizes
-        # what a token takes, of all GPUs or of one
-        costs = [
-            estimate.scaled(shared_by / count)
-            for estimate, shared_by, count in zip(estimates, gpus, tokens, strict=True)
-        ]
-        chance = differences.difference(costs[0], costs[1], own).first_faster
-        a, b = per_second[0] / gpus[0], per_second[1] / gpus[1]
-        yield TrainingSpeed(what, of_a_gpu, a, b, chance)
+    tokens_a, tokens_b = (tokens_of(timeline.graph.programs) for timeline in timelines)
+    rate_a, rate_b = (job_rates.tokens_per_s.value for job_rates in rates)
+    if not tokens_a or not tokens_b or rate_a is None or rate_b is None:
+        return []
+    gpus_a, gpus_b = (timeline.graph.programs.world.size for timeline in timelines)
+    estimate_a, estimate_b = estimates
+
+    # what a token takes, of all GPUs or of one
+    cost_a = estimate_a.scaled(1 / tokens_a)
+    cost_b = estimate_b.scaled(1 / tokens_b)
+    gpu_cost_a = estimate_a.scaled(gpus_a / tokens_a)
+    gpu_cost_b = estimate_b.scaled(gpus_b / tokens_b)
+    chance = differences.difference(cost_a, cost_b, own_error).first_faster
+    gpu_chance = differences.difference(gpu_cost_a, gpu_cost_b, own_error).first_faster
+    rate_a, rate_b = float(rate_a), float(rate_b)
+    return [
+        TrainingSpeed("tokens/s", False, rate_a, rate_b, chance),
+        TrainingSpeed("tokens/s a GPU", True, rate_a / gpus_a, rate_b / gpus_b, gpu_chance),
+    ]
 
 
-def _parts(a: dict[str, float], b: dict[str, float]) -> list[Part]:
-    """The largest difference first."""
-    parts = [Part(what, a.get(what, 0), b.get(what, 0)) for what in {**a, **b}]
-    shown = [part for part in parts if part.a or part.b]
-    return sorted(shown, key=lambda part: (-abs(part.b - part.a), part.what))
+def _parts(a: Mapping[str, float], b: Mapping[str, float]) -> list[Part]:
+    """Return parts that one of both has, the largest difference first."""
+    parts: list[Part] = []
+    for what in {**a, **b}:
+        part = Part(what, a.get(what, 0), b.get(what, 0))
+        if part.a or part.b:
+            parts.append(part)
+    return sorted(parts, key=lambda part: (-abs(part.b - part.a), part.what))
 
 
 def _memory(jobs: Sequence[Programs | MemoryReport]) -> tuple[MemoryReport, MemoryReport] | None:
-    """What ``prism fit`` says of both; None where one recorded no memory."""
-    reports = []
+    """Return what ``prism fit`` says of both; None where one recorded no memory."""
+    reports: list[MemoryReport] = []
     for job in jobs:
         if isinstance(job, MemoryReport):
             reports.append(job)
@@ -322,66 +358,88 @@ def _memory(jobs: Sequence[Programs | MemoryReport]) -> tuple[MemoryReport, Memo
     return reports[0], reports[1]
 
 
-def _kinds(*reports: MemoryReport) -> list[Part]:
-    """Of the class of each that needs most."""
-    worst = [max(report.classes.values(), key=needed) for report in reports]
-    a, b = ({**w["by_category"], **beside_tensors(w), "device": needed(w)} for w in worst)
+def _kinds(a: MemoryReport, b: MemoryReport) -> list[Part]:
+    """Return bytes by category, of the class of each that needs most."""
+    bytes_of_a, bytes_of_b = _largest_class(a), _largest_class(b)
+    parts: list[Part] = []
     # a report of a release that knew no graphs has no category of them
-    kinds = dict.fromkeys([*a, *b])
-    return [
-        Part(kind, a.get(kind, 0), b.get(kind, 0))
-        for kind in kinds
-        if a.get(kind, 0) or b.get(kind, 0)
-    ]
+    for kind in dict.fromkeys([*bytes_of_a, *bytes_of_b]):
+        part = Part(kind, bytes_of_a.get(kind, 0), bytes_of_b.get(kind, 0))
+        if part.a or part.b:
+            parts.append(part)
+    return parts
+
+
+def _largest_class(report: MemoryReport) -> dict[str, int]:
+    """Return bytes by category of the class that needs most."""
+    figures = max(report.classes.values(), key=needed)
+    return {**figures["by_category"], **beside_tensors(figures), "device": needed(figures)}
 
 
 def _settings(jobs: Sequence[Programs | MemoryReport]) -> list[Setting]:
-    """Sizes first, then the flags by Megatron's names, then versions and what follows from them."""
-    both: list[dict[str, str]] = []
-    for job in jobs:
-        texts: dict[str, str] = {}
-        if isinstance(job, Programs):
-            texts["world"] = str(job.world)
-        source = job.source if isinstance(job, Programs) else job.job
-        texts |= job_settings.plain(job_settings.line_of(source))
-        texts |= {key: text for key, text in source.items() if key not in job_settings.KEYS}
-        # a host or GPU stays the same one where its rank gets another number
-        if all(isinstance(other, Programs) for other in jobs):
-            assert isinstance(job, Programs)
-            texts |= _by_place(job)
-        both.append(texts)
-    a, b = both
-    return [
-        Setting(name, a.get(name), b.get(name))
-        for name in {**a, **b}
-        if a.get(name) != b.get(name) and name != "alloc_conf"
-    ]
+    """Return what differs: sizes, then flags by Megatron's names, versions, what follows of them.
 
-
-def _by_place(programs: Programs) -> dict[str, str]:
-    """What slices say of their ranks' hosts and GPUs, by the rank's place in a replica; where it is
-    the same of all of them, once.
+    A host or a GPU stays the same one where its rank gets another number.
     """
+    are_programs = all(isinstance(job, Programs) for job in jobs)
+    a, b = (_texts(job, are_programs) for job in jobs)
+    settings: list[Setting] = []
+    for name in {**a, **b}:
+        if a.get(name) != b.get(name) and name != "alloc_conf":
+            settings.append(Setting(name, a.get(name), b.get(name)))
+    return settings
+
+
+def _texts(job: Programs | MemoryReport, by_place: bool) -> dict[str, str]:
+    """Return what is said of a job; ``by_place``: of ranks by their places in a replica."""
     texts: dict[str, str] = {}
-    for key, by_rank in of_ranks(programs.source).items():
-        places: dict[str, str] = {}
-        for rank, text in sorted(by_rank.items()):
-            if rank >= programs.world.size:
-                continue
-            at = programs.world.coordinates(rank)
-            places.setdefault(f"pp={at.pp},cp={at.cp},tp={at.tp}", text)
-        if len(set(places.values())) == 1:
-            texts[key] = next(iter(places.values()))
-        elif places:
-            texts[key] = " ".join(f"{place}: {text}" for place, text in places.items())
+    if isinstance(job, Programs):
+        texts["world"] = str(job.world)
+    source = job.source if isinstance(job, Programs) else job.job
+    texts |= job_settings.plain(job_settings.line_of(source))
+    for key, text in source.items():
+        if key not in job_settings.KEYS:
+            texts[key] = text
+    if by_place and isinstance(job, Programs):
+        texts |= _by_place(job)
     return texts
 
 
-def _first(jobs: Sequence[object]) -> tuple[FirstDifference, ...] | None:
-    """Of every rank that was captured in both, where they are as large."""
+def _by_place(programs: Programs) -> dict[str, str]:
+    """Return what slices say of their ranks' hosts and GPUs, by the rank's place in a replica.
+
+    Where it is the same of all of them, it is said once.
+    """
+    texts: dict[str, str] = {}
+    for key, text_of_rank in of_ranks(programs.source).items():
+        text_of_place: dict[str, str] = {}
+        for rank, text in sorted(text_of_rank.items()):
+            if rank >= programs.world.size:
+                continue
+            place = programs.world.coordinates(rank)
+            text_of_place.setdefault(f"pp={place.pp},cp={place.cp},tp={place.tp}", text)
+        if len(set(text_of_place.values())) == 1:
+            texts[key] = next(iter(text_of_place.values()))
+        elif text_of_place:
+            texts[key] = " ".join(f"{place}: {text}" for place, text in text_of_place.items())
+    return texts
+
+
+def _first_differences(jobs: Sequence[object]) -> tuple[FirstDifference, ...] | None:
+    """Return where every rank that was captured in both differs first.
+
+    Returns:
+        None where they are not as large.
+    """
     a, b = jobs
     if not isinstance(a, Programs) or not isinstance(b, Programs) or a.world != b.world:
         return None
-    both = [one.rank for one in a.programs if b.program_of[one.rank] >= 0]
-    found = (difference(rank, rows_of(a.of(rank)), rows_of(b.of(rank))) for rank in both)
-    return tuple(one for one in found if one is not None)
+    found: list[FirstDifference] = []
+    for program in a.programs:
+        rank = program.rank
+        if b.program_of[rank] < 0:
+            continue
+        first = difference(rank, rows_of(a.of(rank)), rows_of(b.of(rank)))
+        if first is not None:
+            found.append(first)
+    return tuple(found)

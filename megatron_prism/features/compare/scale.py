@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megatron_prism.core.ops import Op
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.world_graph import CallKind
@@ -23,13 +24,30 @@ from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
 from megatron_prism.replay.costs.prices import shape_of
 from megatron_prism.replay.priced_graph import PricedGraph
 
-_SHOWN = 4  # sizes of one line's calls
-_Line = tuple[str, str, str]  # of code: call, group, site
+_MAX_SIZES = 4  # sizes of one line's calls
+_UNKNOWN_NODES = "none"  # where a world has no such group
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of code that makes calls: name of the call, its group, site."""
+
+    call: str
+    group: str
+    site: str
 
 
 @dataclass(frozen=True)
 class ScaleChange:
-    """``kind``: group, code, type, elements or way; ``stages`` in which it is, of A."""
+    """A change beside sizes.
+
+    Attributes:
+        kind: group, code, type, elements or way.
+        what: The group, or the line of code.
+        a: In A.
+        b: In B.
+        stages: In which it is, of A; () is all that were compared.
+    """
 
     kind: str
     what: str
@@ -38,13 +56,20 @@ class ScaleChange:
     stages: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        where = f" (stage {format_ranks(self.stages)})" if self.stages else ""
-        return f"{self.kind}: {self.what}{where}: {self.a} -> {self.b}"
+        """Say the change in a line."""
+        stages = f" (stage {format_ranks(self.stages)})" if self.stages else ""
+        return f"{self.kind}: {self.what}{stages}: {self.a} -> {self.b}"
 
 
 @dataclass
 class _Calls:
-    """The calls of one line of code, of one stage."""
+    """The calls of one line of code, of one stage.
+
+    Attributes:
+        types: Of elements.
+        ways: How NCCL would move them.
+        elements: Microbatch -> how many calls there are of each size.
+    """
 
     types: set[str] = field(default_factory=set)
     ways: set[str] = field(default_factory=set)
@@ -52,100 +77,151 @@ class _Calls:
 
     @property
     def sizes(self) -> str:
-        """Of every microbatch whose calls are not those of another."""
-        distinct = {tuple(sorted(one.items())) for one in self.elements.values()}
-        return " or ".join(_sizes(one) for one in sorted(distinct))
+        """Sizes of every microbatch whose calls are not those of another."""
+        distinct = {tuple(sorted(counts.items())) for counts in self.elements.values()}
+        return " or ".join(_sizes(counts) for counts in sorted(distinct))
 
     def words(self) -> dict[str, str]:
-        """By the ``kind`` of a change of them."""
-        types, ways = (", ".join(sorted(some)) for some in (self.types, self.ways))
-        return {"type": types, "elements": self.sizes, "way": ways}
+        """Return what they are, by the ``kind`` of a change of them."""
+        return {
+            "type": ", ".join(sorted(self.types)),
+            "elements": self.sizes,
+            "way": ", ".join(sorted(self.ways)),
+        }
 
 
-def _sizes(some: tuple[tuple[int, int], ...]) -> str:
-    words = [f"{count:,} x {size:,}" if count > 1 else f"{size:,}" for size, count in some]
-    if len(words) > _SHOWN:
-        total = sum(size * count for size, count in some)
-        calls = sum(count for _, count in some)
-        words = [*words[: _SHOWN - 1], f"… {calls:,} calls of {total:,} in all"]
+def _sizes(counts: tuple[tuple[int, int], ...]) -> str:
+    """Say how many calls there are of each size; of many sizes a few, and all others together."""
+    words = [f"{count:,} x {size:,}" if count > 1 else f"{size:,}" for size, count in counts]
+    if len(words) > _MAX_SIZES:
+        total = sum(size * count for size, count in counts)
+        calls = sum(count for _, count in counts)
+        words = [*words[: _MAX_SIZES - 1], f"… {calls:,} calls of {total:,} in all"]
     return " + ".join(words)
 
 
 def scale_changes(a: PricedGraph, b: PricedGraph) -> tuple[ScaleChange, ...]:
-    """What else than the sizes differs between two worlds."""
-    stages = [one.graph.programs.world.pp for one in (a, b)]
-    pairs = {stage: stage for stage in range(stages[0])}
-    if stages[0] != stages[1]:
-        pairs = {0: 0, stages[0] - 1: stages[1] - 1}
-    where: dict[ScaleChange, list[int]] = defaultdict(list)
-    for stage, other in pairs.items():
-        for change in _of_stage(_calls(a, stage), _calls(b, other)):
-            where[change].append(stage)
-    of_stages = (
-        replace(change, stages=() if len(some) == len(pairs) else tuple(some))
-        for change, some in where.items()
-    )
-    return (*_of_groups(a, b), *of_stages)
+    """Find what else than the sizes differs between two worlds."""
+    stage_count = a.graph.programs.world.pp
+    other_count = b.graph.programs.world.pp
+    stages = {stage: stage for stage in range(stage_count)}
+    # of other pipelines the first and the last
+    if stage_count != other_count:
+        stages = {0: 0, stage_count - 1: other_count - 1}
+    stages_of_change: dict[ScaleChange, list[int]] = defaultdict(list)
+    for stage, other_stage in stages.items():
+        for change in _changes_of_stage(_calls(a, stage), _calls(b, other_stage)):
+            stages_of_change[change].append(stage)
+    changes = list(_changes_of_groups(a, b))
+    for change, changed_stages in stages_of_change.items():
+        is_everywhere = len(changed_stages) == len(stages)
+        changes.append(replace(change, stages=() if is_everywhere else tuple(changed_stages)))
+    return tuple(changes)
 
 
-def _of_groups(a: PricedGraph, b: PricedGraph) -> Iterable[ScaleChange]:
-    """Sizes of groups, and how many nodes they span."""
-    both: list[dict[str, str]] = []
-    for one in (a, b):
-        shapes: dict[str, set[tuple[int, int]]] = defaultdict(set)
-        for kind in one.graph.call_kinds.kinds:
-            members = np.array(one.graph.groups[kind.group].group(int(kind.ranks[0])))
-            shape = shape_of(CallKind(kind.name, kind.group, members, False), one.machine)
-            shapes[kind.group].add((shape.size, shape.nodes))
-        words = {
-            group: [
-                f"{counted(size, 'rank')} on {counted(nodes, 'node')}"
-                for size, nodes in sorted(some)
-            ]
-            for group, some in shapes.items()
-        }
-        both.append({group: " or ".join(some) for group, some in words.items()})
-    for group in sorted({**both[0], **both[1]}):
-        of_a, of_b = (one.get(group, "none") for one in both)
-        if of_a != of_b:
-            yield ScaleChange("group", group, of_a, of_b)
+def _changes_of_groups(a: PricedGraph, b: PricedGraph) -> Iterable[ScaleChange]:
+    """Yield groups with other sizes, or that span other numbers of nodes."""
+    extents_of_a, extents_of_b = _extents(a), _extents(b)
+    for group in sorted({**extents_of_a, **extents_of_b}):
+        in_a = extents_of_a.get(group, _UNKNOWN_NODES)
+        in_b = extents_of_b.get(group, _UNKNOWN_NODES)
+        if in_a != in_b:
+            yield ScaleChange("group", group, in_a, in_b)
 
 
-def _calls(one: PricedGraph, stage: int) -> dict[_Line, _Calls]:
-    """The calls of a stage's first rank."""
-    graph, world = one.graph, one.graph.programs.world
-    c = int(graph.classes.of[world.rank_at(pp=stage)])
-    program, meet, kinds = graph.program_list[c], graph.matched_calls, graph.call_kinds
-    nccl, known = parse(graph.programs.source.get(NCCL_ENV, "")), dict[tuple[int, int], str]()
-    lines: dict[_Line, _Calls] = defaultdict(_Calls)
-    for entry in np.flatnonzero(meet.classes == c).tolist():
-        op, of = program[int(meet.ops[entry])], int(kinds.of[entry])
-        line = lines[op.name, op.group, op.site]
-        line.types.add(op.dtype)
-        pair = op.name in ("send", "recv")
-        if op.name not in ("all_to_all", *EXPERT_CALLS):  # the routing's matter
-            counts = line.elements[-1 if pair else op.microbatch]
-            size = max(op.num_in, op.num_out)
-            counts[size] = 1 if pair else counts[size] + 1
-        call = of, int(kinds.num_bytes[entry])
-        if call not in known:
-            shape = shape_of(kinds.kinds[of], one.machine)
-            known[call] = "alone" if shape.size == 1 else "HybridEP"
-            if shape.size > 1 and op.name not in EXPERT_CALLS:
-                known[call], _ = fastest(op.name, shape, call[1], one.machine, nccl)
-        line.ways.add(known[call])
-    return lines
+def _extents(priced: PricedGraph) -> dict[str, str]:
+    """Say of each group how many ranks and nodes it has."""
+    graph = priced.graph
+    shapes_of_group: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for kind in graph.call_kinds.kinds:
+        members = np.array(graph.groups[kind.group].group(int(kind.ranks[0])))
+        shape = shape_of(CallKind(kind.name, kind.group, members, False), priced.machine)
+        shapes_of_group[kind.group].add((shape.size, shape.nodes))
+    extents: dict[str, str] = {}
+    for group, shapes in shapes_of_group.items():
+        words: list[str] = []
+        for size, nodes in sorted(shapes):
+            words.append(f"{counted(size, 'rank')} on {counted(nodes, 'node')}")
+        extents[group] = " or ".join(words)
+    return extents
 
 
-def _of_stage(a: Mapping[_Line, _Calls], b: Mapping[_Line, _Calls]) -> Iterable[ScaleChange]:
+def _calls(priced: PricedGraph, stage: int) -> dict[_Line, _Calls]:
+    """Return the calls of a stage's first rank."""
+    graph = priced.graph
+    matched_calls, call_kinds = graph.matched_calls, graph.call_kinds
+    first_rank = graph.programs.world.rank_at(pp=stage)
+    index = int(graph.classes.of[first_rank])
+    program = graph.program_list[index]
+    ways = _Ways(priced)
+    calls_of_line: dict[_Line, _Calls] = defaultdict(_Calls)
+    for entry in np.flatnonzero(matched_calls.classes == index).tolist():
+        op = program[int(matched_calls.ops[entry])]
+        calls = calls_of_line[_Line(op.name, op.group, op.site)]
+        calls.types.add(op.dtype)
+        _count_elements(calls, op)
+        kind = call_kinds.kinds[int(call_kinds.of[entry])]
+        calls.ways.add(ways.of(op.name, kind, int(call_kinds.num_bytes[entry])))
+    return calls_of_line
+
+
+def _count_elements(calls: _Calls, op: Op) -> None:
+    """Count a call by its size."""
+    # how many rows go where is the routing's matter
+    if op.name in ("all_to_all", *EXPERT_CALLS):
+        return
+    size = max(op.num_in, op.num_out)
+    # how many messages there are follows from the microbatches
+    if op.name in ("send", "recv"):
+        calls.elements[-1][size] = 1
+    else:
+        calls.elements[op.microbatch][size] += 1
+
+
+class _Ways:
+    """How NCCL would move calls; asked once for equal ones."""
+
+    def __init__(self, priced: PricedGraph) -> None:
+        self._machine = priced.machine
+        self._settings = parse(priced.graph.programs.source.get(NCCL_ENV, ""))
+        self._way_of_call: dict[tuple[int, int], str] = {}
+
+    def of(self, name: str, kind: CallKind, num_bytes: int) -> str:
+        """Return how a call is moved."""
+        key = (id(kind), num_bytes)
+        if key not in self._way_of_call:
+            self._way_of_call[key] = self._choose(name, kind, num_bytes)
+        return self._way_of_call[key]
+
+    def _choose(self, name: str, kind: CallKind, num_bytes: int) -> str:
+        shape = shape_of(kind, self._machine)
+        if shape.size == 1:
+            return "alone"
+        if name in EXPERT_CALLS:
+            return "HybridEP"
+        way, _ = fastest(name, shape, num_bytes, self._machine, self._settings)
+        return way
+
+
+def _changes_of_stage(
+    a: Mapping[_Line, _Calls], b: Mapping[_Line, _Calls]
+) -> Iterable[ScaleChange]:
+    """Yield lines of code that one stage has alone, or whose calls differ."""
     for line in {**a, **b}:
-        name, group, site = line
-        what = f"{name} of {group}" + f" at {site}" * bool(site)
+        what = f"{line.call} of {line.group}"
+        if line.site:
+            what += f" at {line.site}"
         if line not in a or line not in b:
-            sizes, others = (one[line].sizes or "some" if line in one else "none" for one in (a, b))
-            yield ScaleChange("code", what, sizes, others)
+            yield ScaleChange("code", what, _sizes_of_line(a, line), _sizes_of_line(b, line))
             continue
-        of_b = b[line].words()
+        words_of_b = b[line].words()
         for kind, words in a[line].words().items():
-            if words != of_b[kind]:
-                yield ScaleChange(kind, what, words, of_b[kind])
+            if words != words_of_b[kind]:
+                yield ScaleChange(kind, what, words, words_of_b[kind])
+
+
+def _sizes_of_line(calls_of_line: Mapping[_Line, _Calls], line: _Line) -> str:
+    """Say the sizes of a line's calls; those of an all-to-all are not counted."""
+    if line not in calls_of_line:
+        return "none"
+    return calls_of_line[line].sizes or "some"
