@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
@@ -29,10 +30,14 @@ from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.units import counted, format_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from megatron_prism.core.ops import Op
     from megatron_prism.core.program import Programs
 
 _AROUND = 6  # ops before and after what ``--around`` names
+_MAX_LABELS = 8  # steps that a message names
+_NOTE = 60  # characters of a note and its name
 
 
 def capture(args: argparse.Namespace) -> Answer:
@@ -55,26 +60,16 @@ def capture(args: argparse.Namespace) -> Answer:
         return _check_job(args)
     if args.obstacles and not args.job:
         args.obstacles.raise_all()
-    refuse(
-        (args.out is None, "a capture needs a folder", "-o DIR"),
-        (not args.job and args.recipe is None, "capture what?",
-         "prism capture RECIPE -o DIR, or -o DIR -- pretrain_gpt.py …"),
-        (args.job and (args.recipe or args.settings),
-         f"{args.recipe or ' '.join(args.settings[:1])} does not go with a script",
-         "prism capture -o DIR -- SCRIPT"),
-    )  # fmt: skip
+    _refuse_capture(args)
+    out: Path = args.out
     talk = console(stderr=args.json)
     if args.job:
         from megatron_prism.emulate import script_job
 
-        (script, *rest), words = args.job, args.ours
+        script, *own_arguments = args.job
+        words = [*args.ours, *own_arguments]
         script_job.capture_command_line(
-            script,
-            [*words, *rest],
-            args.out,
-            talk,
-            force=args.force,
-            obstacles=args.obstacles,
+            script, words, out, talk, force=args.force, obstacles=args.obstacles
         )
         line = [*args.given, *args.line]
     else:
@@ -82,13 +77,32 @@ def capture(args: argparse.Namespace) -> Answer:
         from megatron_prism.emulate import recipe_job
 
         recipe = recipes.load(args.recipe, args.settings)
-        recipe_job.capture(recipe, args.out, force=args.force, console=talk)
+        recipe_job.capture(recipe, out, force=args.force, console=talk)
         line = [args.recipe, *args.settings]
-    keep_line(args.out, line)
-    out = str(args.out)
-    return Answer(lambda: _classes(out).value(), lambda: None,
-                  lambda: _classes(out).value()["classes"],
-                  next=f"prism fit {out}")  # fmt: skip
+    keep_line(out, line)
+
+    # the progress has said all that people want to know
+    return Answer(
+        lambda: _Classes(str(out)).value(),
+        lambda: None,
+        lambda: _Classes(str(out)).rows(),
+        next=f"prism fit {out}",
+    )
+
+
+def _refuse_capture(args: argparse.Namespace) -> None:
+    """Raise UsageError for a capture of nothing, of two things, or to nowhere."""
+    nothing_fix = "prism capture RECIPE -o DIR, or -o DIR -- pretrain_gpt.py …"
+    too_much = args.recipe or " ".join(args.settings[:1])
+    refuse(
+        (args.out is None, "a capture needs a folder", "-o DIR"),
+        (not args.job and args.recipe is None, "capture what?", nothing_fix),
+        (
+            args.job and (args.recipe or args.settings),
+            f"{too_much} does not go with a script",
+            "prism capture -o DIR -- SCRIPT",
+        ),
+    )
 
 
 def _check_job(args: argparse.Namespace) -> Answer:
@@ -96,12 +110,13 @@ def _check_job(args: argparse.Namespace) -> Answer:
     from megatron_prism.emulate import script_job
 
     refuse((not args.line, "--check is of a launch line", "prism capture --check torchrun …"))
+    # an obstacle of the line leaves no job to look at
+    check = script_job.Check("", None, "", (), args.obstacles)
     if args.job:
-        (script, *rest), words = args.job, args.ours
+        script, *own_arguments = args.job
+        words = [*args.ours, *own_arguments]
         talk = console(stderr=args.json)
-        check = script_job.check_command_line(script, [*words, *rest], talk, args.obstacles)
-    else:  # an obstacle of the line leaves no job to look at
-        check = script_job.Check("", None, "", (), args.obstacles)
+        check = script_job.check_command_line(script, words, talk, args.obstacles)
 
     def page() -> None:
         for text in check.stand_ins:
@@ -113,14 +128,10 @@ def _check_job(args: argparse.Namespace) -> Answer:
         if not len(check.obstacles):
             print("nothing stops this job")
 
-    return Answer(
-        check.as_json,
-        page,
-        lambda: [
-            {"message": obstacle.message, "fix": obstacle.fix} for obstacle in check.obstacles
-        ],
-        status=int(len(check.obstacles) > 0),
-    )
+    def rows() -> list[dict[str, object]]:
+        return [{"message": found.message, "fix": found.fix} for found in check.obstacles]
+
+    return Answer(check.as_json, page, rows, status=int(len(check.obstacles) > 0))
 
 
 def show(args: argparse.Namespace) -> Answer:
@@ -137,51 +148,64 @@ def show(args: argparse.Namespace) -> Answer:
     from megatron_prism.core.program_text import dump
     from megatron_prism.core.slices import open_programs
 
-    given = [key for key in ("rank", "around", "group") if getattr(args, key) is not None]
-    other = "--json" if args.json else f"--{given[0]}" if given else ""
+    asked = [key for key in ("rank", "around", "group") if getattr(args, key) is not None]
+    flag = f"--{asked[0]}" if asked else ""
+    beside_text = "--json" if args.json else flag
     refuse(
-        (args.text and other, f"--text is all of them, and {other} not", "leave one out"),
-        (args.rank is None and given, f"{other} shows ops of a rank", f"--rank 0 {other} …"),
+        (
+            args.text and beside_text,
+            f"--text is all of them, and {beside_text} not",
+            "leave one out",
+        ),
+        (
+            args.rank is None and asked,
+            f"{beside_text} shows ops of a rank",
+            f"--rank 0 {beside_text} …",
+        ),
     )
     if args.text:
         programs = open_programs(args.programs)
         return Answer(lambda: None, lambda: print(dump(programs), end=""))
     if args.rank is None:
-        return _classes(args.programs)
+        return _show_classes(args.programs)
     programs = open_programs(args.programs)
-    ops = {
-        rank: _ops(programs, rank, args.around, args.group)
-        for rank in programs.world.select(args.rank)
-    }
+    ops_of_rank: dict[int, dict[int, Op]] = {}
+    for rank in programs.world.select(args.rank):
+        ops_of_rank[rank] = _chosen_ops(programs, rank, args.around, args.group)
 
     def page() -> None:
-        for rank, each in ops.items():
-            _print_ops(programs, rank, each)
+        for rank, ops in ops_of_rank.items():
+            _print_ops(programs, rank, ops)
 
     def rows() -> list[dict[str, object]]:
-        return [
-            {"rank": rank, "index": index, "step": op.label, **dataclasses.asdict(op)}
-            for rank, each in ops.items()
-            for index, op in each.items()
-        ]
+        values: list[dict[str, object]] = []
+        for rank, ops in ops_of_rank.items():
+            for index, op in ops.items():
+                head = {"rank": rank, "index": index, "step": op.label}
+                values.append({**head, **dataclasses.asdict(op)})
+        return values
 
     return Answer(rows, page, rows)
 
 
-def _classes(path: str) -> Answer:
-    """The equivalent ranks of a world and their programs; ``peak_bytes`` is null where none was
-    recorded.
-    """
-    from megatron_prism.core.slices import open_programs
-    from megatron_prism.core.world import format_ranks
-    from megatron_prism.graph import world_graph
+class _Classes:
+    """The equivalent ranks of a world and their programs."""
 
-    graph = world_graph.build(open_programs(path))
-    classes, source = graph.classes, graph.programs.source
+    def __init__(self, path: str) -> None:
+        from megatron_prism.core.slices import open_programs
+        from megatron_prism.graph import world_graph
 
-    def rows() -> list[dict[str, Any]]:
-        return [
-            {
+        self.graph = world_graph.build(open_programs(path))
+        self.source = self.graph.programs.source
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each class; ``peak_bytes`` is null where none was recorded."""
+        from megatron_prism.core.world import format_ranks
+
+        classes = self.graph.classes
+        values: list[dict[str, Any]] = []
+        for index, program in enumerate(self.graph.program_list):
+            value = {
                 "class": index,
                 "ranks": format_ranks(classes.ranks(index).tolist()),
                 "count": classes.counts[index],
@@ -191,60 +215,98 @@ def _classes(path: str) -> Answer:
                 "reason": classes.reasons[index],
                 "counts": dict(program.counts()),
             }
-            for index, program in enumerate(graph.program_list)
-        ]
+            values.append(value)
+        return values
 
-    def page() -> None:
+    def value(self) -> dict[str, object]:
+        """Return all as one value."""
+        source = {key: job_settings.short(text) for key, text in self.source.items()}
+        return {"world": str(self.graph.programs.world), "source": source, "classes": self.rows()}
+
+    def page(self) -> None:
+        """Print what the world is of, and a table of classes."""
         out = console()
-        out.print(str(graph))
-        width = max(map(len, source), default=0)
-        for key, value in source.items():
-            out.print(f"  {key:<{width}}  {job_settings.short(value)}")
-        print_table(
-            ("class", "count", "captured as", "ops", "live peak", "because of", "ranks"),
-            [(str(r["class"]), f"{r['count']:,}", f"rank {r['captured_as']}", f"{r['ops']:,}",
-              "not recorded" if r["peak_bytes"] is None else format_bytes(r["peak_bytes"]),
-              str(r["reason"]), str(r["ranks"])) for r in rows()],
-        )  # fmt: skip
-
-    def value() -> dict[str, object]:
-        short = {key: job_settings.short(one) for key, one in source.items()}
-        return {"world": str(graph.programs.world), "source": short, "classes": rows()}
-
-    return Answer(value, page, rows, next=f"prism fit {path}")
+        out.print(str(self.graph))
+        width = max(map(len, self.source), default=0)
+        for key, text in self.source.items():
+            out.print(f"  {key:<{width}}  {job_settings.short(text)}")
+        head = ("class", "count", "captured as", "ops", "live peak", "because of", "ranks")
+        print_table(head, [_class_cells(row) for row in self.rows()])
 
 
-def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -> dict[int, Op]:
-    """The ops of ``rank`` that are meant, by their place in its program."""
+def _class_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a class."""
+    peak = "not recorded" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"])
+    return (
+        str(row["class"]),
+        f"{row['count']:,}",
+        f"rank {row['captured_as']}",
+        f"{row['ops']:,}",
+        peak,
+        str(row["reason"]),
+        str(row["ranks"]),
+    )
+
+
+def _show_classes(path: str) -> Answer:
+    """Answer which ranks of a world are equivalent."""
+    classes = _Classes(path)
+    return Answer(classes.value, classes.page, classes.rows, next=f"prism fit {path}")
+
+
+def _chosen_ops(
+    programs: Programs, rank: int, around: str | None, group: str | None
+) -> dict[int, Op]:
+    """Return the ops of a rank that are meant, by their place in its program.
+
+    Args:
+        programs: Of the world.
+        rank: The rank.
+        around: Only near this step.
+        group: Only calls in this group.
+    """
     from megatron_prism.core.groups import named_group
 
     ops = list(programs.of(rank))
-    groups = sorted({op.group for op in ops if op.group})
-    meant = {name for name in groups if group is None or named_group(group, name)}
-    if group is not None and not meant:
-        raise UsageError(f"rank {rank} has no call in a group {group}",
-                         fix=f"there are {', '.join(groups) or 'none'}")  # fmt: skip
-    wanted = range(len(ops))
+    places = range(len(ops))
+    chosen_groups: set[str] | None = None
+    if group is not None:
+        groups = sorted({op.group for op in ops if op.group})
+        chosen_groups = {name for name in groups if named_group(group, name)}
+        if not chosen_groups:
+            fix = f"there are {', '.join(groups) or 'none'}"
+            raise UsageError(f"rank {rank} has no call in a group {group}", fix=fix)
     if around is not None:
-        near = [i for i, op in enumerate(ops) if around in (op.label, f"{op.label}0")]
+        near = [place for place, op in enumerate(ops) if around in (op.label, f"{op.label}0")]
         if not near:
             labels = list(dict.fromkeys(op.label for op in ops))
-            raise UsageError(f"rank {rank} has no step {around}",
-                             fix=f"there are {', '.join(labels[:8])} …")  # fmt: skip
-        wanted = range(max(0, near[0] - _AROUND), min(len(ops), near[-1] + _AROUND + 1))
-    return {i: ops[i] for i in wanted if group is None or ops[i].group in meant}
+            fix = f"there are {', '.join(labels[:_MAX_LABELS])} …"
+            raise UsageError(f"rank {rank} has no step {around}", fix=fix)
+        last = min(len(ops), near[-1] + _AROUND + 1)
+        places = range(max(0, near[0] - _AROUND), last)
+    chosen: dict[int, Op] = {}
+    for place in places:
+        if chosen_groups is None or ops[place].group in chosen_groups:
+            chosen[place] = ops[place]
+    return chosen
 
 
-def _print_ops(programs: Programs, rank: int, ops: dict[int, Op]) -> None:
+def _print_ops(programs: Programs, rank: int, ops: Mapping[int, Op]) -> None:
+    """Print ops of a rank, each in the text form of programs."""
     from megatron_prism.core.program_text import format_op
 
-    as_rank, world = programs.of(rank).rank, programs.world
-    place = " ".join(f"{axis} {at}" for axis, at in world.coordinates(rank)._asdict().items())
-    print(f"rank {rank}: {place}{'' if as_rank == rank else f', captured as rank {as_rank}'}")
+    coordinates = programs.world.coordinates(rank)._asdict()
+    text = f"rank {rank}: " + " ".join(f"{axis} {place}" for axis, place in coordinates.items())
+    captured_rank = programs.of(rank).rank
+    if captured_rank != rank:
+        text += f", captured as rank {captured_rank}"
+    print(text)
     for index, op in ops.items():
         line = format_op(op)
         note = line.find(' note="')
-        print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")
+        if note >= 0:
+            line = line[: note + _NOTE] + " …"
+        print(f"{index:6}  {line}")
 
 
 def _feature_checks() -> list[ProgramCheck]:
@@ -273,24 +335,42 @@ def _check_calls(args: argparse.Namespace) -> Answer:
     from megatron_prism.graph import world_graph
 
     graph = world_graph.build(open_programs(args.programs))
-    findings = graph.check()
-    rows: list[dict[str, object]] = [
-        {"kind": f.kind, "group": f.group, "ranks": f.ranks, "call": f.number,
-         "picture": f.picture, "likely": f.likely}
-        for f in findings
-    ]  # fmt: skip
-    texts = [f"\n{finding}" for finding in findings]
+    rows: list[dict[str, object]] = []
+    texts: list[str] = []
+    for finding in graph.check():
+        texts.append(f"\n{finding}")
+        rows.append(
+            {
+                "kind": finding.kind,
+                "group": finding.group,
+                "ranks": finding.ranks,
+                "call": finding.number,
+                "picture": finding.picture,
+                "likely": finding.likely,
+            }
+        )
     texts.append(f"\n{counted(len(rows), 'mismatch')}" if rows else "every call is matched")
-    if not findings:  # calls that match may still wait in a circle
+    # calls that match may still wait in a circle
+    if not rows:
         circle = diagnose.diagnose_graph(graph)
         if circle.verdict != "healthy":
-            ranks = [culprit.rank for culprit in circle.culprits]
-            rows = [{"kind": circle.verdict, "group": circle.group, "ranks": ranks,
-                     "call": circle.seq, "picture": "\n".join(circle.chain),
-                     "likely": circle.headline()}]  # fmt: skip
             texts = [f"\nevery call is matched, and still: {circle}"]
-    return Answer(lambda: rows, lambda: print(graph, *texts, sep="\n"), lambda: rows,
-                  status=int(bool(rows)))  # fmt: skip
+            rows.append(
+                {
+                    "kind": circle.verdict,
+                    "group": circle.group,
+                    "ranks": [culprit.rank for culprit in circle.culprits],
+                    "call": circle.seq,
+                    "picture": "\n".join(circle.chain),
+                    "likely": circle.headline(),
+                }
+            )
+    return Answer(
+        lambda: rows,
+        lambda: print(graph, *texts, sep="\n"),
+        lambda: rows,
+        status=int(bool(rows)),
+    )
 
 
 COMMANDS = {
