@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from megatron_prism.features.faults.options import FaultOptions
 from megatron_prism.runtime.call_check import (
     CallCheck,
     LocalCallCheck,
+    differences,
     frames,
     gloo_does,
     nccl_lets_through,
@@ -36,189 +38,320 @@ if TYPE_CHECKING:
     from megatron_prism.features.hang.planting import FaultedCall
     from megatron_prism.graph.stall import StalledJob
 
-_MOST = 8_000_000  # ops of all ranks that are run to a standstill before the job
+_MAX_OPS = 8_000_000  # ops of all ranks that are run to a standstill before the job
+
+Fifo = tuple[str, str, int]  # group, "" or send or recv, the peer
 
 
-def _key(op: Op) -> tuple[str, str, int]:
-    """The FIFO in which a call is: its group, "" or send or recv, the peer."""
-    pair = op.name in ("send", "recv")
-    return op.group, op.name if pair else "", op.peer if pair else 0
+def _fifo(op: Op) -> Fifo:
+    """Return the FIFO in which a call is."""
+    if op.name in ("send", "recv"):
+        return op.group, op.name, op.peer
+    return op.group, "", 0
 
 
 class ProgramPeers:
-    """What ``programs`` say of the groups of ``rank``."""
+    """What programs say of the groups of a rank.
+
+    Attributes:
+        programs: Of the world.
+        rank: The local rank.
+        groups: Description -> memberships.
+    """
 
     def __init__(self, programs: Programs, rank: int) -> None:
         from megatron_prism.graph.classes import memberships
 
-        self.programs, self.rank = programs, rank
+        self.programs = programs
+        self.rank = rank
         self.groups = memberships(programs)
         for name in ("_of_program", "expected", "collectives", "_counterparts"):  # asked again
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def _members(self, desc: str) -> list[int]:
-        return self.groups[desc].group(self.rank).tolist() if desc in self.groups else []
+        if desc not in self.groups:
+            return []
+        members: list[int] = self.groups[desc].group(self.rank).tolist()
+        return members
 
-    def _ops(self, rank: int, desc: str, pair: bool) -> list[Op]:
-        return self._of_program(int(self.programs.program_of[rank]), desc, pair)
+    def _collectives_of(self, rank: int, desc: str) -> list[Op]:
+        return self._of_program(int(self.programs.program_of[rank]), desc, False)
 
-    def _of_program(self, number: int, desc: str, pair: bool) -> list[Op]:
-        program, wanted = self.programs.programs[number], IS_PAIR if pair else IS_COLLECTIVE
-        there = program.groups().get(desc, ())
-        return [program[int(i)] for i in there if wanted[program.ops["name"][i]]]
+    def _of_program(self, number: int, desc: str, are_messages: bool) -> list[Op]:
+        """Return the messages, or the collectives, of a program in a group."""
+        program = self.programs.programs[number]
+        is_meant = IS_PAIR if are_messages else IS_COLLECTIVE
+        calls: list[Op] = []
+        for index in program.groups().get(desc, ()):
+            if is_meant[program.ops["name"][index]]:
+                calls.append(program[int(index)])
+        return calls
 
     def own(self, desc: str) -> list[Op]:
-        """The collectives of the local rank itself."""
-        return self._ops(self.rank, desc, False)
+        """Return the collectives of the local rank itself."""
+        return self._collectives_of(self.rank, desc)
 
     def order(self) -> list[Op]:
-        """All calls of the local rank, as it issues them."""
+        """Return all calls of the local rank, as it issues them."""
         return [op for op in self.programs.of(self.rank) if op.group]
 
-    def expected(self) -> dict[tuple[str, str, int], list[Op]]:
-        """(group, "" or send or recv, peer) -> what the local rank calls there in an iteration."""
-        found: dict[tuple[str, str, int], list[Op]] = {}
+    def expected(self) -> dict[Fifo, list[Op]]:
+        """Return what the local rank calls in an iteration, by FIFO; not in groups of one."""
+        calls_of_fifo: dict[Fifo, list[Op]] = {}
         for op in self.order():
             if len(self._members(op.group)) > 1:
-                found.setdefault(_key(op), []).append(op)
-        return found
+                calls_of_fifo.setdefault(_fifo(op), []).append(op)
+        return calls_of_fifo
 
     def collectives(self, desc: str) -> list[tuple[int, int, list[Op]]]:
-        """(a member, how many call like it, its collectives) for all other members."""
-        by_program: dict[int, list[int]] = {}
+        """Return (a member, how many call like it, its collectives) for all other members."""
+        ranks_of_program: dict[int, list[int]] = {}
         for rank in self._members(desc):
             if rank != self.rank:
-                by_program.setdefault(int(self.programs.program_of[rank]), []).append(rank)
-        alike = by_program.values()
-        return [(ranks[0], len(ranks), self._ops(ranks[0], desc, False)) for ranks in alike]
+                number = int(self.programs.program_of[rank])
+                ranks_of_program.setdefault(number, []).append(rank)
+        rows: list[tuple[int, int, list[Op]]] = []
+        for ranks in ranks_of_program.values():
+            rows.append((ranks[0], len(ranks), self._collectives_of(ranks[0], desc)))
+        return rows
 
     def position(self, desc: str, rank: int) -> int:
-        """Group rank of ``rank``."""
+        """Return the group rank of ``rank``."""
         return int(self.groups[desc].position[rank])
 
     def messages(self, desc: str, offset: int, name: str) -> tuple[int, list[Op]]:
-        """(the rank ``offset`` places further, its counterparts of our ``name``)."""
+        """Return (the rank ``offset`` places further, its counterparts of our ``name``)."""
         members = self._members(desc)
         if not members:
             return -1, []
         peer = members[(self.position(desc, self.rank) + offset) % len(members)]
-        return peer, self._counterparts(desc, peer, "recv" if name == "send" else "send")
+        counterpart_name = "recv" if name == "send" else "send"
+        return peer, self._counterparts(desc, peer, counterpart_name)
 
     def _counterparts(self, desc: str, peer: int, name: str) -> list[Op]:
-        """Messages ``name`` of ``peer`` with the local rank."""
-        size, mine = len(self._members(desc)), self.position(desc, self.rank)
-        theirs = self.position(desc, peer)
-        every = self._ops(peer, desc, True)
-        return [op for op in every if op.name == name and (theirs + op.peer) % size == mine]
+        """Return messages ``name`` of ``peer`` with the local rank."""
+        size = len(self._members(desc))
+        own_position = self.position(desc, self.rank)
+        peer_position = self.position(desc, peer)
+        messages = self._of_program(int(self.programs.program_of[peer]), desc, True)
+        counterparts: list[Op] = []
+        for op in messages:
+            if op.name == name and (peer_position + op.peer) % size == own_position:
+                counterparts.append(op)
+        return counterparts
 
 
 class ExpectedCalls:
     """Healthy peers, and those of the plan with the call at which its world stands still.
 
-    faults : those of virtual ranks;  iteration : in which they happen (None: the first checked);
-    dry : they are planted, so that one knows what they would hit, and peers stay healthy
+    Attributes:
+        healthy: Peers without faults.
+        faulty: Peers as faults of virtual ranks make them.
+        rank: The local rank.
+        faults: Those of virtual ranks.
+        iteration: In which they happen (None: the first checked).
+        never: FIFO and number of this rank's first call without an end.
+        state: The job at its standstill, if it comes to one.
+        hits: What the faults hit.
     """
 
     def __init__(
-        self, path: str | Path, world: World, rank: int, faults: Sequence[Fault], seed: int,
+        self,
+        path: str | Path,
+        world: World,
+        rank: int,
+        faults: Sequence[Fault],
+        seed: int,
         dry: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """Read programs, and plant faults in them.
+
+        Args:
+            path: The programs.
+            world: Of the job.
+            rank: The local rank.
+            faults: Those of virtual ranks.
+            seed: Of ranks that are drawn.
+            dry: Plant them, so that one knows what they would hit, and leave peers healthy.
+
+        Raises:
+            UsageError: The programs are of another world, or the faults of several iterations.
+        """
         programs = open_programs(path)
-        if not programs.world.same_places(world):
-            size, same = programs.world.size, "capture the same job"
-            fix = same if size == world.size else f"--prism-world-size {size}, or {same}"
-            what = f"--prism-world {path} is of {programs.world}, this job is {world}"
-            raise UsageError(what, fix=fix)
+        _check_world(path, programs.world, world)
         self.healthy = self.faulty = ProgramPeers(programs, rank)
-        self.rank, self.faults = rank, tuple(faults)
-        numbers = {f.select.iteration for f in faults if f.select.iteration is not None}
-        if len(numbers) > 1:
-            raise UsageError(f"faults of virtual ranks in iterations {sorted(numbers)}: their "
-                             "programs are planted once", fix="the same iter= for all")  # fmt: skip
-        self.iteration = min(numbers, default=None)
-        self.never: tuple[str, str, int, int] | None = None  # this rank's first call without an end
+        self.rank = rank
+        self.faults = tuple(faults)
+        self.iteration = _single_iteration(faults)
+        self.never: tuple[str, str, int, int] | None = None
         self.state: StalledJob | None = None
-        self.hits: tuple[FaultedCall, ...] = ()  # what faults of virtual ranks hit
+        self.hits: tuple[FaultedCall, ...] = ()
         if faults:
             self._plant(programs, seed, dry)
 
     def _plant(self, programs: Programs, seed: int, dry: bool) -> None:
-        from megatron_prism.features.hang import planting as faults
+        """Plant the faults, and run the world until nobody can go on."""
+        from megatron_prism.features.hang import planting
         from megatron_prism.graph import stall
 
-        self.planted = faults.plant(programs, self.faults, seed)
-        self.hits = self.planted.hits
+        planted = planting.plant(programs, self.faults, seed)
+        self.hits = planted.hits
         if dry:
             return
-        self.faulty = ProgramPeers(self.planted.programs, self.rank)
-        lengths = [len(program) for program in self.planted.programs.programs]
-        if sum(lengths[i] for i in self.planted.programs.program_of) > _MOST:
+        self.faulty = ProgramPeers(planted.programs, self.rank)
+        lengths = [len(program) for program in planted.programs.programs]
+        if sum(lengths[number] for number in planted.programs.program_of) > _MAX_OPS:
             return
-        state = stall.run_until_stalled(self.planted.programs, self.planted.faults)
+        state = stall.run_until_stalled(planted.programs, planted.faults)
         if state.finished:
             return
         self.state = state
-        program = self.planted.programs.of(self.rank)
-        waits = (
-            (index, op)
-            for index, op in enumerate(program)
-            if (op.group or op.name == "host_wait") and not state.done[self.rank][index]
-        )
-        index, first = next(waits, (0, None))
-        if first is not None and first.group:
-            self.never = (*_key(first), int(program.sequence[index]))
+
+        # the first that does not end: a call, or a wait of the host, which is no call
+        program = planted.programs.of(self.rank)
+        is_done = state.done[self.rank]
+        for index, op in enumerate(program):
+            waits = op.group or op.name == "host_wait"
+            if waits and not is_done[index]:
+                if op.group:
+                    self.never = (*_fifo(op), int(program.sequence[index]))
+                return
 
     def standstill(self, key: tuple[str, str, int, int]) -> None:
-        """HangError if the call ``key`` is the first of this rank's that never ends."""
-        if key == self.never and self.state is not None:
-            from megatron_prism.features.hang import diagnose
+        """Raise HangError if a call is the first of this rank's that never ends.
 
-            found = diagnose.diagnose_stall(self.state, self.healthy.programs)
-            raise HangError(f"nobody can go on: rank {self.rank} stands in the first call that "
-                            f"never ends\n{found}")  # fmt: skip
+        Args:
+            key: FIFO and number of the call.
+        """
+        if key != self.never or self.state is None:
+            return
+        from megatron_prism.features.hang import diagnose
+
+        verdict = diagnose.diagnose_stall(self.state, self.healthy.programs)
+        text = f"nobody can go on: rank {self.rank} stands in the first call that never ends"
+        raise HangError(f"{text}\n{verdict}")
 
 
-def disagreement(
-    rank: int, iteration: int, kind: str, call: Op, number: int, theirs: Op | None,
-    found: Sequence[str], peer: int | None, own: Op | None,
-) -> HangError:  # fmt: skip
-    """The verdict on a call that does not fit; the prediction votes.
+def _check_world(path: str | Path, of_programs: World, of_job: World) -> None:
+    """Raise UsageError if programs are of another world than the job."""
+    if of_programs.same_places(of_job):
+        return
+    fix = "capture the same job"
+    if of_programs.size != of_job.size:
+        fix = f"--prism-world-size {of_programs.size}, or {fix}"
+    text = f"--prism-world {path} is of {of_programs}, this job is {of_job}"
+    raise UsageError(text, fix=fix)
 
-    own : what this rank's derived program has there; without it nobody is named
+
+def _single_iteration(faults: Iterable[Fault]) -> int | None:
+    """Return the iteration of all faults that name one; UsageError if there are several."""
+    numbers: set[int] = set()
+    for fault in faults:
+        if fault.select.iteration is not None:
+            numbers.add(fault.select.iteration)
+    if len(numbers) > 1:
+        text = f"faults of virtual ranks in iterations {sorted(numbers)}: their programs are "
+        raise UsageError(f"{text}planted once", fix="the same iter= for all")
+    return min(numbers, default=None)
+
+
+@dataclass(frozen=True)
+class CallDifference:
+    """A call that does not fit.
+
+    Attributes:
+        rank: The rank that makes it.
+        iteration: In which.
+        kind: In which way: a field, missing, divergence.
+        call: The call.
+        number: Among those of its group, or of the iteration.
+        theirs: What the peer calls there.
+        texts: What differs.
+        peer: The peer, if there is one.
+        own: What the rank's derived program has there; without it nobody is named.
     """
-    from megatron_prism.features.hang.verdict import Culprit, Diagnosis, Waiting
-    from megatron_prism.runtime.call_check import differences
 
-    here = f"{call.name} #{number + 1} of {call.group}"
-    if kind == "divergence":
-        here = f"{call.name} of {call.group}, call {number + 1} of the iteration"
-    evidence = [f"iteration {iteration}, rank {rank} {_text(call)}"]
-    if peer is not None and theirs is not None:
-        evidence.append(f"rank {peer} {_text(theirs)}")
-    evidence += list(found)
-    suspects: list[int] = []
-    if kind == "divergence":
-        suspects = [rank]
-    elif own is not None:
-        mine = differences(call, own) or kind == "missing" and theirs is None and peer is None
-        evidence.append("the derived program of this rank "
-                        + ("calls otherwise" if mine else "calls the same"))  # fmt: skip
-        suspects = [rank] if mine else [peer] if peer is not None else []
-    if kind == "missing":  # only one of two makes it
-        kind = "extra call" if suspects == [rank] and peer is not None else "skipped call"
-    culprits = tuple(Culprit(r, kind, found[0] if found else kind) for r in suspects)
-    victims = tuple(Waiting(r, (), call.name, call.group, number + 1)
-                    for r in (rank, peer) if r is not None and r not in suspects)  # fmt: skip
-    verdict = Diagnosis("mismatch", culprits, victims, call.group, call.name, number + 1,
-                        "likely" if suspects else "possible", tuple(evidence))  # fmt: skip
-    who = f"rank {format_ranks(suspects)} differs" if suspects else "who is wrong is undetermined"
-    return HangError(f"{here}, {kind}: {who}\n{verdict}",
-                     fix="--prism-mismatch off goes on, as far as it can")  # fmt: skip
+    rank: int
+    iteration: int
+    kind: str
+    call: Op
+    number: int
+    theirs: Op | None
+    texts: Sequence[str]
+    peer: int | None
+    own: Op | None
+
+    @property
+    def place(self) -> str:
+        """The call in words."""
+        if self.kind == "divergence":
+            return f"{self.call.name} of {self.call.group}, call {self.number + 1} of the iteration"
+        return f"{self.call.name} #{self.number + 1} of {self.call.group}"
+
+
+def disagreement(difference: CallDifference) -> HangError:
+    """Return the verdict on a call that does not fit; the prediction votes."""
+    from megatron_prism.features.hang.verdict import Culprit, Diagnosis, Waiting
+
+    rank, peer, call = difference.rank, difference.peer, difference.call
+    evidence = [f"iteration {difference.iteration}, rank {rank} {_text(call)}"]
+    if peer is not None and difference.theirs is not None:
+        evidence.append(f"rank {peer} {_text(difference.theirs)}")
+    evidence += difference.texts
+    suspects = _suspects(difference)
+    if difference.kind != "divergence" and difference.own is not None:
+        relation = "otherwise" if suspects == [rank] else "the same"
+        evidence.append(f"the derived program of this rank calls {relation}")
+
+    # only one of two makes the call
+    kind = difference.kind
+    if kind == "missing":
+        is_extra = suspects == [rank] and peer is not None
+        kind = "extra call" if is_extra else "skipped call"
+    reason = difference.texts[0] if difference.texts else kind
+    culprits = tuple(Culprit(suspect, kind, reason) for suspect in suspects)
+    victims: list[Waiting] = []
+    for side in (rank, peer):
+        if side is not None and side not in suspects:
+            victims.append(Waiting(side, (), call.name, call.group, difference.number + 1))
+    verdict = Diagnosis(
+        "mismatch",
+        culprits,
+        tuple(victims),
+        call.group,
+        call.name,
+        difference.number + 1,
+        "likely" if suspects else "possible",
+        tuple(evidence),
+    )
+    named = "who is wrong is undetermined"
+    if suspects:
+        named = f"rank {format_ranks(suspects)} differs"
+    text = f"{difference.place}, {kind}: {named}\n{verdict}"
+    return HangError(text, fix="--prism-mismatch off goes on, as far as it can")
+
+
+def _suspects(difference: CallDifference) -> list[int]:
+    """Return the rank that is to blame, if the prediction says it."""
+    rank, peer, own = difference.rank, difference.peer, difference.own
+    # the rank left its own order
+    if difference.kind == "divergence":
+        return [rank]
+    if own is None:
+        return []
+    # the peer's program has no such call
+    makes_it_alone = difference.kind == "missing" and difference.theirs is None
+    if differences(difference.call, own) or (makes_it_alone and peer is None):
+        return [rank]
+    return [] if peer is None else [peer]
 
 
 def _text(op: Op) -> str:
-    size = "" if op.name == "barrier" else f" {op.dtype} in={op.num_in} out={op.num_out}"
-    return f"calls {op.name}{size}" + (f" at {op.site}" if op.site else "")
+    """Say what a rank calls."""
+    text = f"calls {op.name}"
+    if op.name != "barrier":
+        text += f" {op.dtype} in={op.num_in} out={op.num_out}"
+    return f"{text} at {op.site}" if op.site else text
 
 
 _LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
@@ -235,142 +368,209 @@ def add_to(run: Run, asked: FaultOptions) -> None:
 
 
 class CallGuard(LabelledCalls):
-    """Makes the calls of one rank, and follows in which train step and phase they are made."""
+    """Makes the calls of one rank, and follows in which train step and phase they are made.
+
+    Attributes:
+        rank: The local rank.
+        asked: What the flags say.
+        local: All local ranks.
+        injector: Makes faults of this rank happen.
+        steps: Train steps, as the monitor has them.
+        strict: What programs expect, if calls are compared with them.
+        call_check: Compares calls with programs.
+        neighbours: Compares calls with those of other local ranks.
+    """
 
     def __init__(self, options: Any, asked: FaultOptions, tier: Any, store: Any) -> None:
         super().__init__()
-        self.rank, self.asked, self.local = options.rank, asked, options.ranks
-        seeds = [(f, f.ranks(options.world, asked.seed)) for f in asked.faults]
-        mine = [f for f, ranks in seeds if self.rank in ranks]
-        virtual = [f.of(rest) for f, ranks in seeds if (rest := set(ranks) - set(self.local))
-                   and not f.only_time]  # fmt: skip
-        if asked.truth is not None and self.rank == self.local[0]:
+        self.rank = options.rank
+        self.asked = asked
+        self.local = options.ranks
+        own_faults: list[Fault] = []
+        virtual_faults: list[Fault] = []
+        for fault in asked.faults:
+            ranks = fault.ranks(options.world, asked.seed)
+            if self.rank in ranks:
+                own_faults.append(fault)
+            virtual_ranks = set(ranks) - set(self.local)
+            if virtual_ranks and not fault.only_time:
+                virtual_faults.append(fault.of(virtual_ranks))
+        self._is_first = self.rank == self.local[0]
+        if asked.truth is not None and self._is_first:
             asked.truth.write_text("", encoding="utf-8")
-        self.injector = Injector(mine, self.rank, tier.name, tier.live, asked.dry_run, asked.truth)
-        self.steps: Callable[[], Sequence[Any]] = lambda: ()  # train steps, as the monitor has them
-        self.strict = None
+        self.injector = Injector(
+            own_faults, self.rank, tier.name, tier.live, asked.dry_run, asked.truth
+        )
+        self.steps: Callable[[], Sequence[Any]] = lambda: ()
+        self.strict: ExpectedCalls | None = None
         self.call_check: CallCheck | None = None
         if asked.strict and asked.programs is not None:
             self.strict = ExpectedCalls(
-                asked.programs, options.world, self.rank, virtual, asked.seed, asked.dry_run
+                asked.programs, options.world, self.rank, virtual_faults, asked.seed, asked.dry_run
             )
             self.call_check = CallCheck(self.strict.healthy, self._fail)
-        self.neighbours = None
+        self.neighbours: LocalCallCheck | None = None
         if asked.strict and store is not None:
             self.neighbours = LocalCallCheck(store, self.rank, self._fail)
-        self._inside = False
-        self._skip = False  # whether the next iteration is not a steady one
+        self._is_inside_call = False
+        self._skips_next = False  # whether the next iteration is not a steady one
         self._checked_faulty = False
-        self._other: list[str] = []  # that the programs are of other arguments
-        self._compared = 0  # calls, with the programs of the world
-        self._begun: list[int] = []  # iterations of which calls are compared
-        if asked.truth is not None and self.strict is not None and self.rank == self.local[0]:
-            with asked.truth.open("a", encoding="utf-8") as file:
-                lines = (hit.truth("virtual", self.strict.iteration) for hit in self.strict.hits)
-                file.writelines(line + "\n" for line in lines)
+        self._other_arguments: list[str] = []  # that the programs are of other arguments
+        self._compared_calls = 0  # with the programs of the world
+        self._compared_iterations: list[int] = []
+        self._write_virtual_truth()
+
+    def _write_virtual_truth(self) -> None:
+        """Write what faults of virtual ranks hit."""
+        if self.asked.truth is None or self.strict is None or not self._is_first:
+            return
+        with self.asked.truth.open("a", encoding="utf-8") as file:
+            for hit in self.strict.hits:
+                file.write(hit.truth("virtual", self.strict.iteration) + "\n")
 
     def banner(self) -> str:
-        """What is wrong on purpose, in a frame that nobody overlooks."""
-        lines = [f"FAULT INJECTION: {f}" for f in self.asked.faults]
+        """Say what is wrong on purpose, in a frame that nobody overlooks."""
+        lines = [f"FAULT INJECTION: {fault}" for fault in self.asked.faults]
         if self.asked.dry_run:
-            lines += [f"would fire: {hit}" for hit in (self.strict.hits if self.strict else ())]
+            if self.strict is not None:
+                lines += [f"would fire: {hit}" for hit in self.strict.hits]
             lines.append("dry run: none of them happens")
         if not lines:
             return ""
         width = max(map(len, lines))
         frame = "!" * (width + 6)
-        return "\n".join([frame, *(f"!! {line:{width}} !!" for line in lines), frame, ""])
+        framed = [f"!! {line:{width}} !!" for line in lines]
+        return "\n".join([frame, *framed, frame, ""])
 
     def is_of(self, arguments: str) -> None:
-        """Say it if the programs are of other arguments, now and in every verdict: then it may be
-        the programs that are wrong, and not a rank.
+        """Say it if the programs are of other arguments, now and in every verdict.
+
+        It may be the programs that are wrong then, and not a rank.
         """
-        there = self.strict and self.strict.healthy.programs.source.get("arguments")
-        differ = job_settings.differences("arguments", there, arguments) if there else []
-        what = f"{self.asked.programs} was captured with other arguments than this job"
-        self._other = [f"{what}: {'; '.join(differ)}"] if differ else []
-        for line in self._other:
-            sys.stderr.write(f"prism: warning: {line}\n")
+        self._other_arguments = []
+        if self.strict is None:
+            return
+        of_programs = self.strict.healthy.programs.source.get("arguments")
+        if not of_programs:
+            return
+        differing = job_settings.differences("arguments", of_programs, arguments)
+        if differing:
+            text = f"{self.asked.programs} was captured with other arguments than this job: "
+            text += "; ".join(differing)
+            self._other_arguments.append(text)
+            sys.stderr.write(f"prism: warning: {text}\n")
 
     # -- training ---------------------------------------------------------------------------------
     def iteration_started(
         self, number: int, wanted: int, model: Any = None, optimizer: Any = None
     ) -> None:
-        """Train step ``number`` (from 1) of ``wanted`` starts.
-
-        Programs are of a steady iteration: the first and the last of a long job are not compared.
-        """
+        """Train step ``number`` (from 1) of ``wanted`` starts."""
         if self.call_check is not None:
             self.call_check.end()
-            assert self.strict is not None
-            skip, self._skip = self._skip, False
-            if not skip and ((1 < number < wanted) if wanted > 2 else number == wanted):
-                hit = self.strict.iteration or number
-                peers = self.strict.faulty if hit == number else self.strict.healthy
-                self._checked_faulty |= peers is self.strict.faulty
-                self._begun.append(number)
-                self.call_check.begin(peers, peers.order() if self.asked.check_order else None)
+            is_skipped = self._skips_next
+            self._skips_next = False
+            if not is_skipped and _is_steady(number, wanted):
+                self._begin_comparison(self.call_check, number)
         super().iteration_started(number, wanted, model, optimizer)
         self.injector.begin(model, lambda: self.label("forward", "", ""))
 
+    def _begin_comparison(self, call_check: CallCheck, number: int) -> None:
+        """Compare the calls of a train step with programs: faulty ones if faults happen in it."""
+        assert self.strict is not None
+        peers = self.strict.healthy
+        # without an iteration of its own a fault happens in each
+        if self.strict.iteration in (None, 0, number):
+            peers = self.strict.faulty
+        self._checked_faulty |= peers is self.strict.faulty
+        self._compared_iterations.append(number)
+        call_check.begin(peers, peers.order() if self.asked.check_order else None)
+
     def outside_step(self, gathered: bool, begun: bool = False) -> None:
-        """An evaluation follows, which programs need not have: nothing is compared until the next
-        train step; nor in that one if its parameters are gathered before it.
+        """An evaluation follows, which programs need not have.
+
+        Nothing is compared until the next train step; nor in that one if its parameters are
+        gathered before it.
         """
         if self.call_check is not None:
             self.call_check.open = False
-            self._skip = gathered
+            self._skips_next = gathered
 
     def finished(self) -> None:
-        """A fault that never fired is an error, also a virtual rank's, and one that the real job
-        would not have survived; says what was compared and what faults led to.
+        """Say what was compared and what faults led to.
+
+        Raises:
+            UsageError: A fault never fired, also a virtual rank's.
+            HangError: A fault fired that the real job would not have survived.
         """
         self.injector.check_fired()
-        self._survived()
-        if self.strict is not None and self.strict.faults and not self.asked.dry_run:
-            texts = ", ".join(map(str, self.strict.faults))
-            why, fix = "it changes no call of this rank", "another iter=, or another rank"
-            if not self._checked_faulty:
-                why = (
-                    f"{self._past()}: neither the first nor the last, and none whose parameters "
-                    "an evaluation gathered before it"
-                )
-                fix = f"iter= one of {format_ranks(self._begun)}" if self._begun else fix
-            raise UsageError(f"{texts} was not met: {why}", fix=fix)
-        if self.strict is not None:
-            sys.stderr.write(
-                f"prism: {self._compared:,} calls of rank {self.rank} in {len(self._begun)} "
-                f"iterations were compared with {self.asked.programs}\n"
+        self._check_survived()
+        self._say_survived()
+        if self.strict is None:
+            return
+        if self.strict.faults and not self.asked.dry_run:
+            raise self._was_not_met(self.strict)
+        sys.stderr.write(
+            f"prism: {self._compared_calls:,} calls of rank {self.rank} in "
+            f"{len(self._compared_iterations)} iterations were compared with "
+            f"{self.asked.programs}\n"
+        )
+
+    def _was_not_met(self, strict: ExpectedCalls) -> UsageError:
+        """Return the error of faults of virtual ranks that stopped nothing."""
+        reason = "it changes no call of this rank"
+        fix = "another iter=, or another rank"
+        if not self._checked_faulty:
+            reason = (
+                f"{self._compared_text()}: neither the first nor the last, and none whose "
+                "parameters an evaluation gathered before it"
             )
+            if self._compared_iterations:
+                fix = f"iter= one of {format_ranks(self._compared_iterations)}"
+        texts = ", ".join(map(str, strict.faults))
+        return UsageError(f"{texts} was not met: {reason}", fix=fix)
 
-    def _past(self) -> str:
-        """Which iterations were compared, of how many."""
-        these = format_ranks(self._begun) if self._begun else "none"
-        return f"of {self.iteration} iterations {these} were compared"
+    def _compared_text(self) -> str:
+        """Say which iterations were compared, of how many."""
+        compared = "none"
+        if self._compared_iterations:
+            compared = format_ranks(self._compared_iterations)
+        return f"of {self.iteration} iterations {compared} were compared"
 
-    def _survived(self) -> None:
-        """Nobody shall take a run for a pass because virtual ranks answer at once."""
+    def _check_survived(self) -> None:
+        """Raise HangError if the run went on only because virtual ranks answer at once."""
         if self.asked.dry_run:
             return
         for fault, call in self.injector.survived.items():
-            others = "its peers would wait for good" if self.asked.programs is None else (
-                f"it fired where calls are not compared ({self._past()}, each up to an evaluation "
-                "that follows it), or changed their order alone")  # fmt: skip
+            consequence = "its peers would wait for good"
             fix = "--prism-world DIR (prism capture) stops where the job would, with the verdict"
             if self.asked.programs is not None:
+                consequence = (
+                    f"it fired where calls are not compared ({self._compared_text()}, each up to "
+                    "an evaluation that follows it), or changed their order alone"
+                )
                 fix = "an iter= of these that no evaluation follows"
                 if not self.asked.check_order:
                     fix = f"--prism-check-order for the order; else {fix}"
-            what = f"{fault} fired at {call} on rank {self.rank}; this run went on only because "
-            what += f"virtual ranks answer at once: in the real job {others}"
-            raise HangError(what, fix=fix)
+            text = f"{fault} fired at {call} on rank {self.rank}; this run went on only because "
+            text += f"virtual ranks answer at once: in the real job {consequence}"
+            raise HangError(text, fix=fix)
+
+    def _say_survived(self) -> None:
+        """Say what became of training after faults that the job survives."""
+        if self.asked.dry_run:
+            return
         for fault, number in self.injector.first.items():
-            steps = {step.number: _step_text(step) for step in self.steps()}
-            skipped = sum(step.skipped for step in self.steps())
-            then = [f"in step {n} {steps[n]}" for n in sorted({number, len(steps)} & steps.keys())]
+            text_of_step: dict[int, str] = {}
+            skipped_steps = 0
+            for step in self.steps():
+                text_of_step[step.number] = _step_text(step)
+                skipped_steps += step.skipped
+            step_count = len(text_of_step)
+            shown_steps = sorted({number, step_count} & text_of_step.keys())
+            outcomes = [f"in step {shown} {text_of_step[shown]}" for shown in shown_steps]
             sys.stderr.write(
-                f"prism: {fault} fired on rank {self.rank}, and the job went on: {skipped} of "
-                f"{len(steps)} steps skipped; {'; '.join(then)}\n"
+                f"prism: {fault} fired on rank {self.rank}, and the job went on: {skipped_steps} "
+                f"of {step_count} steps skipped; {'; '.join(outcomes)}\n"
             )
 
     # -- calls ------------------------------------------------------------------------------------
@@ -378,84 +578,118 @@ class CallGuard(LabelledCalls):
         self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
     ) -> Any:
         """Make the call, after faults and checks."""
-        if self._inside or self.iteration == 0 and self.neighbours is None:
+        is_before_training = self.iteration == 0 and self.neighbours is None
+        if self._is_inside_call or is_before_training:
             self.injector.sequence[group.desc, op in ("send", "recv")] += 1
             self.injector.groups.setdefault(group.desc, group)
             return self.through(group, op, answer, args, kwargs)
         site = self.sites.find(sys._getframe(2), foreign=True)
 
-        def make(op: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def make(made_op: str, made_answer: Callable[..., Any]) -> Callable[..., Any]:
             def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-                self._check(group, op, args, kwargs, site)
-                before, self._inside = self._inside, self._inside or op != name
+                self._check(group, made_op, args, kwargs, site)
+                was_inside = self._is_inside_call
+                # a call that stands for another one may make calls itself
+                self._is_inside_call = was_inside or made_op != op
                 try:
-                    return self.through(group, op, answer, args, kwargs)
+                    return self.through(group, made_op, made_answer, args, kwargs)
                 finally:
-                    self._inside = before
+                    self._is_inside_call = was_inside
 
             return call
 
-        name, call = op, self.label(op, group.desc, site)
-        return self.injector.record(group, op, make, answer, args, kwargs, call)
+        label = self.label(op, group.desc, site)
+        return self.injector.record(group, op, make, answer, args, kwargs, label)
 
     def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
+        """Compare a call with programs, and with those of other local ranks."""
         if self.call_check is None and self.neighbours is None:
             return
-        fields: dict[str, Any] = {
-            k: v for k, v in details(group, op, args, kwargs).items() if k != "shape"
-        }
+        fields: dict[str, Any] = dict(details(group, op, args, kwargs))
+        fields.pop("shape", None)
         call = Op(op, group=group.desc, site=site, **fields)
         if self.call_check is not None and self.call_check.open:
-            assert self.strict is not None
-            self._compared += 1
-            fifo = _key(call)
-            if self.call_check.peers is self.strict.faulty and group.size() > 1:
-                self.strict.standstill((*fifo, self.call_check.counts[fifo]))
-            self.call_check.check(call, group.rank(), group.size())
-        local = {r: group.ranks.index(r) for r in self.local if r in group.ranks}
-        if self.neighbours is not None and len(local) > 1 and op not in ("send", "recv"):
-            self._inside = True
-            try:
-                key = f"{group.desc}:{','.join(map(str, sorted(local)))}"
-                self.neighbours.check(call, key, local, site)
-            finally:
-                self._inside = False
+            self._compare_with_programs(self.call_check, group, call)
+        local_positions = {
+            rank: group.ranks.index(rank) for rank in self.local if rank in group.ranks
+        }
+        if self.neighbours is None or len(local_positions) < 2 or op in ("send", "recv"):
+            return
+        self._is_inside_call = True
+        try:
+            ranks = ",".join(map(str, sorted(local_positions)))
+            self.neighbours.check(call, f"{group.desc}:{ranks}", local_positions, site)
+        finally:
+            self._is_inside_call = False
 
-    def _does(self, call: Op, theirs: Op | None) -> str:
-        """What the library of the policy does with two calls that differ; strict: stops."""
+    def _compare_with_programs(self, call_check: CallCheck, group: Any, call: Op) -> None:
+        assert self.strict is not None
+        self._compared_calls += 1
+        fifo = _fifo(call)
+        if call_check.peers is self.strict.faulty and group.size() > 1:
+            self.strict.standstill((*fifo, call_check.counts[fifo]))
+        call_check.check(call, group.rank(), group.size())
+
+    def _outcome(self, call: Op, theirs: Op | None) -> str:
+        """Say what the library of the policy does with two calls that differ; strict: stops."""
         if self.asked.policy == "gloo":
-            sends = None
+            is_root: bool | None = None
             if self.strict is not None and call.name == "broadcast":
-                sends = self.strict.healthy.position(call.group, self.rank) == call.root
-            return gloo_does(call, theirs, sends)
+                is_root = self.strict.healthy.position(call.group, self.rank) == call.root
+            return gloo_does(call, theirs, is_root)
         passes = self.asked.policy == "nccl" and nccl_lets_through(call, theirs)
         return "passes" if passes else "hangs"
 
     def _fail(
-        self, kind: str, call: Op, number: int, theirs: Op | None, found: Sequence[str],
-        peer: int | None = None, own: Op | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        call: Op,
+        number: int,
+        theirs: Op | None,
+        found: Sequence[str],
+        peer: int | None = None,
+        own: Op | None = None,
+    ) -> None:
+        """Raise the verdict on a call that does not fit, unless the library lets it through."""
+        texts = list(found)
         if kind != "divergence":
-            does = self._does(call, theirs)
-            if does == "passes":
+            outcome = self._outcome(call, theirs)
+            if outcome == "passes":
                 sys.stderr.write(
                     f"prism: {_LIBRARY[self.asked.policy]} would not notice: {call.name} "
                     f"#{number + 1} of {call.group}, rank {self.rank} against rank {peer}: "
-                    f"{'; '.join(found)}; the data is wrong now\n"
+                    f"{'; '.join(texts)}; the data is wrong now\n"
                 )
                 return
-            found = [*found, *([f"gloo {does}"] if self.asked.policy == "gloo" else [])]
-        if self.strict is not None and kind != "divergence" and call.name not in ("send", "recv"):
-            fifo = self.strict.healthy.own(call.group)
-            own = fifo[number] if number < len(fifo) else None
-        found = [*found, *self._other] if found else found
-        stack = [f"rank {self.rank} stands at", *(f"  {frame}" for frame in frames())]
-        if len(stack) > 1 and not any("stands at" in line for line in found):
-            found = [*found, *stack]
-        raise disagreement(self.rank, self.iteration, kind, call, number, theirs, found, peer, own)
+            if self.asked.policy == "gloo":
+                texts.append(f"gloo {outcome}")
+            # what this rank's own program has there
+            if self.strict is not None and call.name not in ("send", "recv"):
+                own_calls = self.strict.healthy.own(call.group)
+                own = own_calls[number] if number < len(own_calls) else None
+        if texts:
+            texts += self._other_arguments
+        stack = frames()
+        if stack and not any("stands at" in text for text in texts):
+            texts.append(f"rank {self.rank} stands at")
+            texts += [f"  {frame}" for frame in stack]
+        raise disagreement(
+            CallDifference(self.rank, self.iteration, kind, call, number, theirs, texts, peer, own)
+        )
+
+
+def _is_steady(number: int, count: int) -> bool:
+    """Tell whether a train step is one of those that programs have.
+
+    The first and the last of a long job are none.
+    """
+    if count > 2:
+        return 1 < number < count
+    return number == count
 
 
 def _step_text(step: Any) -> str:
+    """Say what came of a train step."""
     losses = ", ".join(f"{name} {value:.6g}" for name, value in step.losses.items())
     norm = "unknown" if step.grad_norm is None else f"{step.grad_norm:.6g}"
     return f"{losses or 'no loss here'}, gradient norm {norm}"

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -50,347 +50,578 @@ if TYPE_CHECKING:
 
 _SIGNALS = {"sigkill": signal.SIGKILL, "segfault": signal.SIGSEGV, "sigstop": signal.SIGSTOP}
 _IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-           "fp64": torch.float64, "int64": torch.int64, "int32": torch.int32}  # fmt: skip
-_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
-           "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}  # fmt: skip
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_OTHERS = {  # our name -> c10d's method and the options that it takes
-    "all_reduce": ("allreduce", dist.AllreduceOptions),
-    "broadcast": ("broadcast", dist.BroadcastOptions),
-    "barrier": ("barrier", dist.BarrierOptions),
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
+_REDUCE = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A collective that may be made in place of another.
+
+    Attributes:
+        name: Of c10d's method.
+        options: That it takes.
+    """
+
+    name: str
+    options: Callable[[], object]
+
+
+_METHODS = {
+    "all_reduce": _Method("allreduce", dist.AllreduceOptions),
+    "broadcast": _Method("broadcast", dist.BroadcastOptions),
+    "barrier": _Method("barrier", dist.BarrierOptions),
 }
 
 
 def arguments_of(
     fault: Fault, healthy: Op, wanted: Op, args: Args, group: PrismGroup
 ) -> list[object]:
-    """The arguments of ``wanted``, which is made instead of ``healthy``."""
+    """Return the arguments of a call that is made instead of another.
+
+    Args:
+        fault: Which changes the call.
+        healthy: The call as it should be.
+        wanted: The call as it is made.
+        args: The arguments of the healthy call.
+        group: In which it is made.
+
+    Raises:
+        UnsupportedError: A running rank cannot make it.
+    """
     kind = fault.kind
     if kind in ("shape", "dtype"):
-        what, old = f"{fault}: {healthy.name} has two tensors that must fit", args[0][0]
-        if healthy.name not in _IN_PLACE:
-            raise UnsupportedError(what, fix=f"prism hang DIR fault={fault}")
-        if kind == "shape":
-            count = max(wanted.num_in, wanted.num_out)
-            return [[torch.zeros(count, dtype=old.dtype, device=old.device)], *args[1:]]
-        if wanted.dtype not in _DTYPES:
-            known = f"to= one of {', '.join(_DTYPES)}"
-            raise UnsupportedError(f"{fault}: {wanted.dtype}", fix=known)
-        return [[old.detach().to(_DTYPES[wanted.dtype])], *args[1:]]
+        return [[_changed_tensor(fault, healthy, wanted, args[0][0])], *args[1:]]
     if kind == "root":
         args[-1].rootRank = wanted.root
-    elif kind == "reduce_op":
+        return list(args)
+    if kind == "reduce_op":
         args[-1].reduceOp = dist.ReduceOp(_REDUCE[wanted.reduce])
-    elif kind == "splits":
-        return [*args[:3], list(wanted.splits[0] if wanted.splits else ()), *args[4:]]
-    elif kind == "p2p_swap":
-        return [args[0], (group.rank() + wanted.peer) % group.size(), *args[2:]]
-    elif wanted.name not in _OTHERS:
-        raise UnsupportedError(f"{fault}: a running rank cannot make that of {healthy.name}",
-                               fix=f"to= one of {', '.join(_OTHERS)}")  # fmt: skip
-    else:
-        ins, outs = arguments(healthy.name, args)
-        options = _OTHERS[wanted.name][1]()
-        return [options] if wanted.name == "barrier" else [(ins or outs)[:1], options]
-    return list(args)
+        return list(args)
+    if kind == "splits":
+        send_rows = list(wanted.splits[0]) if wanted.splits else []
+        return [*args[:3], send_rows, *args[4:]]
+    if kind == "p2p_swap":
+        peer = (group.rank() + wanted.peer) % group.size()
+        return [args[0], peer, *args[2:]]
+
+    # another operation
+    if wanted.name not in _METHODS:
+        text = f"{fault}: a running rank cannot make that of {healthy.name}"
+        raise UnsupportedError(text, fix=f"to= one of {', '.join(_METHODS)}")
+    options = _METHODS[wanted.name].options()
+    if wanted.name == "barrier":
+        return [options]
+    inputs, outputs = arguments(healthy.name, args)
+    return [(inputs or outputs)[:1], options]
+
+
+def _changed_tensor(fault: Fault, healthy: Op, wanted: Op, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of another size, or of another type."""
+    if healthy.name not in _IN_PLACE:
+        text = f"{fault}: {healthy.name} has two tensors that must fit"
+        raise UnsupportedError(text, fix=f"prism hang DIR fault={fault}")
+    if fault.kind == "shape":
+        count = max(wanted.num_in, wanted.num_out)
+        return torch.zeros(count, dtype=tensor.dtype, device=tensor.device)
+    if wanted.dtype not in _DTYPES:
+        fix = f"to= one of {', '.join(_DTYPES)}"
+        raise UnsupportedError(f"{fault}: {wanted.dtype}", fix=fix)
+    return tensor.detach().to(_DTYPES[wanted.dtype])
 
 
 def spoil_tensors(fault: Fault, tensors: Sequence[torch.Tensor], what: str) -> None:
-    """nan, inf, bitflip: the first number of each of ``tensors``, which are of ``what``."""
-    values = [t for t in tensors if t.is_floating_point() and t.numel()]
-    if not values:  # Megatron's first calls broadcast whole numbers
+    """Spoil the first number of each tensor: nan, inf, bitflip.
+
+    Args:
+        fault: How.
+        tensors: Which.
+        what: The tensors are of, for messages.
+
+    Raises:
+        UnsupportedError: No tensor has fractions, or there is no such bit.
+    """
+    fractions = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    # Megatron's first calls broadcast whole numbers
+    if not fractions:
         raise UnsupportedError(
             f"{fault}: {what} gives no fractions that could be {fault.kind}",
             fix=f"another call: {fault.kind}@rank={fault.select.rank},phase=backward",
         )
-    for tensor in values:
+    for tensor in fractions:
         first = (0,) * tensor.dim()
-        if fault.kind != "bitflip":
+        if fault.kind == "bitflip":
+            _flip_bit(fault, tensor, first, what)
+        else:
             tensor.data[first] = float(fault.kind)
-            continue
-        bits = 8 * tensor.element_size()
-        bit = fault.number("bit", bits - 2)  # below the sign: the highest of the exponent
-        if bit >= bits:
-            raise UnsupportedError(f"{fault}: {what} has {bits} bits", fix=f"bit={bits - 2}")
-        word = tensor.data[first].reshape(1).clone().view(_WORDS[tensor.element_size()])
-        mask = 1 << bit if bit < bits - 1 else -(1 << bit)  # the sign of a signed word
-        tensor.data[first] = (word ^ mask).view(tensor.dtype)[0]
+
+
+def _flip_bit(fault: Fault, tensor: torch.Tensor, place: tuple[int, ...], what: str) -> None:
+    """Flip a bit of a number: the highest of the exponent, unless the fault names another."""
+    num_bytes = tensor.element_size()
+    sign_bit = 8 * num_bytes - 1
+    bit = fault.number("bit", sign_bit - 1)
+    if bit > sign_bit:
+        fix = f"bit={sign_bit - 1}"
+        raise UnsupportedError(f"{fault}: {what} has {8 * num_bytes} bits", fix=fix)
+    word = tensor.data[place].reshape(1).clone().view(_WORDS[num_bytes])
+    mask = 1 << bit
+    # the mask of a sign does not fit the signed word
+    if bit == sign_bit:
+        mask = -mask
+    tensor.data[place] = (word ^ mask).view(tensor.dtype)[0]
 
 
 def leave(fault: Fault) -> None | NoReturn:
-    """The rank raises, ends or stands still."""
-    if fault.kind in ("gil", "sigstop") or (fault.kind == "data_stall" and "s" not in fault.params):
-        print(f"prism: this process (pid {os.getpid()}) now hangs for good, as {fault} says: end "
-              "it with kill -9; a verdict without waiting is prism hang DIR fault=…",
-              file=sys.stderr, flush=True)  # fmt: skip
-    if fault.kind in _SIGNALS:
-        os.kill(os.getpid(), _SIGNALS[fault.kind])
-    elif fault.kind == "exit":
+    """Raise, end or stand still, as a fault of the rank says."""
+    kind = fault.kind
+    is_endless_stall = kind == "data_stall" and "s" not in fault.params
+    if kind in ("gil", "sigstop") or is_endless_stall:
+        text = f"prism: this process (pid {os.getpid()}) now hangs for good, as {fault} says: end "
+        text += "it with kill -9; a verdict without waiting is prism hang DIR fault=…"
+        print(text, file=sys.stderr, flush=True)
+    if kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[kind])
+    elif kind == "exit":
         exit_status.leave(fault.number("code", 1))
-    elif fault.kind == "gil":
+    elif kind == "gil":
         ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock while it waits
-    elif fault.kind == "data_stall":
-        time.sleep(fault.number("s", 1 << 30))
-    elif fault.kind == "data_end":
+    elif kind == "data_stall":
+        time.sleep(fault.number("s", _FOR_GOOD_S))
+    elif kind == "data_end":
         raise StopIteration("[prism-fault] the data loader ended")
-    elif fault.kind == "oom":
+    elif kind == "oom":
         raise torch.OutOfMemoryError(f"[prism-fault] {fault}")
     else:
         raise RuntimeError(f"[prism-fault] {fault}")
     return None
 
 
+_FOR_GOOD_S = 1 << 30
+_FOR_GOOD_CYCLES = 1 << 62
 _GOES_ON = (*VALUES, "delay", "slow", "data_stall", "env")  # wrong, or late, and no rank waits
 _LOST = ("drop", "p2p_lost", "skip_microbatch")
+_MESSAGES = ("send", "recv")
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 Make = Callable[[str, "Answer"], "Answer"]  # of a collective and its answer
 
 
+@dataclass(frozen=True)
+class _Finder:
+    """Finds the calls of a fault.
+
+    Attributes:
+        matcher: Of the fault's call.
+        partner: Of the other call of a swap.
+    """
+
+    matcher: FaultMatcher
+    partner: FaultMatcher | None
+
+    @property
+    def fault(self) -> Fault:
+        """The fault."""
+        return self.matcher.fault
+
+
+@dataclass(frozen=True)
+class _HeldCall:
+    """A call that waits until another one was made."""
+
+    call: Answer
+    group: PrismGroup
+    args: Args
+    kwargs: Kwargs
+
+    def make(self) -> dist.Work | None:
+        """Make the call."""
+        return self.call(self.group, *self.args, **self.kwargs)
+
+
 class Injector:
     """Makes ``features.hang.planting`` happen on this rank.
 
-    live  : the tracker of live bytes (meta) or None;  dry: say it, do nothing
-    truth : file that gets a line for every fault that fires, before it does
+    Attributes:
+        rank: The rank.
+        tier: Its tier.
+        live: The tracker of live bytes (meta) or None.
+        dry: Say it, do nothing.
+        truth: File that gets a line for every fault that fires, before it does.
+        fired: Fault -> how often it fired.
+        first: Fault -> the train step in which it fired first.
+        survived: Fault -> the call after which this rank went on.
+        sequence: (group, whether messages) -> calls up to now.
+        groups: Description -> this rank's group, once it was used.
+        steps: Train steps that began.
+        finders: Of faults that happen to calls.
+        faults: All.
     """
 
     def __init__(
-        self, faults: Sequence[Fault], rank: int, tier: str, live: LiveBytes | None, dry: bool,
+        self,
+        faults: Sequence[Fault],
+        rank: int,
+        tier: str,
+        live: LiveBytes | None,
+        dry: bool,
         truth: Path | None = None,
-    ) -> None:  # fmt: skip
-        self.rank, self.tier, self.live, self.dry, self.truth = rank, tier, live, dry, truth
+    ) -> None:
+        self.rank = rank
+        self.tier = tier
+        self.live = live
+        self.dry = dry
+        self.truth = truth
         self.fired: Counter[str] = Counter()
-        self.first: dict[str, int] = {}  # fault -> the train step in which it fired
-        self.survived: dict[str, str] = {}  # fault -> the call after which this rank went on
+        self.first: dict[str, int] = {}
+        self.survived: dict[str, str] = {}
         self.sequence: Counter[tuple[str, bool]] = Counter()
-        self.groups: dict[str, PrismGroup] = {}  # description -> this rank's, once it was used
-        self.steps = 0  # train steps that began
-        self._since = time.perf_counter()  # the last call came back
-        self._watched = False
-        self._held: dict[str, tuple[Answer, PrismGroup, Args, Kwargs]] = {}
-        for fault in faults:
-            self._possible(fault)
-        of_tensors = [f for f in faults if f.params.get("tensor") in ("loss", "act")]
-        self._tensors = [FaultMatcher(f) for f in of_tensors]
-        calls = [f for f in faults if f not in of_tensors and f.kind not in ("slow", "env")]
-        self.finders = [(FaultMatcher(f), FaultMatcher(_partner(f)) if f.kind == "swap" else None)
-                        for f in calls]  # fmt: skip
-        self._slow = [FaultMatcher(f) for f in faults if f.kind == "slow"]
+        self.groups: dict[str, PrismGroup] = {}
+        self.steps = 0
         self.faults = tuple(faults)
-        for fault in (f for f in faults if f.kind == "env"):
-            for name, value in fault.params.items():
-                self._say(fault, CallLabel(f"{name}={value}", ""), 0)
-                if not dry:
-                    os.environ[name] = value
+        self.finders: list[_Finder] = []
+        self._since = time.perf_counter()  # the last call came back
+        self._watches_model = False
+        self._held: dict[str, _HeldCall] = {}
+        self._of_tensors: list[FaultMatcher] = []  # of what the model gives
+        self._slow: list[FaultMatcher] = []
+        for fault in faults:
+            self._check_possible(fault)
+        for fault in faults:
+            if fault.params.get("tensor") in ("loss", "act"):
+                self._of_tensors.append(FaultMatcher(fault))
+            elif fault.kind == "slow":
+                self._slow.append(FaultMatcher(fault))
+            elif fault.kind == "swap":
+                self.finders.append(_Finder(FaultMatcher(fault), FaultMatcher(_partner(fault))))
+            elif fault.kind != "env":
+                self.finders.append(_Finder(FaultMatcher(fault), None))
+        for fault in faults:
+            if fault.kind == "env":
+                self._set_variables(fault)
 
-    def _possible(self, fault: Fault) -> None:
-        of_bytes = fault.kind == "oom" and "at_bytes" in fault.params
-        for broken, what, fix in (
-            (fault.kind in ("gpu_error", "nic"), "a running rank cannot be made to do that",
-             f"prism hang DIR fault={fault}"),
-            (fault.kind == "gpu_hang" and self.tier != "cuda", "it needs a CUDA device",
-             "--prism-tier cuda"),
-            (of_bytes and self.live is None, "it is for tier meta", "--prism-tier meta"),
-            (fault.kind in VALUES and self.tier == "meta",
-             "tier meta has shapes only, and no values", "--prism-tier cpu"),
-        ):  # fmt: skip
-            if broken:
-                raise UnsupportedError(f"{fault}: {what}", fix=fix)
+    def _set_variables(self, fault: Fault) -> None:
+        """Set environment variables that the other ranks do not have."""
+        for name, value in fault.params.items():
+            self._say(fault, CallLabel(f"{name}={value}", ""), 0)
+            if not self.dry:
+                os.environ[name] = value
+
+    def _check_possible(self, fault: Fault) -> None:
+        """Raise UnsupportedError for a fault that this rank cannot have."""
+        if fault.kind in ("gpu_error", "nic"):
+            text = f"{fault}: a running rank cannot be made to do that"
+            raise UnsupportedError(text, fix=f"prism hang DIR fault={fault}")
+        if fault.kind == "gpu_hang" and self.tier != "cuda":
+            raise UnsupportedError(f"{fault}: it needs a CUDA device", fix="--prism-tier cuda")
+        if _is_of_bytes(fault) and self.live is None:
+            raise UnsupportedError(f"{fault}: it is for tier meta", fix="--prism-tier meta")
+        if fault.kind in VALUES and self.tier == "meta":
+            text = f"{fault}: tier meta has shapes only, and no values"
+            raise UnsupportedError(text, fix="--prism-tier cpu")
 
     # -- what the guard says ----------------------------------------------------------------------
     def begin(self, model: Model | None, labels: Callable[[], CallLabel]) -> None:
-        """A train step starts.  ``labels``: where the rank is, while its model runs."""
+        """A train step starts.
+
+        Args:
+            model: The model, or its chunks.
+            labels: Says where the rank is, while its model runs.
+        """
         self.steps += 1
         self._since = time.perf_counter()
-        if model is None or self._watched:
+        if model is None or self._watches_model:
             return
-        self._watched = True
+        self._watches_model = True
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-        for finder in self._tensors:
-            chosen = [c for c in chunks if finder.fault.params["tensor"] == "act" or _last(c)]
-            if not chosen:
-                raise UsageError(f"{finder.fault}: rank {self.rank} has no loss",
-                                 fix="a rank of the last stage, or tensor=act")  # fmt: skip
-            for chunk in chosen:
-                chunk.register_forward_hook(partial(self._spoil, finder, labels))
+        for matcher in self._of_tensors:
+            watched = chunks
+            if matcher.fault.params["tensor"] == "loss":
+                watched = [chunk for chunk in chunks if _ends_in_loss(chunk)]
+            if not watched:
+                text = f"{matcher.fault}: rank {self.rank} has no loss"
+                raise UsageError(text, fix="a rank of the last stage, or tensor=act")
+            for chunk in watched:
+                chunk.register_forward_hook(partial(self._spoil_output, matcher, labels))
 
-    def _spoil(
-        self, finder: FaultMatcher, labels: Callable[[], CallLabel],
-        module: torch.nn.Module, inputs: object, output: object,
-    ) -> None:  # fmt: skip
+    def _spoil_output(
+        self,
+        matcher: FaultMatcher,
+        labels: Callable[[], CallLabel],
+        module: torch.nn.Module,
+        inputs: object,
+        output: object,
+    ) -> None:
+        """Spoil what a model chunk gives, if its forward is meant."""
         call = labels()
-        if finder.hit(call):
-            self._say(finder.fault, call, finder.seen)
-            if not self.dry:
-                outputs = output if isinstance(output, (list, tuple)) else [output]
-                tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
-                spoil_tensors(finder.fault, tensors, "the model's output")
+        if not matcher.hit(call):
+            return
+        self._say(matcher.fault, call, matcher.seen)
+        if not self.dry:
+            outputs = output if isinstance(output, (list, tuple)) else [output]
+            tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+            spoil_tensors(matcher.fault, tensors, "the model's output")
 
     def record(
-        self, group: PrismGroup, op: str, make: Make, answer: Answer, args: Args, kwargs: Kwargs,
+        self,
+        group: PrismGroup,
+        op: str,
+        make: Make,
+        answer: Answer,
+        args: Args,
+        kwargs: Kwargs,
         call: CallLabel,
-    ) -> dist.Work | None:  # fmt: skip
+    ) -> dist.Work | None:
         """Make the call, or what the plan makes of it."""
-        pair = op in ("send", "recv")
-        self.sequence[group.desc, pair] += 1
+        counter = (group.desc, op in _MESSAGES)
+        self.sequence[counter] += 1
         self.groups.setdefault(group.desc, group)
-        if not call.iteration:  # nothing before the first step
+        # nothing happens before the first step
+        if not call.iteration:
             return make(op, answer)(group, *args, **kwargs)
         self._stretch(call)
         try:
-            for finder, partner in self.finders:
-                if self._hit(finder, partner, call):
-                    self._say(finder.fault, call, self.sequence[group.desc, pair], group)
-                    if not self.dry:
-                        how = op, make, answer, list(args), dict(kwargs)
-                        return self._fire(finder.fault, group, *how)
+            for finder in self.finders:
+                if not self._is_hit(finder, call):
+                    continue
+                self._say(finder.fault, call, self.sequence[counter], group)
+                if not self.dry:
+                    own_args, own_kwargs = list(args), dict(kwargs)
+                    return self._fire(finder.fault, group, op, make, answer, own_args, own_kwargs)
             return make(op, answer)(group, *args, **kwargs)
         finally:
             self._since = time.perf_counter()
 
-    def _hit(self, finder: FaultMatcher, partner: FaultMatcher | None, call: CallLabel) -> bool:
+    def _is_hit(self, finder: _Finder, call: CallLabel) -> bool:
+        """Tell whether a fault happens to a call."""
         fault = finder.fault
-        if self.live is not None and fault.kind == "oom" and "at_bytes" in fault.params:
-            return self.live.now > fault.number("at_bytes") and not self.fired[str(fault)]
+        # memory ran out, once
+        if self.live is not None and _is_of_bytes(fault):
+            is_over = self.live.now > fault.number("at_bytes")
+            return is_over and not self.fired[str(fault)]
+        # each call of a microbatch
         if fault.kind == "skip_microbatch":
-            return call.microbatch == (fault.select.microbatch or 0) and finder.matches(call)
-        other = partner is not None and partner.hit(call)
-        return finder.hit(call) or other
+            is_of_microbatch = call.microbatch == (fault.select.microbatch or 0)
+            return is_of_microbatch and finder.matcher.matches(call)
+        # one call, and of a swap the other; both count each call
+        is_other = finder.partner is not None and finder.partner.hit(call)
+        return finder.matcher.hit(call) or is_other
 
     def _stretch(self, call: CallLabel) -> None:
-        """Slow: what was computed since the last call takes ``factor`` times as long."""
-        for finder in self._slow:
-            if finder.matches(call):
-                self._say(finder.fault, call, 0)
-                if not self.dry:
-                    if self.tier == "cuda":
-                        torch.cuda.synchronize()
-                    took = time.perf_counter() - self._since
-                    time.sleep(took * (finder.fault.factor("factor", 2) - 1))
+        """Let what was computed since the last call take ``factor`` times as long."""
+        for matcher in self._slow:
+            if not matcher.matches(call):
+                continue
+            self._say(matcher.fault, call, 0)
+            if self.dry:
+                continue
+            if self.tier == "cuda":
+                torch.cuda.synchronize()
+            took_s = time.perf_counter() - self._since
+            time.sleep(took_s * (matcher.fault.factor("factor", 2) - 1))
 
     def _say(
         self, fault: Fault, call: CallLabel, seq: int, group: PrismGroup | None = None
     ) -> None:
-        self.fired[str(fault)] += 1
-        if self.fired[str(fault)] > 1:
+        """Say that a fault fires, the first time."""
+        name = str(fault)
+        self.fired[name] += 1
+        if self.fired[name] > 1:
             return
-        self.first[str(fault)] = call.iteration
-        what = "would fire" if self.dry else "fired"
-        at = f" mb={call.microbatch}" if call.microbatch >= 0 else ""
-        print(f"[prism-fault] {what} id={fault} kind={fault.kind} rank={self.rank} "
-              f"iter={call.iteration}{at} op={call.op} group={call.group} seq={seq} "
-              f"site={call.site}", file=sys.stderr, flush=True)  # fmt: skip
-        if self.truth is not None and not self.dry:
-            line = truth_line(fault=str(fault), kind=fault.kind, where="local", rank=self.rank,
-                              members=list(group.ranks) if group is not None else [], seq=seq,
-                              **asdict(call))  # fmt: skip
-            with self.truth.open("a", encoding="utf-8") as file:  # the process may end with it
-                file.write(line + "\n")
+        self.first[name] = call.iteration
+        microbatch = f" mb={call.microbatch}" if call.microbatch >= 0 else ""
+        text = f"[prism-fault] {'would fire' if self.dry else 'fired'} id={fault} kind={fault.kind}"
+        text += f" rank={self.rank} iter={call.iteration}{microbatch} op={call.op}"
+        text += f" group={call.group} seq={seq} site={call.site}"
+        print(text, file=sys.stderr, flush=True)
+        if self.truth is None or self.dry:
+            return
+        members = [] if group is None else list(group.ranks)
+        line = truth_line(
+            fault=name,
+            kind=fault.kind,
+            where="local",
+            rank=self.rank,
+            members=members,
+            seq=seq,
+            **asdict(call),
+        )
+        # the process may end with the fault
+        with self.truth.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def check_fired(self) -> None:
-        """UsageError for a fault that never happened."""
-        matchers = [*(matcher for matcher, _ in self.finders), *self._tensors]
+        """Check that every fault happened.
+
+        Raises:
+            UsageError: One never did.
+        """
         for fault in self.faults:
-            half = str(fault) in self._held
-            if self.fired[str(fault)] and not half:
-                continue
-            seen = max((m.seen for m in matchers if m.fault == fault), default=0)
-            fix, wanted = FIX, 1 if fault.select.iteration is None else fault.select.iteration
-            if self.steps and not 1 <= wanted <= self.steps:
-                fix = f"iter= from 1 to {self.steps}"
-            elif 0 < seen <= (fault.select.nth or 0):
-                fix = f"nth= from 1 to {seen}"
-            raise UsageError(
-                f"{fault} never fired on rank {self.rank}: "
-                f"{'only one of the two calls came; ' * half}{self.steps} iterations ran, "
-                f"and {seen} calls in them fit, whichever nth= says",
-                fix=fix,
-            )
+            is_half_swapped = str(fault) in self._held
+            if not self.fired[str(fault)] or is_half_swapped:
+                raise self._never_fired(fault, is_half_swapped)
+
+    def _never_fired(self, fault: Fault, is_half_swapped: bool) -> UsageError:
+        """Return the error of a fault that never happened."""
+        fitting_calls = 0
+        for matcher in (*(finder.matcher for finder in self.finders), *self._of_tensors):
+            if matcher.fault == fault:
+                fitting_calls = max(fitting_calls, matcher.seen)
+        fix = FIX
+        iteration = 1
+        if fault.select.iteration is not None:
+            iteration = fault.select.iteration
+        if self.steps and not 1 <= iteration <= self.steps:
+            fix = f"iter= from 1 to {self.steps}"
+        elif 0 < fitting_calls <= (fault.select.nth or 0):
+            fix = f"nth= from 1 to {fitting_calls}"
+        half = "only one of the two calls came; " if is_half_swapped else ""
+        text = f"{fault} never fired on rank {self.rank}: {half}{self.steps} iterations ran, and "
+        text += f"{fitting_calls} calls in them fit, whichever nth= says"
+        return UsageError(text, fix=fix)
 
     # -- what happens -----------------------------------------------------------------------------
     def _fire(
-        self, fault: Fault, group: PrismGroup, op: str, make: Make, answer: Answer, args: list[Any],
+        self,
+        fault: Fault,
+        group: PrismGroup,
+        op: str,
+        make: Make,
+        answer: Answer,
+        args: list[Any],
         kwargs: Kwargs,
-    ) -> dist.Work | None:  # fmt: skip
-        kind, call = fault.kind, make(op, answer)
-        ins, outs = arguments(op, args)
-        alone = group.size() < 2 and kind not in ("group", "swap")  # nobody waits for it there
-        others = len(group.local) > 1 and not group.has_virtual
-        if kind not in _GOES_ON and not (others or alone):
-            number = self.sequence[group.desc, op in ("send", "recv")]
-            self.survived[str(fault)] = f"{op} #{number} of {group.desc}"
+    ) -> dist.Work | None:
+        """Let a fault happen to a call."""
+        kind = fault.kind
+        self._note_survived(fault, group, op)
+        inputs, outputs = arguments(op, args)
         if kind in _LOST:
-            return CompletedWork(outs)
-        if kind == "swap":
-            return self._swap(fault, group, call, args, kwargs, outs)
+            return CompletedWork(outputs)
         if kind in CHANGES:
-            healthy = _op(fault, group, op, args, kwargs)
-            wanted = changed_call(fault, healthy, group.rank(), group.size())
-            args = arguments_of(fault, healthy, wanted, args, group)
-            if kind == "op":
-                method = _OTHERS[wanted.name][0]
-                call, kwargs = make(wanted.name, lambda g, *a: getattr(g, method)(*a)), {}
-            elif kind in ("shape", "dtype") and nccl_lets_through(wanted, healthy):
-                self.survived.pop(str(fault), None)
-        elif kind == "group":
+            return self._make_changed(fault, group, op, make, answer, args, kwargs)
+        call = make(op, answer)
+        if kind == "swap":
+            return self._swap(fault, _HeldCall(call, group, args, kwargs), outputs)
+        if kind == "group":
             group = self._other_group(fault, group)
         elif kind == "p2p_dup":
             call(group, *args, **kwargs)
         elif kind in VALUES:
-            spoil_tensors(fault, ins, f"{op} of {group.desc}")
+            spoil_tensors(fault, inputs, f"{op} of {group.desc}")
         elif kind == "delay":
             time.sleep(fault.number("ms", 1000) / 1000)
         elif kind == "gpu_hang":
-            torch.cuda._sleep(1 << 62)
+            torch.cuda._sleep(_FOR_GOOD_CYCLES)
         else:
             leave(fault)
         return call(group, *args, **kwargs)
 
+    def _note_survived(self, fault: Fault, group: PrismGroup, op: str) -> None:
+        """Note a call that the real job would not survive, and this rank does."""
+        # nobody waits for it there
+        is_alone = group.size() < 2 and fault.kind not in ("group", "swap")
+        # its peers are real, and wait as they should
+        has_real_peers = len(group.local) > 1 and not group.has_virtual
+        if fault.kind not in _GOES_ON and not has_real_peers and not is_alone:
+            number = self.sequence[group.desc, op in _MESSAGES]
+            self.survived[str(fault)] = f"{op} #{number} of {group.desc}"
+
+    def _make_changed(
+        self,
+        fault: Fault,
+        group: PrismGroup,
+        op: str,
+        make: Make,
+        answer: Answer,
+        args: list[Any],
+        kwargs: Kwargs,
+    ) -> dist.Work | None:
+        """Make a call with another size, type, root and the like, or another one."""
+        healthy = _op(fault, group, op, args, kwargs)
+        wanted = changed_call(fault, healthy, group.rank(), group.size())
+        changed_args = arguments_of(fault, healthy, wanted, args, group)
+        if fault.kind == "op":
+            method = _METHODS[wanted.name].name
+
+            def other_answer(other_group: PrismGroup, *other_args: Any) -> Any:
+                return getattr(other_group, method)(*other_args)
+
+            return make(wanted.name, other_answer)(group, *changed_args)
+        # NCCL moves as many bytes and notices nothing
+        if fault.kind in ("shape", "dtype") and nccl_lets_through(wanted, healthy):
+            self.survived.pop(str(fault), None)
+        return make(op, answer)(group, *changed_args, **kwargs)
+
     def _swap(
-        self, fault: Fault, group: PrismGroup, call: Answer, args: Args, kwargs: Kwargs,
-        outs: Sequence[torch.Tensor],
-    ) -> dist.Work | None:  # fmt: skip
-        """The first of the two calls is held until the second was made."""
+        self, fault: Fault, call: _HeldCall, outputs: Sequence[torch.Tensor]
+    ) -> dist.Work | None:
+        """Hold the first of the two calls until the second was made."""
         held = self._held.pop(str(fault), None)
         if held is None:
-            self._held[str(fault)] = (call, group, args, kwargs)
-            return CompletedWork(outs)
-        done = call(group, *args, **kwargs)
-        first, its_group, its_args, its_kwargs = held
-        first(its_group, *its_args, **its_kwargs)
-        return done
+            self._held[str(fault)] = call
+            return CompletedWork(outputs)
+        work = call.make()
+        held.make()
+        return work
 
     def _other_group(self, fault: Fault, group: PrismGroup) -> PrismGroup:
+        """Return the group in which the call is made instead."""
         for desc, other in self.groups.items():
             if named_group(fault.params["to"], desc) and other is not group:
                 return other
         raise UnsupportedError(f"{fault}: rank {self.rank} has used no such group yet", fix="to=tp")
 
 
+def _is_of_bytes(fault: Fault) -> bool:
+    """Tell whether memory runs out at a number of bytes."""
+    return fault.kind == "oom" and "at_bytes" in fault.params
+
+
 def _partner(fault: Fault) -> Fault:
-    """The other call of a swap, as a fault of its own."""
-    group, op, *nth = fault.params["with"].split(":")
-    where, number = fault.select, int(nth[0]) - 1 if nth else 0
-    select = CallSelector(where.rank, where.iteration, group=group, op=op, nth=number)
+    """Return the other call of a swap, as a fault of its own."""
+    group, op, *numbers = fault.params["with"].split(":")
+    select = CallSelector(
+        fault.select.rank,
+        fault.select.iteration,
+        group=group,
+        op=op,
+        nth=int(numbers[0]) - 1 if numbers else 0,
+    )
     return replace(fault, select=select)
 
 
 def _op(fault: Fault, group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Op:
-    """The call that is to change, with the splits that this rank gives."""
+    """Return the call that is to change, with the splits that this rank gives."""
     fields = details(group, op, args, kwargs)
     if fault.kind == "splits":
         size = group.size()
         if len(args) < 4 or isinstance(args[1], (list, tuple)) or size < 3:
-            what = f"{fault}: that all-to-all has no splits among two others"
-            raise UnsupportedError(what, fix=f"another group=, or prism hang DIR fault={fault}")
-        rows = tuple(args[3]) or (len(args[1]) // size,) * size
-        fields["splits"] = rows, tuple(args[2])
+            text = f"{fault}: that all-to-all has no splits among two others"
+            raise UnsupportedError(text, fix=f"another group=, or prism hang DIR fault={fault}")
+        # without splits all members get as many rows
+        send_rows = tuple(args[3]) or (len(args[1]) // size,) * size
+        fields["splits"] = send_rows, tuple(args[2])
     fields["group"] = group.desc
     return Op(op, **fields)
 
 
-def _last(chunk: torch.nn.Module) -> bool:
-    """Whether the model chunk ends in a loss."""
-    found = [m.post_process for m in chunk.modules() if hasattr(m, "post_process")]
-    return bool(found and found[0])
+def _ends_in_loss(chunk: torch.nn.Module) -> bool:
+    """Tell whether a model chunk ends in a loss."""
+    for module in chunk.modules():
+        if hasattr(module, "post_process"):
+            return bool(module.post_process)
+    return False
