@@ -14,14 +14,110 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_share
+from megatron_prism.features.sweep.space import Value
 from megatron_prism.features.sweep.space import text as axis_text
 from megatron_prism.features.sweep.sweep import Row, Sweep, front
 from megatron_prism.replay.timeline import mean_parts
 from megatron_prism.report.page import Data, render_page
 
 _SCRIPT = Path(__file__).with_name("sweep.js")
-_SHOWN = 25  # rows of the table on a terminal
-_REASONS = 20
+_MAX_ROWS = 25  # rows of the table on a terminal
+_MAX_REASONS = 20
+_HEAD = (
+    "s/iteration",
+    "to the first",
+    "best",
+    "tokens/s/GPU",
+    "MFU",
+    "bubble",
+    "exposed",
+    "memory",
+    "headroom",
+)
+_OVER_HOSTS = (
+    "a range of s/iteration is that of hosts that were measured: the host decides there, and the "
+    "order is by the mean over all of them; prism calibrate --host takes 10 s, "
+    "and host_index of a machine's file says what it finds"
+)
+
+
+# -- text -----------------------------------------------------------------------------------------
+def render_text(sweep: Sweep) -> str:
+    """Write the ranked table, the command line of the first, and why the others fell."""
+    point_count = len(sweep.rows) + len(sweep.dropped)
+    points = f"{point_count} points, {len(sweep.rows)} run, by {sweep.objective}"
+    lines = [f"{sweep.recipe} on {sweep.machine}: {points}"]
+    if sweep.rows:
+        lines += _ranked_lines(sweep)
+    if sweep.dropped:
+        lines += ["", *_dropped_lines(sweep)]
+    return "\n".join(lines) + "\n"
+
+
+def _ranked_lines(sweep: Sweep) -> list[str]:
+    """Return the table of points that run, and what is to be said of it."""
+    cells = [_cells(sweep, row) for row in sweep.rows[:_MAX_ROWS]]
+    lines = ["", *columns([_head(sweep), *cells], left=0)]
+    if len(sweep.rows) > _MAX_ROWS:
+        lines.append(f"… and {len(sweep.rows) - _MAX_ROWS} more: --csv FILE or --json has all")
+    if sum(row.rank == 1 for row in sweep.rows) > 1:
+        lines.append("= no two layouts of a rank surely differ (95 %)")
+    if any(_host_decides(row) for row in sweep.rows):
+        lines += folded(_OVER_HOSTS)
+    lines += ["", f"memory: device bytes, {sweep.memory_provenance}"]
+    lines.append(f"start the first: {command(sweep, sweep.rows[0])}")
+    return lines
+
+
+def _has_p95(sweep: Sweep) -> bool:
+    """Tell whether the 95 % quantile of some point is known."""
+    return any(row.result["p95_ns"] is not None for row in sweep.rows)
+
+
+def _has_cost(sweep: Sweep) -> bool:
+    """Tell whether a price was given."""
+    return any(row.cost is not None for row in sweep.rows)
+
+
+def _head(sweep: Sweep) -> list[str]:
+    head = ["rank", *sweep.axes, *_HEAD]
+    if _has_p95(sweep):
+        head.append("p95")
+    if _has_cost(sweep):
+        head.append("cost")
+    return head
+
+
+def _cells(sweep: Sweep, row: Row) -> list[str]:
+    """Return the cells of a point, below those of ``_head``."""
+    result = row.result
+    memory_bytes = result["memory"]["bytes"]
+    tokens = result["tokens_per_gpu"]
+    headroom = "unknown" if sweep.limit is None else format_bytes(sweep.limit - memory_bytes)
+    cells = [
+        f"{row.rank}=" if row.equal else f"{row.rank}",
+        *_axis_values(sweep, result["axes"]),
+        _iteration(row),
+        _slower(row),
+        f"{row.best:.0%}",
+        "unknown" if tokens is None else f"{tokens:,.1f}",
+        _share(result["mfu"]),
+        _share(result["bubble"]),
+        _share(result["exposed"]),
+        format_bytes(memory_bytes),
+        headroom,
+    ]
+    if _has_p95(sweep):
+        p95_ns = result["p95_ns"]
+        cells.append("unknown" if p95_ns is None else _seconds(p95_ns))
+    if _has_cost(sweep):
+        cells.append("unknown" if row.cost is None else f"{row.cost:,.2f}")
+    return cells
+
+
+def _axis_values(sweep: Sweep, axes: Mapping[str, Value]) -> list[str]:
+    """Return a point's values in the order of the axes."""
+    return [axis_text(axes[axis]) for axis in sweep.axes]
 
 
 def _seconds(ns: float) -> str:
@@ -32,178 +128,184 @@ def _share(part: float | None) -> str:
     return "unknown" if part is None else format_share(part)
 
 
-def render_text(sweep: Sweep) -> str:
-    """The ranked table, the command line of the first, and why the others fell."""
-    lines = [f"{sweep.recipe} on {sweep.machine}: {len(sweep.rows) + len(sweep.dropped)} points, "
-             f"{len(sweep.rows)} run, by {sweep.objective}"]  # fmt: skip
-    if sweep.rows:
-        lines += [
-            "",
-            *columns([_head(sweep), *(_cells(sweep, row) for row in sweep.rows[:_SHOWN])], left=0),
-        ]
-        if len(sweep.rows) > _SHOWN:
-            lines.append(f"… and {len(sweep.rows) - _SHOWN} more: --csv FILE or --json has all")
-        if sum(row.rank == 1 for row in sweep.rows) > 1:
-            lines.append("= no two layouts of a rank surely differ (95 %)")
-        if any(_is_hosts(row) for row in sweep.rows):
-            lines += folded(_OVER_HOSTS)
-        lines += ["", f"memory: device bytes, {sweep.memory_provenance}"]
-        lines += [f"start the first: {command(sweep, sweep.rows[0])}"]
-    lines += ["", *_fell(sweep)] if sweep.dropped else []
-    return "\n".join(lines) + "\n"
-
-
-def _head(sweep: Sweep) -> list[str]:
-    more = [name for place, name in enumerate(("p95", "cost"))
-            if any(_more(row)[place] is not None for row in sweep.rows)]  # fmt: skip
-    return ["rank", *sweep.axes, "s/iteration", "to the first", "best", "tokens/s/GPU", "MFU",
-            "bubble", "exposed", "memory", "headroom", *more]  # fmt: skip
-
-
-def _more(row: Row) -> tuple[str | None, str | None]:
-    """Its p95 and its cost, where they are asked for."""
-    p95, cost = row.result["p95_ns"], row.cost
-    return None if p95 is None else _seconds(p95), None if cost is None else f"{cost:,.2f}"
-
-
-_OVER_HOSTS = (
-    "a range of s/iteration is that of hosts that were measured: the host decides there, and the "
-    "order is by the mean over all of them; prism calibrate --host takes 10 s, "
-    "and host_index of a machine's file says what it finds"
-)
-
-
-def _is_hosts(row: Row) -> bool:
-    """Whether the host decides how long an iteration of the layout takes."""
-    first = row.result.get("headline")
-    return first is not None and bool(first["host_decides"])
+def _host_decides(row: Row) -> bool:
+    """Tell whether the host decides how long an iteration of the layout takes."""
+    headline = row.result.get("headline")
+    return headline is not None and bool(headline["host_decides"])
 
 
 def _iteration(row: Row) -> str:
-    """Seconds, or a range over hosts."""
-    if not _is_hosts(row):
+    """Write seconds, or a range over hosts."""
+    if not _host_decides(row):
         return _seconds(row.result["iteration_ns"])
-    first = row.result["headline"]
-    return f"{_seconds(first['low_ns'])} to {_seconds(first['high_ns'])}"
+    headline = row.result["headline"]
+    return f"{_seconds(headline['low_ns'])} to {_seconds(headline['high_ns'])}"
 
 
 def _slower(row: Row) -> str:
-    return "" if row.slower == (0, 0, 0) else "{:+.1%} ({:+.1%} to {:+.1%})".format(*row.slower)
-
-
-def _cells(sweep: Sweep, row: Row) -> list[str]:
-    one, memory = row.result, row.result["memory"]
-    cells = [
-        f"{row.rank}{'=' if row.equal else ''}",
-        *(axis_text(one["axes"][axis]) for axis in sweep.axes),
-        _iteration(row),
-        _slower(row),
-        f"{row.best:.0%}",
-        "unknown" if one["tokens_per_gpu"] is None else f"{one['tokens_per_gpu']:,.1f}",
-        _share(one["mfu"]), _share(one["bubble"]), _share(one["exposed"]),
-        format_bytes(memory["bytes"]),
-        "unknown" if sweep.limit is None else format_bytes(sweep.limit - memory["bytes"]),
-    ]  # fmt: skip
-    more = zip(("p95", "cost"), _more(row), strict=True)
-    return cells + [text or "unknown" for name, text in more if name in _head(sweep)]
+    """Write by how much a point is slower than the first, with its interval."""
+    if row.slower == (0, 0, 0):
+        return ""
+    expected, low, high = row.slower
+    return f"{expected:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
 def command(sweep: Sweep, row: Row) -> str:
-    """What starts a point's job."""
+    """Return what starts a point's job."""
     return shlex.join(sweep.commands[row.result["key"]])
 
 
-def _fell(sweep: Sweep) -> list[str]:
-    """How many points each filter dropped; reasons that differ in numbers alone share a line."""
-    by = Counter(point.by for point in sweep.dropped)
-    lines = [f"{count} dropped: {name}" for name, count in by.items()]
-    alike: dict[tuple[str, str], list[str]] = {}
+def _dropped_lines(sweep: Sweep) -> list[str]:
+    """Say how many points each filter dropped, and why.
+
+    Reasons that differ in numbers alone share a line.
+    """
+    counts = Counter(point.by for point in sweep.dropped)
+    lines = [f"{count} dropped: {filter_name}" for filter_name, count in counts.items()]
+    texts_of_reason: dict[tuple[str, str], list[str]] = {}
     for point in sweep.dropped:
-        key = (point.by, re.sub(r"\d[\d,.]*", "#", point.reason))
-        alike.setdefault(key, []).append(f"{point.name}: {point.reason}")
-    order = sorted(alike.items(), key=lambda item: -len(item[1]))
+        reason = re.sub(r"\d[\d,.]*", "#", point.reason)
+        texts_of_reason.setdefault((point.by, reason), []).append(f"{point.name}: {point.reason}")
+    most_frequent = sorted(texts_of_reason.items(), key=lambda item: -len(item[1]))
     table = [("points", "by", "for example")]
-    table += [(str(len(all_)), name, all_[0]) for (name, _), all_ in order[:_REASONS]]
-    width = max(len(row[1]) for row in table)
-    lines += ["", *(f"{n:>6}  {name:<{width}}  {said}" for n, name, said in table)]
-    if len(order) > _REASONS:
-        lines.append(f"… and {len(order) - _REASONS} more reasons: --csv FILE or --json has all")
+    for (filter_name, _), texts in most_frequent[:_MAX_REASONS]:
+        table.append((str(len(texts)), filter_name, texts[0]))
+    width = max(len(filter_name) for _, filter_name, _ in table)
+    lines.append("")
+    for count_text, filter_name, example in table:
+        lines.append(f"{count_text:>6}  {filter_name:<{width}}  {example}")
+    hidden_count = len(most_frequent) - _MAX_REASONS
+    if hidden_count > 0:
+        lines.append(f"… and {hidden_count} more reasons: --csv FILE or --json has all")
     return lines
 
 
-_NUMBERS = ("iteration_ns", "low_ns", "high_ns", "p95_ns", "tokens_per_gpu", "mfu", "bubble",
-            "exposed", "computing")  # fmt: skip
+# -- CSV ------------------------------------------------------------------------------------------
+_NUMBERS = (
+    "iteration_ns",
+    "low_ns",
+    "high_ns",
+    "p95_ns",
+    "tokens_per_gpu",
+    "mfu",
+    "bubble",
+    "exposed",
+    "computing",
+)
+_LAST_COLUMNS = (
+    "memory_bytes",
+    "memory_level",
+    "cost",
+    "provenance",
+    "command",
+    "dropped_by",
+    "reason",
+)
+_ONLY_RANKED = 5  # of the last columns, that a point which fell leaves empty
 
 
 def render_csv(sweep: Sweep) -> str:
-    """Ranked points in order, then those that fell."""
+    """Write ranked points in order, then those that fell."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    last = ("memory_bytes", "memory_level", "cost", "provenance", "command", "dropped_by", "reason")
-    writer.writerow(["rank", "equal", "slower", "best", *sweep.axes, *_NUMBERS, *last])
+    writer.writerow(["rank", "equal", "slower", "best", *sweep.axes, *_NUMBERS, *_LAST_COLUMNS])
     for row in sweep.rows:
-        one = row.result
-        axes = [axis_text(one["axes"][axis]) for axis in sweep.axes]
-        numbers = ["" if one[name] is None else one[name] for name in _NUMBERS]
-        cost = "" if row.cost is None else row.cost
-        writer.writerow([row.rank, int(row.equal), row.slower[0], row.best, *axes, *numbers,
-                         one["memory"]["bytes"], one["memory"]["level"], cost, one["provenance"],
-                         command(sweep, row), "", ""])  # fmt: skip
+        result = row.result
+        expected_slower, _, _ = row.slower
+        # csv writes an empty cell for None
+        numbers = [result[name] for name in _NUMBERS]
+        last = [
+            result["memory"]["bytes"],
+            result["memory"]["level"],
+            row.cost,
+            result["provenance"],
+            command(sweep, row),
+            "",
+            "",
+        ]
+        first = [row.rank, int(row.equal), expected_slower, row.best]
+        writer.writerow([*first, *_axis_values(sweep, result["axes"]), *numbers, *last])
     for point in sweep.dropped:
-        axes = [axis_text(point.axes[axis]) for axis in sweep.axes]
-        empty = [""] * (len(_NUMBERS) + 5)
+        empty = [""] * (len(_NUMBERS) + _ONLY_RANKED)
+        axes = _axis_values(sweep, point.axes)
         writer.writerow(["", "", "", "", *axes, *empty, point.by, point.reason])
     return out.getvalue()
 
 
+# -- page -----------------------------------------------------------------------------------------
 def render_html(sweep: Sweep, links: Mapping[str, str]) -> str:
-    """The page: the answer, time against memory, the table, and the first two points side by side.
+    """Write the page: the answer, time against memory, the table, the first two side by side.
 
-    links : key of a point -> the page of its timeline
+    Args:
+        sweep: The points.
+        links: Key of a point -> the page of its timeline.
     """
-    ran = counted(len(sweep.rows), "layout")
-    first = _words(sweep.rows[0]) if sweep.rows else "no layout runs"
-    title = f"{job_settings.job_name({'recipe': sweep.recipe})}: {first}"
-    about = f"the first of {ran} by {sweep.objective}; {sweep.recipe} on {sweep.machine}"
-    data, text = _page(sweep, links), render_text(sweep)
-    return render_page("prism sweep", title, about, _SCRIPT, data, text)
+    layouts = counted(len(sweep.rows), "layout")
+    answer = _words(sweep.rows[0]) if sweep.rows else "no layout runs"
+    title = f"{job_settings.job_name({'recipe': sweep.recipe})}: {answer}"
+    about = f"the first of {layouts} by {sweep.objective}; {sweep.recipe} on {sweep.machine}"
+    return render_page(
+        "prism sweep", title, about, _SCRIPT, _page_data(sweep, links), render_text(sweep)
+    )
 
 
 def _words(row: Row) -> str:
-    """``tp 4 · micro batch size 1``."""
-    axes = row.result["axes"].items()
-    return " · ".join(f"{axis} {axis_text(value)}".replace("_", " ") for axis, value in axes)
+    """Say a layout: ``tp 4 · micro batch size 1``."""
+    words: list[str] = []
+    for axis, value in row.result["axes"].items():
+        words.append(f"{axis} {axis_text(value)}".replace("_", " "))
+    return " · ".join(words)
 
 
-def _page(sweep: Sweep, links: Mapping[str, str]) -> Data:
-    """What sweep.js draws; times in ns, memory in bytes."""
-    best = {one["key"] for one in front([row.result for row in sweep.rows])}
-    pair = [
-        {"name": row.name, "ns": row.result["iteration_ns"],
-         "parts": list(mean_parts(row.result["stages"]).items())}
-        for row in (sweep.rows[:2] if len(sweep.rows) > 1 else ())
-    ]  # fmt: skip
-    groups = {what.partition(" ")[2] for one in pair for what, _ in one["parts"]}
+def _page_data(sweep: Sweep, links: Mapping[str, str]) -> Data:
+    """Return what sweep.js draws; times in ns, memory in bytes."""
+    front_keys = {result["key"] for result in front([row.result for row in sweep.rows])}
+    rows: list[Data] = []
+    for row in sweep.rows:
+        data = _row_data(sweep, row)
+        data["front"] = row.result["key"] in front_keys
+        data["link"] = links.get(row.result["key"])
+        data["command"] = command(sweep, row)
+        rows.append(data)
+
+    # the first two side by side, where there are two
+    pair: list[Data] = []
+    groups: set[str] = set()
+    if len(sweep.rows) > 1:
+        for row in sweep.rows[:2]:
+            parts = list(mean_parts(row.result["stages"]).items())
+            pair.append({"name": row.name, "ns": row.result["iteration_ns"], "parts": parts})
+            groups.update(part.partition(" ")[2] for part, _ in parts)
     return {
         "objective": sweep.objective,
         "limit": sweep.limit,
         "axes": list(sweep.axes),
         "head": _head(sweep),
         "groups": sorted(groups - {""}),
-        "rows": [
-            {"rank": row.rank, "name": _words(row), "cells": _cells(sweep, row),
-             "axes": [axis_text(row.result["axes"][axis]) for axis in sweep.axes],
-             "ns": row.result["iteration_ns"], "low": row.result["low_ns"],
-             "high": row.result["high_ns"], "slower": list(row.slower), "best": row.best,
-             "tokens": row.result["tokens_per_gpu"], "mfu": row.result["mfu"],
-             "memory": row.result["memory"]["bytes"], "front": row.result["key"] in best,
-             "link": links.get(row.result["key"]), "command": command(sweep, row)}
-            for row in sweep.rows
-        ],
+        "rows": rows,
         "pair": pair,
-        "dropped": [[p.name, p.by, p.reason] for p in sweep.dropped],
+        "dropped": [[point.name, point.by, point.reason] for point in sweep.dropped],
         "memory_from": sweep.memory_provenance,
-    }  # fmt: skip
+    }
+
+
+def _row_data(sweep: Sweep, row: Row) -> Data:
+    """Return what sweep.js draws of one point."""
+    result = row.result
+    return {
+        "rank": row.rank,
+        "name": _words(row),
+        "cells": _cells(sweep, row),
+        "axes": _axis_values(sweep, result["axes"]),
+        "ns": result["iteration_ns"],
+        "low": result["low_ns"],
+        "high": result["high_ns"],
+        "slower": list(row.slower),
+        "best": row.best,
+        "tokens": result["tokens_per_gpu"],
+        "mfu": result["mfu"],
+        "memory": result["memory"]["bytes"],
+    }
 
 
 @renders(Sweep)
