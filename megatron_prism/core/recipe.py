@@ -77,6 +77,7 @@ class Flag(NamedTuple):
     default: object
 
 
+_Embedding = Literal["learned_absolute", "rope", "none"]
 _TRAINING = {  # flags of megatron.training, and where its default is another than the field's
     "num_layers": Flag(int, None),
     "hidden_size": Flag(int, None),
@@ -92,8 +93,7 @@ _TRAINING = {  # flags of megatron.training, and where its default is another th
     "num_experts": Flag(int | None, None),
     "norm_epsilon": Flag(float, 1e-5),
     "swiglu": Flag(bool, False),
-    "position_embedding_type": Flag(Literal["learned_absolute", "rope", "none"],
-                                    "learned_absolute"),
+    "position_embedding_type": Flag(_Embedding, "learned_absolute"),
     "rotary_base": Flag(int, 10000),
     "rotary_percent": Flag(float, 1.0),
     "use_rope_scaling": Flag(bool, False),
@@ -111,33 +111,47 @@ _TRAINING = {  # flags of megatron.training, and where its default is another th
     "mock_data": Flag(bool, False),
     "data_path": Flag(str | None, None),  # a text file, read as bytes
     "transformer_impl": Flag(Literal["transformer_engine", "local"], "transformer_engine"),
-}  # fmt: skip
+}
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 _COUNTS = (*_REQUIRED, "micro_batch_size", "global_batch_size", "train_iters", "seed")
 _MOST = {"num_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS}
 # what Megatron's annotations are made of
-_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": tuple,
-          "List": list, "Tuple": tuple, "Optional": Optional, "Union": Union,
-          "Literal": Literal}  # fmt: skip
+_TYPES = {
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "list": list,
+    "tuple": tuple,
+    "List": list,
+    "Tuple": tuple,
+    "Optional": Optional,
+    "Union": Union,
+    "Literal": Literal,
+}
 
 
 @lru_cache(maxsize=1)
 def known_flags() -> Mapping[str, Flag]:
-    """Every flag that a recipe may set."""
-    found = dict[str, Flag]()
-    for module, name in _CONFIGURATIONS:
-        for one, (kind, default) in fields_of_class(f"megatron.core.{module}", name).items():
-            if not (one[0] == "_" or _NO_FIELD.search(kind) or _BEYOND.search(one)):
-                found.setdefault(one, Flag(_type(kind), default))
+    """Return every flag that a recipe may set."""
+    flags: dict[str, Flag] = {}
+    for module, class_name in _CONFIGURATIONS:
+        fields = fields_of_class(f"megatron.core.{module}", class_name)
+        for name, (annotation, default) in fields.items():
+            is_private = name.startswith("_")
+            if is_private or _NO_FIELD.search(annotation) or _BEYOND.search(name):
+                continue
+            flags.setdefault(name, Flag(_type(annotation), default))
     for name in FIELD.values():
-        found.pop(name, None)
-    return {**found, **_TRAINING}
+        flags.pop(name, None)
+    return {**flags, **_TRAINING}
 
 
 def _type(annotation: str) -> object:
+    """Return the type that an annotation says; Any for a type of Megatron's."""
     try:
         return eval(annotation, {"__builtins__": {}}, dict(_TYPES))
-    except (NameError, TypeError):  # a type of Megatron's
+    except (NameError, TypeError):
         return Any
 
 
@@ -158,9 +172,12 @@ class Prism:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the job is meant for: the GPU of a machine that prism replay knows (H200), whose times
-    its ops get; another one, for which prism replay asks; CPU or nothing: the default machine.
-    ``network``: between its nodes, as ``network=`` of prism replay, which has the last word.
+    """What the job is meant for.
+
+    Attributes:
+        name: The GPU of a machine that prism replay knows (H200), whose times its ops get; another
+            one, for which prism replay asks; CPU or nothing: the default machine.
+        network: Between its nodes, as ``network=`` of prism replay, which has the last word.
     """
 
     name: str = ""
@@ -175,10 +192,16 @@ _NETWORK = re.compile(r"(?:rails|fat-tree(?::\d{1,3}(?:\.\d{1,3})?)?)?")
 
 @dataclass(frozen=True)
 class Recipe:
-    """One job: what is given of Megatron's flags, by their names; a flag that is not given has its
-    default as an attribute, too (``recipe.seq_length``).
+    """One job: what is given of Megatron's flags, by their names.
 
-    Building it checks it: RecipeError or WorldError, with arithmetic and fix.
+    A flag that is not given has its default as an attribute, too (``recipe.seq_length``).  Building
+    a recipe checks it: RecipeError or WorldError, with arithmetic and fix.
+
+    Attributes:
+        flags: Name -> value of those that are given.
+        prism: What to emulate.
+        hardware: What the job is meant for.
+        name: Of the file.
     """
 
     flags: Mapping[str, Any]
@@ -187,46 +210,52 @@ class Recipe:
     name: str = ""
 
     def __post_init__(self) -> None:
+        """Check the recipe."""
         check(self)
 
     def __getattr__(self, name: str) -> Any:
+        """Return a flag, or its default."""
         if name.startswith("_") or name not in known_flags():
             raise AttributeError(name)
         return self.flags.get(name, known_flags()[name].default)
 
     def changed(self, given: Mapping[str, object] | None = None, **more: object) -> Recipe:
-        """The same job with other flags, which may have their short names: ``changed(tp=4)``,
-        ``changed({"prism.tier": "meta"})``.  A value may be text.
+        """Return the same job with other flags.
 
-        ``dp`` is of the world: world_size = dp x tp x cp x pp.
+        Args:
+            given: Flag -> value, which may be text.  Flags may have their short names, and those of
+                sections a dot: ``changed({"prism.tier": "meta"})``.  ``dp`` is of the world:
+                world_size = dp x tp x cp x pp.
+            more: The same: ``changed(tp=4)``.
         """
-        given = {**(given or {}), **more}
-        replicas = given.pop("dp", None)
-        values = dict(self.flags)
+        changes = {**(given or {}), **more}
+        replicas = changes.pop("dp", None)
+        flags = dict(self.flags)
         sections: dict[str, Any] = {"prism": self.prism, "hardware": self.hardware}
-        for name, value in given.items():
+        for name, text in changes.items():
             key = full_name(name)
+            value = _read_as(kind_of(key), text, key)
             section, dot, leaf = key.partition(".")
             if dot:
-                read = {leaf: _read_as(kind_of(key), value, key)}
-                sections[section] = dataclasses.replace(sections[section], **read)
+                sections[section] = dataclasses.replace(sections[section], **{leaf: value})
             else:
-                values[key] = _read_as(kind_of(key), value, key)
+                flags[key] = value
         if replicas is not None:
-            sizes = [values.get(SHORT[axis]) or 1 for axis in ("tp", "cp", "pp")]
-            size = math.prod(sizes) * cast(int, _read_as(int, replicas, "dp"))
-            sections["prism"] = dataclasses.replace(sections["prism"], world_size=size)
-        return dataclasses.replace(self, flags=values, **sections)
+            sizes = [flags.get(SHORT[axis]) or 1 for axis in ("tp", "cp", "pp")]
+            world_size = math.prod(sizes) * cast(int, _read_as(int, replicas, "dp"))
+            sections["prism"] = dataclasses.replace(sections["prism"], world_size=world_size)
+        return dataclasses.replace(self, flags=flags, **sections)
 
     @property
     def world(self) -> World:
         """The job's ranks.  WorldError when the sizes do not fit."""
         sizes = {axis: getattr(self, SHORT[axis]) for axis in _AXES}
-        size = self.prism.world_size
-        if size is None:
-            size = implied_size(**{axis: sizes[axis] for axis in _AXES if axis != "vpp"})
+        world_size = self.prism.world_size
+        if world_size is None:
+            sizes_of_ranks = {axis: size for axis, size in sizes.items() if axis != "vpp"}
+            world_size = implied_size(**sizes_of_ranks)
         order = "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else DEFAULT_ORDER
-        return World(size, order=order, gpus_per_node=self.prism.gpus_per_node, **sizes)
+        return World(world_size, order=order, gpus_per_node=self.prism.gpus_per_node, **sizes)
 
     @property
     def num_microbatches(self) -> int:
@@ -235,14 +264,17 @@ class Recipe:
 
     @property
     def ffn_size(self) -> int:
+        """Width of the MLP."""
         return int(self.ffn_hidden_size or 4 * self.hidden_size)
 
     @property
     def head_size(self) -> int:
+        """Width of an attention head."""
         return int(self.kv_channels or self.hidden_size // self.num_attention_heads)
 
     @property
     def groups(self) -> int:
+        """Heads of keys and values."""
         return int(self.num_query_groups or self.num_attention_heads)
 
     @property
@@ -252,102 +284,140 @@ class Recipe:
         return int(-(-self.vocab_size // multiple) * multiple)
 
     def derived(self) -> dict[str, str]:
-        """What follows from the recipe, each with its arithmetic, for people."""
-        world, tokens = self.world, self.global_batch_size * self.seq_length
+        """Say what follows from the recipe, each with its arithmetic, for people."""
+        world = self.world
+        tokens = self.global_batch_size * self.seq_length
         split = f"(tp {world.tp} x cp {world.cp} x pp {world.pp})"
         rows = {"dp": f"{world.dp} = {world.size} / {split}"}
         if self.num_experts:
-            rows["expert dp"] = (
-                f"{world.edp} = {world.size} / (etp {world.etp} x ep {world.ep} x pp {world.pp})"
-            )
-        rows["microbatches"] = (
-            f"{self.num_microbatches} = {self.global_batch_size} / "
-            f"(micro batch {self.micro_batch_size} x dp {world.dp})"
-        )
+            split = f"(etp {world.etp} x ep {world.ep} x pp {world.pp})"
+            rows["expert dp"] = f"{world.edp} = {world.size} / {split}"
+        batch = f"(micro batch {self.micro_batch_size} x dp {world.dp})"
+        rows["microbatches"] = f"{self.num_microbatches} = {self.global_batch_size} / {batch}"
         rows["vocabulary"] = f"{self.padded_vocab_size:,} (padded from {self.vocab_size:,})"
         rows["tokens per iteration"] = f"{tokens:,} = {self.global_batch_size} x {self.seq_length}"
         return rows
 
     def settings(self, text: Callable[[Any], str]) -> dict[str, str]:
-        """Every flag that is not the default, but which ranks to run and where to, as ``text``."""
-        known = known_flags()
-        found = {k: text(v) for k, v in self.flags.items() if v != known[k].default}
-        for section in _SECTIONS:
-            for one in dataclasses.fields(part := getattr(self, section)):
-                value = getattr(part, one.name)
-                if value != one.default and one.name not in _OF_A_RUN:
-                    found[f"{section}.{one.name}"] = text(value)
-        return found
+        """Return every flag that is not the default, but which ranks to run and where to.
+
+        Args:
+            text: Writes a value.
+        """
+        flags = known_flags()
+        texts: dict[str, str] = {}
+        for name, value in self.flags.items():
+            if value != flags[name].default:
+                texts[name] = text(value)
+        for section_name in _SECTIONS:
+            section = getattr(self, section_name)
+            for section_field in dataclasses.fields(section):
+                value = getattr(section, section_field.name)
+                if value != section_field.default and section_field.name not in _OF_A_RUN:
+                    texts[f"{section_name}.{section_field.name}"] = text(value)
+        return texts
 
     def words(self) -> list[str]:
-        """The command line of the recipe's script: the name and ``flag=value`` words, those that
-        decide which ranks there are as Megatron's options.
+        """Return the command line of the recipe's script.
+
+        It is the name and ``flag=value`` words, those that decide which ranks there are as
+        Megatron's options.
         """
-        given = self.settings(json.dumps)
-        mapping = given.pop("use_tp_pp_dp_mapping", None)
-        words = [f"{option_of(k) if k in _SIZES else k}={text}" for k, text in given.items()]
-        return [self.name, *words, *(["--use-tp-pp-dp-mapping"] if mapping else [])]
+        settings = self.settings(json.dumps)
+        mapping = settings.pop("use_tp_pp_dp_mapping", None)
+        words = [self.name]
+        for name, text in settings.items():
+            option = option_of(name) if name in _SIZES else name
+            words.append(f"{option}={text}")
+        if mapping:
+            words.append("--use-tp-pp-dp-mapping")
+        return words
 
     @staticmethod
     def of_words(words: Sequence[str]) -> Recipe:
-        """The recipe whose ``words`` they are."""
-        given = (_override(word if "=" in word else f"{word}=true") for word in words[1:])
-        return Recipe(dict.fromkeys(_REQUIRED, 1), name=words[0]).changed(dict(given))
+        """Return the recipe whose ``words`` they are."""
+        name, *settings = words
+        changes: dict[str, object] = {}
+        for word in settings:
+            # an option without a value
+            setting = word if "=" in word else f"{word}=true"
+            flag, value = _override(setting)
+            changes[flag] = value
+        return Recipe(dict.fromkeys(_REQUIRED, 1), name=name).changed(changes)
 
     def megatron_words(self) -> list[str]:
-        """Megatron's command line of this job."""
-        values = {name: flag.default for name, flag in _TRAINING.items() if name in _COUNTS}
-        values |= {"lr": self.lr, "max_position_embeddings": self.seq_length, **self.flags}
-        if values.pop("pipeline_model_parallel_layout", None) is not None:
-            values.pop("num_virtual_stages_per_pipeline_rank", None)  # it says so itself
-            values["pipeline_model_parallel_layout"] = self.pipeline_model_parallel_layout
-        values["group_query_attention"] = self.num_query_groups is not None
-        values["is_hybrid_model"] = self.hybrid_override_pattern is not None
-        if self.data_path is None:
-            values |= {"mock_data": True, "tokenizer_type": "NullTokenizer"}
-        found: list[str] = []
-        for name, value in values.items():
+        """Return Megatron's command line of this job."""
+        words: list[str] = []
+        for name, value in self._megatron_flags().items():
             if name in _NEGATED:
-                found += [] if value else [_NEGATED[name]]
+                if not value:
+                    words.append(_NEGATED[name])
             elif isinstance(value, list) and not name.endswith("_freq"):
-                found += [option_of(name), *map(str, value)]
+                words += [option_of(name), *map(str, value)]
+            elif value is True:
+                words.append(option_of(name))
             elif value is not None and value is not False:
-                found += [option_of(name)] if value is True else [option_of(name), str(value)]
-        return found
+                words += [option_of(name), str(value)]
+        return words
+
+    def _megatron_flags(self) -> dict[str, Any]:
+        """Return the flags of Megatron's command line, with defaults that it has not."""
+        flags: dict[str, Any] = {}
+        for name, flag in _TRAINING.items():
+            if name in _COUNTS:
+                flags[name] = flag.default
+        flags |= {"lr": self.lr, "max_position_embeddings": self.seq_length, **self.flags}
+        # a layout says itself how many stages there are
+        if flags.pop("pipeline_model_parallel_layout", None) is not None:
+            flags.pop("num_virtual_stages_per_pipeline_rank", None)
+            flags["pipeline_model_parallel_layout"] = self.pipeline_model_parallel_layout
+        flags["group_query_attention"] = self.num_query_groups is not None
+        flags["is_hybrid_model"] = self.hybrid_override_pattern is not None
+        if self.data_path is None:
+            flags |= {"mock_data": True, "tokenizer_type": "NullTokenizer"}
+        return flags
 
 
-_NEGATED = {  # flag that is on by default -> the option that turns it off
+# flag that is on by default -> the option that turns it off
+_NEGATED = {
     "add_bias_linear": "--disable-bias-linear",
     "apply_rope_fusion": "--no-rope-fusion",
-    **{name: f"--no-{name.replace('_', '-')}" for name in (
-        "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm",
-        "gradient_accumulation_fusion")},
-}  # fmt: skip
+    "bias_dropout_fusion": "--no-bias-dropout-fusion",
+    "masked_softmax_fusion": "--no-masked-softmax-fusion",
+    "persist_layer_norm": "--no-persist-layer-norm",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+}
 
 
 def option_of(flag: str) -> str:
-    """``--seq-length`` of ``seq_length``, as on a command line; of ``prism.tier`` ours."""
-    return "--fp8-format" if flag == "fp8" else f"--{re.sub('[_.]', '-', flag)}"
+    """Write a flag as on a command line: ``--seq-length``; of ``prism.tier`` ours."""
+    if flag == "fp8":
+        return "--fp8-format"
+    return f"--{re.sub('[_.]', '-', flag)}"
 
 
 # -- checks ---------------------------------------------------------------------------------------
 def check(recipe: Recipe) -> None:
-    """RecipeError or WorldError for the first rule that the recipe breaks."""
+    """Check a recipe.
+
+    Raises:
+        RecipeError: The first rule that the recipe breaks.
+        WorldError: Its sizes do not fit.
+    """
     for name in _REQUIRED:
         if name not in recipe.flags:
             raise RecipeError(f"{name} is missing", fix=f"add {name}=VALUE")
     for name, value in recipe.flags.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        most = 1e38 if isinstance(value, float) else _MOST.get(name, (1 << 31) - 1)
-        least = int(name in _COUNTS)
-        if not math.isfinite(value) or not least <= value <= most:
-            raise RecipeError(f"{name} is {value}", fix=f"use a number from {least} to {most}")
-    if (values := recipe.prism.values) not in ("mirror", "noise"):  # recordings are of scripts
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _check_number(name, value)
+    # recordings are of scripts
+    values = recipe.prism.values
+    if values not in ("mirror", "noise"):
         raise RecipeError(f"prism.values={values} is of a script", fix="use mirror or noise")
-    if not _NETWORK.fullmatch(network := recipe.hardware.network):
-        raise RecipeError(f"hardware.network: {network!r} is no network",
-                          fix="use rails, or fat-tree:2")  # fmt: skip
+    network = recipe.hardware.network
+    if not _NETWORK.fullmatch(network):
+        text = f"hardware.network: {network!r} is no network"
+        raise RecipeError(text, fix="use rails, or fat-tree:2")
     try:
         world = recipe.world
     except WorldError as error:
@@ -356,102 +426,140 @@ def check(recipe: Recipe) -> None:
     _check_batches(recipe, world)
 
 
+def _check_number(name: str, value: float) -> None:
+    """Raise RecipeError for a number that a flag cannot be."""
+    most = 1e38 if isinstance(value, float) else _MOST.get(name, (1 << 31) - 1)
+    least = 1 if name in _COUNTS else 0
+    if not math.isfinite(value) or not least <= value <= most:
+        raise RecipeError(f"{name} is {value}", fix=f"use a number from {least} to {most}")
+
+
 def _check_batches(recipe: Recipe, world: World) -> None:
-    micro, batch, dp, pp = recipe.micro_batch_size, recipe.global_batch_size, world.dp, world.pp
-    one, count = micro * dp, batch // (micro * dp)
-    said, use = f"micro_batch_size {micro} x dp {dp}", "use global_batch_size="
-    if batch % one:
-        fix = f"{use}{max(one, round(batch / one) * one)}"
-        raise RecipeError(f"global_batch_size {batch} is not divisible by {said} = {one}", fix=fix)
+    """Raise RecipeError for a batch that does not make whole microbatches for each rank."""
+    batch = recipe.global_batch_size
+    step = recipe.micro_batch_size * world.dp  # of the batch: a microbatch more for each rank
+    count = batch // step
+    arithmetic = f"micro_batch_size {recipe.micro_batch_size} x dp {world.dp}"
+    if batch % step:
+        nearest = max(step, round(batch / step) * step)
+        text = f"global_batch_size {batch} is not divisible by {arithmetic} = {step}"
+        raise RecipeError(text, fix=f"use global_batch_size={nearest}")
     if count > MOST_MICROBATCHES:
-        fix = f"{use}{MOST_MICROBATCHES * one} or less"
+        fix = f"use global_batch_size={MOST_MICROBATCHES * step} or less"
         raise RecipeError(f"{count:,} microbatches an iteration", fix=fix)
-    if world.vpp is not None and count % pp:  # core/pipeline_parallel/schedules.py:1007
-        rounds = f"the interleaved schedule takes microbatches in rounds of pp {pp}"
-        fix = f"{use}{max(1, round(count / pp)) * pp * one}, or vpp=null"
-        raise RecipeError(f"{rounds}, but there are {count} = {batch} / ({said})", fix=fix)
+    # core/pipeline_parallel/schedules.py:1007
+    if world.vpp is not None and count % world.pp:
+        text = f"the interleaved schedule takes microbatches in rounds of pp {world.pp}, "
+        text += f"but there are {count} = {batch} / ({arithmetic})"
+        nearest = max(1, round(count / world.pp)) * world.pp * step
+        raise RecipeError(text, fix=f"use global_batch_size={nearest}, or vpp=null")
 
 
 # -- reading --------------------------------------------------------------------------------------
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe, apply ``flag=value`` overrides, check everything.
+    """Read a recipe, apply overrides, check everything.
 
-    ``path`` is a file, or the name of a shipped recipe with or without ``.yaml``.  A relative
-    ``data_path`` is looked up beside the recipe, then here.  Raises RecipeError or WorldError.
+    Args:
+        path: A file, or the name of a shipped recipe with or without ``.yaml``.  A relative
+            ``data_path`` is looked up beside the recipe, then here.
+        overrides: ``flag=value`` words.
+
+    Raises:
+        RecipeError: It is no recipe, or breaks a rule.
+        WorldError: Its sizes do not fit.
     """
     file = find(path)
-    given = {**_read(file), **dict(map(_override, overrides))}
-    missing = [name for name in _REQUIRED if name not in given]
-    if missing:
-        raise RecipeError(f"{file}: {missing[0]} is missing", fix=f"add {missing[0]}=VALUE")
+    settings = _read(file)
+    for word in overrides:
+        name, value = _override(word)
+        settings[name] = value
+    for name in _REQUIRED:
+        if name not in settings:
+            raise RecipeError(f"{file}: {name} is missing", fix=f"add {name}=VALUE")
     blank = Recipe(dict.fromkeys(_REQUIRED, 1), name=file.stem)
-    recipe = blank.changed(given)
+    recipe = blank.changed(settings)
     if recipe.data_path is not None:
         return recipe.changed(data_path=_data_file(recipe.data_path, file))
     return recipe
 
 
 def load_prism_section(path: str | Path) -> dict[str, object]:
-    """What a file says for the --prism-* flags: the keys of its ``prism:``.  Raises RecipeError."""
-    given = _read(find(path))
-    return {
-        key.removeprefix("prism."): _read_as(kind_of(key), value, key)
-        for key, value in given.items()
-        if key.startswith("prism.")
-    }
+    """Return what a file says for the --prism-* flags: the keys of its ``prism:``.
+
+    Raises:
+        RecipeError: It is no recipe.
+    """
+    settings: dict[str, object] = {}
+    for key, value in _read(find(path)).items():
+        section, _, leaf = key.partition(".")
+        if section == "prism":
+            settings[leaf] = _read_as(kind_of(key), value, key)
+    return settings
 
 
 def given(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
-    """``recipe`` itself, or the one of that name or file."""
+    """Return ``recipe`` itself, or the one of that name or file."""
     return recipe if isinstance(recipe, Recipe) else load(os.fspath(recipe))
 
 
 def shipped() -> dict[str, Path]:
-    """Name -> file of the recipes that come with the package, installed or in a checkout."""
+    """Return the recipes that come with the package, installed or in a checkout: name -> file."""
     package = Path(__file__).parents[1]
     for folder in (package / "recipes", package.parent / "recipes"):
-        if files := sorted(folder.glob("*.yaml")):
+        files = sorted(folder.glob("*.yaml"))
+        if files:
             return {file.stem: file for file in files}
     return {}
 
 
 def summary(path: str | Path) -> str:
-    """The first comment line of a recipe: what it shows."""
-    first = Path(path).read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
+    """Return the first comment line of a recipe: what it shows."""
+    first_line, _, _ = Path(path).read_text(encoding="utf-8").partition("\n")
+    return first_line.removeprefix("#").strip() if first_line.startswith("#") else ""
 
 
 def find(path: str | Path) -> Path:
-    """The file meant: itself, or a shipped recipe by name.  RecipeError naming the closest ones."""
+    """Return the file meant: itself, or a shipped recipe by name.
+
+    Raises:
+        RecipeError: There is none; names the closest ones.
+    """
     file = Path(path)
     with contextlib.suppress(ValueError, OSError):  # a name too long, a null byte in it
         if file.is_file():
             return file
-    known = shipped()
-    if (name := file.name.removesuffix(".yaml")) in known and file.parent.name in ("", "recipes"):
-        return known[name]
+    recipes = shipped()
+    name = file.name.removesuffix(".yaml")
+    if name in recipes and file.parent.name in ("", "recipes"):
+        return recipes[name]
     otherwise = "see the shipped ones: prism recipes"
-    fix = did_you_mean(name, known, otherwise, most=2, cutoff=0.4)
+    fix = did_you_mean(name, recipes, otherwise, most=2, cutoff=0.4)
     raise RecipeError(f"there is no recipe {path}", fix=fix)
 
 
 def full_name(name: str) -> str:
-    """``tensor_model_parallel_size`` of ``tp``, ``--tensor-model-parallel-size`` and its own name.
+    """Return the name of a flag by its short name, its option or its own name.
 
-    RecipeError for what is no flag of a recipe, naming the closest one.
+    ``tensor_model_parallel_size`` is that of ``tp`` and ``--tensor-model-parallel-size``.
+
+    Raises:
+        RecipeError: It is no flag of a recipe; names the closest one.
     """
     key = name.lstrip("-").replace("-", "_")
     key = OTHER_NAMES.get(key, key)
     if kind_of(key) is not None:
         return key
-    every = [*known_flags(), *SHORT, *(f"{s}.{one}" for s in _SECTIONS for one in _hints(s))]
     fix = "for more than a plain GPT, run the job's own script: prism run -- pretrain_gpt.py …"
-    fix = fix if _BEYOND.search(key) else did_you_mean(key, every, fix, most=2)
+    if not _BEYOND.search(key):
+        candidates = [*known_flags(), *SHORT]
+        for section in _SECTIONS:
+            candidates += [f"{section}.{leaf}" for leaf in _hints(section)]
+        fix = did_you_mean(key, candidates, fix, most=2)
     raise RecipeError(f"a recipe has no flag {name}", fix=fix)
 
 
 def kind_of(key: str) -> object:
-    """The type of a flag's values, of ``prism.tier`` as well; None: there is no such flag."""
+    """Return the type of a flag's values, of ``prism.tier`` as well; None: no such flag."""
     section, dot, leaf = key.partition(".")
     if dot:
         return _hints(section).get(leaf) if section in _SECTIONS else None
@@ -464,63 +572,75 @@ def _hints(section: str) -> dict[str, Any]:
 
 
 def _read_as(kind: object, value: object, key: str) -> object:
-    """``value``, which may be text, as a ``kind``.  RecipeError."""
-    if str(value).lower() in ("null", "none") and type(None) in get_args(kind):
+    """Read a value, which may be text, as a type.
+
+    Raises:
+        RecipeError: It is none.
+    """
+    is_nothing = str(value).lower() in ("null", "none")
+    if is_nothing and type(None) in get_args(kind):
         return None
     try:
         return foreign.shaped(value, cast(type, kind), strict=False)
     except ValueError as error:
-        with contextlib.suppress(ValueError):  # --recompute-modules mlp core_attn
+        # --recompute-modules mlp core_attn
+        with contextlib.suppress(ValueError):
             if isinstance(value, str):
                 words = value.replace(",", " ").split()
                 return foreign.shaped(words, cast(type, kind), strict=False)
-        fix = f"use {' or '.join(foreign.choices(kind)) or 'a value of that type'}"
-        raise RecipeError(f"{key}={value}: {error}", fix=fix) from None
+        choices = " or ".join(foreign.choices(kind)) or "a value of that type"
+        raise RecipeError(f"{key}={value}: {error}", fix=f"use {choices}") from None
 
 
 def _read(file: Path) -> dict[str, object]:
-    """What a file gives, with names like ``seq_length`` and ``prism.tier``."""
+    """Return what a file gives, with names like ``seq_length`` and ``prism.tier``."""
     fix = "give the path of a YAML file of Megatron's flags: num_layers: 80"
     with foreign.reading(file, "a recipe", fix, error=RecipeError):
-        given = _mapping(foreign.read_yaml(file))
-    found = dict[str, object]()
-    for key, value in given.items():
+        mapping = _mapping(foreign.read_yaml(file))
+    settings: dict[str, object] = {}
+    for key, value in mapping.items():
         if isinstance(value, dict) and key in _SECTIONS:
-            found |= {f"{key}.{leaf}": one for leaf, one in value.items()}
+            for leaf, leaf_value in value.items():
+                settings[f"{key}.{leaf}"] = leaf_value
         else:
-            found[key] = value
-    return {full_name(name): value for name, value in found.items() if name != "dp"}
+            settings[key] = value
+    return {full_name(name): value for name, value in settings.items() if name != "dp"}
 
 
 def _mapping(text: str) -> dict[str, object]:
-    """A YAML mapping whose scalars are text: what they mean is their flag's to say."""
+    """Read a YAML mapping whose scalars are text: what they mean is their flag's to say."""
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
-        made = yaml.load(text, Loader=yaml.BaseLoader)
+        mapping = yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"it is no YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode):
         raise ValueError("it has no flags")
     names = [key.value for key, _ in root.value]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]} is there twice")
-    return dict(made)
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is there twice")
+    return dict(mapping)
 
 
 def _override(word: str) -> tuple[str, object]:
+    """Read a ``flag=value`` word; a value in brackets or quotes is YAML."""
     name, equals, text = word.partition("=")
-    if not equals or not name.strip():
-        fix = f"write {name.strip() or 'seq_length'}=VALUE"
+    name = name.strip()
+    if not equals or not name:
+        fix = f"write {name or 'seq_length'}=VALUE"
         raise RecipeError(f"{word!r}: an override is flag=value", fix=fix)
+    if not text.startswith(("[", "{", '"', "'")):
+        return name, text
     try:
-        made = yaml.load(text, Loader=yaml.BaseLoader) if text[:1] in {*"[{\"'"} else text
+        return name, yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         fix = "quote the value for YAML and for the shell"
         raise RecipeError(f"{word!r} is no YAML: {error}", fix=fix) from None
-    return name.strip(), made
 
 
 def _data_file(data: str, file: Path) -> str:
+    """Return the path of a data file, which is named as seen from the recipe or from here."""
     for place in (file.parent / data, Path(data)):
         with contextlib.suppress(ValueError, OSError):  # a name too long, a null byte in it
             if place.is_file():
