@@ -54,12 +54,18 @@ class Script:
 
     @property
     def name(self) -> str:
+        """Name of the script's file."""
         return Path(self.script).name
 
     def options(self) -> list[str]:
-        """Those that are given, and those that a recipe knows."""
-        given = [word.partition("=")[0] for word in self.words if word.startswith("--")]
-        return [*dict.fromkeys([*given, *map(option_of, recipes.known_flags())])]
+        """Return options that the words have, and those that a recipe knows."""
+        options: list[str] = []
+        for word in self.words:
+            if word.startswith("--"):
+                option, _, _ = word.partition("=")
+                options.append(option)
+        options += map(option_of, recipes.known_flags())
+        return list(dict.fromkeys(options))
 
 
 Job = Recipe | Script
@@ -69,10 +75,11 @@ Job = Recipe | Script
 class SweepPoint:
     """One combination.
 
-    axes   : short name -> value
-    layout : of it; None: it is none
-    reason : why it is none, or why it was dropped later; "" while it is in the race
-    by     : which filter dropped it
+    Attributes:
+        axes: Short name -> value.
+        layout: Of it; None: it is none.
+        reason: Why it is none, or why it was dropped later; "" while it is in the race.
+        by: Which filter dropped it.
     """
 
     axes: Mapping[str, Value]
@@ -82,141 +89,194 @@ class SweepPoint:
 
     @property
     def name(self) -> str:
+        """The axes in words."""
         return " ".join(f"{axis}={text(value)}" for axis, value in self.axes.items())
 
     @property
     def key(self) -> str:
-        """Of its result among stored ones."""
+        """Name of its result among stored ones."""
         if self.layout is not None:
             return self.layout.key
         return hashlib.sha1(json.dumps(dict(self.axes)).encode()).hexdigest()[:16]
 
     def dropped(self, by: str, reason: str) -> SweepPoint:
+        """Return the point as a filter dropped it."""
         return dataclasses.replace(self, by=by, reason=reason)
 
 
 def text(value: Value) -> str:
-    """As ``parse_axes`` reads it."""
+    """Write a value as ``parse_axes`` reads it."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_axes(words: Sequence[str], job: Job) -> dict[str, tuple[Value, ...]]:
-    """``tp=1,2,4`` and ``pp=auto`` as values, in the order given.
+    """Read ``tp=1,2,4`` and ``pp=auto`` as values, in the order given.
 
-    UsageError for a name that is no axis: it names the closest one and Megatron's argument.
+    Raises:
+        UsageError: A name is no axis: it names the closest one and Megatron's argument.
     """
-    found: dict[str, tuple[Value, ...]] = {}
+    axes: dict[str, tuple[Value, ...]] = {}
     for word in words:
-        name, equals, text = word.partition("=")
-        axis = _axis(name.lstrip("-").replace("-", "_").lower(), text if equals else "", job)
-        if not equals or not text:
+        name, equals, values_text = word.partition("=")
+        axis = _axis(name.lstrip("-").replace("-", "_").lower(), values_text, job)
+        if not equals or not values_text:
             raise UsageError(f"axis {axis} has no values", fix=f"{axis}=1,2,4 or {axis}=auto")
-        if axis in found:
+        if axis in axes:
             raise UsageError(f"axis {axis} is given twice", fix=f"{axis}=A,B in one word")
-        found[axis] = _auto(axis, job) if text == "auto" else _values(axis, text, job)
-    if "dp" in found and "world_size" in found:
+        if values_text == "auto":
+            axes[axis] = _auto(axis, job)
+        else:
+            axes[axis] = _values(axis, values_text, job)
+    if "dp" in axes and "world_size" in axes:
         raise UsageError("dp and world_size say the same thing", fix="leave one of them out")
-    return found
+    return axes
 
 
-def _axis(name: str, text: str, job: Job) -> str:
-    """The short name of an axis, or a flag of a recipe, or an option of the script."""
-    flag, known = recipes.OTHER_NAMES.get(name, name), recipes.known_flags()
-    short = {flag: axis for axis, flag in AXES.items()}
-    if flag in short:
-        return short[flag]
-    if flag in known:
+def _axis(name: str, values_text: str, job: Job) -> str:
+    """Return the short name of an axis, or a flag of a recipe, or an option of the script.
+
+    Args:
+        name: As it was typed.
+        values_text: Its values, for messages.
+        job: Whose axis it is.
+    """
+    flag = recipes.OTHER_NAMES.get(name, name)
+    flags = recipes.known_flags()
+    axis_of_flag = {axis_flag: axis for axis, axis_flag in AXES.items()}
+    if flag in axis_of_flag:
+        return axis_of_flag[flag]
+    if flag in flags:
         return flag
     option = option_of(name)
     if isinstance(job, Script) and option in job.options():
         return option
-    words = [*AXES, *known]
-    initials = {"".join(part[0] for part in one.split("_")): one for one in words}  # mbs
-    close = difflib.get_close_matches(initials.get(name, name), words, n=1, cutoff=0.5)
-    if not close:
-        raise UsageError(f"a sweep has no axis {name}", fix=f"its axes are {', '.join(AXES)}")
-    megatrons = f", Megatron's {option_of(AXES.get(close[0], close[0]))}"
-    raise UsageError(f"a sweep has no axis {name}",
-                     fix=f"did you mean {close[0]}={text or '…'}{megatrons}?")  # fmt: skip
+    raise _no_axis(name, values_text, [*AXES, *flags])
 
 
-def _values(axis: str, text: str, job: Job) -> tuple[Value, ...]:
-    """UsageError for a value that is none of a recipe's; an option of a script may have any."""
-    free = isinstance(job, Script) and axis not in AXES
-    kind: object = Value if free else recipes.kind_of(AXES.get(axis, axis)) or int
+def _no_axis(name: str, values_text: str, names: Sequence[str]) -> UsageError:
+    """Return the error of a name that is no axis; it names the closest of ``names``."""
+    # people write mbs
+    name_of_initials: dict[str, str] = {}
+    for candidate in names:
+        initials = "".join(part[0] for part in candidate.split("_"))
+        name_of_initials[initials] = candidate
+    meant = name_of_initials.get(name, name)
+    closest = difflib.get_close_matches(meant, names, n=1, cutoff=0.5)
+    fix = f"its axes are {', '.join(AXES)}"
+    if closest:
+        axis = closest[0]
+        option = option_of(AXES.get(axis, axis))
+        fix = f"did you mean {axis}={values_text or '…'}, Megatron's {option}?"
+    return UsageError(f"a sweep has no axis {name}", fix=fix)
+
+
+def _values(axis: str, values_text: str, job: Job) -> tuple[Value, ...]:
+    """Read the values of an axis; an option of a script may have any.
+
+    Raises:
+        UsageError: A value is none of a recipe's.
+    """
+    kind: object = Value
+    if axis in AXES or not isinstance(job, Script):
+        kind = recipes.kind_of(AXES.get(axis, axis)) or int
     values: list[Value] = []
-    for part in text.split(","):
-        one: Value = _WORDS.get(part.lower(), part)
-        if isinstance(one, str):
-            for read in (int, float):
-                with contextlib.suppress(ValueError):
-                    one = read(part)
-                    break
+    for part in values_text.split(","):
+        value = _value(part)
         try:
-            foreign.shaped(one, cast(type[Value], kind))
+            foreign.shaped(value, cast(type[Value], kind))
         except ValueError as error:
-            words = ",".join(["none", *foreign.choices(kind)]) if foreign.choices(kind) else "1,2,4"
+            choices = foreign.choices(kind)
+            words = ",".join(["none", *choices]) if choices else "1,2,4"
             raise UsageError(f"{axis}={part}: {error}", fix=f"{axis}={words}") from None
-        if axis in AXES and isinstance(one, int) and one < 1:
+        if axis in AXES and isinstance(value, int) and value < 1:
             raise UsageError(f"{axis}={part} is less than 1", fix=f"{axis}=1,2,4")
-        if one not in values or isinstance(one, bool):
-            values.append(one)
+        # true equals 1
+        if value not in values or isinstance(value, bool):
+            values.append(value)
     return tuple(values)
 
 
+def _value(word: str) -> Value:
+    """Read a word as nothing, truth, a number or text."""
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    with contextlib.suppress(ValueError):
+        return int(word)
+    with contextlib.suppress(ValueError):
+        return float(word)
+    return word
+
+
+# axis that may be auto -> the flag whose size its values divide
+_DIVIDED = {
+    "tp": "num_attention_heads",
+    "pp": "num_layers",
+    "vpp": "num_layers",
+    "cp": "seq_length",
+    "ep": "num_experts",
+    "recompute": "",
+    "micro_batch_size": "global_batch_size",
+}
+_POWERS = [1 << exponent for exponent in range(11)]
+_MAX_MICRO_BATCH = 8  # that auto tries
+
+
 def _auto(axis: str, job: Job) -> tuple[Value, ...]:
-    """All that divide: what is no layout together with the others falls later."""
-    decides = {
-        "tp": "num_attention_heads", "pp": "num_layers", "vpp": "num_layers", "cp": "seq_length",
-        "ep": "num_experts", "recompute": "", "micro_batch_size": "global_batch_size",
-    }  # fmt: skip
-    if axis not in decides:
+    """Return all values that divide: what is no layout together with the others falls later."""
+    if axis not in _DIVIDED:
         raise UsageError(f"{axis}=auto: nothing says which to try", fix=f"{axis}=1,2,4")
-    size, world = _size(job, decides[axis]), _size(job, "prism.world_size")
-    if not size and axis not in ("ep", "recompute"):  # without experts ep is 1
-        option = option_of(decides[axis])
+    if axis == "recompute":
+        return (None, "selective", "full")
+    size = _size(job, _DIVIDED[axis])
+    # without experts ep is 1
+    if axis == "ep":
+        size = size or 1
+    if not size:
+        option = option_of(_DIVIDED[axis])
         raise UsageError(f"{axis}=auto: the command line has no {option}", fix=f"{axis}=1,2,4")
-    powers, node = [1 << n for n in range(11)], _size(job, "prism.gpus_per_node") or _NODE
-    found: dict[str, list[Value]] = {
-        "tp": [n for n in powers if n <= node and size % n == 0],
-        "pp": [n for n in range(1, size + 1) if size % n == world % n == 0],
-        "vpp": [n for n in range(1, size + 1) if size % n == 0],
-        "cp": [n for n in powers if n <= node and size % (2 * n) == 0],
-        "ep": [n for n in range(1, (size or 1) + 1) if (size or 1) % n == 0],
-        "micro_batch_size": [n for n in powers[:4] if size % n == 0],
-        "recompute": [None, "selective", "full"],
-    }
-    return tuple(found[axis])
+    if axis in ("tp", "cp"):
+        node = _size(job, "prism.gpus_per_node") or _NODE
+        # Megatron gives each rank of cp two parts of a sequence
+        parts = 2 if axis == "cp" else 1
+        return tuple(n for n in _POWERS if n <= node and size % (parts * n) == 0)
+    if axis == "micro_batch_size":
+        return tuple(n for n in _POWERS if n <= _MAX_MICRO_BATCH and size % n == 0)
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    if axis == "pp":
+        world_size = _size(job, "prism.world_size")
+        divisors = [n for n in divisors if world_size % n == 0]
+    return tuple(divisors)
 
 
 def _size(job: Job, key: str) -> int:
-    """A size of the job by its flag; 0 where a command line does not say it."""
+    """Return a size of the job by its flag; 0 where a command line does not say it."""
     _, dot, name = key.rpartition(".")
-    if not key:
-        return 0
     if isinstance(job, Recipe):
-        return getattr(job.prism if dot else job, name) or 0
+        section = job.prism if dot else job
+        return getattr(section, name) or 0
     return size_of(job.ours if dot else job.words, option_of(key), 0)
 
 
 def points(job: Job, axes: Mapping[str, Sequence[Value]]) -> list[SweepPoint]:
-    """Every combination once, in the order of the axes."""
-    found: dict[str, SweepPoint] = {}
+    """Return every combination once, in the order of the axes."""
+    point_of_key: dict[str, SweepPoint] = {}
     for values in itertools.product(*axes.values()):
         point = point_of(job, dict(zip(axes, values, strict=True)))
-        found.setdefault(point.key, point)
-    return list(found.values())
+        point_of_key.setdefault(point.key, point)
+    return list(point_of_key.values())
 
 
 def point_of(job: Job, axes: Mapping[str, Value]) -> SweepPoint:
-    """The point of one combination: the job with these values, or why there is none."""
+    """Return the point of one combination: the job with these values, or why there is none."""
     return _of_recipe(job, axes) if isinstance(job, Recipe) else _of_script(job, axes)
 
 
 def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
-    words, ours = list(job.words), list(job.ours)
+    """Return the point of a script's job."""
+    words = list(job.words)
+    ours = list(job.ours)
     for axis, value in axes.items():
         if axis == "world_size":
             ours = with_option(ours, "--prism-world-size", value)
@@ -226,54 +286,77 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
         words = with_option(words, "--num-layers-per-virtual-pipeline-stage", None)
         if axes["vpp"] == 1:
             words = with_option(words, option_of(AXES["vpp"]), None)
-    if "tp" in axes and not {"sequence_parallel", "--sequence-parallel"} & {*axes}:
-        tp, given = size_of(job.words, option_of(AXES["tp"])), "--sequence-parallel" in job.words
-        if (wanted := _sequence_parallel(axes, tp, given)) != given:
+    if "tp" in axes and axes.keys().isdisjoint(("sequence_parallel", "--sequence-parallel")):
+        tp = size_of(job.words, option_of(AXES["tp"]))
+        has_sequence_parallel = "--sequence-parallel" in job.words
+        wanted = _sequence_parallel(axes, tp, has_sequence_parallel)
+        if wanted != has_sequence_parallel:
             words = with_option(words, "--sequence-parallel", wanted)
     if "recompute" in axes:
-        full = axes["recompute"] == "full"
-        method = value_of("--recompute-method", words) or "uniform"
-        layers = value_of("--recompute-num-layers", words) or "1"
-        words = with_option(words, "--recompute-activations", None)
-        words = with_option(words, "--recompute-method", method if full else None)
-        words = with_option(words, "--recompute-num-layers", layers if full else None)
+        words = _with_recompute(words, axes["recompute"] == "full")
     try:
         if "dp" in axes:
-            sizes = [size_of(words, option_of(AXES[axis])) for axis in ("tp", "pp", "cp")]
-            size = int(str(axes["dp"])) * math.prod(sizes)
-            ours = with_option(ours, "--prism-world-size", size)
+            sizes_of_replica = [
+                size_of(words, option_of(AXES[axis])) for axis in ("tp", "pp", "cp")
+            ]
+            world_size = int(str(axes["dp"])) * math.prod(sizes_of_replica)
+            ours = with_option(ours, "--prism-world-size", world_size)
         return SweepPoint(axes, ScriptLayout.of(job.script, words, ours))
     except PrismError as error:
         return SweepPoint(axes, None, error.message, "no layout")
 
 
-def _sequence_parallel(axes: Mapping[str, Value], tp: int, given: bool) -> bool:
-    """Whether a point has it: as the job where that has tensor parallelism (``tp``), else as
-    Megatron's guides advise.
+def _with_recompute(words: list[str], is_full: bool) -> list[str]:
+    """Return a script's words with the options that recomputing whole layers needs, or without."""
+    method = value_of("--recompute-method", words) or "uniform"
+    layers = value_of("--recompute-num-layers", words) or "1"
+    words = with_option(words, "--recompute-activations", None)
+    words = with_option(words, "--recompute-method", method if is_full else None)
+    return with_option(words, "--recompute-num-layers", layers if is_full else None)
+
+
+def _sequence_parallel(axes: Mapping[str, Value], tp: int, is_given: bool) -> bool:
+    """Tell whether a point has sequence parallelism.
+
+    It is as the job has it where that has tensor parallelism, else as Megatron's guides advise.
+
+    Args:
+        axes: Of the point.
+        tp: Of the job.
+        is_given: Whether the job has it.
     """
-    return (given or tp == 1) and int(str(axes["tp"])) > 1
+    return (is_given or tp == 1) and int(str(axes["tp"])) > 1
 
 
 def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
-    ours = {"prism.ranks": None, "prism.tier": "meta", "prism.out": None, "train_iters": 2}
-    given = {**ours, **{AXES.get(axis, axis): value for axis, value in axes.items()}}
+    """Return the point of a recipe's job."""
+    changes: dict[str, object] = {
+        "prism.ranks": None,
+        "prism.tier": "meta",
+        "prism.out": None,
+        "train_iters": 2,
+    }
+    for axis, value in axes.items():
+        changes[AXES.get(axis, axis)] = value
     if axes.get("vpp") == 1:
-        given[AXES["vpp"]] = None
+        changes[AXES["vpp"]] = None
     if "tp" in axes and "sequence_parallel" not in axes:
-        own = recipe.world.tp, recipe.sequence_parallel
-        given["sequence_parallel"] = _sequence_parallel(axes, *own)
+        tp, is_given = recipe.world.tp, recipe.sequence_parallel
+        changes["sequence_parallel"] = _sequence_parallel(axes, tp, is_given)
     if "recompute" in axes:
-        full = axes["recompute"] == "full"
-        given["recompute_method"] = (recipe.recompute_method or "uniform") if full else None
-        given["recompute_num_layers"] = (recipe.recompute_num_layers or 1) if full else None
+        changes["recompute_method"] = None
+        changes["recompute_num_layers"] = None
+        if axes["recompute"] == "full":
+            changes["recompute_method"] = recipe.recompute_method or "uniform"
+            changes["recompute_num_layers"] = recipe.recompute_num_layers or 1
     try:
-        return SweepPoint(axes, RecipeLayout(recipe.changed(given)))
+        return SweepPoint(axes, RecipeLayout(recipe.changed(changes)))
     except PrismError as error:
         return SweepPoint(axes, None, error.message, "no layout")
 
 
 def sizes(axes: Mapping[str, Sequence[Value]]) -> int:
-    """How many combinations there are."""
+    """Return how many combinations there are."""
     total = 1
     for values in axes.values():
         total *= len(values)
