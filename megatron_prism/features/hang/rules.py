@@ -657,8 +657,24 @@ def _drawn(kinds: str, recorded: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(cases)
 
 
-# a row without a case decides only jobs that tests of this feature make up (test_production,
-# test_reality, test_doubts, test_log_lines): none of its kind was recorded, none is drawn
+# hangs as production has them, planted in captured worlds (tests/helpers/production.py)
+_SKIPPED_BARRIER = (
+    "production a stage skips a barrier",
+    "production a stage skips a barrier, a dump is lost",
+)
+_STALLED_LOADER = ("production data loader of a whole stage",)
+_AWAITED_DEAD = (
+    "production killed while a stage waits for it outside NCCL",
+    "production killed while its replicas save with it",
+)
+_EXPERTS_LEFT_OUT = (
+    "production a layer of experts left out",
+    "production a layer of experts left out, outstanding only",
+)
+_LATE_IN_PRODUCTION = (*_SKIPPED_BARRIER, *_STALLED_LOADER, *_AWAITED_DEAD)
+
+# a row without a case decides only jobs that tests of this feature make up (test_doubts,
+# test_log_lines, test_reality): none of its kind was recorded, none is drawn or of production
 RULES = (
     Rule("its process failed", failed_processes, _drawn("killed", ("logs",))),
     Rule(
@@ -673,7 +689,7 @@ RULES = (
         _drawn("drop extra message_shape shape", _ALL) + _drawn("dtype operation swap", _BOTH),
     ),
     Rule(_LONE_CALLERS, lone_callers),
-    Rule(_LATE_HOSTS, late_hosts, _drawn("gil host_stuck", _ALL)),
+    Rule(_LATE_HOSTS, late_hosts, _drawn("gil host_stuck", _ALL) + _LATE_IN_PRODUCTION),
     Rule(
         "a call ended on others",
         stuck_devices,
@@ -696,19 +712,28 @@ RULES = (
     Rule(
         "it left no dump",
         ranks_without_dump,
-        _drawn("killed", _BOTH),
+        _drawn("killed", _BOTH) + _AWAITED_DEAD,
         when=When.WAITS_REMAIN,
         must_explain=True,
     ),
-    Rule("its queue is in another order", exchanged_queues, when=When.NOBODY_NAMED),
+    Rule(
+        "its queue is in another order",
+        exchanged_queues,
+        _EXPERTS_LEFT_OUT,
+        when=When.NOBODY_NAMED,
+    ),
 )
 EXCEPTIONS = (
     RuleException("it is further on than a sibling", _excuse_further_on),
-    RuleException("it may wait for a rank without a dump", _excuse_waiting_for_dead),
+    RuleException("it may wait for a rank without a dump", _excuse_waiting_for_dead, _AWAITED_DEAD),
     RuleException("it may wait while a communicator is created", _excuse_creating_group),
     RuleException(
         "it stands between two iterations", _excuse_between_iterations, ("recorded nosave",)
     ),
-    RuleException("all members of a group wait for nobody", _doubt_whole_groups),
+    RuleException(
+        "all members of a group wait for nobody",
+        _doubt_whole_groups,
+        (*_SKIPPED_BARRIER, *_STALLED_LOADER),
+    ),
     RuleException("all members of a group but one wait for nobody", _excuse_lacking_member),
 )

@@ -1,14 +1,14 @@
 """Each rule of a hang decides the cases that its row names, and no other.
 
 Cases are kinds of faults that are planted in drawn programs of 16 ranks, with the recorder's
-history (and timing), with outstanding calls only, or by what the job would print alone; and hangs
-that were recorded on 2 x H100.
+history (and timing), with outstanding calls only, or by what the job would print alone; hangs that
+were recorded on 2 x H100; and hangs of production, planted in captured worlds, that a row names.
 """
 
 from pathlib import Path
 
 import pytest
-from helpers import random_hangs, rendered_logs
+from helpers import production, random_hangs, rendered_logs
 from helpers.random_hangs import dumps_of
 
 from megatron_prism.core.world import World
@@ -57,6 +57,12 @@ def cases(tmp_path_factory):
         dumps[f"drawn {kind}, logs"] = logs.read_logs([path])
     for folder in sorted(path for path in RECORDED.iterdir() if path.is_dir()):
         dumps[f"recorded {folder.name}"] = logs.read_folder(folder)
+    named = {name for rows in TABLES.values() for row in rows for name in row.decides}
+    for number, case in enumerate(production.CASES):
+        if f"production {case.name}" in named:
+            folder = path.parent / f"production{number}"
+            production.dumps(case, folder)
+            dumps[f"production {case.name}"] = logs.read_folder(folder)
     path.write_text(SAVE_LOG.format(function="get_parameter_state_dp_zero"))
     dumps["recorded nosave, with a log"] = logs.together(dumps["recorded nosave"], [path])
     return dumps
