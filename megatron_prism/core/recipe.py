@@ -360,9 +360,9 @@ class Recipe:
                 words += [option_of(name), str(value)]
         return words
 
-    def _megatron_flags(self) -> dict[str, Any]:
+    def _megatron_flags(self) -> dict[str, object]:
         """Return the flags of Megatron's command line, with defaults that it has not."""
-        flags: dict[str, Any] = {}
+        flags: dict[str, object] = {}
         for name, flag in _TRAINING.items():
             if name in _COUNTS:
                 flags[name] = flag.default

@@ -288,10 +288,8 @@ def _with_times(comparison: Comparison, a: PricedGraph, b: PricedGraph) -> Compa
 
 def _mean_parts(timeline: Timeline) -> dict[str, float]:
     """Return ns by what a mean rank does."""
-    accounts: list[dict[str, Any]] = []
-    for index, count in enumerate(timeline.graph.classes.counts):
-        accounts.append({**vars(timeline.account(index)), "count": count})
-    return mean_parts(accounts)
+    counts = enumerate(timeline.graph.classes.counts)
+    return mean_parts({**vars(timeline.account(index)), "count": count} for index, count in counts)
 
 
 def _speeds(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run
     from megatron_prism.features.hang.planting import FaultedCall
     from megatron_prism.graph.stall import StalledJob
+    from megatron_prism.runtime.process_group import PrismGroup
 
 _MAX_OPS = 8_000_000  # ops of all ranks that are run to a standstill before the job
 
@@ -622,7 +623,8 @@ class CallGuard(LabelledCalls):
         finally:
             self._is_inside_call = False
 
-    def _compare_with_programs(self, call_check: CallCheck, group: Any, call: Op) -> None:
+    def _compare_with_programs(self, call_check: CallCheck, group: PrismGroup, call: Op) -> None:
+        """Compare a call with what programs expect."""
         assert self.strict is not None
         self._compared_calls += 1
         fifo = _fifo(call)

@@ -547,7 +547,7 @@ class Injector:
         op: str,
         make: Make,
         answer: Answer,
-        args: list[Any],
+        args: Args,
         kwargs: Kwargs,
     ) -> dist.Work | None:
         """Make a call with another size, type, root and the like, or another one."""
@@ -557,10 +557,8 @@ class Injector:
         if fault.kind == "op":
             method = _METHODS[wanted.name].name
 
-            def other_answer(other_group: PrismGroup, *other_args: Any) -> Any:
-                return getattr(other_group, method)(*other_args)
-
-            return make(wanted.name, other_answer)(group, *changed_args)
+            other_call = make(wanted.name, lambda own, *values: getattr(own, method)(*values))
+            return other_call(group, *changed_args)
         # NCCL moves as many bytes and notices nothing
         if fault.kind in ("shape", "dtype") and nccl_lets_through(wanted, healthy):
             self.survived.pop(str(fault), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
@@ -27,7 +27,7 @@ _WORTH_SAYING = 1e-3  # of the tensors: what blocks have beyond them
 
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
-    parts = [
+    parts: list[Iterable[str]] = [
         _verdict(found),
         class_table(found.memory, found.overruns, found.at_risk),
         _host(found.host),

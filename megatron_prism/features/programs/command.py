@@ -198,12 +198,12 @@ class _Classes:
         self.graph = world_graph.build(open_programs(path))
         self.source = self.graph.programs.source
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, object]]:
         """Return a row for each class; ``peak_bytes`` is null where none was recorded."""
         from megatron_prism.core.world import format_ranks
 
         classes = self.graph.classes
-        values: list[dict[str, Any]] = []
+        values: list[dict[str, object]] = []
         for index, program in enumerate(self.graph.program_list):
             value = {
                 "class": index,
