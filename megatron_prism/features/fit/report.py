@@ -27,14 +27,15 @@ _WORTH_SAYING = 1e-3  # of the tensors: what blocks have beyond them
 
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
+    shown_class = shown or found.worst
     parts: list[Iterable[str]] = [
         _verdict(found),
         class_table(found.memory, found.overruns, found.at_risk),
         _host(found.host),
-        _peak(found, shown or found.worst, top),
+        _peak(found, shown_class, top),
     ]
     for section in found.sections:
-        parts.append(section.lines(shown or found.worst))
+        parts.append(section.lines(shown_class))
     parts.append(changes_of(found))
     parts.append(source_lines(found.memory))
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines) + "\n"
