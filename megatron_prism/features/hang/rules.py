@@ -671,7 +671,11 @@ _EXPERTS_LEFT_OUT = (
     "production a layer of experts left out",
     "production a layer of experts left out, outstanding only",
 )
-_LATE_IN_PRODUCTION = (*_SKIPPED_BARRIER, *_STALLED_LOADER, *_AWAITED_DEAD)
+_BY_LOGS_ALONE = (
+    "production a stage skips a barrier, logs",
+    "production data loader of a whole stage, logs",
+)
+_LATE_IN_PRODUCTION = (*_SKIPPED_BARRIER, *_STALLED_LOADER, *_AWAITED_DEAD, *_BY_LOGS_ALONE)
 
 # a row without a case decides only jobs that tests of this feature make up (test_doubts,
 # test_log_lines, test_reality): none of its kind was recorded, none is drawn or of production
@@ -724,7 +728,7 @@ RULES = (
     ),
 )
 EXCEPTIONS = (
-    RuleException("it is further on than a sibling", _excuse_further_on),
+    RuleException("it is further on than a sibling", _excuse_further_on, _BY_LOGS_ALONE),
     RuleException("it may wait for a rank without a dump", _excuse_waiting_for_dead, _AWAITED_DEAD),
     RuleException("it may wait while a communicator is created", _excuse_creating_group),
     RuleException(

@@ -59,10 +59,17 @@ def cases(tmp_path_factory):
         dumps[f"recorded {folder.name}"] = logs.read_folder(folder)
     named = {name for rows in TABLES.values() for row in rows for name in row.decides}
     for number, case in enumerate(production.CASES):
-        if f"production {case.name}" in named:
+        name = f"production {case.name}"
+        if name in named:
             folder = path.parent / f"production{number}"
             production.dumps(case, folder)
-            dumps[f"production {case.name}"] = logs.read_folder(folder)
+            dumps[name] = logs.read_folder(folder)
+        if f"{name}, logs" in named:
+            state = production.standstill(case.fault, case.world)
+            silent = {rank for rank, fault in state.faults.items() if fault.silent}
+            values = dict(export.dumps_of(state, **ACTIVE))
+            path.write_text(rendered_logs.text(values, state.programs.world, silent))
+            dumps[f"{name}, logs"] = logs.read_logs([path])
     path.write_text(SAVE_LOG.format(function="get_parameter_state_dp_zero"))
     dumps["recorded nosave, with a log"] = logs.together(dumps["recorded nosave"], [path])
     return dumps
