@@ -21,7 +21,11 @@ _LINE_FILE = ".line"
 
 def keep_line(folder: Path, words: Sequence[str]) -> None:
     """Keep in ``folder`` the launch line, or the recipe and its settings, that it has slices of."""
-    (folder / _LINE_FILE).write_text(f"{shlex.join(words)}\n", encoding="utf-8")
+    file = folder / _LINE_FILE
+    try:
+        file.write_text(f"{shlex.join(words)}\n", encoding="utf-8")
+    except OSError as error:  # slices of others may be read, not written to
+        console(stderr=True).print(f"the line is not kept in {folder}: {error.strerror or error}")
 
 
 def kept_line(folder: Path) -> list[str]:

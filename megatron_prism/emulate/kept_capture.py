@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatron_prism.core.files import artefact_folder
 from megatron_prism.core.slices import WORLD
 from megatron_prism.emulate import job_arguments
 
@@ -162,17 +163,25 @@ def neighbour(folder: Path, command: Sequence[str]) -> Neighbour | None:
 
 
 def copy_slices(source: Path, folder: Path) -> None:
-    """Copy the slices of ``source`` into ``folder``, with what they were captured from."""
+    """Copy the slices of ``source`` into ``folder``, with what they were captured from.
+
+    The folder is there when all of it is: an interrupted copy leaves none.
+
+    Raises:
+        UsageError: somebody else has made the folder meanwhile, or it cannot be made.
+        OSError: a slice cannot be copied.
+    """
     record = read(source)
     assert record is not None, "it is a neighbour"
-    folder.mkdir(parents=True, exist_ok=True)
-    slices = _slice_files(source)
-    for path in slices:
-        shutil.copyfile(path, folder / os.path.basename(path))
-        del record.files[path]
-    for path in _slice_files(folder):
-        record.files[path] = _stamp(path)
-    _write(folder, record)
+    with artefact_folder(folder) as work:
+        for path in _slice_files(source):
+            name = os.path.basename(path)
+            shutil.copyfile(path, work / name)
+            del record.files[path]
+            # as it will be called
+            copy = os.path.abspath(folder / name)
+            record.files[copy] = _stamp(str(work / name))
+        _write(work, record)
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -348,7 +348,13 @@ def capture(
                 save(assemble(folder), folder / WORLD, force=True)
         if whole and not job.source:
             imported = {path for result in results for path in result["files"]}
-            kept_capture.keep(folder, job.question, imported, all_new=not there, began_ns=began_ns)
+            try:
+                kept_capture.keep(
+                    folder, job.question, imported, all_new=not there, began_ns=began_ns
+                )
+            except OSError as error:  # the slices are whole: only the next question takes longer
+                why = error.strerror or str(error)
+                console.print(f"  {'not kept':<20} what {folder} was captured from: {why}")
     for one in results:
         peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
         console.print(f"rank {one['rank']:,}: {one['said']}{peak}")
@@ -390,7 +396,11 @@ def _copied(job: Job, folder: Path, console: Console) -> bool:
         options = ", ".join(near.changing)
         console.print(f"  {'captured anew':<20} {options}: not as in {near.folder.name}")
         return False
-    kept_capture.copy_slices(near.folder, folder)
+    try:
+        kept_capture.copy_slices(near.folder, folder)
+    except (OSError, UsageError) as error:  # a full disk, another run: all ranks run
+        console.print(f"  {'captured anew':<20} {near.folder.name} cannot be copied: {error}")
+        return False
     options = ", ".join(near.changed) or "the order of the words"
     console.print(f"  {'copied':<20} {near.folder.name}: no iteration depends on {options}")
     return True

@@ -1,11 +1,13 @@
 """A folder of slices knows what it was captured from: the same capture again only reads it."""
 
+import errno
 import io
 import os
 
 import pytest
 from rich.console import Console
 
+from megatron_prism.cli import job_slices
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
@@ -176,6 +178,44 @@ def test_slices_of_a_job_with_the_same_iterations_are_copied_and_compared(captur
     assert "1 slice there already" in printed
     assert (capture.folder / "slice-000000.prism").read_bytes() == first
     assert capture.ask()[0] == 0
+
+
+def test_a_copy_that_breaks_off_leaves_no_folder(capture, tmp_path, monkeypatch):
+    capture.ask()
+    capture.folder = tmp_path / "longer"
+    capture.words += ["--train-iters", "9"]
+
+    def breaks(source, target):
+        with open(target, "w") as file:
+            file.write("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(kept_capture.shutil, "copyfile", breaks)
+    with pytest.raises(OSError, match="No space left"):
+        kept_capture.copy_slices(tmp_path / "slices", capture.folder)
+    assert not capture.folder.exists()
+    started, printed = capture.ask()
+    assert started == 1
+    assert "slices cannot be copied: [Errno 28] No space left on device" in printed
+    assert "there already" not in printed
+
+
+def test_an_answer_does_not_need_what_cannot_be_kept(capture, monkeypatch):
+    def refused(folder, record):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(kept_capture, "_write", refused)
+    started, printed = capture.ask()
+    assert started == 1
+    assert printed.count("not kept") == 1
+    assert "was captured from: Permission denied" in printed
+
+
+def test_a_line_that_cannot_be_kept_is_said(tmp_path, capsys):
+    (tmp_path / ".line").mkdir()
+    job_slices.keep_line(tmp_path, ["torchrun", "train.py"])
+    said = capsys.readouterr()
+    assert "the line is not kept" in " ".join((said.out + said.err).split())
 
 
 def test_an_option_that_changes_iterations_is_named_where_all_ranks_run(capture, tmp_path):
