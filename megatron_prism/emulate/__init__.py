@@ -15,6 +15,7 @@ capture.py  job_arguments.py       a slice of a job, and which job it is of
 nvlink_keepalive.py                links of a GPU whose rank runs alone, kept awake
 recording.py                       values that steer the program, recorded or given back
 device_memory.py                   memory by phase, NCCL's memory held in reserve
+part_blocks.py                     what torch counts in each part of a process's life
 recipe_job.py  recipe_script.py    a recipe as a job; the script that it starts
 script_job.py                      a job, every rank that its world needs
 few_microbatches.py                how many microbatches a capture runs, and the others

@@ -50,6 +50,7 @@ from megatron_prism.emulate import (
     job_arguments,
     kept_capture,
     nvlink_keepalive,
+    part_blocks,
     recipe_job,
     workers,
 )
@@ -589,7 +590,7 @@ class StockCapture(TrainingListener):
         if copies := self._host_bytes():
             self.store.source[HOST_MEMORY] = f"{self.rank}={copies}"
         if self.tier.live is not None and self.tier.live.parts:
-            peaks_of_parts = part_peaks.as_text(self.tier.live.parts)
+            peaks_of_parts = part_peaks.as_text(part_blocks.block_peaks(self.tier.live))
             self.store.source[MEMORY_PARTS] = f"{self.rank}={peaks_of_parts}"
         steps = len(self._monitor.iterations)
         if not any(recording.builder is not None for recording in self.kept()):

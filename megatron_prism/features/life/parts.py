@@ -1,8 +1,8 @@
 """The parts of a process's life, and the one that decides how much memory it needs.
 
 In : slices that keep peaks of parts, and the figures of their train steps.  Out: ``LifeParts`` of
-every class of ranks.  All bytes are allocated bytes; what the allocator reserves beyond these
-follows from requests, which slices keep of iterations alone.
+every class of ranks.  All bytes are allocated bytes of blocks, as torch.cuda.max_memory_allocated
+counts them; what the allocator reserves beyond these in parts beside the steps is not known.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_prism.core.program import Programs
-from megatron_prism.memory import part_peaks
+from megatron_prism.memory import allocator, blocks, part_peaks, peaks
 from megatron_prism.memory.job_peaks import (
     ClassMemoryFigures,
     MemoryReport,
@@ -42,11 +42,11 @@ class LifeParts:
 
     Args:
         peaks: part -> the most that is allocated in it, bytes, in the order of ``ORDER``.
-        beside_tensors: bytes of the device that no tensor of the job has: context, libraries, NCCL.
+        outside_allocator: bytes of the device: context, libraries, NCCL.
     """
 
     peaks: Mapping[str, int]
-    beside_tensors: int
+    outside_allocator: int
 
     @property
     def decides(self) -> str:
@@ -64,7 +64,7 @@ class LifeParts:
     @property
     def least_needed(self) -> int:
         """Return what the part that decides needs of the device at least, bytes."""
-        return self.peaks[self.decides] + self.beside_tensors
+        return self.peaks[self.decides] + self.outside_allocator
 
 
 def lives(programs: Programs, memory: MemoryReport) -> dict[str, LifeParts]:
@@ -75,19 +75,21 @@ def lives(programs: Programs, memory: MemoryReport) -> dict[str, LifeParts]:
         memory: figures of its classes.
     """
     of_ranks = part_peaks.of_source(programs.source)
+    settings = allocator.Settings.parse(memory.job.get("alloc_conf", ""))
     found = {}
     for name, figures in memory.classes.items():
-        captured = of_ranks.get(first_program(programs, figures).rank)
+        program = first_program(programs, figures)
+        captured = of_ranks.get(program.rank)
         if captured:
-            found[name] = _life(captured, figures)
+            # the slice has all microbatches, where few ran when it was captured
+            steady_peak = peaks.known_peak(blocks.as_blocks(program, settings)).num_bytes
+            known = {**captured, STEADY: steady_peak}
+            found[name] = _life(known, figures)
     return found
 
 
-def _life(captured: Mapping[str, int], figures: ClassMemoryFigures) -> LifeParts:
-    """Put the parts that a slice keeps beside the figures of its train steps."""
-    known = dict(captured)
-    # the slice itself has all of its microbatches, where few ran when it was captured
-    known[STEADY] = figures["peak_allocated"]
-    peaks = {name: known[name] for name in ORDER if name in known}
-    beside_tensors = max(needed(figures) - figures["peak_reserved"], 0)
-    return LifeParts(peaks, beside_tensors)
+def _life(known: Mapping[str, int], figures: ClassMemoryFigures) -> LifeParts:
+    """Put the parts in their order, beside what the device holds outside of the allocator."""
+    ordered = {name: known[name] for name in ORDER if name in known}
+    outside = max(needed(figures) - figures["peak_reserved"], 0)
+    return LifeParts(ordered, outside)

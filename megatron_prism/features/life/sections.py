@@ -54,7 +54,7 @@ class LifeSection:
         life = self._lives.get(class_name)
         if life is None:
             return
-        yield f"the parts of the process's life: allocated at most, of {class_name}"
+        yield f"the parts of the process's life, of {class_name}: max_memory_allocated"
         steady_bytes = life.peaks[STEADY]
         rows = []
         for part, num_bytes in life.peaks.items():

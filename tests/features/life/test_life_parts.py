@@ -103,7 +103,7 @@ def test_a_part_that_exceeds_the_limit_does_not_fit_though_steps_do():
 def test_slices_that_keep_no_parts_have_no_section():
     answered = answer({})
     assert "life" not in answered.to_json()
-    assert "the parts of the process" not in answered.to_text()
+    assert "the parts of the process's life" not in answered.to_text()
 
 
 @pytest.mark.parametrize(
