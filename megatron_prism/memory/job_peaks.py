@@ -219,8 +219,11 @@ def peak_memory(
 def _nothing_to_draw(programs: Programs) -> UsageError:
     """Say why no slice of ``programs`` tells which allocations depend on routing."""
     what = "the slices do not say which allocations depend on routing"
-    called_dispatchers = any(len(program.routes) for program in programs.programs)
-    if called_dispatchers:
+    routed_programs = [program for program in programs.programs if len(program.routes)]
+    if routed_programs and all(map(routing.has_all_experts, routed_programs)):
+        what = "every rank has all experts, so the peak is the same for any routing"
+        return UsageError(what, fix="prism fit without --draws")
+    if routed_programs:
         # tokens went to experts, and no iteration with other loads came, or it was another one
         why = "no iteration with other loads of the experts was recorded that can be compared"
         fix = "capture them again with this release on tier meta, --train-iters 4 or more"

@@ -41,6 +41,17 @@ def more_tokens(routes: np.ndarray) -> Callable[[int, int], int]:
     return lambda layer, turn: STEP * (1 + numbers.get((layer, turn), len(numbers)))
 
 
+def has_all_experts(program: Program) -> bool:
+    """Say whether the experts of this rank get every copy of a token that the ranks send.
+
+    Args:
+        program: has calls of a dispatcher (``Program.routes``).
+    """
+    copies_of_source, _, _, sources = program.routes[0].tolist()
+    received = program.routes[1:, 2]
+    return bool((received == copies_of_source * sources).all())
+
+
 def learned(program: Program, probe: Program, repeated: Sequence[RepeatedEvents] = ()) -> Program:
     """Return ``program`` with what ``probe`` says of its allocations.
 

@@ -15,6 +15,7 @@ from megatron_prism.core.program import Builder, Programs, RepeatedEvents
 from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World
 from megatron_prism.memory import job_peaks, routing
+from megatron_prism.runtime.devices.moe_dispatch import ExpertLoads
 
 SENT, EXPERTS, TOPK, WAYS = 64, 8, 2, 4  # a rank has two of the experts
 
@@ -235,9 +236,37 @@ def test_why_nothing_can_be_drawn_is_said():
 
     dense = Builder()
     dense.add("compute")
+    every_copy = SENT * WAYS
+    assert "the peak is the same for any routing" in refused(iteration((every_copy, every_copy)))
     assert "no iteration with other loads" in refused(iteration((64, 64)))
     assert "no call of a dispatcher" in refused(dense.build(0))
     assert "they are of tier cuda" in refused(dense.build(0), tier="cuda")
+
+
+def test_a_rank_with_all_experts_keeps_every_copy():
+    """Two expert-tensor ranks, no expert parallelism: what each sends, each experts' part gets."""
+    drawn = ExpertLoads()
+    drawn.more = lambda layer, turn: 5
+    even = np.array([3, 3, 2, 2])
+    drawn.shape = (10, 4, 2, 2)
+    assert drawn.add(object(), even, 2).tolist() == even.tolist()
+    drawn.shape = (20, 8, 2, 4)
+    assert drawn.add(object(), even, 4).tolist() == (even + 5).tolist()
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.megatron
+def test_experts_of_a_tensor_parallel_job_without_expert_parallelism(tmp_path, capsys, dispatcher):
+    """Its capture ended in a gradient of another shape than the tokens."""
+    pytest.importorskip("megatron.core")
+    folder = str(tmp_path / "slices")
+    job = ["num_experts=4", "moe_router_topk=2", "ep=1", "train_iters=2"]
+    job += [f"moe_token_dispatcher_type={dispatcher}"]
+    assert main(["capture", "guard-gpt_16gpu_tp2pp2vp2_h200", "-o", folder, *job]) == 0
+    for rank in open_programs(folder).programs:
+        assert routing.has_all_experts(rank)
+    assert main(["fit", folder, "--draws", "20"]) == 2
+    assert "the peak is the same for any routing" in capsys.readouterr().err
 
 
 def _rows(made, seed):

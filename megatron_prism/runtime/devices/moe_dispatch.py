@@ -255,8 +255,9 @@ class ExpertLoads:
         again = torch._C._current_graph_task_id() >= 0  # recomputed inside a backward
         turn = self._turns[layer, again]
         self._turns[layer, again] += 1
-        alone = ways == 1 and len(here) == self.shape[1]  # with all experts: it has what it sends
-        if self.more is not None and not alone:
+        # a rank with all experts gets every copy that a source has, however tokens are routed
+        has_all_experts = len(here) == self.shape[1]
+        if self.more is not None and not has_all_experts:
             here = np.maximum(here + self.more(layer, turn), 0)
         self.calls[layer, turn] = int(here.sum()) * ways
         return here
