@@ -46,12 +46,13 @@ TODAY = (
 )
 _KERNEL = re.compile(r"(?:^|; )(\w+)\([^)]*\)\w*:\d+:\d+(?:\*(\d+))?")
 _LOOPED = ("fp8_", "fill_empty")  # as the recorder counts them
-_SITTINGS = {"h100": 1.0, "h200": 1.2}  # index of the host, at first
+# index of the host, at first; the first word is the machine
+_SITTINGS = {"h100": 1.0, "h200": 1.2, "h200, second sitting": 1.2}
 _SMALL = 0.02  # errors below count as squares
 _STEP = 1.1  # of a constant, for the slopes
 _ROUNDS = 4
 # how far a constant may go in a round: what the rows leave open stays where it is
-_HOLD = np.array([0.5, 0.5, 3.0, 3.0, 0.5, 0.1, 0.1])
+HOLD = np.array([0.5, 0.5, 3.0, 3.0, 0.5, 0.1, 0.1, 0.1])
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Row:
         counts: of each program, calls, kernels by Python, looped kernels, products and products of
             varying shapes of each op; float64 [5, ops].
         real_ns: its iteration.
-        machine: of the replay.
+        sitting: machine of the replay, and which of its sittings.
         index: of its host; None if it is fitted.
     """
 
@@ -72,7 +73,7 @@ class Row:
     programs: Programs
     counts: tuple[np.ndarray, ...]
     real_ns: float
-    machine: str
+    sitting: str
     index: float | None
 
     def iteration_ns(self, constants: np.ndarray, index: float) -> int:
@@ -82,7 +83,8 @@ class Row:
         for program, counts in zip(self.programs.programs, self.counts, strict=True):
             priced.append(with_constants(program, counts, constants * factor))
         programs = dataclasses.replace(self.programs, programs=tuple(priced))
-        return prism.replay(programs, machine=self.machine).iteration_ns
+        machine, _, _ = self.sitting.partition(",")
+        return prism.replay(programs, machine=machine).iteration_ns
 
 
 def with_constants(program: Program, counts: np.ndarray, constants: np.ndarray) -> Program:
@@ -103,7 +105,7 @@ def counted(program: Program, stored: Mapping[str, Any], made_by: Sequence[float
 
     Args:
         program: of slices of tier meta.
-        stored: of the job: ``local_experts`` of a rank, and whether their loads ``vary``.
+        stored: of the job: ``local_experts`` of a rank, and ``unseen_share`` of their products.
         made_by: constants that the host's time in the program is by.
 
     Returns:
@@ -128,9 +130,7 @@ def counted(program: Program, stored: Mapping[str, Any], made_by: Sequence[float
             kernels -= products
         if PHASE_NAMES[op["phase"]] not in STEPS:
             looped = kernels
-        unseen = 0
-        if stored.get("vary"):
-            unseen = grouped * experts
+        unseen = grouped * experts * stored.get("unseen_share", 0.0)
         others = np.array([0, kernels - looped, looped, products, unseen], dtype=float)
         rest_ns = int(op["host"]) - others @ np.array(made_by, dtype=float)
         calls = round(rest_ns / made_by[0])
@@ -154,9 +154,9 @@ def rows() -> list[Row]:
     for name, stored in sorted(file["one_gpu"].items()):
         programs = parse(stored["program"])
         counts = tuple(counted(program, stored, made_by) for program in programs.programs)
-        for machine, iterations_ms in stored["real_ms"].items():
+        for sitting, iterations_ms in stored["real_ms"].items():
             real_ns = 1e6 * statistics.median(iterations_ms)
-            found.append(Row(f"{name}, {machine}", programs, counts, real_ns, machine, None))
+            found.append(Row(f"{name}, {sitting}", programs, counts, real_ns, sitting, None))
     return found
 
 
@@ -172,7 +172,7 @@ def predicted(jobs: Sequence[Row], values: np.ndarray) -> np.ndarray:
     for job in jobs:
         index = job.index
         if index is None:
-            index = index_of_sitting[job.machine]
+            index = index_of_sitting[job.sitting]
         errors.append(np.log(job.iteration_ns(values[: len(KINDS)], index) / job.real_ns))
     return np.array(errors)
 
@@ -193,7 +193,7 @@ def best_step(gradient: np.ndarray, errors: np.ndarray) -> np.ndarray:
     for _ in range(60):
         left = errors + gradient @ step
         weights = 1 / np.maximum(np.abs(left), _SMALL)
-        normal = gradient.T @ (weights[:, None] * gradient) + np.diag(_HOLD)
+        normal = gradient.T @ (weights[:, None] * gradient) + np.diag(HOLD)
         step = np.linalg.solve(normal, -gradient.T @ (weights * errors))
     return np.clip(step, -0.5, 0.5)
 

@@ -44,10 +44,15 @@ def _has(settings: _Settings, *names: str) -> bool:
     return any(settings.get(name, "0") not in ("0", "None", "False", "none") for name in names)
 
 
-def _drops_no_token(settings: _Settings) -> bool:
+def _routing_decides_sizes(settings: _Settings) -> bool:
     """Return whether the router's choices decide how large tensors are."""
-    has_experts = _has(settings, "num_experts", "num_moe_experts")
-    return has_experts and not _has(settings, "moe_pad_expert_input_to_capacity")
+    if not _has(settings, "num_experts", "num_moe_experts"):
+        return False
+    if _has(settings, "moe_pad_expert_input_to_capacity"):
+        return False
+    # a rank with all experts keeps every copy, in one tensor for all of them
+    has_all_experts = settings.get("expert_model_parallel_size", "1") == "1"
+    return not (has_all_experts and _has(settings, "moe_grouped_gemm"))
 
 
 def _has_graphs(settings: _Settings) -> bool:
@@ -73,7 +78,7 @@ GRAPHS = Estimate("CUDA graphs: counted as if there were none", -15, 10)
 _RULES = (
     # of NVIDIA's published peaks of MoE jobs (docs/measurements.md)
     _Rule(
-        _drops_no_token,
+        _routing_decides_sizes,
         Estimate("routing: other ranks send experts as many tokens as this one", -15, 10),
     ),
     _Rule(_has_graphs, GRAPHS),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.accuracy.host_constants import TODAY, best_step, counted, with_constants
+from benchmarks.accuracy.host_constants import HOLD, TODAY, best_step, counted, with_constants
 from megatron_prism.core.program_text import parse
 
 # of two grouped products of four experts, and of one segment of the optimizer
@@ -17,7 +17,7 @@ O compute flops=1 kernels=7 host=1us lead=1us note="add(4)float32:0:9*7"
 OTHERS = "fp8_quantize(4)bfloat16:0:9*2; add(4)bfloat16:0:9"
 # calls, kernels by Python, looped, products, unseen; nothing of the mark
 COUNTS = np.array([[40, 30, 0], [3, 0, 0], [2, 7, 0], [6, 0, 0], [8, 0, 0]], dtype=float)
-EXPERTS = {"local_experts": 4, "vary": True}
+EXPERTS = {"local_experts": 4, "unseen_share": 1.0}
 
 
 def program():
@@ -44,7 +44,7 @@ def test_slices_of_which_no_product_was_counted():
 @pytest.mark.parametrize("outlier", [0.0, 3.0])
 def test_one_row_does_not_decide_the_constants(outlier):
     """Errors of 0.1 that one constant explains, and one that nothing does."""
-    gradient = np.zeros((8, 7))
+    gradient = np.zeros((8, len(HOLD)))
     gradient[:, 0] = 1.0
     errors = np.full(8, 0.1)
     errors[3] += outlier

@@ -17,6 +17,9 @@ ROUTED = {**DENSE, "--num-experts": "8"}
         ({"num_experts": "8"}, ["routing"]),
         (ROUTED, ["routing"]),
         ({**ROUTED, "--moe-pad-expert-input-to-capacity": ""}, []),
+        # a rank has all experts, whose tokens are in one tensor
+        ({**ROUTED, "--moe-grouped-gemm": ""}, []),
+        ({**ROUTED, "--moe-grouped-gemm": "", "--expert-model-parallel-size": "2"}, ["routing"]),
         ({**DENSE, "--cross-entropy-loss-fusion": ""}, []),
         ({**DENSE, "--sft": ""}, ["unfused attention"]),
         ({**DENSE, "--cuda-graph-impl": "local"}, ["CUDA graphs"]),

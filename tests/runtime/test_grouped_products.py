@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_prism.core.program_text import parse
 from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.moe_dispatch import counts_vary, loads
 from megatron_prism.runtime.recorder.shapes_meter import Meter
+from megatron_prism.runtime.te_kernels.product_shapes import unseen_share
 from megatron_prism.runtime.te_kernels.products import te_general_grouped_gemm
 
 
@@ -53,16 +55,42 @@ def test_cutlass_has_one_kernel_for_all_experts(meter, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("vary", "dtype", "unseen"),
-    [(True, torch.bfloat16, 3), (False, torch.bfloat16, 0), (True, torch.uint8, 0)],
+    ("vary", "dtype", "share"),
+    [
+        (True, torch.bfloat16, unseen_share(1024.0)),
+        (False, torch.bfloat16, 0.0),
+        (True, torch.uint8, 0.0),
+    ],
     ids=["vary", "even", "padded"],
 )
-def test_products_of_varying_shapes(meter, monkeypatch, vary, dtype, unseen):
+def test_products_of_varying_shapes(meter, monkeypatch, vary, dtype, share):
     """Tokens of an expert are padded in FP8."""
     monkeypatch.setattr(loads, "vary", vary)
+    # 16,384 copies of tokens for 16 experts of one rank
+    monkeypatch.setattr(loads, "shape", (16_384, 16, 2, 1))
     multiply([5, 7, 9], dtype)
     done = meter.take()
-    assert (done.unseen, done.products) == (unseen, 2)
+    assert done.unseen == pytest.approx(3 * share)
+    assert done.products == 2
+
+
+@pytest.mark.parametrize("mean_tokens", [64, 512, 1024, 4096])
+def test_shapes_that_the_cache_has_lost(mean_tokens):
+    """Drawn counts of tokens in a cache that forgets what was used longest ago."""
+    draws = np.random.default_rng(0).exponential(mean_tokens, 40_000).astype(int).tolist()
+    kept = OrderedDict()
+    num_lost = 0
+    for number, count in enumerate(draws):
+        # each count is a shape of six products
+        is_kept = count in kept
+        kept[count] = None
+        kept.move_to_end(count)
+        if len(kept) > 8_192 // 6:
+            kept.popitem(last=False)
+        # the first half fills the cache
+        if number >= len(draws) // 2:
+            num_lost += not is_kept
+    assert num_lost / (len(draws) / 2) == pytest.approx(unseen_share(mean_tokens), abs=0.02)
 
 
 @pytest.mark.parametrize(

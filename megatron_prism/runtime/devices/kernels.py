@@ -34,12 +34,12 @@ def fused(name: str, flops: int, *tensors: torch.Tensor | None) -> None:
         meter.add(name, int(flops), traffic, there)
 
 
-def launched_with(launches: int, unseen: int) -> None:
+def launched_with(launches: int, unseen: float) -> None:
     """Say of the kernel that was just counted how its operator launches it.
 
     Args:
         launches: that C++ makes behind the first one, in the same call.
-        unseen: of all of them, how many products have a shape that varies.
+        unseen: of all of them, how many products have a shape that the library has not kept.
     """
     if meter is not None:
         meter.launched_with(launches, unseen)

@@ -21,10 +21,9 @@ CALL_NS = 1_550  # of a function of Python
 KERNEL_NS = 42_500  # of a kernel of a forward or backward, with its operator and autograd's node
 LOOP_NS = 2_000  # of one that C++ or the optimizer launches in a loop, or that fills an allocation
 PRODUCT_NS = 8_300  # of a matrix product that C++ launches in a loop
-# Of a product whose shape varies, more: cuBLASLt chooses a kernel anew for a shape that is not
-# among the last 8,192 (cuBLAS documentation, heuristics cache).  In a traced iteration 82 % of the
-# products of experts were such, and the choice took 0.1 to 0.35 ms on a host of index 0.9 to 1.7
-UNSEEN_NS = 65_000
+# Of a product for whose shape cuBLASLt chooses a kernel, more (te_kernels/product_shapes.py).  In a
+# traced iteration the choice took 0.1 to 0.35 ms on a host of index 0.9 to 1.7
+UNSEEN_NS = 140_000
 
 _COUNTED, _PASSED, _ASIDE = range(3)  # counts; only what it calls counts; neither
 _ASIDE_IN = ("runtime/te_kernels/", "runtime/process_group.py", "runtime/recorder/")
@@ -146,7 +145,7 @@ class PythonCalls:
 
 
 def host_ns(
-    calls: int, kernels: int, phase: str, *, looped: int = 0, products: int = 0, unseen: int = 0
+    calls: int, kernels: int, phase: str, *, looped: int = 0, products: int = 0, unseen: float = 0
 ) -> tuple[int, int]:
     """Estimate what a host of index 0.7 takes for a segment.
 
@@ -156,7 +155,7 @@ def host_ns(
         phase: of the segment.
         looped: of the kernels, those that C++ launches behind others within one operator.
         products: of the kernels, the matrix products that C++ launches so.
-        unseen: matrix products whose shape varies, each expert's own.
+        unseen: matrix products for whose shape the library chooses a kernel; an expectation.
 
     Returns:
         ns of the host, and ns of it until its first kernel may begin.
@@ -166,5 +165,5 @@ def host_ns(
         looped = kernels - products
     by_python = kernels - products - looped
     whole_ns = calls * CALL_NS + by_python * KERNEL_NS
-    whole_ns += looped * LOOP_NS + products * PRODUCT_NS + unseen * UNSEEN_NS
+    whole_ns += looped * LOOP_NS + products * PRODUCT_NS + round(unseen * UNSEEN_NS)
     return whole_ns, whole_ns // max(kernels, 1)

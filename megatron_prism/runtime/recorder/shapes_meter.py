@@ -63,7 +63,7 @@ class Work:
 
     looped   : kernels that C++ launches behind others, within one operator
     products : matrix products that C++ launches behind others, within one operator
-    unseen   : of all products, those whose shape varies
+    unseen   : of all products, those for whose shape the library chooses a kernel; an expectation
     python   : calls of the job's functions
     """
 
@@ -72,7 +72,7 @@ class Work:
     kernels: int = 0
     looped: int = 0
     products: int = 0
-    unseen: int = 0
+    unseen: float = 0.0
     python: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 
@@ -177,9 +177,9 @@ class Meter:
             dtype = "tf32"
         work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
 
-    def launched_with(self, launches: int, unseen: int) -> None:
+    def launched_with(self, launches: int, unseen: float) -> None:
         """The kernel that was just added is ``launches`` more, which are products; of all of them
-        ``unseen`` have a shape that varies.
+        ``unseen`` have a shape that the library has not kept.
         """
         work = self._work
         work.kernels += launches

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from megatron_prism.runtime.devices.kernels import fused, launched_with
 from megatron_prism.runtime.devices.moe_dispatch import loads
+from megatron_prism.runtime.te_kernels.product_shapes import unseen_share
 from megatron_prism.runtime.te_kernels.quantization import create, kind_of, parts, sizes
 from megatron_prism.runtime.te_kernels.table import (
     TABLE,
@@ -195,10 +196,12 @@ def _launch_of_each_expert(flops_of_experts: Sequence[int], first: Tensor | None
     if os.environ.get(_ONE_KERNEL, "0") not in ("", "0"):
         return
     launches = sum(1 for flops in flops_of_experts if flops)
+    unseen = 0.0
     # in FP8 each expert's tokens are padded, so few shapes differ
     is_padded = first is not None and first.dtype == torch.float8_e4m3fn
-    shapes_vary = loads.vary and not is_padded
-    launched_with(max(launches - 1, 0), launches if shapes_vary else 0)
+    if loads.vary and not is_padded:
+        unseen = launches * unseen_share(loads.tokens_of_expert)
+    launched_with(max(launches - 1, 0), unseen)
 
 
 def _multiply_experts(
