@@ -37,7 +37,7 @@ HOST_INDEX = "host_index"
 HOST_MEMORY = "host_memory"
 # of a source: "RANK=PART:BYTES,… …", the most that is allocated in each part of the rank's process
 MEMORY_PARTS = "memory_parts"
-_OF_RANKS = (
+OF_RANKS = (
     HOST_INDEX,
     GPU_CLOCK,
     HOST_MEMORY,
@@ -59,7 +59,7 @@ def of_ranks(source: Mapping[str, str]) -> dict[str, dict[int, str]]:
     """Key of a source -> rank -> what it says of the rank's own host or GPU."""
     return {
         key: {int(rank): text for rank, text in _OF_RANK.findall(source[key])}
-        for key in _OF_RANKS
+        for key in OF_RANKS
         if key in source
     }
 
@@ -154,7 +154,7 @@ class SliceStore:
         there, differ = {**_DEFAULTS, **found.source}, list[str]()
         here = {**_DEFAULTS, **self.source} if self.source else {}  # empty: others compare it
         for key, value in here.items():
-            if key in (*_OF_RANKS, WHAT_IF):
+            if key in (*OF_RANKS, WHAT_IF):
                 continue
             if key in job_settings.KEYS:
                 differ += job_settings.differences(key, there.get(key), value)
@@ -234,7 +234,7 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     if not partial:
         _check_gathers(first.world, captured, of, groups)
     source = {key: text for one in slices for key, text in one.source.items()}
-    for key in _OF_RANKS:
+    for key in OF_RANKS:
         if each := [one.source[key] for one in slices if key in one.source]:
             source[key] = " ".join(each)
     where = os.fspath(folder)

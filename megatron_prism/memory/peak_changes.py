@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.slices import OF_RANKS
 from megatron_prism.core.units import counted
 from megatron_prism.memory.job_peaks import ClassMemoryFigures, MemoryReport, needed
 from megatron_prism.memory.peaks import KINDS
@@ -96,6 +97,9 @@ def compare(
 def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
     differ = []
     for key in sorted({*before, *after}):
+        # what a rank measured of itself is no part of the job
+        if key in OF_RANKS:
+            continue
         if key in job_settings.KEYS:
             differ += job_settings.differences(key, before.get(key), after.get(key, ""))
         elif before.get(key) != after.get(key):

@@ -123,7 +123,7 @@ def dumps_of(run, seed, spread_ms=0, poll_ms=100, ring=0, written="copied", **ho
     for rank, value in export.dumps_of(job, **how):
         tables = {key[1]: table for key, table in job.said.items() if key[0] == "calls"}
         table = tables[int(run.programs.program_of[rank])]
-        op_of = dict(zip(table.record, table.index.tolist(), strict=True))
+        op_of = dict(zip(table.numbers.records, table.index.tolist(), strict=True))
         value["entries"] = [
             row | {"time_created_ns": BEGIN_NS + run.times["issued"][rank][
                 op_of.get(row["record_id"], op_of.get(row["record_id"] - 1))]}

@@ -23,7 +23,7 @@ def of_the_page():
 def of_the_help():
     """Those that the command's help lists under "What if"."""
     text = inspect.getdoc(cli_replay.replay)
-    block = text.partition("What if")[2].partition("\n\n")[0]
+    block = text.partition("What-ifs")[2].partition("\n\n")[0]
     rows = re.findall(r"^  ((?:\w+=\S+ ?)+)", block, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"(\w+)=", row.split(" …")[0]) if name}
 

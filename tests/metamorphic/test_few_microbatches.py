@@ -40,7 +40,8 @@ def test_every_op_is_that_of_all(captured):
         assert compositions._unlike_ops(one, other) == []
         assert one.live_bytes().max() == other.live_bytes().max()
     differ = {key for key, text in few.source.items() if whole.source.get(key) != text}
-    assert differ == {"what-if"}
+    # each microbatch of the process keeps its loss, a block of 512 B
+    assert differ - {"memory_parts"} == {"what-if"}
 
 
 @pytest.mark.slow
