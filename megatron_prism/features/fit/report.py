@@ -23,6 +23,7 @@ from megatron_prism.report.memory_tables import (
 )
 
 _WORTH_SAYING = 1e-3  # of the tensors: what blocks have beyond them
+_FEWEST_WITH_SHARES = 10  # draws of which a tenth can be told
 
 
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
@@ -120,16 +121,22 @@ def _share_of_draws(risk: Risk) -> str:
 
 
 def reserved_of_draws(risk: Risk | None) -> str:
-    """Say what segments take in half of the draws, and in a tenth; empty where all are alike."""
+    """Say what segments take in half of the draws, and in a tenth; empty where all are alike.
+
+    Fewer than ten draws have no tenth: these are a range.
+    """
     if risk is None or len(risk.reserved) < 2:
         return ""
-    half, tenth = format_bytes(risk.reserved_at(0.5)), format_bytes(risk.reserved_at(0.9))
     least, most = format_bytes(risk.reserved[0]), format_bytes(risk.reserved[-1])
     if least == most:
         return ""
-    text = f"reserved within {counted(risk.iterations, 'iteration')}: {half} in half of "
-    text += f"{risk.draws} draws, {tenth} or more in a tenth; {least} to {most} in all"
-    return text
+    within = f"reserved within {counted(risk.iterations, 'iteration')}"
+    if risk.draws < _FEWEST_WITH_SHARES:
+        return f"{within}: {least} to {most} in {risk.draws} draws"
+    half = format_bytes(risk.reserved_at(0.5))
+    tenth = format_bytes(risk.reserved_at(0.9))
+    shares = f"{half} in half of {risk.draws} draws, {tenth} or more in a tenth"
+    return f"{within}: {shares}; {least} to {most} in all"
 
 
 def _peak(found: Fit, name: str, top: int) -> Iterator[str]:

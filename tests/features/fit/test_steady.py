@@ -6,6 +6,7 @@ import pytest
 from megatron_prism.core.ops import BEGUN, WAITED
 from megatron_prism.core.program import Builder, Programs
 from megatron_prism.core.world import World
+from megatron_prism.features.fit import report
 from megatron_prism.features.fit.fit import EXPANDABLE, fit
 from megatron_prism.memory import allocator, steady
 from megatron_prism.memory.host_lead import OpTimes
@@ -92,6 +93,21 @@ def test_without_the_requests_of_the_process_leads_are_drawn_and_the_answer_says
 def test_shares_of_draws():
     risk = steady.Risk(0, 4, 9, reserved=(10, 20, 30, 40))
     assert [risk.reserved_at(share) for share in (0.0, 0.25, 0.5, 0.9, 1.0)] == [10, 10, 20, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("draws", "words"),
+    [
+        (3, "reserved within 9 iterations: 1 GiB to 3 GiB in 3 draws"),
+        (20, "1 GiB in half of 20 draws, 3 GiB or more in a tenth; 1 GiB to 3 GiB in all"),
+    ],
+)
+def test_few_draws_are_a_range(draws, words):
+    """Of three draws nobody can tell a tenth."""
+    few = draws // 2 + 1
+    reserved = (*[1 << 30] * few, *[3 << 30] * (draws - few))
+    risk = steady.Risk(0, draws, 9, reserved=reserved)
+    assert words in report.reserved_of_draws(risk)
 
 
 def test_what_is_enough_for_any_lead_is_no_risk():
