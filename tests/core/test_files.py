@@ -81,7 +81,7 @@ def killed_while_writing(path, number):
     )
     assert process.stdout.readline() == "ready\n"
     os.kill(process.pid, number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=55)
     return process.returncode
 
 
