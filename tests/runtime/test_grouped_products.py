@@ -66,9 +66,7 @@ def test_cutlass_has_one_kernel_for_all_experts(meter, monkeypatch):
 def test_products_of_varying_shapes(meter, monkeypatch, vary, dtype, share):
     """Tokens of an expert are padded in FP8."""
     monkeypatch.setattr(loads, "vary", vary)
-    # 16,384 copies of tokens for 16 experts of one rank
-    monkeypatch.setattr(loads, "shape", (16_384, 16, 2, 1))
-    multiply([5, 7, 9], dtype)
+    multiply([1000, 1024, 1048], dtype)
     done = meter.take()
     assert done.unseen == pytest.approx(3 * share)
     assert done.products == 2

@@ -247,12 +247,6 @@ class ExpertLoads:
         self._layers: dict[int, int] = {}
         self._turns: Counter[tuple[int, bool]] = Counter()
 
-    @property
-    def tokens_of_expert(self) -> float:
-        """Copies of tokens that an expert gets in a call, at even loads."""
-        copies_of_source, experts, _, sources = self.shape
-        return copies_of_source * sources / max(experts, 1)
-
     def add(self, dispatcher: object, here: np.ndarray, ways: int) -> np.ndarray:
         """A call of ``dispatcher``; ``here`` [local] are the even shares from each of ``ways``
         ranks.  Returns those that its experts get.

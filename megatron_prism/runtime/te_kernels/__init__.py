@@ -7,6 +7,7 @@ Its package runs as it is installed; a module of ours takes the place of its com
                          the library made of them
     quantization.py      casts to FP8, and the objects that C++ builds: shapes alone
     products.py          cuBLASLt
+    product_shapes.py    how many products of experts have a shape that its cache has lost
     rows.py              norms, softmax, activations, rotary embeddings
     attention.py         cuDNN and flash-attn
     experts.py           the router

@@ -17,7 +17,10 @@ import numpy as np
 _CACHED_SHAPES = 8_192
 # of an expert's two layers: the forward, the gradient of the input and that of the weight
 _PRODUCTS_OF_EXPERT = 6
-_LONGEST = 16  # means; more tokens than that have a probability of 1e-7
+# numbers of tokens, in means, at the middle of equal steps; more than 16 means have a probability
+# of 1e-7
+_STEP = 0.01
+_TOKENS = np.arange(0.5 * _STEP, 16, _STEP)
 
 
 @functools.cache
@@ -28,19 +31,16 @@ def unseen_share(mean_tokens: float) -> float:
         mean_tokens: that an expert gets in a microbatch.
     """
     cached_counts = _CACHED_SHAPES / _PRODUCTS_OF_EXPERT
-    num_counts = int(_LONGEST * mean_tokens) + 1
-    if num_counts <= cached_counts:
-        return 0.0
-    probabilities = np.exp(-np.arange(num_counts) / mean_tokens)
-    probabilities /= probabilities.sum()
+    densities = np.exp(-_TOKENS)
 
-    # draws until the cache has been filled with others
-    few_draws, many_draws = 1.0, 1e12
+    # draws, in means, until the cache has been filled with others
+    few_draws, many_draws = 1e-6, 1e9
     while many_draws / few_draws > 1.0001:
         draws = np.sqrt(few_draws * many_draws)
-        distinct_counts = -np.expm1(-draws * probabilities).sum()
+        distinct_counts = -np.expm1(-draws * densities).sum() * _STEP * mean_tokens
         if distinct_counts < cached_counts:
             few_draws = draws
         else:
             many_draws = draws
-    return float((probabilities * np.exp(-few_draws * probabilities)).sum())
+    lost = densities * np.exp(-few_draws * densities)
+    return float(lost.sum() * _STEP)

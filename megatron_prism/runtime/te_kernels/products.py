@@ -182,16 +182,23 @@ def te_general_grouped_gemm(
     flops_of_experts = [_flops(a, transa, shape) for a, shape in zip(A, shapes, strict=True)]
     operands = [_read(tensor) for tensor in (*A, *B, *out)]
     fused("grouped_gemm", sum(flops_of_experts), *operands)
-    _launch_of_each_expert(flops_of_experts, operands[0])
+    _launch_of_each_expert(counts, flops_of_experts, operands[0])
     if not out[0].is_meta:
         _multiply_experts(A, transa, B, transb, out, shapes, bias, single, grad, accumulate)
     return bias
 
 
-def _launch_of_each_expert(flops_of_experts: Sequence[int], first: Tensor | None) -> None:
+def _launch_of_each_expert(
+    counts: Sequence[int], flops_of_experts: Sequence[int], first: Tensor | None
+) -> None:
     """Count the launches of a grouped product behind the first one.
 
     An expert without tokens has none.
+
+    Args:
+        counts: tokens of each expert.
+        flops_of_experts: of the product of each expert.
+        first: operand of the first product.
     """
     if os.environ.get(_ONE_KERNEL, "0") not in ("", "0"):
         return
@@ -200,7 +207,7 @@ def _launch_of_each_expert(flops_of_experts: Sequence[int], first: Tensor | None
     # in FP8 each expert's tokens are padded, so few shapes differ
     is_padded = first is not None and first.dtype == torch.float8_e4m3fn
     if loads.vary and not is_padded:
-        unseen = launches * unseen_share(loads.tokens_of_expert)
+        unseen = launches * unseen_share(sum(counts) / len(counts))
     launched_with(max(launches - 1, 0), unseen)
 
 
