@@ -91,9 +91,10 @@ NOT_RUN = {
     ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
     ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",
-    ("features/life/flags.py", "--prism-tier meta"): "features/life/test_life_capture.py",
+    ("emulate/job_flags.py", "--prism-tier meta"): (
+        "features/life/test_life_capture.py, features/streams/test_planted.py"
+    ),
     ("features/reshard/flags.py", "--prism-tier meta"): "every job that prism reshard plans",
-    ("features/streams/flags.py", "--prism-tier meta"): "features/streams/test_planted.py",
     ("memory/job_peaks.py", "prism capture --prism-tier meta"): "every job of tier meta",
     ("memory/peaks.py", "capture on tier meta"): "every job of tier meta",
     ("runtime/answers.py", "--no-gradient-reduce-div-fusion"): "runtime/test_virtual_world.py",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import World
 
 
@@ -77,6 +78,20 @@ class ParsedFlags:
             name: of the flag as argparse stores it, such as ``prism_pace``.
         """
         return bool(getattr(self.args, name, None))
+
+    def check_tier_has_shapes(self, flag: str, purpose: str) -> None:
+        """Refuse a flag on a tier whose memory and streams are not those of the job's device.
+
+        Args:
+            flag: such as ``--prism-streams``.
+            purpose: what it does with shapes, for the message.
+
+        Raises:
+            UsageError: the tier is cpu or cuda.
+        """
+        tier = self.args.prism_tier
+        if tier not in ("meta", "auto", None):
+            raise UsageError(f"{flag} {purpose}, and the tier is {tier}", fix="--prism-tier meta")
 
 
 class AttachOrder:

@@ -333,6 +333,22 @@ class Options:
                 return asked.options
         return None
 
+    def check_captures(self, flag: str, purpose: str) -> None:
+        """Refuse a flag of a capture where nothing is captured.
+
+        Args:
+            flag: such as ``--prism-streams``.
+            purpose: what it does beside the slice, for the message.
+
+        Raises:
+            UsageError: this job is no capture.
+        """
+        if self.capture is None:
+            raise UsageError(
+                f"{flag} {purpose}, and nothing is captured",
+                fix=f"prism capture -o DIR {flag} -- SCRIPT",
+            )
+
     @property
     def rank(self) -> int:
         """The global rank that this process runs."""

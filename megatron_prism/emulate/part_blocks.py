@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.errors import PrismError
 from megatron_prism.memory import allocator
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def block_peaks(live: LiveBytes) -> dict[str, int]:
     history = live.history
     if live.earlier is not None:
         history, _ = live.earlier
-    settings = _settings()
+    settings = allocator.Settings.of_environment(os.environ)
     if history is None or settings is None:
         return dict(live.parts)
 
@@ -37,12 +36,3 @@ def block_peaks(live: LiveBytes) -> dict[str, int]:
     for name, tensor_bytes in live.parts.items():
         ordered[name] = peaks.get(name, tensor_bytes + beyond_tensors)
     return ordered
-
-
-def _settings() -> allocator.Settings | None:
-    """Return the options of the job's allocator; None where they are not modelled."""
-    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    try:
-        return allocator.Settings.parse(text)
-    except PrismError:
-        return None

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import artefact_folder, check_free
 from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.units import counted, format_bytes
@@ -208,10 +208,8 @@ class Reporter(TrainingListener):
         history, before = live.earlier or (live.history, live.high.bytes)
         if history is None:
             return figures
-        text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        try:
-            settings = allocator.Settings.parse(text)
-        except PrismError:
+        settings = allocator.Settings.of_environment(os.environ)
+        if settings is None:
             return figures
 
         # the same requests with a device that keeps up, and with one that is far behind

@@ -17,10 +17,10 @@ from __future__ import annotations
 import bisect
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.core.ops import EMPTIED, WAITED
 
 MIB = 1 << 20
@@ -77,6 +77,17 @@ class Settings:
                 what = f"PYTORCH_CUDA_ALLOC_CONF has no {key}"
                 raise UsageError(what, fix="expandable_segments:True")
         return Settings(**found)  # type: ignore[arg-type]
+
+    @staticmethod
+    def of_environment(environment: Mapping[str, str]) -> Settings | None:
+        """Read the options of a process from its environment; None where they are not modelled."""
+        text = environment.get("PYTORCH_ALLOC_CONF") or environment.get(
+            "PYTORCH_CUDA_ALLOC_CONF", ""
+        )
+        try:
+            return Settings.parse(text)
+        except PrismError:
+            return None
 
     def rounded(self, num_bytes: int) -> int:
         """What a request of ``num_bytes`` takes at least."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from megatron_prism.core.slices import MEMORY_PARTS
+from megatron_prism.core.slices import MEMORY_PARTS, of_ranks
 
-_OF_RANK = re.compile(r"(?<!\S)(\d{1,9})=([a-z:_,\d]+)(?!\S)")
+_PARTS = re.compile(r"[a-z:_,\d]+")
 _PART = re.compile(r"([a-z_]+):(\d{1,16})(?:,|$)")
 
 
@@ -35,9 +35,11 @@ def of_source(source: Mapping[str, str]) -> dict[int, dict[str, int]]:
         Rank -> part -> bytes; a rank whose slice does not say it is absent.
     """
     ranks = {}
-    for rank, text in _OF_RANK.findall(source.get(MEMORY_PARTS, "")):
+    for rank, text in of_ranks(source).get(MEMORY_PARTS, {}).items():
+        if not _PARTS.fullmatch(text):
+            continue
         peaks = {}
         for name, num_bytes in _PART.findall(text):
             peaks[name.replace("_", " ")] = int(num_bytes)
-        ranks[int(rank)] = peaks
+        ranks[rank] = peaks
     return ranks

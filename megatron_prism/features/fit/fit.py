@@ -20,8 +20,8 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.features.fit import remedies
 from megatron_prism.features.fit.op_times import op_times
-from megatron_prism.features.fit.section import FitSection, sections_of
-from megatron_prism.memory import allocator, blocks, peaks, steady
+from megatron_prism.features.fit.section import FitSection, JobMemory, sections_of
+from megatron_prism.memory import allocator, blocks, steady
 from megatron_prism.memory.host_lead import OpTimes
 from megatron_prism.memory.host_need import HostNeed, host_need
 from megatron_prism.memory.job_peaks import Draws, MemoryReport, first_program, needed, peak_memory
@@ -76,6 +76,7 @@ class Fit:
                    spare, and of the worst
     changes      : that were tried, those that fit first, then by what they cost
     iteration_ns : without a change; None where the iteration cannot be priced
+    job          : programs and figures that sections are made of
     headline     : what to say first of the iteration; None likewise
     sections     : what other features say of the job
     """
@@ -88,9 +89,14 @@ class Fit:
     risks: Mapping[str, steady.Risk]
     changes: tuple[TriedChange, ...]
     iteration_ns: int | None
-    programs: Programs = dataclasses.field(repr=False)
+    job: JobMemory = dataclasses.field(repr=False)
     headline: Headline | None = None
     sections: tuple[FitSection, ...] = ()
+
+    @property
+    def programs(self) -> Programs:
+        """The job's programs."""
+        return self.job.programs
 
     @property
     def fits(self) -> bool:
@@ -124,9 +130,7 @@ class Fit:
         """What ``torch.cuda.max_memory_allocated`` says of a rank of class ``name``: bytes of the
         blocks that its tensors have.
         """
-        program = first_program(self.programs, self.memory.classes[name])
-        settings = allocator.Settings.parse(self.memory.job.get("alloc_conf", ""))
-        return peaks.known_peak(blocks.as_blocks(program, settings)).num_bytes
+        return self.job.allocated(name)
 
     @property
     def host(self) -> HostNeed | None:
@@ -248,8 +252,9 @@ def fit(
     if priced is not None:
         ns = priced.timeline.iteration_ns
         first = headline(priced.timeline)
-    sections = sections_of(programs, memory, most)
-    return Fit(most, source, memory, worst, overruns, risks, changes, ns, programs, first, sections)
+    job = JobMemory(programs, memory, most)
+    sections = sections_of(job)
+    return Fit(most, source, memory, worst, overruns, risks, changes, ns, job, first, sections)
 
 
 def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:

@@ -1,17 +1,48 @@
 """What another feature adds to the answer of ``prism fit``.
 
-A feature's module ``fit_sections`` has ``FIT_SECTIONS``, functions that make a section of a job's
-programs.
+A feature's module ``fit_sections`` has ``FIT_SECTIONS``, functions that make a section of a
+``JobMemory``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from megatron_prism.core import feature
 from megatron_prism.core.program import Programs
-from megatron_prism.memory.job_peaks import MemoryReport
+from megatron_prism.memory import allocator, blocks, peaks
+from megatron_prism.memory.job_peaks import MemoryReport, first_program
+
+
+@dataclass(frozen=True)
+class JobMemory:
+    """What sections are made of.
+
+    Args:
+        programs: of the job.
+        report: figures of its classes of ranks.
+        limit: bytes of device memory that a process may take.
+    """
+
+    programs: Programs
+    report: MemoryReport
+    limit: int
+    _allocated: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+
+    def allocated(self, class_name: str) -> int:
+        """Return what ``torch.cuda.max_memory_allocated`` says of a rank of a class.
+
+        These are the bytes of the blocks that its tensors have.  All requests are replayed when a
+        class is asked for first.
+        """
+        if class_name not in self._allocated:
+            program = first_program(self.programs, self.report.classes[class_name])
+            settings = allocator.Settings.parse(self.report.job.get("alloc_conf", ""))
+            peak = peaks.known_peak(blocks.as_blocks(program, settings))
+            self._allocated[class_name] = peak.num_bytes
+        return self._allocated[class_name]
 
 
 class FitSection(Protocol):
@@ -36,22 +67,16 @@ class FitSection(Protocol):
         ...
 
 
-# called with the programs, their memory, and the limit in bytes; None: the slices say nothing of it
-SectionMaker: TypeAlias = Callable[[Programs, MemoryReport, int], FitSection | None]
+# None: the slices say nothing of it
+SectionMaker: TypeAlias = Callable[[JobMemory], FitSection | None]
 
 
-def sections_of(programs: Programs, memory: MemoryReport, limit: int) -> tuple[FitSection, ...]:
-    """Make the sections of all features.
-
-    Args:
-        programs: of the job.
-        memory: figures of its classes.
-        limit: bytes of device memory that a process may take.
-    """
+def sections_of(job: JobMemory) -> tuple[FitSection, ...]:
+    """Make the sections of all features."""
     sections = []
     for module in feature.modules("fit_sections"):
         for make in module.FIT_SECTIONS:
-            section = make(programs, memory, limit)
+            section = make(job)
             if section is not None:
                 sections.append(section)
     return tuple(sections)

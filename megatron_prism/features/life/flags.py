@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.job_flags import (
     AttachOrder,
     FeatureOptions,
@@ -32,11 +31,7 @@ def read(parsed: ParsedFlags) -> LifeOptions | None:
     """Read the flag.  UsageError on a tier that does not count bytes of the device."""
     if not parsed.args.prism_life:
         return None
-    if parsed.args.prism_tier not in ("meta", "auto", None):
-        raise UsageError(
-            f"--prism-life weighs shapes, and the tier is {parsed.args.prism_tier}",
-            fix="--prism-tier meta",
-        )
+    parsed.check_tier_has_shapes("--prism-life", "weighs shapes")
     return LifeOptions()
 
 
@@ -44,11 +39,7 @@ def attach(run: Run, session: Session, options: LifeOptions) -> None:
     """Have the job go on to its end once its slice is complete.  UsageError without a capture."""
     from megatron_prism.features.life import ending
 
-    if run.options.capture is None:
-        raise UsageError(
-            "--prism-life keeps peaks in a slice, and nothing is captured",
-            fix="prism capture -o DIR --prism-life -- SCRIPT",
-        )
+    run.options.check_captures("--prism-life", "keeps peaks in a slice")
     ending.add_to(run)
 
 

@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_prism.core.program import Programs
-from megatron_prism.memory import allocator, blocks, part_peaks, peaks
-from megatron_prism.memory.job_peaks import (
-    ClassMemoryFigures,
-    MemoryReport,
-    first_program,
-    needed,
-)
+from megatron_prism.features.fit.section import JobMemory
+from megatron_prism.memory import part_peaks
+from megatron_prism.memory.job_peaks import ClassMemoryFigures, first_program, needed
 
 STEADY = "steady iteration"
 # parts in the order in which they run
@@ -67,23 +62,16 @@ class LifeParts:
         return self.peaks[self.decides] + self.outside_allocator
 
 
-def lives(programs: Programs, memory: MemoryReport) -> dict[str, LifeParts]:
-    """Return the life of every class of ranks whose slices say it.
-
-    Args:
-        programs: of the job.
-        memory: figures of its classes.
-    """
-    of_ranks = part_peaks.of_source(programs.source)
-    settings = allocator.Settings.parse(memory.job.get("alloc_conf", ""))
+def lives(job: JobMemory) -> dict[str, LifeParts]:
+    """Return the life of every class of ranks whose slices say it."""
+    of_ranks = part_peaks.of_source(job.programs.source)
     found = {}
-    for name, figures in memory.classes.items():
-        program = first_program(programs, figures)
+    for name, figures in job.report.classes.items():
+        program = first_program(job.programs, figures)
         captured = of_ranks.get(program.rank)
         if captured:
             # the slice has all microbatches, where few ran when it was captured
-            steady_peak = peaks.known_peak(blocks.as_blocks(program, settings)).num_bytes
-            known = {**captured, STEADY: steady_peak}
+            known = {**captured, STEADY: job.allocated(name)}
             found[name] = _life(known, figures)
     return found
 

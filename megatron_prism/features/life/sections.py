@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_prism.core.columns import columns, folded
-from megatron_prism.core.program import Programs
 from megatron_prism.core.units import format_bytes
+from megatron_prism.features.fit.section import JobMemory
 from megatron_prism.features.life.parts import AT_END, STEADY, LifeParts, lives
-from megatron_prism.memory.job_peaks import MemoryReport
 
 # what people call the parts
 _WORDS = {
@@ -104,12 +103,12 @@ def _unknown(life: LifeParts) -> str:
     return text
 
 
-def life_section(programs: Programs, memory: MemoryReport, limit: int) -> LifeSection | None:
+def life_section(job: JobMemory) -> LifeSection | None:
     """Make the section of a job; None where its slices keep no parts."""
-    found = lives(programs, memory)
+    found = lives(job)
     if not found:
         return None
-    return LifeSection(found, limit)
+    return LifeSection(found, job.limit)
 
 
 FIT_SECTIONS = (life_section,)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.job_flags import (
     AttachOrder,
     FeatureOptions,
@@ -32,11 +31,7 @@ def read(parsed: ParsedFlags) -> StreamOptions | None:
     """Read the flag.  UsageError on a tier whose streams are not those of the job."""
     if not parsed.args.prism_streams:
         return None
-    if parsed.args.prism_tier not in ("meta", "auto", None):
-        raise UsageError(
-            f"--prism-streams records shapes, and the tier is {parsed.args.prism_tier}",
-            fix="--prism-tier meta",
-        )
+    parsed.check_tier_has_shapes("--prism-streams", "records shapes")
     return StreamOptions()
 
 
@@ -44,11 +39,7 @@ def attach(run: Run, session: Session, options: StreamOptions) -> None:
     """Have a capture record the accesses, too.  UsageError without a capture."""
     from megatron_prism.features.streams import recording
 
-    if run.options.capture is None:
-        raise UsageError(
-            "--prism-streams records beside a slice, and nothing is captured",
-            fix="prism capture -o DIR --prism-streams -- SCRIPT",
-        )
+    run.options.check_captures("--prism-streams", "records beside a slice")
     recording.add_to(run, session)
 
 
