@@ -6,7 +6,6 @@ off an iteration may be, ``headline`` what the iteration takes on other hosts.
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,7 +14,7 @@ import numpy as np
 
 from megatron_prism.core.ops import CODE, NAMES
 from megatron_prism.graph.issue_graph import COMPUTE, HOST, LEAD
-from megatron_prism.replay.costs.host import MODELLED, ON_TARGET, on_other_host
+from megatron_prism.replay.costs.host import MODELLED, ON_TARGET
 from megatron_prism.replay.timeline import Timeline, durations_of, of_nodes
 
 _LONGEST = 16  # parts of a source: the others take little
@@ -78,7 +77,6 @@ class Variations:
             factors: one of each program.
         """
         factor_of_class = np.array(factors)[list(self.timeline.graph.classes.programs)]
-        prices = self.prices
         # the host's delays are in the segments, and nothing tells them apart
         if self.has_delayed_segments:
             factor_of_node = factor_of_class[self.dag.owner]
@@ -86,16 +84,7 @@ class Variations:
             durations = np.where(self.nodes_of_hosts, other_ns, self.durations)
             return self.timeline.iteration_with(durations)
 
-        lead: list[np.ndarray] = []
-        host_ns: list[np.ndarray] = []
-        for index, factor in enumerate(factor_of_class.tolist()):
-            lead_ns = prices.lead[index]
-            rest_ns = prices.host[index]
-            device_ns = prices.compute[index]
-            new_lead_ns, new_rest_ns = on_other_host(lead_ns, rest_ns, device_ns, factor)
-            lead.append(new_lead_ns)
-            host_ns.append(new_rest_ns)
-        on_hosts = dataclasses.replace(prices, lead=tuple(lead), host=tuple(host_ns))
+        on_hosts = self.prices.on_hosts(factor_of_class.tolist())
         durations = durations_of(self.dag, on_hosts)
         return self.timeline.iteration_with(durations)
 

@@ -27,7 +27,7 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.world_graph import CallKind, WorldGraph, build
 from megatron_prism.replay.costs import Prices, price_ops, relabelled
 from megatron_prism.replay.costs.collectives import Calibration
-from megatron_prism.replay.costs.host import host_scaled, indices_of, on_other_host
+from megatron_prism.replay.costs.host import host_scaled, indices_of
 from megatron_prism.replay.costs.host_index import read_host_index
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.provenance import Provenance
@@ -256,27 +256,15 @@ def other_host(host: str | os.PathLike[str] | float, text: str = "") -> Edit:
                 fix="capture the ranks on a GPU, or leave host= out",
             )
         factor_of_program = host_factors(graph.programs, host)
+        factors = [float(factor_of_program[number]) for number in graph.classes.programs]
         sources = list(prices.sources)
-        lead: list[np.ndarray] = []
-        host_ns: list[np.ndarray] = []
         host_source: list[np.ndarray] = []
-        for index, number in enumerate(graph.classes.programs):
-            factor = factor_of_program[number]
-            new_lead_ns, new_rest_ns = on_other_host(
-                prices.lead[index], prices.host[index], prices.compute[index], float(factor)
-            )
-            lead.append(new_lead_ns)
-            host_ns.append(new_rest_ns)
-            source = prices.host_source[index]
+        for factor, source in zip(factors, prices.host_source, strict=True):
             every_op = np.ones(len(source), dtype=bool)
-            assumption = host_scaled(f"{float(factor):.3g}")
+            assumption = host_scaled(f"{factor:.3g}")
             host_source.append(relabelled(source, every_op, assumption, sources))
         return dataclasses.replace(
-            prices,
-            lead=tuple(lead),
-            host=tuple(host_ns),
-            host_source=tuple(host_source),
-            sources=tuple(sources),
+            prices.on_hosts(factors), host_source=tuple(host_source), sources=tuple(sources)
         )
 
     return Edit(text, prices=prices)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ from megatron_prism.replay.costs.collectives import (
     measured_elsewhere,
     modelled,
 )
-from megatron_prism.replay.costs.host import host_ns, host_sources
+from megatron_prism.replay.costs.host import host_ns, host_sources, on_other_host
 from megatron_prism.replay.costs.kernels import compute_ns, table_of
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, NcclSettings, parse
@@ -60,6 +61,21 @@ class Prices:
     peak: float = 0.0
     peaks: Mapping[str, float] = field(default_factory=dict)
     machine: str = ""
+
+    def on_hosts(self, factors: Sequence[float]) -> Prices:
+        """Return the prices on other hosts; what they are from stays.
+
+        Args:
+            factors: Of every class, how many times as long its host takes (``on_other_host``).
+        """
+        lead: list[np.ndarray] = []
+        host: list[np.ndarray] = []
+        classes = zip(self.lead, self.host, self.compute, factors, strict=True)
+        for lead_ns, rest_ns, device_ns, factor in classes:
+            new_lead_ns, new_rest_ns = on_other_host(lead_ns, rest_ns, device_ns, factor)
+            lead.append(new_lead_ns)
+            host.append(new_rest_ns)
+        return dataclasses.replace(self, lead=tuple(lead), host=tuple(host))
 
     def used(self) -> tuple[str, ...]:
         """List the provenances that a duration above 0 rests on, those of computing first."""
