@@ -47,8 +47,19 @@ if TYPE_CHECKING:
 _BEYOND = ("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm")
 _SCHEDULE = ("num_microbatches", "seq_length", "micro_batch_size")
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
-PARTS = ("start", "model", "optimizer", "load", "first iteration", "steady iteration",
-         "optimizer step", "evaluation", "checkpoint", "graph capture", "end")  # fmt: skip
+PARTS = (
+    "start",
+    "model",
+    "optimizer",
+    "load",
+    "first iteration",
+    "steady iteration",
+    "optimizer step",
+    "evaluation",
+    "checkpoint",
+    "graph capture",
+    "end",
+)
 
 
 @dataclass
