@@ -108,6 +108,7 @@ class TrainingMonitor:
         )  # numbers among the arguments of the one that runs
         self._before: tuple[torch.Tensor, float] | None = None
         self.on_step: Callable[[int], None] | None = None  # told how many steps are done
+        self.assumed_parts: set[str] = set()  # of PARTS: those that ran on an assumption
         self.notes: list[str] = []  # what this run does otherwise than the real job
         self.on_note: Callable[[str], None] = lambda text: None
         self._done = 0
