@@ -88,13 +88,11 @@ def output_failed(error: OSError) -> int | None:
     """
     if isinstance(error, BrokenPipeError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        problem = PrismError(
-            f"{error.strerror}: not all was written", fix="make room there, and run it again"
-        )
+        problem = PrismError(f"{error.strerror}: not all was written",
+                             fix="make room there, and run it again")  # fmt: skip
     elif error.filename is not None:
-        problem = UsageError(
-            f"cannot use {error.filename}: {error.strerror}", fix="name another file or folder"
-        )
+        problem = UsageError(f"cannot use {error.filename}: {error.strerror}",
+                             fix="name another file or folder")  # fmt: skip
     else:
         return None
     if isinstance(error, BrokenPipeError):

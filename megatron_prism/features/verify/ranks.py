@@ -180,13 +180,9 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
 
     size = run.here.size
     os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+    }  # fmt: skip
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     recorder = StepRecorder(run.folder, rank)
     context = patch.PatchContext(

@@ -204,12 +204,9 @@ def typical(
 
 
 def _apart(
-    program: Program,
-    quick: Sequence[Recording],
-    traced: Recording,
-    own_ns: int,
+    program: Program, quick: Sequence[Recording], traced: Recording, own_ns: int,
     clocks: Sequence[int],
-) -> Program:
+) -> Program:  # fmt: skip
     """Keep the host's time for each segment apart from its kernels'."""
     hosts = np.stack([r.hosts for r in quick])  # [iterations, n, 2]
     names, busy = program.ops["name"], traced.busy

@@ -30,18 +30,11 @@ def adam(chunk: int, flag: object, lists: Lists, *rest: Values) -> None:
             _step(grad, parameter, *states, *rest)
 
 
-TABLE.update(
-    dict.fromkeys(
-        (
-            f"multi_tensor_adam{kind}"
-            for kind in ("", "_param_remainder", "_fp8", "_capturable", "_capturable_master")
-        ),
-        adam,
-    )
-)
+TABLE.update(dict.fromkeys(
+    (f"multi_tensor_adam{kind}" for kind in (
+        "", "_param_remainder", "_fp8", "_capturable", "_capturable_master")), adam))  # fmt: skip
 SHAPES_ONLY.update(
-    f"multi_tensor_adam_{kind}" for kind in ("fp8", "capturable", "capturable_master")
-)
+    f"multi_tensor_adam_{kind}" for kind in ("fp8", "capturable", "capturable_master"))  # fmt: skip
 
 
 def _step(grad: Tensor, p: Tensor, m: Tensor, v: Tensor, *rest: Values) -> None:
