@@ -168,9 +168,8 @@ def test_imports_follow_the_table():
 # six what reshard takes of ranks that plan their reading, one the scheduler that uneven asks, and
 # four what ops take the host and how hosts differ, for fit; three a check of its own, its file and
 # that the host waits, for streams; two what slices keep of a process's life; two types of a
-# page's memory and of a trace's tracks, for snapshots and traces; three what-ifs of fit and what
-# tokens cost, for compare and sweep
-MOST_NAMES_OF_CORE = 431
+# page's memory and of a trace's tracks, for snapshots and traces
+MOST_NAMES_OF_CORE = 428
 
 
 def names_of_core():

@@ -88,11 +88,13 @@ def output_failed(error: OSError) -> int | None:
     """
     if isinstance(error, BrokenPipeError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        problem = PrismError(f"{error.strerror}: not all was written",
-                             fix="make room there, and run it again")  # fmt: skip
+        problem = PrismError(
+            f"{error.strerror}: not all was written", fix="make room there, and run it again"
+        )
     elif error.filename is not None:
-        problem = UsageError(f"cannot use {error.filename}: {error.strerror}",
-                             fix="name another file or folder")  # fmt: skip
+        problem = UsageError(
+            f"cannot use {error.filename}: {error.strerror}", fix="name another file or folder"
+        )
     else:
         return None
     if isinstance(error, BrokenPipeError):

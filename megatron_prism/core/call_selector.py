@@ -129,19 +129,36 @@ def _check(fields: Mapping[str, str], subject: str) -> None:
         pattern = str(error)
     numbers = [(name, fields[name]) for name in _NUMBERS if name in fields]
     refuse(
-        *((not re.fullmatch("[0-9]{1,18}", value), f"{subject}: {name}={value} is no number",
-           f"{name}=1") for name, value in numbers),
-        (fields.get("nth", "").strip("0") == "" and "nth" in fields,
-         f"{subject}: nth= counts from 1", "nth=1"),
-        (op and op not in NAMES, f"{subject}: there is no op {op}",
-         _meant(op) or "op=all_reduce, op=send …"),
-        (phase not in PHASES, f"{subject}: there is no phase {phase}",
-         f"phase= one of {', '.join(filter(None, PHASES))}"),
-        (re.search(r"node|rail", ranks) and not _HOSTS.fullmatch(ranks),
-         f"{subject}: {ranks} is not understood",
-         "node=2, rail=3, node=2/4 with 4 GPUs to a node"),
+        *(
+            (
+                not re.fullmatch("[0-9]{1,18}", value),
+                f"{subject}: {name}={value} is no number",
+                f"{name}=1",
+            )
+            for name, value in numbers
+        ),
+        (
+            fields.get("nth", "").strip("0") == "" and "nth" in fields,
+            f"{subject}: nth= counts from 1",
+            "nth=1",
+        ),
+        (
+            op and op not in NAMES,
+            f"{subject}: there is no op {op}",
+            _meant(op) or "op=all_reduce, op=send …",
+        ),
+        (
+            phase not in PHASES,
+            f"{subject}: there is no phase {phase}",
+            f"phase= one of {', '.join(filter(None, PHASES))}",
+        ),
+        (
+            re.search(r"node|rail", ranks) and not _HOSTS.fullmatch(ranks),
+            f"{subject}: {ranks} is not understood",
+            "node=2, rail=3, node=2/4 with 4 GPUs to a node",
+        ),
         (pattern, f"{subject}: site is no pattern: {pattern}", "@mappings.py:31, or site=mappings"),
-    )  # fmt: skip
+    )
 
 
 def _meant(word: str) -> str:

@@ -35,10 +35,9 @@ import numpy as np
 from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import ProgramError
 
-NAMES = (
-    ("compute", "record", "wait", "host_wait", "grad_sync", "param_sync", "mark")
-    + tuple(row.name for row in TABLE)
-)  # fmt: skip
+NAMES = ("compute", "record", "wait", "host_wait", "grad_sync", "param_sync", "mark") + tuple(
+    row.name for row in TABLE
+)
 CODE = {name: code for code, name in enumerate(NAMES)}
 IS_PAIR = np.array([name in ("send", "recv") for name in NAMES])
 IS_COLLECTIVE = np.array([any(r.name == n and r.kind == "group" for r in TABLE) for n in NAMES])

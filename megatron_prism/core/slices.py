@@ -37,11 +37,14 @@ HOST_INDEX = "host_index"
 HOST_MEMORY = "host_memory"
 # of a source: "RANK=PART:BYTES,… …", the most that is allocated in each part of the rank's process
 MEMORY_PARTS = "memory_parts"
+# of a source: "RANK=PART,… …", the parts of the rank's process that ran on an assumption
+ASSUMED_PARTS = "assumed_parts"
 OF_RANKS = (
     HOST_INDEX,
     GPU_CLOCK,
     HOST_MEMORY,
     MEMORY_PARTS,
+    ASSUMED_PARTS,
 )  # each slice has its own rank's, which no two have alike
 WHAT_IF = "what-if"  # of a source: what is not as it ran; of a slice, no part of what the job is
 _SHOWN = 64  # ranks of a message

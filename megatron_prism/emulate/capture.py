@@ -36,6 +36,7 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program, RepeatedEvents
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import (
+    ASSUMED_PARTS,
     HOST_INDEX,
     HOST_MEMORY,
     MEMORY_PARTS,
@@ -592,6 +593,9 @@ class StockCapture(TrainingListener):
         if self.tier.live is not None and self.tier.live.parts:
             peaks_of_parts = part_peaks.as_text(part_blocks.block_peaks(self.tier.live))
             self.store.source[MEMORY_PARTS] = f"{self.rank}={peaks_of_parts}"
+        if self._monitor.assumed_parts:
+            names = part_peaks.names_as_text(self._monitor.assumed_parts)
+            self.store.source[ASSUMED_PARTS] = f"{self.rank}={names}"
         steps = len(self._monitor.iterations)
         if not any(recording.builder is not None for recording in self.kept()):
             what = f"--prism-capture: nothing was recorded, the job ended after {steps} train steps"

@@ -25,48 +25,67 @@ from megatron_prism.core.world import MOST_EXPERTS, MOST_LAYERS, MOST_MICROBATCH
 
 # What does not matter, by name; whatever is not here does.
 _NAMES = frozenset(
-    " ".join((
-        # which process this is, and how processes find each other; the world is compared by itself
-        "rank local_rank world_size lazy_mpu_init distributed_timeout_minutes",
-        "distributed_timeout_seconds_after_init",
-        # how long it trains, how far it is, and a learning rate's lengths, which follow from both
-        "train_iters train_samples iteration curr_iteration phase_transition_iterations",
-        "lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples",
-        "lr_wsd_decay_iters lr_wsd_decay_samples consumed_train_samples consumed_valid_samples",
-        "consumed_train_bins skipped_train_samples num_floating_point_operations_so_far",
-        # what it starts from and leaves behind; these settings take no part in an iteration
-        "save save_interval save_retain_interval load ckpt_step finetune pretrained_checkpoint",
-        "bert_load ict_load no_load_optim no_load_rng no_save_optim no_save_rng async_save",
-        "async_strategy auto_detect_ckpt_format use_persistent_ckpt_worker verify_integrity",
-        "use_dist_ckpt use_dist_ckpt_deprecated stream_ckpt_dequant",
-        "use_checkpoint_opt_param_scheduler override_opt_param_scheduler override_ckpt_iteration",
-        "exit_on_missing_checkpoint exit_interval exit_duration_in_mins exit_signal",
-        "exit_signal_handler",
-        # where data lie; how many tokens there are is padded_vocab_size
-        "data_path train_data_path valid_data_path test_data_path data_args_path",
-        "per_split_data_args_path data_cache_path per_dataset_sequences_path block_data_path",
-        "embedding_path evidence_data_path titles_data_path object_storage_cache_path",
-        "vocab_file merge_file tokenizer_model tokenizer_metadata metadata_path",
-        # what it says of itself, and where; log_params_norm computes, and timers meet at barriers
-        # in iterations that are logged: these, log_interval and timing_log_level stay
-        "log_memory_interval log_memory_to_tensorboard log_timers_to_tensorboard",
-        "log_throughput log_progress log_validation_ppl_to_tensorboard logging_level",
-        "log_world_size_to_tensorboard log_loss_scale_to_tensorboard log_learning_rate",
-        "log_learning_rate_to_tensorboard log_energy log_device_memory_used log_batch_size",
-        "log_batch_size_to_tensorboard enable_one_logger no_one_logger memory_snapshot_path",
-        "flight_recorder_dump_path moe_routing_trace_path yaml_cfg",
-    )).split()
-)  # fmt: skip
+    " ".join(
+        (
+            # which process this is, and how processes find each other; the world is compared
+            # by itself
+            "rank local_rank world_size lazy_mpu_init distributed_timeout_minutes",
+            "distributed_timeout_seconds_after_init",
+            # how long it trains, how far it is, and a learning rate's lengths, which follow from
+            # both
+            "train_iters train_samples iteration curr_iteration phase_transition_iterations",
+            "lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples",
+            "lr_wsd_decay_iters lr_wsd_decay_samples consumed_train_samples consumed_valid_samples",
+            "consumed_train_bins skipped_train_samples num_floating_point_operations_so_far",
+            # what it starts from and leaves behind; these settings take no part in an iteration
+            "save save_interval save_retain_interval load ckpt_step finetune pretrained_checkpoint",
+            "bert_load ict_load no_load_optim no_load_rng no_save_optim no_save_rng async_save",
+            "async_strategy auto_detect_ckpt_format use_persistent_ckpt_worker verify_integrity",
+            "use_dist_ckpt use_dist_ckpt_deprecated stream_ckpt_dequant",
+            "use_checkpoint_opt_param_scheduler override_opt_param_scheduler",
+            "override_ckpt_iteration exit_on_missing_checkpoint exit_interval",
+            "exit_duration_in_mins exit_signal exit_signal_handler",
+            # where data lie; how many tokens there are is padded_vocab_size
+            "data_path train_data_path valid_data_path test_data_path data_args_path",
+            "per_split_data_args_path data_cache_path per_dataset_sequences_path block_data_path",
+            "embedding_path evidence_data_path titles_data_path object_storage_cache_path",
+            "vocab_file merge_file tokenizer_model tokenizer_metadata metadata_path",
+            # what it reports of itself, and where.  log_params_norm computes, and timers meet at
+            # barriers in iterations that are logged: these two, log_interval and
+            # timing_log_level stay
+            "log_memory_interval log_memory_to_tensorboard log_timers_to_tensorboard",
+            "log_throughput log_progress log_validation_ppl_to_tensorboard logging_level",
+            "log_world_size_to_tensorboard log_loss_scale_to_tensorboard log_learning_rate",
+            "log_learning_rate_to_tensorboard log_energy log_device_memory_used log_batch_size",
+            "log_batch_size_to_tensorboard enable_one_logger no_one_logger memory_snapshot_path",
+            "flight_recorder_dump_path moe_routing_trace_path yaml_cfg",
+        )
+    ).split()
+)
 _STARTS = (
     "prism_",  # ours: which rank runs, and where
     "_",  # how Megatron came to a value, which is compared itself
-    "tensorboard_", "wandb_", "one_logger_", "app_tag_",  # what it says of itself
-    "ckpt_", "dist_ckpt_", "async_ckpt_", "non_persistent_",  # how checkpoints are written
-)  # fmt: skip
+    # what the job reports of itself
+    "tensorboard_",
+    "wandb_",
+    "one_logger_",
+    "app_tag_",
+    # how checkpoints are written
+    "ckpt_",
+    "dist_ckpt_",
+    "async_ckpt_",
+    "non_persistent_",
+)
 _ENDS = (
-    "_port", "_dir",  # of this machine
-    "_api_key", "_password", "_secret", "_access_token",  # nobody's business
-)  # fmt: skip
+    # of this machine
+    "_port",
+    "_dir",
+    # nobody's business
+    "_api_key",
+    "_password",
+    "_secret",
+    "_access_token",
+)
 recipe: Recipe | None = None  # that is trained in this process
 left_out: dict[str, object] = {}  # what the job asked for and does without here
 _LARGEST = 1 << 24  # bytes of a file that is read for its content
@@ -102,8 +121,10 @@ def check_sizes() -> None:
     ):
         value, option = getattr(args, name, None) or 0, f"--{name.replace('_', '-')}"
         if value > most:
-            raise UsageError(f"{option} {value} is more than anybody can wait for",
-                             fix=f"{option} {most} or less")  # fmt: skip
+            raise UsageError(
+                f"{option} {value} is more than anybody can wait for",
+                fix=f"{option} {most} or less",
+            )
 
 
 def of_running_job() -> str:

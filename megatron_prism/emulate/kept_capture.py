@@ -36,12 +36,16 @@ _COMPARED_WHOLE = frozenset({"megatron", "megatron_prism", "transformer_engine"}
 _INSTALLED = ("site-packages", "dist-packages")
 # Variables of a terminal, a login or a shell's last command: no job depends on them.
 _OF_TERMINALS = frozenset(
-    " ".join((
-        "_ CLICOLOR COLORFGBG COLORTERM COLUMNS DISPLAY FORCE_COLOR LESS LINES LOGNAME LS_COLORS",
-        "MAIL MANPAGER NO_COLOR OLDPWD PAGER PS1 PS2 PWD SHELL SHLVL STY TERM TERM_PROGRAM TMPDIR",
-        "TMUX TMUX_PANE TTY_COMPATIBLE USER WINDOWID",
-    )).split()
-)  # fmt: skip
+    " ".join(
+        (
+            "_ CLICOLOR COLORFGBG COLORTERM COLUMNS DISPLAY FORCE_COLOR LESS LINES LOGNAME",
+            "LS_COLORS",
+            "MAIL MANPAGER NO_COLOR OLDPWD PAGER PS1 PS2 PWD SHELL SHLVL STY TERM TERM_PROGRAM",
+            "TMPDIR",
+            "TMUX TMUX_PANE TTY_COMPATIBLE USER WINDOWID",
+        )
+    ).split()
+)
 _STARTS_OF_TERMINALS = (
     "BASH_FUNC_",
     "DBUS_",

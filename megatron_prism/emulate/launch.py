@@ -389,8 +389,10 @@ def _arrange_verdict(monitor: TrainingMonitor, session: Session) -> None:
         if exit_status.trained_below():  # the script starts its workers itself
             return None
         if "--prism-emulate" not in sys.argv:  # PRISM_ARGS reach every program of a script
-            print("prism: this program uses Megatron and trains nothing: it ran as it is",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                "prism: this program uses Megatron and trains nothing: it ran as it is",
+                file=sys.stderr,
+            )
             return None
         return NotTrainedError(
             "the script ended without calling Megatron's pretrain(), so nothing trained",

@@ -65,35 +65,74 @@ class LauncherRow:
 _IMAGE = "-i -t -it -d --rm --init --privileged --tty --interactive --nv --rocm --cleanenv -e -c "
 _IMAGE += "--contain --containall --no-home --writable-tmpfs --fakeroot -C --writable --compat"
 LAUNCHERS = (
-    LauncherRow("torchrun torch.distributed.run torch.distributed.launch",
-             nodes="--nnodes", each="--nproc-per-node",
-             alone="--standalone --no-python --run-path --use-env -m --module", unsaid=(1, 1),
-             reads=("", "PET_NNODES", "PET_NPROC_PER_NODE")),
-    LauncherRow("srun", ranks="-n --ntasks", nodes="-N --nodes", each="--ntasks-per-node",
-             alone="-l --label -u --unbuffered -K --kill-on-bad-exit -E -v -vv -Q --exclusive "
-             "--overlap --no-kill -k --pty --exact -O -s --contiguous",
-             reads=("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE")),
-    LauncherRow("mpirun mpiexec mpiexec.hydra orterun prterun prun", ranks="-np --np -n --n -c",
-             each="--npernode -npernode -ppn --ppn -perhost -N --map-by --ntasks-per-node",
-             hosts="--hostfile -hostfile --machinefile -machinefile -f",
-             alone="--allow-run-as-root -allow-run-as-root --oversubscribe --nooversubscribe "
-             "--tag-output --report-bindings -v --verbose -q --bynode --display-map -l "
-             "--use-hwthread-cpus", pairs="--mca -mca --gmca -gmca --prtemca --pmixmca -genv -env",
-             sets="-x"),
-    LauncherRow("jsrun", ranks="-p --np", nodes="-n --nrs", each="-a --tasks-per-rs",
-                parts="-r --rs-per-host", unsaid=(1, 1)),
-    LauncherRow("deepspeed ds", nodes="--num-nodes", each="--num-gpus",
-             hosts="--hostfile -H",
-             alone="--no-python --no-local-rank --force-multi --no-ssh --no-ssh-check --save-pid "
-             "--module --elastic-training"),
+    LauncherRow(
+        "torchrun torch.distributed.run torch.distributed.launch",
+        nodes="--nnodes",
+        each="--nproc-per-node",
+        alone="--standalone --no-python --run-path --use-env -m --module",
+        unsaid=(1, 1),
+        reads=("", "PET_NNODES", "PET_NPROC_PER_NODE"),
+    ),
+    LauncherRow(
+        "srun",
+        ranks="-n --ntasks",
+        nodes="-N --nodes",
+        each="--ntasks-per-node",
+        alone="-l --label -u --unbuffered -K --kill-on-bad-exit -E -v -vv -Q --exclusive "
+        "--overlap --no-kill -k --pty --exact -O -s --contiguous",
+        reads=("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE"),
+    ),
+    LauncherRow(
+        "mpirun mpiexec mpiexec.hydra orterun prterun prun",
+        ranks="-np --np -n --n -c",
+        each="--npernode -npernode -ppn --ppn -perhost -N --map-by --ntasks-per-node",
+        hosts="--hostfile -hostfile --machinefile -machinefile -f",
+        alone="--allow-run-as-root -allow-run-as-root --oversubscribe --nooversubscribe "
+        "--tag-output --report-bindings -v --verbose -q --bynode --display-map -l "
+        "--use-hwthread-cpus",
+        pairs="--mca -mca --gmca -gmca --prtemca --pmixmca -genv -env",
+        sets="-x",
+    ),
+    LauncherRow(
+        "jsrun",
+        ranks="-p --np",
+        nodes="-n --nrs",
+        each="-a --tasks-per-rs",
+        parts="-r --rs-per-host",
+        unsaid=(1, 1),
+    ),
+    LauncherRow(
+        "deepspeed ds",
+        nodes="--num-nodes",
+        each="--num-gpus",
+        hosts="--hostfile -H",
+        alone="--no-python --no-local-rank --force-multi --no-ssh --no-ssh-check --save-pid "
+        "--module --elastic-training",
+    ),
     LauncherRow("aprun ibrun", ranks="-n", each="-N", alone="-q -v"),
-    LauncherRow("flux", ranks="-n --ntasks", nodes="-N --nodes", each="--tasks-per-node",
-             verbs="run submit", alone="-l -u -v -x --label-io --unbuffered --exclusive"),
+    LauncherRow(
+        "flux",
+        ranks="-n --ntasks",
+        nodes="-N --nodes",
+        each="--tasks-per-node",
+        verbs="run submit",
+        alone="-l -u -v -x --label-io --unbuffered --exclusive",
+    ),
     LauncherRow("horovodrun", ranks="-np --num-proc", alone="--verbose --mpi --gloo"),
-    LauncherRow("accelerate", ranks="--num-processes", nodes="--num-machines", verbs="launch",
-             alone="--multi-gpu --use-deepspeed --use-megatron-lm --use-fsdp --cpu -m --module"),
-    LauncherRow("docker podman nerdctl", verbs="exec run", skips=1, alone=_IMAGE.replace(" -e", ""),
-             sets="-e --env"),
+    LauncherRow(
+        "accelerate",
+        ranks="--num-processes",
+        nodes="--num-machines",
+        verbs="launch",
+        alone="--multi-gpu --use-deepspeed --use-megatron-lm --use-fsdp --cpu -m --module",
+    ),
+    LauncherRow(
+        "docker podman nerdctl",
+        verbs="exec run",
+        skips=1,
+        alone=_IMAGE.replace(" -e", ""),
+        sets="-e --env",
+    ),
     LauncherRow("singularity apptainer", verbs="exec run", skips=1, alone=_IMAGE, sets="--env"),
     LauncherRow("enroot", verbs="start", skips=1, alone="--root --rw -r -w"),
     LauncherRow("ch-run", skips=1, alone="-w --write"),
@@ -107,17 +146,28 @@ LAUNCHERS = (
     LauncherRow("taskset", skips=1, alone="-a -c --cpu-list"),
     LauncherRow("timeout", skips=1, alone="-v --foreground --preserve-status"),
     LauncherRow("gdb", alone="--args -q -batch --batch"),
-    LauncherRow("nohup time nice ionice chrt stdbuf setsid unbuffer exec command sudo catchsegv "
-             "strace ltrace sem", alone="-E -p -v -t -a"),
-    LauncherRow("uv poetry pixi pdm hatch conda mamba micromamba", verbs="run",
-             alone="--no-capture-output --live-stream --no-sync --active --frozen"),
+    LauncherRow(
+        "nohup time nice ionice chrt stdbuf setsid unbuffer exec command sudo catchsegv "
+        "strace ltrace sem",
+        alone="-E -p -v -t -a",
+    ),
+    LauncherRow(
+        "uv poetry pixi pdm hatch conda mamba micromamba",
+        verbs="run",
+        alone="--no-capture-output --live-stream --no-sync --active --frozen",
+    ),
     LauncherRow("ray", verbs="job submit", alone="--no-wait"),
-)  # fmt: skip
+)
 SUBMIT = ("sbatch", "qsub", "bsub", "pjsub", "salloc")  # commands that queue a script
 BATCH = LauncherRow(  # their options, which the directives of a script are too
-    "", ranks="-n --ntasks", nodes="-N --nodes -nnodes", each="--ntasks-per-node --tasks-per-node",
-    gpus="--gpus-per-node --gres -g -gpu", all_gpus="-G --gpus", sets="--export -v -env",
-)  # fmt: skip
+    "",
+    ranks="-n --ntasks",
+    nodes="-N --nodes -nnodes",
+    each="--ntasks-per-node --tasks-per-node",
+    gpus="--gpus-per-node --gres -g -gpu",
+    all_gpus="-G --gpus",
+    sets="--export -v -env",
+)
 BY_NAME = {name: row for row in LAUNCHERS for name in row.names.split()}
 SCRIPTS = (".sh", ".sbatch", ".slurm", ".pbs")
 _PYTHON = re.compile(r"python[\d.]*$")
@@ -227,8 +277,14 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
     variables, counted = dict[str, str](), LaunchLine()
 
     def ending(*job: str, shell: Sequence[str] = (), before: Sequence[str] = ()) -> LaunchLine:
-        return replace(counted, words=job, shell=tuple(shell), before=tuple(before),
-                       launchers=tuple(names), variables=variables)  # fmt: skip
+        return replace(
+            counted,
+            words=job,
+            shell=tuple(shell),
+            before=tuple(before),
+            launchers=tuple(names),
+            variables=variables,
+        )
 
     while rest:
         name = Path(rest[0]).name
@@ -315,9 +371,12 @@ def split_options(row: LauncherRow, words: Sequence[str]) -> tuple[dict[str, lis
                 name, value = short[1], short[2]
             elif name in pairs:
                 taken = 3
-            elif not (equals or name in alone or following.startswith("-") or (
-                len(name) > 2 and "/" not in following and begins_line(following)
-            )):  # fmt: skip
+            elif not (
+                equals
+                or name in alone
+                or following.startswith("-")
+                or (len(name) > 2 and "/" not in following and begins_line(following))
+            ):
                 taken, value = 2, following
             options.setdefault(name, []).append(value)
         elif word in row.verbs.split() or (word == "-" and word in alone):

@@ -47,8 +47,19 @@ if TYPE_CHECKING:
 _BEYOND = ("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm")
 _SCHEDULE = ("num_microbatches", "seq_length", "micro_batch_size")
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
-PARTS = ("start", "model", "optimizer", "load", "first iteration", "steady iteration",
-         "optimizer step", "evaluation", "checkpoint", "graph capture", "end")  # fmt: skip
+PARTS = (
+    "start",
+    "model",
+    "optimizer",
+    "load",
+    "first iteration",
+    "steady iteration",
+    "optimizer step",
+    "evaluation",
+    "checkpoint",
+    "graph capture",
+    "end",
+)
 
 
 @dataclass
@@ -97,6 +108,7 @@ class TrainingMonitor:
         )  # numbers among the arguments of the one that runs
         self._before: tuple[torch.Tensor, float] | None = None
         self.on_step: Callable[[int], None] | None = None  # told how many steps are done
+        self.assumed_parts: set[str] = set()  # of PARTS: those that ran on an assumption
         self.notes: list[str] = []  # what this run does otherwise than the real job
         self.on_note: Callable[[str], None] = lambda text: None
         self._done = 0

@@ -488,17 +488,23 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     args = _parse(argv)
     given = [a for a in argv if a.startswith("--prism-")]
     refuse(
-        (given and not args.prism_emulate,
-         f"{''.join(given[:1])} without --prism-emulate has no effect",
-         "add --prism-emulate, or drop the --prism-* options"),
-        (args.prism_emulate and args.yaml_cfg is not None,
-         "--yaml-cfg replaces Megatron's whole argument namespace, so the --prism-* flags would be "
-         "lost (training/arguments.py:105 @0.16.1)",
-         "pass the job's arguments on the command line instead of --yaml-cfg"),
-        (args.prism_emulate and args.fake_process_group,
-         "--prism-emulate and --fake-process-group both replace the process groups",
-         "drop one of the two flags"),
-    )  # fmt: skip
+        (
+            given and not args.prism_emulate,
+            f"{''.join(given[:1])} without --prism-emulate has no effect",
+            "add --prism-emulate, or drop the --prism-* options",
+        ),
+        (
+            args.prism_emulate and args.yaml_cfg is not None,
+            "--yaml-cfg replaces Megatron's whole argument namespace, so the --prism-* flags would "
+            "be lost (training/arguments.py:105 @0.16.1)",
+            "pass the job's arguments on the command line instead of --yaml-cfg",
+        ),
+        (
+            args.prism_emulate and args.fake_process_group,
+            "--prism-emulate and --fake-process-group both replace the process groups",
+            "drop one of the two flags",
+        ),
+    )
     if not args.prism_emulate:
         return None
     process, k, launched = processes(env)
@@ -544,11 +550,15 @@ def _iterations(text: str | None, argv: Sequence[str]) -> tuple[int, int] | None
     found = re.fullmatch(r"([1-9]\d{0,11})(?:\.\.([1-9]\d{0,11}))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if last < first:
-        raise UsageError(f"--prism-iteration {text}: a number, from 1, or a first and a last",
-                         fix="--prism-iteration 12345, or 12345..12350")  # fmt: skip
+        raise UsageError(
+            f"--prism-iteration {text}: a number, from 1, or a first and a last",
+            fix="--prism-iteration 12345, or 12345..12350",
+        )
     if not any(word == "--load" or word.startswith("--load=") for word in argv):
-        raise UsageError("--prism-iteration goes on from a checkpoint of the job",
-                         fix="--load CKPT, the folder that the job has as --save")  # fmt: skip
+        raise UsageError(
+            "--prism-iteration goes on from a checkpoint of the job",
+            fix="--load CKPT, the folder that the job has as --save",
+        )
     return first, last
 
 

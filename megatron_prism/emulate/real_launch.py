@@ -60,8 +60,14 @@ def to_type(words: Sequence[str], env: Mapping[str, str]) -> str:
     inside, line = options.split(words)
     flags = [*options.split(options.words_of(env))[0], *inside]
     left = ["--prism-emulate", "--prism-capture"]
-    capture = next((options.value_of("--prism-capture", some) for name, some in flags
-                    if name == "--prism-capture"), "")  # fmt: skip
+    capture = next(
+        (
+            options.value_of("--prism-capture", some)
+            for name, some in flags
+            if name == "--prism-capture"
+        ),
+        "",
+    )
     if capture:
         left.append("--prism-ranks")
     ours = [word for name, some in flags if name not in left for word in some]

@@ -72,8 +72,19 @@ def body(
 
 
 def _stages(recipe: Recipe, summaries: Sequence[Json], console: Console) -> None:
-    rows = [["stage", "layers by chunk", "peak in", "rank", "parameters", "live peak", "sends",
-             "receives", "s / iteration here"]]  # fmt: skip
+    rows = [
+        [
+            "stage",
+            "layers by chunk",
+            "peak in",
+            "rank",
+            "parameters",
+            "live peak",
+            "sends",
+            "receives",
+            "s / iteration here",
+        ]
+    ]
     for summary in summaries:
         peak = max(summary["memory"]["peaks"], key=lambda p: p["bytes"], default=None)
         where = ", ".join(f"{k} {v}" for k, v in peak["at"].items()) if peak else "unknown"
@@ -105,12 +116,18 @@ def _communication(summaries: Sequence[Json], console: Console) -> None:
             stages.setdefault(key, []).append(str(summary["stage"]))
     everyone = len(summaries)
     rows = [["group", "collective", "stages", "ranks", "calls", "message bytes"]] + [
-        [short_name(group), op, "all" if len(there) == everyone > 1 else ",".join(there),
-         f"{size:,}", f"{calls:,}", format_bytes(num_bytes)]
+        [
+            short_name(group),
+            op,
+            "all" if len(there) == everyone > 1 else ",".join(there),
+            f"{size:,}",
+            f"{calls:,}",
+            format_bytes(num_bytes),
+        ]
         for (group, size, op, calls, num_bytes), there in sorted(
             stages.items(), key=lambda item: (-item[0][4], item[0][0], item[0][2], item[1])
         )
-    ]  # fmt: skip
+    ]
     head = "communication of one rank, one iteration"
     console.print("\n".join(["", head, *columns(rows, left=3), ""]))
 

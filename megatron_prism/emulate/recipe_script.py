@@ -71,9 +71,15 @@ def attached(session: Session, recipe: Recipe, rank: int, slices: Path | None = 
     """The run of a process that is attached for a rank of ``recipe``."""
     tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
     given = options.Options(
-        recipe.world, 0, 1, (rank,), tier, recipe.prism.values, capture=slices,
+        recipe.world,
+        0,
+        1,
+        (rank,),
+        tier,
+        recipe.prism.values,
+        capture=slices,
         te_version=recipe.prism.te_version,
-    )  # fmt: skip
+    )
     session.changes.on_undo(gc.unfreeze)  # or the model would stay in memory for good
     launch.attach(given, session)
     assert launch.running is not None

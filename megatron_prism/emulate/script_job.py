@@ -35,10 +35,18 @@ STEPS = 12  # of a capture with times: two warm up, nine count, the last ends th
 # ends it; a job without experts ends behind the second
 STEPS_OF_SHAPES = 4
 _SETTLED = (  # by ``Job.words`` for every rank
-    "--prism-emulate", "--prism-world-size", "--prism-ranks", "--prism-capture", "--prism-tier",
-    "--prism-force", "--prism-pace", "--prism-slow", "--prism-job-flags", "--prism-steps",
+    "--prism-emulate",
+    "--prism-world-size",
+    "--prism-ranks",
+    "--prism-capture",
+    "--prism-tier",
+    "--prism-force",
+    "--prism-pace",
+    "--prism-slow",
+    "--prism-job-flags",
+    "--prism-steps",
     first_look.CHECK,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -74,12 +82,21 @@ class Job:
         """Of Python, to run ``rank``, captured into ``folder``."""
         steps = STEPS_OF_SHAPES if self.tier == "meta" else STEPS
         return [
-            "-m", "megatron_prism", "run", *self.ours,
-            "--prism-world-size", str(self.world.size), "--prism-ranks", str(rank),
+            "-m",
+            "megatron_prism",
+            "run",
+            *self.ours,
+            "--prism-world-size",
+            str(self.world.size),
+            "--prism-ranks",
+            str(rank),
             *([] if folder is None else ["--prism-capture", str(folder)]),
             *([] if self.source else ["--prism-steps", str(steps)]),  # a recipe is short
-            "--prism-tier", self.tier, "--", *self.words,
-        ]  # fmt: skip
+            "--prism-tier",
+            self.tier,
+            "--",
+            *self.words,
+        ]
 
     @property
     def question(self) -> list[str]:
@@ -359,8 +376,11 @@ def capture(
         peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
         console.print(f"rank {one['rank']:,}: {one['said']}{peak}")
     took = f"in {time.perf_counter() - start:.1f} s"
-    console.print(f"wrote {folder} {took}" if keep else
-                  f"captured {took}, for this once; to keep it: prism capture")  # fmt: skip
+    console.print(
+        f"wrote {folder} {took}"
+        if keep
+        else f"captured {took}, for this once; to keep it: prism capture"
+    )
 
 
 def _is_kept(job: Job, folder: Path, ranks: Sequence[int], console: Console) -> bool:

@@ -30,8 +30,14 @@ from megatron_prism.runtime.listeners import TrainingListener
 if TYPE_CHECKING:
     import torch
 
-_DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
-         "per_split_data_args_path")  # fmt: skip
+_DATA = (
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+)
 _TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file", "tokenizer_metadata")
 _CHECKPOINTS = ("load", "pretrained_checkpoint")
 _WRITTEN = ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir", "log_dir")

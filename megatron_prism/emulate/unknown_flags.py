@@ -165,8 +165,10 @@ def unknown(words: Sequence[str], known: Collection[str]) -> UnknownFlagsError:
             near = did_you_mean(flag, known, "", cutoff=0.85)
             texts.append(f"{flag} is in no release of Megatron{f', {near}' if near else ''}")
     if not texts:
-        return UnknownFlagsError(f"words that belong to no option: {' '.join(words)}",
-                          fix="correct the job's command line")  # fmt: skip
+        return UnknownFlagsError(
+            f"words that belong to no option: {' '.join(words)}",
+            fix="correct the job's command line",
+        )
     fix = f"{IGNORE} runs the job without {'it' if len(texts) == 1 else 'them'}"
     fix += "; options of prism itself stand before the job's line"
     return UnknownFlagsError("; ".join(texts), fix=" ".join(spelt) or fix)

@@ -46,9 +46,19 @@ Emit = Callable[..., None]  # emit(kind, **fields)
 Json = dict[str, Any]
 Said = TypeVar("Said")  # what a rank that was recorded says of itself
 _LAUNCHER = frozenset(  # of whoever started this process: a worker is started anew
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
-     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "PRISM_ARGS")
-)  # fmt: skip
+    (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "TORCHELASTIC_RUN_ID",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PRISM_ARGS",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -111,8 +121,12 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
     waiting, running = list(tasks), list[_Worker]()
     done: dict[int, Json] = {}
     noted = set[str]()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"),
-               TimeElapsedColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[what]}"),
+        TimeElapsedColumn(),
+    )
     selector = io_selectors.DefaultSelector()
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
     say = partial(console.print, end="")

@@ -70,9 +70,23 @@ def terms(
         loops.run(
             _carry,
             given,
-            [cause, weight, first, length, shift, number, since, bounds, mark, found_first,
-             found_length, one, two, done],
-        )  # fmt: skip
+            [
+                cause,
+                weight,
+                first,
+                length,
+                shift,
+                number,
+                since,
+                bounds,
+                mark,
+                found_first,
+                found_length,
+                one,
+                two,
+                done,
+            ],
+        )
         if done[0] == len(dag.order):
             break
         cause, weight = (np.concatenate([a, np.zeros_like(a)]) for a in (cause, weight))
@@ -82,10 +96,28 @@ def terms(
 
 
 def _carry(  # type: ignore[no-untyped-def]
-    order, start, before, held, cut, mine, window,
-    cause, weight, first, length, shift, number, since, bounds, mark, found_first,
-    found_length, one, two, done,
-):  # fmt: skip
+    order,
+    start,
+    before,
+    held,
+    cut,
+    mine,
+    window,
+    cause,
+    weight,
+    first,
+    length,
+    shift,
+    number,
+    since,
+    bounds,
+    mark,
+    found_first,
+    found_length,
+    one,
+    two,
+    done,
+):
     """``first``, ``length``, ``shift``: the terms of a node, for a cut node its own floor;
     ``found_*``: of a cut node what virtual ranks bring; ``bounds[window * number[k] + d]``: how
     long at least from the end of the interaction d places before k to the end of k, -1: unknown.

@@ -49,30 +49,48 @@ class Range:
 RANGES = (
     Range("by their rooflines", "moved", 0.8, 1.2, "scaled by rooflines: off like modelled ones"),
     Range(
-        "modelled: op table and roofline", "kernels", 0.8, 1.3,
+        "modelled: op table and roofline",
+        "kernels",
+        0.8,
+        1.3,
         "kernels that never ran: the worst of eight published jobs",
     ),
     Range(
-        "modelled: op table", "kernels", 0.9, 1.3,
+        "modelled: op table",
+        "kernels",
+        0.9,
+        1.3,
         "kernels that never ran: the worst of eight published jobs",
     ),
     Range(
-        "modelled: roofline", "kernels", 0.8, 1.3,
+        "modelled: roofline",
+        "kernels",
+        0.8,
+        1.3,
         "kernels that never ran: the worst of eight published jobs",
     ),
     # from 1 GiB on within 6 %; below, latencies of one network are several times NCCL's estimate
     Range(
-        "modelled: NCCL's alpha-beta between nodes", "calls", 0.95, 2.2,
+        "modelled: NCCL's alpha-beta between nodes",
+        "calls",
+        0.95,
+        2.2,
         "NCCL's own estimate between nodes: published all-reduces of 32 MiB and more",
     ),
     # with the time around HybridEP's kernels 1.07 to 1.32 times; DeepEP 2 needs 0.78 of its time
     Range(
-        "modelled: HybridEP", "calls", 0.78, 1.32,
+        "modelled: HybridEP",
+        "calls",
+        0.78,
+        1.32,
         "published rates of HybridEP's kernels, with and without what surrounds them, and DeepEP's",
     ),
     # a pair of H100 beside a pair of H200, calls of 1 MiB and more: 0.93 to 1.07 times as long
     Range(
-        "modelled: calls of other GPUs", "calls", 0.9, 1.15,
+        "modelled: calls of other GPUs",
+        "calls",
+        0.9,
+        1.15,
         "calls were measured on other GPUs of this kind",
     ),
     # 9 of 10 of the 64 calls of benchmarks/results/h200_x4_rates.json
@@ -82,16 +100,22 @@ RANGES = (
     # a call at the power limit takes 8 % longer than calibrated, one of zeros 7 % less than one of
     # numbers (docs/measurements.md)
     Range(
-        "measured: calls", "calls", 0.9, 1.1,
+        "measured: calls",
+        "calls",
+        0.9,
+        1.1,
         "calibrated calls: clocks and data of the job differ by 8 %",
     ),
-)  # fmt: skip
+)
 # segments that a GPU ran: real medians of one job on several machines of a kind, and products of
 # one rank in two sittings, differ by 4 to 7 %
 CLOCKS = Range(
-    "measured: segments", "clocks", 0.95, 1.05,
+    "measured: segments",
+    "clocks",
+    0.95,
+    1.05,
     "kernels of one job take 4 to 7 % longer in one sitting than in another",
-)  # fmt: skip
+)
 # real medians of jobs that wait for Python, on several hosts of one kind of machine, differ by up
 # to 1.7 times; the index of one shared host went from 1.38 to 1.02 within five minutes
 HOST_FACTOR, HOST_KNOWN = 1.75, 1.35

@@ -165,9 +165,13 @@ class OneLocalMember:
                 fill_rows(out, shard)
 
     def reduce_scatter(
-        self, out: torch.Tensor, whole: torch.Tensor, op: str, values: Values,
+        self,
+        out: torch.Tensor,
+        whole: torch.Tensor,
+        op: str,
+        values: Values,
         sequence: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``out`` [k] from ``whole`` [n*k]: the local chunk, reduced over n equal members.
 
         sequence : mirrored chunks are added up instead (``values.holds_sequences``)
@@ -194,9 +198,12 @@ class OneLocalMember:
         self.reduced(out, op, values)
 
     def all_to_all(
-        self, out: torch.Tensor, source: torch.Tensor, out_splits: Sequence[int],
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        out_splits: Sequence[int],
         in_splits: Sequence[int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``out`` [sum of receive splits, ...] from ``source`` [sum of send splits, ...].
 
         Peers answer with the mirror image of what is sent to them.  Sizes come from the caller's
@@ -343,9 +350,13 @@ class PartiallyLocalGroup:
             fill_rows(out, received[self.mirrors[position]])
 
     def reduce_scatter(
-        self, out: torch.Tensor, whole: torch.Tensor, op: str, values: Values,
+        self,
+        out: torch.Tensor,
+        whole: torch.Tensor,
+        op: str,
+        values: Values,
         sequence: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``out`` [k] from ``whole`` [n*k] of every local member; parts as in reduced().
 
         sequence : the chunks of whom a local member is or mirrors are added up instead of weighed
@@ -375,9 +386,12 @@ class PartiallyLocalGroup:
                 out.detach().copy_(buffer)
 
     def all_to_all(
-        self, out: torch.Tensor, source: torch.Tensor, out_splits: Sequence[int],
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        out_splits: Sequence[int],
         in_splits: Sequence[int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As ``OneLocalMember.all_to_all``."""
         self.all_to_all_list(self._split(out, out_splits), self._split(source, in_splits))
 

@@ -132,8 +132,15 @@ class LabelledCalls(CountsIterations):
     def label(self, op: str, group: str, site: str) -> CallLabel:
         """What a call that is made now is called by."""
         labels = self._labels
-        return CallLabel(op, group, self.iteration, labels.get("microbatch", -1),
-                         labels.get("chunk", -1), labels.get("phase", ""), site)  # fmt: skip
+        return CallLabel(
+            op,
+            group,
+            self.iteration,
+            labels.get("microbatch", -1),
+            labels.get("chunk", -1),
+            labels.get("phase", ""),
+            site,
+        )
 
     def through(
         self, group: Any, op: str, answer: Answer, args: Args, kwargs: Kwargs

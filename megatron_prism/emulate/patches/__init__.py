@@ -30,8 +30,17 @@ from megatron_prism.emulate.patches import (
 
 __all__ = ["PATCHES", "patches_for"]
 
-_BY_SUBJECT = (startup, pipeline, training, checkpoints, outputs, moe, without_cuda,
-               initial_parameters, stand_in_data)  # fmt: skip
+_BY_SUBJECT = (
+    startup,
+    pipeline,
+    training,
+    checkpoints,
+    outputs,
+    moe,
+    without_cuda,
+    initial_parameters,
+    stand_in_data,
+)
 PATCHES: list[Patch] = [one for module in _BY_SUBJECT for one in module.PATCHES]
 
 

@@ -206,6 +206,7 @@ def _load_shapes(
     if folder is not None and context.loads_own_layout and job.ckpt_format == "torch_dist":
         with own_layout.OwnLayout(module, job).installed():
             _plan_load(context, optimizer, load)
+        context.monitor.assumed_parts.add("load")
         context.say(
             f"--load {folder}: not here, a checkpoint of the job's own layout is read, without "
             "values; the job begins with iteration 1"

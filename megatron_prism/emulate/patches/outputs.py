@@ -130,6 +130,8 @@ def _no_traces(context: PatchContext, original: Original, *args: object, **kwarg
             settings.tensorboard_dir = str(context.profiles / "tensorboard")
             context.say(f"--use-pytorch-profiler writes to {context.profiles}")
         else:
-            context.say("--use-pytorch-profiler is off: it would write among the real job's traces"
-                        "\n  fix: --prism-out DIR, beside which it writes then")  # fmt: skip
+            context.say(
+                "--use-pytorch-profiler is off: it would write among the real job's traces"
+                "\n  fix: --prism-out DIR, beside which it writes then"
+            )
     return original(*args, **kwargs)

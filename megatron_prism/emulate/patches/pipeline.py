@@ -301,8 +301,10 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
                     self, context.monitor.schedule["num_microbatches"]
                 )
             one = _shape_here(self.config, context)
-            long = [next(side) if asked else 1 for side, asked in
-                    zip(self._prism_lengths, (recv_prev, recv_next), strict=True)]  # fmt: skip
+            long = [
+                next(side) if asked else 1
+                for side, asked in zip(self._prism_lengths, (recv_prev, recv_next), strict=True)
+            ]
             before, behind = ([one[0] * n, *one[1:]] for n in long)
         else:
             before = behind = _shape_here(self.config, context, send_next, send_prev)

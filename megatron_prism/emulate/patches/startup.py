@@ -95,8 +95,11 @@ def _groups_of_grids(
     axes = [dims] if isinstance(dims, str) else [*dims]
     name, kind = "-".join(axes), "expert" if "ep" in self.dim_names else "dense"
     if self.size == torch.distributed.get_world_size():
-        known = {frozenset(one.axes): one.desc for one in FAMILIES
-                 if one.grid == kind and one.pick == "all" and one.since == (0, 0)}  # fmt: skip
+        known = {
+            frozenset(one.axes): one.desc
+            for one in FAMILIES
+            if one.grid == kind and one.pick == "all" and one.since == (0, 0)
+        }
         name = known.get(frozenset(axes), name)
         if context.monitor.loop is not None and {*self.dim_names} == {"tp", "cp", "dp", "pp"}:
             sizes = dict(zip(self.dim_names, self.shape, strict=True))
@@ -185,9 +188,12 @@ def _compile_for_rank_0(context: PatchContext) -> None:
 # -- data ------------------------------------------------------------------------------------------
 
 _DATA_READERS = (
-    "build_train_valid_test_data_loaders", "get_batch", "get_batch_on_this_tp_rank",
-    "is_dataset_built_on_rank", "dummy_train_step",
-)  # fmt: skip
+    "build_train_valid_test_data_loaders",
+    "get_batch",
+    "get_batch_on_this_tp_rank",
+    "is_dataset_built_on_rank",
+    "dummy_train_step",
+)
 
 
 @PATCHES.patch(

@@ -99,8 +99,10 @@ def _followed_by_more(args: Any) -> bool:
     @0.16.1; :4005 @0.19.0): their timers, barriers and gathers are of such iterations alone.
     """
     number = getattr(args, "curr_iteration", 0) + 1
-    intervals = [args.eval_interval if getattr(args, "do_valid", False) else None,
-                 getattr(args, "save_interval", None)]  # fmt: skip
+    intervals = [
+        args.eval_interval if getattr(args, "do_valid", False) else None,
+        getattr(args, "save_interval", None),
+    ]
     return any(interval and number % interval == 0 for interval in intervals)
 
 

@@ -200,32 +200,50 @@ def _without_stand_in(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
     other = getattr(recipe, "value", recipe) not in (None, *_RECIPES)
     cuda = "or --prism-tier cuda"
     return {
-        ("FP4 is Transformer Engine's on a GPU; its kernels have no rows here",
-         f"leave out --fp4-format, {cuda}"): getattr(config, "fp4", None),
-        ("FP8 without a GPU is shapes and bytes, not values",
-         "use --prism-tier meta; or leave out --fp8-format (a recipe's fp8), and what is "
-         f"reported is bf16's; {cuda}"): fp8 and not meta,
-        (f"FP8 recipe {getattr(recipe, 'value', recipe)} has no stand-in without a GPU",
-         f"one of {', '.join(_RECIPES)}, {cuda}"): fp8 and other,
-        ("attention in FP8 (fp8_dot_product_attention or fp8_multi_head_attention of the model's "
-         "configuration) has no stand-in without a GPU", f"leave them out, {cuda}"):
-        in_fp8("fp8_dot_product_attention") or in_fp8("fp8_multi_head_attention"),
-        ("--moe-paged-stash keeps activations by counts of tokens, which are not known without a "
-         "GPU, and runs a step again where its pages overflow", f"leave it out, {cuda}"):
-        getattr(config, "moe_paged_stash", False),
-        ("hybrid and dynamic context parallelism deal sequences out by their lengths, to groups "
-         "that change with every batch", f"leave --hybrid-context-parallel out, {cuda}"):
-        any(getattr(config, f"{kind}_context_parallel", False) for kind in ("hybrid", "dynamic")),
-        ("activations that are offloaded beside overlapped all-to-alls end in Megatron's own Chunk "
-         "mismatch where there are MTP layers", "leave one out: --mtp-num-layers, "
-         "--overlap-moe-expert-parallel-comm, --fine-grained-activation-offloading"):
-        all(getattr(config, name, False) for name in _OFFLOADED_BESIDE_MTP),
-    }  # fmt: skip
+        (
+            "FP4 is Transformer Engine's on a GPU; its kernels have no rows here",
+            f"leave out --fp4-format, {cuda}",
+        ): getattr(config, "fp4", None),
+        (
+            "FP8 without a GPU is shapes and bytes, not values",
+            "use --prism-tier meta; or leave out --fp8-format (a recipe's fp8), and what is "
+            f"reported is bf16's; {cuda}",
+        ): fp8 and not meta,
+        (
+            f"FP8 recipe {getattr(recipe, 'value', recipe)} has no stand-in without a GPU",
+            f"one of {', '.join(_RECIPES)}, {cuda}",
+        ): fp8 and other,
+        (
+            "attention in FP8 (fp8_dot_product_attention or fp8_multi_head_attention of the "
+            "model's configuration) has no stand-in without a GPU",
+            f"leave them out, {cuda}",
+        ): in_fp8("fp8_dot_product_attention") or in_fp8("fp8_multi_head_attention"),
+        (
+            "--moe-paged-stash keeps activations by counts of tokens, which are not known without "
+            "a GPU, and runs a step again where its pages overflow",
+            f"leave it out, {cuda}",
+        ): getattr(config, "moe_paged_stash", False),
+        (
+            "hybrid and dynamic context parallelism deal sequences out by their lengths, to groups "
+            "that change with every batch",
+            f"leave --hybrid-context-parallel out, {cuda}",
+        ): any(
+            getattr(config, f"{kind}_context_parallel", False) for kind in ("hybrid", "dynamic")
+        ),
+        (
+            "activations that are offloaded beside overlapped all-to-alls end in Megatron's own "
+            "Chunk mismatch where there are MTP layers",
+            "leave one out: --mtp-num-layers, "
+            "--overlap-moe-expert-parallel-comm, --fine-grained-activation-offloading",
+        ): all(getattr(config, name, False) for name in _OFFLOADED_BESIDE_MTP),
+    }
 
 
 _OFFLOADED_BESIDE_MTP = (
-    "fine_grained_activation_offloading", "mtp_num_layers", "overlap_moe_expert_parallel_comm"
-)  # fmt: skip
+    "fine_grained_activation_offloading",
+    "mtp_num_layers",
+    "overlap_moe_expert_parallel_comm",
+)
 _RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 

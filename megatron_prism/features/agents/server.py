@@ -25,12 +25,30 @@ Parser = Callable[[str], argparse.ArgumentParser]
 Ask = Callable[[str, list[str]], "tuple[argparse.Namespace, Answer | int]"]
 _READ = ("fit", "compare", "replay", "hang")
 _RUN = ("capture", "sweep")  # start jobs, or write
-_OF_PEOPLE = {"help", "csv", "force", "json", "html", "trace", "markdown", "truth", "prometheus",
-              "live", "watch", "ras", "confirm", "verbose", "slurm", "join"}  # fmt: skip
+_OF_PEOPLE = {
+    "help",
+    "csv",
+    "force",
+    "json",
+    "html",
+    "trace",
+    "markdown",
+    "truth",
+    "prometheus",
+    "live",
+    "watch",
+    "ras",
+    "confirm",
+    "verbose",
+    "slurm",
+    "join",
+}
 _LONG = 16  # entries of a list in an answer
 _SOURCES = ("provenance", "memory_provenance", "sources", "source", "evidence", "confidence")
-_INSTRUCTIONS = ("Answers about Megatron-LM jobs without a GPU. A job is a folder of slices ({}). "
-                 "Figures say whether they are measured or modelled.")  # fmt: skip
+_INSTRUCTIONS = (
+    "Answers about Megatron-LM jobs without a GPU. A job is a folder of slices ({}). "
+    "Figures say whether they are measured or modelled."
+)
 
 
 def server(run: bool, parser: Parser, ask: Ask) -> Any:
@@ -48,8 +66,9 @@ def server(run: bool, parser: Parser, ask: Ask) -> Any:
         fix = "pip install 'megatron_prism[mcp]'"
         raise UsageError("prism mcp needs the SDK of the protocol, mcp 2", fix=fix) from error
     how = "make one with the tool capture" if run else "prism capture makes one; or prism mcp --run"
-    served = MCPServer("prism", instructions=_INSTRUCTIONS.format(how),
-                       version=megatron_prism.__version__)  # fmt: skip
+    served = MCPServer(
+        "prism", instructions=_INSTRUCTIONS.format(how), version=megatron_prism.__version__
+    )
     for name in (*_READ, "calls", *(_RUN if run else ())):
         hints = ToolAnnotations(read_only_hint=name not in _RUN, destructive_hint=False)
         tool = _calls if name == "calls" else _tool(name, parser(name), ask)
@@ -71,16 +90,24 @@ def _tool(name: str, reader: argparse.ArgumentParser, ask: Ask) -> Callable[...,
         default = inspect.Parameter.empty if needed else action.default
         kind = kind if needed else kind | None
         described: Any = Annotated[kind, Described(description=action.help)]
-        parameters.append(inspect.Parameter(dest, inspect.Parameter.KEYWORD_ONLY, default=default,
-                                            annotation=described))  # fmt: skip
+        parameters.append(
+            inspect.Parameter(
+                dest, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=described
+            )
+        )
     if name in _RUN:
         line = Annotated[str, Described(description="what starts the job: torchrun … script.py …")]
-        parameters.append(inspect.Parameter("line", inspect.Parameter.KEYWORD_ONLY, default="",
-                                            annotation=line))  # fmt: skip
+        parameters.append(
+            inspect.Parameter("line", inspect.Parameter.KEYWORD_ONLY, default="", annotation=line)
+        )
 
     def answer(line: str = "", **given: Any) -> Json:
-        words = [word for dest, value in given.items() if value is not None
-                 for word in _words(actions[dest], value)]  # fmt: skip
+        words = [
+            word
+            for dest, value in given.items()
+            if value is not None
+            for word in _words(actions[dest], value)
+        ]
         text = io.StringIO()
         with _told(), contextlib.redirect_stdout(text), mock.patch.dict("os.environ"):
             _, made = ask(name, [*words, *(["--"] if line else []), *shlex.split(line)])
@@ -143,8 +170,12 @@ def _answer(text: str, value: Any, then: str) -> Json:
     sources = {key: value[key] for key in _SOURCES if key in value}
     figures = {key: one for key, one in value.items() if key not in sources}
     then = then or value.get("decides") or value.get("stop") or ""
-    return {"text": text, "figures": _shortened(figures), "provenance": _shortened(sources),
-            "next": then}  # fmt: skip
+    return {
+        "text": text,
+        "figures": _shortened(figures),
+        "provenance": _shortened(sources),
+        "next": then,
+    }
 
 
 def _shortened(value: object) -> object:

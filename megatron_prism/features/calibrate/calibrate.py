@@ -217,8 +217,9 @@ def host_calls(rank: int, size: int) -> list[Row]:
     """
     group = dist.distributed_c10d._get_default_group()
     part = torch.zeros(_BYTES // 2 // size, dtype=torch.bfloat16, device="cuda")
-    whole, other = (torch.zeros(part.numel() * size, dtype=torch.bfloat16, device="cuda")
-                    for _ in range(2))  # fmt: skip
+    whole, other = (
+        torch.zeros(part.numel() * size, dtype=torch.bfloat16, device="cuda") for _ in range(2)
+    )
     rows, between = [], _step("cuda")
     for asynchronous in (False, True):
         calls: dict[str, WorkCall] = {

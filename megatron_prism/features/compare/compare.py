@@ -27,7 +27,7 @@ from megatron_prism.replay.differences import TimeDifference, UncertainTime
 from megatron_prism.replay.headline import Headline, headline
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph
 from megatron_prism.replay.pricing import pricer
-from megatron_prism.replay.rates import Rates, cost_of_tokens, rates_of, tokens_of
+from megatron_prism.replay.rates import Rates, rates_of, tokens_of
 from megatron_prism.replay.timeline import Timeline, mean_parts
 
 Job = Programs | PricedGraph | MemoryReport
@@ -72,23 +72,6 @@ class TrainingSpeed:
 
 
 @dataclass(frozen=True)
-class TokenCost:
-    """The money for 10^9 tokens of both.
-
-    Attributes:
-        prices: Of a GPU of A and of B for an hour.
-        a: Of A.
-        b: Of B.
-        first_cheaper: The chance that A's tokens cost less.
-    """
-
-    prices: tuple[float, float]
-    a: float
-    b: float
-    first_cheaper: float
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Two jobs.
 
@@ -108,7 +91,6 @@ class Comparison:
         scale: What else changes then.
         rates: Tokens and flops per second of each, as ``prism replay`` says them.
         speeds: Tokens per second of both; none where one does not say how many it has.
-        cost: Of tokens of both; None without prices, or where one does not say how many it has.
         headlines: What to say first of the iteration of each; none where one of them has no times.
     """
 
@@ -126,7 +108,6 @@ class Comparison:
     scale: tuple[ScaleChange, ...] = ()
     rates: tuple[Rates, Rates] | None = None
     speeds: tuple[TrainingSpeed, ...] = ()
-    cost: TokenCost | None = None
     headlines: tuple[Headline, ...] = ()
 
     @property
@@ -178,7 +159,6 @@ class Comparison:
             "difference": None if self.difference is None else vars(self.difference),
             "rates": rates,
             "speeds": [asdict(speed) for speed in self.speeds],
-            "cost": None if self.cost is None else asdict(self.cost),
             "headlines": [asdict(job_headline) for job_headline in self.headlines],
             "parts": self.to_rows(),
             "changes": [asdict(change) for change in self.changes],
@@ -216,7 +196,6 @@ def compare(
     names: tuple[str, str] = ("A", "B"),
     machine: MachineLike | None = None,
     calibration: CalibrationLike | None = None,
-    prices: tuple[float, float] | None = None,
 ) -> Any:
     """Say what differs between two jobs.
 
@@ -227,7 +206,6 @@ def compare(
         names: Of both, for people.
         machine: As of ``price``, for programs.
         calibration: As of ``price``, for programs.
-        prices: Of a GPU of A and of B for an hour, for what tokens cost; of two jobs alone.
 
     Returns:
         A Comparison; of traces and snapshots an answer with the same ways out (``to_text``, …).
@@ -242,14 +220,11 @@ def compare(
                 return comparer.compare(a, b, priced)
     if not (isinstance(a, JOB_TYPES) and isinstance(b, JOB_TYPES)):
         raise UsageError("a real job needs slices beside it", fix="prism compare A SLICES")
-    return _jobs((a, b), names, priced, prices)
+    return _jobs((a, b), names, priced)
 
 
 def _jobs(
-    jobs: tuple[Job, Job],
-    names: tuple[str, str],
-    priced: Callable[[object], PricedGraph | None],
-    prices: tuple[float, float] | None,
+    jobs: tuple[Job, Job], names: tuple[str, str], priced: Callable[[object], PricedGraph | None]
 ) -> Comparison:
     """Compare two jobs of any kind."""
     # times, where both have some
@@ -286,12 +261,10 @@ def _jobs(
     )
     if untimed:
         return comparison
-    return _with_times(comparison, graphs[0], graphs[1], prices)
+    return _with_times(comparison, graphs[0], graphs[1])
 
 
-def _with_times(
-    comparison: Comparison, a: PricedGraph, b: PricedGraph, prices: tuple[float, float] | None
-) -> Comparison:
+def _with_times(comparison: Comparison, a: PricedGraph, b: PricedGraph) -> Comparison:
     """Return the comparison with what the replays of both say."""
     timelines = (a.timeline, b.timeline)
     # the same kernels and calls on the same machine have the same errors
@@ -300,9 +273,6 @@ def _with_times(
     estimates = [differences.estimate(timeline) for timeline in timelines]
     rates = (rates_of(a.timeline), rates_of(b.timeline))
     speeds = _speeds(timelines, rates, estimates, own_error)
-    cost = None
-    if prices is not None and speeds:
-        cost = _cost(timelines, speeds[-1], prices, estimates, own_error)
     return dataclasses.replace(
         comparison,
         iterations=(a.timeline.iteration_ns, b.timeline.iteration_ns),
@@ -311,7 +281,6 @@ def _with_times(
         timelines=timelines,
         rates=rates,
         speeds=tuple(speeds),
-        cost=cost,
         scale=scale_changes(a, b) if comparison.first is None else (),
         headlines=(headline(a.timeline), headline(b.timeline)),
     )
@@ -359,35 +328,6 @@ def _speeds(
         TrainingSpeed("tokens/s", False, rate_a, rate_b, chance),
         TrainingSpeed("tokens/s a GPU", True, rate_a / gpus_a, rate_b / gpus_b, gpu_chance),
     ]
-
-
-def _cost(
-    timelines: tuple[Timeline, Timeline],
-    speed_of_gpu: TrainingSpeed,
-    prices: tuple[float, float],
-    estimates: Sequence[UncertainTime],
-    own_error: float,
-) -> TokenCost:
-    """Return what tokens of both cost.
-
-    Args:
-        timelines: Of both.
-        speed_of_gpu: Tokens per second of a GPU of both.
-        prices: Of a GPU of each for an hour.
-        estimates: Of their iterations.
-        own_error: As of ``differences.difference``.
-    """
-    token_costs: list[UncertainTime] = []
-    for timeline, estimate, price in zip(timelines, estimates, prices, strict=True):
-        programs = timeline.graph.programs
-        token_costs.append(estimate.scaled(price * programs.world.size / tokens_of(programs)))
-    cost_a, cost_b = token_costs
-    return TokenCost(
-        prices=prices,
-        a=cost_of_tokens(speed_of_gpu.a, prices[0]),
-        b=cost_of_tokens(speed_of_gpu.b, prices[1]),
-        first_cheaper=differences.difference(cost_a, cost_b, own_error).first_faster,
-    )
 
 
 def _parts(a: Mapping[str, float], b: Mapping[str, float]) -> list[Part]:

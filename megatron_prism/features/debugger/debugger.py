@@ -66,8 +66,10 @@ def add_to(run: Run, session: Session, asked: StopOptions) -> None:
         named = breakpoint.select.rank
         ranks = world.select(named) if named else options.ranks[:1]
         if not set(ranks) & set(options.ranks):
-            raise UsageError(f"--prism-break {text!r}: rank {ranks[0]} has no process here",
-                             fix=f"--prism-ranks {ranks[0]}")  # fmt: skip
+            raise UsageError(
+                f"--prism-break {text!r}: rank {ranks[0]} has no process here",
+                fix=f"--prism-ranks {ranks[0]}",
+            )
         stops |= dict.fromkeys(set(ranks) & set(options.ranks), breakpoint)
     if options.rank in stops:
         at = debugger_at(asked.debugger)
@@ -111,8 +113,10 @@ class Breakpoint:
         if select.op and select.op not in (row.name for row in TABLE):
             raise UsageError(f"{subject}: {select.op} is no call", fix=_FIX)
         if select.group.isalpha() and select.group.islower() and select.group not in short_names():
-            raise UsageError(f"{subject}: there is no group {select.group}",
-                             fix=f"group= one of {', '.join(short_names())}")  # fmt: skip
+            raise UsageError(
+                f"{subject}: there is no group {select.group}",
+                fix=f"group= one of {', '.join(short_names())}",
+            )
         number = int(numbers[-1][1:]) if numbers else 0
         return Breakpoint(text, select, "after" in words, number)
 
@@ -124,16 +128,27 @@ def debugger_at(text: str | None) -> tuple[str, int] | None:
     """
     remote, fix = re.fullmatch(r"debugpy:(?:([\w.-]+):)?(\d{1,5})", text or ""), _REMOTE
     refuse(
-        (remote and not 0 < int(remote[2]) < 65536,
-         f"--prism-debugger {text}: no port has that number", fix),
-        (remote and find_spec("debugpy") is None,
-         "--prism-debugger debugpy needs the package debugpy", "pip install debugpy"),
-        (not remote and text not in (None, "pdb"), f"--prism-debugger {text}: pdb or debugpy:PORT",
-         fix),
-        (not remote and not (sys.stdin and sys.stdin.isatty()),
-         "--prism-break opens pdb, and this process has no terminal to type in",
-         f"{fix}, and attach an editor"),
-    )  # fmt: skip
+        (
+            remote and not 0 < int(remote[2]) < 65536,
+            f"--prism-debugger {text}: no port has that number",
+            fix,
+        ),
+        (
+            remote and find_spec("debugpy") is None,
+            "--prism-debugger debugpy needs the package debugpy",
+            "pip install debugpy",
+        ),
+        (
+            not remote and text not in (None, "pdb"),
+            f"--prism-debugger {text}: pdb or debugpy:PORT",
+            fix,
+        ),
+        (
+            not remote and not (sys.stdin and sys.stdin.isatty()),
+            "--prism-break opens pdb, and this process has no terminal to type in",
+            f"{fix}, and attach an editor",
+        ),
+    )
     return (remote[1] or "localhost", int(remote[2])) if remote else None
 
 
@@ -164,9 +179,14 @@ class Debugger(LabelledCalls):
     """
 
     def __init__(
-        self, breakpoint: Breakpoint, at: tuple[str, int] | None, rank: int, world: World,
-        values: str, tier: str,
-    ) -> None:  # fmt: skip
+        self,
+        breakpoint: Breakpoint,
+        at: tuple[str, int] | None,
+        rank: int,
+        world: World,
+        values: str,
+        tier: str,
+    ) -> None:
         super().__init__()
         self.breakpoint, self.rank, self.world, self.values = breakpoint, rank, world, values
         self.real = tier != "meta"
@@ -234,9 +254,12 @@ class Debugger(LabelledCalls):
             near = difflib.get_close_matches(self.breakpoint.text, list(self._kinds), 3, 0.3)
             group = self.breakpoint.select.group
             unfit = [line for line in self._unfit if named_group(group, line.split()[4])]
-            why = (f"its number is that of {'; '.join((unfit or self._unfit)[:3])}" if self._unfit
-                   else f"{counted(self._matcher.seen, 'call')} of rank {self.rank} fit without "
-                   f"nth=, in {counted(self.iteration, 'iteration')}")  # fmt: skip
+            why = (
+                f"its number is that of {'; '.join((unfit or self._unfit)[:3])}"
+                if self._unfit
+                else f"{counted(self._matcher.seen, 'call')} of rank {self.rank} fit without "
+                f"nth=, in {counted(self.iteration, 'iteration')}"
+            )
             error = UsageError(
                 f"--prism-break {self.breakpoint.text!r} was never reached: {why}",
                 fix="calls of this rank are: " + "; ".join(near or list(self._kinds)[:3]),
@@ -251,8 +274,10 @@ class Debugger(LabelledCalls):
         self._next = False
         frame = _of_the_job(sys._getframe(2))
         when = "after" if self._after else "before"
-        sys.stderr.write(f"prism: rank {self.rank}, iteration {self.iteration}, stops {when} "
-                         f"{prompt.line}; prism says what is in scope\n")  # fmt: skip
+        sys.stderr.write(
+            f"prism: rank {self.rank}, iteration {self.iteration}, stops {when} "
+            f"{prompt.line}; prism says what is in scope\n"
+        )
         sys.stderr.flush()
         builtins.prism = prompt  # type: ignore[attr-defined] # in scope of every frame, until the end
         try:
@@ -338,9 +363,14 @@ class Prompt:
     """
 
     def __init__(
-        self, debugger: Debugger, group: PrismGroup, made: _Seen, inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor], work: dist.Work | None,
-    ) -> None:  # fmt: skip
+        self,
+        debugger: Debugger,
+        group: PrismGroup,
+        made: _Seen,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        work: dist.Work | None,
+    ) -> None:
         self._debugger, self._made, self.group = debugger, made, group
         self.call, self.inputs, self.outputs, self.work = made.call, inputs, outputs, work
         self.line, self._goes_on = made.line, False
@@ -361,14 +391,16 @@ class Prompt:
         """Print what this call is in the program, who its peers are and what they would deliver."""
         ranks, me = list(self.group.ranks), self._debugger.rank
         local = [ranks[position] for position in self.group.local]
-        shown = format_ranks(sorted(ranks)) if len(ranks) <= _LISTED else (
-            f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}")  # fmt: skip
+        shown = (
+            format_ranks(sorted(ranks))
+            if len(ranks) <= _LISTED
+            else (f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}")
+        )
         print(f"{self.line}, iteration {self.call.iteration}")
         print(f"  rank {me} is member {ranks.index(me)} of {len(ranks)}: {shown}")
         virtual = len(ranks) - len(local)
         whose = f"ranks {format_ranks(sorted(local))} hold" if local != [me] else "this rank holds"
-        policy = {"mirror": f"hold what {whose} (mirror)",
-                  "noise": "hold noise of the same scale"}  # fmt: skip
+        policy = {"mirror": f"hold what {whose} (mirror)", "noise": "hold noise of the same scale"}
         what = policy.get(self._debugger.values, f"answer by {self._debugger.values}")
         print(f"  {virtual} of them virtual: they {what}" if virtual else "  all of them are real")
         print(f"  sends {_shapes(self.inputs) or 'nothing'}, fills {_shapes(self.outputs) or '-'}")
@@ -456,8 +488,10 @@ class ValueWatch(LabelledCalls):
         if what not in ("nan", "inf") and norm is None:
             raise UsageError(f"--prism-watch {what}: nan, inf or norm>X", fix="--prism-watch nan")
         if tier == "meta":
-            raise UnsupportedError("--prism-watch: tier meta has shapes only, and no values",
-                                   fix="--prism-tier cpu, with a smaller model")  # fmt: skip
+            raise UnsupportedError(
+                "--prism-watch: tier meta has shapes only, and no values",
+                fix="--prism-tier cpu, with a smaller model",
+            )
         self.what, self.limit = what, float(norm[1]) if norm else 0.0
         self._debugger = debugger
         self._owners = AllocationOwners()
@@ -472,8 +506,11 @@ class ValueWatch(LabelledCalls):
             self._entered = self._looks = True
             self._owners = AllocationOwners(model)
             self._owners.follow_forwards()
-            self._hooks = [m.register_forward_hook(self._forward) for chunk in self._owners.models
-                           for m in chunk.modules()]  # fmt: skip
+            self._hooks = [
+                m.register_forward_hook(self._forward)
+                for chunk in self._owners.models
+                for m in chunk.modules()
+            ]
             self._mode.__enter__()
 
     def _forward(self, module: torch.nn.Module, args: object, output: object) -> None:
@@ -523,9 +560,10 @@ class ValueWatch(LabelledCalls):
             f"({shape} {str(result.dtype)[6:]})",
             f"  module  {module or 'none'}" + (f", in {node.name()}" if node is not None else ""),
             f"  line    {site or 'unknown'}",
-            f"  inputs  {given} of {len(inputs)} have it already" if given else
-            "  inputs  none of them has it",
-        ]  # fmt: skip
+            f"  inputs  {given} of {len(inputs)} have it already"
+            if given
+            else "  inputs  none of them has it",
+        ]
         self._looks = False  # the mode itself cannot be left from inside
         if self._debugger == "pdb":
             sys.stderr.write("\n".join(["prism: " + lines[0], *lines[1:], ""]))
@@ -544,7 +582,8 @@ class _Mode(TorchDispatchMode):
         if self._watch._looks and not func.is_view and not _FRESH.match(func.name()):
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and self._watch.is_bad(tensor):
-                    inputs = [t for t in pytree.tree_leaves((args, kwargs))
-                              if isinstance(t, torch.Tensor)]  # fmt: skip
+                    inputs = [
+                        t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+                    ]
                     self._watch.found(func, inputs, tensor)
         return result

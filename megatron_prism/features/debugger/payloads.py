@@ -143,8 +143,10 @@ def _selected(text: str) -> list[Breakpoint]:
     if found is None:
         one = Breakpoint.parse(text)
         if one.number:
-            raise UsageError(f"--prism-payload {text!r}: #{one.number} counts from the job's start",
-                             fix=f"nth={one.number}, which counts the calls that fit")  # fmt: skip
+            raise UsageError(
+                f"--prism-payload {text!r}: #{one.number} counts from the job's start",
+                fix=f"nth={one.number}, which counts the calls that fit",
+            )
         return [one]
     key, a, b, m0, phase, c0, m1, c1 = found.groups()
     if key:
@@ -152,8 +154,10 @@ def _selected(text: str) -> list[Breakpoint]:
     else:
         steps = [f"{m}{phase}{c}" for m in _between(m0, m1) for c in _between(c0, c1)]
     if not 0 < len(steps) <= _MOST_STEPS:
-        raise UsageError(f"--prism-payload {text!r}: {found[0]} is no range of 1 to "
-                         f"{_MOST_STEPS} steps", fix="3B0..3B2, or iter=51..53")  # fmt: skip
+        raise UsageError(
+            f"--prism-payload {text!r}: {found[0]} is no range of 1 to {_MOST_STEPS} steps",
+            fix="3B0..3B2, or iter=51..53",
+        )
     before, after = text[: found.start()], text[found.end() :]
     return [one for step in steps for one in _selected(before + step + after)]
 

@@ -18,7 +18,6 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
-from megatron_prism.core.slices import WHAT_IF
 from megatron_prism.features.fit import remedies
 from megatron_prism.features.fit.op_times import op_times
 from megatron_prism.features.fit.section import FitSection, JobMemory, sections_of
@@ -100,11 +99,6 @@ class Fit:
         return self.job.programs
 
     @property
-    def what_if(self) -> str | None:
-        """What is not as captured, in words; None: nothing."""
-        return self.programs.source.get(WHAT_IF)
-
-    @property
     def fits(self) -> bool:
         """Whether every class does, in later iterations and beside the train steps, too."""
         return self.steps_fit and not self.overruns_beside
@@ -169,7 +163,6 @@ class Fit:
             "over": self.over,
             "iteration_ns": self.iteration_ns,
             "headline": None if self.headline is None else dataclasses.asdict(self.headline),
-            "what_if": self.what_if,
             "classes": dict(self.memory.classes),
             **({} if host is None else {"host": vars(host)}),
             "overruns": {name: vars(one) for name, one in self.overruns.items()},
@@ -196,7 +189,7 @@ class Fit:
 
 
 def fit(
-    job: Programs | PricedGraph,
+    programs: Programs,
     *,
     limit: int | str | None = None,
     headroom: int = 0,
@@ -209,13 +202,12 @@ def fit(
     """Say whether a job fits, what its peak is made of and which change makes it fit.
 
     Args:
-        job: what ``load`` or ``capture`` returned, or what ``price`` made of it: with what-ifs,
-            memory and time are those of the job that they make.
+        programs: what ``load`` or ``capture`` returned.
         limit: bytes of device memory, or text: "80GB" is what a card sold as such has; default:
             that of ``machine``.
         headroom: bytes of the limit that stay free.
-        machine: as of ``price``, for what changes cost in time; of programs alone.
-        calibration: as of ``price``, of programs alone, too.
+        machine: as of ``price``, for what changes cost in time.
+        calibration: as of ``price``, too.
         alloc_conf: as of ``peak_memory``.
         device: as of ``peak_memory``.
         draws: as of ``peak_memory``.
@@ -223,8 +215,13 @@ def fit(
     Raises:
         UsageError: the programs recorded no memory, or nobody knows the limit.
     """
-    programs, priced = _priced(job, machine, calibration, needs_machine=limit is None)
     memory = peak_memory(programs, alloc_conf=alloc_conf, device=device, draws=draws)
+    priced: PricedGraph | None = None
+    try:
+        priced = price(programs, machine=machine, calibration=calibration)
+    except PrismError:
+        if limit is None or machine is not None:
+            raise
     most, source = _limit(limit, None if priced is None else priced.machine)
     if headroom >= max(most, 1):
         raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
@@ -255,52 +252,9 @@ def fit(
     if priced is not None:
         ns = priced.timeline.iteration_ns
         first = headline(priced.timeline)
-    job_memory = JobMemory(programs, memory, most)
-    return Fit(
-        limit=most,
-        limit_source=source,
-        memory=memory,
-        worst=worst,
-        overruns=overruns,
-        risks=risks,
-        changes=changes,
-        iteration_ns=ns,
-        job=job_memory,
-        headline=first,
-        sections=sections_of(job_memory),
-    )
-
-
-def programs_of(job: Programs | PricedGraph) -> Programs:
-    """Return the programs of a job; with what-ifs those that they make."""
-    if isinstance(job, PricedGraph):
-        return job.graph.programs
-    return job
-
-
-def _priced(
-    job: Programs | PricedGraph,
-    machine: MachineLike | None,
-    calibration: CalibrationLike | None,
-    *,
-    needs_machine: bool,
-) -> tuple[Programs, PricedGraph | None]:
-    """Return the programs of a job, and their prices; None for a job that cannot be priced.
-
-    Args:
-        job: as of ``fit``.
-        machine: as of ``fit``.
-        calibration: as of ``fit``.
-        needs_machine: whether the limit follows from the machine.
-    """
-    if isinstance(job, PricedGraph):
-        return programs_of(job), job
-    try:
-        return job, price(job, machine=machine, calibration=calibration)
-    except PrismError:
-        if needs_machine or machine is not None:
-            raise
-        return job, None
+    job = JobMemory(programs, memory, most)
+    sections = sections_of(job)
+    return Fit(most, source, memory, worst, overruns, risks, changes, ns, job, first, sections)
 
 
 def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
@@ -351,10 +305,7 @@ def _risks(
     for name, size in segments.items():
         # a class that nothing threatens is replayed for its figures alone
         most_rows = rows_each if name in close else min(rows_each, _ROWS_OF_FIGURES)
-        risk = steady.risk(programs[name], size, settings, most_rows, times=times.get(name))
-        # it has much to spare, so nothing is to be said where there are too many requests
-        if risk.draws or name in close:
-            risks[name] = risk
+        risks[name] = steady.risk(programs[name], size, settings, most_rows, times=times.get(name))
     return risks
 
 

@@ -45,8 +45,6 @@ def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
 def _verdict(found: Fit) -> Iterator[str]:
     limit = format_bytes(found.limit)
     source = f" ({found.limit_source})" if found.limit_source else ""
-    first = found.headline
-    assumes = f", {first.assumes}" if first is not None else ""
     runs_out = bool(found.overruns) or bool(found.overruns_beside)
     verdict = "does not fit"
     if found.fits:
@@ -54,9 +52,7 @@ def _verdict(found: Fit) -> Iterator[str]:
     # the first iterations fit
     elif not runs_out:
         verdict = "at risk"
-    yield from folded(f"{verdict}: the limit is {limit}{source}{assumes}", 2)
-    if found.what_if is not None:
-        yield from folded(f"  what if: {found.what_if}", 4)
+    yield from folded(f"{verdict}: the limit is {limit}{source}")
     left = f"{format_bytes(abs(found.over))} {'too much' if found.over > 0 else 'to spare'}"
     one = found.memory.classes[found.worst]
     level = "device" if one.get("peak_device") is not None else "reserved"
@@ -75,8 +71,11 @@ def _verdict(found: Fit) -> Iterator[str]:
             yield from folded(f"  {name} {text}", 4)
     for name, text in found.overruns_beside.items():
         yield from folded(f"  {name} {text}", 4)
+    first = found.headline
     if first is not None and first.iteration_ns:
-        yield from folded(f"  an iteration: {first.text}", 4)
+        text = f"an iteration {first.assumes}"
+        text += f": {first.text}"
+        yield from folded(f"  {text}", 4)
     if asks := precision_of(found.programs).asks:
         yield from folded(f"  {asks}", 4)
 

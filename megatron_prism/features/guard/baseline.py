@@ -43,8 +43,12 @@ def add_real(report: MemoryReport, world: World, rank: int | None, num_bytes: in
 
 def save(baseline: MemoryReport, path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write it, whole or not at all; UsageError if the place is taken."""
-    value = {"schema": SCHEMA, "job": baseline.job, "classes": baseline.classes,
-             "provenance": baseline.provenance}  # fmt: skip
+    value = {
+        "schema": SCHEMA,
+        "job": baseline.job,
+        "classes": baseline.classes,
+        "provenance": baseline.provenance,
+    }
     return write_whole(path, json.dumps(value, indent=1, sort_keys=True) + "\n", force=force)
 
 

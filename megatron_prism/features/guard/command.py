@@ -56,8 +56,10 @@ def describe(change: Change) -> str:
             lines = [f"{head} {grown:+,} B: {before} -> {after}"]
     if change.real is not None and change.before is not None:
         off = change.before - change.real
-        lines.append(f"  a real run had {exact(change.real)}: the emulation was {off:+,} B off, "
-                     f"the commit's are {grown:+,} B")  # fmt: skip
+        lines.append(
+            f"  a real run had {exact(change.real)}: the emulation was {off:+,} B off, "
+            f"the commit's are {grown:+,} B"
+        )
     if change.moved:
         lines.append(f"  peak moved: {change.moved}")
     if change.by_kind:
@@ -89,15 +91,24 @@ def memory(args: argparse.Namespace) -> Answer:
     record = args.action == "record"
     fix = f"prism memory {args.action} {args.programs} --baseline FILE, or prism fit"
     refuse(
-        (snapshots(args.programs), f"{args.programs} is a snapshot, which says nothing of other "
-         "ranks", f"prism memory record SLICES --real {args.programs} -o memory.json"),
-        (args.out and not record, f"-o has no effect on memory {args.action}",
-         "prism memory record"),
-        (args.real and not record, f"--real has no effect on memory {args.action}",
-         "prism memory record"),
+        (
+            snapshots(args.programs),
+            f"{args.programs} is a snapshot, which says nothing of other ranks",
+            f"prism memory record SLICES --real {args.programs} -o memory.json",
+        ),
+        (
+            args.out and not record,
+            f"-o has no effect on memory {args.action}",
+            "prism memory record",
+        ),
+        (
+            args.real and not record,
+            f"--real has no effect on memory {args.action}",
+            "prism memory record",
+        ),
         (not record and not args.baseline, f"prism memory {args.action} needs a baseline", fix),
         (record and not args.out, "a baseline needs a file to write", "-o FILE.json"),
-    )  # fmt: skip
+    )
     return _record(args) if record else _compare(args)
 
 
@@ -113,8 +124,9 @@ def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
     report = job_peaks.peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
     for path in (one for given in args.real or () for one in snapshots(given)):
         taken = snapshot.read(path)
-        baseline.add_real(report, programs.world, taken.rank,
-                          peaks.known_peak(taken.program).num_bytes)  # fmt: skip
+        baseline.add_real(
+            report, programs.world, taken.rank, peaks.known_peak(taken.program).num_bytes
+        )
     return report
 
 
@@ -141,12 +153,22 @@ def _compare(args: argparse.Namespace) -> Answer:
     before = baseline.load(args.baseline)  # a file that is no baseline is not replaced
     after = _measure(args, before.job.get("alloc_conf", ""))
     leak = peak_changes.LEAK if args.leak is None or not check else args.leak
-    changes = peak_changes.compare(before, after, tol_bytes=args.tol if check else 0, limit=limit,
-                               leak_bytes=leak, any_job=not check)  # fmt: skip
+    changes = peak_changes.compare(
+        before,
+        after,
+        tol_bytes=args.tol if check else 0,
+        limit=limit,
+        leak_bytes=leak,
+        any_job=not check,
+    )
     failed = [change for change in changes if change.fails]
     rows = [asdict(change) | {"fails": change.fails} for change in changes]
-    value = {"schema": "prism.memory_changes/1", "against": str(args.baseline),
-             "failures": len(failed), "changes": rows}  # fmt: skip
+    value = {
+        "schema": "prism.memory_changes/1",
+        "against": str(args.baseline),
+        "failures": len(failed),
+        "changes": rows,
+    }
     if not check:
         baseline.save(after, args.baseline, force=True)
     known = all(one.get("peak_device") is not None for one in after.classes.values())

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from megatron_prism.features.fit.section import JobMemory
 from megatron_prism.memory import part_peaks
-from megatron_prism.memory.host_need import resized_replicas
 from megatron_prism.memory.job_peaks import ClassMemoryFigures, first_program, needed
 
 STEADY = "steady iteration"
@@ -39,10 +38,12 @@ class LifeParts:
     Args:
         peaks: part -> the most that is allocated in it, bytes, in the order of ``ORDER``.
         outside_allocator: bytes of the device: context, libraries, NCCL.
+        assumed: the parts that ran on an assumption: "load" of a checkpoint that was not there.
     """
 
     peaks: Mapping[str, int]
     outside_allocator: int
+    assumed: tuple[str, ...] = ()
 
     @property
     def decides(self) -> str:
@@ -64,27 +65,23 @@ class LifeParts:
 
 
 def lives(job: JobMemory) -> dict[str, LifeParts]:
-    """Return the life of every class of ranks whose slices say it.
-
-    With another number of replicas the parts beside the steps are not those of the slices: nothing
-    is said then.
-    """
-    if resized_replicas(job.programs.source):
-        return {}
+    """Return the life of every class of ranks whose slices say it."""
     of_ranks = part_peaks.of_source(job.programs.source)
     found = {}
     for name, figures in job.report.classes.items():
         program = first_program(job.programs, figures)
         captured = of_ranks.get(program.rank)
-        if captured:
+        if captured is not None and captured.peaks:
             # the slice has all microbatches, where few ran when it was captured
-            known = {**captured, STEADY: job.allocated(name)}
-            found[name] = _life(known, figures)
+            known = {**captured.peaks, STEADY: job.allocated(name)}
+            found[name] = _life(known, figures, captured.assumed)
     return found
 
 
-def _life(known: Mapping[str, int], figures: ClassMemoryFigures) -> LifeParts:
+def _life(
+    known: Mapping[str, int], figures: ClassMemoryFigures, assumed: tuple[str, ...]
+) -> LifeParts:
     """Put the parts in their order, beside what the device holds outside of the allocator."""
     ordered = {name: known[name] for name in ORDER if name in known}
     outside = max(needed(figures) - figures["peak_reserved"], 0)
-    return LifeParts(ordered, outside)
+    return LifeParts(ordered, outside, tuple(name for name in ordered if name in assumed))

@@ -9,6 +9,9 @@ from megatron_prism.core.units import format_bytes
 from megatron_prism.features.fit.section import JobMemory
 from megatron_prism.features.life.parts import AT_END, STEADY, LifeParts, lives
 
+# on what a part ran that could not run as in the job
+_ASSUMPTIONS = {"load": "of an assumed checkpoint of the job's own layout; --load is not here"}
+_UNNAMED = "on an assumption"  # of another release
 # what people call the parts
 _WORDS = {
     "model": "building the model",
@@ -45,7 +48,8 @@ class LifeSection:
         for name, life in self._lives.items():
             parts: dict[str, int | None] = dict(life.peaks)
             parts.update(dict.fromkeys(life.not_run))
-            classes[name] = {"parts": parts, "decides": life.decides}
+            assumed = {part: _ASSUMPTIONS.get(part, _UNNAMED) for part in life.assumed}
+            classes[name] = {"parts": parts, "decides": life.decides, "assumed": assumed}
         return classes
 
     def lines(self, class_name: str) -> Iterator[str]:
@@ -62,6 +66,8 @@ class LifeSection:
                 beside = _difference(num_bytes - steady_bytes)
             rows.append([f"  {words_of(part)}", format_bytes(num_bytes), beside])
         yield from columns(rows)
+        for part in life.assumed:
+            yield from folded(f"  {words_of(part)}: {_ASSUMPTIONS.get(part, _UNNAMED)}", 4)
         yield from folded(f"  {_decision(life)}", 4)
         yield from folded(f"  {_unknown(life)}", 4)
 
@@ -72,6 +78,8 @@ class LifeSection:
             if life.decides != STEADY and life.least_needed > self._limit:
                 size = format_bytes(life.least_needed)
                 text = f"runs out in {words_of(life.decides)}, which needs {size} at least"
+                if life.decides in life.assumed:
+                    text += f": {_ASSUMPTIONS.get(life.decides, _UNNAMED)}"
                 places[name] = text
         return places
 

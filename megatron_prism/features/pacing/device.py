@@ -179,8 +179,9 @@ class Launcher:
 
     def arrive(self, stream: int, launch: int, iteration: int, kind: int = -1) -> None:
         """Write down, on ``stream``, when the turn of ``launch`` has come."""
-        _CALL.pack_into(self._call, 0, self._table, *_NOTHING[:3], 0, 0, 0,
-                        launch, iteration, 0, 0, kind, 1)  # fmt: skip
+        _CALL.pack_into(
+            self._call, 0, self._table, *_NOTHING[:3], 0, 0, 0, launch, iteration, 0, 0, kind, 1
+        )
         _CONFIG.pack_into(self._config, 0, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0)
         if status := self.driver.launch(self._at, self._function, self._args, None):
             raise PrismError(f"the CUDA driver refused a pacing kernel (status {status})")
@@ -203,8 +204,23 @@ class Launcher:
             to, source, size, period, kind, scale, read, seen = _NOTHING
         else:
             to, source, size, period, kind, scale, read, seen, _, _ = move
-        _CALL.pack_into(self._call, 0, self._table, to, source, size, period, read, seen,
-                        launch, iteration, first, fresh, kind, scale)  # fmt: skip
+        _CALL.pack_into(
+            self._call,
+            0,
+            self._table,
+            to,
+            source,
+            size,
+            period,
+            read,
+            seen,
+            launch,
+            iteration,
+            first,
+            fresh,
+            kind,
+            scale,
+        )
         threads = _THREADS if size or seen else _FEW
         _CONFIG.pack_into(self._config, 0, blocks, 1, 1, threads, 1, 1, self._shared, stream, 0, 0)
         if status := self.driver.launch(self._at, self._function, self._args, None):

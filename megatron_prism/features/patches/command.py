@@ -33,15 +33,23 @@ def patches(args: argparse.Namespace) -> Answer:
         )
     statuses = patch.statuses(PATCHES, roots)
     rows = [
-        {"patch": one.patch.name, "purpose": one.patch.purpose, "state": one.state,
-         "target": f"{one.patch.module}:{one.target}", "why": one.why,
-         "reason": one.patch.reason, "read_at": one.patch.source}
+        {
+            "patch": one.patch.name,
+            "purpose": one.patch.purpose,
+            "state": one.state,
+            "target": f"{one.patch.module}:{one.target}",
+            "why": one.why,
+            "reason": one.patch.reason,
+            "read_at": one.patch.source,
+        }
         for one in statuses
-    ]  # fmt: skip
+    ]
 
     def page() -> None:
-        cells = [(*(r[key] for key in ("patch", "purpose", "state")), f"{r['target']}  {r['why']}")
-                 for r in rows]  # fmt: skip
+        cells = [
+            (*(r[key] for key in ("patch", "purpose", "state")), f"{r['target']}  {r['why']}")
+            for r in rows
+        ]
         print_table(("patch", "purpose", "state", "target"), cells)
         counts = Counter(one.state for one in statuses)
         listed = ", ".join(f"{counts[state]} {state}" for state in patch.STATES)

@@ -26,16 +26,39 @@ _PJM = {"node": "nodes", "proc": "ranks", "max-proc-per-node": "each", "gpu": "g
 _PJM_COUNT = re.compile(rf"(?<![-\w])({'|'.join(_PJM)})=(\d+)")
 READ = re.compile(r"\$\{?([A-Z_][A-Z0-9_]*)(:?[-=+?])?")
 HERE = {  # where a job is, which the script may ask without any effect on its size
-    "RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "GROUP_RANK": "0", "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500", "SLURM_JOB_ID": "1", "SLURM_JOBID": "1", "SLURM_PROCID": "0",
-    "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT":
-    "0", "SLURM_ARRAY_JOB_ID": "1", "SLURMD_NODENAME": "node1", "PBS_JOBID": "1", "LSB_JOBID": "1",
-    "JOB_ID": "1", "PET_NODE_RANK": "0", "OMPI_COMM_WORLD_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMI_RANK": "0", "SLURM_CPUS_PER_TASK": "1",
-    "SLURM_CPUS_ON_NODE": "8", "SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_NAME": "job",
-    "SLURM_JOB_USER": "user", "SLURM_STEP_ID": "0", "SLURM_CLUSTER_NAME": "cluster",
-    "SLURM_JOB_ACCOUNT": "account", "PBS_JOBNAME": "job", "PJM_JOBID": "1",
-}  # fmt: skip
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "NODE_RANK": "0",
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOBID": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_ARRAY_TASK_ID": "0",
+    "SLURM_RESTART_COUNT": "0",
+    "SLURM_ARRAY_JOB_ID": "1",
+    "SLURMD_NODENAME": "node1",
+    "PBS_JOBID": "1",
+    "LSB_JOBID": "1",
+    "JOB_ID": "1",
+    "PET_NODE_RANK": "0",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "PMI_RANK": "0",
+    "SLURM_CPUS_PER_TASK": "1",
+    "SLURM_CPUS_ON_NODE": "8",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_JOB_NAME": "job",
+    "SLURM_JOB_USER": "user",
+    "SLURM_STEP_ID": "0",
+    "SLURM_CLUSTER_NAME": "cluster",
+    "SLURM_JOB_ACCOUNT": "account",
+    "PBS_JOBNAME": "job",
+    "PJM_JOBID": "1",
+}
 _SIZES = re.compile(  # variables that say how large the job is
     r"(SLURM|PBS|LSB|PJM|PET|OMPI|PMI|NHOSTS|NTASKS|NPROCS|NNODES|NUM_NODES|N_NODES|NODE_COUNT|WORLD_SIZE|"
     r"NPROC_PER_NODE|GPUS_PER_NODE|NUM_GPUS|GPU_PER_NODE|NGPUS|N_GPUS|SENSECORE|MLP_WORKER)"
@@ -110,8 +133,9 @@ def manifest_job(text: str) -> tuple[list[str], Allocation, dict[str, str]]:
         command = [str(one) for key in ("command", "args") for one in container.get(key, ())]
         if "entrypoint" in container:
             command = ["bash", "-c", str(container["entrypoint"])]
-        settings = {one["name"]: str(one["value"]) for one in container.get("env", ())
-                    if "value" in one}  # fmt: skip
+        settings = {
+            one["name"]: str(one["value"]) for one in container.get("env", ()) if "value" in one
+        }
         each, gpus = (next(_numbers(jobs, names), None) for names in (_EACH, _GPUS))
     except (yaml.YAMLError, StopIteration, LookupError, TypeError, ValueError) as error:
         what = "the manifest has no job whose command is known"
@@ -167,8 +191,9 @@ def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]
     made = dict(HERE)
     made |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), hosts)
     made |= dict.fromkeys(("SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "LS_SUBCWD"), folder)
-    made |= dict.fromkeys(("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "SGE_JOB_HOSTLIST",
-                           "PJM_O_NODEINF"), hosts_file)  # fmt: skip
+    made |= dict.fromkeys(
+        ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "SGE_JOB_HOSTLIST", "PJM_O_NODEINF"), hosts_file
+    )
     made |= {"LSB_HOSTS": hosts.replace(",", " ")}
     counts = {
         "SLURM_NNODES SLURM_JOB_NUM_NODES PBS_NUM_NODES NHOSTS PJM_NODE": alloc.nodes,
@@ -210,8 +235,11 @@ def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str
     without_comments = re.sub(r"(^|\s)#.*", "", text)
     every = f"{without_comments}\n{settings}"
     sets = set(re.findall(r"(?:^|[\s;(])([A-Z_][A-Z0-9_]*)\+?=", every))
-    sets |= {name for line in re.findall(r"\bread\b([^\n;|]*)", without_comments)
-             for name in line.split()}  # fmt: skip
+    sets |= {
+        name
+        for line in re.findall(r"\bread\b([^\n;|]*)", without_comments)
+        for name in line.split()
+    }
     sets |= {name for name, default in READ.findall(text) if default}
     read = dict.fromkeys(name for name, _ in READ.findall(without_comments))
     return [name for name in read if _SIZES.match(name) and name not in sets and name not in known]

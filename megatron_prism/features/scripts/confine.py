@@ -44,8 +44,11 @@ def confine(scratch: Path, folder: Path) -> None:
     known = _ALL_WRITES if version >= 3 else _ALL_WRITES & ~_TRUNCATE
     handled = struct.pack("QQ", known, _CONNECT)[: 16 if version >= 4 else 8]
     rules = call(_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
-    allowed = ((scratch, known), (folder, _WRITE_FILE | _MAKE_DIR | _MAKE_REG),
-               (Path("/dev"), known & (_WRITE_FILE | _TRUNCATE)))  # fmt: skip
+    allowed = (
+        (scratch, known),
+        (folder, _WRITE_FILE | _MAKE_DIR | _MAKE_REG),
+        (Path("/dev"), known & (_WRITE_FILE | _TRUNCATE)),
+    )
     for place, rights in allowed:
         fd = os.open(place, os.O_PATH)  # type: ignore[attr-defined,unused-ignore]
         call(_ADD, rules, 1, struct.pack("=Qi", rights, fd), 0)

@@ -343,16 +343,18 @@ def _memory(
     for index in [i for i, need in needs.items() if need >= _CLOSE * max(needs.values())]:
         program, beyond = programs.programs[index], beside[index]
         top, held = known_peak(program), _reserved(program, family, programs.world.size)
-        found.append({
-            "stage": f"stage {programs.world.coordinates(program.rank).pp}",
-            "bytes": held if beyond is None else held + beyond,
-            "level": "reserved" if beyond is None else "device",
-            "allocated": top.num_bytes,
-            "reserved": held,
-            "history": programs.source.get(WHAT_IF, before),
-            "at": top.op.label,
-            "by_kind": {kind: size for kind, size in top.by_kind.items() if size},
-        })  # fmt: skip
+        found.append(
+            {
+                "stage": f"stage {programs.world.coordinates(program.rank).pp}",
+                "bytes": held if beyond is None else held + beyond,
+                "level": "reserved" if beyond is None else "device",
+                "allocated": top.num_bytes,
+                "reserved": held,
+                "history": programs.source.get(WHAT_IF, before),
+                "at": top.op.label,
+                "by_kind": {kind: size for kind, size in top.by_kind.items() if size},
+            }
+        )
     return max(found, key=lambda one: one["bytes"])
 
 
@@ -383,22 +385,30 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     programs = timeline.graph.programs
     world = programs.world
     tokens = every["tokens_per_s"]["value"]
-    found = {key: every[key] for key in
-             ("iteration_ns", "low_ns", "high_ns", "computing", "exposed", "bubble")}  # fmt: skip
+    found = {
+        key: every[key]
+        for key in ("iteration_ns", "low_ns", "high_ns", "computing", "exposed", "bubble")
+    }
     found |= {
         "tokens_per_gpu": None if tokens is None else tokens / world.size,
         "mfu": every["mfu"]["value"],
         "p95_ns": None,
-        "sources": [{key: one[key] for key in ("what", "low_ns", "high_ns", "of")}
-                    for one in every["uncertainties"]],
+        "sources": [
+            {key: one[key] for key in ("what", "low_ns", "high_ns", "of")}
+            for one in every["uncertainties"]
+        ],
         "stages": [
-            {key: one[key] for key in
-             ("name", "count", "compute", "exposed", "waiting", "idle", "critical")}
+            {
+                key: one[key]
+                for key in ("name", "count", "compute", "exposed", "waiting", "idle", "critical")
+            }
             for one in every["classes"]
         ],
-        "path": [{key: part[key] for key in ("phase", "what", "group", "ns")}
-                 for part in every["path"][:12]],
-    }  # fmt: skip
+        "path": [
+            {key: part[key] for key in ("phase", "what", "group", "ns")}
+            for part in every["path"][:12]
+        ],
+    }
     assumed = programs.source.get(WHAT_IF, "as captured")
     found["provenance"] = assumed
     found["gpus"] = world.size

@@ -43,7 +43,6 @@ from megatron_prism.replay.costs.machine import default_machine, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.differences import standings
 from megatron_prism.replay.headline import over_hosts
-from megatron_prism.replay.rates import cost_of_tokens
 from megatron_prism.replay.timeline import Timeline
 
 MEGATRON, MEMORY = "Megatron's checks", "memory bound"
@@ -117,15 +116,21 @@ class Sweep:
             "memory_provenance": self.memory_provenance,
             "axes": {axis: list(values) for axis, values in self.axes.items()},
             "points": [
-                {"rank": row.rank, "equal": row.equal, "slower": row.slower, "best": row.best,
-                 **row.result, "cost": row.cost,
-                 "command": " ".join(self.commands[row.result["key"]])}
+                {
+                    "rank": row.rank,
+                    "equal": row.equal,
+                    "slower": row.slower,
+                    "best": row.best,
+                    **row.result,
+                    "cost": row.cost,
+                    "command": " ".join(self.commands[row.result["key"]]),
+                }
                 for row in self.rows
             ],
             "dropped": [
                 {"axes": dict(p.axes), "by": p.by, "reason": p.reason} for p in self.dropped
             ],
-        }  # fmt: skip
+        }
 
     def to_text(self) -> str:
         """The tables that ``prism sweep`` prints."""
@@ -222,10 +227,16 @@ def sweep(
         layouts = {p.key: p.layout for p in points if not p.by and p.layout is not None}
         rows = ranked([one for one in found.values() if "by" not in one], objective, price)
         return Sweep(
-            job.name, objective, nodes.name, limit, values, tuple(rows), tuple(dropped),
+            job.name,
+            objective,
+            nodes.name,
+            limit,
+            values,
+            tuple(rows),
+            tuple(dropped),
             {key: layout.command() for key, layout in layouts.items()},
             lambda key: timeline_of(layouts[key], settings),
-        )  # fmt: skip
+        )
 
     with claimed(folder, inside=True):
         if trials:
@@ -289,8 +300,10 @@ def _results(
             (folder / f"{point.key}.json").unlink(missing_ok=True)
             missing.append(point)
     families = _families(missing)
-    told(f"{len(left)} to evaluate, {len(left) - len(missing)} of them are there already; "
-         f"{len(families)} distinct programs")  # fmt: skip
+    told(
+        f"{len(left)} to evaluate, {len(left) - len(missing)} of them are there already; "
+        f"{len(families)} distinct programs"
+    )
     execute(families, results=folder, told=lambda done: told(f"{done} of {len(missing)} evaluated"))
     # a sweep over other axes may have evaluated it
     return {point.key: {**_read(folder, point), "axes": dict(point.axes)} for point in left}
@@ -392,7 +405,7 @@ def _run_name(settings: SweepSettings) -> str:
 def _cost(result: Figures, price: float | None) -> float | None:
     """Of 10^9 tokens; ``price`` is of a GPU for an hour."""
     tokens = result["tokens_per_gpu"]
-    return None if price is None or not tokens else cost_of_tokens(tokens, price)
+    return None if price is None or not tokens else price * 1e9 / (3600 * tokens)
 
 
 def _score(result: Figures, objective: str) -> float:

@@ -47,9 +47,14 @@ def verify(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="prism-verify-") as temporary:
         folder = args.keep or Path(temporary)
         found = verdict.verify(
-            line, against, folder, talk.print,
-            bisect=not args.no_bisect, resume=args.resume, precise=args.precise,
-        )  # fmt: skip
+            line,
+            against,
+            folder,
+            talk.print,
+            bisect=not args.no_bisect,
+            resume=args.resume,
+            precise=args.precise,
+        )
     other = "the other job" if against else "one rank alone"
     text = "\n".join(_page(found, other))
     rows = [{"argument": n, "before": a, "after": b, "why": w} for n, a, b, w in found.asked]
@@ -59,9 +64,15 @@ def verify(args: argparse.Namespace) -> int:
         lambda: talk.print(text),
         lambda: rows,
         status=_UNDECIDED if found.same is None else int(not found.same),
-        html=lambda: render_page("prism verify", str(found.world), f"copy: {found.copy}", _SCRIPT,
-                                 {**data, "text": text, "other": other}, text),
-    )  # fmt: skip
+        html=lambda: render_page(
+            "prism verify",
+            str(found.world),
+            f"copy: {found.copy}",
+            _SCRIPT,
+            {**data, "text": text, "other": other},
+            text,
+        ),
+    )
     return deliver(args, answer)
 
 
@@ -115,8 +126,10 @@ def _page(found: Verdict, other: str) -> list[str]:
         lines.append(row("tolerance", f"{found.tolerance:.1e} of a value: {rule}"))
     if percent and found.same:
         lines.append(row("largest", ", ".join(percent.values()) + " of the tolerance"))
-    lines += [row("reported", f"{one.where} of iteration {one.iteration}: {one.notes[0]}")
-              for one in found.reports]  # fmt: skip
+    lines += [
+        row("reported", f"{one.where} of iteration {one.iteration}: {one.notes[0]}")
+        for one in found.reports
+    ]
     if found.same is None:
         return [*lines, f"not decided: {found.why}", *_difference(found)]
     if found.same:

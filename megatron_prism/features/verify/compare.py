@@ -262,9 +262,16 @@ class LayoutComparison:
             notes = self._of_number(kind, value.got.item(), value.wanted.item())
         as_well = len(wrong) - 1, compared
         return LayoutDifference(
-            kind, iteration, value.where, value.place, first.error, first.allowed, notes, as_well,
+            kind,
+            iteration,
+            value.where,
+            value.place,
+            first.error,
+            first.allowed,
+            notes,
+            as_well,
             axes,
-        )  # fmt: skip
+        )
 
     def _by_one_factor(self, wrong: Mapping[str, _Wrong]) -> bool:
         """Whether several values differ, and all by the same factor."""

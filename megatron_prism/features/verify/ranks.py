@@ -180,9 +180,13 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
 
     size = run.here.size
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     recorder = StepRecorder(run.folder, rank)
     context = patch.PatchContext(

@@ -130,9 +130,17 @@ class StepRecorder:
         self.place = folder / f"rank-{rank}"
         self.iteration = 0
         self.facts: Json = {
-            "rank": rank, "losses": [], "norms": {}, "norm_calls": [], "routed": {},
-            "reported": [], "changes": [], "parts": [], "tensors": [], "unnamed": {},
-        }  # fmt: skip
+            "rank": rank,
+            "losses": [],
+            "norms": {},
+            "norm_calls": [],
+            "routed": {},
+            "reported": [],
+            "changes": [],
+            "parts": [],
+            "tensors": [],
+            "unnamed": {},
+        }
         self.arrays: list[np.ndarray] = []
         self.trains = False  # since its first step
         self.training = False  # now

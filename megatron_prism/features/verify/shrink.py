@@ -38,22 +38,30 @@ PARTS: dict[str, Off] = {
     "--moe-router-fusion": {"moe_router_fusion": False},
     "--moe-token-dispatcher-type": {"moe_token_dispatcher_type": "allgather", **_SHARED},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": False},
-    "recomputation": {"recompute_granularity": None, "recompute_method": None,
-                      "recompute_num_layers": None, "recompute_activations": False},
+    "recomputation": {
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_activations": False,
+    },
     "--overlap-grad-reduce": {"overlap_grad_reduce": False, **_GATHER},
     "--ddp-average-in-collective": {"ddp_average_in_collective": False},
     "--num-distributed-optimizer-instances": _INSTANCES,
     "--use-distributed-optimizer": {"use_distributed_optimizer": False, **_GATHER, **_INSTANCES},
-    "interleaving": {"num_layers_per_virtual_pipeline_stage": None,
-                     "num_virtual_stages_per_pipeline_rank": None,
-                     "pipeline_model_parallel_layout": None, **_STEP},
+    "interleaving": {
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "pipeline_model_parallel_layout": None,
+        **_STEP,
+    },
     "--sequence-parallel": {"sequence_parallel": False},
-}  # fmt: skip
+}
 _OF_PIPELINES: Off = {
-    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
-}  # fmt: skip
+}
 _OF_CONTEXTS: Off = {"cp_comm_type": ["p2p"], "hierarchical_context_parallel_sizes": None}
 
 _FORMATS, _KERNELS = "number formats", "kernels of a GPU"
@@ -63,70 +71,153 @@ NOT_CHECKED = (_FORMATS, _KERNELS)
 # What the copy does without, and why; the reasons are printed.
 _DROPPED: dict[str, Off] = {
     _FORMATS: {
-        "fp16": False, "bf16": False, "fp8": None, "fp4": None, "fp8_param_gather": False,
-        "fp4_param": False, "first_last_layers_bf16": False, "fp32_residual_connection": False,
-        "use_precision_aware_optimizer": False, "main_grads_dtype": "fp32",
-        "main_params_dtype": "fp32", "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32",
-        "grad_reduce_in_bf16": False, "reuse_grad_buf_for_mxfp8_param_ag": False,
-        "moe_router_padding_for_fp8": False, "moe_router_padding_for_quantization": False,
-        "loss_scale": None, "fp16_lm_cross_entropy": False,
+        "fp16": False,
+        "bf16": False,
+        "fp8": None,
+        "fp4": None,
+        "fp8_param_gather": False,
+        "fp4_param": False,
+        "first_last_layers_bf16": False,
+        "fp32_residual_connection": False,
+        "use_precision_aware_optimizer": False,
+        "main_grads_dtype": "fp32",
+        "main_params_dtype": "fp32",
+        "exp_avg_dtype": "fp32",
+        "exp_avg_sq_dtype": "fp32",
+        "grad_reduce_in_bf16": False,
+        "reuse_grad_buf_for_mxfp8_param_ag": False,
+        "moe_router_padding_for_fp8": False,
+        "moe_router_padding_for_quantization": False,
+        "loss_scale": None,
+        "fp16_lm_cross_entropy": False,
         # Megatron takes these with bf16 and fp16 alone
-        "overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False,
+        "overlap_moe_expert_parallel_comm": False,
+        "delay_wgrad_compute": False,
         "dsa_indexer_rotate_activation": False,
     },
     _KERNELS: {
-        "use_flash_attn": False, "tp_comm_overlap": False, "cuda_graph_impl": "none",
-        "enable_cuda_graph": False, "external_cuda_graph": False, "nccl_ub": False,
-        "use_sharp": False, "moe_enable_deepep": False, "use_transformer_engine_op_fuser": False,
-        "use_te_rng_tracker": False, "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False, "optimizer_cpu_offload": False,
-        "use_mem_efficient_jit": False, "disable_jit_fuser": True,
-        "cpu_offloading": False, "cpu_offloading_num_layers": 0,
+        "use_flash_attn": False,
+        "tp_comm_overlap": False,
+        "cuda_graph_impl": "none",
+        "enable_cuda_graph": False,
+        "external_cuda_graph": False,
+        "nccl_ub": False,
+        "use_sharp": False,
+        "moe_enable_deepep": False,
+        "use_transformer_engine_op_fuser": False,
+        "use_te_rng_tracker": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "optimizer_cpu_offload": False,
+        "use_mem_efficient_jit": False,
+        "disable_jit_fuser": True,
+        "cpu_offloading": False,
+        "cpu_offloading_num_layers": 0,
         "fine_grained_activation_offloading": False,
     },
     "random numbers": {
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "moe_input_jitter_eps": None,
-        "moe_router_force_load_balancing": False, "dataloader_type": "single",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "moe_input_jitter_eps": None,
+        "moe_router_force_load_balancing": False,
+        "dataloader_type": "single",
     },
     _LAYOUT: {
-        "moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False,
+        "moe_expert_capacity_factor": None,
+        "moe_pad_expert_input_to_capacity": False,
     },
     _QUIET: {
-        "load": None, "save": None, "pretrained_checkpoint": None, "use_checkpoint_args": False,
-        "finetune": False, "async_save": False, "save_interval": None, "non_persistent_ckpt_type":
-        None, "data_path": None, "train_data_path": None,
-        "valid_data_path": None, "test_data_path": None, "data_args_path": None,
-        "per_split_data_args_path": None, "data_cache_path": None, "split": None,
-        "vocab_file": None, "merge_file": None, "tokenizer_model": None,
-        "tensorboard_dir": None, "wandb_project": "", "enable_one_logger": False, "profile": False,
-        "use_pytorch_profiler": False, "record_memory_history": False, "exit_interval": None,
-        "exit_duration_in_mins": None, "train_samples": None, "rampup_batch_size": None,
-        "lr_decay_iters": None, "lr_decay_samples": None, "lr_warmup_iters": 0,
-        "lr_warmup_samples": 0, "lr_warmup_fraction": None, "lr_decay_style": "constant",
-        "inprocess_restart": False, "check_weight_hash_across_dp_replicas_interval": None,
-        "moe_routing_trace_path": None, "logits_save_dir": None, "ckpt_pg_tensors_cache_path": None,
-        "dump_param_to_param_group_map": None, "dist_ckpt_optim_fully_reshardable": True,
-        "no_save_optim": None, "no_load_optim": None, "no_save_rng": None, "no_load_rng": None,
-        "save_wgrads_interval": None, "save_dgrads_interval": None, "tensorboard_log_interval": 1,
-        "log_memory_to_tensorboard": False, "log_timers_to_tensorboard": False,
-        "log_progress": False, "manual_gc": False, "decrease_batch_size_if_needed": False,
-        "phase_transition_iterations": None, "override_opt_param_scheduler": False,
-        "use_checkpoint_opt_param_scheduler": False, "full_validation": False,
+        "load": None,
+        "save": None,
+        "pretrained_checkpoint": None,
+        "use_checkpoint_args": False,
+        "finetune": False,
+        "async_save": False,
+        "save_interval": None,
+        "non_persistent_ckpt_type": None,
+        "data_path": None,
+        "train_data_path": None,
+        "valid_data_path": None,
+        "test_data_path": None,
+        "data_args_path": None,
+        "per_split_data_args_path": None,
+        "data_cache_path": None,
+        "split": None,
+        "vocab_file": None,
+        "merge_file": None,
+        "tokenizer_model": None,
+        "tensorboard_dir": None,
+        "wandb_project": "",
+        "enable_one_logger": False,
+        "profile": False,
+        "use_pytorch_profiler": False,
+        "record_memory_history": False,
+        "exit_interval": None,
+        "exit_duration_in_mins": None,
+        "train_samples": None,
+        "rampup_batch_size": None,
+        "lr_decay_iters": None,
+        "lr_decay_samples": None,
+        "lr_warmup_iters": 0,
+        "lr_warmup_samples": 0,
+        "lr_warmup_fraction": None,
+        "lr_decay_style": "constant",
+        "inprocess_restart": False,
+        "check_weight_hash_across_dp_replicas_interval": None,
+        "moe_routing_trace_path": None,
+        "logits_save_dir": None,
+        "ckpt_pg_tensors_cache_path": None,
+        "dump_param_to_param_group_map": None,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "no_save_optim": None,
+        "no_load_optim": None,
+        "no_save_rng": None,
+        "no_load_rng": None,
+        "save_wgrads_interval": None,
+        "save_dgrads_interval": None,
+        "tensorboard_log_interval": 1,
+        "log_memory_to_tensorboard": False,
+        "log_timers_to_tensorboard": False,
+        "log_progress": False,
+        "manual_gc": False,
+        "decrease_batch_size_if_needed": False,
+        "phase_transition_iterations": None,
+        "override_opt_param_scheduler": False,
+        "use_checkpoint_opt_param_scheduler": False,
+        "full_validation": False,
     },
-}  # fmt: skip
+}
 
 # Sizes: the largest that the copy has; None stays None.
 _AT_MOST = {
-    "mtp_num_layers": 1, "micro_batch_size": 2, "kv_channels": 16, "ffn_hidden_size": 128,
-    "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 64,
-    "moe_router_topk": 2, "moe_router_num_groups": 2, "moe_router_group_topk": 1,
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 16, "wgrad_deferral_limit": 2, "recompute_num_layers": 1,
-    "moe_latent_size": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "dsa_indexer_n_heads": 4,
-    "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 16, "mamba_state_dim": 16,
-    "mamba_head_dim": 16, "mamba_num_heads": 8,
-}  # fmt: skip
+    "mtp_num_layers": 1,
+    "micro_batch_size": 2,
+    "kv_channels": 16,
+    "ffn_hidden_size": 128,
+    "moe_ffn_hidden_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_router_topk": 2,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+    "wgrad_deferral_limit": 2,
+    "recompute_num_layers": 1,
+    "moe_latent_size": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "dsa_indexer_n_heads": 4,
+    "dsa_indexer_head_dim": 32,
+    "dsa_indexer_topk": 16,
+    "mamba_state_dim": 16,
+    "mamba_head_dim": 16,
+    "mamba_num_heads": 8,
+}
 _WITHOUT_FSDP = (
     "leave it out, with its own flags, to verify the rest; FSDP shards, reduces and updates by "
     "code of its own, of which that says nothing"
@@ -276,8 +367,9 @@ def shrink(args: object, job: World, copy: World, iterations: int, layers: int) 
     backend = small.get("attention_backend")
     if getattr(backend, "name", "") in ("flash", "fused"):
         small.set("attention_backend", type(backend)["auto"], _KERNELS)
-    patterns = [name for name in ("hybrid_layer_pattern", "hybrid_override_pattern")
-                if small.get(name)]  # fmt: skip
+    patterns = [
+        name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if small.get(name)
+    ]
     for name in patterns:
         _shorten(small, name, job, copy, layers)
     if not patterns:
@@ -288,11 +380,19 @@ def shrink(args: object, job: World, copy: World, iterations: int, layers: int) 
         "global_batch_size": samples * small.get("micro_batch_size"),
         "train_iters": ITERATIONS,  # data sets are made for these
         "exit_interval": iterations if iterations < ITERATIONS else None,
-        "eval_iters": 1, "eval_interval": 1000, "log_interval": 1,
-        "mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": VOCABULARY - 1,
-        "make_vocab_size_divisible_by": 16, "num_workers": 0, "lr": 1e-3, "min_lr": 0.0,
-        "rerun_mode": "disabled", "use_cpu_initialization": True,
-    }.items():  # fmt: skip
+        "eval_iters": 1,
+        "eval_interval": 1000,
+        "log_interval": 1,
+        "mock_data": True,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCABULARY - 1,
+        "make_vocab_size_divisible_by": 16,
+        "num_workers": 0,
+        "lr": 1e-3,
+        "min_lr": 0.0,
+        "rerun_mode": "disabled",
+        "use_cpu_initialization": True,
+    }.items():
         small.set(name, value, _QUIET)
     return small.changes
 
@@ -354,8 +454,13 @@ def _resize(small: _Shrinking, job: World, copy: World) -> None:
         if (value := small.get(name)) is not None and value > most:
             small.set(name, most, "sizes")
     groups = max(2, copy.tp * copy.cp)  # ranks exchange heads for parts of sequences
-    sizes: Off = {"hidden_size": HIDDEN, "num_attention_heads": 2 * groups, "seq_length": SEQUENCE,
-             "encoder_seq_length": None, "max_position_embeddings": SEQUENCE}  # fmt: skip
+    sizes: Off = {
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2 * groups,
+        "seq_length": SEQUENCE,
+        "encoder_seq_length": None,
+        "max_position_embeddings": SEQUENCE,
+    }
     if small.get("group_query_attention"):  # fewer groups than tp stay fewer
         few = small.get("num_query_groups") < job.tp
         sizes["num_query_groups"] = 1 if few else groups
@@ -409,12 +514,17 @@ def lay_out(args: object, here: World, left_out: Iterable[str]) -> None:
 def sizes_as_words(world: World) -> list[str]:
     """A world's sizes as the last words of a command line."""
     return [
-        "--tensor-model-parallel-size", str(world.tp),
-        "--pipeline-model-parallel-size", str(world.pp),
-        "--context-parallel-size", str(world.cp),
-        "--expert-model-parallel-size", str(world.ep),
-        "--expert-tensor-parallel-size", str(world.etp),
-    ]  # fmt: skip
+        "--tensor-model-parallel-size",
+        str(world.tp),
+        "--pipeline-model-parallel-size",
+        str(world.pp),
+        "--context-parallel-size",
+        str(world.cp),
+        "--expert-model-parallel-size",
+        str(world.ep),
+        "--expert-tensor-parallel-size",
+        str(world.etp),
+    ]
 
 
 def one_rank(world: World) -> World:

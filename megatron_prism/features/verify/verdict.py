@@ -79,8 +79,11 @@ class Verdict:
     def asked(self) -> list[list[str]]:
         """Changes of what the command line says, not of defaults."""
         typed = {word.partition("=")[0] for word in self.words}
-        return [one for one in self.changes
-                if any(w.startswith("--" + one[0].replace("_", "-")) for w in typed)]  # fmt: skip
+        return [
+            one
+            for one in self.changes
+            if any(w.startswith("--" + one[0].replace("_", "-")) for w in typed)
+        ]
 
     @property
     def not_checked(self) -> str:
@@ -96,8 +99,12 @@ class Verdict:
 
     def to_json(self) -> dict[str, object]:
         """Return all fields; a number that is none is its name, as JSON has no word for it."""
-        shown = {"world": str(self.world), "copy": str(self.copy), "changes": self.asked,
-                 "not_checked": self.not_checked}  # fmt: skip
+        shown = {
+            "world": str(self.world),
+            "copy": str(self.copy),
+            "changes": self.asked,
+            "not_checked": self.not_checked,
+        }
         return {name: _finite(value) for name, value in {**asdict(self), **shown}.items()}
 
 
@@ -187,8 +194,14 @@ def verify(
 
 
 _NEAR = 30  # times what is allowed: sums that cancel may be this far off by roundings alone
-_REFUSALS = ("AssertionError", "ValueError", "NotImplementedError", "UnsupportedError",
-             "ImportError", "ModuleNotFoundError")  # fmt: skip
+_REFUSALS = (
+    "AssertionError",
+    "ValueError",
+    "NotImplementedError",
+    "UnsupportedError",
+    "ImportError",
+    "ModuleNotFoundError",
+)
 
 
 def _is_near(difference: LayoutDifference) -> bool:

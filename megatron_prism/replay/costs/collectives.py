@@ -419,9 +419,13 @@ def calls_of(name: str) -> Calibration | None:
 
 
 def measured_elsewhere(
-    rows: Sequence[str], name: str, shape: Shape, num_bytes: int, machine: Machine,
+    rows: Sequence[str],
+    name: str,
+    shape: Shape,
+    num_bytes: int,
+    machine: Machine,
     settings: NcclSettings | None = None,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """ns of a call inside a node: the model of ``name``, times what calls of other GPUs of this
     kind took of it, between the two measured sizes of groups by ratio.
 

@@ -102,8 +102,11 @@ def _of_traces(traces: Sequence[Sequence[_Event]], source: str) -> HostIndex:
         each = [took[name] * 1000 / base for took in alone if len(took[name]) >= _ENOUGH]
         if each:
             index = float(np.median([np.median(times) for times in each]))
-            windows = [np.median(times[i : i + _WINDOW]) for times in each
-                       for i in range(0, len(times), _WINDOW)]  # fmt: skip
+            windows = [
+                np.median(times[i : i + _WINDOW])
+                for times in each
+                for i in range(0, len(times), _WINDOW)
+            ]
             low, high = np.quantile(windows, [0.1, 0.9])
             return HostIndex(index, float((high - low) / 2 / index), {name: index}, source)
     raise ValueError(f"it has no {_ENOUGH} events of {' or '.join(TRACED)}")

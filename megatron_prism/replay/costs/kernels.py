@@ -46,24 +46,69 @@ _SHAPE = re.compile(r"(\d+(?:x\d+)*)(t?)$")
 _LIKE = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}
 # moved alike: name -> the measured one.  The first are compiled by Megatron or fused by TE
 _ALIKE = {
-    **dict.fromkeys(("swiglu", "swiglu_back", "bias_swiglu", "bias_swiglu_back", "weighted_swiglu",
-                     "bias_gelu", "bias_gelu_back", "gelu_impl", "squared_relu", "rope",
-                     "bias_dropout_add_fused_train", "bias_dropout_add_fused_inference",
-                     "sub", "div", "where", "maximum", "silu_backward", "gelu_backward",
-                     "threshold_backward", "multi_tensor_scale", "triu", "tril", "rsub"), "add"),
-    **dict.fromkeys(("clone", "contiguous", "slice_backward", "select_backward", "sqrt", "abs",
-                     "reciprocal", "tanh", "to", "fill_", "zeros_like", "ones_like", "masked_fill",
-                     "ones"),
-                    "copy_"),
+    **dict.fromkeys(
+        (
+            "swiglu",
+            "swiglu_back",
+            "bias_swiglu",
+            "bias_swiglu_back",
+            "weighted_swiglu",
+            "bias_gelu",
+            "bias_gelu_back",
+            "gelu_impl",
+            "squared_relu",
+            "rope",
+            "bias_dropout_add_fused_train",
+            "bias_dropout_add_fused_inference",
+            "sub",
+            "div",
+            "where",
+            "maximum",
+            "silu_backward",
+            "gelu_backward",
+            "threshold_backward",
+            "multi_tensor_scale",
+            "triu",
+            "tril",
+            "rsub",
+        ),
+        "add",
+    ),
+    **dict.fromkeys(
+        (
+            "clone",
+            "contiguous",
+            "slice_backward",
+            "select_backward",
+            "sqrt",
+            "abs",
+            "reciprocal",
+            "tanh",
+            "to",
+            "fill_",
+            "zeros_like",
+            "ones_like",
+            "masked_fill",
+            "ones",
+        ),
+        "copy_",
+    ),
     **dict.fromkeys(("sub_", "div_", "mul_", "masked_fill_"), "add_"),
     **dict.fromkeys(("amax", "mean", "var", "logsumexp", "argmax"), "sum"),
-    "index_put_": "index", "fill_empty": "zero_",
+    "index_put_": "index",
+    "fill_empty": "zero_",
     **dict.fromkeys(("gather", "index", "permute", "unpermute", "sort_chunks"), "index_select"),
-    "new_zeros": "zero_", "zeros": "new_zeros", "norm": "_fused_rms_norm",
-    "norm_backward": "_fused_rms_norm_backward", "layer_norm_backward": "add",
-    "multi_tensor_l2norm": "linalg_vector_norm", "embedding": "index_select",
-    "mul": "add", "add": "mul", "_softmax": "copy_",
-}  # fmt: skip
+    "new_zeros": "zero_",
+    "zeros": "new_zeros",
+    "norm": "_fused_rms_norm",
+    "norm_backward": "_fused_rms_norm_backward",
+    "layer_norm_backward": "add",
+    "multi_tensor_l2norm": "linalg_vector_norm",
+    "embedding": "index_select",
+    "mul": "add",
+    "add": "mul",
+    "_softmax": "copy_",
+}
 
 _ARITHMETIC = frozenset(("add", "sub", "mul", "div", "where", "maximum"))
 # cuBLASLt's through Transformer Engine, which computes in TF32 wherever all operands are fp32
@@ -73,8 +118,11 @@ _SINGLE = ("mm", "addmm", "_scaled_mm", "gemm", "gemm_wgrad")
 _BATCHED = ("bmm", "baddbmm")
 PRODUCTS = frozenset((*_SINGLE, *_BATCHED))  # what the power limit was seen to slow down
 # what the recorder appends to ``attention`` (``runtime/te_kernels/attention.announce``)
-_ATTENTION = ("", "_dropout", *(f"_backward{a}{b}" for a in ("", "_dropout")
-                                for b in ("", "_deterministic")))  # fmt: skip
+_ATTENTION = (
+    "",
+    "_dropout",
+    *(f"_backward{a}{b}" for a in ("", "_dropout") for b in ("", "_deterministic")),
+)
 # of an element of one byte, that a clone and a copy into a tensor move: the recorder counts the
 # tensor that is changed as read and as written
 _CLONE_BYTES, _COPY_BYTES = 2, 3
@@ -392,8 +440,14 @@ KERNEL = re.compile(
 )
 # dtype of a kernel in a note -> the type that its products compute in; "tf32" is what the recorder
 # writes of torch's own products of fp32 operands where the job allowed TF32
-_TORCH = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32",
-          "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}  # fmt: skip
+_TORCH = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "tf32": "tf32",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
 
 
 def product_type(name: str, dtype: str) -> str:

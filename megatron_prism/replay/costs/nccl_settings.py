@@ -98,9 +98,10 @@ class NcclSettings:
     def unmodelled(self) -> tuple[str, ...]:
         """Settings that the model of calls does not look at, though they may change times."""
         return tuple(
-            name for name in sorted(self.values)
+            name
+            for name in sorted(self.values)
             if name not in _MODELLED and not _SILENT.fullmatch(name)
-        )  # fmt: skip
+        )
 
     def _count(self, names: tuple[str, ...]) -> int | None:
         for name in names:

@@ -23,10 +23,16 @@ from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 
 _PROGRAMS = {
-    "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all", "broadcast": "broadcast", "reduce": "reduce", "gather": "gather",
-    "scatter": "scatter", "sendrecv": "exchange",
-}  # fmt: skip
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "sendrecv": "exchange",
+}
 _PROGRAM = re.compile(rf"(?<![a-z])({'|'.join(sorted(_PROGRAMS, key=len, reverse=True))})_perf")
 _RANK = re.compile(
     r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s*(.*)"
@@ -83,9 +89,13 @@ def _text(path: str, text: str) -> NcclTestsRun:
     version = re.search(r"nccl-library=(\d+)|NCCL version (\S+)", text)
     hosts = [match[2] for match in ranks if match[1] in (None, "0")]
     return _checked(
-        path, f"{path}\n{text}", hosts, rows, ranks[0][3].strip(),
+        path,
+        f"{path}\n{text}",
+        hosts,
+        rows,
+        ranks[0][3].strip(),
         (version[1] or version[2]) if version else "",
-    )  # fmt: skip
+    )
 
 
 def _row(columns: list[str], words: list[str], line: str) -> tuple[int, float, float, float]:
@@ -145,9 +155,13 @@ def _json(path: str, text: str) -> NcclTestsRun:
         rows.append((one.size, found.time, found.alg_bw, found.bus_bw))
     hosts = [one.hostname for one in stored.config.devices if one.group == 0]
     return _checked(
-        path, f"{' '.join(stored.args[:1])}\n{path}", hosts, rows,
-        stored.config.devices[0].device_info, str(stored.nccl_version),
-    )  # fmt: skip
+        path,
+        f"{' '.join(stored.args[:1])}\n{path}",
+        hosts,
+        rows,
+        stored.config.devices[0].device_info,
+        str(stored.nccl_version),
+    )
 
 
 def _checked(

@@ -136,8 +136,10 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     if not hasattr(torch.distributed, "ProcessGroupNCCL"):  # a build of torch for CPUs
         changes.set(torch.distributed, "ProcessGroupNCCL", _NcclGroup)
     stand_in = ["torch.cuda: inert streams and events"]
-    stand_in += [one(changes) for one in (
-        kernels.add_modules, state_space.add_modules, triton.replace_launches)]  # fmt: skip
+    stand_in += [
+        one(changes)
+        for one in (kernels.add_modules, state_space.add_modules, triton.replace_launches)
+    ]
     absent.add_modules(changes)
     live = LiveBytes("meta", cublas=True) if name == "meta" else None
     remap = Remap(name, None if live is None else live.host)

@@ -204,9 +204,12 @@ class _Compiled(torch.autograd.Function):
         if given:
             with _live.inside():  # what was kept for it is there until its results are
                 made = torch.autograd.grad(
-                    [of for of, _ in given], list(ctx.inputs.values()), [g for _, g in given],
-                    retain_graph=True, allow_unused=True,
-                )  # fmt: skip
+                    [of for of, _ in given],
+                    list(ctx.inputs.values()),
+                    [g for _, g in given],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
             for number, grad in zip(ctx.inputs, made, strict=True):
                 found[number + 3] = grad
         if not torch._C._autograd._get_current_graph_task_keep_graph():

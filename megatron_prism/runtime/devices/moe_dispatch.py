@@ -110,12 +110,14 @@ class DispatchHandle(tuple[torch.Tensor, ...]):
 
 def _handle(x: torch.Tensor, local: int, sent: Rows, group: dist.ProcessGroup) -> DispatchHandle:
     every = x.shape[0] * group.size()
-    made = DispatchHandle((
-        x.new_empty(every, local, dtype=torch.bool),
-        x.new_empty(every, local, dtype=torch.int32),
-        x.new_empty(x.shape[0], group.size(), dtype=torch.int32),
-        x.new_zeros(1, dtype=torch.int32),
-    ))  # fmt: skip
+    made = DispatchHandle(
+        (
+            x.new_empty(every, local, dtype=torch.bool),
+            x.new_empty(every, local, dtype=torch.int32),
+            x.new_empty(x.shape[0], group.size(), dtype=torch.int32),
+            x.new_zeros(1, dtype=torch.int32),
+        )
+    )
     made.tokens, made.sent, made.group = x.shape[0], sent, group
     return made
 

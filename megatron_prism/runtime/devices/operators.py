@@ -38,9 +38,14 @@ _LARGEST_SPAN = (1 << 31) - 1  # bytes that 32 bit offsets reach
 # made (FunctionsManual.cpp, areAnyTensorSubclassLike), and the engine to a sum of gradients that
 # nobody else holds (input_buffer.cpp, can_accumulate_inplace).
 IN_PLACE = frozenset(
-    (_aten.index_put.default, _aten.index_add.default, _aten.scatter_add.default,
-     _aten.scatter.src, _aten.add.Tensor)
-)  # fmt: skip
+    (
+        _aten.index_put.default,
+        _aten.index_add.default,
+        _aten.scatter_add.default,
+        _aten.scatter.src,
+        _aten.add.Tensor,
+    )
+)
 
 # these bring their first argument into rows before they make their result
 COPY_INTO_ROWS = frozenset((_aten.embedding_dense_backward.default,))
@@ -86,9 +91,14 @@ def reduction_bytes(x: torch.Tensor, dims: Sequence[int], element: int = 0) -> t
     Source: ReduceConfig and setReduceConfig, Reduce.cuh.
     """
     over = {dim % x.dim() for dim in dims} if dims else set(range(x.dim()))
-    reduced, kept = ([_Dimension(size, stride)
-                      for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
-                      if (dim in over) is wanted] for wanted in (True, False))  # fmt: skip
+    reduced, kept = (
+        [
+            _Dimension(size, stride)
+            for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
+            if (dim in over) is wanted
+        ]
+        for wanted in (True, False)
+    )
     while sum((d.size - 1) * d.stride for d in reduced + kept) * x.itemsize > _LARGEST_SPAN:
         largest = max(reduced + kept, key=lambda d: d.size * d.stride)
         largest.size = _ceil(largest.size, 2)  # one part after the other
@@ -220,14 +230,24 @@ def _flash_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     batch, heads, rows, size = query.shape
     rows = _ceil(rows, 128) * 128
     groups = heads // key.shape[1]
-    return (4 * batch * heads * rows, 4 * batch * heads * rows * size,
-            *([key.nbytes * groups] * 2 if groups > 1 else ()))  # fmt: skip
+    return (
+        4 * batch * heads * rows,
+        4 * batch * heads * rows * size,
+        *([key.nbytes * groups] * 2 if groups > 1 else ()),
+    )
 
 
 _TEMPORARIES: dict[OpOverload, Temporaries] = {
     **dict.fromkeys(
-        (_aten.sum.default, _aten.sum.dim_IntList, _aten.sum.IntList_out, _aten.mean.default,
-         _aten.mean.dim, _aten.nansum.default, _aten.prod.default),
+        (
+            _aten.sum.default,
+            _aten.sum.dim_IntList,
+            _aten.sum.IntList_out,
+            _aten.mean.default,
+            _aten.mean.dim,
+            _aten.nansum.default,
+            _aten.prod.default,
+        ),
         _reduction,
     ),
     **dict.fromkeys((_aten.amax.default, _aten.amin.default), _extreme),
@@ -239,7 +259,7 @@ _TEMPORARIES: dict[OpOverload, Temporaries] = {
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-}  # fmt: skip
+}
 
 
 # -- shapes of results -----------------------------------------------------------------------------
@@ -319,11 +339,23 @@ _ANSWERS: dict[OpOverload, Answer] = {
     _aten.cat.default: _cat,
     **dict.fromkeys(
         (
-            _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor,
-            _aten.rsub.Scalar, _aten.pow.Tensor_Scalar, _aten.neg.default, _aten.exp.default,
-            _aten.sqrt.default, _aten.rsqrt.default, _aten.tanh.default, _aten.silu.default,
-            _aten.sigmoid.default, _aten.gelu.default, _aten.silu_backward.default,
-            _aten.sigmoid_backward.default, _aten.tanh_backward.default,
+            _aten.add.Tensor,
+            _aten.sub.Tensor,
+            _aten.mul.Tensor,
+            _aten.div.Tensor,
+            _aten.rsub.Scalar,
+            _aten.pow.Tensor_Scalar,
+            _aten.neg.default,
+            _aten.exp.default,
+            _aten.sqrt.default,
+            _aten.rsqrt.default,
+            _aten.tanh.default,
+            _aten.silu.default,
+            _aten.sigmoid.default,
+            _aten.gelu.default,
+            _aten.silu_backward.default,
+            _aten.sigmoid_backward.default,
+            _aten.tanh_backward.default,
             _aten.gelu_backward.default,
         ),
         _alike,
@@ -331,4 +363,4 @@ _ANSWERS: dict[OpOverload, Answer] = {
     **dict.fromkeys(
         (_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor), _in_place
     ),
-}  # fmt: skip
+}

@@ -48,14 +48,40 @@ _READS: dict[object, str] = {
 _OF_HOST = "core/tensor_parallel/random.py"
 # what looks at a tensor: it takes no device, and gives none; three of four calls
 _LOOKS = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in (
-        "shape", "dtype", "device", "requires_grad", "is_meta", "is_leaf", "is_sparse", "layout",
-        "grad_fn", "output_nr", "ndim", "itemsize", "nbytes")]
-    + [getattr(torch.Tensor, name) for name in (
-        "size", "dim", "numel", "stride", "storage_offset", "untyped_storage", "is_contiguous",
-        "element_size", "is_floating_point")]
+    [
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "requires_grad",
+            "is_meta",
+            "is_leaf",
+            "is_sparse",
+            "layout",
+            "grad_fn",
+            "output_nr",
+            "ndim",
+            "itemsize",
+            "nbytes",
+        )
+    ]
+    + [
+        getattr(torch.Tensor, name)
+        for name in (
+            "size",
+            "dim",
+            "numel",
+            "stride",
+            "storage_offset",
+            "untyped_storage",
+            "is_contiguous",
+            "element_size",
+            "is_floating_point",
+        )
+    ]
     + [torch._C._set_grad_enabled]
-)  # fmt: skip
+)
 # torch.cuda.FloatTensor, …, which its stubs do not declare; by torch's names of dtypes, since
 # ``prism verify --precise`` has another behind float32
 _LEGACY = {

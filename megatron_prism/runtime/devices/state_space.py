@@ -92,8 +92,24 @@ class _Scan:
         tokens = (self.batch, self.length, self.groups, self.states)
         of_b, of_c = (grad.new_empty(tokens, dtype=torch.float32) for _ in range(2))
         after, before, of_products = self.per_head(), self.per_head(), self.products()
-        fused("ssd_scan_backward", 5 * self.flops // 2, grad, self.x, step, decay, times, products,
-              grads, kept, of_step, of_b, of_c, after, before, of_products)  # fmt: skip
+        fused(
+            "ssd_scan_backward",
+            5 * self.flops // 2,
+            grad,
+            self.x,
+            step,
+            decay,
+            times,
+            products,
+            grads,
+            kept,
+            of_step,
+            of_b,
+            of_c,
+            after,
+            before,
+            of_products,
+        )
 
 
 @differentiable
@@ -208,8 +224,9 @@ def mamba_chunk_scan_combined(
     Saved: all of these, the output before the gate ``z``, and the cumulated decay in fp32.
     """
     if options.get("return_final_states") or options.get("return_varlen_states"):
-        raise UnsupportedError("final states of a Mamba scan have no stand-in without a GPU",
-                               fix="--prism-tier cuda")  # fmt: skip
+        raise UnsupportedError(
+            "final states of a Mamba scan have no stand-in without a GPU", fix="--prism-tier cuda"
+        )
     if not x.is_meta:
         steps = dt.float() + (0 if dt_bias is None else dt_bias)
         steps = softplus(steps) if options.get("dt_softplus") else steps
@@ -342,8 +359,25 @@ def _delta_rule(
         of_new = torch.empty_like(v)
         of_q, of_k, of_w, of_decay = _like(q, k, k, decay)
         again, of_v, of_beta, more = _like(k, v, beta, decay)
-        fused("gated_delta_rule_backward", 5 * flops // 2, grad, q, k, v, w, u, states, of_states,
-              new, of_new, of_q, of_k, of_w, again, of_v)  # fmt: skip
+        fused(
+            "gated_delta_rule_backward",
+            5 * flops // 2,
+            grad,
+            q,
+            k,
+            v,
+            w,
+            u,
+            states,
+            of_states,
+            new,
+            of_new,
+            of_q,
+            of_k,
+            of_w,
+            again,
+            of_v,
+        )
         del of_w, again, more
         assert of_decay is not None
         return of_q, of_k, of_v, of_decay.to(of_gate), of_beta

@@ -94,8 +94,11 @@ def _stub(changes: ProcessChanges) -> None:
     names = [f"triton{suffix}" for suffix in _MODULES]
     kernels.add_packages(changes, dict.fromkeys(names, {}), Absent)
     vars(sys.modules["triton"]).update(
-        __version__="0.0.0", jit=_jit, cdiv=lambda x, y: -(-x // y),
-        next_power_of_2=lambda number: 1 << max(0, number - 1).bit_length())  # fmt: skip
+        __version__="0.0.0",
+        jit=_jit,
+        cdiv=lambda x, y: -(-x // y),
+        next_power_of_2=lambda number: 1 << max(0, number - 1).bit_length(),
+    )
 
 
 def _launcher(kernel: Any, grid: object) -> Callable[..., None]:
@@ -116,8 +119,11 @@ def replace_launches(changes: ProcessChanges) -> str:
     changes.set(KernelInterface, "__getitem__", _launcher)
     target = types.SimpleNamespace(backend="cuda", arch=90, warp_size=32)
     none = types.SimpleNamespace(  # autotune() asks for a driver as it decorates
-        get_benchmarker=lambda: None, get_current_target=lambda: target,
-        get_current_device=lambda: 0, get_current_stream=lambda device: 0,
-        get_device_properties=lambda device: {})  # fmt: skip
+        get_benchmarker=lambda: None,
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_device_properties=lambda device: {},
+    )
     changes.set(driver, "_active", none)
     return "triton: its kernels start nothing"

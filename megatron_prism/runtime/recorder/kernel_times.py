@@ -254,8 +254,9 @@ def launches(trace: Trace, bounds: Sequence[tuple[int, int]]) -> Launches:
     begun, kernels = read(trace)
     limits = limits_of(trace, bounds)
     # (when, for how long) the host waited for room
-    waits = sorted((one.at, one.took) for one in begun.values()
-                   if "Launch" in one.name and one.took > _ROOM_NS)  # fmt: skip
+    waits = sorted(
+        (one.at, one.took) for one in begun.values() if "Launch" in one.name and one.took > _ROOM_NS
+    )
     when = np.array([at for at, _ in waits], dtype=np.int64)
     waited = np.concatenate(([0], np.cumsum([took for _, took in waits]))).astype(np.int64)
 

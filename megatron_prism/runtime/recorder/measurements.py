@@ -204,9 +204,12 @@ def typical(
 
 
 def _apart(
-    program: Program, quick: Sequence[Recording], traced: Recording, own_ns: int,
+    program: Program,
+    quick: Sequence[Recording],
+    traced: Recording,
+    own_ns: int,
     clocks: Sequence[int],
-) -> Program:  # fmt: skip
+) -> Program:
     """Keep the host's time for each segment apart from its kernels'."""
     hosts = np.stack([r.hosts for r in quick])  # [iterations, n, 2]
     names, busy = program.ops["name"], traced.busy

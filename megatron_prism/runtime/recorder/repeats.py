@@ -405,8 +405,11 @@ class Repeats:
                     own_ends[storage.held.number] = storage
         ended = {stand_in.held.number for stand_in in gone} | own_ends.keys()
         ends = _Ends(begin, history, part, ended)
-        released = [_Released(storage, ends.of[number])
-                    for number, storage in own_ends.items() if number in ends.of]  # fmt: skip
+        released = [
+            _Released(storage, ends.of[number])
+            for number, storage in own_ends.items()
+            if number in ends.of
+        ]
         replaced = [replace(storage, end=ends.without(storage.end)) for storage in replaced]
 
         result, reports, lists = outlines

@@ -44,7 +44,7 @@ _FREE = frozenset(
         "item",
         "_local_scalar_dense",
         "is_same_size",
-    )  # fmt: skip
+    )
 )
 _ALLOCATE = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _PICK = frozenset(("embedding", "gather", "index", "index_select"))  # from their first argument

@@ -71,8 +71,13 @@ def install(changes: ProcessChanges, device: str, live: LiveBytes | None) -> str
 def _import(version: str, changes: ProcessChanges) -> None:
     """Its ``__init__`` would load the library as it imports ``pytorch``; here both come in turn."""
     before = set(sys.modules)
-    changes.on_undo(lambda: [sys.modules.pop(name) for name in set(sys.modules) - before
-                             if name.partition(".")[0] == _PACKAGE])  # fmt: skip
+    changes.on_undo(
+        lambda: [
+            sys.modules.pop(name)
+            for name in set(sys.modules) - before
+            if name.partition(".")[0] == _PACKAGE
+        ]
+    )
     changes.set_item(sys.modules, _PACKAGE, types.ModuleType(_PACKAGE))
     del sys.modules[_PACKAGE]  # hidden without a library (``_attach``)
     spec = importlib.util.find_spec(_PACKAGE)

@@ -126,9 +126,13 @@ class Attention:
         return statistics.view(b, h, s, 1).permute(order)
 
     def forward(
-        self, out: Tensor, kept: Sequence[Tensor], state: Tensor, bias: Tensor | None = None,
+        self,
+        out: Tensor,
+        kept: Sequence[Tensor],
+        state: Tensor,
+        bias: Tensor | None = None,
         sink: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write ``out``, ``kept`` (log of the sum, and largest, of a row's scores) and ``state``.
 
         sink : one more logit a head, which takes its share and brings no value
@@ -150,9 +154,13 @@ class Attention:
                 to.copy_(of.transpose(1, 2))
 
     def backward(
-        self, grads: Sequence[Tensor], statistics: Tensor, state: Tensor | None,
-        bias: Pair = (None, None), sink: Pair = (None, None),
-    ) -> None:  # fmt: skip
+        self,
+        grads: Sequence[Tensor],
+        statistics: Tensor,
+        state: Tensor | None,
+        bias: Pair = (None, None),
+        sink: Pair = (None, None),
+    ) -> None:
         """Write ``grads`` of q, k, v, and those of the bias and the sink."""
         q, _, _, out, grad = self.tensors
         for to in (*grads, bias[1], sink[1]):
@@ -194,10 +202,20 @@ def _call(args: Sequence[Values], scale: float, dropout: float, count: int) -> A
     first = next(i for i, a in enumerate(args) if isinstance(a, Tensor))
     tensors, rest = tuple(args[first + 2 : first + 2 + count]), args[first + 2 + count :]
     left, right = next(a for a in args if isinstance(a, (tuple, list)))
-    layout, mask, bias = (member(f"NVTE_{kind}", args)
-                          for kind in ("QKV_Layout", "Mask_Type", "Bias_Type"))  # fmt: skip
-    return Attention(layout, mask, bias, scale, dropout, (left, right),
-                     (args[first], args[first + 1]), tensors, tuple(rest))  # fmt: skip
+    layout, mask, bias = (
+        member(f"NVTE_{kind}", args) for kind in ("QKV_Layout", "Mask_Type", "Bias_Type")
+    )
+    return Attention(
+        layout,
+        mask,
+        bias,
+        scale,
+        dropout,
+        (left, right),
+        (args[first], args[first + 1]),
+        tensors,
+        tuple(rest),
+    )
 
 
 def _statistics(call: Attention) -> Tensor:
@@ -330,9 +348,17 @@ def get_fused_attn_backend(*args: Values) -> Values:
 
     if len(args) == 1:
         (of,) = args
-        rest: Sequence[Values] = (of.dropout, of.num_attn_heads, of.num_gqa_groups, of.max_seqlen_q,
-                of.max_seqlen_kv, of.head_dim_qk, of.head_dim_v, of.window_size_left,
-                of.window_size_right)  # fmt: skip
+        rest: Sequence[Values] = (
+            of.dropout,
+            of.num_attn_heads,
+            of.num_gqa_groups,
+            of.max_seqlen_q,
+            of.max_seqlen_kv,
+            of.head_dim_qk,
+            of.head_dim_v,
+            of.window_size_left,
+            of.window_size_right,
+        )
         dtype, mask = of.qkv_dtype, of.attn_mask_type.name.lower()
     else:
         dtype, mask, rest = args[1], member("NVTE_Mask_Type", args), args[7:]
@@ -374,10 +400,20 @@ def _together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # reads, result (None: over its first tensor)
 _PACKED: dict[str, tuple[int, str, bool, Callable[..., Tensor] | None]] = {
     "thd_read_half_tensor": (792, "copy_", True, _halved),
-    "thd_get_partitioned_indices": (957, "", True, lambda lengths, tokens, size, rank: new(
-        int(tokens) // size, torch.int32)),
-    "thd_read_second_half_lse": (876, "", True, lambda statistics, lengths, packed, tokens: (
-        torch.zeros([*statistics.shape[:-1], tokens], device=statistics.device))),
+    "thd_get_partitioned_indices": (
+        957,
+        "",
+        True,
+        lambda lengths, tokens, size, rank: new(int(tokens) // size, torch.int32),
+    ),
+    "thd_read_second_half_lse": (
+        876,
+        "",
+        True,
+        lambda statistics, lengths, packed, tokens: torch.zeros(
+            [*statistics.shape[:-1], tokens], device=statistics.device
+        ),
+    ),
     "thd_out_correction": (832, "add_", False, None),
     "thd_second_half_lse_correction": (925, "add_", False, None),
     "thd_grad_correction": (942, "add_", False, None),
@@ -385,11 +421,19 @@ _PACKED: dict[str, tuple[int, str, bool, Callable[..., Tensor] | None]] = {
     "thd_cp_rank_order_to_sequence_order": (978, "index_select", True, _to_cp_order),
     "fa_prepare_fwd": (611, "copy_", True, _thirds),
     "fa_prepare_bwd": (632, "copy_", True, _together),
-    "convert_thd_to_bshd": (1052, "copy_", False, lambda x, lengths, batch, rows: new(
-        [batch, rows, *x.shape[1:]], x.dtype)),
-    "convert_bshd_to_thd": (1072, "copy_", False, lambda x, lengths, tokens: new(
-        [tokens, *x.shape[2:]], x.dtype)),
-}  # fmt: skip
+    "convert_thd_to_bshd": (
+        1052,
+        "copy_",
+        False,
+        lambda x, lengths, batch, rows: new([batch, rows, *x.shape[1:]], x.dtype),
+    ),
+    "convert_bshd_to_thd": (
+        1072,
+        "copy_",
+        False,
+        lambda x, lengths, tokens: new([tokens, *x.shape[2:]], x.dtype),
+    ),
+}
 
 
 def _packed(line: int, cost: str, alike: bool, result: Callable[..., Tensor] | None) -> Kernel:
@@ -415,8 +459,9 @@ for _name, _row in _PACKED.items():
 _VERSION = "2.8.1"
 
 
-def _flash(tensors: tuple[Tensor, ...], rest: Sequence[Values], options: dict[str, Values]
-           ) -> Attention:  # fmt: skip
+def _flash(
+    tensors: tuple[Tensor, ...], rest: Sequence[Values], options: dict[str, Values]
+) -> Attention:
     """Of [b, s, h, d], or of packed rows [t, h, d]; the last query sees all keys."""
     form = "bshd" if tensors[0].dim() == 4 else "thd"
     mask = "causal_bottom_right" if options.get("causal") else "no_mask_bottom_right"
@@ -426,8 +471,9 @@ def _flash(tensors: tuple[Tensor, ...], rest: Sequence[Values], options: dict[st
     sides = options.get("window_size_left", -1), options.get("window_size_right", -1)
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
     window = options.get("window_size", sides)
-    return Attention(f"{form}_{form}_{form}", mask, "", scale, dropout, window,
-                     tensors_in(rest)[:2], tensors)  # fmt: skip
+    return Attention(
+        f"{form}_{form}_{form}", mask, "", scale, dropout, window, tensors_in(rest)[:2], tensors
+    )
 
 
 def _flash_forward(call: Attention) -> tuple[Tensor, Tensor, None, Tensor]:
@@ -496,14 +542,23 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, *rest: Values, **options: Values
     return _attend(q, k, v, rest, options)
 
 
-def _raw_forward(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: Values
-                 ) -> tuple[Tensor, Tensor, None, Tensor]:  # fmt: skip
+def _raw_forward(
+    q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: Values
+) -> tuple[Tensor, Tensor, None, Tensor]:
     """_flash_attn_forward, _flash_attn_varlen_forward: what context parallelism calls."""
     return _flash_forward(_flash((q, k, v), rest, options))
 
 
-def _raw_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor,
-                  *rest: Values, **options: Values) -> Tensor:  # fmt: skip
+def _raw_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    *rest: Values,
+    **options: Values,
+) -> Tensor:
     """_flash_attn_backward, _flash_attn_varlen_backward: into the gradients that it is given."""
     call = _flash((q, k, v, out, grad), rest[3:], options)
     return _flash_backward(call, rest[:3], statistics, options.get("rng_state"))

@@ -52,9 +52,7 @@ def _best(scores: Tensor, topk: int, groups: int | None, group_topk: int | None)
     return best.scatter_(-1, scores.topk(topk, -1).indices, True)
 
 
-def _routed(
-    x: Tensor, topk: int, pre: bool, function: str, best: Choice
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _routed(x: Tensor, topk: int, pre: bool, function: str, best: Choice) -> tuple[Tensor, Tensor]:
     """(probabilities, which experts) of logits in fp32, differentiable in the first."""
     if function == "softmax":
         scores = x.softmax(-1) if pre else x
@@ -76,11 +74,17 @@ def _scores(x: Tensor, topk: int, function: str) -> Tensor:
 
 @kernel()
 def fused_topk_with_score_function_fwd(
-    logits: Tensor, topk: int, use_pre_softmax: bool, num_groups: int | None = None,
-    group_topk: int | None = None, scaling_factor: float | None = None,
-    score_function: str = "softmax", expert_bias: Tensor | None = None,
-    routing_map_format: Values = None, topk_indices: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    routing_map_format: Values = None,
+    topk_indices: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """router.cpp:65 @v2.18; tier cpu keeps the logits, of which backward makes all else again"""
     probs = new(logits.shape, logits.dtype)
     chosen = _map(logits, routing_map_format) if topk_indices is None else topk_indices
@@ -112,9 +116,7 @@ def fused_score_for_moe_aux_loss_fwd(
     return out
 
 
-def _backward(
-    name: str, tensors: list[Tensor], value: Callable[[], Tensor]
-) -> Tensor | None:  # fmt: skip
+def _backward(name: str, tensors: list[Tensor], value: Callable[[], Tensor]) -> Tensor | None:
     """Into a tensor that Python makes; until 2.12 C++ makes it."""
     if since(2, 13):
         fused(name, 0, *tensors)
@@ -140,20 +142,37 @@ def fused_topk_with_score_function_bwd(*args: Values) -> Tensor | None:
 
 @kernel()
 def fused_score_for_moe_aux_loss_bwd(
-    num_tokens: int = 0, num_experts: int = 0, *, intermediate_output: Tensor, grad_scores: Tensor,
-    topk: int, score_function: str, grad_logits: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+    num_tokens: int = 0,
+    num_experts: int = 0,
+    *,
+    intermediate_output: Tensor,
+    grad_scores: Tensor,
+    topk: int,
+    score_function: str,
+    grad_logits: Tensor | None = None,
+) -> Tensor | None:
     """router.cpp:269 @v2.18"""
     tensors = tensors_in((intermediate_output, grad_scores, grad_logits))
-    return _backward("router_scores_backward", tensors, lambda: gradient(
-        lambda x: _scores(x, topk, score_function), intermediate_output, grad_scores))  # fmt: skip
+    return _backward(
+        "router_scores_backward",
+        tensors,
+        lambda: gradient(
+            lambda x: _scores(x, topk, score_function), intermediate_output, grad_scores
+        ),
+    )
 
 
 @kernel("fused_moe_aux_loss_fwd", "fused_moe_aux_loss_fwd_graph_safe")
 def aux_loss(
-    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: Values, num_experts: int,
-    num_rows: int, num_cols: int, topk: int, coeff: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: Values,
+    num_experts: int,
+    num_rows: int,
+    num_cols: int,
+    topk: int,
+    coeff: float,
+) -> tuple[Tensor, Tensor]:
     """router.cpp:299, :324 @v2.18: the loss, and what backward needs: two numbers since 2.16"""
     fused("router_aux_loss", 0, probs, tokens_per_expert)
     loss, kept = new((), probs.dtype), new(2 if since(2, 16) else (), torch.float32)
@@ -165,11 +184,18 @@ def aux_loss(
 
 @kernel()
 def fused_moe_aux_loss_bwd(
-    Const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int, num_cols: int,
+    Const_buf: Tensor,
+    tokens_per_expert: Tensor,
+    num_rows: int,
+    num_cols: int,
     grad_aux_loss: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """router.cpp:355 @v2.18"""
     out = new((num_rows, num_cols), grad_aux_loss.dtype)
     fused("router_aux_loss_backward", 0, tokens_per_expert, out)
-    return fill(out, lambda: (tokens_per_expert * Const_buf.view(-1)[0] * grad_aux_loss.float()
-                              ).expand(num_rows, num_cols))  # fmt: skip
+    return fill(
+        out,
+        lambda: (tokens_per_expert * Const_buf.view(-1)[0] * grad_aux_loss.float()).expand(
+            num_rows, num_cols
+        ),
+    )

@@ -91,7 +91,8 @@ class _Operator:
         return fake if fake is not None else lambda fake: fake
 
     register_kernel = impl = register_torch_dispatch = register_vmap = (
-        lambda self, *args, **options: lambda function: function)  # fmt: skip
+        lambda self, *args, **options: lambda function: function
+    )
 
     def register_autograd(self, backward: Kernel, *, setup_context: Kernel | None = None) -> None:
         """As an autograd function, whose backward runs in sight, too."""
@@ -162,8 +163,11 @@ def _workspace_comes_first(changes: ProcessChanges) -> None:
     """
     linear = importlib.import_module(f"{_TE}.module.linear")
     if hasattr(linear.Linear, "_prealloc_cublas_workspace"):
-        changes.set(linear.Linear, "_prealloc_cublas_workspace",
-                    lambda self: linear.get_cublas_workspace(0, False, False))  # fmt: skip
+        changes.set(
+            linear.Linear,
+            "_prealloc_cublas_workspace",
+            lambda self: linear.get_cublas_workspace(0, False, False),
+        )
 
 
 class _Torch(types.ModuleType):
@@ -211,8 +215,14 @@ def _some_experts_are_padded(changes: ProcessChanges) -> None:
         owner, resize = getattr(module, kind), getattr(module, f"_{kind}")
         original, back = owner.forward, kind == "Fp8Unpadding"
 
-        def forward(self: Any, x: torch.Tensor, splits: list[int], original: Kernel = original,
-                    resize: Any = resize, back: bool = back) -> object:  # fmt: skip
+        def forward(
+            self: Any,
+            x: torch.Tensor,
+            splits: list[int],
+            original: Kernel = original,
+            resize: Any = resize,
+            back: bool = back,
+        ) -> object:
             align = self.align_size or 16
             if not counts["made_up"] or any(count % align for count in splits):
                 return original(self, x, splits)

@@ -30,11 +30,18 @@ def adam(chunk: int, flag: object, lists: Lists, *rest: Values) -> None:
             _step(grad, parameter, *states, *rest)
 
 
-TABLE.update(dict.fromkeys(
-    (f"multi_tensor_adam{kind}" for kind in (
-        "", "_param_remainder", "_fp8", "_capturable", "_capturable_master")), adam))  # fmt: skip
+TABLE.update(
+    dict.fromkeys(
+        (
+            f"multi_tensor_adam{kind}"
+            for kind in ("", "_param_remainder", "_fp8", "_capturable", "_capturable_master")
+        ),
+        adam,
+    )
+)
 SHAPES_ONLY.update(
-    f"multi_tensor_adam_{kind}" for kind in ("fp8", "capturable", "capturable_master"))  # fmt: skip
+    f"multi_tensor_adam_{kind}" for kind in ("fp8", "capturable", "capturable_master")
+)
 
 
 def _step(grad: Tensor, p: Tensor, m: Tensor, v: Tensor, *rest: Values) -> None:

@@ -112,11 +112,24 @@ def _epilogue(
 
 @kernel()
 def generic_gemm(
-    A: Values, transa: bool, B: Values, transb: bool, out: Values, quantizer: Quantizer,
-    dtype: object, bias: Tensor | None, bias_dtype: object, gelu: bool, gelu_in: Values, grad: bool,
-    workspace: object = None, size: int = 0, accumulate: bool = False, *rest: object,
+    A: Values,
+    transa: bool,
+    B: Values,
+    transb: bool,
+    out: Values,
+    quantizer: Quantizer,
+    dtype: object,
+    bias: Tensor | None,
+    bias_dtype: object,
+    gelu: bool,
+    gelu_in: Values,
+    grad: bool,
+    workspace: object = None,
+    size: int = 0,
+    accumulate: bool = False,
+    *rest: object,
     **more: object,
-) -> tuple[Values, ...]:  # fmt: skip
+) -> tuple[Values, ...]:
     """Multiply two matrices (gemm.cpp:144 @v2.18)."""
     if more.get("comm_overlap") is not None:
         refuse("generic_gemm with userbuffers")
@@ -170,11 +183,23 @@ def generic_gemm(
 
 @kernel()
 def te_general_grouped_gemm(
-    A: Sequence[Values], transa: bool, B: Sequence[Values], transb: bool, out: Values,
-    dtype: object, counts: Sequence[int], bias: Values, bias_dtype: object = None,
-    single: bool = False, gelu_in: object = None, grad: bool = False, workspace: object = None,
-    size: int = 0, accumulate: bool = False, *rest: object,
-) -> Values:  # fmt: skip
+    A: Sequence[Values],
+    transa: bool,
+    B: Sequence[Values],
+    transb: bool,
+    out: Values,
+    dtype: object,
+    counts: Sequence[int],
+    bias: Values,
+    bias_dtype: object = None,
+    single: bool = False,
+    gelu_in: object = None,
+    grad: bool = False,
+    workspace: object = None,
+    size: int = 0,
+    accumulate: bool = False,
+    *rest: object,
+) -> Values:
     """Multiply the matrices of each expert (gemm.cpp:468 @v2.18)."""
     shapes = [_shape(a, transa, b, transb) for a, b in zip(A, B, strict=True)]
     if out is None:
@@ -212,9 +237,17 @@ def _launch_of_each_expert(
 
 
 def _multiply_experts(
-    A: Sequence[Values], transa: bool, B: Sequence[Values], transb: bool, out: Values,
-    shapes: Sequence[Sequence[int]], bias: Values, single: bool, grad: bool, accumulate: bool,
-) -> None:  # fmt: skip
+    A: Sequence[Values],
+    transa: bool,
+    B: Sequence[Values],
+    transb: bool,
+    out: Values,
+    shapes: Sequence[Sequence[int]],
+    bias: Values,
+    single: bool,
+    grad: bool,
+    accumulate: bool,
+) -> None:
     """Fill the outputs of all experts, and the gradients of their biases.
 
     Args:

@@ -61,8 +61,11 @@ def _target(quantizer: type, internal: bool) -> tuple[Values, frozenset[str]]:
         name, module = f"{name}Storage", f"storage.{module}_storage"
     found = getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
     makers = (vars(base).get("__new__") for base in found.__mro__[:-1])
-    taken = (inspect.signature(make).parameters for make in makers if inspect.isroutine(make)
-             or isinstance(make, staticmethod))  # fmt: skip
+    taken = (
+        inspect.signature(make).parameters
+        for make in makers
+        if inspect.isroutine(make) or isinstance(make, staticmethod)
+    )
     return found, frozenset(name for parameters in taken for name in parameters)
 
 
@@ -80,9 +83,11 @@ def create(
     shape, kind, take = list(shape), kind_of(quantizer), bulk or new
     tensor, names = _target(type(quantizer), bool(quantizer.internal))  # type: ignore[arg-type]
     found: dict[str, Any] = {
-        "fp8_dtype": quantizer.dtype, "quantizer": quantizer, "with_gemm_swizzled_scales": False,
+        "fp8_dtype": quantizer.dtype,
+        "quantizer": quantizer,
+        "with_gemm_swizzled_scales": False,
         **({"fake_dtype": dtype} if quantizer.internal else {"shape": shape, "dtype": dtype}),
-    }  # fmt: skip
+    }
     if kind == "delayed":
         found["fp8_scale_inv"] = new(1, torch.float32)
     for name, wanted, own, of in _memory(quantizer, shape):
@@ -211,9 +216,13 @@ _CAST_AFTER = {"activation": ("current", "block"), "norm": ("current", "block", 
 
 
 def computed(
-    of: str, shape: Sequence[int], dtype: torch.dtype, quantizer: Quantizer,
-    value: Callable[[], Tensor], out: Values = None,
-) -> Values:  # fmt: skip
+    of: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    quantizer: Quantizer,
+    value: Callable[[], Tensor],
+    out: Values = None,
+) -> Values:
     """The output of a kernel of rows, ``of`` a norm or an activation, with its cast."""
     out = create(quantizer, shape, dtype) if out is None else out
     if quantizer is None:
@@ -281,20 +290,32 @@ def _in_bulk(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Valu
     """bulk_allocate_fp8_blockwise_tensors, bulk_allocate_mxfp8_tensors (cast.cpp:760, :870 @v2.18):
     one buffer of all data and scales by rows, one by columns.
     """
-    asked = [(name, own, of, i) for i, (x, q) in enumerate(zip(xs, quantizers, strict=True))
-             for name, wanted, own, of in _memory(q, list(x.shape)) if wanted]  # fmt: skip
+    asked = [
+        (name, own, of, i)
+        for i, (x, q) in enumerate(zip(xs, quantizers, strict=True))
+        for name, wanted, own, of in _memory(q, list(x.shape))
+        if wanted
+    ]
     taken: list[list[Tensor]] = [[] for _ in xs]
     for way in ("row", "column"):
-        data, scales = ([one for one in asked if one[0].startswith(way) and one[0].endswith(end)]
-                        for end in ("data", "inv"))  # fmt: skip
+        data, scales = (
+            [one for one in asked if one[0].startswith(way) and one[0].endswith(end)]
+            for end in ("data", "inv")
+        )
         if data:
-            made = list(_buffer([(own, of, 256) for _, own, of, _ in data]
-                                + [(own, of, 16) for _, own, of, _ in scales]))  # fmt: skip
+            made = list(
+                _buffer(
+                    [(own, of, 256) for _, own, of, _ in data]
+                    + [(own, of, 16) for _, own, of, _ in scales]
+                )
+            )
             for (*_, i), *pair in zip(data, made[: len(data)], made[len(data) :], strict=True):
                 taken[i] += pair
     given = [iter(tensors) for tensors in taken]
-    return [create(q, x.shape, x.dtype, lambda *_, of=of: next(of))
-            for q, x, of in zip(quantizers, xs, given, strict=True)]  # fmt: skip
+    return [
+        create(q, x.shape, x.dtype, lambda *_, of=of: next(of))
+        for q, x, of in zip(quantizers, xs, given, strict=True)
+    ]
 
 
 @kernel(values=False)

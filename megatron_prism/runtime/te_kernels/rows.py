@@ -83,9 +83,16 @@ def _gamma(weight: Tensor, centered: bool) -> Tensor:
 
 @kernel("rmsnorm_fwd")
 def norm(
-    x: Tensor, weight: Tensor, eps: float, out: Values, quantizer: Quantizer, dtype: object,
-    margin: int = 0, centered: bool = False, bias: Tensor | None = None,
-) -> tuple[Values, Tensor | None, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Values,
+    quantizer: Quantizer,
+    dtype: object,
+    margin: int = 0,
+    centered: bool = False,
+    bias: Tensor | None = None,
+) -> tuple[Values, Tensor | None, Tensor]:
     """normalization.cpp:305 @v2.18: what comes out, mean (with a bias), inverse deviation"""
     rows = rows_of(x.shape)
     mean = None if bias is None else fill(new(rows, torch.float32), lambda: wide(x).mean(-1))
@@ -112,9 +119,14 @@ def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> tuple[
 
 @kernel("rmsnorm_bwd")
 def norm_gradients(
-    grad: Tensor, x: Tensor, deviation: Tensor, gamma: Tensor, margin: int = 0,
-    centered: bool = False, mean: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    deviation: Tensor,
+    gamma: Tensor,
+    margin: int = 0,
+    centered: bool = False,
+    mean: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """normalization.cpp:216 @v2.18: of the input, of gamma, and with a mean of beta"""
     grad, x = grad.contiguous(), x.contiguous()
     out = [torch.empty_like(t) for t in (x, gamma, *(() if mean is None else (gamma,)))]
@@ -125,8 +137,9 @@ def norm_gradients(
         scaled = dy * _gamma(gamma, centered)
         dx = scaled - hat * (scaled * hat).mean(-1, keepdim=True)
         dx = dx if mean is None else dx - scaled.mean(-1, keepdim=True)
-        for to, of in zip(out, (dx * deviation[:, None], (dy * hat).sum(0), dy.sum(0)),
-                          strict=False):  # fmt: skip
+        for to, of in zip(
+            out, (dx * deviation[:, None], (dy * hat).sum(0), dy.sum(0)), strict=False
+        ):
             to.copy_(of.view(to.shape))
     return tuple(out)
 
@@ -155,8 +168,9 @@ def softmax(scores: Tensor, *rest: Values) -> Tensor:
     return kernels.masked_softmax(scores, rest[0] if len(rest) > 1 else None, rest[-1])
 
 
-@kernel("scaled_upper_triang_masked_softmax_forward",
-        "scaled_aligned_causal_masked_softmax_forward")  # fmt: skip
+@kernel(
+    "scaled_upper_triang_masked_softmax_forward", "scaled_aligned_causal_masked_softmax_forward"
+)
 def causal_softmax(scores: Tensor, scale: Values) -> Tensor:
     """softmax.cpp:129, :181 @v2.18: the last query sees all keys"""
     rows, columns = scores.shape[-2:]
@@ -166,9 +180,17 @@ def causal_softmax(scores: Tensor, scale: Values) -> Tensor:
     return kernels.masked_softmax(scores, later, scale)
 
 
-@kernel(*(f"{name}_softmax_backward" for name in (
-    "scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked"
-)))  # fmt: skip
+@kernel(
+    *(
+        f"{name}_softmax_backward"
+        for name in (
+            "scaled",
+            "scaled_masked",
+            "scaled_upper_triang_masked",
+            "scaled_aligned_causal_masked",
+        )
+    )
+)
 def softmax_backward(grad: Tensor, results: Tensor, scale: Values) -> Tensor:
     """softmax.cpp:40, :103, :152, :210 @v2.18: over the gradient, from 2.19 on beside it"""
     grad, results = grad.contiguous(), results.contiguous()
@@ -200,9 +222,11 @@ _GATED: dict[str, Callable[..., Tensor]] = {
     "glu": partial(_gated, torch.sigmoid),
     "swiglu": partial(_gated, functional.silu),
     "clamped_swiglu": _clamped,
-    **{f"{name[:-2]}glu": partial(_gated, _PLAIN[name])
-       for name in ("gelu", "qgelu", "relu", "srelu")},
-}  # fmt: skip
+    **{
+        f"{name[:-2]}glu": partial(_gated, _PLAIN[name])
+        for name in ("gelu", "qgelu", "relu", "srelu")
+    },
+}
 
 
 def _activation(name: str, of: Callable[..., Tensor], gated: bool) -> Kernel:
@@ -343,9 +367,14 @@ def _places(freqs: Tensor, length: int, size: int, rank: int) -> Tensor:
 
 
 def _embedded(
-    x: Tensor, freqs: Tensor, starts: Values, form: Values, interleaved: bool, lengths: Values,
+    x: Tensor,
+    freqs: Tensor,
+    starts: Values,
+    form: Values,
+    interleaved: bool,
+    lengths: Values,
     *ring: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """ring : size and rank of context parallelism"""
     if starts is not None:
         refuse("fused_rope with start_positions", WITHOUT_VALUES)
@@ -378,20 +407,33 @@ kernel("fused_rope_backward")(_rope(back=True))
 
 
 def _parts(
-    qkv: Tensor, freqs: Sequence[Tensor], starts: Values, splits: list[int], form: Values,
+    qkv: Tensor,
+    freqs: Sequence[Tensor],
+    starts: Values,
+    splits: list[int],
+    form: Values,
     *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     q, k, v = qkv.split(splits, -1)
     q = q.reshape(*qkv.shape[:2], -1, k.shape[-1])
-    return *(_embedded(t, f, starts, form, rest[0], None, *rest[1:])
-             for t, f in zip((q, k), freqs, strict=True)), v  # fmt: skip
+    return *(
+        _embedded(t, f, starts, form, rest[0], None, *rest[1:])
+        for t, f in zip((q, k), freqs, strict=True)
+    ), v
 
 
 @kernel()
 def fused_qkv_rope_forward(
-    qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, starts: Values, splits: list[int],
-    form: Values = None, interleaved: bool = False, size: int = 1, rank: int = 0,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    starts: Values,
+    splits: list[int],
+    form: Values = None,
+    interleaved: bool = False,
+    size: int = 1,
+    rank: int = 0,
+) -> tuple[Tensor, ...]:
     """apply_rope.cpp:106 @v2.18"""
     *rows, groups, _ = qkv.shape
     q, k, v = splits
@@ -407,9 +449,17 @@ def fused_qkv_rope_forward(
 
 @kernel()
 def fused_qkv_rope_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, q_freqs: Tensor, k_freqs: Tensor, splits: list[int],
-    form: Values = None, interleaved: bool = False, size: int = 1, rank: int = 0,
-) -> Tensor:  # fmt: skip
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    splits: list[int],
+    form: Values = None,
+    interleaved: bool = False,
+    size: int = 1,
+    rank: int = 0,
+) -> Tensor:
     """apply_rope.cpp:263 @v2.18"""
     heads = sum(t.shape[2] for t in (dq, dk, dv)) * dq.shape[3]
     out = new([*dq.shape[:2], heads // sum(splits), sum(splits)], dq.dtype)

@@ -148,9 +148,9 @@ def rows_of(shape: Sequence[int]) -> int:
 # -- the library -----------------------------------------------------------------------------------
 _CLOSED = {
     "FP8FwdTensors": "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT "
-                     "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+    "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
     "FP8BwdTensors": "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
-}  # fmt: skip
+}
 _DTYPES = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7,
            "kFloat8E5M2": 8, "kFloat4E2M1": 10}  # fmt: skip
 _BACK_ENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}

@@ -37,20 +37,22 @@ def prism(*words, folder):
     return done.stdout
 
 
-def parts_of(folder, *flags, ours=()):
-    """Part -> bytes of the job with these flags."""
+def life_of(folder, *flags, ours=()):
+    """What fit says of the life of the job with these flags."""
     slices = folder / "slices"
     capture = ["capture", "-o", slices, "--prism-tier", "meta"]
     capture += ["--prism-world-size", 1, *ours]
     prism(*capture, "--", SCRIPT, *JOB, *flags, folder=folder)
     answer = json.loads(prism("fit", slices, "--limit", "80GB", "--json", folder=folder))
-    return answer["life"]["all"]["parts"]
+    return answer["life"]["all"]
 
 
 def test_parts_of_a_whole_life(tmp_path):
     save = ["--save", tmp_path / "checkpoints", "--save-interval", 40]
     load = ["--load", tmp_path / "absent"]
-    parts = parts_of(tmp_path, *save, *load, ours=["--prism-life"])
+    life = life_of(tmp_path, *save, *load, ours=["--prism-life"])
+    assert list(life["assumed"]) == ["load"]
+    parts = life["parts"]
     assert not (tmp_path / "checkpoints").exists()
     few = 0.02  # norms' statistics, step counters, the loss
     kept = WEIGHTS + GRADIENTS + STATES
@@ -76,7 +78,9 @@ def test_parts_of_a_whole_life(tmp_path):
 def test_without_the_flag_a_capture_ends_with_its_iteration(tmp_path):
     load = ["--load", tmp_path / "absent"]
     save = ["--save", tmp_path / "checkpoints", "--save-interval", 40]
-    parts = parts_of(tmp_path, *save, *load)
+    life = life_of(tmp_path, *save, *load)
+    assert life["assumed"] == {}
+    parts = life["parts"]
     assert parts["model"]
     assert parts["optimizer"]
     assert parts["evaluation"] is parts["checkpoint"] is parts["end"] is None

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron_prism.core.program import Builder, Programs
-from megatron_prism.core.slices import MEMORY_PARTS
+from megatron_prism.core.slices import ASSUMED_PARTS, MEMORY_PARTS
 from megatron_prism.core.world import World
 from megatron_prism.features.fit.fit import fit
 from megatron_prism.features.life.ending import shorten
@@ -17,7 +17,7 @@ STEADY = 320 * MIB
 MODEL, LOAD = 100 * MIB, 400 * MIB
 
 
-def job(peaks):
+def job(peaks, assumed=()):
     """One rank whose step allocates ``STEADY`` at most, and the parts of its life."""
     made = Builder()
     made.memory(0, 20 * MIB, "param:all")
@@ -29,26 +29,30 @@ def job(peaks):
     source = {"tier": "meta"}
     if peaks:
         source[MEMORY_PARTS] = f"0={part_peaks.as_text(peaks)}"
+    if assumed:
+        source[ASSUMED_PARTS] = f"0={part_peaks.names_as_text(assumed)}"
     return Programs(World(1), (made.build(0),), [0], source=source)
 
 
-def answer(peaks, limit=1 << 40):
-    return fit(job(peaks), limit=limit, device=None)
+def answer(peaks, limit=1 << 40, assumed=()):
+    return fit(job(peaks, assumed), limit=limit, device=None)
 
 
 def test_text_of_parts_is_read_back():
     peaks = {"model": 5, "first iteration": 7, "end": 0}
     text = part_peaks.as_text(peaks)
     assert " " not in text
-    assert part_peaks.of_source({MEMORY_PARTS: f"3={text} 12=load:9"}) == {
-        3: peaks,
-        12: {"load": 9},
+    source = {MEMORY_PARTS: f"3={text} 12=load:9", ASSUMED_PARTS: "12=load"}
+    assert part_peaks.of_source(source) == {
+        3: part_peaks.PartPeaks(peaks),
+        12: part_peaks.PartPeaks({"load": 9}, ("load",)),
     }
 
 
 @pytest.mark.parametrize("text", ["", "0=", "model:5", "x=model:5", "0=model:-5", "0=model"])
 def test_a_source_that_says_no_parts_has_none(text):
-    assert not any(part_peaks.of_source({MEMORY_PARTS: text}).values())
+    ranks = part_peaks.of_source({MEMORY_PARTS: text})
+    assert not any(parts.peaks for parts in ranks.values())
 
 
 def test_a_part_that_needs_more_than_a_step_decides():
@@ -98,6 +102,28 @@ def test_a_part_that_exceeds_the_limit_does_not_fit_though_steps_do():
     assert "what frees memory" not in text
     assert "nothing that can be tried" not in text
     assert "It does not fit" in answered.to_html()
+
+
+def test_a_part_that_ran_on_an_assumption_says_so():
+    answered = answer({"load": LOAD}, limit=360 * MIB, assumed=["load"])
+    assert "checkpoint" in answered.to_json()["life"]["all"]["assumed"]["load"]
+    text = " ".join(answered.to_text().split())
+    assumption = "of an assumed checkpoint of the job's own layout"
+    assert f"loading: {assumption}" in text
+    # the verdict rests on it, too
+    assert f"needs 400 MiB at least: {assumption}" in text
+
+
+def test_a_part_that_ran_as_in_the_job_says_nothing_of_assumptions():
+    answered = answer({"load": LOAD})
+    assert answered.to_json()["life"]["all"]["assumed"] == {}
+    assert "assumed checkpoint" not in answered.to_text()
+
+
+@pytest.mark.parametrize("text", ["", "0=", "0=Load", "x=load", "0=load,,", "0=load:3"])
+def test_a_source_that_lies_of_assumptions_names_none(text):
+    source = {MEMORY_PARTS: "0=load:9", ASSUMED_PARTS: text}
+    assert part_peaks.of_source(source)[0].assumed == ()
 
 
 def test_slices_that_keep_no_parts_have_no_section():
